@@ -178,15 +178,6 @@ class BoundedStore:
         """The store's host, in words."""
         return host_of(self._connection.store)
 
-    @property
-    def lost(self) -> bool:
-        """Whether a call was not answered in time."""
-        return bool(self._connection.lost)
-
-    def abandon(self) -> None:
-        """Fail the calls that are under way, and every later one: its host is known not to answer."""
-        self._connection.lost = self._connection.lost or f"{self.host} does not answer"
-
     def set(self, key: str, value: str | bytes) -> None:
         """See `dist.Store.set`."""
         self._ask(lambda store: store.set(key, value))  # type: ignore[arg-type]

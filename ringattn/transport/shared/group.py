@@ -3,9 +3,9 @@
 Ranks have the numbers of the whole ring, some of whose ranks may be on other machines and in other groups.
 
 Guarantees: opening succeeds on all ranks or is refused on all with the same words, which name the step that failed;
-every wait has a deadline; the first cause of a failure is what every rank
-tells, and it is in every page before the rank that failed gives its buffers back. After opening the store is only read
-for a first cause from elsewhere, so a ring goes on without it.
+every wait has a deadline; the first cause of a failure is what every rank tells, and it is in every page before the
+rank that failed gives its buffers back; a rank that is stopped or gone is named and no other. After opening the store
+is only read for a first cause from elsewhere, so a ring goes on without it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,8 @@ from ringattn.transport.control_store import ControlStore, first_cause
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.health.health import Health
 from ringattn.transport.health.place import ENDED, Beat, Place
-from ringattn.transport.shared.page import (
-    ALARM,
-    BEAT,
-    BELL,
-    CLOSED,
-    GATHER_BYTES,
-    GATHERED,
-    MAGIC,
-    POISON,
-    VERSION,
-    Header,
-    Page,
-)
+from ringattn.transport.shared import page as pages
+from ringattn.transport.shared.page import ALARM, BEAT, BELL, CLOSED, GATHER_BYTES, GATHERED, POISON, Header, Page
 from ringattn.transport.shared.segment import Segment
 from ringattn.transport.shared.service import PAGE_ARENA, Descriptor, Service
 from ringattn.transport.shared.words import pause, wake
@@ -388,7 +377,7 @@ class SharedGroup:
 
 
 def _header(rank: int, world_size: int, nonce: bytes) -> Header:
-    return Header(MAGIC, VERSION, rank, world_size, os.getuid(), os.getpid(), _pid_namespace(), nonce)
+    return Header(pages.MAGIC, pages.VERSION, rank, world_size, os.getuid(), os.getpid(), _pid_namespace(), nonce)
 
 
 def _pid_namespace() -> int:

@@ -1,0 +1,117 @@
+"""The contract of liveness over every transport: in processes where there are some, else on simulated GPUs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ringattn.errors import InputError
+from ringattn.transport.base import Transport
+from ringattn.transport.health.health import Health
+from ringattn.transport.health.place import Place
+from ringattn.transport.nccl.transport import NcclTransport
+from tests.contract import liveness_contract as contract
+from tests.contract.processes import Processes
+from tests.transport import test_gloo, test_nodes, test_shm
+from tests.transport.nccl_rings import on_gpus, results
+from tests.transport.peers import rings
+from tests.transport.simulated.world import SimWorld
+
+RANKS = 4
+TRANSPORTS = ("shm", "gloo", "shm+gloo", "peer")
+
+
+def meet(transport: str, rank: int, world_size: int) -> tuple[Transport, Health]:
+    """An open ring of all processes, with waits of `DEADLINE_S`."""
+    everyone, deadline_s = list(range(world_size)), contract.DEADLINE_S
+    if transport == "shm":
+        shm = test_shm.meet(rank, world_size, everyone, deadline_s)
+        shm.group.timeout_s = deadline_s
+        return shm, shm.group.health
+    if transport == "gloo":
+        gloo = test_gloo.meet(rank, world_size, everyone, deadline_s)
+        return gloo, gloo.health
+    if transport == "peer":
+        peer = rings.meet(rank, world_size, deadline_s)
+        return peer, peer.group.health
+    nodes = test_nodes.meet(rank, world_size, test_nodes.EVEN, deadline_s)
+    return nodes, nodes.between.health
+
+
+def suffer(rank: int, world_size: int, transport: str, case: str) -> contract.Told:
+    return contract.suffer(*meet(transport, rank, world_size), case)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with Processes(RANKS) as started:
+        yield started
+
+
+QUICK = {("gloo", "store's host stopped"), ("shm", "cause in the store"), ("gloo", "cause in the store")}
+CELLS: list[Any] = [
+    pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow)
+    for cell in ((transport, case) for transport in TRANSPORTS for case in contract.CASES if case != "killed")
+]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("transport", "case"), CELLS)
+def test_the_victim_is_named_and_no_other(processes: Processes, transport: str, case: str) -> None:
+    told = processes.run(suffer, transport, case)
+    contract.assert_told(case, told)
+    if case == "store's host stopped" and transport in ("gloo", "shm+gloo"):
+        assert all(contract.STORE in told[rank].message for rank in (1, 2, 3)), told
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_rank_is_named_and_no_other(transport: str) -> None:
+    with Processes(RANKS) as mortals:
+        contract.assert_told("killed", mortals.run(suffer, transport, "killed", exits=contract.CASES["killed"]))
+
+
+# --- NCCL, simulated (killed: `test_nccl_faults`; a hung store: `test_stopped_store`) ---------------------------------
+
+
+@pytest.mark.alone
+def test_nccl_tells_a_cause_that_is_in_the_store() -> None:
+    told = threading.Barrier(3)
+
+    def body(ring: NcclTransport) -> str:
+        ring.all_gather_bytes(b"")
+        if ring.rank == 1:
+            ring.supervisor.health.publish(InputError("this rank belongs to another job"))
+        message = contract.exchange_until_error(ring)
+        told.wait(10.0)
+        return message
+
+    for message in results(on_gpus(SimWorld(3), body, deadline_s=20.0)):
+        assert "rank 1 failed first: InputError: this rank belongs to another job" in message
+
+
+@pytest.mark.alone
+def test_nccl_blames_nobody_for_its_own_standstill() -> None:
+    ended = threading.Event()
+
+    def stands_still() -> Place:
+        if threading.current_thread().name.startswith("ringattn-health"):
+            ended.wait(20.0)
+        return Place()
+
+    def body(ring: NcclTransport) -> str:
+        ring.all_gather_bytes(b"")
+        if ring.rank == 1:
+            ring.supervisor.health._users[ring.supervisor] = stands_still, lambda cause: None
+            message = contract.exchange_until_error(ring)
+            ended.set()
+            return message
+        ended.wait(20.0)
+        return contract.exchange_until_error(ring)
+
+    for message in results(on_gpus(SimWorld(3), body, deadline_s=contract.DEADLINE_S)):
+        assert "rank 1 itself stood still for" in message and "so it names no other rank" in message
