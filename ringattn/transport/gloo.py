@@ -327,7 +327,8 @@ class GlooTransport(ProcessTransport):
                 f"pending: {listed(pending)}; {self.health.explain(late, waited_s=self._timeout_s)}"
             )
         else:
-            said = self.health.explain([failed.peer], waited_s=self._timeout_s, lost=(failed.peer, str(error)))
+            waited_s = 0.0 if deadline is None else self._timeout_s - (deadline - time.monotonic())
+            said = self.health.explain([failed.peer], waited_s=waited_s, lost=(failed.peer, str(error)))
             message = f"{failed}{handle.where}: {said}"
         left = self._recorded(f"{kind.__name__}: {message}")
         failure = kind(f"{message}; {left}" if left else message)

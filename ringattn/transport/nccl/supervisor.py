@@ -156,7 +156,8 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
             aborting.start()
         words = ""
         if attribute:
-            waited_s, late = self._timeout_s, isinstance(error, DeadlineError)
+            late = isinstance(error, DeadlineError)
+            waited_s = self._timeout_s if late else 0.0
             said = [self.health.explain(self._waited_for(), waited_s=waited_s, missing=self.missing, at_deadline=late)]
             if self._ras and late:
                 said.append(ras_report(self._ras))
