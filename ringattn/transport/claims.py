@@ -22,24 +22,24 @@ ADVICE = "two jobs share this address and port, or a rank was started twice; giv
 
 @dataclass(frozen=True)
 class Claim:
-    """A process that takes part in a ring as `rank` of `world_size`."""
+    """A process that takes part in a ring as `rank` of `world_size`. `clock`: its time; `nonce`: unique."""
 
     rank: int
     world_size: int
     run_id: str
     host: str
     pid: int
-    at: str
+    clock: str
     nonce: str
 
     @classmethod
-    def mine(cls, rank: int, world_size: int, run_id: str) -> Claim:
-        """This process's claim, unlike any other."""
+    def of_this_process(cls, rank: int, world_size: int, run_id: str) -> Claim:
+        """A new claim."""
         clock = time.strftime("%H:%M:%S", time.gmtime())
         return cls(rank, world_size, run_id, socket.gethostname(), os.getpid(), clock, secrets.token_hex(8))
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} (at {self.at} UTC)"
+        return f"process {self.pid} on {self.host} (at {self.clock} UTC)"
 
 
 def claim_rank(control: ControlStore, run_id: str) -> None:
@@ -48,26 +48,31 @@ def claim_rank(control: ControlStore, run_id: str) -> None:
     Raises `InputError` if another process has the number, and `DisagreementError` if the first process of the ring has
     another world size or belongs to another job; the reason is published.
     """
-    mine = Claim.mine(control.rank, control.world_size, run_id)
-    first = _put_first(control, "job", mine)
-    other, this = f"rank {first.rank}, {first},", f"rank {mine.rank}, {mine},"
-    if first.world_size != mine.world_size:
-        words = f"{other} opened a ring of {first.world_size} ranks, and {this} a ring of {mine.world_size}"
-        _refuse(control, DisagreementError, words, first)
-    if first.run_id and mine.run_id and first.run_id != mine.run_id:
-        words = f"{other} belongs to job {first.run_id!r}, and {this} to job {mine.run_id!r}"
-        _refuse(control, DisagreementError, words, first)
-    holder = _put_first(control, f"claim/{mine.rank}", mine)
-    if holder != mine:
-        _refuse(control, InputError, f"two processes claim rank {mine.rank}, {holder} and {mine}", first)
+    claim = Claim.of_this_process(control.rank, control.world_size, run_id)
+    first = _put_first(control, "job", claim)
+    if difference := _difference(first, claim):
+        _refuse(control, first, DisagreementError, difference)
+    holder = _put_first(control, f"claim/{claim.rank}", claim)
+    if holder != claim:
+        _refuse(control, first, InputError, f"two processes claim rank {claim.rank}, {holder} and {claim}")
 
 
-def _put_first(control: ControlStore, key: str, mine: Claim) -> Claim:
-    return Claim(**json.loads(control.put_first(key, json.dumps(asdict(mine)))))
+def _difference(first: Claim, claim: Claim) -> str:
+    """Why two processes cannot be ranks of one ring; empty if they can."""
+    sides = f"rank {first.rank}, {first}, {{}}, and rank {claim.rank}, {claim}, {{}}"
+    if first.world_size != claim.world_size:
+        return sides.format(f"opened a ring of {first.world_size} ranks", f"a ring of {claim.world_size}")
+    if first.run_id and claim.run_id and first.run_id != claim.run_id:
+        return sides.format(f"belongs to job {first.run_id!r}", f"to job {claim.run_id!r}")
+    return ""
 
 
-def _refuse(control: ControlStore, kind: type[InputError], words: str, first: Claim) -> None:
+def _refuse(control: ControlStore, first: Claim, kind: type[InputError], reason: str) -> None:
     ring = f"rank {control.rank}: the ring of {first.world_size} ranks cannot go on"
-    error = kind(f"{ring}: {words}; {control.store.host}; {ADVICE}")
+    error = kind(f"{ring}: {reason}; {control.store.host}; {ADVICE}")
     control.publish_cause(error)
     raise error
+
+
+def _put_first(control: ControlStore, key: str, claim: Claim) -> Claim:
+    return Claim(**json.loads(control.put_first(key, json.dumps(asdict(claim)))))

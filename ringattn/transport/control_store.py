@@ -134,6 +134,7 @@ class ControlStore:
             return made
         if control.appears(entry, deadline, watch or control.cause_watch()):
             return control.read(entry)
+        control = self.until(Deadline(GRACE_S))  # also if this process comes back long after the deadline
         if missing := control.missing(name):
             raise DeadlineError(
                 f"rank {self.rank}: ranks {missing} did not arrive at '{name}' within {deadline.timeout_s} s"

@@ -142,16 +142,18 @@ class GlooTransport(ProcessTransport):
         job_size: int | None = None,
         record: FlightRecord | None = None,
         health: Health | None = None,
+        *,
+        deadline: Deadline | None = None,
     ) -> GlooTransport:
         """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
 
         A failure leaves this rank's flight record in `flight_dir`, which is made if need be. `interface`: what the user
         has set as GLOO_SOCKET_IFNAME; without it the interface that routes to the store's host. `job_size` ranks share
         the store; None: those of this ring do. `record` and `health`: those that another transport of this rank uses,
-        too. Raises `DeadlineError` that names the ranks which did not arrive, or the addresses that could not be
-        reached.
+        too. `deadline`: of the opening; None: `timeout_s` from now. Raises `DeadlineError` that names the ranks which
+        did not arrive, or the addresses that could not be reached.
         """
-        deadline, opened = Deadline(timeout_s), f"rank {rank} opened a ring of {world_size}: "
+        deadline, opened = deadline or Deadline(timeout_s), f"rank {rank} opened a ring of {world_size}: "
         control = ControlStore(store, rank, world_size, timeout_s)
         try:
             mine = bounded(

@@ -27,6 +27,8 @@ GRACE_S = 1.0
 """What the store has to answer after the deadline, if it took the connection just before."""
 NAP_S = 0.05
 """How long a rank waits before it tries to connect again."""
+PROBE_S = 0.5
+"""How long to look whether the host of the store is still there."""
 CONNECT_S = 5.0
 """The limit of one attempt to connect."""
 WARN_S = 2.0
@@ -91,16 +93,16 @@ def job_of(environment: Mapping[str, str]) -> Job | None:
 
 def _number(environment: Mapping[str, str], name: str, lowest: int, highest: int | None = None) -> int:
     value = environment.get(name)
-    wanted = f"an integer of at least {lowest}" if highest is None else f"an integer from {lowest} to {highest}"
+    range_text = f"an integer of at least {lowest}" if highest is None else f"an integer from {lowest} to {highest}"
     if name == "RANK" and highest is not None:
-        wanted += f", since WORLD_SIZE={environment['WORLD_SIZE']}"
+        range_text += f", since WORLD_SIZE={environment['WORLD_SIZE']}"
     try:
         number = int(value or "")
     except ValueError:
         number = lowest - 1
     if number < lowest or (highest is not None and number > highest):
-        given = "is not set" if value is None else f"is {value!r}"
-        raise InputError(f"{name} {given}; it must be {wanted}; {START}")
+        state = "is not set" if value is None else f"is {value!r}"
+        raise InputError(f"{name} {state}; it must be {range_text}; {START}")
     return number
 
 
@@ -125,10 +127,19 @@ def connect(job: Job, deadline: Deadline) -> dist.Store:
     """Return a new connection to the job's store. Raises what `job_store` raises."""
     attempt = _Attempt(job, deadline)
     try:
-        # The resolver and a connection to a hung host block without end, so they run on a thread of their own.
+        # The resolver and a connection to a hung host block without end, so they run on another thread.
         return bounded(attempt.run, deadline.plus(GRACE_S), "")
     except DeadlineError:
         raise attempt.error() from None
+
+
+def is_gone(job: Job) -> bool:
+    """Whether nothing listens any more where the store was."""
+    try:
+        socket.create_connection((job.address, job.port), PROBE_S).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 class PortInUseError(InputError):
@@ -209,10 +220,10 @@ class _Attempt:
         """Open the store, or join the one that this process has open at this port."""
         job, listener = self.job, None
         self._blame(f"rank 0 listens at port {job.port}, and {job} does not lead to it: correct MASTER_ADDR")
-        words: dict[str, int] = {}
+        options: dict[str, int] = {}
         if address := loopback_of(job.address, family):
             listener = _bound_socket(address, job.port, family)
-            words["master_listen_fd"] = listener.fileno()
+            options["master_listen_fd"] = listener.fileno()
         try:
             store = dist.TCPStore(
                 job.address,
@@ -221,7 +232,7 @@ class _Attempt:
                 wait_for_workers=False,  # so that rank 0 can say who is missing
                 multi_tenant=True,
                 timeout=timedelta(seconds=max(self.deadline.left_s, 0.1)),
-                **words,  # type: ignore[arg-type]
+                **options,  # type: ignore[arg-type]
             )
         except dist.DistError as error:
             if listener is not None:

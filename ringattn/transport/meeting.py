@@ -1,4 +1,4 @@
-"""Where the ranks of one more ring meet: a store of their own, in which each has a number and says why it cannot open.
+"""The rendezvous of one more ring: its store, in which each rank has a number and says why it cannot open the ring.
 
 Guarantees: no ring opens with two processes of one rank number; a rank that cannot open publishes the cause before it
 raises, also if only its arguments are wrong, and every rank that waits for it raises that cause within about a second;
@@ -20,7 +20,7 @@ from ringattn.transport.bounded_store import host_of
 from ringattn.transport.claims import claim_rank
 from ringattn.transport.control_store import GRACE_S, LOST, RESTATED, ControlStore, group_store, ring_store
 from ringattn.transport.deadline import Deadline, wait_until
-from ringattn.transport.job import Job, PortInUseError, connect, job_of, job_store
+from ringattn.transport.job import Job, PortInUseError, connect, is_gone, job_of, job_store
 
 PUBLISH_S = 0.2
 """How long a rank that cannot open tries to publish why."""
@@ -35,9 +35,11 @@ INFORMED = "informed"
 class Meeting:
     """The store of one more ring, and this rank's number there. `job`: None unless the environment describes it."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float, job: Job | None = None) -> None:
-        self.store, self.rank, self.world_size, self.job = store, rank, world_size, job
-        self._timeout_s = timeout_s
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, deadline: Deadline, job: Job | None = None
+    ) -> None:
+        """`deadline`: of the whole opening, which began before the connection to `store`."""
+        self.store, self.rank, self.world_size, self.deadline, self.job = store, rank, world_size, deadline, job
         self._control: ControlStore | None = None
         self._claimed = False
 
@@ -47,14 +49,15 @@ class Meeting:
 
         Raises `InputError` if the group or a variable is wrong, and what `job_store` raises.
         """
+        deadline = Deadline(timeout_s)
         if isinstance(group, dist.DeviceMesh):
             group = group.get_group("cp" if group.mesh_dim_names and "cp" in group.mesh_dim_names else None)
         if group is not None or (dist.is_available() and dist.is_initialized()):
-            return cls(*group_store(group, timeout_s), timeout_s)
+            return cls(*group_store(group, timeout_s), deadline)
         job = job_of(environment)
         if job is None:
-            return cls(dist.HashStore(), 0, 1, timeout_s)
-        deadline, origin = Deadline(timeout_s), f"ringattn/{job.restart_count}"
+            return cls(dist.HashStore(), 0, 1, deadline)
+        origin = f"ringattn/{job.restart_count}"
         try:
             shared = job_store(job, deadline)
             store = ring_store(origin, shared, job.rank, deadline.plus(GRACE_S))
@@ -63,13 +66,14 @@ class Meeting:
             raise
         except LOST as error:
             raise PeerLostError(f"rank {job.rank}: {job.host} hosted the store at {job} and is gone") from error
-        return cls(store, job.rank, job.world_size, timeout_s, job)
+        return cls(store, job.rank, job.world_size, deadline, job)
 
     @property
     def control(self) -> ControlStore:
         """This rank's view of the store, over a connection that no transport uses."""
         if self._control is None:
-            self._control = ControlStore(self.store, self.rank, self.world_size, self._timeout_s).clone()
+            shared = ControlStore(self.store, self.rank, self.world_size, self.deadline.timeout_s)
+            self._control = shared.until(self.deadline.plus(GRACE_S)).clone()
         return self._control
 
     def claim(self) -> None:
@@ -93,15 +97,19 @@ class Meeting:
 
     def _restated(self, error: Exception) -> Exception:
         """Say of a missed deadline and of a lost store what it means for the ring."""
-        words, opens = str(error), f"the ring of {self.world_size} ranks cannot open: "
+        text, opens = str(error), f"the ring of {self.world_size} ranks cannot open: "
         if isinstance(error, LOST):
-            return PeerLostError(f"rank {self.rank}: {opens}{host_of(self.store)} is gone")
-        if not isinstance(error, DeadlineError) or RESTATED.search(words):
+            host, timeout_s = host_of(self.store), self.deadline.timeout_s
+            # Torch also raises this error when a new connection takes too long.
+            if "timed out" in text and not (self.job and is_gone(self.job)):
+                return DeadlineError(f"rank {self.rank}: {opens}{host} did not answer within {timeout_s:g} s")
+            return PeerLostError(f"rank {self.rank}: {opens}{host} is gone")
+        if not isinstance(error, DeadlineError) or RESTATED.search(text):
             return error
         for prefix in (f"rank {self.rank} opened a ring of {self.world_size}: ", f"rank {self.rank}: "):
-            words = words.removeprefix(prefix)
-        at = f" (store at {self.job})" if self.job and str(self.job) not in words else ""
-        return DeadlineError(f"rank {self.rank}: {opens}{words}{at}")
+            text = text.removeprefix(prefix)
+        address = f" (store at {self.job})" if self.job and str(self.job) not in text else ""
+        return DeadlineError(f"rank {self.rank}: {opens}{text}{address}")
 
 
 def publish_refusal(group: Any, error: Exception, timeout_s: float, environment: Mapping[str, str]) -> None:

@@ -29,6 +29,7 @@ from ringattn.errors import ClosedError, DisagreementError, TransportError, Unsu
 from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Ending, Hop, Message, Transport, WorkHandle
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.deadline import Deadline
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.health.health import Health
 from ringattn.transport.location import Location, node_of, sharing_obstacle
@@ -261,6 +262,7 @@ def open_shm_and_gloo(
     flight_dir: Path | None = None,
     interface: str = "",
     job_size: int | None = None,
+    deadline: Deadline | None = None,
 ) -> HostNodesTransport:
     """This rank's end of a ring on CPUs of several machines; `locations`: of all ranks.
 
@@ -272,9 +274,13 @@ def open_shm_and_gloo(
     size, node = len(locations), node_of(rank, locations)
     record = FlightRecord(rank, size, f"{ShmTransport.name}+{GlooTransport.name}")
     health = Health(ControlStore(store, rank, size, timeout_s), job_size=job_size, interface=interface)
-    inside = ShmTransport.open(store, rank, size, timeout_s, flight_dir, members=node, record=record, health=health)
+    inside = ShmTransport.open(
+        store, rank, size, timeout_s, flight_dir, members=node, record=record, health=health, deadline=deadline
+    )
     try:
-        between = GlooTransport.open(store, rank, size, timeout_s, flight_dir, interface, job_size, record, health)
+        between = GlooTransport.open(
+            store, rank, size, timeout_s, flight_dir, interface, job_size, record, health, deadline=deadline
+        )
     except BaseException as error:
         inside.abort(error)
         raise

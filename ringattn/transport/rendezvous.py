@@ -63,7 +63,7 @@ def open_transport(
     with refusals_published(group):
         _check_names(transport, nccl)
     meeting = Meeting.of(group, timeout_s, os.environ)
-    store, rank, world_size = meeting.store, meeting.rank, meeting.world_size
+    store, rank, world_size, deadline = meeting.store, meeting.rank, meeting.world_size, meeting.deadline
     if world_size == 1 and transport != "nccl":
         return LocalWorld(1, timeout_s).transport(0)
     folder = os.environ.get("RINGATTN_FLIGHT_DIR")
@@ -79,7 +79,7 @@ def open_transport(
             )
         gpu = _gpu_index(rank) if on_gpu else None
         own = own_calibration(os.environ.get(VARIABLE)) if calibrated else None
-        locations = _located(meeting.control, gpu, timeout_s, own)
+        locations = _located(meeting.control, gpu, deadline, own)
         if transport == "peer":
             control = ControlStore(store, rank, world_size, timeout_s)
             return _open_peer(control, store, timeout_s, nccl, flight_dir, gpu, locations)
@@ -89,13 +89,14 @@ def open_transport(
         if transport == "shm" and not one_machine(locations):
             return open_shm_and_gloo(
                 store, rank, timeout_s, locations,
-                flight_dir=flight_dir, interface=interface, job_size=job_size(world_size),
+                flight_dir=flight_dir, interface=interface, job_size=job_size(world_size), deadline=deadline,
             )  # fmt: skip
         if transport == "shm" or (transport == "auto" and obstacle(locations) is None):
-            shared = ShmTransport.open(store, rank, world_size, timeout_s, flight_dir, locations)
+            shared = ShmTransport.open(store, rank, world_size, timeout_s, flight_dir, locations, deadline=deadline)
             shared.locations = locations
             return shared
-        opened = GlooTransport.open(store, rank, world_size, timeout_s, flight_dir, interface, job_size(world_size))
+        jobs = job_size(world_size)
+        opened = GlooTransport.open(store, rank, world_size, timeout_s, flight_dir, interface, jobs, deadline=deadline)
         opened.locations = locations
         return opened
     except Exception as error:  # the others wait for this rank already
@@ -123,10 +124,12 @@ def _check_names(transport: str, nccl: NcclOptions | None) -> None:
         raise InputError(f"nccl={nccl} was given, and transport={transport!r} takes no such options")
 
 
-def _located(control: ControlStore, gpu: int | None, timeout_s: float, calibration: str | None) -> tuple[Location, ...]:
+def _located(
+    control: ControlStore, gpu: int | None, deadline: Deadline, calibration: str | None
+) -> tuple[Location, ...]:
     """Where all ranks are, known to all; on rank 0 a warning where their order makes a ring slow."""
     mine = replace(my_location(gpu), calibration=calibration)
-    locations = gather_locations(control, mine, Deadline(timeout_s))
+    locations = gather_locations(control, mine, deadline)
     if control.rank == 0 and (advice := order_advice(locations)):
         warnings.warn(f"rank 0: {advice}", stacklevel=4)
     return locations

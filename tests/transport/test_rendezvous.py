@@ -20,6 +20,7 @@ from ringattn import DeadlineError, InputError, PeerLostError, Ring, Unsupported
 from ringattn.planner.cluster import Cluster
 from ringattn.transport import meeting, recognition
 from ringattn.transport import rendezvous as opening
+from ringattn.transport.control_store import ControlStore
 from ringattn.transport.local import LocalTransport
 from ringattn.transport.location import Location, links_of, my_location
 from ringattn.transport.nccl import options as nccl_options
@@ -136,9 +137,13 @@ def test_auto_takes_the_gpu_only_where_there_is_one(gpus: list[int], monkeypatch
     places = [here, here]
     monkeypatch.setattr(opening, "_located", lambda *_: tuple(places))
     monkeypatch.setattr(opening, "_open_nccl", lambda *facts: asked.append("nccl"))
-    monkeypatch.setattr(opening.GlooTransport, "open", lambda *facts: (asked.append("gloo"), SimpleNamespace())[1])
+    monkeypatch.setattr(
+        opening.GlooTransport, "open", lambda *facts, **more: (asked.append("gloo"), SimpleNamespace())[1]
+    )
     shm = opening.ShmTransport.open
-    monkeypatch.setattr(opening.ShmTransport, "open", lambda *facts: (asked.append("shm"), SimpleNamespace())[1])
+    monkeypatch.setattr(
+        opening.ShmTransport, "open", lambda *facts, **more: (asked.append("shm"), SimpleNamespace())[1]
+    )
     opening.open_transport(0, "auto", 1.0)
     opening.open_transport(0, "gloo", 1.0)
     opening.open_transport(0, "shm", 1.0)
@@ -298,6 +303,25 @@ def test_ranks_that_do_not_arrive_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "rank 0: the ring of 3 ranks cannot open: ranks [1] did not arrive at 'opening' within 0.3 s" in str(
         results[0]
     )
+
+
+def test_an_opening_has_one_deadline_for_all_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    located, late_s = opening._located, 1.7
+
+    def late(control: ControlStore, *more: Any) -> Any:
+        if control.rank == 1:
+            time.sleep(late_s)
+        locations = located(control, *more)
+        if control.rank == 1:
+            raise InputError("unheard")
+        return locations
+
+    monkeypatch.setattr(opening, "_located", late)
+    monkeypatch.setattr(opening.ControlStore, "publish_cause", lambda control, error: None)
+    began_s = time.monotonic()
+    results, _ = opened_on("aa", monkeypatch, timeout_s=2.0)
+    assert time.monotonic() - began_s < late_s + 2.0
+    assert "ranks [1] did not arrive within 2.0 s" in str(results[0])
 
 
 def test_the_job_is_larger_than_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,16 +78,18 @@ class SharedGroup:
         health: Health | None = None,
         facts: dict[str, Any] | None = None,
         members: Sequence[int] | None = None,
+        deadline: Deadline | None = None,
     ) -> SharedGroup:
-        """Meet all ranks; `facts` of every rank are in `SharedGroup.facts` afterwards. The group is of `members`.
+        """Meet all ranks by `deadline`; `facts` of every rank are in `SharedGroup.facts` afterwards.
 
-        `health`: this rank's, if it has other transports; None: a new one. `members`: the ranks of this machine, None:
-        all. Every rank of the ring opens a group at once, its own.
+        `health`: this rank's, if it has other transports; None: a new one. `members`: the ranks of this machine, which
+        form the group, None: all. `deadline`: None: `timeout_s` from now. Every rank of the ring opens a group at once,
+        its own.
         Raises `UnsupportedError` on all ranks of the ring where one cannot, `DeadlineError` that names the ranks which
         are missing.
         """
         ranks = tuple(range(world_size)) if members is None else tuple(members)
-        deadline = Deadline(timeout_s)
+        deadline = deadline or Deadline(timeout_s)
         service, own, problem = None, None, ""
         health = health or Health(control)
         try:

@@ -24,6 +24,7 @@ from ringattn.errors import ClosedError, DisagreementError, TransportError, Unsu
 from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord, MessageRecord
 from ringattn.transport.base import Message, Operation, ProcessTransport, listed, operations
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.deadline import Deadline
 from ringattn.transport.health.health import Health
 from ringattn.transport.health.place import Place, Waits
 from ringattn.transport.location import Location
@@ -144,12 +145,13 @@ class ShmTransport(ProcessTransport):
         members: Sequence[int] | None = None,
         record: FlightRecord | None = None,
         health: Health | None = None,
+        deadline: Deadline | None = None,
     ) -> ShmTransport:
         """Meet all ranks through a fresh `store`; every later wait ends within `timeout_s` too, and needs no store.
 
         A failure leaves this rank's flight record in `flight_dir`, which is made if need be; `locations` of all ranks
         are checked first. `members`: the only ranks that it exchanges with, None: all; `record` and `health`: those
-        that another transport of this rank uses, too.
+        that another transport of this rank uses, too; `deadline`: see `SharedGroup.open`.
         Raises `UnsupportedError` on all ranks where one cannot share memory, `DeadlineError` that names the ranks
         which did not arrive.
         """
@@ -157,7 +159,7 @@ class ShmTransport(ProcessTransport):
             raise UnsupportedError(f"rank {rank}: transport='shm' needs one machine and one user: {why}; use gloo")
         control = ControlStore(store, rank, world_size)
         flights = record or FlightRecord(rank, world_size, cls.name)
-        group = SharedGroup.open(control, rank, world_size, timeout_s, health, members=members)
+        group = SharedGroup.open(control, rank, world_size, timeout_s, health, members=members, deadline=deadline)
         return cls(group, flights, flight_dir)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
