@@ -207,6 +207,7 @@ def test_two_transports_have_one_heartbeat_which_ends_with_the_last() -> None:
     health.detach("between")
     health.detach("between")
     until(lambda: Beat.parse(store.get(heartbeat_key(0))).place == Place("idle", 3))
+    assert Beat.parse(store.get(heartbeat_key(0))).count != ENDED
     health.closed = True
     health.detach("inside")
     last = Beat.parse(store.get(heartbeat_key(0)))

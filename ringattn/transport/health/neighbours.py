@@ -125,5 +125,4 @@ class Neighbours(Feed[Beat]):
             newest = self.heard.get(sender)
             if newest is None or parsed.count > newest.beat.count or parsed.left:
                 self.note(sender, parsed, now_s)
-                received.pop(self._rank, None)
                 self._claims[sender] = received
