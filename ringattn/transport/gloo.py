@@ -330,7 +330,9 @@ class GlooTransport(ProcessTransport):
             )
         else:
             waited_s = 0.0 if deadline is None else self._timeout_s - (deadline - time.monotonic())
-            said = self.health.explain([failed.peer], waited_s=waited_s, lost=(failed.peer, str(error)))
+            said = self.health.explain(
+                [failed.peer], waited_s=waited_s, timeout_s=self._timeout_s, lost=(failed.peer, str(error))
+            )
             message = f"{failed}{handle.where}: {said}"
         left = self._recorded(f"{kind.__name__}: {message}")
         failure = kind(f"{message}; {left}" if left else message)

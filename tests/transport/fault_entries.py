@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
         if life == 0:
             for key, value in POISON.items():
                 raw.set(stems[0] + key, value)
-            ring.barrier()
-            assert control.cause() == POISON["cause"]  # these are the keys that the ring reads
+            # These are the keys that the ring reads, so it has failed from here on.
+            assert control.cause() == POISON["cause"]
             (folder / f"poisoned-{rank}").touch()
-            ring.barrier()
+            while len(list(folder.glob("poisoned-*"))) < 2:
+                time.sleep(0.01)
             if rank == 1:
                 os._exit(1)
             ring.barrier()

@@ -272,7 +272,10 @@ def test_a_rank_that_stood_still_during_a_wait_blames_nobody(monkeypatch: pytest
     hold.set()
     said = health.explain({1}, waited_s=2.0)
     assert said.startswith("rank 0 itself stood still for 2.") and named_at_fault(said) == set(), said
-    # A wait that began afterwards has nothing to do with it.
+    # One that was longer than the deadline is why the others failed, also if this rank waited only afterwards.
+    assert health.explain({1}, waited_s=0.0, timeout_s=2.0, lost=(1, "reset")).startswith("rank 0 itself stood still")
+    # A wait that began afterwards has nothing to do with a shorter one.
+    assert "stood still" not in health.explain({1}, waited_s=0.0, timeout_s=20.0, lost=(1, "reset"))
     until(lambda: health.silent() == {1})
     assert named_at_fault(health.explain({1}, waited_s=0.0)) == {1}
     health.detach(job)

@@ -11,10 +11,12 @@ if the store does not answer.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ringattn.transport.control_store import CAUSE, ControlStore, first_cause
@@ -165,32 +167,38 @@ class Health:
         here = set(self.pages.gone) if self.pages is not None else set()
         return here | self._neighbours.reported("gone", time.monotonic(), self.silence_s)
 
-    def stood_still_s(self, since_s: float) -> float:
-        """For how long this rank itself stood still, if that ended after `since_s`; 0 if for less than `silence_s`."""
-        now_s = time.monotonic()
-        stops = [*self._stops, *([(self._last_s, now_s)] if self._thread is not None else [])]
-        return max(
-            (end_s - start_s for start_s, end_s in stops if end_s - max(start_s, since_s) >= self.silence_s),
-            default=0.0,
-        )
+    def stood_still_s(self, since_s: float, timeout_s: float) -> float:
+        """For how long this rank itself stood still: for `silence_s` or longer since then, else 0.
+
+        A standstill of `timeout_s` before that counts too: the others have reached their deadline because of it.
+        """
+        now_s, longest_s = time.monotonic(), 0.0
+        for start_s, end_s in [*self._stops, *([(self._last_s, now_s)] if self._thread is not None else [])]:
+            in_wait = end_s - max(start_s, since_s) >= self.silence_s
+            if in_wait or (end_s - start_s >= timeout_s and now_s - end_s < timeout_s):
+                longest_s = max(longest_s, end_s - start_s)
+        return longest_s
 
     def explain(
         self,
         waited_for: Iterable[int] = (),
         *,
         waited_s: float = 0.0,
+        timeout_s: float = math.inf,
         missing: Collection[int] = (),
         lost: tuple[int, str] | None = None,
         at_deadline: bool = True,
     ) -> str:
         """Return which rank is at fault after a wait has failed, or where the awaited ranks are, as one line.
 
-        `waited_s`: how long this rank has waited. `missing`, `lost`, `at_deadline`: see `Evidence`.
+        `waited_s`: how long this rank has waited, of the `timeout_s` that each rank waits. `missing`, `lost`,
+        `at_deadline`: see `Evidence`.
         """
         awaited, began_s = frozenset(waited_for), time.monotonic()
         deadline, rounds = Deadline(self.limit_s), self.store.rounds
         while True:
             seen = self._evidence(awaited, began_s, waited_s, missing, lost, at_deadline and lost is None)
+            seen = replace(seen, stood_still_s=self.stood_still_s(began_s - waited_s, timeout_s))
             # The others read the cause of the rank that investigates one round later.
             late_s = 0.0 if 1 in self._claims.values() else self.store.interval_s
             if self._settled(seen, began_s, rounds) or deadline.plus(late_s).passed:
@@ -274,7 +282,6 @@ class Health:
         beats = self.beats()
         return Evidence(
             rank=self.rank,
-            stood_still_s=self.stood_still_s(began_s - waited_s),
             cause=self.cause,
             gone=self.gone(),
             silent=quiet - late,

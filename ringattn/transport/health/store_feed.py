@@ -98,11 +98,13 @@ class StoreFeed(Feed[Beat | None]):
         self.ask(lambda store: store.set(heartbeat_key(self._control.rank), beat.text()), patience_s)
 
     def ask(self, run: Callable[[dist.Store], object], patience_s: float) -> None:
-        """Run a request behind the one that is under way; wait for it if the store answers. Never raises."""
-        if self.gone is not None or self.unanswered:
-            return
+        """Run a request behind the one that is under way. Never raises.
+
+        Wait for it if the store answers. If it does not, the request is run when it answers again.
+        """
         try:
-            self.store.begin(run).wait_shortly(patience_s)
+            if self.gone is None:
+                self.store.begin(run).wait_shortly(0.0 if self.unanswered else patience_s)
         except RingError:
             pass  # the connection was given up, or belongs to the parent of this process
 

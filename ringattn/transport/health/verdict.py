@@ -75,7 +75,7 @@ def explain(evidence: Evidence) -> str:
 
 def silence(rank: int, place: Place | None) -> str:
     """Describe a silent rank. `place`: its last heartbeat, None if it never sent one."""
-    heard = "never heard" if place is None else f"last heard in {place}"
+    heard = "never heard by this rank" if place is None else f"last heard in {place}"
     return f"rank {rank} is silent (stopped, stuck, gone or out of reach), {heard}"
 
 

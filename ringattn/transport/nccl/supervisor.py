@@ -158,7 +158,15 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
         if attribute:
             late = isinstance(error, DeadlineError)
             waited_s = self._timeout_s if late else 0.0
-            said = [self.health.explain(self._waited_for(), waited_s=waited_s, missing=self.missing, at_deadline=late)]
+            said = [
+                self.health.explain(
+                    self._waited_for(),
+                    waited_s=waited_s,
+                    timeout_s=self._timeout_s,
+                    missing=self.missing,
+                    at_deadline=late,
+                )
+            ]
             if self._ras and late:
                 said.append(ras_report(self._ras))
             words = "".join(f"; {phrase}" for phrase in said if phrase)
