@@ -16,7 +16,7 @@ from tests.contract.ports import free_port
 PROGRAM = """
 import os, signal, sys
 import torch, ringattn
-from ringattn.transport.control_store import rendezvous_store
+from tests.contract.meeting import rendezvous_store
 from ringattn.transport.location import Location
 from ringattn.transport.nodes import open_shm_and_gloo
 
