@@ -175,7 +175,7 @@ def _open_nccl(
         nccl_id=nccl_id,
         flight_dir=flight_dir,
         job_size=job_size(len(locations)),
-        interface=None if one_machine(locations) else os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        interface="lo" if one_machine(locations) else os.environ.get("GLOO_SOCKET_IFNAME", ""),
         ras=ras_address(os.environ, binding.version),
         record=record,
         health=health,

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.distributed import HashStore
 
+from ringattn.transport.addresses import Address
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.health import neighbours
 from ringattn.transport.health.health import Health
 from ringattn.transport.health.heard import Feed
 from ringattn.transport.health.neighbours import Neighbours
@@ -60,6 +62,31 @@ def test_neighbours_hear_each_other_and_nobody_else(sides: list[Side]) -> None:
     assert not sides[0].neighbours.unchanged(0.2, 0.0)
     rounds(sides[1:], [0.1 * n for n in range(6, 20)])  # rank 0 is stopped
     assert [side.neighbours.unchanged(1.0, 1.0) for side in sides[1:]] == [{0}, set(), set(), set(), {0}]
+
+
+ADDRESSES = {
+    "all on one machine": [("127.0.0.1", "127.0.0.1")] * 3,
+    "a neighbour with a named interface": [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("10.0.0.2", "")],
+    "a neighbour without an address": [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("", "")],
+}
+
+
+@pytest.mark.parametrize("addresses", ADDRESSES.values(), ids=ADDRESSES)
+def test_ranks_bind_to_an_address_that_their_neighbours_reach(
+    addresses: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, sides = HashStore(), [Neighbours(rank, 3, "", 0.5) for rank in range(3)]
+    for _ in range(3):
+        for side, (own, meeting) in zip(sides, addresses, strict=True):
+            monkeypatch.setattr(
+                neighbours, "find_address", lambda store, interface, a=own, m=meeting: Address(a, m, "")
+            )
+            side.meet(store)
+    bound = [side._socket.getsockname()[0] if side._socket else "" for side in sides]
+    assert bound == ["127.0.0.1", "127.0.0.1", addresses[2][0].replace("10.0.0.2", "")]
+    assert all(set(side._targets) == (side.ranks if bound[2] else set()) for side in sides)
+    for side in sides:
+        side.close(Beat(ENDED))
 
 
 def test_what_one_rank_observes_all_ranks_learn_and_forget(sides: list[Side]) -> None:

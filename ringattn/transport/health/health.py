@@ -194,11 +194,16 @@ class Health:
         `waited_s`: how long this rank has waited, of the `timeout_s` that each rank waits. `missing`, `lost`,
         `at_deadline`: see `Evidence`.
         """
-        awaited, began_s = frozenset(waited_for), time.monotonic()
-        deadline, rounds = Deadline(self.limit_s), self.store.rounds
+        asked = Evidence(
+            self.rank,
+            waited_for=frozenset(waited_for),
+            missing=missing,
+            lost=lost,
+            at_deadline=at_deadline and lost is None,
+        )
+        began_s, deadline, rounds = time.monotonic(), Deadline(self.limit_s), self.store.rounds
         while True:
-            seen = self._evidence(awaited, began_s, waited_s, missing, lost, at_deadline and lost is None)
-            seen = replace(seen, stood_still_s=self.stood_still_s(began_s - waited_s, timeout_s))
+            seen = self._evidence(asked, began_s, waited_s, timeout_s)
             # The others read the cause of the rank that investigates one round later.
             late_s = 0.0 if 1 in self._claims.values() else self.store.interval_s
             if self._settled(seen, began_s, rounds) or deadline.plus(late_s).passed:
@@ -266,32 +271,22 @@ class Health:
             self._claims[name] = 0
             self.store.ask(lambda store: self._claims.update({name: store.add(f"investigators/{name}", 1)}), 0.0)
 
-    def _evidence(
-        self,
-        waited_for: frozenset[int],
-        began_s: float,
-        waited_s: float,
-        missing: Collection[int],
-        lost: tuple[int, str] | None,
-        at_deadline: bool,
-    ) -> Evidence:
+    def _evidence(self, asked: Evidence, began_s: float, waited_s: float, timeout_s: float) -> Evidence:
+        """What this rank knows now. `began_s`: when it was asked."""
         # A slow link holds heartbeats back. A rank that was heard shortly before the deadline has not been at fault.
         quiet = self.silent()
-        late = quiet - self.silent(min(waited_s / 2, HELD_BACK_S)) if at_deadline else set()
+        late = quiet - self.silent(min(waited_s / 2, HELD_BACK_S)) if asked.at_deadline else set()
         late = {rank for rank in late if self._observed_since(rank) < began_s}
         beats = self.beats()
-        return Evidence(
-            rank=self.rank,
+        return replace(
+            asked,
+            stood_still_s=self.stood_still_s(began_s - waited_s, timeout_s),
             cause=self.cause,
             gone=self.gone(),
             silent=quiet - late,
             unheard=late,
             closed={rank for rank, beat in beats.items() if beat.closed},
             places={**{rank: beat.place for rank, beat in beats.items()}, self.rank: self.place()},
-            missing=missing,
-            waited_for=waited_for,
-            lost=lost,
-            at_deadline=at_deadline,
             store=self.store.unanswered,
         )
 

@@ -54,10 +54,14 @@ class Neighbours(Feed[Beat]):
             if self._interface:
                 self._mine = self._mine._replace(own=address_of_interface(self._interface))
             store.set(f"neighbours/address/{self._rank}", self._mine.text().decode())
+            if not self._mine.own:
+                return
         ranks = sorted(self.ranks)
         if self._socket is None and store.check([f"neighbours/address/{rank}" for rank in ranks]):
             others = [Address.parse(store.get(f"neighbours/address/{rank}")) for rank in ranks]
-            self._bind(reachable(0, [self._mine, *others]).own)
+            # Neighbours whose user named an interface do not know the address of the store's host.
+            known = [self._mine, *(other for other in others if other.meeting)]
+            self._bind(self._mine.own if self._interface else reachable(0, known).own)
             if self._socket is not None:
                 store.set(f"neighbours/socket/{self._rank}", json.dumps(self._socket.getsockname()[:2]))
         if self._socket is not None and store.check([f"neighbours/socket/{rank}" for rank in ranks]):

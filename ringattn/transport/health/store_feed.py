@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -113,7 +114,8 @@ class StoreFeed(Feed[Beat | None]):
         if not self.rounds:
             store.compare_set(CAUSE, "", "")  # the key exists from now on, empty as long as nothing has failed
         store.set(heartbeat_key(self._control.rank), text)
-        self._also(store)
+        with suppress(OSError, ValueError, TypeError):  # datagrams only add to what the store tells
+            self._also(store)
         self._begun.update(_present(store, [rank for rank in ranks if rank not in self._begun]))
         begun = [rank for rank in ranks if rank in self._begun]
         cause, *texts = read_many(store, [CAUSE, *map(heartbeat_key, begun)])
