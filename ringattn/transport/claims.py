@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from ringattn.errors import DisagreementError, InputError
 from ringattn.transport.control_store import ControlStore
 
-ADVICE = "two jobs share this address and port, or a rank was started twice; give each job a MASTER_PORT of its own"
+ADVICE = "two jobs share this address and port, or a rank was started twice; give each job a different MASTER_PORT"
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ class _Attempt:
             if "EADDRINUSE" in text or "expected to be bound to port" in text:
                 raise PortInUseError(
                     f"rank 0: port {job.port} of {job.address} is in use, by another job or program; give this job a "
-                    "MASTER_PORT of its own"
+                    "different MASTER_PORT"
                 ) from None
             if "failed to listen" in text:
                 raise InputError(f"rank 0 cannot listen at {job}: {text}") from None

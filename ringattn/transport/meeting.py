@@ -24,7 +24,7 @@ from ringattn.transport.job import Job, PortInUseError, connect, is_gone, job_of
 
 PUBLISH_S = 0.2
 """How long a rank that cannot open tries to publish why."""
-CONTEST_S = 1.0
+CONTEST_S = 2.0
 """How long a rank 0 whose port is in use looks for another job's ring there."""
 LINGER_S = 5.0
 """How long the process that hosts the store waits at its end until the others have read why the ring cannot open."""

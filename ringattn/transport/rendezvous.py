@@ -228,8 +228,8 @@ def _open_peer(
 def job_size(world_size: int) -> int:
     """How many ranks share the store of a ring of `world_size`: those of the whole job."""
     group = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    said = os.environ.get("WORLD_SIZE", "")
-    return max(world_size, group, int(said) if said.isdecimal() else 1)
+    variable = os.environ.get("WORLD_SIZE", "")
+    return max(world_size, group, int(variable) if variable.isdecimal() else 1)
 
 
 def _gpu_index(rank: int) -> int:

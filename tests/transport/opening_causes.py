@@ -60,9 +60,9 @@ class Cause:
     timeout_s: float = TIMEOUT_S
 
 
-def all_but(rank: int, kinds: str, words: str) -> dict[int, tuple[str, str]]:
+def all_but(rank: int, kinds: str, pattern: str) -> dict[int, tuple[str, str]]:
     """What all ranks but one raise alike."""
-    return {other: (kinds, words) for other in range(RANKS) if other != rank}
+    return {other: (kinds, pattern) for other in range(RANKS) if other != rank}
 
 
 START = "start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each of them"
@@ -79,20 +79,20 @@ SILENT = OPEN + r"the store's host \({}, at {}\) did not answer within [\d.]+ s 
 GONE = OPEN + r"the store's host \({}, at {}\) is gone"
 AGENT = "torchrun's agent"
 PROCESS = r"process \d+ on \S+ \(at [\d:]+ UTC\)"
-ADVICE = r"two jobs share this address and port, or a rank was started twice; give each job a MASTER_PORT of its own"
+ADVICE = r"two jobs share this address and port, or a rank was started twice; give each job a different MASTER_PORT"
 HOST = rf"the store's host \(rank 0, at {AT}\); {ADVICE}"
 REFUSED = r"rank {} failed first: InputError: {}"
 
 
-def refused(rank: int, words: str, **arguments: Any) -> Cause:
+def refused(rank: int, pattern: str, **arguments: Any) -> Cause:
     """An argument of one rank is refused."""
-    says = all_but(rank, "PeerLostError", REFUSED.format(rank, words)) | {rank: ("InputError", words)}
+    says = all_but(rank, "PeerLostError", REFUSED.format(rank, pattern)) | {rank: ("InputError", pattern)}
     return Cause(says, rank, arguments=arguments, timeout_s=LONG_S)
 
 
-def mixed(words: str, **variables: str) -> Cause:
+def mixed(pattern: str, **variables: str) -> Cause:
     """Rank 2 has a number, a world size or a job that does not fit."""
-    says = ("InputError|DisagreementError|PeerLostError", rf"the ring of \d ranks cannot go on: {words}; {HOST}")
+    says = ("InputError|DisagreementError|PeerLostError", rf"the ring of \d ranks cannot go on: {pattern}; {HOST}")
     return Cause(dict.fromkeys(range(RANKS), says), 2, variables=variables, timeout_s=LONG_S)
 
 
@@ -114,7 +114,7 @@ CAUSES = {
     "rank 1 missing at an agent": Cause(MISSING, absent=(1,), agent="runs"),
     "port in use": Cause(
         {0: ("PortInUseError", r"port PORT of 127\.0\.0\.1 is in use, by another job or program; give this job a "
-             "MASTER_PORT of its own")} | all_but(0, "DeadlineError", TAKES.format(AT, "rank 0")), 0, occupied=True),
+             "different MASTER_PORT")} | all_but(0, "DeadlineError", TAKES.format(AT, "rank 0")), 0, occupied=True),
     "name of the host": Cause(
         MISSING | {1: ("InputError", r"MASTER_ADDR=nohost\.invalid is not resolved on \S+ \(.*\); it must be the host "
                        r"name or address of rank 0; waited 2 s")}, variables={"MASTER_ADDR": "nohost.invalid"}),
@@ -151,13 +151,14 @@ class Answer:
 
 
 class Rank:
-    """A process that opens a ring when it is told to."""
+    """A process that opens a ring when the test says so."""
 
     def __init__(
         self, variables: dict[str, str], arguments: dict[str, Any], fault: str = "", machine: str = ""
     ) -> None:
         self.pipe, theirs = Pipe()
-        self.process = forked(_live, theirs, variables, arguments, fault, machine)
+        # A question to the name service that is lost costs five seconds by default.
+        self.process = forked(_live, theirs, variables | {"RES_OPTIONS": "timeout:1"}, arguments, fault, machine)
         theirs.close()
 
     def ready(self) -> None:
@@ -263,7 +264,7 @@ def suffer(cause: Cause, transport: str) -> dict[int, Answer | None]:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            variables |= {"RES_OPTIONS": "timeout:1", "TORCHELASTIC_RUN_ID": "a" if "RUN_ID" in str(cause) else ""}
+            variables |= {"TORCHELASTIC_RUN_ID": "a" if "TORCHELASTIC_RUN_ID" in cause.variables else ""}
             variables |= {"SLURM_JOB_ID": "6" if "SLURM" in str(cause) else ""}
             if cause.agent:
                 variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -299,22 +300,22 @@ def complaints(cause: Cause, answers: dict[int, Answer | None], slack_s: float =
     """What is wrong with the answers."""
     limit_s = GRACE_S + (cause.timeout_s if cause.timeout_s == TIMEOUT_S else SOON_S) + slack_s
     found = []
-    for rank, (kinds, words) in cause.says.items():
+    for rank, (kinds, pattern) in cause.says.items():
         answer, number = answers[rank], cause.variables.get("RANK", rank) if rank == cause.culprit else rank
         if answer is None:
             found.append(f"rank {rank} raised nothing")
             continue
         message = re.sub(r"\b(?<=:)\d{5}\b|(?<=port )\d{5}\b", "PORT", answer.message).removeprefix(f"rank {number}: ")
-        if not re.fullmatch(kinds, answer.kind) or not re.fullmatch(words, message):
+        if not re.fullmatch(kinds, answer.kind) or not re.fullmatch(pattern, message):
             found.append(f"rank {rank}: {answer.kind}: {message}")
         if answer.seconds > limit_s:
             found.append(f"rank {rank} took {answer.seconds:.1f} s of {limit_s:.1f} s")
     return found
 
 
-def main(words: list[str]) -> int:
-    """Print a line for each cause and transport. `words`: repeats=N and transport=NAME."""
-    chosen = dict(word.split("=") for word in words)
+def main(options: list[str]) -> int:
+    """Print a line for each cause and transport. `options`: repeats=N and transport=NAME."""
+    chosen = dict(option.split("=") for option in options)
     repeats, transports = int(chosen.get("repeats", 20)), [chosen["transport"]] if "transport" in chosen else TRANSPORTS
     right: Counter[tuple[str, str]] = Counter()
     slowest: dict[tuple[str, str], float] = {}
