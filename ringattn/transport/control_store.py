@@ -132,9 +132,14 @@ class ControlStore:
             made = combined(control.read_many(keys))
             control.write(entry, made)
             return made
-        if control.appears(entry, deadline, watch or control.cause_watch()):
-            return control.read(entry)
-        control = self.until(Deadline(GRACE_S))  # also if this process comes back long after the deadline
+        try:
+            if control.appears(entry, deadline, watch or control.cause_watch()):
+                return control.read(entry)
+        except DeadlineError:
+            if self.store.lost:
+                raise
+            # This process was not run for so long that it did not ask.
+        control = self.until(Deadline(GRACE_S))
         if missing := control.missing(name):
             raise DeadlineError(
                 f"rank {self.rank}: ranks {missing} did not arrive at '{name}' within {deadline.timeout_s} s"

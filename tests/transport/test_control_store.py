@@ -265,6 +265,13 @@ def test_a_wait_ends_with_the_cause_of_another_rank() -> None:
         ControlStore(shared, 0, 2).gather("facts", b"x", Deadline(20.0))
 
 
+def test_a_process_that_was_not_run_names_the_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_store, "GRACE_S", 0.2)
+    control = ControlStore(dist.HashStore(), 0, 2)
+    with pytest.raises(DeadlineError, match=r"^rank 0: ranks \[1\] did not arrive at 'facts' within 0\.05 s$"):
+        control.gather("facts", b"", Deadline(0.05), lambda: time.sleep(0.4))
+
+
 def test_missing_asks_little() -> None:
     requests: list[str] = []
     control = ControlStore(CountingStore(dist.HashStore(), requests), 0, 1024)  # type: ignore[arg-type]

@@ -12,10 +12,12 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from ringattn.errors import InputError
+from ringattn.errors import DeadlineError, InputError, PeerLostError
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.job import Job, connect, job_of, loopback_of
+from ringattn.transport.meeting import Meeting
 from tests.contract.ports import free_port
 from tests.transport.opening_causes import CAUSES, PROCESS, SHOWS, TRANSPORTS, Rank, complaints, suffer
 
@@ -132,6 +134,20 @@ def test_rank_0_does_not_end_before_the_others_know_why() -> None:
         rank_0.kill()
         rank_0.wait()
         rank_1.end()
+
+
+@pytest.mark.parametrize(("listens", "kind", "words"), [
+    (True, DeadlineError, "did not answer within 2 s"), (False, PeerLostError, "is gone")
+])  # fmt: skip
+def test_a_connection_that_takes_too_long_is_not_a_host_that_is_gone(
+    listens: bool, kind: type[Exception], words: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        job = Job(1, 2, "127.0.0.1", server.getsockname()[1] if listens else free_port())
+        meeting = Meeting(dist.HashStore(), 1, 2, Deadline(2.0), job)
+        error = meeting.fail(dist.DistNetworkError("The client socket has timed out after 2000ms"))
+    assert isinstance(error, kind) and str(error).endswith(words)
+    assert str(error).startswith("rank 1: the ring of 2 ranks cannot open: the store's host ")
 
 
 # --- two jobs at one port --------------------------------------------------------------------------------------------
