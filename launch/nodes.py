@@ -159,8 +159,8 @@ def _joined(host: str, port: int, nodes: Nodes) -> TCPStore:
         except (OSError, RuntimeError) as error:
             if time.monotonic() > ends:
                 raise RanksError(
-                    f"node 0 does not answer at {host}:{port} ({error}): check the host and port of rdzv_endpoint, "
-                    "that node_rank=0 is started there, and that no firewall is between",
+                    f"node 0 does not answer at {host}:{port}: check the host and port of rdzv_endpoint, that "
+                    f"node_rank=0 is started there, and that no firewall is between ({error})",
                     "nodes",
                 ) from None
             time.sleep(LOOK_S)
@@ -185,14 +185,15 @@ def _met(store: BoundedStore, nodes: Nodes, ranks: int) -> str:
             store,
             f"nodes {missing} of {nodes.count} did not arrive within {nodes.timeout_s:g} s: start `ringattn run` on "
             "each with the same rdzv_endpoint and nnodes and its own node_rank, or raise timeout_s",
+            refused=False,
         )
     return str(job["run_id"])
 
 
-def _refuse(store: BoundedStore, message: str) -> NoReturn:
+def _refuse(store: BoundedStore, message: str, refused: bool = True) -> NoReturn:
     """Raise on all nodes that still wait."""
-    store.set("refusal", message)
-    raise RanksError(message, "nodes", refused=True)
+    store.set("refusal", json.dumps({"message": message, "refused": refused}))
+    raise RanksError(message, "nodes", refused)
 
 
 def _appears(store: BoundedStore, key: str, seconds: float) -> bool:
@@ -200,7 +201,7 @@ def _appears(store: BoundedStore, key: str, seconds: float) -> bool:
     ends = time.monotonic() + seconds
     while not store.check([key]):
         if store.check(["refusal"]):
-            _refuse(store, store.get("refusal").decode())
+            _refuse(store, **json.loads(store.get("refusal")))
         if time.monotonic() > ends:
             return False
         time.sleep(LOOK_S)

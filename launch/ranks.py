@@ -99,13 +99,15 @@ def run_ranks_in_processes(
     limit_s: float | None = None,
     threads_per_rank: int | None = None,
     nodes: Nodes = ALONE,
+    limit_key: str = "limit_s",
 ) -> list[dict[str, Any]]:
     """Call `entry` ("module:function") with `spec` in each of `ranks` new processes; return their answers by rank.
 
     With `nodes`, other machines do the same at the same time, and the answers are those of this machine's ranks.
     `spec` and the answers are JSON. The processes have torchrun's environment, so `ringattn.Ring()` there joins them;
     rank 0 prints to this process's standard output. `threads_per_rank`: see `threads_for` for None.
-    Raises `RanksError` if a rank fails or `limit_s` pass; nothing of the job runs on after that.
+    Raises `RanksError` if a rank fails, or after `limit_s`, which the option `limit_key` sets; nothing of the job runs
+    on after that.
     """
     first = nodes.rank * ranks
     with tempfile.TemporaryDirectory(prefix="ringattn-") as name, _terminated_like_interrupted():
@@ -120,7 +122,7 @@ def run_ranks_in_processes(
                 processes.start(first + local_rank, command, {**environment, **places})
             met.open_store()
             if not processes.finish(limit_s):
-                message = f"{ranks} ranks did not end within {limit_s:g} s, so they were ended; raise limit_s"
+                message = f"{ranks} ranks did not end within {limit_s:g} s, so they were ended; raise {limit_key}"
                 raise RanksError(message, "timeout")
             answers = {rank: folder / f"answer-{rank}.json" for rank in range(first, first + ranks)}
             silent = [Exit(rank, 0, time.time()) for rank, answer in answers.items() if not answer.exists()]

@@ -14,24 +14,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import ringattn
-from ringattn.errors import InputError, RingError
+from ringattn.errors import RingError
 from ringattn.launch.doctor import facts, network, probes, speeds
 from ringattn.launch.doctor.network_facts import network_facts
 from ringattn.launch.doctor.probes import ERROR, LEVELS, NOTE, OK, WARNING, Finding
 from ringattn.launch.doctor.ranks import examine
+from ringattn.launch.options import option
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
+from ringattn.launch.spelling import load_plain
 from ringattn.transport.nccl.library import mismatch
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 LOOPBACK_RANKS = 2
-DEADLINE_S = 30.0
 STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "bold red"}
 WIDTH = 160
 """Columns of the table where the output has no width of its own."""
@@ -39,11 +41,16 @@ WIDTH = 160
 Say = Callable[[str], None]
 
 
+@dataclass
+class DoctorConfig:
+    """How long it takes at most; --json is a word of its own."""
+
+    timeout_s: float = option(30.0, "deadline of every wait for another rank, in seconds", above=0.0)
+
+
 def main(argv: Sequence[str]) -> int:
     """The command. Raises `InputError` for bad options."""
-    words = set(argv)
-    if words - {"--json"}:
-        raise InputError(f"{' '.join(sorted(words - {'--json'}))}: the only option is --json")
+    config = load_plain([word for word in argv if word != "--json"], DoctorConfig)
     place = place_in_torchrun()
     silent = place is not None and place.rank != 0
     findings: list[Finding] = []
@@ -51,12 +58,12 @@ def main(argv: Sequence[str]) -> int:
     # Looking waits for other programs most of the time; the ranks are started here, where an interrupt ends them.
     with _progress(silent) as say, ThreadPoolExecutor(1) as aside:
         looking = None if silent else aside.submit(_looked, say)
-        answers, met = _under_torchrun(say) if place else _loopback(say)
+        answers, met = (_under_torchrun if place else _loopback)(say, config.timeout_s)
         if looking is not None:
             findings, system = looking.result()
     findings += met
     if not silent:
-        _show(findings, system, answers, "--json" in words)
+        _show(findings, system, answers, "--json" in argv)
     return int(any(finding.level == ERROR for finding in findings))
 
 
@@ -111,23 +118,25 @@ def _looked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
     return found, system
 
 
-def _loopback(say: Say) -> tuple[list[dict[str, Any]], list[Finding]]:
+def _loopback(say: Say, timeout_s: float) -> tuple[list[dict[str, Any]], list[Finding]]:
     """Two processes of this machine: over NCCL where it has two GPUs, else on CPU."""
     transport = "nccl" if torch.cuda.device_count() >= LOOPBACK_RANKS else "gloo"
     say(f"two processes meet over {transport}, exchange, and attend")
-    spec = {"transport": transport, "timeout_s": DEADLINE_S}
+    spec = {"transport": transport, "timeout_s": timeout_s}
     try:
-        answers = run_ranks_in_processes("ringattn.launch.doctor.ranks:examined", spec, LOOPBACK_RANKS, 2 * DEADLINE_S)
+        answers = run_ranks_in_processes(
+            "ringattn.launch.doctor.ranks:examined", spec, LOOPBACK_RANKS, 2 * timeout_s, limit_key="timeout_s"
+        )
     except RingError as error:
         return [], [_apart(error)]
     return answers, judged(answers)
 
 
-def _under_torchrun(say: Say) -> tuple[list[dict[str, Any]], list[Finding]]:
+def _under_torchrun(say: Say, timeout_s: float) -> tuple[list[dict[str, Any]], list[Finding]]:
     """All ranks that torchrun started; every one of them has all answers."""
     say("all ranks meet, exchange, and attend")
     try:
-        with ringattn.Ring(timeout_s=DEADLINE_S) as ring:
+        with ringattn.Ring(timeout_s=timeout_s) as ring:
             answers = [json.loads(told) for told in ring.all_gather_text(json.dumps(examine(ring)))]
     except Exception as error:  # whatever a device or its driver raises
         return [], [_apart(error)]

@@ -22,7 +22,6 @@ from ringattn.planner.cluster import UNITS, Cluster
 if TYPE_CHECKING:
     from ringattn.launch.measure.constants import Fit
 
-JOB_TIMEOUT_S = 900.0
 PURPOSE = """\
 Measures on this machine what prediction needs: attention FLOP/s, copies, latency and bandwidth of messages, processors.
 Run it while nothing else runs; it takes about a minute. `run`, `sweep` and `explain` in
@@ -42,6 +41,7 @@ class CalibrateConfig:
         choices=("float32", "bfloat16", "float16"),
     )
     rounds: int = option(30, "how often everything is measured", least=1)
+    timeout_s: float = option(120.0, "deadline of every wait for another rank, in seconds", above=0.0)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,8 +58,11 @@ def main(argv: Sequence[str]) -> int:
         raise InputError(f"ranks={config.ranks}: there are {gpus} GPUs; take fewer ranks, or transport=shm")
     dtype = config.dtype or ("bfloat16" if nccl else "float32")
     out = Path(config.out)
-    spec = {"rounds": config.rounds, "dtype": dtype, "transport": "nccl" if nccl else config.transport}
-    by_rank = run_ranks_in_processes("ringattn.launch.measure.calibration:worker", spec, config.ranks, JOB_TIMEOUT_S, 1)
+    spec = {
+        "rounds": config.rounds, "dtype": dtype, "transport": "nccl" if nccl else config.transport,
+        "timeout_s": config.timeout_s,
+    }  # fmt: skip
+    by_rank = run_ranks_in_processes("ringattn.launch.measure.calibration:worker", spec, config.ranks, None, 1)
     described = description(by_rank, spec)
     with writing("out", out):
         write_file(out, json.dumps(described, indent=1) + "\n")

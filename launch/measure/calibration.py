@@ -30,7 +30,6 @@ from ringattn.core.tiling import TileTable
 from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
 from ringattn.transport.base import Message
 
-TIMEOUT_S = 120.0
 GPU_SCALE = 8
 """A GPU needs longer shards before its kernels are more than their launch."""
 COPY_BYTES = 8 << 20
@@ -84,7 +83,7 @@ SHAPES = (
 def worker(spec: dict[str, Any]) -> dict[str, Any]:
     """One process: what `measured` finds on a ring of its own."""
     torch.set_num_threads(1)
-    with ringattn.Ring(timeout_s=TIMEOUT_S, transport=spec["transport"], cluster=None) as ring:
+    with ringattn.Ring(timeout_s=spec["timeout_s"], transport=spec["transport"], cluster=None) as ring:
         return measured(ring, spec["dtype"], spec["rounds"])
 
 

@@ -147,7 +147,7 @@ class Jobs:
     def parameters(self, configs: Sequence[RunConfig]) -> dict[str, Any]:
         """What submitit is asked for, by its own names: enough for the largest of these points."""
         nodes = configs[0].nnodes
-        minutes = START_MIN + math.ceil(max(config.timeout_s for config in configs) / 60)
+        minutes = START_MIN + math.ceil(max(config.limit_s for config in configs) / 60)
         asked: dict[str, Any] = {"name": "ringattn", "timeout_min": minutes}
         if self.launcher == "submitit_local":
             return {**asked, "tasks_per_node": nodes}

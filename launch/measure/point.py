@@ -54,7 +54,7 @@ def on_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
     config = from_spec(spec["config"])
     transport, engine = config.transport, config.engine.name
     try:
-        with Ring(transport=transport.name, engine=engine, timeout_s=transport.timeout_s) as ring:
+        with Ring(transport=transport.name, engine=engine, timeout_s=config.timeout_s) as ring:
             silent = spec["quiet"] or ring.rank > 0
             say: Say = (lambda line: None) if silent else (lambda line: print(line, flush=True))
             return measure(ring, config, say)

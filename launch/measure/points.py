@@ -27,7 +27,7 @@ MEASURED = (
     "arrivals_known", "peak_bytes", "pool_bytes", "error", "predicted",
 )  # fmt: skip
 """Keys that a point has only after it ran; null in a record of a failure."""
-BESIDE = ("node_rank", "rdzv_endpoint", "timeout_s")
+BESIDE = ("node_rank", "rdzv_endpoint", "limit_s")
 """Options that leave the result as it is."""
 POINTS, ENVIRONMENTS, SWEEP = "points.jsonl", "environments.json", "sweep.json"
 
@@ -37,6 +37,7 @@ def hash_of(config: RunConfig) -> str:
     options = {key: value for key, value in spec_of(config).items() if key not in BESIDE}
     # As earlier versions had them, so that `compare` finds their points.
     options["nproc"] = options.pop("ranks")
+    options["transport"]["timeout_s"] = options.pop("timeout_s")
     options["cluster"] = options["cluster"] or "reference"
     return _digest(options)
 

@@ -131,14 +131,14 @@ def run_here(config: RunConfig, place: Place | None, quiet: bool = False) -> dic
 
         return on_rank(spec)
     assert config.ranks is not None
-    return run_ranks_in_processes(
-        ENTRY, spec, config.ranks, config.timeout_s, config.threads_per_rank, nodes_of(config)
-    )[0]
+    return run_ranks_in_processes(ENTRY, spec, config.ranks, config.limit_s, config.threads_per_rank, nodes_of(config))[
+        0
+    ]
 
 
 def nodes_of(config: RunConfig) -> Nodes:
     """Where the nodes of a run meet."""
-    return Nodes(config.nnodes, config.node_rank, config.rdzv_endpoint, config.transport.timeout_s)
+    return Nodes(config.nnodes, config.node_rank, config.rdzv_endpoint, config.timeout_s)
 
 
 def command_of(config: RunConfig) -> str:

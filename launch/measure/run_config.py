@@ -63,7 +63,6 @@ class TransportConfig:
     """What carries the messages."""
 
     name: str = option("auto", "what carries the messages", choices=TRANSPORT_NAMES)
-    timeout_s: float = option(120.0, "deadline of every wait", above=0.0)
 
 
 @dataclass
@@ -95,7 +94,8 @@ class RunConfig:
     repeats: int = option(10, "timed passes", least=1)
     seed: int = option(0, "of the inputs", least=0, most=MOST_SEED)
     threads_per_rank: int | None = option(None, "intra-op threads of a rank; cores / ranks if not set", least=1)
-    timeout_s: float = option(1800.0, "seconds after which the run is ended", above=0.0)
+    timeout_s: float = option(120.0, "deadline of every wait for another rank, in seconds", above=0.0)
+    limit_s: float = option(1800.0, "seconds after which the run is ended", above=0.0)
     cluster: str = option("", "to predict for: a file of ringattn calibrate, or " + ", ".join(CLUSTERS)
                           + "; this machine if not set and calibrated", names=tuple(CLUSTERS))  # fmt: skip
     shape: ShapeConfig = group(ShapeConfig, {})

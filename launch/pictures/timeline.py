@@ -32,7 +32,6 @@ Traces one attention call on processes of this machine, or reads recordings of o
 did and when: exposed communication, overlap, a trace for ui.perfetto.dev and a picture, predicted times beside.
 Examples: ringattn timeline ranks=4 schedule=all_gather cluster=calibrated.json
           ringattn timeline recorded=recordings trace= picture=timeline.png"""
-JOB_TIMEOUT_S = 600.0
 CALL = ("ranks", "tokens", "layout", "schedule", "causal", "batch", "heads", "kv_heads", "head_dim", "dtype",
         "backward")  # fmt: skip
 """The options that describe the call, as `ringattn explain` has them too."""
@@ -60,7 +59,7 @@ class TimelineConfig:
     keep: str = option("", "folder to leave the recordings in")
     trace: str = option("timeline.json", "file for the trace; empty for none", writes="file")
     picture: str = option("timeline.png", "file for the picture (PNG); empty for none", writes="picture")
-    timeout_s: float = option(120.0, "deadline of every wait", least=1.0)
+    timeout_s: float = option(120.0, "deadline of every wait for another rank, in seconds", above=0.0)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -102,9 +101,7 @@ def recorded_tracks(config: TimelineConfig) -> list[Track]:
     from ringattn.launch.pictures.trace import Track
 
     print(f"starting {config.ranks} processes", flush=True)
-    answers = run_ranks_in_processes(
-        "ringattn.launch.pictures.timeline:worker", asdict(config), config.ranks, JOB_TIMEOUT_S, 1
-    )
+    answers = run_ranks_in_processes("ringattn.launch.pictures.timeline:worker", asdict(config), config.ranks, None, 1)
     return [Track.from_dict(answer) for answer in answers]
 
 

@@ -28,7 +28,7 @@ ANY = "any"
 AXES = ("ranks", "nproc", "nnodes", "tokens", "tokens_per_rank")
 """What goes along an axis, in one way of writing it or another; no part of a series' name. Sweeps of earlier versions
 have nproc for ranks."""
-BESIDE = ("node_rank", "rdzv_endpoint", "timeout_s", "threads_per_rank")
+BESIDE = ("node_rank", "rdzv_endpoint", "timeout_s", "limit_s", "threads_per_rank")
 """What says how ranks were started, and follows the number of ranks."""
 
 

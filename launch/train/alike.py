@@ -20,7 +20,7 @@ from ringattn.launch.train.documents import Documents
 from ringattn.launch.train.memory_switches import check_switches
 from ringattn.runtime.rank_group import RankGroup
 
-OF_A_PROCESS = frozenset({"text", "tokenizer", "threads_per_rank", "timeout_s"})
+OF_A_PROCESS = frozenset({"text", "tokenizer", "threads_per_rank", "timeout_s", "limit_s"})
 """Keys in which ranks may differ: machines keep files where they like, and what these say is compared instead."""
 DYING_S = 5.0
 """How long to wait for the folder of a run: the ranks of a command that was killed need a while to end."""

@@ -53,7 +53,7 @@ KEPT = 2
 MAY_CHANGE = frozenset({
     "ranks", "replicas", "micro_batch", "sharding", "layout", "schedule", "engine", "transport", "threads_per_rank",
     "recompute", "saved_activations", "chunked_loss_tokens", "tiled_mlp_tokens", "steps", "learning_rate",
-    "warmup_steps", "clip_norm", "nonfinite", "timeout_s", "tokenizer", "out_dir", "checkpoint_every_steps",
+    "warmup_steps", "clip_norm", "nonfinite", "timeout_s", "limit_s", "tokenizer", "out_dir", "checkpoint_every_steps",
     "resume", "restarts",
 })  # fmt: skip
 """Keys in which a run may differ from the one it goes on with. Whatever is not here is of the model or the data."""
@@ -91,7 +91,8 @@ class Checkpoints:
         threads."""
         if everyone.world_size > 1:
             saves = config.checkpoint_every_steps is not None
-            join_process_group(everyone, "checkpoint_every_steps" if saves else f"resume={config.resume}")
+            key = "checkpoint_every_steps" if saves else f"resume={config.resume}"
+            join_process_group(everyone, key, config.timeout_s)
         self.everyone, self.config, self.lock = everyone, config, lock
         self.folder = Path(config.out_dir) / "checkpoints"
         self.damaged: list[str] = []

@@ -91,7 +91,7 @@ def _train(config: TrainConfig, ranks: int, console: Console) -> list[dict[str, 
     exact = replace(shown, dtype="fp64", steps=min(FP64_STEPS, config.steps))
     spec = {"runs": [asdict(shown), asdict(exact)], "lines": 1}
     answers = run_ranks_in_processes(
-        "ringattn.launch.train.loop:train_rank", spec, ranks, config.timeout_s, config.threads_per_rank
+        "ringattn.launch.train.loop:train_rank", spec, ranks, config.limit_s, config.threads_per_rank
     )
     return list(answers[0]["runs"])
 

@@ -90,9 +90,9 @@ def train(
     with the key first, on all ranks: also where they have other configurations or texts than each other, where another
     run writes to `out_dir`, and at a step without a label; `NonFiniteError` at a step whose loss or gradient norm is
     not finite, unless it is skipped; `RingError` where a checkpoint cannot be written, and where a step would begin
-    after `timeout_s`.
+    after `limit_s`.
     """
-    everyone, ends = everyone or ring, time.monotonic() + config.timeout_s
+    everyone, ends = everyone or ring, time.monotonic() + config.limit_s
     text = load_alike(everyone, ring, config)
     with folder_of_run(everyone, config, keeps_result) as lock:
         result = _trained(ring, everyone, text, config, lines, lock, ends)
@@ -120,8 +120,8 @@ def _trained(
         for step in range(first_step, config.steps):
             if time.monotonic() > ends:
                 raise RingError(
-                    f"timeout_s={config.timeout_s:g}: that long the run has had, so it is ended after {step} of "
-                    f"{config.steps} steps; raise timeout_s"
+                    f"limit_s={config.limit_s:g}: that long the run has had, so it is ended after {step} of "
+                    f"{config.steps} steps; raise limit_s"
                 )
             started = time.perf_counter()
             told = f"step {step + 1} of {config.steps}"
@@ -170,7 +170,7 @@ def make_model(everyone: RankGroup, config: TrainConfig, vocabulary: int = VOCAB
         # Only here: FSDP takes half a second to import.
         from ringattn.launch.train.sharding import shard_model
 
-        shard_model(everyone, model, config.sharding)
+        shard_model(everyone, model, config.sharding, config.timeout_s)
     return model, make_optimizer(config.optimizer, model.parameters(), config.learning_rate, config.weight_decay)
 
 

@@ -25,9 +25,6 @@ from ringattn.launch.train.config import TrainConfig
 from ringattn.runtime.rank_group import RankGroup
 from ringattn.transport.local import LocalTransport
 
-WAIT_S = 600.0
-"""The longest that a rank waits for another, where the whole run has more time."""
-
 
 class Groups(NamedTuple):
     """The groups of this rank: those that share its sequences, and all of the mesh, in the order of their numbers."""
@@ -65,15 +62,14 @@ def opened_mesh(config: TrainConfig) -> Iterator[Groups]:
 
     Raises `DisagreementError` on all ranks where they have other configurations than each other.
     """
-    wait_s = min(WAIT_S, config.timeout_s)
-    options: dict[str, Any] = {"transport": config.transport, "engine": config.engine, "timeout_s": wait_s}
+    options: dict[str, Any] = {"transport": config.transport, "engine": config.engine, "timeout_s": config.timeout_s}
     with Ring(**options) as everyone:
         check_keys(everyone, config)  # before the mesh, which ranks with other words would not meet in
         if config.replicas == 1:
             yield Groups(everyone, everyone)
             return
         kind = device_type(config.transport)
-        _open_process_group(kind, everyone.rank, everyone.world_size, wait_s)
+        _open_process_group(kind, everyone.rank, everyone.world_size, config.timeout_s)
         shape = (config.replicas, everyone.world_size // config.replicas)
         with Ring(init_device_mesh(kind, shape, mesh_dim_names=("dp", "cp")), **options) as ring:
             yield Groups(ring, everyone)
@@ -84,14 +80,14 @@ def replica_of(everyone: RankGroup, ring: RankGroup) -> int:
     return everyone.rank // ring.world_size
 
 
-def join_process_group(everyone: RankGroup, key: str) -> None:
+def join_process_group(everyone: RankGroup, key: str, timeout_s: float = 600.0) -> None:
     """Torch's default process group over all ranks, opened here if nobody has, and left open while the process lives.
 
     Raises `InputError`, beginning with the `key` that needs it, where ranks are threads: a process has one such group.
     """
     if everyone.world_size > 1 and isinstance(everyone.transport, LocalTransport):
         raise InputError(f"{key}: the ranks are threads and it needs processes, as `ringattn train` starts them")
-    _open_process_group(everyone.device.type, everyone.rank, everyone.world_size)
+    _open_process_group(everyone.device.type, everyone.rank, everyone.world_size, timeout_s)
     if dist.get_world_size() != everyone.world_size:
         raise InputError(
             f"{key}: torch's process group has {dist.get_world_size()} ranks and this run {everyone.world_size}; "
@@ -99,11 +95,11 @@ def join_process_group(everyone: RankGroup, key: str) -> None:
         )
 
 
-def _open_process_group(kind: str, rank: int, world_size: int, wait_s: float = WAIT_S) -> None:
+def _open_process_group(kind: str, rank: int, world_size: int, timeout_s: float) -> None:
     """Open it on every process alike."""
     if dist.is_initialized():
         return
-    timeout = timedelta(seconds=wait_s)
+    timeout = timedelta(seconds=timeout_s)
     if world_size == 1:
         store: dist.Store = dist.HashStore()
     else:

@@ -16,12 +16,12 @@ from ringattn.launch.train.model import Transformer
 from ringattn.runtime.rank_group import RankGroup
 
 
-def shard_model(everyone: RankGroup, model: Transformer, sharding: str) -> None:
+def shard_model(everyone: RankGroup, model: Transformer, sharding: str, timeout_s: float) -> None:
     """Shard the model's weights over all ranks, in place; every rank calls it with the same weights.
 
     Raises `InputError` for ranks that are threads: FSDP speaks through torch's process group, which a process has once.
     """
-    join_process_group(everyone, "sharding")
+    join_process_group(everyone, "sharding", timeout_s)
     mesh = init_device_mesh(everyone.device.type, (everyone.world_size,), mesh_dim_names=("dp_cp",))
     again = sharding == "zero3"
     # What is left for the model itself is not dropped after forward: its backward begins at once.

@@ -87,7 +87,7 @@ def _restarted(config: TrainConfig, processes: int) -> dict[str, Any]:
     for left in range(config.restarts, -1, -1):
         spec = {"runs": [asdict(config)], "keeps_result": True}
         try:
-            answers = run_ranks_in_processes(ENTRY, spec, processes, config.timeout_s, config.threads_per_rank)
+            answers = run_ranks_in_processes(ENTRY, spec, processes, config.limit_s, config.threads_per_rank)
             break
         except RanksError as error:
             if error.refused or not left:

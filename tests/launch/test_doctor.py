@@ -302,14 +302,14 @@ def test_a_wrong_engine_is_no_parity() -> None:
 
 def test_words_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--help"]) == 0 and "usage: ringattn doctor" in capsys.readouterr().out
-    assert main(["doctor", "--jsn"]) == 2 and "--jsn: the only option is --json" in capsys.readouterr().err
+    assert main(["doctor", "--jsn"]) == 2 and "--jsn: write options as key=value" in capsys.readouterr().err
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A doctor that starts no process."""
     monkeypatch.setattr(doctor.facts, "system", lambda: {"os": "some Linux"})
-    monkeypatch.setattr(doctor, "run_ranks_in_processes", lambda *_: [answer(0), answer(1)])
+    monkeypatch.setattr(doctor, "run_ranks_in_processes", lambda *_, **__: [answer(0), answer(1)])
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -326,7 +326,7 @@ def test_ranks_that_do_not_meet_are_an_error(
 ) -> None:
     assert told(capsys)[0] == 0
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RanksError("2 ranks did not end within 60 s, so they were ended")
 
     monkeypatch.setattr(doctor, "run_ranks_in_processes", fail)

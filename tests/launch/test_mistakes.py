@@ -95,7 +95,7 @@ def test_what_this_machine_cannot_do(words: list[str], told: str) -> None:
 
 @pytest.mark.slow
 def test_a_host_that_nobody_can_reach() -> None:
-    meeting = "nnodes=2", "node_rank=1", "transport.timeout_s=2"
+    meeting = "nnodes=2", "node_rank=1", "timeout_s=2"
     for host in ("127.0.0.1", "no.such.host.invalid"):
         port = free_port()
         done = ringattn("run", *meeting, f"rdzv_endpoint={host}:{port}", *SMALL)
@@ -106,7 +106,7 @@ def test_a_host_that_nobody_can_reach() -> None:
 @pytest.mark.slow
 def test_a_node_that_waits_alone() -> None:
     done = ringattn("run", "nnodes=2", f"rdzv_endpoint=127.0.0.1:{free_port()}", "transport.timeout_s=2", *SMALL)
-    assert done.returncode == 1 and "node 0 waited in vain, 1 of 2 nodes came: start `ringattn run`" in done.stderr
+    assert done.returncode == 1 and "nodes [1] of 2 did not arrive within 2 s: start `ringattn run`" in done.stderr
 
 
 @pytest.mark.slow
@@ -115,8 +115,8 @@ def test_a_port_in_use() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         meeting = f"rdzv_endpoint=127.0.0.1:{taken.getsockname()[1]}"
-        done = ringattn("run", meeting, "transport.timeout_s=2", *SMALL)
-    assert done.returncode == 1 and "port of rdzv_endpoint is in use on node 0: choose another" in done.stderr
+        done = ringattn("run", meeting, "timeout_s=2", *SMALL)
+    assert done.returncode == 1 and "is in use on node 0: choose another" in done.stderr
 
 
 @pytest.mark.slow
@@ -167,20 +167,19 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     _, errors = running.communicate(timeout=120)
     assert running.returncode == 1 and time.monotonic() - start < 60
     assert "rank 1 was killed (SIGKILL)" in errors and "use fewer tokens" in errors
-    (left,) = tmp_path.iterdir()  # by the other rank, which torchrun ended
+    (left,) = tmp_path.iterdir()  # by the other rank
     assert left.name == "flight-0.json" and json.loads(left.read_text())["exchanges"] > 0
     assert cli.main(["flight", str(tmp_path)]) == 1
 
 
 def ranks_below(parent: int) -> list[tuple[int, str]]:
-    """(process, RANK) of the workers that `parent`'s torchrun started."""
+    """(process, RANK) of the workers that `parent` started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
             above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            agent_of = int((Path("/proc") / str(above) / "stat").read_text().rpartition(")")[2].split()[1])
-            if b"ringattn.launch.worker" in words and agent_of == parent:
+            if b"ringattn.launch.worker" in words and above == parent:
                 variables = (folder / "environ").read_bytes().split(b"\0")
                 found += [(int(folder.name), one[5:].decode()) for one in variables if one.startswith(b"RANK=")]
         except OSError:

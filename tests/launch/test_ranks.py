@@ -281,7 +281,7 @@ def test_a_node_that_is_missing_is_named() -> None:
     messages = met(node(0, 3, endpoint, 0.5), node(2, 3, endpoint))
     assert all(text.startswith("nodes [1] of 3 did not arrive within 0.5 s: start `ringattn run`") for text in messages)
     (message,) = met(node(1, 2, endpoint, 0.5))
-    assert message.startswith(f"node 0 does not answer at {endpoint} (") and "node_rank=0 is started" in message
+    assert message.startswith(f"node 0 does not answer at {endpoint}: check") and "node_rank=0 is started" in message
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ TINY = ["shape=small", "tokens=120", "warmup=1", "repeats=2"]
 
 OPTIONS = """
 ranks nnodes node_rank rdzv_endpoint tokens tokens_per_rank batch layout dtype backward warmup repeats seed
-threads_per_rank timeout_s cluster shape.heads shape.kv_heads shape.head_dim mask.kind mask.window_tokens
-mask.documents mask.branches mask.segment_tokens mask.ratio schedule.name transport.name transport.timeout_s engine.name
+threads_per_rank timeout_s limit_s cluster shape.heads shape.kv_heads shape.head_dim mask.kind mask.window_tokens
+mask.documents mask.branches mask.segment_tokens mask.ratio schedule.name transport.name engine.name
 """.split()
 SWEEP_OPTIONS = """
 out launcher preset slurm.partition slurm.account slurm.gpus_per_node slurm.cpus_per_task slurm.mem_gb

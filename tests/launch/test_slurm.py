@@ -22,7 +22,7 @@ exit 1
 ASKED = [
     "launcher=slurm", "slurm.partition=gpu", "slurm.account=us", "slurm.gpus_per_node=8", "slurm.cpus_per_task=16",
     "slurm.mem_gb=64", "slurm.array_parallelism=2", "slurm.setup=['module load cuda','ulimit -l unlimited']",
-    "ranks=8", "timeout_s=600",
+    "ranks=8", "limit_s=600",
 ]  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_a_submission_that_fails_says_what_to_do(
 
 
 def test_nodes_of_a_sweep_are_asked_for_together(tmp_path: Path) -> None:
-    configs = [load_run(["ranks=8", f"nnodes={nodes}", "timeout_s=60"]) for nodes in (1, 2, 1)]
+    configs = [load_run(["ranks=8", f"nnodes={nodes}", "limit_s=60"]) for nodes in (1, 2, 1)]
     asked = jobs.Jobs(tmp_path, "slurm", jobs.SlurmConfig())
     batches = list(asked._batches(configs))
     assert [[config.nnodes for config in batch] for batch in batches] == [[1, 1], [2]]

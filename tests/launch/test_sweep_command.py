@@ -159,9 +159,9 @@ def test_a_rank_has_as_many_threads_in_every_point(monkeypatch: pytest.MonkeyPat
 
 def test_the_hash_is_of_what_may_change_the_result() -> None:
     base = load_run(["tokens=64"])
-    for word in ("timeout_s=9", "rdzv_endpoint=a:1"):
+    for word in ("limit_s=9", "rdzv_endpoint=a:1"):
         assert hash_of(load_run(["tokens=64", word])) == hash_of(base)
-    for word in ("seed=1", "mask=full", "transport.timeout_s=9", "nnodes=2", "repeats=3"):
+    for word in ("seed=1", "mask=full", "timeout_s=9", "nnodes=2", "repeats=3"):
         assert hash_of(load_run(["tokens=64", word])) != hash_of(base)
     assert len(hash_of(base)) == 12 and hash_of(load_run(["tokens_per_rank=64"])) != hash_of(base)
 

@@ -99,16 +99,16 @@ def test_a_mean_of_means_is_another_loss(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_that_has_had_its_time_is_ended(world_size: int) -> None:
     def of_rank(ring: Ring) -> None:  # one rank's clock is enough
-        loop.train(ring, replace(TINY, steps=10**6, timeout_s=2.0 if ring.rank == world_size - 1 else 3600.0))
+        loop.train(ring, replace(TINY, steps=10**6, limit_s=2.0 if ring.rank == world_size - 1 else 3600.0))
 
-    with pytest.raises(RingError, match=r"^timeout_s=2: .* after \d+ of 1000000 steps; raise timeout_s"):
+    with pytest.raises(RingError, match=r"^limit_s=2: .* after \d+ of 1000000 steps; raise limit_s"):
         run_ranks(world_size, of_rank)
 
 
 def test_a_command_that_has_had_its_time_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["model=tiny", "tokens=32", "transport=gloo", "steps=3", "timeout_s=0.001", f"out_dir={tmp_path}"]
+    words = ["model=tiny", "tokens=32", "transport=gloo", "steps=3", "limit_s=0.001", f"out_dir={tmp_path}"]
     assert train.main(words) == 1
-    assert capsys.readouterr().err.startswith("ringattn train: timeout_s=0.001: ")
+    assert capsys.readouterr().err.startswith("ringattn train: limit_s=0.001: ")
     assert not (tmp_path / "result.json").exists()
 
 

@@ -67,7 +67,7 @@ def test_other_documents_of_the_same_tokens_are_another_text(monkeypatch: pytest
 
     monkeypatch.setattr(alike, "load", without_the_first_cut)
     config = replace(TINY, pack_documents=True)
-    for error in refusals(config, replace(config, timeout_s=1.0)):
+    for error in refusals(config, replace(config, timeout_s=1.0, limit_s=2.0)):
         assert str(error).startswith("text=: rank 1 reads other tokens or documents than rank 0")
 
 

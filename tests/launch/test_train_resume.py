@@ -208,7 +208,7 @@ def test_the_text_is_known_by_what_it_says(tmp_path: Path) -> None:
 
 
 def test_machines_that_do_not_share_the_folder_are_told(saved: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "join_process_group", lambda everyone, key: None)  # these ranks are threads
+    monkeypatch.setattr(checkpoints, "join_process_group", lambda *_: None)  # these ranks are threads
 
     def of_rank(ring: Ring) -> str:
         config = saved if ring.rank == 0 else replace(saved, out_dir=f"{saved.out_dir}-of-another-machine")
@@ -224,7 +224,7 @@ def test_machines_that_do_not_share_the_folder_are_told(saved: TrainConfig, monk
 def test_a_checkpoint_that_a_machine_does_not_see_is_told_on_all(
     tmp_path: Path, saved: TrainConfig, monkeypatch: pytest.MonkeyPatch, lacking: list[int]
 ) -> None:
-    monkeypatch.setattr(checkpoints, "join_process_group", lambda everyone, key: None)  # these ranks are threads
+    monkeypatch.setattr(checkpoints, "join_process_group", lambda *_: None)  # these ranks are threads
     begins_from = latest(Path(saved.out_dir))
 
     def of_rank(ring: Ring) -> str:
@@ -250,7 +250,7 @@ def test_the_documents_of_a_text_are_of_it(saved: TrainConfig) -> None:
 
 
 def test_a_folder_that_one_machine_alone_sees_is_told(saved: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "join_process_group", lambda everyone, key: None)  # these ranks are threads
+    monkeypatch.setattr(checkpoints, "join_process_group", lambda *_: None)  # these ranks are threads
     latest_here = latest
 
     def of_rank(ring: Ring) -> str:
