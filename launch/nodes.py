@@ -2,8 +2,8 @@
 
 The launcher of node 0 hosts the store on a socket that it has bound itself: to loopback for one machine alone, else to
 the address of `endpoint`. torch's own choice, also for `TCPStore("127.0.0.1", ...)`, is every interface.
-Several nodes meet in the store before any rank starts. Guarantees: two launchers with one `node_rank`, and launchers
-with other numbers of nodes or ranks, are refused; a node that is not started is named by its number.
+Several nodes register in the store before any rank starts. Guarantees: two launchers with one `node_rank`, and
+launchers with other numbers of nodes or ranks, are refused; a node that is not started is named by its number.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LEAVE_S = 10.0
 class Nodes:
     """The machines of one job, and which of them this is.
 
-    `endpoint`: host:port of node 0, where they meet within `timeout_s`; empty for one machine alone.
+    `endpoint`: host:port of node 0, where they register within `timeout_s`; empty for one machine alone.
     """
 
     count: int = 1
@@ -62,7 +62,7 @@ class Meeting(NamedTuple):
 
 @contextmanager
 def meeting(nodes: Nodes, ranks: int) -> Iterator[Meeting]:
-    """Meet the other nodes, which start `ranks` ranks each. Raises `RanksError` if they do not all arrive.
+    """Register with the other nodes, which start `ranks` ranks each. Raises `RanksError` if they do not all arrive.
 
     At the end of the block node 0 waits for the others before it closes the store.
     """
@@ -168,13 +168,13 @@ def _joined(host: str, port: int, nodes: Nodes) -> TCPStore:
 
 def _met(store: BoundedStore, nodes: Nodes, ranks: int) -> str:
     """Wait until all nodes are there. Returns the job's run id, which node 0 draws."""
-    mine = {"nnodes": nodes.count, "ranks": ranks}
+    sizes = {"nnodes": nodes.count, "ranks": ranks}
     if nodes.rank == 0:
-        store.set("job", json.dumps({**mine, "run_id": uuid.uuid4().hex}))
+        store.set("job", json.dumps({**sizes, "run_id": uuid.uuid4().hex}))
     elif not _appears(store, "job", nodes.timeout_s):
         raise RanksError("node 0 has the store and starts no job: end it there, and start all nodes again", "nodes")
     job = json.loads(store.get("job"))
-    for key, value in mine.items():
+    for key, value in sizes.items():
         if value != job[key]:
             _refuse(store, f"{key}={value} on node {nodes.rank}, and {key}={job[key]} on node 0: give all the same")
     claim = uuid.uuid4().hex

@@ -139,7 +139,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 
 SAFE = {
-    "launch/ranks.py": "in a folder of its own with a name that nobody can predict",
+    "launch/ranks.py": "in a private folder with a random name",
     "launch/processes.py": "there, too, and exclusively",
     "launch/train/checkpoint_files.py": "exclusively",
     "launch/outputs.py": "a picture into memory",

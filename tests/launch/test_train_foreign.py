@@ -1,4 +1,4 @@
-"""A checkpoint that somebody else wrote runs no code: it is refused by the name of the class that it holds.
+"""A checkpoint of a stranger runs no code: it is refused by the name of the class that it holds.
 
 The checkpoints here are good ones of a run, into which something is planted; their digests are right.
 """
@@ -110,7 +110,7 @@ def test_a_whole_metadata_that_is_none_is_refused(tmp_path: Path) -> None:
 )
 def test_metadata_changes_no_class_or_function(tmp_path: Path, target: str) -> None:
     path = saved(tmp_path)
-    # The name of the target, an empty state of its own and {"planted": 1} to be set by setattr, BUILD.
+    # The name of the target, None as its first state, and {"planted": 1} to be set by setattr, BUILD.
     code = f"c{target.replace(' ', chr(10))}\n".encode() + b"N}X\x07\x00\x00\x00plantedK\x01s\x86b."
     (path / ".metadata").write_bytes(code)
     refused(path, ".metadata sets attributes of <")
