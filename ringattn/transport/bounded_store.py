@@ -178,6 +178,11 @@ class BoundedStore:
         """The store's host, in words."""
         return host_of(self._connection.store)
 
+    @property
+    def lost(self) -> bool:
+        """Whether a call was not answered in time."""
+        return bool(self._connection.lost)
+
     def set(self, key: str, value: str | bytes) -> None:
         """See `dist.Store.set`."""
         self._ask(lambda store: store.set(key, value))  # type: ignore[arg-type]
