@@ -86,7 +86,7 @@ def test_a_replay_has_a_deadline() -> None:
         return said
 
     said = results(on_gpus(world, body, timeout_s=1.0))
-    assert all("a replayed pass" in message and "rank 1 lives" in message for message in (said[0], said[2]))
+    assert all("a replayed pass" in message and "rank 1 is alive in" in message for message in (said[0], said[2]))
 
 
 def test_rings_replay_together() -> None:
