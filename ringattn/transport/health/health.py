@@ -40,6 +40,8 @@ READ_AT_ONCE = 8
 """Ranks whose heartbeats one round reads besides the neighbours'. If more are wanted, each round reads others."""
 LONG_ROUNDS = 10
 """A wait of more rounds than this reads the heartbeats of all ranks in turn: any of them may be at fault."""
+IN_TURN_UP_TO = 64
+"""In a larger ring a turn takes too long to tell silence, so only the rank that investigates reads all heartbeats."""
 
 
 class Pages(Protocol):
@@ -251,7 +253,8 @@ class Health:
         everyone = set(range(self.world_size)) - {self.rank}
         investigates = 1 in self._claims.values()
         waits = place.waits is not Waits.HOST
-        every = investigates or (waits and (place.peers is None or self._rounds_here >= LONG_ROUNDS))
+        long = self._rounds_here >= LONG_ROUNDS and self.world_size <= IN_TURN_UP_TO
+        every = investigates or (waits and (place.peers is None or long))
         wanted = everyone if every else self._neighbours.ranks | (place.peers or frozenset())
         self.store.keep(wanted)
         others = sorted(wanted - self._neighbours.ranks)
