@@ -228,7 +228,8 @@ def test_explain_names_the_dtype_of_outputs_where_they_are_rounded(schedule: str
 
 def test_plans_of_ever_new_documents_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ones used last are kept; one that is not is made again when its backward pass comes."""
-    monkeypatch.setattr("ringattn.runtime.runtime.KEPT_PLANS", 3)
+    monkeypatch.setattr("ringattn.core.bounded_cache.AT_LEAST", 3)
+    monkeypatch.setattr("ringattn.core.bounded_cache.CACHE_BYTES", 1)
 
     def body(ring: Ring) -> None:
         x = torch.randn(1, 16, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -252,7 +253,8 @@ def test_plans_of_ever_new_documents_do_not_pile_up(monkeypatch: pytest.MonkeyPa
 
 def test_a_captured_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph has the addresses of what belongs to it; here the capture is only said to be one."""
-    monkeypatch.setattr("ringattn.runtime.runtime.KEPT_PLANS", 1)
+    monkeypatch.setattr("ringattn.core.bounded_cache.AT_LEAST", 1)
+    monkeypatch.setattr("ringattn.core.bounded_cache.CACHE_BYTES", 1)
     with Ring() as ring:
 
         def call(first: int) -> None:
@@ -266,7 +268,8 @@ def test_a_captured_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
             call(1)
         call(2)
-        assert captured not in ring._executors.values() and ring._captured == [captured]
+        call(3)
+        assert captured in ring._executors.values() and len(ring._executors) == 2
 
 
 def explained(machines: str, **options: Any) -> tuple[ringattn.explain.Explanation, str]:

@@ -17,9 +17,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+from ringattn.core.bounded_cache import bounded
 
 PAIRS_PER_ROW = 200
 """(q, k) pairs that a rank attends while a row of K and V passes its link: an H100 with 8 query heads a K/V head, of
@@ -97,7 +98,7 @@ class _Parts(NamedTuple):
     lack: int
 
 
-@lru_cache(maxsize=256)
+@bounded
 def placed(cuts: tuple[int, ...], ranks: int) -> Shards:
     """Where documents (0, ..., length) go: of the choices the fastest, and of those within 1 % the fewest rows."""
     found: list[tuple[Load, Shards]] = []

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import product
 from random import Random
 from typing import NamedTuple
 
+from ringattn.core.bounded_cache import bounded
 from ringattn.core.documents import (
     FEW_ROWS,
     Choice,
@@ -67,7 +67,7 @@ class Dealt(NamedTuple):
     given: list[tuple[int, int, int]]
 
 
-@lru_cache(maxsize=256)
+@bounded
 def placed_at_once(cuts: tuple[int, ...], ranks: int, even: float = EVEN, fills: int = FILLS) -> Shards:
     """Where documents (0, ..., length) go: of the placements tried that are so even, the one with the fewest rows sent.
 

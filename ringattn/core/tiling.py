@@ -9,13 +9,13 @@ needs it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from itertools import pairwise
 from math import gcd
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from ringattn.core.bounded_cache import bounded
 from ringattn.core.geometry import UNBOUNDED, Band, StridedRange, Tile, TokenRange
 from ringattn.core.layout import Layout
 from ringattn.core.mask import Branch
@@ -198,7 +198,7 @@ class Pieces(NamedTuple):
         return self.start + (self.size - 1) * self.stride
 
 
-@lru_cache(maxsize=256)
+@bounded
 def edges_of(bounds: tuple[int, ...], segment: int | None) -> Ints:
     """The first positions of the segments, and the length: `bounds`, each part cut again every `segment` positions."""
     if segment is None:
@@ -228,7 +228,7 @@ def spanned(layout: Layout, bounds: tuple[int, ...], segment: int | None) -> int
     return int((segment_at(start + (count - 1) * stride) - segment_at(start) + 1).sum())
 
 
-@lru_cache(maxsize=1024)
+@bounded
 def cut(
     layout: Layout, bounds: tuple[int, ...], segment: int | None = None, dilation: int = 1, offset: int = 0
 ) -> Pieces:

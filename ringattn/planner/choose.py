@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
 
+from ringattn.core.bounded_cache import bounded
 from ringattn.core.problem import Problem
 from ringattn.planner.candidates import (
     RING,
@@ -75,7 +75,7 @@ def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) 
         return _chosen(problem, schedule, cluster)
 
 
-@lru_cache(maxsize=256)
+@bounded
 def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
     if schedule != "auto":
         route = route_named(schedule, problem.world_size)
@@ -102,7 +102,7 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
     return replace(route, opening=cheapest_opening(problem, route, cluster))
 
 
-@lru_cache(maxsize=64)
+@bounded
 def compared(problem: Problem, cluster: Cluster, *others: Cluster) -> tuple[Candidate, ...]:
     """All schedules for a call on a cluster, the one that "auto" takes first; see `candidates`."""
     with _alone:
@@ -153,7 +153,7 @@ def _little_comes(problem: Problem, route: Route) -> bool:
     return any(came) and max(came) <= KEEP_AT_MOST * min(held)
 
 
-@lru_cache(maxsize=256)
+@bounded
 def plan_of(problem: Problem, route: Route, rank: int, backward: bool) -> Plan:
     """The plan of one rank, made from the readers' reads without building the other ranks' plans."""
     return plan_once(problem, route, rank, backward)

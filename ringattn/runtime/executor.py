@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ringattn.core.bounded_cache import held_bytes
 from ringattn.core.geometry import StridedRange
 from ringattn.engine.base import KV, Engine, Sizes, Softmax, Visit
 from ringattn.observe.shortage import is_shortage, told
@@ -263,6 +264,11 @@ class Executor:
             if not is_shortage(error):
                 raise
             raise told(error, self.plan, self.step, self.workspace_bytes(), pool.taken_bytes) from error
+
+    def held_bytes(self) -> int:
+        """The bytes of the plan, of what the engine has prepared and of the row lists, without the pool's memory."""
+        lists = [buffer.lists for buffer in self._bound.buffers] if self._bound is not None else []
+        return held_bytes((self.plan, self.works, self._received, lists))
 
     def unbind(self) -> None:
         """Let go of the pool's memory; the next pass binds anew."""

@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import lru_cache
 from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from ringattn.core.bounded_cache import BoundedCache, bounded
 from ringattn.core.problem import Problem
 from ringattn.engine.base import KV, Engine, Softmax
 from ringattn.engine.select import Choice, choose
@@ -37,8 +37,6 @@ from ringattn.transport.location import Location, links_of
 from ringattn.transport.recognition import recognise
 
 _open: WeakSet[Runtime] = WeakSet()
-KEPT_PLANS = 256
-"""Plans that are kept ready, those used last; with other documents in each step there is no end to them."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ FACT_NAMES = {"problem": "", "softmax": "", "route": "schedule"}
 """How facts of these fields begin in an error; those of others begin with the field's name."""
 
 
-@lru_cache(maxsize=256)
+@bounded
 def _facts(part: Hashable, name: str) -> tuple[str, ...]:
     return tuple(facts_of(part, name))
 
@@ -109,8 +107,8 @@ class Runtime(RankGroup):
         self.machines = self.exchange.on(self.cluster) if cluster else self.cluster
         self.pool = Pool(self.transport.allocate, poison=poison)
         self._counters = Counters()
-        self._executors: dict[tuple[Any, ...], Executor] = {}
-        self._captured: list[Executor] = []
+        # With other documents in each step there is no end to plans.
+        self._executors: BoundedCache[tuple[Any, ...], Executor] = BoundedCache(lambda key, each: each.held_bytes())
         self._recording: Recording | None = None
         self._margin_told = False
         _open.add(self)
@@ -175,7 +173,6 @@ class Runtime(RankGroup):
         if self.forked:
             return
         self._let_go()  # before the transport ends, which gives the memory back
-        self._captured.clear()
         super().close()
 
     def end(self, cause: BaseException) -> None:
@@ -266,15 +263,14 @@ class Runtime(RankGroup):
         """
         self.check_open()
         key = call.problem, call.route, call.softmax, call.engine, backward
-        executor = self._executors.pop(key, None)
-        if executor is None:
+
+        def make() -> Executor:
             with self.guarded(), torch.inference_mode(False):  # what it keeps serves training steps too
-                executor = Executor(plan_of(call.problem, call.route, self.rank, backward), call.engine, call.softmax)
-        self._executors[key] = executor  # the last one now
+                return Executor(plan_of(call.problem, call.route, self.rank, backward), call.engine, call.softmax)
+
+        executor = self._executors.get(key, make)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            self._captured.append(executor)  # a graph has the addresses of its row lists
-        if len(self._executors) > KEPT_PLANS:
-            del self._executors[next(iter(self._executors))]
+            self._executors.keep(key)  # a graph has the addresses of its row lists
         return executor
 
     def begin(self, executor: Executor, make: Callable[[KV | None], LocalTensors]) -> LocalTensors:

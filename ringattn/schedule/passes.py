@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 
+from ringattn.core.bounded_cache import bounded
 from ringattn.core.geometry import StridedRange
 from ringattn.core.tiling import HEADS, ROWS_OF_K, ROWS_OF_Q
 from ringattn.schedule.content import NOTHING, Content, HeadRows, common, cut, merge_runs, merged, size, union, without
@@ -38,9 +38,6 @@ RankBlock = tuple[int, Block]
 DUAL = {Kind.KV: Kind.DKV, Kind.Q: Kind.DQ}
 """Of the inputs their gradients."""
 
-LATELY = 256
-"""Rows that tiles read and ask of which it is known what they are together: most tiles have those of others."""
-
 Delivery = tuple[int, Copy]
 """A K/V copy of the backward, and the forward step whose undoing it runs beside (one past the last: the opening)."""
 
@@ -51,7 +48,7 @@ def rows_read(tiles: tuple[HeadTiles, ...]) -> Content:
     return tuple(part for part in parts if part.rows)
 
 
-@lru_cache(maxsize=LATELY)
+@bounded
 def merged_keys(columns: bytes) -> tuple[StridedRange, ...]:
     """The union of the key rows of some tiles, by their columns count, first row and stride."""
     rows = np.frombuffer(columns, np.int64).reshape(-1, 3).tolist()
@@ -65,7 +62,7 @@ def rows_asked(tiles: tuple[HeadTiles, ...]) -> Content:
     return merged_queries(tuple(dict.fromkeys(tables)))
 
 
-@lru_cache(maxsize=LATELY)
+@bounded
 def merged_queries(tables: tuple[tuple[bytes, bytes], ...]) -> Content:
     """The query rows of some tables, by their columns count, first row and stride, and first head and heads."""
     by_head: dict[int, dict[StridedRange, None]] = defaultdict(dict)

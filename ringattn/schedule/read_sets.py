@@ -10,7 +10,7 @@ gap the exact union is taken instead.
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from operator import sub
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from ringattn.core.bounded_cache import bounded
 from ringattn.core.geometry import UNBOUNDED, StridedRange
 from ringattn.core.mask import Branch
 from ringattn.core.problem import Problem
@@ -287,7 +288,7 @@ def _gaps(first: Ints, end: Ints) -> bool:
     return bool(gaps.any())
 
 
-@lru_cache(maxsize=64)
+@bounded
 def read_sets_of(problem: Problem) -> ReadSets:
     """The read sets of a problem, shared by all plans that are made for it."""
     return ReadSets(problem)

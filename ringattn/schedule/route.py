@@ -10,10 +10,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import isqrt
 from typing import Any, ClassVar, Self, TypeVar
 
+from ringattn.core.bounded_cache import bounded
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError
 from ringattn.schedule.content import Content
@@ -137,7 +137,7 @@ def parameter_of(text: str) -> int | None:
     return int(text) if re.fullmatch("[1-9][0-9]*", text, re.ASCII) else None
 
 
-@lru_cache(maxsize=64)
+@bounded
 def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     """What `rank` does in the pruned forward schedule, without that of the others.
 
@@ -157,7 +157,7 @@ def kept_of_rank(problem: Problem, route: Route, rank: int) -> tuple[Block, ...]
     return route.kept(problem, rank)
 
 
-@lru_cache(maxsize=32)
+@bounded
 def schedule_of(problem: Problem, route: Route, backward: bool) -> Schedule:
     """What all ranks do in a pass, pruned."""
     return route.whole(problem, backward)

@@ -221,7 +221,12 @@ class BoundedStore:
 
     def clone(self) -> BoundedStore:
         """The same store over a connection of its own."""
-        return BoundedStore(self._ask(lambda store: store.clone()), self._timeout_s)  # type: ignore[attr-defined]
+
+        def cloned(store: dist.Store) -> dist.Store:
+            store.check(["clone"])  # raises if the host is gone; torch would try to connect until the timeout
+            return store.clone()  # type: ignore[attr-defined]
+
+        return BoundedStore(self._ask(cloned), self._timeout_s)
 
     def _ask(self, run: Callable[[dist.Store], T]) -> T:
         deadline = self._deadline
