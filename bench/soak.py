@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import linear_regression, median
 from typing import Any
 
-from ringattn.bench.faults import run_torchrun
 from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
+from ringattn.bench.torchrun import run_torchrun
 from ringattn.errors import InputError, RingError
 
 PROGRAM = "ringattn.bench.soak_ranks"

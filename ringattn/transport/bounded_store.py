@@ -13,10 +13,12 @@ import _thread
 import atexit
 import os
 import queue
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -30,6 +32,8 @@ LOOK_S = 0.1
 """How often a caller that waits looks whether the connection was given up meanwhile."""
 RESUMED_S = 0.05
 """An answer has this long after its deadline: a process that was itself stopped finds it here when it is continued."""
+PROBE_S = 0.5
+"""How long a plain connection may take."""
 EXIT_S = 1.0
 """How long the end of the process waits for calls that other threads are in."""
 
@@ -221,12 +225,13 @@ class BoundedStore:
 
     def clone(self) -> BoundedStore:
         """The same store over a connection of its own."""
-
-        def cloned(store: dist.Store) -> dist.Store:
-            store.check(["clone"])  # raises if the host is gone; torch would try to connect until the timeout
-            return store.clone()  # type: ignore[attr-defined]
-
-        return BoundedStore(self._ask(cloned), self._timeout_s)
+        try:
+            return BoundedStore(self._ask(lambda store: store.clone()), self._timeout_s)  # type: ignore[attr-defined]
+        except DeadlineError:
+            # Torch tries to connect until its timeout, also if nothing listens there any more.
+            if refuses(self._connection.store):
+                raise dist.DistNetworkError(f"{self.host} is gone") from None
+            raise
 
     def _ask(self, run: Callable[[dist.Store], T]) -> T:
         deadline = self._deadline
@@ -250,6 +255,19 @@ def bounded(make: Callable[[], T], deadline: Deadline, late: str) -> T:
 
 hosts: dict[tuple[str, int], str] = {}
 """Who hosts the store at an address and port, where that is known."""
+
+
+def refuses(store: dist.Store) -> bool:
+    """Whether nothing listens at the address of a TCP store."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        with suppress(OSError):
+            try:
+                socket.create_connection((store.host, store.port), PROBE_S).close()
+            except ConnectionRefusedError:
+                return True
+    return False
 
 
 def host_of(store: dist.Store) -> str:

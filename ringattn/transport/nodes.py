@@ -28,7 +28,7 @@ from torch.distributed import Store
 from ringattn.errors import ClosedError, DisagreementError, TransportError, UnsupportedError
 from ringattn.observe.flight import FlightRecord
 from ringattn.transport.base import Ending, Hop, Message, Transport, WorkHandle
-from ringattn.transport.control_store import ControlStore
+from ringattn.transport.control_store import GRACE_S, ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.health.health import Health
@@ -273,7 +273,8 @@ def open_shm_and_gloo(
         raise UnsupportedError(f"rank {rank}: transport='shm' cannot join these ranks: {why}; use gloo")
     size, node = len(locations), node_of(rank, locations)
     record = FlightRecord(rank, size, f"{ShmTransport.name}+{GlooTransport.name}")
-    health = Health(ControlStore(store, rank, size, timeout_s), job_size=job_size, interface=interface)
+    control = ControlStore(store, rank, size, timeout_s).until((deadline or Deadline(timeout_s)).plus(GRACE_S))
+    health = Health(control, job_size=job_size, interface=interface)
     inside = ShmTransport.open(
         store, rank, size, timeout_s, flight_dir, members=node, record=record, health=health, deadline=deadline
     )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError, UnsupportedError
-from ringattn.transport.control_store import ControlStore, first_cause
+from ringattn.transport.control_store import GRACE_S, ControlStore, first_cause
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.health.health import Health
 from ringattn.transport.health.place import ENDED, Beat, Place
@@ -91,7 +91,7 @@ class SharedGroup:
         ranks = tuple(range(world_size)) if members is None else tuple(members)
         deadline = deadline or Deadline(timeout_s)
         service, own, problem = None, None, ""
-        health = health or Health(control)
+        health = health or Health(control.until(deadline.plus(GRACE_S)))
         try:
             segment = Segment.create(f"page-{rank}", Page.size(len(ranks)))
             own = Page(segment, ranks)

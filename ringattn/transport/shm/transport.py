@@ -157,7 +157,7 @@ class ShmTransport(ProcessTransport):
         """
         if why := obstacle(locations):
             raise UnsupportedError(f"rank {rank}: transport='shm' needs one machine and one user: {why}; use gloo")
-        control = ControlStore(store, rank, world_size)
+        control = ControlStore(store, rank, world_size, timeout_s)
         flights = record or FlightRecord(rank, world_size, cls.name)
         group = SharedGroup.open(control, rank, world_size, timeout_s, health, members=members, deadline=deadline)
         return cls(group, flights, flight_dir)
