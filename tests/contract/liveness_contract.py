@@ -25,7 +25,7 @@ DEADLINE_S = 2.0
 STOPPED_S = DEADLINE_S + 5.0
 BUSY_S = 4.0
 """What a busy machine needs besides the two seconds that are promised after the deadline."""
-STORE = "the store's host (rank 0 of the job, or torchrun's agent, at 127.0.0.1:"
+STORE = "the store's host (rank 0"
 CASES = {"killed": 1, "stopped": 1, "store's host stopped": 0, "closed": 1, "cause in the store": 1}
 """Each with the rank that suffers it."""
 

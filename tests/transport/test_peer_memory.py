@@ -33,8 +33,8 @@ def test_every_byte_of_a_long_message_arrives(two: Processes) -> None:
 def test_nothing_is_left_however_often_a_ring_opens(two: Processes) -> None:
     for left, descriptors, mappings in two.run(ranks.again_and_again, 8).values():
         assert left == [NOTHING] * 8
-        # The store's server may close a connection a little later; one kept at each opening would be seven more.
-        assert max(descriptors) <= min(descriptors) + 2, descriptors
+        # Connections of one opening may be closed during the next; one kept at each opening would be seven more.
+        assert descriptors[-1] <= min(descriptors) + 2, descriptors
         assert len(set(mappings)) == 1, mappings
 
 

@@ -1,0 +1,45 @@
+"""A rank that runs out of file descriptors says so, and the other ranks say it of that rank."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import pytest
+
+from ringattn import Ring
+from ringattn.errors import RingError
+from ringattn.observe.descriptors import shortage
+from tests.contract.processes import Processes
+
+
+def open_with_few(rank: int, world_size: int, transport: str) -> str:
+    """What this rank raises when rank 1 may open three more files."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    if rank == 1:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, most))
+    try:
+        Ring(transport=transport, timeout_s=4.0).barrier()
+    except RingError as error:
+        return str(error)
+    return "opened"
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_a_rank_without_descriptors_says_so(transport: str) -> None:
+    with Processes(2) as processes:
+        told = processes.run(open_with_few, transport)
+    assert "too many open files" in told[1].lower(), told
+    assert "ulimit -n" in told[1], told
+    assert told[0] != "opened", told
+
+
+def test_a_process_with_enough_says_nothing() -> None:
+    assert shortage() == ""
+
+
+def test_few_free_descriptors_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "listdir", lambda path: ["fd"] * 60)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 4096))
+    assert shortage() == "too many open files: 4 of 64 descriptors are free; raise the limit with `ulimit -n`"
