@@ -155,8 +155,6 @@ AT_FAULT = re.compile(
 def blamed(message: str) -> set[int]:
     """The ranks that an error message holds responsible."""
     ranks = set(map(int, AT_FAULT.findall(message)))
-    # A live rank that others wait for is responsible if it does not wait itself.
-    ranks |= set(map(int, re.findall(r"rank (\d+) (?:is alive|lives),? in '(?:idle|opening)", message)))
     return ranks | ({0} if "the store's host (rank 0" in message and not ranks else set())
 
 
@@ -230,9 +228,8 @@ def suffer(
     number: int = 0,
     timeout_s: float = 4.0,
     grace_s: float = GRACE_S,
-    meeting: tuple[str, str] = (ADDRESSES[0], ADDRESSES[0]),
 ) -> Outcome:
-    """Run one fault on fresh processes, and judge it. `meeting`: rank 0's host, as each of two hosts names it.
+    """Run one fault on fresh processes, and judge it.
 
     Raises `RingError` if the fault did not happen.
     """
@@ -245,7 +242,7 @@ def suffer(
         processes: list[BaseProcess] = []
         stack.callback(_end, processes, pipes)
         for rank, host in enumerate(where.hosts):
-            address, namespace = (meeting[host], hosts.namespaces[host]) if hosts else ("127.0.0.1", "")
+            address, namespace = (ADDRESSES[0], hosts.namespaces[host]) if hosts else ("127.0.0.1", "")
             seat = Seat(rank, len(where.hosts), address, port, where.transport, timeout_s, namespace, number % 4)
             mine, theirs = context.Pipe()
             processes.append(context.Process(target=live, args=(seat, fault, theirs), daemon=False))

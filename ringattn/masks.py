@@ -10,7 +10,7 @@ constructor here, a row in docs/masks.md, and a line in the reference of `ringat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ringattn.core.geometry import CAUSAL, FULL, Band
 from ringattn.core.mask import AttentionMask, Branch, Frame, Mask
@@ -123,14 +123,11 @@ class Chunked(AttentionMask):
     """See `chunked`."""
 
     tokens: int
+    text: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_tokens("masks.chunked", self.tokens, 1)
-
-    @property
-    def text(self) -> str:
-        """See `from_text`."""
-        return f"chunked:{self.tokens}"
+        _set_text(self, f"chunked:{self.tokens}")
 
     def lower(self, frame: Frame) -> Mask:
         """See `AttentionMask.lower`. The n-th chunks of two paired documents form a segment."""
@@ -157,17 +154,15 @@ class Prefix(AttentionMask):
     """See `prefix`."""
 
     tokens: int | tuple[int, ...]
+    text: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for count in self.tokens if isinstance(self.tokens, tuple) else (self.tokens,):
+        counts = self.tokens if isinstance(self.tokens, tuple) else (self.tokens,)
+        for count in counts:
             _check_tokens("masks.prefix", count, 0)
-
-    @property
-    def text(self) -> str:
-        """See `from_text`. A trailing comma marks one number per document of a single document."""
-        if not isinstance(self.tokens, tuple):
-            return f"prefix:{self.tokens}"
-        return f"prefix:{','.join(map(str, self.tokens))}{',' if len(self.tokens) == 1 else ''}"
+        # A trailing comma marks one number per document of a single document.
+        comma = "," if isinstance(self.tokens, tuple) and len(counts) == 1 else ""
+        _set_text(self, f"prefix:{','.join(map(str, counts))}{comma}")
 
     def lower(self, frame: Frame) -> Mask:
         """See `AttentionMask.lower`."""
@@ -187,14 +182,11 @@ class GlobalTokens(AttentionMask):
     """See `global_tokens`."""
 
     tokens: int
+    text: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_tokens("masks.global_tokens", self.tokens, 1)
-
-    @property
-    def text(self) -> str:
-        """See `from_text`."""
-        return f"global_tokens:{self.tokens}"
+        _set_text(self, f"global_tokens:{self.tokens}")
 
     def lower(self, frame: Frame) -> Mask:
         """See `AttentionMask.lower`."""
@@ -236,6 +228,11 @@ def _with_first(frame: Frame, firsts: tuple[int, ...], seen: Band, seeing: Band 
     k_starts = [start for *_, k, k_after, _ in documents for start in (k, k_after, k_after)]
     branches.append(branch(frame.band, thirds, k_starts))
     return Mask(tuple(branches))
+
+
+def _set_text(mask: AttentionMask, text: str) -> None:
+    """Set the text of a frozen mask, once: a compiler takes a string for a constant, and a changed number for none."""
+    object.__setattr__(mask, "text", text)
 
 
 def _check_tokens(name: str, tokens: object, least: int) -> None:

@@ -182,3 +182,25 @@ def test_compiled_code_takes_the_mask_of_another_step_without_compiling_again() 
         return counter.frame_count
 
     assert run_ranks(1, body) == [1]
+
+
+def test_masks_are_constants_of_compiled_code() -> None:
+    """Given from outside with other numbers in turn, and made inside."""
+    x = torch.randn(1, 12, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(12)
+        calls = [
+            torch.compile(lambda q, mask: ring_attention(q, q, q, causal=True, mask=mask), backend="eager"),
+            torch.compile(
+                lambda q, mask: ring_attention(q, q, q, causal=True, mask=masks.chunked(mask.tokens)), backend="eager"
+            ),
+        ]
+        with ring.activate(seq):
+            for call in calls:
+                for tokens in (3, 4, 5, 7):
+                    out = seq.gather(call(seq.shard(x), masks.chunked(tokens)))
+                    wanted = dense_attention(x, x, x, causal=True, mask=masks.chunked(tokens))[0]
+                    assert (out - wanted).abs().max() < TOLERANCE
+
+    run_ranks(1, body)

@@ -87,10 +87,8 @@ class AttentionMask(ABC):
     A subclass is a frozen dataclass, so that equal masks share their plans.
     """
 
-    @property
-    @abstractmethod
-    def text(self) -> str:
-        """The mask as a word, which `masks.from_text` reads."""
+    text: str
+    """The mask as a word, which `masks.from_text` reads."""
 
     @abstractmethod
     def lower(self, frame: Frame) -> Mask:

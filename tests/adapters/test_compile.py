@@ -305,9 +305,9 @@ def test_compiled_calls_take_every_mask_and_other_seeds_without_compiling_again(
             assert counter.frame_count <= most_graphs
 
         for more in several:
-            seeds = (3, 8, 2**40, 2**62) if more is masks[0] else (2**64 - 1,)
+            seeds = (3, 8, 2**40, 2**62) if more is several[0] else (2**64 - 1,)
             same(partial(ring_attention, **options, **more), seeds, min(len(seeds), 2), **more)
-        assert len(torch_ops._kept_of[ring]) == len(masks)  # whatever the seed
+        assert len(torch_ops._kept_of[ring]) == len(several)  # whatever the seed
 
     run_ranks(1, body)
 

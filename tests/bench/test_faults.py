@@ -14,7 +14,7 @@ import pytest
 from ringattn.bench import faults
 from ringattn.bench.fault_ranks import Answer
 from ringattn.bench.faults import COLUMNS, FAULTS, FaultsOptions, Outcome, applies, blamed, judged, suffer, tabulate
-from ringattn.bench.hosts import ADDRESSES, HOST_NAME, TwoHosts
+from ringattn.bench.hosts import TwoHosts
 from ringattn.errors import InputError, UnsupportedError
 
 GRACE_S = 5.0
@@ -70,13 +70,6 @@ def test_cells_of_two_hosts(hosts: None) -> None:
     names = ("kill in a pass", "stop 2.5 T in a pass (rank 0)", "link cut", "other direction lost")
     links = ("link cut", "one direction lost", "30 % loss", "200 ms delay")
     assert_good([*((name, "nodes") for name in names), *((name, "hosts") for name in links)])
-
-
-@pytest.mark.slow
-def test_a_host_whose_own_name_is_a_loopback_address_hosts_the_store(hosts: None) -> None:
-    # Rank 0's host knows itself by a name that resolves to 127.0.0.1; the other host knows its address.
-    outcome = suffer(FAULTS["200 ms delay"], "hosts", 2, meeting=(HOST_NAME, ADDRESSES[0]))
-    assert set(outcome.kinds.values()) == {"right"}, outcome
 
 
 # --- the judge -------------------------------------------------------------------------------------------------------
@@ -149,7 +142,8 @@ def test_a_cut_link_blames_no_rank_of_the_own_host() -> None:
         ("rank 0: no answer from ranks [1]; rank 2 is silent (stopped), last heard in 'idle'", {2}),
         ("rank 2 failed first: DeadlineError: rank 2: no answer from ranks [0]; rank 1 is gone", {1}),
         ("rank 1 failed first: ValueError: the model is wrong", {1}),
-        ("no answer from ranks [1]; rank 1 is alive in 'idle after backward step 5'", {1}),
+        ("no answer from ranks [1]; rank 1 is behind, in 'idle' of call 6, others in call 7", {1}),
+        ("no answer from ranks [1]; rank 1 is alive in 'idle after backward step 5'", set()),
         ("no answer from ranks [1]; rank 1 is alive in 'all-gather 3'", set()),
         ("the store's host (rank 0 of the job) is gone", {0}),
         ("rank 1 closed its ring", {1}),

@@ -344,7 +344,7 @@ def lost_store_is_said(mortals: Processes) -> None:
     told = mortals.run(loses_the_host, mortals.ranks, exits=0)
     assert "rank 1 recv from rank 0 'kv 5' (64 bytes of torch.float32)" in told[1]
     for text in told.values():
-        assert "the store's host (rank 0 of the job, or torchrun's agent, at 127.0.0.1:" in text and "is gone" in text
+        assert "the store's host (rank 0" in text and "is gone" in text
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,6 +86,7 @@ def test_nccl_tells_a_cause_that_is_in_the_store() -> None:
     def body(ring: NcclTransport) -> str:
         ring.all_gather_bytes(b"")
         if ring.rank == 1:
+            time.sleep(0.5)  # the others may be in the all-gather still
             ring.supervisor.health.publish(InputError("this rank belongs to another job"))
         message = contract.exchange_until_error(ring)
         told.wait(10.0)

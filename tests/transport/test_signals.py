@@ -24,6 +24,7 @@ def leave(number, frame):
     raise SystemExit(7)
 
 signal.signal(signal.SIGTERM, leave)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 rank, transport = int(os.environ["RANK"]), sys.argv[1]
 if transport == "shm+gloo":
     nodes = [Location(f"host-{node}", f"boot/{node}", os.getpid(), os.getuid()) for node in (0, 0, 1)]
@@ -86,6 +87,7 @@ def test_training_ends_soon(tmp_path: Path, number: signal.Signals) -> None:
     training = subprocess.Popen(
         command,
         env={**os.environ, "TEST_MARK": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a shell ignores it
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -128,8 +128,8 @@ class Health:
         self.store.ask(lambda store: store.compare_set(CAUSE, "", text), PUBLISH_S)
 
     def place(self) -> Place:
-        """Where this rank is: in the first of its transports that waits for something."""
-        places = [place() for place, _ in list(self._users.values())] or [Place()]
+        """Where this rank is: in the first of its transports that waits for something, or was when the last ended."""
+        places = [place() for place, _ in list(self._users.values())] or [self._here]
         return next((place for place in places if place.waits is not Waits.HOST), places[-1])
 
     def beats(self) -> dict[int, Beat]:
@@ -301,8 +301,10 @@ class Health:
             return True
         at_fault = {*seen.gone, *seen.silent}
         if seen.lost is not None:
-            # A rank publishes its cause just before its connections fall, unless it was killed.
-            return seen.lost[0] in at_fault or seen.lost[0] in seen.closed
+            # A rank publishes its cause just before its connections fall, unless it was killed. A round that began
+            # after that reads the cause; the heartbeats of a rank that was slow stop before.
+            has_read = bool(seen.store) or self.store.rounds > rounds + 1
+            return seen.lost[0] in seen.closed or (seen.lost[0] in at_fault and has_read)
         if at_fault:
             return True
         others = set(range(self.world_size)) - {self.rank}
