@@ -42,7 +42,10 @@ LIMIT_S = 2.0
 @pytest.mark.parametrize(
     "transport", ["gloo", pytest.param("shm", marks=pytest.mark.slow), pytest.param("shm+gloo", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 7)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, -signal.SIGINT), pytest.param(signal.SIGTERM, 7, marks=pytest.mark.slow)],
+)
 def test_a_waiting_rank_ends_soon(transport: str, number: signal.Signals, code: int) -> None:
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     ranks = [
