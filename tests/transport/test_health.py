@@ -74,6 +74,35 @@ def test_only_a_beat_that_was_read_again_and_again_is_unchanged() -> None:
     assert feed.unchanged(0.1, 0.0) == set()
 
 
+# --- shared pages ----------------------------------------------------------------------------------------------------
+
+
+class PagesOfAFailure:
+    """Pages of three ranks: rank 1 runs Python in call 6, rank 2 has failed because of that."""
+
+    def __init__(self, cause: str | None) -> None:
+        self.gone: set[int] = set()
+        self._cause, self._count = cause, 0
+
+    def exchange(self, beat: Beat) -> dict[int, Beat]:
+        self._count += 1
+        return {1: Beat(self._count, Place("idle", 6)), 2: Beat(ENDED)}
+
+    def first_cause(self) -> str | None:
+        return self._cause
+
+
+@pytest.mark.parametrize("cause", [None, "rank 2 failed first: DeadlineError: rank 1 is behind, in 'idle' of call 6"])
+def test_a_rank_that_failed_as_well_is_not_called_behind(cause: str | None) -> None:
+    health = Health(ControlStore(HashStore(), 0, 3))
+    health.pages = PagesOfAFailure(cause)
+    health.attach(job := object(), lambda: Place("all-gather 6", 7, Waits.PEERS, frozenset({1, 2})))
+    time.sleep(0.3)
+    said = health.explain({1}, waited_s=4.0)
+    health.detach(job)
+    assert said == (cause or "rank 1 is behind, in 'idle' of call 6, others in call 7")
+
+
 # --- the store -------------------------------------------------------------------------------------------------------
 
 

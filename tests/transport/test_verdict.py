@@ -47,6 +47,8 @@ CASES: list[tuple[str, Evidence, set[int]]] = [
     ("behind in an exchange", evidence(RING | {1: (4, PEERS, {0})}), set()),
     ("behind without a deadline", evidence(BEHIND, at_deadline=False), set()),
     ("behind and closed", evidence(BEHIND, closed={1}), set()),
+    ("behind and failed", evidence(BEHIND | {2: (0, HOST, set())}, failed={2}), {1}),
+    ("in a launch and failed", evidence(RING | {1: (5, LAUNCH, {0, 2})}, failed={1}), set()),
     ("missing", evidence(RING | {3: (5, HOST, set())}, missing={3}), {3}),
     ("missing, but it waits", evidence(missing={3}), set()),
     ("cause before silent", evidence(cause=CAUSE, silent={1}), {3}),
@@ -88,6 +90,7 @@ def test_who_is_not_at_fault_is_placed() -> None:
     assert explain(evidence(waited_for={1, 3}, closed={3})) == (
         "rank 1 is alive in 'forward step 1' of call 5; rank 3 has left its ring"
     )
+    assert explain(evidence(waited_for={1}, failed={1})) == "rank 1 has failed as well"
     assert explain(evidence(unheard={1}, waited_for={2})).startswith("rank 1 is not heard at the moment, last in")
     assert "silent" not in explain(evidence(unheard={1}))
     assert explain(evidence({}, waited_for={1})) == "rank 1 was never heard"

@@ -54,6 +54,10 @@ class Pages(Protocol):
         """Show this rank's heartbeat, and return the newest of each other rank. One that failed has `ENDED` its own."""
         ...
 
+    def first_cause(self) -> str | None:
+        """The first cause of a failure that a rank of this machine has shown."""
+        ...
+
 
 class Health:
     """One per rank, for all its transports. `explain` is called by one thread at a time, the rest by any."""
@@ -284,11 +288,12 @@ class Health:
         return replace(
             asked,
             stood_still_s=self.stood_still_s(began_s - waited_s, timeout_s),
-            cause=self.cause,
+            cause=self.cause or (self.pages.first_cause() if self.pages is not None else None),
             gone=self.gone(),
             silent=quiet - late,
             unheard=late,
             closed={rank for rank, beat in beats.items() if beat.closed},
+            failed={rank for rank, beat in beats.items() if beat.left and not beat.closed},
             places={**{rank: beat.place for rank, beat in beats.items()}, self.rank: self.place()},
             store=self.store.unanswered,
         )

@@ -28,6 +28,8 @@ class Evidence:
     """Ranks whose heartbeat is late, but not for long enough to call them silent."""
     closed: Collection[int] = ()
     """Ranks that have closed their ring."""
+    failed: Collection[int] = ()
+    """Ranks that have ended their heartbeats because they failed: they wait for nothing, and are not behind."""
     places: Mapping[int, Place] = field(default_factory=dict)
     """Where ranks were in their last heartbeat, also this rank itself."""
     missing: Collection[int] = ()
@@ -104,7 +106,7 @@ def _behind(evidence: Evidence) -> list[str]:
     places, phrases = evidence.places, []
     newest = max((place.call for place in places.values()), default=0)
     for rank, place in sorted(places.items()):
-        if rank in evidence.closed:
+        if rank in evidence.closed or rank in evidence.failed:
             continue
         if place.waits is Waits.COMPUTE:
             phrases.append(f"rank {rank} is still computing: its GPU has not reached an exchange; host in {place}")
@@ -119,7 +121,7 @@ def _launches(evidence: Evidence) -> list[str]:
     launching = {
         rank: place
         for rank, place in sorted(evidence.places.items())
-        if place.waits is Waits.LAUNCH and rank not in evidence.closed
+        if place.waits is Waits.LAUNCH and rank not in evidence.closed and rank not in evidence.failed
     }
     connecting = [
         rank
@@ -138,6 +140,8 @@ def _whereabouts(rank: int, evidence: Evidence) -> str:
     place = evidence.places.get(rank)
     if rank in evidence.closed:
         return f"rank {rank} has left its ring"
+    if rank in evidence.failed:
+        return f"rank {rank} has failed as well"
     if place is None:
         return f"rank {rank} was never heard"
     if rank in evidence.unheard:

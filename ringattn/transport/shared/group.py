@@ -202,14 +202,22 @@ class SharedGroup:
 
     def trouble(self, awaited: Iterable[int] = ()) -> str | None:
         """Why a wait for `awaited` is in vain, None where it is not. Any thread may ask."""
-        origins = {origin - 1 for rank in self.ranks if (origin := self.own.load(POISON, rank))}
-        if origins:
-            return min(self.pages[origin].cause for origin in origins)[1]
+        if cause := self.first_cause():
+            return cause
         awaited = set(awaited)
         if lost := sorted(awaited & self.gone):
             return "; ".join(f"rank {rank} is gone (its process has ended)" for rank in lost)
         closed = [rank for rank in sorted(awaited) if self.own.load(CLOSED, rank)]
         return "; ".join(f"rank {rank} closed its ring" for rank in closed) or None
+
+    def first_cause(self) -> str | None:
+        """See `Pages.first_cause`."""
+        origins = self._origins()
+        return min(self.pages[origin].cause for origin in origins)[1] if origins else None
+
+    def _origins(self) -> set[int]:
+        """The ranks whose own error is the cause of a failure that this rank has been shown."""
+        return {origin - 1 for rank in self.ranks if (origin := self.own.load(POISON, rank))}
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
@@ -298,7 +306,7 @@ class SharedGroup:
             if self._failed or self._left or os.getpid() != self.pid:
                 return
             self._failed = True
-            origins = {origin - 1 for rank in self.ranks if (origin := self.own.load(POISON, rank))}
+            origins = self._origins()
             if not origins:
                 self.own.write_cause(time.time_ns(), cause)
             origin = min(origins, key=lambda one: self.pages[one].cause) if origins else self.rank
