@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import file_map
-
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ringattn"
 LINKED = ("kernels", "launch", "bench")  # real folders at the top, links inside ringattn/
@@ -253,12 +251,6 @@ def test_wheel_holds_the_package_and_nothing_else(checkout: Path, tmp_path: Path
     with zipfile.ZipFile(wheel_path) as wheel:
         wheel.extractall(tmp_path / "site")
     assert python(code, cwd=tmp_path, path=tmp_path / "site").split() == ["32", "3"]
-
-
-def test_architecture_page_lists_every_file() -> None:
-    page = file_map.PAGE.read_text(encoding="utf-8")
-    assert file_map.BLOCK.search(page)
-    assert page == file_map.renewed(page), "write it anew: python -m tests.file_map"
 
 
 def test_the_root_holds_what_belongs_there() -> None:
