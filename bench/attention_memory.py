@@ -21,8 +21,7 @@ from ringattn.bench.attention_scratch import attention_scratch_bytes
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, progress
-from ringattn.observe.process_memory import reset_peak, status_bytes
-from ringattn.observe.storages import StorageMeter
+from ringattn.observe.memory import StorageMeter, reset_peak, status_bytes
 from ringattn.planner.attention_memory import backward_memory, forward_memory
 from ringattn.ring import Ring
 from ringattn.runtime.spec import AttentionSpec

@@ -32,7 +32,7 @@ from ringattn.core.mask import Banded
 from ringattn.core.presets import Branches, geometric
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
-from ringattn.observe.process_memory import reset_peak, status_bytes
+from ringattn.observe.memory import reset_peak, status_bytes
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import REFERENCE
 from ringattn.planner.plan import Plan

@@ -28,8 +28,7 @@ from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
-from ringattn.observe.process_memory import reset_peak, status_bytes
-from ringattn.observe.storages import StorageMeter
+from ringattn.observe.memory import StorageMeter, reset_peak, status_bytes
 from ringattn.planner.choose import plan_of
 from ringattn.ring import Ring
 from ringattn.schedule.routes import route_named

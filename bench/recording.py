@@ -24,8 +24,7 @@ from ringattn.bench.gate import open_gate, random_inputs
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Table, finish, progress, spread
-from ringattn.observe.marks import HostClock
-from ringattn.observe.spans import Recording
+from ringattn.observe.spans import HostClock, Recording
 from ringattn.planner.plan import Plan
 from ringattn.ring import Ring
 from ringattn.runtime.pass_profiler import profiler_of

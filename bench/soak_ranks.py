@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ringattn.bench.gate import GateError
-from ringattn.observe.process_memory import status_bytes
+from ringattn.observe.memory import status_bytes
 from ringattn.ring import Ring
 from ringattn.testing import dense_attention
 

@@ -27,7 +27,7 @@ from ringattn.launch.train.loop import backward, make_model
 from ringattn.launch.train.model import ModelConfig
 from ringattn.launch.train.text import VOCABULARY
 from ringattn.layers import offload
-from ringattn.observe.storages import StorageMeter
+from ringattn.observe.memory import StorageMeter
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ringattn.observe.process_memory import reset_peak, status_bytes
+from ringattn.observe.memory import reset_peak, status_bytes
 
 
 class PeakMemory:

@@ -30,7 +30,7 @@ from ringattn.launch.measure.exactness import (
 from ringattn.launch.measure.own_cluster import own_cluster
 from ringattn.launch.measure.run_config import RunConfig, call_of, from_spec
 from ringattn.launch.memory import PeakMemory
-from ringattn.observe.shortage import is_shortage
+from ringattn.observe.memory import is_shortage
 from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.simulate import simulate
 from ringattn.planner.work import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM

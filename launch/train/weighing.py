@@ -9,7 +9,7 @@ from typing import Any
 from ringattn import Ring
 from ringattn.launch.train.config import load_train
 from ringattn.launch.train.loop import train
-from ringattn.observe.storages import StorageMeter
+from ringattn.observe.memory import StorageMeter
 
 M_MMAP_THRESHOLD = -3
 """The parameter of glibc's mallopt (malloc.h)."""

@@ -1,4 +1,4 @@
-"""Writes whole files, through no symbolic link.
+"""Writes whole files, through no symbolic link, and says whether file descriptors run out.
 
 A record or a result has a predictable name. Where others may write to its folder, a link planted under that name would
 make this process overwrite a file of its user. So a file is created exclusively under another name and then renamed,
@@ -8,6 +8,7 @@ which replaces a link and leaves its target alone.
 from __future__ import annotations
 
 import os
+import resource
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,3 +44,24 @@ def write_file(path: Path, content: str | bytes) -> Path:
 def is_stream(path: Path) -> bool:
     """Whether `path` names a device or an open file of the system."""
     return str(path.absolute().parent) in STREAMS
+
+
+SPARE = 16
+"""Descriptors that one step of opening a ring may need."""
+
+
+def descriptor_shortage() -> str:
+    """Return a sentence with the remedy if few descriptors are free, else an empty string.
+
+    Libraries report such a shortage as many things, but not as what it is.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        free = limit - len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:  # not Linux
+        return ""
+    except OSError:  # not even one for this question
+        free = 0
+    if limit == resource.RLIM_INFINITY or free >= SPARE:
+        return ""
+    return f"too many open files: {max(free, 0)} of {limit} descriptors are free; raise the limit with `ulimit -n`"

@@ -1,8 +1,9 @@
-"""A watch over the memory of all ranks: readings, named thresholds, and what to do when one is passed.
+"""Memory of a rank: readings and levels of all ranks, a meter of tensors, and errors of a rank that found none.
 
-Guarantees: every rank sees the readings of all and comes to the same level, so what raises, raises everywhere; no byte
-is counted twice, whether the ring's pool lies in torch's allocator or beside it.
-Not covered: what the memory is used for, attention; ranks that are threads of one process see that process each.
+Guarantees: every rank reads the readings of all and computes the same level, so an action that raises does so on all
+of them; no byte is counted twice, whether the ring's pool lies in torch's allocator or not; every error that reports a
+lack of memory, whatever torch or Python calls it, becomes one `OutOfMemoryError` with the first error as its cause.
+Not covered: ranks that are threads of one process each report the memory of the whole process.
 """
 
 from __future__ import annotations
@@ -10,15 +11,21 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import re
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-from ringattn.errors import InputError, OutOfMemoryError
-from ringattn.observe.process_memory import cpu_capacity_bytes, status_bytes
+from ringattn.errors import InputError, OutOfMemoryError, TransportError
+from ringattn.planner.account import account, mib, remedies
+from ringattn.planner.plan import Plan
 
 LOGGER = logging.getLogger("ringattn")
 
@@ -252,7 +259,7 @@ def stop(level: Level, readings: Sequence[Reading]) -> None:
 
 
 def tensor_bytes(device: torch.device) -> int:
-    """Bytes of all storages on `device` that some Python object holds; what only autograd holds is not seen."""
+    """Bytes of all storages on `device` that a Python object refers to; what only autograd refers to is not counted."""
     sizes = {}
     for one in gc.get_objects():
         if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device == device and one.layout == torch.strided:
@@ -268,3 +275,134 @@ def lies_in(pointer: int, segments: Iterable[Mapping[str, Any]]) -> bool:
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB"
+
+
+# --- the kernel ------------------------------------------------------------------------------------------------------
+
+
+STATUS, MEMINFO, CGROUP = (Path(name) for name in ("/proc/self/status", "/proc/meminfo", "/sys/fs/cgroup/memory.max"))
+CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+def status_bytes(name: str, path: Path = STATUS) -> int:
+    """Return a field of /proc/self/status or /proc/meminfo in bytes. Raises `OSError` if the file has no such field.
+
+    VmRSS is the resident size now, VmHWM the largest since the start or the last `reset_peak`.
+    """
+    match = re.search(rf"^{name}:\s+(\d+) kB$", path.read_text(encoding="ascii"), re.MULTILINE)
+    if match is None:
+        raise OSError(f"{path} has no {name}")
+    return int(match[1]) * 1024
+
+
+def reset_peak() -> None:
+    """Reset VmHWM to the resident size of now (man 5 proc). Raises `OSError` where the kernel forbids it."""
+    CLEAR_REFS.write_text("5", encoding="ascii")
+
+
+def cpu_capacity_bytes() -> int:
+    """The machine's memory, or less where a control group (v2) allows less."""
+    total = status_bytes("MemTotal", MEMINFO)
+    try:
+        allowed = CGROUP.read_text(encoding="ascii").strip()
+    except OSError:  # no control groups here
+        return total
+    return min(total, int(allowed)) if allowed.isdigit() else total
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+Scratch = Callable[[Any, tuple[Any, ...]], int]
+"""Of an operator (`OpOverload`) and its arguments: bytes that live inside the call only."""
+
+
+class StorageMeter(TorchDispatchMode):
+    """Counts tensor memory while it is active: `live_bytes` now, and `peak_bytes`, the highest value so far.
+
+    Guarantees: a storage that an operation of this thread returns counts once, until nothing refers to it, however many
+    views it has; storages that existed before do not count. Not covered: resized storages (`resize_`); memory that a
+    kernel allocates and frees within one call, unless `scratch_bytes` returns its size.
+    The bookkeeping is that of torch's `torch.distributed._tools.mem_tracker.MemTracker`, which knows modules and
+    optimizers but no threads.
+    """
+
+    def __init__(self, scratch_bytes: Scratch | None = None) -> None:
+        """`scratch_bytes`: counted on top of what lives when the operator has returned."""
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self._scratch_bytes = scratch_bytes
+        self._known: dict[int, Any] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled; else overlapping meters of two threads leave a flag of torch's set for good."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operator and count what it made."""
+        for storage in _storages((args, kwargs)):
+            self._add(storage, counted=False)
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            self._add(storage, counted=True)
+        inside = self._scratch_bytes(func, args) if self._scratch_bytes is not None else 0
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + inside)
+        return result
+
+    def restart(self) -> None:
+        """Forget the peak so far; what lives stays counted."""
+        self.peak_bytes = self.live_bytes
+
+    def _add(self, storage: torch.UntypedStorage, counted: bool) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        nbytes = storage.nbytes() if counted else 0
+        self.live_bytes += nbytes
+        self._known[key] = weakref.finalize(storage, self._leave, key, nbytes)
+        self._known[key].atexit = False
+
+    def _leave(self, key: int, nbytes: int) -> None:
+        self._known.pop(key)
+        self.live_bytes -= nbytes
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
+
+
+# --- no memory -------------------------------------------------------------------------------------------------------
+
+
+CPU_ALLOCATOR = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+"""How torch's CPU allocator says it, in a plain RuntimeError (c10/core/impl/alloc_cpu.cpp)."""
+NCCL_ALLOCATOR = ("ncclMemAlloc", "out of memory")
+"""The function of an `NcclError`, and CUDA's words in it, which NCCL passes on (NCCL 2.28, allocator.cc)."""
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that there was no memory, and is not yet one of ours."""
+    if isinstance(error, OutOfMemoryError):
+        return False
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # The transport may quote the shortage of another rank, so the words alone do not tell.
+    if isinstance(error, TransportError):
+        function, words = NCCL_ALLOCATOR
+        return getattr(error, "function", None) == function and words in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in CPU_ALLOCATOR)
+
+
+def out_of_memory_error(
+    error: BaseException, plan: Plan, step: int | None, workspace_bytes: int, pool_bytes: int
+) -> OutOfMemoryError:
+    """Return the error with what was live and what to change. `pool_bytes`: what the ring's pool holds now."""
+    advice = "\n".join(f"  - {remedy}" for remedy in remedies(plan))
+    first = (str(error) or repr(error)).splitlines()[0]
+    return OutOfMemoryError(
+        f"rank {plan.rank}: out of memory in an attention pass: {first}\n"
+        f"{account(plan, step, workspace_bytes)}\nthe pool holds {mib(pool_bytes)}\nto change:\n{advice}"
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 from ringattn.core.bounded_cache import held_bytes
 from ringattn.core.geometry import StridedRange
 from ringattn.engine.base import KV, Engine, Sizes, Softmax, Visit
-from ringattn.observe.shortage import is_shortage, told
+from ringattn.observe.memory import is_shortage, out_of_memory_error
 from ringattn.planner.plan import (
     LOCAL,
     Add,
@@ -263,7 +263,7 @@ class Executor:
         except Exception as error:
             if not is_shortage(error):
                 raise
-            raise told(error, self.plan, self.step, self.workspace_bytes(), pool.taken_bytes) from error
+            raise out_of_memory_error(error, self.plan, self.step, self.workspace_bytes(), pool.taken_bytes) from error
 
     def held_bytes(self) -> int:
         """The bytes of the plan, of what the engine has prepared and of the row lists, without the pool's memory."""

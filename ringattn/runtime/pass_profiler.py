@@ -11,8 +11,20 @@ from typing import Any
 import torch
 
 from ringattn.errors import UnsupportedError
-from ringattn.observe.marks import NvtxRanges, ProfilerRanges
-from ringattn.observe.spans import END, PACK, POST, PROJECT, WAIT, WORK, Exchange, Marks, Recording, named
+from ringattn.observe.spans import (
+    END,
+    PACK,
+    POST,
+    PROJECT,
+    WAIT,
+    WORK,
+    Exchange,
+    Marks,
+    NvtxRanges,
+    ProfilerRanges,
+    Recording,
+    named,
+)
 from ringattn.planner.plan import Plan
 from ringattn.transport.base import Hop, WorkHandle
 

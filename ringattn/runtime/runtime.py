@@ -17,8 +17,7 @@ from ringattn.core.problem import Problem
 from ringattn.engine.base import KV, Engine, Softmax
 from ringattn.engine.select import Choice, choose
 from ringattn.errors import InputError, OutOfMemoryError
-from ringattn.observe.marks import new_recording
-from ringattn.observe.spans import Recording
+from ringattn.observe.spans import Recording, new_recording
 from ringattn.planner.account import placements
 from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from ringattn.errors import ClosedError, InputError, RingError, UnsupportedError
-from ringattn.observe.flight import FlightRecord, MessageRecord
-from ringattn.observe.sigterm import leave_records
+from ringattn.observe.flight import FlightRecord, MessageRecord, leave_records
 from ringattn.transport.location import Location
 from ringattn.transport.process import FORKED, ProcessBound
 

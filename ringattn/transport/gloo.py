@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError, TransportError
-from ringattn.observe.descriptors import shortage
+from ringattn.observe.files import descriptor_shortage
 from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord
 from ringattn.transport.addresses import ADVICE, Address, devices, find_address, reachable
 from ringattn.transport.base import Message, Operation, ProcessTransport, listed, operations
@@ -336,7 +336,7 @@ class GlooTransport(ProcessTransport):
                 [failed.peer], waited_s=waited_s, timeout_s=self._timeout_s, lost=(failed.peer, str(error))
             )
             message = f"{failed}{handle.where}: {said}"
-        message += f"; {words}" if (words := shortage()) else ""
+        message += f"; {words}" if (words := descriptor_shortage()) else ""
         left = self._recorded(f"{kind.__name__}: {message}")
         failure = kind(f"{message}; {left}" if left else message)
         self._fail(failure)

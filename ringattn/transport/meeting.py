@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ringattn.errors import DeadlineError, PeerLostError, RingError
-from ringattn.observe.descriptors import shortage
+from ringattn.observe.files import descriptor_shortage
 from ringattn.transport.bounded_store import host_of
 from ringattn.transport.claims import claim_rank
 from ringattn.transport.control_store import GRACE_S, LOST, RESTATED, ControlStore, group_store, ring_store
@@ -86,7 +86,7 @@ class Meeting:
     def fail(self, error: Exception) -> Exception:
         """Publish why this rank cannot open the ring. Returns the error to raise."""
         failure = self._restated(error)
-        if words := shortage():
+        if words := descriptor_shortage():
             kind = type(failure) if isinstance(failure, RingError) else RingError
             failure = kind(f"{failure}; {words}")
         if self.world_size > 1 and self._control is not None:

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from ringattn.errors import RingError
-from ringattn.observe.flight import DONE, FAILED, RUNNING, Flight, FlightRecord
-from ringattn.observe.sigterm import leave_records
+from ringattn.observe.flight import DONE, FAILED, RUNNING, Flight, FlightRecord, leave_records
 from ringattn.transport.base import Ending, Message, Operation, listed
 from ringattn.transport.device import Device, Event, PassOrder, Stream
 from ringattn.transport.location import Location

@@ -18,7 +18,7 @@ from ringattn.adapters.context import sequence_of
 from ringattn.adapters.loss import count_labels, loss_scale
 from ringattn.adapters.parity import Parity, _Coarsest, parity
 from ringattn.launch.train.model import ModelConfig, Transformer
-from ringattn.observe.storages import StorageMeter
+from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 
 TOKENS = torch.randint(256, (2, 37), generator=torch.Generator().manual_seed(3))

@@ -20,7 +20,7 @@ from ringattn.bench.processes import run_in_processes
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.launch.train.mesh import join_process_group
 from ringattn.layers import offload
-from ringattn.observe.storages import StorageMeter
+from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
 from tests.adapters.ranks import TOKENS, Batch, InDouble, batches, gradients

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from ringattn.observe.shortage import is_shortage
+from ringattn.observe.memory import is_shortage
 from ringattn.transport.device import CudaDevice
 from ringattn.transport.location import my_location
 from ringattn.transport.nccl.binding import NcclError

@@ -145,7 +145,7 @@ SAFE = {
     "launch/outputs.py": "a picture into memory",
     "launch/report/charts.py": "a picture into memory",
     "ringattn/observe/files.py": "the one place",
-    "ringattn/observe/process_memory.py": "/proc",
+    "ringattn/observe/memory.py": "/proc",
 }
 
 

@@ -21,7 +21,7 @@ from ringattn.launch.train.batches import BatchPart
 from ringattn.launch.train.config import TrainConfig, load_train
 from ringattn.launch.train.mesh import agreed_ranks_of_ring
 from ringattn.launch.train.model import ModelConfig
-from ringattn.observe.storages import StorageMeter
+from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalWorld
 

@@ -33,7 +33,7 @@ from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.loop import backward, clip, local_loss, make_model, update
 from ringattn.launch.train.model import ModelConfig, Transformer
 from ringattn.launch.train.text import VOCABULARY, windows
-from ringattn.observe.storages import StorageMeter
+from ringattn.observe.memory import StorageMeter
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
 

@@ -22,7 +22,7 @@ from ringattn.launch.train.batches import BatchPart
 from ringattn.launch.train.config import TrainConfig, load_train
 from ringattn.launch.train.model import ModelConfig
 from ringattn.layers import offload
-from ringattn.observe.storages import StorageMeter
+from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 
 BIG = TrainConfig(tokens=512, steps=1, dtype="fp32", model=ModelConfig(4, 64, 4, 2, 192))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringattn.layers.tiled import Tiling, tiled
-from ringattn.observe.storages import StorageMeter
+from ringattn.observe.memory import StorageMeter
 
 
 class FeedForward(nn.Module):

@@ -13,7 +13,7 @@ import torch
 
 from ringattn.bench.processes import run_in_processes
 from ringattn.errors import InputError, OutOfMemoryError
-from ringattn.observe import process_memory
+from ringattn.observe import memory
 from ringattn.observe.memory import (
     PROFILES,
     Level,
@@ -98,11 +98,11 @@ def test_capacity_of_a_cpu(tmp_path: Path, monkeypatch: Any, allowed: str | None
     (tmp_path / "meminfo").write_text("MemFree:  1 kB\nMemTotal:       64 kB\n")
     if allowed is not None:
         (tmp_path / "max").write_text(allowed)
-    monkeypatch.setattr(process_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(process_memory, "CGROUP", tmp_path / "max")
-    assert process_memory.cpu_capacity_bytes() == capacity
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path / "max")
+    assert memory.cpu_capacity_bytes() == capacity
     with pytest.raises(OSError, match="has no Swap"):
-        process_memory.status_bytes("Swap", tmp_path / "meminfo")
+        memory.status_bytes("Swap", tmp_path / "meminfo")
 
 
 def test_unknown_profile() -> None:

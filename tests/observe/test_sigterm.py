@@ -1,4 +1,4 @@
-"""Flight records of a process that is told to end, as torchrun tells the ranks that outlive another."""
+"""Flight records of a process that receives SIGTERM, which torchrun sends to the ranks that outlive another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEGIN = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
 from ringattn.observe.flight import FlightRecord, MessageRecord
-from ringattn.observe.sigterm import leave_records
+from ringattn.observe.flight import leave_records
 folder = Path(sys.argv[1])
 def opened():
     record = FlightRecord(0, 2, "gloo")
@@ -62,7 +62,7 @@ def left(folder: Path) -> dict[str, Any]:
 def test_the_record_is_left_and_the_process_ends_by_the_signal(program: str, tmp_path: Path) -> None:
     code, _ = told_to_end(tmp_path, program)
     assert code == -signal.SIGTERM
-    assert left(tmp_path)["cause"].startswith("SIGTERM: told to end")
+    assert left(tmp_path)["cause"].startswith("received SIGTERM")
     (flight,) = left(tmp_path)["flights"]
     assert flight["state"] == "posted" and flight["parts"][0]["label"] == "KV1"
 

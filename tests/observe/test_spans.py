@@ -16,7 +16,7 @@ from ringattn import InputError, Ring
 from ringattn.core.span import COMM, COMPUTE, Span, exposed, overlap, total_us, under_way
 from ringattn.engine.plain import PlainEngine
 from ringattn.layers.overlapped import Heads, projected_attention
-from ringattn.observe import marks
+from ringattn.observe import spans
 from ringattn.observe.spans import Recording
 from ringattn.runtime.pass_profiler import PassProfiler
 from ringattn.schedule.routes import ROUTES
@@ -216,7 +216,7 @@ def test_a_slow_transport_is_exposed_for_as_long_as_no_work_hides_it(
     delay_s: float, work_s: float, comm_s: float, bound_s: float, exposed_s: float, tells: bool,
 ) -> None:  # fmt: skip
     hours = Hours()
-    monkeypatch.setattr(marks, "time", hours)
+    monkeypatch.setattr(spans, "time", hours)
 
     def body(transport: Any) -> Recording:
         slow = Slow(transport, hours, delay_s, tells)

@@ -22,7 +22,7 @@ from ringattn.engine.base import KV, BackwardInputs, Engine, Sizes, Softmax
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.engine.strips import kernel_bytes
-from ringattn.observe.storages import StorageMeter
+from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 from tests.covering import thinned_by
 

@@ -22,7 +22,7 @@ from ringattn.core.tiling import cut, edges_of, spanned, tiles_of
 from ringattn.errors import InputError
 from ringattn.launch.config import load
 from ringattn.launch.pictures.show import ExplainConfig, explanation_of
-from ringattn.observe.process_memory import reset_peak, status_bytes
+from ringattn.observe.memory import reset_peak, status_bytes
 from ringattn.planner import extent
 from ringattn.planner.extent import excess
 from tests.schedules import schedule_params

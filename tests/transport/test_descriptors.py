@@ -9,7 +9,7 @@ import pytest
 
 from ringattn import Ring
 from ringattn.errors import RingError
-from ringattn.observe.descriptors import shortage
+from ringattn.observe.files import descriptor_shortage
 from tests.contract.processes import Processes
 
 
@@ -36,10 +36,11 @@ def test_a_rank_without_descriptors_says_so(transport: str) -> None:
 
 
 def test_a_process_with_enough_says_nothing() -> None:
-    assert shortage() == ""
+    assert descriptor_shortage() == ""
 
 
 def test_few_free_descriptors_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "listdir", lambda path: ["fd"] * 60)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 4096))
-    assert shortage() == "too many open files: 4 of 64 descriptors are free; raise the limit with `ulimit -n`"
+    expected = "too many open files: 4 of 64 descriptors are free; raise the limit with `ulimit -n`"
+    assert descriptor_shortage() == expected

@@ -19,7 +19,7 @@ from ringattn import Ring
 from ringattn.engine.base import KV
 from ringattn.engine.plain import PlainEngine
 from ringattn.errors import OutOfMemoryError, PeerLostError, RingError
-from ringattn.observe.shortage import is_shortage
+from ringattn.observe.memory import is_shortage
 from ringattn.transport.nccl.binding import NcclError, Status
 from ringattn.transport.nccl.communicator import Communicator
 from ringattn.transport.nccl.options import NcclOptions

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from ringattn.observe.shortage import is_shortage
+from ringattn.observe.memory import is_shortage
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.device import Device, PassOrder
 from ringattn.transport.nccl.binding import Binding, NcclError
