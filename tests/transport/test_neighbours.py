@@ -108,6 +108,14 @@ def test_reports_of_a_neighbour_that_is_silent_itself_do_not_count(sides: list[S
     assert sides[2].neighbours.reported("silent", 3.0, 1.0) == set()
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_the_last_report_of_a_neighbour_that_failed_is_kept(sides: list[Side], closed: bool) -> None:
+    rounds(sides, [0.1 * n for n in range(8)], {1: {0: "silent"}})
+    sides[1].neighbours.close(Beat(ENDED, PLACE, closed))
+    rounds(sides[2:], [0.8 + 0.1 * n for n in range(30)])
+    assert sides[2].neighbours.reported("silent", 3.8, 1.0) == (set() if closed else {0})
+
+
 FORGED: list[Callable[[str], bytes]] = [
     lambda nonce: b"\x80\x04\x95cos\nsystem\n(S'true'\ntR.",
     lambda nonce: b"",

@@ -39,6 +39,7 @@ class Neighbours(Feed[Beat]):
         self.ranks = {self.before, self.after} - {rank}
         self._rank, self._interface = rank, interface
         self._claims: dict[int, Claims] = {}
+        self._observed: Mapping[int, str] = {}
         self._nonce = ""
         self._socket: socket.socket | None = None
         self._mine: Address | None = None
@@ -69,6 +70,7 @@ class Neighbours(Feed[Beat]):
 
     def exchange(self, beat: Beat, observed: Mapping[int, str], now_s: float) -> None:
         """Send this rank's heartbeat with what it has `observed`, and read what has arrived. Never blocks."""
+        self._observed = observed
         if not self._targets:
             return
         for rank, target in self._targets.items():
@@ -83,19 +85,23 @@ class Neighbours(Feed[Beat]):
         self._receive(now_s)
 
     def reported(self, how: str, now_s: float, limit_s: float) -> set[int]:
-        """The ranks that neighbours report to be `gone` or `silent`, as long as those neighbours are heard."""
+        """The ranks that neighbours report to be `gone` or `silent`.
+
+        A report holds as long as its sender is heard. That of a neighbour that failed holds for good: it is why.
+        """
         return {
             rank
             for sender, claims in list(self._claims.items())
-            if sender in self.heard and now_s - self.heard[sender].first_s < limit_s
+            if (heard := self.heard.get(sender)) is not None
+            and (now_s - heard.first_s < limit_s or (heard.beat.left and not heard.beat.closed))
             for claim in claims.values()
             for rank, state in claim.items()
             if state == how
         }
 
     def close(self, last: Beat) -> None:
-        """Send the last heartbeat and close the socket. Idempotent."""
-        self.exchange(last, {}, 0.0)
+        """Send the last heartbeat, with what this rank observed last, and close the socket. Idempotent."""
+        self.exchange(last, self._observed, 0.0)
         self._targets = {}
         if self._socket is not None:
             self._socket.close()
