@@ -32,7 +32,7 @@ class Side:
 
     def __init__(self, rank: int, world_size: int, store: HashStore) -> None:
         self.rank, self.store, self.count = rank, store, 0
-        self.neighbours = Neighbours(rank, world_size, "lo", 0.5)
+        self.neighbours = Neighbours(rank, world_size, "lo", 1.0)
 
     def round(self, now_s: float, observed: dict[int, str] | None = None) -> None:
         self.neighbours.meet(self.store)
@@ -75,7 +75,7 @@ ADDRESSES = {
 def test_ranks_bind_to_an_address_that_their_neighbours_reach(
     addresses: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, sides = HashStore(), [Neighbours(rank, 3, "", 0.5) for rank in range(3)]
+    store, sides = HashStore(), [Neighbours(rank, 3, "", 1.0) for rank in range(3)]
     for _ in range(3):
         for side, (own, meeting) in zip(sides, addresses, strict=True):
             monkeypatch.setattr(
@@ -95,17 +95,17 @@ def test_what_one_rank_observes_all_ranks_learn_and_forget(sides: list[Side]) ->
     # Rank 1 and rank 5 observe that rank 0 is silent; there is no way past it.
     rounds(living, [0.8 + 0.1 * n for n in range(6)], {1: {0: "silent"}, 5: {0: "gone"}})
     for side in living[1:-1]:
-        reports = {how: side.neighbours.reported(how, 1.3, 1.0) for how in ("silent", "gone")}
+        reports = {how: side.neighbours.reported(how, 1.3) for how in ("silent", "gone")}
         assert reports == {"silent": {0}, "gone": {0}}, side.rank
     # Nobody repeats what nobody observes any more.
     rounds(sides, [1.4 + 0.1 * n for n in range(12)])
-    assert not any(side.neighbours.reported(how, 2.5, 1.0) for side in sides for how in ("silent", "gone"))
+    assert not any(side.neighbours.reported(how, 2.5) for side in sides for how in ("silent", "gone"))
 
 
 def test_reports_of_a_neighbour_that_is_silent_itself_do_not_count(sides: list[Side]) -> None:
     rounds(sides, [0.1 * n for n in range(8)], {1: {4: "silent"}})
-    assert sides[2].neighbours.reported("silent", 0.8, 1.0) == {4}
-    assert sides[2].neighbours.reported("silent", 3.0, 1.0) == set()
+    assert sides[2].neighbours.reported("silent", 0.8) == {4}
+    assert sides[2].neighbours.reported("silent", 3.0) == set()
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -113,7 +113,14 @@ def test_the_last_report_of_a_neighbour_that_failed_is_kept(sides: list[Side], c
     rounds(sides, [0.1 * n for n in range(8)], {1: {0: "silent"}})
     sides[1].neighbours.close(Beat(ENDED, PLACE, closed))
     rounds(sides[2:], [0.8 + 0.1 * n for n in range(30)])
-    assert sides[2].neighbours.reported("silent", 3.8, 1.0) == (set() if closed else {0})
+    assert sides[2].neighbours.reported("silent", 3.8) == (set() if closed else {0})
+
+
+def test_a_report_of_a_neighbour_that_is_silent_is_not_passed_on(sides: list[Side]) -> None:
+    rounds(sides, [0.1 * n for n in range(8)], {1: {4: "silent"}})
+    assert sides[3].neighbours.reported("silent", 0.8) == {4}
+    rounds([sides[0], *sides[2:]], [0.8 + 0.1 * n for n in range(30)])  # rank 1 is stopped
+    assert not any(side.neighbours.reported("silent", 3.8) for side in sides)
 
 
 FORGED: list[Callable[[str], bytes]] = [
@@ -139,7 +146,7 @@ def test_a_datagram_of_another_ring_or_form_is_dropped(sides: list[Side], forge:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         stranger.sendto(forge(target._nonce), target._socket.getsockname())  # type: ignore[union-attr]
     target.exchange(Beat(50, PLACE), {}, 0.4)
-    assert target.heard[1].beat == before and not target.reported("silent", 0.4, 1.0)
+    assert target.heard[1].beat == before and not target.reported("silent", 0.4)
 
 
 def test_silence_of_datagrams_alone_is_no_reason_while_the_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +158,7 @@ def test_silence_of_datagrams_alone_is_no_reason_while_the_store_answers(monkeyp
     assert health.silent() == set()
     monkeypatch.setattr(StoreFeed, "unanswered", "the store's host did not answer")
     assert health.silent() == {1}
-    monkeypatch.setattr(Neighbours, "reported", lambda feed, how, now_s, limit_s: {2} if how == "silent" else set())
+    monkeypatch.setattr(Neighbours, "reported", lambda feed, how, now_s: {2} if how == "silent" else set())
     assert health.silent() == {1, 2}
     assert named_at_fault(health.explain({1})) == {1, 2}
 

@@ -78,7 +78,7 @@ class Health:
         self.pages: Pages | None = None
         interval = interval_s(job_size or self.world_size)
         self.silence_s = silence_s(interval)
-        self._neighbours = Neighbours(self.rank, self.world_size, interface, self.silence_s / 2)
+        self._neighbours = Neighbours(self.rank, self.world_size, interface, self.silence_s)
         # A ring of one rank has nobody to observe.
         own = control.clone() if self.world_size > 1 else control
         self.store = StoreFeed(own, interval, self._neighbours.meet)
@@ -165,13 +165,13 @@ class Health:
             silent |= self.store.unchanged(limit_s, now_s - self.silence_s)
         else:
             silent |= self._neighbours.unchanged(limit_s, now_s - self.silence_s)
-            silent |= self._neighbours.reported("silent", now_s, self.silence_s)
+            silent |= self._neighbours.reported("silent", now_s)
         return silent - self._alive(now_s - self.silence_s) - self.gone() - self.left() - {self.rank}
 
     def gone(self) -> set[int]:
         """The ranks whose process has ended, as pages of their machine tell."""
         here = set(self.pages.gone) if self.pages is not None else set()
-        return here | self._neighbours.reported("gone", time.monotonic(), self.silence_s)
+        return here | self._neighbours.reported("gone", time.monotonic())
 
     def stood_still_s(self, since_s: float, timeout_s: float) -> float:
         """For how long this rank itself stood still: for `silence_s` or longer since then, else 0.

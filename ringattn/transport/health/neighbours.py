@@ -32,9 +32,10 @@ Claims = dict[int, dict[int, str]]
 class Neighbours(Feed[Beat]):
     """The heartbeats of the next and the previous rank, and what they report of others."""
 
-    def __init__(self, rank: int, world_size: int, interface: str | None, gap_s: float) -> None:
+    def __init__(self, rank: int, world_size: int, interface: str | None, silence_s: float) -> None:
         """`interface`: a network interface; empty: the one that routes to the store's host; None: no datagrams."""
-        super().__init__(gap_s)
+        super().__init__(silence_s / 2)
+        self._silence_s = silence_s
         self.before, self.after = (rank - 1) % world_size, (rank + 1) % world_size
         self.ranks = {self.before, self.after} - {rank}
         self._rank, self._interface = rank, interface
@@ -75,7 +76,7 @@ class Neighbours(Feed[Beat]):
             return
         for rank, target in self._targets.items():
             # From the other side: with two ranks both sides are the same, and its own reports end there.
-            passed_on = self._claims.get(self.before if rank == self.after else self.after, {})
+            passed_on = self._claims_of(self.before if rank == self.after else self.after, now_s)
             claims = {**dict(list(passed_on.items())[:MOST_OBSERVERS]), self._rank: dict(observed)}
             message = [self._nonce, self._rank, beat.text(), [[o, list(c.items())] for o, c in claims.items() if c]]
             try:
@@ -84,20 +85,23 @@ class Neighbours(Feed[Beat]):
                 pass  # no route at the moment, or no room: the next one may arrive
         self._receive(now_s)
 
-    def reported(self, how: str, now_s: float, limit_s: float) -> set[int]:
-        """The ranks that neighbours report to be `gone` or `silent`.
-
-        A report holds as long as its sender is heard. That of a neighbour that failed holds for good: it is why.
-        """
+    def reported(self, how: str, now_s: float) -> set[int]:
+        """The ranks that neighbours report to be `gone` or `silent`."""
         return {
             rank
-            for sender, claims in list(self._claims.items())
-            if (heard := self.heard.get(sender)) is not None
-            and (now_s - heard.first_s < limit_s or (heard.beat.left and not heard.beat.closed))
-            for claim in claims.values()
+            for sender in list(self._claims)
+            for claim in self._claims_of(sender, now_s).values()
             for rank, state in claim.items()
             if state == how
         }
+
+    def _claims_of(self, sender: int, now_s: float) -> Claims:
+        """What a neighbour reports, as long as it is heard. What it reported before it failed is kept: it is why."""
+        heard = self.heard.get(sender)
+        if heard is None:
+            return {}
+        failed = heard.beat.left and not heard.beat.closed
+        return self._claims.get(sender, {}) if failed or now_s - heard.first_s < self._silence_s else {}
 
     def close(self, last: Beat) -> None:
         """Send the last heartbeat, with what this rank observed last, and close the socket. Idempotent."""
