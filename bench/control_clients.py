@@ -18,15 +18,14 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 
 from ringattn.errors import DeadlineError
-from ringattn.transport.bounded_store import BoundedStore
-from ringattn.transport.control_store import ControlStore
+from ringattn.transport.control_store import BoundedStore, ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.health.health import PUBLISH_S, Health
-from ringattn.transport.health.place import Place, Waits
+from ringattn.transport.health.verdict import Place, Waits
 from ringattn.transport.location import Location
 from ringattn.transport.nccl.bootstrap import Arrival, all_ready, meet, share_unique_id
-from ringattn.transport.nccl.calls import CallHistory
 from ringattn.transport.nccl.options import NcclOptions
+from ringattn.transport.nccl.supervisor import CallHistory
 
 PREFIX = "ringattn/0123456789abcdef/0"
 CONNECTIONS = 8

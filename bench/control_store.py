@@ -30,7 +30,7 @@ from ringattn.bench import control_clients as clients
 from ringattn.bench.gate import GateError
 from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, Table, finish, progress
-from ringattn.transport.health.store_feed import REQUESTS_PER_S
+from ringattn.transport.health.feeds import REQUESTS_PER_S
 
 HOST = """
 import sys

@@ -31,7 +31,7 @@ from ringattn.bench.shm_plot import draw
 from ringattn.bench.shm_ways import copies, copying, exchanges, exchanging
 from ringattn.bench.torch_ring import TorchRing
 from ringattn.ring import Ring
-from ringattn.transport.shm.transport import ShmTransport
+from ringattn.transport.shared.transport import ShmTransport
 
 COPY = "copy"
 SIZES = tuple(1 << power for power in range(16, 27, 2))

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ringattn.bench.gate import GateError
 from ringattn.transport.base import Message, Transport
-from ringattn.transport.shared.segment import Segment
-from ringattn.transport.shm.memory import copy
-from ringattn.transport.shm.transport import ShmTransport
+from ringattn.transport.shared.page import Segment
+from ringattn.transport.shared.transport import ShmTransport, copy
 
 BYTES_PER_SERIES = 1 << 28
 MOST, LEAST = 100, 4

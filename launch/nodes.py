@@ -26,7 +26,7 @@ from ringattn.launch.failures import RanksError
 if TYPE_CHECKING:  # torch is imported after the ranks were started
     from torch.distributed import TCPStore
 
-    from ringattn.transport.bounded_store import BoundedStore
+    from ringattn.transport.control_store import BoundedStore
 
 LOOPBACK = "127.0.0.1"
 LOOK_S = 0.1
@@ -74,7 +74,7 @@ def meeting(nodes: Nodes, ranks: int) -> Iterator[Meeting]:
         return
     from torch.distributed import PrefixStore
 
-    from ringattn.transport.bounded_store import BoundedStore
+    from ringattn.transport.control_store import BoundedStore
 
     host, port = _parsed(nodes.endpoint)
     opened = _hosted(_listening(host, port)) if nodes.rank == 0 else _joined(host, port, nodes)

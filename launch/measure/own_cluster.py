@@ -9,6 +9,7 @@ import json
 import os
 
 from ringattn.planner.cluster import CALIBRATED, Cluster
+from ringattn.transport import location
 
 FILE = CALIBRATED
 """What `ringattn calibrate` writes if it is not told otherwise."""
@@ -20,7 +21,7 @@ def own_cluster() -> Cluster | None:
 
     Raises `InputError` for a file that `RINGATTN_CALIBRATION` names and that cannot be read.
     """
-    from ringattn.transport.recognition import VARIABLE, own_calibration
+    from ringattn.transport.location import VARIABLE, own_calibration
 
     found = json.loads(own_calibration(os.environ.get(VARIABLE)) or "{}")
     return Cluster(**found["constants"]) if "constants" in found else None
@@ -28,6 +29,5 @@ def own_cluster() -> Cluster | None:
 
 def hardware() -> str:
     """The class of this machine, without its name."""
-    from ringattn.transport import recognition
 
-    return recognition.hardware()
+    return location.hardware()

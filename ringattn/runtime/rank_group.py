@@ -20,8 +20,7 @@ from ringattn.runtime.activation import attended
 from ringattn.runtime.consistency import ComparedCall, ConsistencyCheck, GradientNeeds, Inputs, gradient_needs
 from ringattn.runtime.selective import unseen
 from ringattn.transport import collectives
-from ringattn.transport.base import Transport, close_dropped
-from ringattn.transport.process import FORKED, ProcessBound
+from ringattn.transport.base import FORKED, ProcessBound, Transport, close_dropped
 
 
 class RankGroup(ProcessBound):

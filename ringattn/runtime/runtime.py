@@ -32,8 +32,7 @@ from ringattn.runtime.records import LocalTensors
 from ringattn.runtime.selective import unseen
 from ringattn.schedule.routes import Route
 from ringattn.transport.base import Transport
-from ringattn.transport.location import Location, links_of
-from ringattn.transport.recognition import recognise
+from ringattn.transport.location import Location, links_of, recognise
 
 _open: WeakSet[Runtime] = WeakSet()
 

@@ -10,18 +10,20 @@ that is started later.
 from __future__ import annotations
 
 import _thread
+import ctypes
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from weakref import WeakSet
 
 import torch
 
 from ringattn.errors import ClosedError, InputError, RingError, UnsupportedError
 from ringattn.observe.flight import FlightRecord, MessageRecord, leave_records
 from ringattn.transport.location import Location
-from ringattn.transport.process import FORKED, ProcessBound
 
 COMPARED = "compared"
 """See `Transport.announce`."""
@@ -143,6 +145,52 @@ class Rebound:
     def start(self) -> WorkHandle:
         """See `Hop.start`."""
         return self._transport.exchange(self._sends, self._recvs)
+
+
+FORKED = "a forked process cannot use the ring of its parent; open a ring after the fork"
+
+
+class ProcessBound:
+    """Base of rings and transports, which a forked child refuses to use.
+
+    Guarantees: in a child made by `os.fork` every use of a ring or a transport of the parent raises `ClosedError`, its
+    close and its abort do nothing, and no destructor needs a thread that only the parent has; the parent goes on.
+    The fork marks every object, so no call has to look up the process id.
+    """
+
+    rank: Any
+    forked = False
+    """Whether this is the copy of a forked child."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        made = super().__new__(cls)
+        _alive.add(made)
+        return made
+
+    def check_process(self) -> None:
+        """Raise `ClosedError` in a forked child."""
+        if self.forked:
+            raise ClosedError(f"rank {self.rank}: {FORKED}")
+
+    def leave_to_parent(self) -> None:
+        """Called in a forked child before anything else runs there: nothing may touch the parent's connections."""
+
+
+def never_destroy(thing: object) -> None:
+    """Keep the destructor of `thing` from running in this process, at its end either."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+_alive: WeakSet[ProcessBound] = WeakSet()
+
+
+def _mark_all() -> None:
+    for bound in list(_alive):
+        bound.forked = True
+        bound.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_mark_all)
 
 
 class Ending(ProcessBound):

@@ -1,27 +1,40 @@
-"""The control store: a key-value store of torch's, under a prefix that no other ring has.
+"""The control store of a ring: one of torch's stores, whose calls end in time, under a prefix that no other ring has.
 
-Keys of one ring, besides heartbeats: `arrived/RANK`, `cause`, `closed/RANK`, `all_gather/N/RANK`, what `gather`
-and a transport add. Guarantees: the first cause wins and never changes; every method ends by its deadline, also
-when the store's host is stopped or cannot be reached; any number of rings may be open at once, beside the user's own
-process groups and before or after them; a restarted job never reads the keys of the run before it.
+A call of torch's `TCPStore` blocks without end, whatever timeout the store was given, while its host is stopped or
+cannot be reached: the connection stays up and no answer arrives. So each connection is used by a thread of its own, and
+the caller waits for the answer of that thread.
+Keys of one ring, besides heartbeats: `arrived/RANK`, `cause`, `closed/RANK`, `all_gather/N/RANK`, and what `gather`
+and a transport add.
+Guarantees: no method waits longer than its deadline; once a call was not answered in time, the connection is never
+used again, and every later call on it fails at once; a process can end while another thread is inside a call; the first
+cause wins and never changes; any number of rings may be open at once, next to the user's own process groups and before
+or after them; a restarted job never reads the keys of the run before it.
 """
 
 from __future__ import annotations
 
+import atexit
+import copy
 import itertools
+import os
 import re
+import socket
 import struct
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from hashlib import sha256
+from typing import Self, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ringattn.errors import DeadlineError, InputError, PeerLostError, RingError
-from ringattn.transport.bounded_store import BoundedStore, bounded, host_of
-from ringattn.transport.deadline import LONGEST_NAP_S, Deadline, wait_until
+from ringattn.transport.deadline import LONGEST_NAP_S, CallingThread, Deadline, Request, bounded, wait_until
+
+T = TypeVar("T")
 
 CAUSE = "cause"
 CALL_S = 30.0
@@ -36,6 +49,10 @@ CAUSE_S = 0.5
 LOST = dist.DistNetworkError, dist.DistStoreError
 """What torch raises if the process that hosts the store is gone."""
 RESTATED = re.compile(r"(?:rank \d+ failed first|the ring of \d+ ranks cannot (?:open|go on)): .*", re.DOTALL)
+PROBE_S = 0.5
+"""How long a plain connection may take."""
+EXIT_S = 1.0
+"""How long the end of the process waits for calls that other threads are in."""
 
 
 def first_cause(rank: int, cause: BaseException) -> str:
@@ -47,7 +64,141 @@ def first_cause(rank: int, cause: BaseException) -> str:
     return handed_on[0] if handed_on else f"rank {rank} failed first: {type(cause).__name__}: {cause}"
 
 
-class ControlStore:
+class _Connection:
+    """One torch store and the thread that alone calls it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+        self.lost = ""
+        self._pid = os.getpid()
+        self._calls = CallingThread("ringattn-store")
+        _connections.add(self)
+
+    def begin(self, run: Callable[[dist.Store], T]) -> Request[T]:
+        """Request `run(store)` and return at once. Raises `DeadlineError` if the connection was given up."""
+        if self.lost:
+            raise DeadlineError(self.lost)
+        if os.getpid() != self._pid:
+            raise RingError("a forked process cannot use the store of its parent; open the ring after the fork")
+        store = self.store
+        return self._calls.submit(Request(lambda: run(store)))
+
+    def ask(self, run: Callable[[dist.Store], T], deadline: Deadline) -> T:
+        """Return `run(store)`, answered by `deadline`. Raises `DeadlineError`, and what `run` raises."""
+        if not self.lost and deadline.passed:  # nothing was asked, so nothing is known of the host
+            raise DeadlineError(f"the store was not asked: the deadline of {deadline.timeout_s:g} s has passed")
+        request = self.begin(run)
+        if not request.wait(deadline, lambda: bool(self.lost)):
+            self.lost = self.lost or (
+                f"{host_of(self.store)} did not answer within {deadline.timeout_s:g} s (stopped, or out of reach)"
+            )
+            raise DeadlineError(self.lost)
+        return request.result()
+
+    def settle(self, until: float) -> None:
+        """Wait for the calls that are under way, and let no other begin."""
+        if self.lost or self._calls.thread is None or os.getpid() != self._pid:
+            return
+        self.lost = "the process ends"
+        self._calls.end()
+        self._calls.thread.join(max(until - time.monotonic(), 0.0))
+
+
+_connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+
+
+@atexit.register
+def _settle_all() -> None:
+    """A thread inside a store call while the interpreter ends can take the whole process down."""
+    until = time.monotonic() + EXIT_S
+    for connection in list(_connections):
+        connection.settle(until)
+
+
+class BoundedStore:
+    """The methods of `dist.Store` that ringattn uses, each of which ends by its deadline.
+
+    They raise `DeadlineError` when the store's host does not answer, and torch's `RuntimeError` when it is gone.
+    """
+
+    def __init__(self, store: dist.Store, timeout_s: float) -> None:
+        """The limit of each call is `timeout_s`. Nothing else may use `store` from here on, except to clone it."""
+        self._connection, self._timeout_s = _Connection(store), timeout_s
+        self._deadline: Deadline | None = None
+
+    def until(self, deadline: Deadline) -> Self:
+        """The same connection; each call ends by `deadline` too."""
+        view = copy.copy(self)
+        if self._deadline is None or self._deadline.left_s >= deadline.left_s:
+            view._deadline = deadline
+        return view
+
+    def clone(self) -> Self:
+        """The same store over a connection of its own, without a deadline."""
+        view = copy.copy(self)
+        try:
+            view._connection = _Connection(self._ask(lambda store: store.clone()))  # type: ignore[attr-defined]
+        except DeadlineError:
+            # Torch tries to connect until its timeout, also if nothing listens there any more.
+            if refuses(self._connection.store):
+                raise dist.DistNetworkError(f"{self.host} is gone") from None
+            raise
+        view._deadline = None
+        return view
+
+    @property
+    def host(self) -> str:
+        """The store's host, in words."""
+        return host_of(self._connection.store)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a call was not answered in time."""
+        return bool(self._connection.lost)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """See `dist.Store.set`."""
+        self._ask(lambda store: store.set(key, value))  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is known to exist."""
+        return self._ask(lambda store: store.get(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of keys that are known to exist."""
+        return self._ask(lambda store: read_many(store, keys)) if keys else []
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys exist."""
+        return self._ask(lambda store: store.check(keys))
+
+    def add(self, key: str, n: int = 1) -> int:
+        """Add to a counter, which begins at 0. Returns its new value."""
+        return self._ask(lambda store: store.add(key, n))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """See `dist.Store.compare_set`."""
+        return self._ask(lambda store: store.compare_set(key, expected, desired))
+
+    def delete_key(self, key: str) -> bool:
+        """See `dist.Store.delete_key`."""
+        return self._ask(lambda store: store.delete_key(key))
+
+    def begin(self, run: Callable[[dist.Store], T]) -> Request[T]:
+        """Run `run(store)` on the thread of the connection; return at once. Raises `DeadlineError` if it was given up.
+
+        The request has no deadline: the caller checks whether it is done.
+        """
+        return self._connection.begin(run)
+
+    def _ask(self, run: Callable[[dist.Store], T]) -> T:
+        deadline = self._deadline
+        if deadline is None or deadline.left_s > self._timeout_s:
+            deadline = Deadline(self._timeout_s)
+        return self._connection.ask(run, deadline)
+
+
+class ControlStore(BoundedStore):
     """One rank's view. Used by one thread at a time: `clone` makes another.
 
     All methods but `publish_cause` and `leave` raise `DeadlineError` when the store's host does not answer, and another
@@ -55,45 +206,23 @@ class ControlStore:
     """
 
     def __init__(self, store: dist.Store | BoundedStore, rank: int, world_size: int, timeout_s: float = CALL_S) -> None:
-        """`timeout_s` is the limit of each call. Nothing else may use `store` from here on, except to clone it."""
-        self.store = store if isinstance(store, BoundedStore) else BoundedStore(store, timeout_s)
+        """`timeout_s` is the limit of each call. Nothing else may use `store` from here on, except to clone it.
+
+        Views of one `BoundedStore` use its connection and its limit.
+        """
+        if isinstance(store, BoundedStore):
+            self._connection, self._timeout_s, self._deadline = store._connection, store._timeout_s, store._deadline
+        else:
+            super().__init__(store, timeout_s)
         self.rank, self.world_size = rank, world_size
 
-    def clone(self) -> ControlStore:
-        """The same store over a connection of its own."""
-        return ControlStore(self.store.clone(), self.rank, self.world_size)
-
-    def until(self, deadline: Deadline) -> ControlStore:
-        """The same connection; each call ends by `deadline` too."""
-        return ControlStore(self.store.until(deadline), self.rank, self.world_size)
-
-    def write(self, key: str, value: str | bytes) -> None:
-        """Put one entry up."""
-        self.store.set(key, value)
-
-    def read(self, key: str) -> bytes:
-        """An entry that is known to be up."""
-        return self.store.get(key)
-
-    def read_many(self, keys: Sequence[str]) -> list[bytes]:
-        """Entries that are known to be up, in one request."""
-        return self.store.multi_get(keys) if keys else []
-
-    def add(self, key: str, n: int = 1) -> int:
-        """Add to a counter, which begins at 0; returns what it is then."""
-        return self.store.add(key, n)
-
     def holds(self, key: str) -> bool:
-        """Whether an entry is up."""
-        return self.store.check([key])
-
-    def complete(self, stem: str) -> bool:
-        """Whether every rank's entry `stem/RANK` is up."""
-        return self.store.check([f"{stem}/{rank}" for rank in self.everyone()])
+        """Whether a key exists."""
+        return self.check([key])
 
     def missing(self, stem: str) -> list[int]:
-        """The ranks whose entry `stem/RANK` is not up: few requests where few are missing."""
-        return self._missing(stem, self.everyone())
+        """The ranks whose entry `stem/RANK` does not exist: few requests if few are missing."""
+        return missing_ranks(self.check, self.everyone(), lambda rank: f"{stem}/{rank}")
 
     def everyone(self) -> range:
         """All ranks."""
@@ -119,7 +248,7 @@ class ControlStore:
     ) -> bytes:
         """Like `gather`, but one rank makes `combined` of all payloads, and every rank returns that."""
         control, entry = self.until(deadline.plus(GRACE_S)), f"{name}/all"
-        control.write(f"{name}/{self.rank}", payload)
+        control.set(f"{name}/{self.rank}", payload)
         keys = [f"{name}/{rank}" for rank in self.everyone()]
         # The last to arrive knows that all have, and reads for the others.
         arrived = control.add(f"{name}/count")
@@ -129,14 +258,14 @@ class ControlStore:
                 f"'{name}'; two jobs use one store, or a rank was started twice"
             )
         if arrived == self.world_size:
-            made = combined(control.read_many(keys))
-            control.write(entry, made)
+            made = combined(control.multi_get(keys))
+            control.set(entry, made)
             return made
         try:
             if control.appears(entry, deadline, watch or control.cause_watch()):
-                return control.read(entry)
+                return control.get(entry)
         except DeadlineError:
-            if self.store.lost:
+            if self.lost:
                 raise
             # This process was not run for so long that it did not ask.
         control = self.until(Deadline(GRACE_S))
@@ -144,7 +273,7 @@ class ControlStore:
             raise DeadlineError(
                 f"rank {self.rank}: ranks {missing} did not arrive at '{name}' within {deadline.timeout_s} s"
             )
-        return combined(control.read_many(keys))  # the last to arrive ended before it had read for the others
+        return combined(control.multi_get(keys))  # the last to arrive ended before it had read for the others
 
     def appears(self, key: str, deadline: Deadline, watch: Callable[[], None] | None = None) -> bool:
         """Wait for an entry that all ranks wait for: they ask less often the more they are. False at the deadline.
@@ -177,41 +306,39 @@ class ControlStore:
         """Delete what a `gather` has left that every rank has ended: each rank its own, rank 0 what is common."""
         common = [f"{name}/count", f"{name}/all"] if not self.rank else []
         for key in (f"{name}/{self.rank}", *common):
-            self.store.delete_key(key)
+            self.delete_key(key)
 
     def put_first(self, key: str, value: str) -> str:
         """Put one entry up unless it is up already; return what it is then."""
-        return self.store.compare_set(key, "", value).decode()
-
-    def make_cause(self) -> None:
-        """Let `CAUSE` be up from now on, empty as long as nothing has failed: it can be read without a question."""
-        self.store.compare_set(CAUSE, "", "")
+        return self.compare_set(key, "", value).decode()
 
     def publish_cause(self, error: BaseException) -> None:
         """Say why this rank fails, unless another was first. Never raises."""
         try:
-            self.store.compare_set(CAUSE, "", first_cause(self.rank, error))
+            self.compare_set(CAUSE, "", first_cause(self.rank, error))
         except RuntimeError:
             pass  # the store's host is gone or does not answer, so the cause cannot be published
 
     def cause(self) -> str | None:
         """The first cause."""
-        return (self.read(CAUSE).decode() or None) if self.holds(CAUSE) else None
+        return (self.get(CAUSE).decode() or None) if self.holds(CAUSE) else None
 
     def leave(self) -> None:
         """Say that this rank closes in good order. Never raises."""
         try:
-            self.store.set(f"closed/{self.rank}", "1")
+            self.set(f"closed/{self.rank}", "1")
         except RuntimeError:
             pass
 
-    def _missing(self, stem: str, ranks: range) -> list[int]:
-        if self.store.check([f"{stem}/{rank}" for rank in ranks]):
-            return []
-        if len(ranks) == 1:
-            return [ranks[0]]
-        half = len(ranks) // 2
-        return self._missing(stem, ranks[:half]) + self._missing(stem, ranks[half:])
+
+def missing_ranks(check: Callable[[list[str]], bool], ranks: Sequence[int], key: Callable[[int], str]) -> list[int]:
+    """Return the ranks whose key does not exist. It takes few requests if few are missing."""
+    if not ranks or check([key(rank) for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return [ranks[0]]
+    half = len(ranks) // 2
+    return missing_ranks(check, ranks[:half], key) + missing_ranks(check, ranks[half:], key)
 
 
 def _joined(payloads: Sequence[bytes]) -> bytes:
@@ -257,3 +384,41 @@ def ring_store(origin: str, store: dist.Store, rank: int, deadline: Deadline) ->
         f"rank {rank}: {host_of(store)} takes a connection and does not answer",
     )
     return dist.PrefixStore(f"{origin}/{number}", own)
+
+
+hosts: dict[tuple[str, int], str] = {}
+"""Who hosts the store at an address and port, where that is known."""
+
+
+def refuses(store: dist.Store) -> bool:
+    """Whether nothing listens at the address of a TCP store."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        with suppress(OSError):
+            try:
+                socket.create_connection((store.host, store.port), PROBE_S).close()
+            except ConnectionRefusedError:
+                return True
+    return False
+
+
+def host_of(store: dist.Store) -> str:
+    """Who serves a store, in words."""
+    who, where = "rank 0 of the job, or torchrun's agent", ""
+    try:
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, dist.TCPStore):
+            who = hosts.get((store.host, store.port), who)
+            where = f", at {store.host}:{store.port}"
+    except RuntimeError:
+        pass  # the address is not known
+    return f"the store's host ({who}{where})"
+
+
+def read_many(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
+    """Entries that are known to exist: one request for all if the store can; a `FileStore` cannot."""
+    if store.has_extended_api():  # type: ignore[attr-defined]
+        return store.multi_get(list(keys))
+    return [store.get(key) for key in keys]

@@ -5,12 +5,24 @@ Guarantees: the NCCL transport touches no other CUDA call, so that a simulated d
 
 from __future__ import annotations
 
+import copy
 import ctypes
-from typing import Protocol, cast
+import os
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 
-from ringattn.errors import UnsupportedError
+from ringattn.errors import RingError, UnsupportedError
+from ringattn.observe.flight import DONE, FAILED, RUNNING, Flight, FlightRecord, leave_records
+from ringattn.transport.base import Ending, Message, Operation, listed
+from ringattn.transport.location import Location
 
 RELAXED = 2
 """`cudaStreamCaptureModeRelaxed`."""
@@ -171,3 +183,249 @@ class PassOrder:
     def passed(self) -> bool:
         """Whether the device has run the last pass, and with it all before."""
         return self._stream is None or self._ended.query()
+
+
+# --- transports that exchange on a stream ----------------------------------------------------------------------------
+
+
+class StreamTransport(Ending, ABC):
+    """A transport whose exchanges run on a stream of their own, ordered with the caller's by events.
+
+    Each exchange runs between two events: the caller's stream is ready for it, and it has arrived.
+    Guarantees: a wait orders streams and never blocks the host; buffers live until their exchange has arrived.
+    """
+
+    name: str
+    locations: tuple[Location, ...] = ()
+    stream: Stream
+    order: PassOrder
+
+    def __init__(self, rank: int, world_size: int, gpu: Device, record: FlightRecord, timeout_s: float) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, gpu.torch_device
+        self.gpu, self.record, self._timeout_s = gpu, record, timeout_s
+
+    @abstractmethod
+    def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> StreamHop:
+        """See `Transport.bind`."""
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> StreamWorkHandle | Arrived:
+        """See `Transport.exchange`. Raises `InputError`, `ClosedError`, and what has failed before."""
+        return self.bind(sends, recvs).start()
+
+    def begin_pass(self) -> None:
+        """See `Transport.begin_pass`."""
+        self.order.begin()
+
+    def end_pass(self) -> None:
+        """See `Transport.end_pass`."""
+        self.order.end()
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `ClosedError` if this ring has ended, and before that, once, what ended it."""
+
+
+class StreamHop(ABC):
+    """Messages that travel together, bound to their buffers."""
+
+    def __init__(self, transport: StreamTransport, operations: Sequence[Operation]) -> None:
+        self.transport, self.operations = transport, operations
+        self.peers = {operation.peer for operation in operations}
+        self.parts = tuple(operation.record() for operation in operations)
+        """As the flight record keeps them."""
+
+    def __str__(self) -> str:
+        return listed(self.operations)
+
+    @abstractmethod
+    def start(self) -> StreamWorkHandle | Arrived:
+        """Put it on its stream, behind what the current stream holds now."""
+
+
+class StreamWorkHandle:
+    """A started hop. Keeps its buffers alive until it has arrived."""
+
+    arrived_s = None
+    __slots__ = ("done", "flight", "hop", "ready", "started_at", "transport", "waited")
+
+    def __init__(self, hop: StreamHop, flight: Flight, ready: Event, done: Event) -> None:
+        self.transport, self.hop, self.flight, self.ready, self.done = hop.transport, hop, flight, ready, done
+        self.started_at = 0.0
+        self.waited = False
+
+    def wait(self) -> None:
+        """See `WorkHandle.wait`: later work of the current stream follows the exchange. A second wait does nothing."""
+        transport = self.transport
+        # Raises what has failed; a wait on an event of a dead ring would mean nothing.
+        transport.check()
+        if not self.waited:
+            # Orders streams and returns at once: the host never waits here.
+            transport.gpu.current_stream().wait_event(self.done)
+            self.waited = True
+            # Again: a failure meanwhile is raised before its results are used.
+            transport.check()
+
+    def look(self) -> None:
+        """Note when this rank is ready for it: own computation before the exchange does not count."""
+        if not self.started_at and self.ready.query():
+            self.started_at = time.monotonic()
+            self.flight.started_s, self.flight.state = time.time(), RUNNING
+
+    def release(self) -> None:
+        """It has arrived: let go of the buffers."""
+        del self.hop
+
+
+class Arrived:
+    """The work handle of a hop without a byte."""
+
+    arrived_s = None
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+STUCK_ABORT_EXIT_CODE = 75
+AnyHandle = TypeVar("AnyHandle", bound=StreamWorkHandle)
+
+
+class StreamWatch(ABC, Generic[AnyHandle]):
+    """The thread that watches one rank's exchanges: what is under way, and the first failure.
+
+    What it looks for is its transport's. Guarantees: the first failure is the one that every call raises; whatever is
+    raised on the thread ends the ring.
+    """
+
+    interval_s: float
+    """Between two looks."""
+    stop_s: float
+    """How long the thread may take to end."""
+    patience_s: float
+    """How long a caller waits until the first failure has its words."""
+
+    def __init__(
+        self,
+        rank: int,
+        gpu: Device,
+        record: FlightRecord,
+        timeout_s: float,
+        flight_dir: Path | None,
+        leave: Callable[[str], None],
+    ) -> None:
+        """`leave` is called with the reason when even an abort is stuck, and ends the process."""
+        self.failure: BaseException | None = None
+        self.handles: deque[AnyHandle] = deque()
+        self.free: deque[tuple[Event, Event]] = deque()
+        self.ended = threading.Event()
+        """Set when the aborts after a failure have ended or are stuck."""
+        leave_records(record, flight_dir)
+        self._rank, self._gpu, self._record = rank, gpu, record
+        self._timeout_s, self._flight_dir, self._leave = timeout_s, flight_dir, leave
+        self._unwaited: list[AnyHandle] = []
+        self._ticking = threading.Lock()
+        # Taken by the first failure and never given back: locked means failed.
+        self._first = threading.Lock()
+        self._told, self._stopped = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._live, name=f"ringattn-watch-{rank}", daemon=True)
+
+    @property
+    def oldest(self) -> AnyHandle | None:
+        """The oldest exchange that has not arrived."""
+        return next(iter(list(self.handles)[:1]), None)
+
+    def start(self) -> None:
+        """Start the watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Idempotent."""
+        self._stopped.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(self.stop_s)
+
+    def raise_failure(self) -> None:
+        """Raise the failure, if there is one. What every wait on the host does between its naps."""
+        # The failure may still be on its way to the other ranks, so this waits until they are told, but not for ever.
+        if self._first.locked():
+            self._told.wait(self.patience_s)
+            if self.failure is None:
+                raise RingError(f"rank {self._rank}: this ring is failing")
+            # A copy: what is raised collects the frames that it passes, and those view the ring's memory.
+            raise bare(self.failure)
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """End the ring, for `error` unless it has failed already. Never raises."""
+
+    def tick(self) -> None:
+        """Tick off what has arrived, in order; let go of its buffers, and of its events once the caller has waited."""
+        with self._ticking:
+            # Hops run in order on one stream, so the first that has not arrived ends the search.
+            while self.handles and self.handles[0].done.query():
+                handle = self.handles.popleft()
+                if handle.flight.state != FAILED:
+                    handle.flight.state, handle.flight.done_s = DONE, time.time()
+                handle.release()
+                self._unwaited.append(handle)
+            # Events are used again only when the caller has waited: its wait may still be to come.
+            waited = [handle for handle in self._unwaited if handle.waited]
+            self._unwaited = [handle for handle in self._unwaited if not handle.waited]
+            self.free.extend((handle.ready, handle.done) for handle in waited if self._may_reuse(handle.done))
+
+    def _may_reuse(self, done: Event) -> bool:
+        """Whether an event may be recorded anew."""
+        return True
+
+    def _is_first(self) -> bool:
+        """Whether the caller has the first failure, which ends the ring. Others wait: theirs follow from it."""
+        if not self._first.acquire(blocking=False):
+            self._told.wait(self.patience_s)
+            return False
+        for handle in list(self.handles):
+            handle.flight.state = FAILED
+        return True
+
+    def _write_record(self, failure: BaseException, *others: BaseException) -> None:
+        """Where the record is, is a note of `failure`, which later calls raise, and of the others."""
+        if self._flight_dir is None:
+            return
+        try:
+            note = f"flight record: {self._record.dump(self._flight_dir, str(failure))}"
+            for error in (failure, *others):
+                error.add_note(note)
+        except OSError as trouble:
+            print(f"ringattn rank {self._rank}: no flight record: {trouble}", file=sys.stderr, flush=True)
+
+    # --- on the thread -----------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        try:
+            self._gpu.activate()
+            self._gpu.watch_captures()
+            while not self._stopped.wait(self.interval_s):
+                self._look()
+        except BaseException as error:  # a device that is lost raises whatever it likes
+            if not self._stopped.is_set():
+                self._found(error)
+
+    @abstractmethod
+    def _look(self) -> None:
+        """One round. Raises what ends the ring."""
+
+    def _found(self, error: BaseException) -> None:
+        """A round has raised it."""
+        self.fail(error)
+
+
+def bare(error: BaseException) -> BaseException:
+    """The error without its traceback, whose frames would keep alive all that they name."""
+    try:
+        return copy.copy(error)
+    except Exception:  # a class of the user's that cannot be copied
+        return RingError(f"{type(error).__name__}: {error}")
+
+
+def end_process(why: str) -> None:
+    """No way is left to stop what runs on the GPU but to end the process, which torchrun may then start again."""
+    print(f"ringattn: {why}", file=sys.stderr, flush=True)
+    os._exit(STUCK_ABORT_EXIT_CODE)

@@ -27,15 +27,12 @@ import torch.distributed as dist
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError, TransportError
 from ringattn.observe.files import descriptor_shortage
 from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord
-from ringattn.transport.addresses import ADVICE, Address, devices, find_address, reachable
-from ringattn.transport.base import Message, Operation, ProcessTransport, listed, operations
-from ringattn.transport.bounded_store import bounded, host_of
-from ringattn.transport.control_store import GRACE_S, ControlStore
-from ringattn.transport.deadline import Deadline
+from ringattn.transport.base import Message, Operation, ProcessTransport, listed, never_destroy, operations
+from ringattn.transport.control_store import GRACE_S, ControlStore, bounded, host_of
+from ringattn.transport.deadline import Deadline, InterruptibleCalls
 from ringattn.transport.health.health import END_S, Health
-from ringattn.transport.health.place import Place, Waits
-from ringattn.transport.interruptible import InterruptibleCalls
-from ringattn.transport.process import never_destroy
+from ringattn.transport.health.verdict import Place, Waits
+from ringattn.transport.location import ADVICE, Address, devices, find_address, reachable
 
 PUBLISH_S = 0.2
 """How long a rank that fails tries to publish why."""

@@ -1,28 +1,325 @@
-"""Where each rank runs: its machine, its GPU and its network cards, gathered once when a ring opens.
+"""Where each rank runs: its machine, GPU, network cards and address, and which known cluster the ranks are on.
 
 Guarantees: a fact that the system does not tell is None or empty, never an error and never guessed. Two ranks with the
-same machine id can pass file descriptors over abstract Unix sockets, which a network namespace keeps to itself.
+same machine id can pass file descriptors over abstract Unix sockets, which a network namespace keeps to itself. Gloo
+would take the address that the name of the host resolves to, which on many machines is a loopback address that no other
+host can reach; here a rank takes its address on the route to the store's host, which every rank reaches. All ranks
+recognise the same cluster, because it follows from the locations that all of them have; a cluster that does not match
+in every point is not recognised, and the reason is given.
 """
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import json
 import os
+import platform
 import socket
+import struct
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from ipaddress import ip_address
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from ringattn.errors import InputError
+from ringattn.planner.cluster import CALIBRATED, CLUSTERS, Cluster, cluster_named
 from ringattn.planner.links import LinkClass, Links, numbered, placement
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.nvml import gpu_links
+
+# --- links between GPUs, from nvml.h (`nvmlGpuP2PCapsIndex_t`, `nvmlGpuP2PStatus_t`) ---------------------------------
+
+
+LIBRARY = "libnvidia-ml.so.1"
+NVLINK = 2
+"""`NVML_P2P_CAPS_INDEX_NVLINK`."""
+P2P_OK, P2P_UNKNOWN = 0, 6
+UUID_BYTES = 96
+
+
+def gpu_links(uuid: str, library: Any = None) -> list[tuple[str, LinkClass]]:
+    """From the GPU with this UUID to each other of the machine, by UUID: NVLink, PCIe, or unknown.
+
+    Empty where there is no driver, or it does not know the GPU (a MIG slice). `library`: None for the driver's own.
+    """
+    try:
+        nvml = library or ctypes.CDLL(LIBRARY)
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2():
+        return []
+    try:
+        gpus = _handles(nvml)
+        return [(other, _link(nvml, gpus[uuid], gpus[other])) for other in gpus if other != uuid and uuid in gpus]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _handles(nvml: Any) -> dict[str, ctypes.c_void_p]:
+    """The GPUs that the driver shows, by UUID as torch spells it: without "GPU-"."""
+    count, found = ctypes.c_uint(), {}
+    if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return {}
+    for index in range(count.value):
+        handle, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(UUID_BYTES)
+        if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)):
+            continue  # lost, or not for this container
+        if not nvml.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(UUID_BYTES)):
+            found[uuid.value.decode().removeprefix("GPU-")] = handle
+    return found
+
+
+def _link(nvml: Any, one: ctypes.c_void_p, other: ctypes.c_void_p) -> LinkClass:
+    status = ctypes.c_int(P2P_UNKNOWN)
+    if nvml.nvmlDeviceGetP2PStatus(one, other, ctypes.c_int(NVLINK), ctypes.byref(status)):
+        return LinkClass.UNKNOWN
+    if status.value == P2P_UNKNOWN:
+        return LinkClass.UNKNOWN
+    return LinkClass.NVLINK if status.value == P2P_OK else LinkClass.PCIE
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+
+SIOCGIFADDR = 0x8915
+ADVICE = "set GLOO_SOCKET_IFNAME on every rank to the network interface through which the others reach it"
+
+
+class Address(NamedTuple):
+    """What a rank says of itself."""
+
+    own: str
+    """Its address on the route to the meeting point; empty: left to gloo."""
+    meeting: str
+    """The address of the meeting point, as this rank reaches it."""
+    interface: str
+    """The names of network interfaces, where the user gave some."""
+    trouble: str = ""
+    """Why this rank cannot connect."""
+
+    def text(self) -> bytes:
+        """For the store."""
+        return json.dumps(self).encode()
+
+    @classmethod
+    def parse(cls, text: bytes) -> Address:
+        """The inverse of `text`."""
+        return cls(*json.loads(text))
+
+    def __str__(self) -> str:
+        return self.own or (f"interface {self.interface}" if self.interface else "what its host's name resolves to")
+
+
+def find_address(store: dist.Store, interface: str) -> Address:
+    """This rank's address. Asks the resolver, which may take long."""
+    if interface:
+        try:
+            devices("", interface)
+        except RuntimeError:
+            return Address("", "", interface, f"GLOO_SOCKET_IFNAME={interface} names no interface with an address")
+        return Address("", "", interface)
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return Address("", "", "")
+    try:
+        found = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        return Address("", "", "", f"the store's host {store.host} cannot be resolved: {error}")
+    for family, kind, protocol, _, target in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # sends nothing, and chooses the route
+                return Address(probe.getsockname()[0], str(target[0]), "")
+        except OSError:
+            continue  # this machine has no route of that family
+    return Address("", "", "", f"no route leads to the store's host {store.host}")
+
+
+def reachable(rank: int, addresses: Sequence[Address]) -> Address:
+    """The address of `rank` that the others can reach.
+
+    The name of the meeting point may resolve to a loopback address on its own host. The other hosts know better.
+    """
+    mine = addresses[rank]
+    if mine.own and _is_loopback(mine.own):
+        for other in addresses:
+            if other.own and not _is_loopback(other.own) and not _is_loopback(other.meeting):
+                return mine._replace(own=other.meeting)
+    return mine
+
+
+def devices(own: str, interface: str) -> list[dist.ProcessGroupGloo.Device]:
+    """Gloo's devices at an address, at named interfaces, or by gloo's own choice. Raises `RuntimeError`."""
+    make = dist.ProcessGroupGloo
+    if own:
+        return [make.create_device(hostname=own)]
+    if interface:
+        return [make.create_device(interface=name) for name in interface.split(",")]
+    return [make.create_default_device()]
+
+
+def address_of_interface(name: str) -> str:
+    """The IPv4 address of a network interface, or of the first of several with commas between; empty if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            request = struct.pack("256s", name.partition(",")[0].encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
+        except OSError:
+            return ""
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+# --- recognition -----------------------------------------------------------------------------------------------------
+
+
+VARIABLE = "RINGATTN_CALIBRATION"
+"""Where else the file of `ringattn calibrate` lies."""
+
+DEVICES = {
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA GB200": "gb200",
+    "NVIDIA L20": "l20",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+}
+"""The preset of a GPU by its name in CUDA, in full: the H100 PCIe, NVL and the H20 are other machines."""
+OVER_PCIE = ("l20", "rtx4090")
+"""Presets of boxes without NVLink."""
+RACKS = ("gb200",)
+"""Presets whose NVLink may join nodes."""
+
+
+class Recognised(NamedTuple):
+    """`cluster`: None where these machines are not known. `why`: what was recognised, or why nothing was."""
+
+    cluster: Cluster | None
+    why: str
+
+
+def recognise(locations: Sequence[Location], links: Links | None, transport: str) -> Recognised:
+    """The machines of a ring: a calibration that fits goes before a preset. `transport`: the name of the ring's."""
+    if links is None:
+        return Recognised(None, "not recognised: the transport does not tell where ranks run")
+    calibrated = _calibrated(locations, links, transport)
+    if calibrated.cluster:
+        return calibrated
+    preset = _preset(locations, links)
+    return preset if preset.cluster else Recognised(None, f"not recognised: {preset.why}; {calibrated.why}")
+
+
+def _calibrated(locations: Sequence[Location], links: Links, transport: str) -> Recognised:
+    first = locations[0].calibration
+    for rank, one in enumerate(locations):
+        if one.calibration != first:
+            return Recognised(None, f"rank {rank} has another calibration than rank 0, or only one of them has any")
+    if first is None:
+        return Recognised(None, "`ringattn calibrate` has left no constants here")
+    found: dict[str, Any] = json.loads(first)
+    if "unfit" in found:
+        return Recognised(None, found["unfit"])
+    if max(links.nodes):
+        return Recognised(None, "the calibration is of one machine, and the ring has several")
+    if found["transport"] != transport:
+        return Recognised(None, f"the calibration is of {found['transport']}, and messages go over {transport}")
+    cluster = Cluster(**found["constants"])
+    return Recognised(cluster, f"calibrated: {cluster.name}")
+
+
+def _preset(locations: Sequence[Location], links: Links) -> Recognised:
+    device, sms = locations[0].device, locations[0].sms
+    for rank, one in enumerate(locations):
+        if (one.device, one.sms) != (device, sms):
+            return Recognised(None, f"rank {rank} has {_gpu(one)}, and rank 0 has {_gpu(locations[0])}")
+    if device is None:
+        return Recognised(None, "the ranks have no GPU")
+    if (name := DEVICES.get(device)) is None:
+        return Recognised(None, f"there is no preset of {device}")
+    preset, nodes, inside = CLUSTERS[name], 1 + max(links.nodes), links.classes_inside()
+    obstacle = None
+    if sms != preset.sms:  # a slice of it, or a variant
+        obstacle = f"this {device} has {sms} multiprocessors, and the preset has {preset.sms}"
+    elif name in OVER_PCIE:
+        obstacle = "the host bridges that GPUs over PCIe share are not in the preset"
+    elif inside - {LinkClass.NVLINK}:
+        found = ", ".join(sorted(kind.value for kind in inside))
+        obstacle = f"GPUs of a node are joined by: {found}; the preset has NVLink"
+    elif nodes > 1 and name in RACKS:
+        obstacle = "whether NVLink joins the nodes is not found out"
+    elif nodes > 1 and links.outside is not LinkClass.NETWORK:
+        obstacle = "a rank cannot tell which machine it is on"
+    rate = _network_bytes_s(locations, links) if nodes > 1 and not obstacle else None
+    if nodes > 1 and rate is None:
+        obstacle = obstacle or "a node does not tell the rate of its network ports"
+    if obstacle:
+        return Recognised(None, f"{device}: {obstacle} (cluster={name!r} names it all the same)")
+    told = f"recognised: {len(locations)} x {device} on {nodes} node{'s' * (nodes > 1)}"
+    told += f"{', NVLink inside' if inside else ''}; preset {name}"
+    if rate is not None and preset.node_bandwidth is not None and rate < preset.node_bandwidth:
+        preset = replace(preset, node_bandwidth=rate)
+        told += f", but {rate / 1e9:.3g} GB/s a rank between nodes by the rates of their ports"
+    return Recognised(replace(preset, recognised=True), told)
+
+
+def _gpu(one: Location) -> str:
+    return "no GPU" if one.device is None else f"{one.device} of {one.sms} multiprocessors"
+
+
+def _network_bytes_s(locations: Sequence[Location], links: Links) -> float | None:
+    """Line rate of a rank's share of its node's ports, on the node that has least; None where a port does not tell."""
+    ranks, least = Counter(links.nodes), float("inf")
+    for node, one in zip(links.nodes, locations, strict=True):
+        rates = [nic.gbps for nic in one.nics]
+        if not rates or None in rates:
+            return None
+        least = min(least, sum(rate or 0.0 for rate in rates) * 1e9 / 8 / ranks[node])
+    return least
+
+
+def own_calibration(named: str | None) -> str | None:
+    """What `ringattn calibrate` has left here, for the other ranks to compare: JSON with `constants` and `transport`.
+
+    Or with `unfit`, why these are of no use on this machine; None where there is no file. `named`: the file that
+    `RINGATTN_CALIBRATION` names. Raises `InputError` where that is missing, and for a file that cannot be read.
+    """
+    path = Path(named or CALIBRATED)
+    if not path.is_file():
+        if named:
+            raise InputError(f"{VARIABLE}={path}: there is no such file; `ringattn calibrate out={path}` writes one")
+        return None
+    constants = asdict(cluster_named(str(path)))
+    described = json.loads(path.read_text(encoding="utf-8"))
+    if described.get("hardware") != hardware():
+        return json.dumps({"unfit": f"{path} is of {described.get('hardware')}, and this is {hardware()}"})
+    return json.dumps({"constants": constants, "transport": described.get("transport")}, sort_keys=True)
+
+
+def hardware() -> str:
+    """The class of this machine, without its name."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux: the architecture must do
+        lines = []
+    family = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{len(os.sched_getaffinity(0))} cores, {family or platform.machine()}"
+
+
+# --- locations -------------------------------------------------------------------------------------------------------
 
 
 class Nic(NamedTuple):

@@ -1,27 +1,370 @@
-"""The rendezvous of one more ring: its store, in which each rank has a number and says why it cannot open the ring.
+"""How the ranks of one more ring meet: the job, its store, each rank's number, and why a rank cannot open the ring.
 
-Guarantees: no ring opens with two processes of one rank number; a rank that cannot open publishes the cause before it
-raises, also if only its arguments are wrong, and every rank that waits for it raises that cause within about a second;
-the process that hosts the store does not end before the others have read the cause, or `LINGER_S` have passed.
+Guarantees for the job's store: a variable that is missing or wrong is refused by name before anything is connected; if
+MASTER_ADDR is a loopback address or "localhost", the store listens on loopback only; every wait ends by its deadline;
+an error names the process that hosts the store, the address and the port, and says whether that process is missing,
+gone or hung.
+Guarantees for rank numbers: each rank claims its number in the ring's store, so that two jobs at one port never form a
+ring unnoticed. Of two processes with one rank number the second raises; so does a process with another world size or of
+another job. It publishes the reason before it raises, so that all ranks of the ring fail with the same sentence: ranks
+that are opening the ring while they wait, ranks of an open ring when they next read its cause.
+Guarantees for causes: a rank that cannot open publishes the cause before it raises, also if only its arguments are
+wrong, and every rank that waits for it raises that cause within about a second; the process that hosts the store does
+not end before the others have read the cause, or `LINGER_S` have passed.
 """
 
 from __future__ import annotations
 
 import atexit
+import errno
+import json
+import os
+import secrets
+import socket
+import time
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 import torch.distributed as dist
 
-from ringattn.errors import DeadlineError, PeerLostError, RingError
+from ringattn.errors import DeadlineError, DisagreementError, InputError, PeerLostError, RingError
 from ringattn.observe.files import descriptor_shortage
-from ringattn.transport.bounded_store import host_of
-from ringattn.transport.claims import claim_rank
-from ringattn.transport.control_store import GRACE_S, LOST, RESTATED, ControlStore, group_store, ring_store
+from ringattn.transport.control_store import (
+    GRACE_S,
+    LOST,
+    RESTATED,
+    ControlStore,
+    bounded,
+    group_store,
+    host_of,
+    hosts,
+    refuses,
+    ring_store,
+)
 from ringattn.transport.deadline import Deadline, wait_until
-from ringattn.transport.job import Job, PortInUseError, connect, is_gone, job_of, job_store
+
+# --- the job and its store -------------------------------------------------------------------------------------------
+
+
+NAP_S = 0.05
+"""How long a rank waits before it tries to connect again."""
+CONNECT_S = 5.0
+"""The limit of one attempt to connect."""
+WARN_S = 2.0
+"""After which a name that is not resolved is warned of."""
+START = "start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each of them"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job of this process. `agent`: torchrun's agent hosts the store, else rank 0 does.
+
+    `run_id`: what torchrun or Slurm calls the job, empty if neither started it; `restart_count`: torchrun's.
+    """
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    agent: bool = False
+    run_id: str = ""
+    restart_count: str = ""
+
+    @property
+    def hosts_store(self) -> bool:
+        """Whether this process is to host the store."""
+        return self.rank == 0 and not self.agent
+
+    @property
+    def host(self) -> str:
+        """The process that hosts the store, in words."""
+        return "torchrun's agent" if self.agent else "rank 0"
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port}"
+
+
+def job_of(environment: Mapping[str, str]) -> Job | None:
+    """Return the job that the environment describes, None for a process that is alone.
+
+    Raises `InputError` that names the variable, its value and what it must be.
+    """
+    if "WORLD_SIZE" not in environment and "RANK" not in environment:
+        return None
+    world_size = _number(environment, "WORLD_SIZE", 1)
+    if world_size > 1 or "RANK" in environment:
+        rank = _number(environment, "RANK", 0, world_size - 1)
+    if world_size == 1:
+        return None
+    address = environment.get("MASTER_ADDR", "").strip()
+    if not address:
+        raise InputError(f"rank {rank}: MASTER_ADDR is not set; it must be the host name or address of rank 0; {START}")
+    return Job(
+        rank,
+        world_size,
+        address,
+        _number(environment, "MASTER_PORT", 1, 65535),
+        agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        run_id=environment.get("TORCHELASTIC_RUN_ID") or environment.get("SLURM_JOB_ID", ""),
+        restart_count=environment.get("TORCHELASTIC_RESTART_COUNT", ""),
+    )
+
+
+def _number(environment: Mapping[str, str], name: str, lowest: int, highest: int | None = None) -> int:
+    value = environment.get(name)
+    range_text = f"an integer of at least {lowest}" if highest is None else f"an integer from {lowest} to {highest}"
+    if name == "RANK" and highest is not None:
+        range_text += f", since WORLD_SIZE={environment['WORLD_SIZE']}"
+    try:
+        number = int(value or "")
+    except ValueError:
+        number = lowest - 1
+    if number < lowest or (highest is not None and number > highest):
+        state = "is not set" if value is None else f"is {value!r}"
+        raise InputError(f"{name} {state}; it must be {range_text}; {START}")
+    return number
+
+
+_stores: dict[tuple[str, int], dist.Store] = {}
+"""The process that hosts a store keeps it for its other rings when one of them closes."""
+
+
+def job_store(job: Job, deadline: Deadline) -> dist.Store:
+    """Return this process's connection to the job's store, which rank 0 opens unless torchrun's agent has.
+
+    Raises `InputError` if MASTER_ADDR cannot be resolved, `PortInUseError`, and `DeadlineError` if the process that
+    hosts the store is missing, gone or hung.
+    """
+    place = job.address, job.port
+    if place not in _stores:
+        hosts[place] = job.host
+        _stores[place] = connect(job, deadline)
+    return _stores[place]
+
+
+def connect(job: Job, deadline: Deadline) -> dist.Store:
+    """Return a new connection to the job's store. Raises what `job_store` raises."""
+    attempt = _Attempt(job, deadline)
+    try:
+        # The resolver and a connection to a hung host block without end, so they run on another thread.
+        return bounded(attempt.run, deadline.plus(GRACE_S), "")
+    except DeadlineError:
+        raise attempt.error() from None
+
+
+class PortInUseError(InputError):
+    """Another process listens at the port where this one is to host the store."""
+
+
+class _Attempt:
+    """One process's way to the store, and how far it got."""
+
+    def __init__(self, job: Job, deadline: Deadline) -> None:
+        self.job, self.deadline = job, deadline
+        self._kind: type[DeadlineError] | type[InputError] = InputError
+        self._reason = ""
+        self._reached = self._warned = False
+
+    def error(self) -> DeadlineError | InputError:
+        """Why there is no connection at the deadline."""
+        return self._kind(f"rank {self.job.rank}: {self._reason}; waited {self.deadline.timeout_s:g} s")
+
+    def run(self) -> dist.Store:
+        """Resolve the address, then open the store or connect to it. Tries again until the deadline."""
+        job = self.job
+        while True:
+            try:
+                self._blame(f"MASTER_ADDR={job.address} is not resolved: the name service does not answer", InputError)
+                families = [each[0] for each in socket.getaddrinfo(job.address, job.port, type=socket.SOCK_STREAM)]
+                return self._host(min(families)) if job.hosts_store else self._join()
+            except socket.gaierror as error:
+                # The name of a container is not there before the container.
+                self._blame(
+                    f"MASTER_ADDR={job.address} is not resolved on {socket.gethostname()} ({error.strerror}); it must "
+                    "be the host name or address of rank 0",
+                    InputError,
+                )
+                self._warn()
+            except ConnectionRefusedError:
+                self._blame(
+                    f"{job.host} hosted the store at {job} and is gone"
+                    if self._reached
+                    else f"nothing listens at {job}: {job.host} has not started, or has ended"
+                )
+            except OSError as error:
+                self._blame(f"{job.host} is not reached at {job} ({error.strerror or error})")
+            except dist.DistError:
+                self._blame(self._unanswered)
+            if self.deadline.passed:
+                raise self.error()
+            time.sleep(NAP_S)
+
+    def _blame(self, reason: str, kind: type[DeadlineError] | type[InputError] = DeadlineError) -> None:
+        self._reason, self._kind = reason, kind
+
+    @property
+    def _unanswered(self) -> str:
+        what = f"{self.job.host} is stopped, or another program has the port"
+        return f"{self.job} takes the connection and does not answer: {what}"
+
+    def _warn(self) -> None:
+        if not self._warned and self.deadline.timeout_s - self.deadline.left_s > WARN_S:
+            self._warned = True
+            warnings.warn(f"{self.error()}; tries again", stacklevel=2)
+
+    def _join(self) -> dist.Store:
+        """Connect to the store of another process. A plain connection first: torch prints its failed attempts."""
+        job = self.job
+        self._blame(f"{job.host} is not reached at {job}")
+        with socket.create_connection((job.address, job.port), CONNECT_S) as probe:
+            if probe.getsockname() == probe.getpeername():  # the system gave this end the port itself
+                raise ConnectionRefusedError
+        self._reached = True
+        self._blame(self._unanswered)
+        limit = timedelta(seconds=max(min(self.deadline.left_s, CONNECT_S), 0.1))
+        store = dist.TCPStore(job.address, job.port, is_master=False, timeout=limit, wait_for_workers=False)
+        store.set_timeout(timedelta(seconds=self.deadline.timeout_s))
+        return store
+
+    def _host(self, family: int) -> dist.Store:
+        """Open the store, or join the one that this process has open at this port."""
+        job, listener = self.job, None
+        self._blame(f"rank 0 listens at port {job.port}, and {job} does not lead to it: correct MASTER_ADDR")
+        options: dict[str, int] = {}
+        if address := loopback_of(job.address, family):
+            listener = _bound_socket(address, job.port, family)
+            options["master_listen_fd"] = listener.fileno()
+        try:
+            store = dist.TCPStore(
+                job.address,
+                job.port,
+                is_master=True,
+                wait_for_workers=False,  # so that rank 0 can say who is missing
+                multi_tenant=True,
+                timeout=timedelta(seconds=max(self.deadline.left_s, 0.1)),
+                **options,  # type: ignore[arg-type]
+            )
+        except dist.DistError as error:
+            if listener is not None:
+                listener.close()
+            text = str(error).partition("\n")[0]
+            if "EADDRINUSE" in text or "expected to be bound to port" in text:
+                raise PortInUseError(
+                    f"rank 0: port {job.port} of {job.address} is in use, by another job or program; give this job a "
+                    "different MASTER_PORT"
+                ) from None
+            if "failed to listen" in text:
+                raise InputError(f"rank 0 cannot listen at {job}: {text}") from None
+            raise self.error() from error
+        if listener is not None:
+            if listener.getsockname()[1] == job.port:
+                listener.detach()  # the store has taken it over
+            listener.close()
+        return store
+
+
+def loopback_of(name: str, family: int) -> str | None:
+    """Return the loopback address that MASTER_ADDR stands for, None for other hosts.
+
+    A host's own name counts as another host, also where it resolves to a loopback address: other hosts resolve it to an
+    address that they can reach.
+    """
+    if name == "localhost" or name.endswith(".localhost"):
+        return "::1" if family == socket.AF_INET6 else "127.0.0.1"
+    try:
+        return name if ip_address(name).is_loopback else None
+    except ValueError:
+        return None
+
+
+def _bound_socket(address: str, port: int, family: int) -> socket.socket:
+    """Return a socket that is bound to `address`, at `port` if it is free and else at any port.
+
+    Torch refuses the second kind, unless this process has a store open at `port`, which it then uses instead.
+    """
+    bound = socket.socket(family)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just left is free
+    try:
+        bound.bind((address, port))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            bound.close()
+            raise InputError(f"rank 0 cannot listen at {address}:{port}: {error.strerror}") from None
+        bound.bind((address, 0))
+    return bound
+
+
+# --- rank numbers ----------------------------------------------------------------------------------------------------
+
+
+ADVICE = "two jobs share this address and port, or a rank was started twice; give each job a different MASTER_PORT"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A process that takes part in a ring as `rank` of `world_size`. `clock`: its time; `nonce`: unique."""
+
+    rank: int
+    world_size: int
+    run_id: str
+    host: str
+    pid: int
+    clock: str
+    nonce: str
+
+    @classmethod
+    def of_this_process(cls, rank: int, world_size: int, run_id: str) -> Claim:
+        """A new claim."""
+        clock = time.strftime("%H:%M:%S", time.gmtime())
+        return cls(rank, world_size, run_id, socket.gethostname(), os.getpid(), clock, secrets.token_hex(8))
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} (at {self.clock} UTC)"
+
+
+def claim_rank(control: ControlStore, run_id: str) -> None:
+    """Claim this rank's number. `run_id`: of the job, empty if unknown.
+
+    Raises `InputError` if another process has the number, and `DisagreementError` if the first process of the ring has
+    another world size or belongs to another job; the reason is published.
+    """
+    claim = Claim.of_this_process(control.rank, control.world_size, run_id)
+    first = _put_first(control, "job", claim)
+    if difference := _difference(first, claim):
+        _refuse(control, first, DisagreementError, difference)
+    holder = _put_first(control, f"claim/{claim.rank}", claim)
+    if holder != claim:
+        _refuse(control, first, InputError, f"two processes claim rank {claim.rank}, {holder} and {claim}")
+
+
+def _difference(first: Claim, claim: Claim) -> str:
+    """Why two processes cannot be ranks of one ring; empty if they can."""
+    sides = f"rank {first.rank}, {first}, {{}}, and rank {claim.rank}, {claim}, {{}}"
+    if first.world_size != claim.world_size:
+        return sides.format(f"opened a ring of {first.world_size} ranks", f"a ring of {claim.world_size}")
+    if first.run_id and claim.run_id and first.run_id != claim.run_id:
+        return sides.format(f"belongs to job {first.run_id!r}", f"to job {claim.run_id!r}")
+    return ""
+
+
+def _refuse(control: ControlStore, first: Claim, kind: type[InputError], reason: str) -> None:
+    ring = f"rank {control.rank}: the ring of {first.world_size} ranks cannot go on"
+    error = kind(f"{ring}: {reason}; {control.host}; {ADVICE}")
+    control.publish_cause(error)
+    raise error
+
+
+def _put_first(control: ControlStore, key: str, claim: Claim) -> Claim:
+    return Claim(**json.loads(control.put_first(key, json.dumps(asdict(claim)))))
+
+
+# --- the meeting of one ring -----------------------------------------------------------------------------------------
+
 
 PUBLISH_S = 0.2
 """How long a rank that cannot open tries to publish why."""
@@ -105,7 +448,7 @@ class Meeting:
         if isinstance(error, LOST):
             host, timeout_s = host_of(self.store), self.deadline.timeout_s
             # Torch also raises this error when a new connection takes too long.
-            if "timed out" in text and not (self.job and is_gone(self.job)):
+            if "timed out" in text and not refuses(self.store):
                 return DeadlineError(f"rank {self.rank}: {opens}{host} did not answer within {timeout_s:g} s")
             return PeerLostError(f"rank {self.rank}: {opens}{host} is gone")
         if not isinstance(error, DeadlineError) or RESTATED.search(text):

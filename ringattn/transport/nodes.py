@@ -35,7 +35,7 @@ from ringattn.transport.health.health import Health
 from ringattn.transport.location import Location, node_of, sharing_obstacle
 from ringattn.transport.nccl.transport import EXIT_LINGER_S, NcclTransport
 from ringattn.transport.peer.transport import PeerTransport
-from ringattn.transport.shm.transport import ShmTransport
+from ringattn.transport.shared.transport import ShmTransport
 
 _open: weakref.WeakSet[DeviceNodesTransport] = weakref.WeakSet()
 BEFORE_PAINT_S = 0.2

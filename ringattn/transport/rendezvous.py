@@ -24,9 +24,16 @@ from ringattn.transport.deadline import Deadline
 from ringattn.transport.device import CudaDevice, Device
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.health.health import Health
-from ringattn.transport.health.ras import ras_address
 from ringattn.transport.local import LocalWorld
-from ringattn.transport.location import Location, gather_locations, my_location, one_machine, order_advice
+from ringattn.transport.location import (
+    VARIABLE,
+    Location,
+    gather_locations,
+    my_location,
+    one_machine,
+    order_advice,
+    own_calibration,
+)
 from ringattn.transport.meeting import Meeting, publish_refusal
 from ringattn.transport.nccl.library import mismatch
 from ringattn.transport.nccl.options import (
@@ -37,14 +44,14 @@ from ringattn.transport.nccl.options import (
     overlap_warnings,
     warnings_beside_torch,
 )
+from ringattn.transport.nccl.supervisor import ras_address
 from ringattn.transport.nccl.transport import NcclTransport
 from ringattn.transport.nodes import DeviceNodesTransport, open_shm_and_gloo
 from ringattn.transport.peer.driver import CudaDriver, Driver
 from ringattn.transport.peer.opening import open_peer
 from ringattn.transport.peer.opening import warnings_of as peer_warnings
 from ringattn.transport.peer.transport import PeerTransport
-from ringattn.transport.recognition import VARIABLE, own_calibration
-from ringattn.transport.shm.transport import ShmTransport, obstacle
+from ringattn.transport.shared.transport import ShmTransport, obstacle
 
 TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "peer")
 REFUSED_S = 5.0

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ringattn.transport.control_store import ring_store
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.job import job_of, job_store
+from ringattn.transport.meeting import job_of, job_store
 
 WITHIN_S = 60.0
 

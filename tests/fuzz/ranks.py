@@ -22,9 +22,8 @@ from ringattn.planner.cluster import CLUSTERS, Cluster
 from ringattn.planner.links import LinkClass, Links
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
-from ringattn.transport.location import Location, Nic
-from ringattn.transport.recognition import DEVICES
-from ringattn.transport.shm.transport import ShmTransport
+from ringattn.transport.location import DEVICES, Location, Nic
+from ringattn.transport.shared.transport import ShmTransport
 from tests.contract.forking import forked
 from tests.fuzz.draw import Case
 from tests.fuzz.session import START_S

@@ -22,7 +22,7 @@ from ringattn.transport.device import Device, Event
 from ringattn.transport.local import LocalTransport, LocalWorkHandle, LocalWorld, _Operation
 from ringattn.transport.nccl.binding import Binding, CommConfig
 from ringattn.transport.nccl.communicator import Communicator, PeerCall
-from ringattn.transport.nccl.memory import RingMemory
+from ringattn.transport.nccl.transport import RingMemory
 
 Result = TypeVar("Result")
 

@@ -27,7 +27,7 @@ from ringattn.observe.flight import (
 )
 from ringattn.transport.base import Message
 from ringattn.transport.gloo import GlooTransport
-from ringattn.transport.shm.transport import ShmTransport
+from ringattn.transport.shared.transport import ShmTransport
 from tests.contract.meeting import rendezvous_store
 from tests.contract.processes import Processes
 

@@ -12,7 +12,7 @@ import torch
 from ringattn import DisagreementError, InputError, Ring
 from ringattn.runtime import consistency as agreement
 from ringattn.runtime.consistency import ConsistencyCheck, GradientNeeds
-from ringattn.transport.nccl.calls import CallHistory
+from ringattn.transport.nccl.supervisor import CallHistory
 from tests.transport.nccl_rings import on_rings, results
 from tests.transport.simulated.world import SimWorld
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ringattn.errors import DeadlineError, InputError
 from ringattn.transport import gloo
-from ringattn.transport.addresses import Address, find_address, reachable
 from ringattn.transport.gloo import GlooTransport
+from ringattn.transport.location import Address, find_address, reachable
 
 
 def opened(stores: list[dist.Store], timeout_s: float, interface: str = "") -> list[Any]:

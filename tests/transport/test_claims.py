@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from ringattn.errors import DisagreementError, InputError
-from ringattn.transport.claims import claim_rank
 from ringattn.transport.control_store import ControlStore, first_cause
+from ringattn.transport.meeting import claim_rank
 
 PROCESS = r"process \d+ on \S+ \(at [\d:]+ UTC\)"
 SIZES = rf"rank 0, {PROCESS}, opened a ring of 2 ranks, and rank 1, {PROCESS}, a ring of 3"

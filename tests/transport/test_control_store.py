@@ -16,9 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from ringattn.errors import DeadlineError, InputError, PeerLostError
-from ringattn.transport import control_store, job
-from ringattn.transport.bounded_store import BoundedStore, bounded
-from ringattn.transport.control_store import ControlStore, group_store
+from ringattn.transport import control_store, meeting
+from ringattn.transport.control_store import BoundedStore, ControlStore, bounded, group_store
 from ringattn.transport.deadline import Deadline
 from tests.contract.meeting import rendezvous_store
 from tests.transport.store_hosts import StoreHost
@@ -42,23 +41,22 @@ def refused_in_time(call: Callable[[], Any], limit_s: float = CALL_S) -> str:
 
 
 CALLS: list[Callable[[ControlStore], Any]] = [
-    lambda control: control.read("up"),
-    lambda control: control.read_many(["up", "up"]),
+    lambda control: control.get("up"),
+    lambda control: control.multi_get(["up", "up"]),
     lambda control: control.holds("key"),
-    lambda control: control.complete("stem"),
     lambda control: control.missing("stem"),
     lambda control: control.add("counter"),
     lambda control: control.cause(),
     lambda control: control.clone(),
-    lambda control: control.write("big", bytes(2**26)),  # what fits into the buffers of a socket is not waited for
-    lambda control: control.store.delete_key("up"),
+    lambda control: control.set("big", bytes(2**26)),  # what fits into the buffers of a socket is not waited for
+    lambda control: control.delete_key("up"),
     lambda control: control.gather("facts", b"mine", Deadline(CALL_S)),
 ]
 
 
 def test_every_call_ends_in_time_when_the_host_is_stopped(host: StoreHost) -> None:
     controls = [control_of(host) for _ in CALLS]
-    controls[0].write("up", "1")
+    controls[0].set("up", "1")
     host.stop()
     with ThreadPoolExecutor(len(CALLS)) as pool:
         said = list(pool.map(lambda call, control: refused_in_time(lambda: call(control)), CALLS, controls))
@@ -102,11 +100,11 @@ def test_a_deadline_that_has_passed_says_nothing_of_the_host(host: StoreHost) ->
 def test_a_host_that_is_gone_is_another_error() -> None:
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     control = ControlStore(host.clone(), 0, 1, CALL_S)
-    control.write("key", "value")
-    control.read("key")
+    control.set("key", "value")
+    control.get("key")
     del host
     with pytest.raises(RuntimeError) as caught:
-        control.read("key")
+        control.get("key")
     assert not isinstance(caught.value, DeadlineError)
     control.publish_cause(ValueError("no heads"))
     control.leave()
@@ -116,14 +114,14 @@ def test_a_host_that_is_stopped_ends_an_opening(host: StoreHost, monkeypatch: py
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(host.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(job, "GRACE_S", 0.1)
+    monkeypatch.setattr(meeting, "GRACE_S", 0.1)
     connected = host.client()
     host.stop()
     for stores, words in (
         ({("127.0.0.1", host.port): connected}, "takes a connection and does not answer"),
         ({}, f"rank 1: 127.0.0.1:{host.port} takes the connection and does not answer: torchrun's agent is stopped"),
     ):
-        monkeypatch.setattr(job, "_stores", stores)
+        monkeypatch.setattr(meeting, "_stores", stores)
         assert words in refused_in_time(lambda: rendezvous_store(1, 3, CALL_S))
 
 
@@ -142,11 +140,11 @@ from ringattn.transport.control_store import ControlStore
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 def ask(control):
     while True:
-        control.write("key", "value")
+        control.set("key", "value")
 controls = [ControlStore(store.clone(), rank, 16) for rank in range(16)]
 for control in controls:
     threading.Thread(target=ask, args=(control,), daemon=True).start()
-controls[0].clone().read("key")
+controls[0].clone().get("key")
 """
 
 
@@ -158,8 +156,8 @@ def test_a_process_leaves_in_the_middle_of_a_call() -> None:
 def test_an_unused_connection_ends_its_thread() -> None:
     before = set(threading.enumerate())
     control = ControlStore(dist.HashStore(), 0, 1)
-    control.write("key", "value")
-    assert control.until(Deadline(20.0)).read("key") == b"value"
+    control.set("key", "value")
+    assert control.until(Deadline(20.0)).get("key") == b"value"
     (thread,) = set(threading.enumerate()) - before
     del control
     thread.join(20.0)
@@ -168,7 +166,7 @@ def test_an_unused_connection_ends_its_thread() -> None:
 
 def test_a_fork_is_refused() -> None:
     control = ControlStore(dist.HashStore(), 0, 1)
-    control.write("key", "value")
+    control.set("key", "value")
     child = os.fork()
     if child == 0:
         try:
@@ -228,7 +226,7 @@ def test_gather_asks_a_number_of_times_that_grows_as_the_ranks() -> None:
 
 def test_gather_names_the_missing() -> None:
     shared = dist.HashStore()
-    ControlStore(shared, 4, 9).write("facts/4", b"")
+    ControlStore(shared, 4, 9).set("facts/4", b"")
     control = ControlStore(shared, 0, 9)
     with pytest.raises(DeadlineError) as caught:
         control.gather("facts", b"", Deadline(0.05))
@@ -276,7 +274,7 @@ def test_missing_asks_little() -> None:
     requests: list[str] = []
     control = ControlStore(CountingStore(dist.HashStore(), requests), 0, 1024)  # type: ignore[arg-type]
     for rank in set(control.everyone()) - {700}:
-        control.write(f"arrived/{rank}", "1")
+        control.set(f"arrived/{rank}", "1")
     requests.clear()
     assert control.missing("arrived") == [700]
     assert len(requests) == 21
@@ -303,6 +301,8 @@ def test_the_key_of_a_group_is_short_and_its_own(monkeypatch: pytest.MonkeyPatch
     assert all(len(origin) < 40 for origin in origins.values())
 
 
-def test_a_bounded_store_is_taken_as_it_is() -> None:
+def test_views_of_a_bounded_store_use_its_connection() -> None:
     store = BoundedStore(dist.HashStore(), 1.0)
-    assert ControlStore(store, 0, 1).store is store
+    first, second = ControlStore(store, 0, 2), ControlStore(store, 1, 2)
+    assert first._connection is second._connection is store._connection and first.rank != second.rank
+    assert first.clone()._connection is not store._connection

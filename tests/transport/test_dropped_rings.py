@@ -14,7 +14,7 @@ from ringattn.transport.base import Transport
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.location import Location
 from ringattn.transport.nodes import open_shm_and_gloo
-from ringattn.transport.shm.transport import ShmTransport
+from ringattn.transport.shared.transport import ShmTransport
 from tests.contract.meeting import rendezvous_store
 from tests.contract.processes import Processes
 from tests.transport.test_shared import descriptors, mappings

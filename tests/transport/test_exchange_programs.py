@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 
 from ringattn.transport.peer import program as peer_program
-from ringattn.transport.peer.program import MAX_MEMOPS, push_exchange
-from ringattn.transport.shared import steps
-from ringattn.transport.shared.steps import (
+from ringattn.transport.peer import program as steps
+from ringattn.transport.peer.program import (
+    MAX_MEMOPS,
     Copy,
     Event,
     FindBuffer,
@@ -27,6 +27,7 @@ from ringattn.transport.shared.steps import (
     Word,
     WordKind,
     Write,
+    push_exchange,
 )
 
 

@@ -16,10 +16,9 @@ from torch.distributed import HashStore
 from ringattn import Ring
 from ringattn.errors import DeadlineError
 from ringattn.transport.control_store import ControlStore
+from ringattn.transport.health.feeds import Feed, StoreFeed, heartbeat_key, interval_s, silence_s
 from ringattn.transport.health.health import Health
-from ringattn.transport.health.heard import Feed
-from ringattn.transport.health.place import ENDED, Beat, Place, Waits
-from ringattn.transport.health.store_feed import StoreFeed, heartbeat_key, interval_s, silence_s
+from ringattn.transport.health.verdict import ENDED, Beat, Place, Waits
 from tests.transport.attribution import named_at_fault
 from tests.transport.nccl_rings import on_rings
 from tests.transport.simulated.faults import Stall
@@ -263,9 +262,9 @@ def test_a_lost_store_is_said_and_ends_no_thread(capfd: pytest.CaptureFixture[st
 LEAVES = """
 from torch.distributed import TCPStore
 from ringattn.transport.control_store import ControlStore
-from ringattn.transport.health import health, store_feed
-from ringattn.transport.health.place import Place
-health.INTERVAL_S = store_feed.INTERVAL_S = 1e-6
+from ringattn.transport.health import feeds, health
+from ringattn.transport.health.verdict import Place
+health.INTERVAL_S = feeds.INTERVAL_S = 1e-6
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 ranks = [health.Health(ControlStore(store.clone(), rank, 16)) for rank in range(16)]
 for each in ranks:

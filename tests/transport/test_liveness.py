@@ -12,7 +12,7 @@ import pytest
 from ringattn.errors import InputError
 from ringattn.transport.base import Transport
 from ringattn.transport.health.health import Health
-from ringattn.transport.health.place import Place
+from ringattn.transport.health.verdict import Place
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.contract import liveness_contract as contract
 from tests.contract.processes import Processes

@@ -19,6 +19,7 @@ from ringattn.transport.location import (
     Location,
     Nic,
     gather_locations,
+    gpu_links,
     links_of,
     machine_id,
     my_location,
@@ -26,7 +27,6 @@ from ringattn.transport.location import (
     one_machine,
     torch_gpu,
 )
-from ringattn.transport.nvml import gpu_links
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:
@@ -126,11 +126,11 @@ def test_what_every_rank_reads_of_all_others_is_small() -> None:
 
     controls = [ControlStore(store, rank, ranks) for rank in (0, ranks - 1)]
     for rank in range(ranks - 1):
-        controls[0].write(f"opening/{rank}", of(rank).text())
+        controls[0].set(f"opening/{rank}", of(rank).text())
         controls[0].add("opening/count")
     everyone = tuple(map(of, range(ranks)))
     assert gather_locations(controls[1], of(ranks - 1), Deadline(5)) == everyone
-    assert sum(len(one.text()) for one in everyone) > 64 * 500 > 5 * len(controls[1].read("opening/all"))
+    assert sum(len(one.text()) for one in everyone) > 64 * 500 > 5 * len(controls[1].get("opening/all"))
     controls[0].add("opening/count", -ranks)  # for a rank that was not the last
     assert gather_locations(controls[0], of(0), Deadline(5)) == everyone
 

@@ -176,7 +176,7 @@ def test_a_rank_that_arrived_and_closed_meanwhile_is_not_missing() -> None:
     gather._next_look = Deadline(60.0)
     with pytest.raises(PeerLostError, match="rank 1 closed its ring"):
         gather._watch("all_gather/0")
-    control.write("all_gather/0/1", "here")
+    control.set("all_gather/0/1", "here")
     gather._watch("all_gather/0")
     assert watched.missing == {1}
 

@@ -18,7 +18,6 @@ from ringattn.transport.deadline import LONGEST_NAP_S, Deadline, wait_until
 from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Capability, CommConfig
 from ringattn.transport.nccl.bootstrap import Arrival, all_ready, check_fit, meet, share_unique_id
-from ringattn.transport.nccl.calls import KEPT, CallHistory
 from ringattn.transport.nccl.options import (
     NcclOptions,
     check_environment,
@@ -26,6 +25,7 @@ from ringattn.transport.nccl.options import (
     overlap_warnings,
     warnings_beside_torch,
 )
+from ringattn.transport.nccl.supervisor import KEPT, CallHistory
 from tests.transport.nccl_rings import on_gpus, results
 from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import SimWorld

@@ -25,8 +25,8 @@ from ringattn.errors import DisagreementError
 from ringattn.planner.plan import Plan
 from ringattn.runtime.consistency import ComparedCall
 from ringattn.runtime.records import LocalTensors, PackedBuffer
+from ringattn.transport.device import StreamWorkHandle
 from ringattn.transport.nccl.communicator import Communicator, PeerCall
-from ringattn.transport.stream import StreamWorkHandle
 from tests.schedules import schedule_params
 from tests.transport.nccl_rings import Outcome, on_rings
 from tests.transport.simulated.device import SimDevice, SimStream

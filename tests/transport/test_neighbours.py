@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.distributed import HashStore
 
-from ringattn.transport.addresses import Address
 from ringattn.transport.control_store import ControlStore
-from ringattn.transport.health import neighbours
+from ringattn.transport.health import feeds
+from ringattn.transport.health.feeds import Feed, Neighbours, StoreFeed
 from ringattn.transport.health.health import Health
-from ringattn.transport.health.heard import Feed
-from ringattn.transport.health.neighbours import Neighbours
-from ringattn.transport.health.place import ENDED, Beat, Place, Waits
-from ringattn.transport.health.ras import WITHIN_S, ras_address, ras_report
-from ringattn.transport.health.store_feed import StoreFeed
+from ringattn.transport.health.verdict import ENDED, Beat, Place, Waits
+from ringattn.transport.location import Address
+from ringattn.transport.nccl.supervisor import WITHIN_S, ras_address, ras_report
 from tests.transport.attribution import named_at_fault
 
 PLACE = Place("forward step 1", 1, Waits.PEERS, frozenset({0}))
@@ -78,9 +76,7 @@ def test_ranks_bind_to_an_address_that_their_neighbours_reach(
     store, sides = HashStore(), [Neighbours(rank, 3, "", 1.0) for rank in range(3)]
     for _ in range(3):
         for side, (own, meeting) in zip(sides, addresses, strict=True):
-            monkeypatch.setattr(
-                neighbours, "find_address", lambda store, interface, a=own, m=meeting: Address(a, m, "")
-            )
+            monkeypatch.setattr(feeds, "find_address", lambda store, interface, a=own, m=meeting: Address(a, m, ""))
             side.meet(store)
     bound = [side._socket.getsockname()[0] if side._socket else "" for side in sides]
     assert bound == ["127.0.0.1", "127.0.0.1", addresses[2][0].replace("10.0.0.2", "")]

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from ringattn.errors import DeadlineError, InputError, PeerLostError
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.job import Job, connect, job_of, loopback_of
-from ringattn.transport.meeting import Meeting
+from ringattn.transport.meeting import Job, Meeting, connect, job_of, loopback_of
 from tests.contract.ports import free_port
 from tests.transport.opening_causes import CAUSES, PROCESS, SHOWS, TRANSPORTS, Rank, complaints, suffer
 
@@ -142,10 +141,11 @@ def test_rank_0_does_not_end_before_the_others_know_why() -> None:
 def test_a_connection_that_takes_too_long_is_not_a_host_that_is_gone(
     listens: bool, kind: type[Exception], words: str
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        job = Job(1, 2, "127.0.0.1", server.getsockname()[1] if listens else free_port())
-        meeting = Meeting(dist.HashStore(), 1, 2, Deadline(2.0), job)
-        error = meeting.fail(dist.DistNetworkError("The client socket has timed out after 2000ms"))
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = Meeting(dist.PrefixStore("ring", host.clone()), 1, 2, Deadline(2.0))
+    if not listens:
+        del host
+    error = meeting.fail(dist.DistNetworkError("The client socket has timed out after 2000ms"))
     assert isinstance(error, kind) and str(error).endswith(words)
     assert str(error).startswith("rank 1: the ring of 2 ranks cannot open: the store's host ")
 

@@ -12,10 +12,8 @@ from ringattn.errors import RingError
 from ringattn.observe.flight import FAILED, Flight, FlightRecord
 from ringattn.transport.peer.driver import DriverError
 from ringattn.transport.peer.lane import Lane
-from ringattn.transport.peer.program import push_exchange
-from ringattn.transport.peer.transport import PeerTransport
-from ringattn.transport.peer.watch import Watch
-from ringattn.transport.shared.steps import PAINTED
+from ringattn.transport.peer.program import PAINTED, push_exchange
+from ringattn.transport.peer.transport import PeerTransport, Watch
 from tests.transport.peer_model.endings import ABORT, DRAIN, EndStep
 
 

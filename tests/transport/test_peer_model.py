@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ringattn.transport.shared.steps import Wait, WordKind, Write
+from ringattn.transport.peer.program import Wait, WordKind, Write
 from tests.transport.peer_model.clocks import races
 from tests.transport.peer_model.explore import drawn, explore
 from tests.transport.peer_model.machine import Machine

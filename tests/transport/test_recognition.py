@@ -15,10 +15,18 @@ from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
 from ringattn.planner.links import LinkClass
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
-from ringattn.transport import recognition
+from ringattn.transport import location
 from ringattn.transport.local import LocalTransport
-from ringattn.transport.location import Location, Nic, links_of
-from ringattn.transport.recognition import DEVICES, OVER_PCIE, Recognised, own_calibration, recognise
+from ringattn.transport.location import (
+    DEVICES,
+    OVER_PCIE,
+    Location,
+    Nic,
+    Recognised,
+    links_of,
+    own_calibration,
+    recognise,
+)
 
 H100 = "NVIDIA H100 80GB HBM3"
 RDMA = tuple(Nic(f"mlx5_{port}:1", 400.0) for port in range(8))
@@ -117,7 +125,7 @@ def test_the_file_of_calibrate_counts_for_such_a_machine(tmp_path: Path, monkeyp
     assert own_calibration(None) is None
     with pytest.raises(InputError, match=r"RINGATTN_CALIBRATION=there\.json: there is no such file"):
         own_calibration("there.json")
-    written = {"constants": asdict(OWN), "hardware": recognition.hardware(), "transport": "shm"}
+    written = {"constants": asdict(OWN), "hardware": location.hardware(), "transport": "shm"}
     Path("calibrated.json").write_text(json.dumps(written))
     found = json.loads(own_calibration(None) or "")
     assert Cluster(**found["constants"]) == OWN and found["transport"] == "shm"

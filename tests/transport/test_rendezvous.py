@@ -18,7 +18,7 @@ import torch.distributed as dist
 import ringattn
 from ringattn import DeadlineError, InputError, PeerLostError, Ring, UnsupportedError
 from ringattn.planner.cluster import Cluster
-from ringattn.transport import meeting, recognition
+from ringattn.transport import location, meeting
 from ringattn.transport import rendezvous as opening
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.local import LocalTransport
@@ -336,13 +336,13 @@ def test_what_calibrate_left_is_gathered_where_a_ring_looks_for_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     constants = {"name": "these", "flops": 1e12, "bandwidth": 1e9, "latency_s": 1e-6}
-    described = {"constants": constants, "hardware": recognition.hardware(), "transport": "gloo"}
+    described = {"constants": constants, "hardware": location.hardware(), "transport": "gloo"}
     Path("mine.json").write_text(json.dumps(described))
     monkeypatch.setenv("RINGATTN_CALIBRATION", "mine.json")
     for calibrated in (True, False):
         transports, _ = opened_on("aa", monkeypatch, calibrated=calibrated)
         for transport in transports:
-            found = recognition.recognise(transport.locations, links_of(transport.locations), transport.name)
+            found = location.recognise(transport.locations, links_of(transport.locations), transport.name)
             assert (found.cluster == Cluster(**constants)) == calibrated  # type: ignore[arg-type]
             transport.close()
     monkeypatch.setenv("RINGATTN_CALIBRATION", "none.json")

@@ -18,11 +18,20 @@ from ringattn.errors import (
     RingError,
     UnsupportedError,
 )
-from ringattn.transport.shared import service as service_module
-from ringattn.transport.shared.page import BELL, LOG_ENTRIES, Entry, Page
-from ringattn.transport.shared.segment import Segment
-from ringattn.transport.shared.service import ARENA, GREETING, GREETING_WORDS, NAME, Service
-from ringattn.transport.shared.words import AtomicWords, PlainWords, pause, wake, words_of
+from ringattn.transport.shared import group as group_module
+from ringattn.transport.shared.group import ARENA, GREETING, GREETING_WORDS, NAME, Service
+from ringattn.transport.shared.page import (
+    BELL,
+    LOG_ENTRIES,
+    AtomicWords,
+    Entry,
+    Page,
+    PlainWords,
+    Segment,
+    pause,
+    wake,
+    words_of,
+)
 
 
 def mappings() -> int:
@@ -198,7 +207,7 @@ def test_a_caller_that_does_not_know_the_ring_is_turned_away(served: Service) ->
 
 
 def test_another_user_is_turned_away(served: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_user_of", lambda end: os.getuid() + 1)
+    monkeypatch.setattr(group_module, "_user_of", lambda end: os.getuid() + 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.settimeout(5.0)
         other.connect(NAME + served.name)

@@ -15,8 +15,7 @@ from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, Rin
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.shared import group as group_module
 from ringattn.transport.shared.group import SharedGroup
-from ringattn.transport.shared.page import ARRIVAL, CLOSED, POISON, VERSION
-from ringattn.transport.shared.segment import Segment
+from ringattn.transport.shared.page import ARRIVAL, CLOSED, POISON, VERSION, Segment
 from tests.transport.test_shared import descriptors, mappings
 
 

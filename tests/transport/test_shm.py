@@ -21,7 +21,7 @@ from ringattn.bench import shm_ways
 from ringattn.errors import ClosedError, TransportError
 from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
 from ringattn.transport.base import Message
-from ringattn.transport.shm.transport import ShmTransport
+from ringattn.transport.shared.transport import ShmTransport
 from tests.contract import transport_contract as contract
 from tests.contract.meeting import rendezvous_store, store_of
 from tests.contract.processes import Processes

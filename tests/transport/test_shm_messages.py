@@ -14,10 +14,9 @@ from torch.distributed import HashStore
 from ringattn.errors import ClosedError, DisagreementError, PeerLostError, RingError
 from ringattn.observe.flight import DONE, FAILED
 from ringattn.transport.base import Message
-from ringattn.transport.shared.page import LOG_ENTRIES
-from ringattn.transport.shared.segment import Segment
-from ringattn.transport.shm import memory
-from ringattn.transport.shm.transport import ShmTransport
+from ringattn.transport.shared import transport as shm_transport
+from ringattn.transport.shared.page import LOG_ENTRIES, Segment
+from ringattn.transport.shared.transport import ShmTransport
 from tests.transport.test_shared import mappings, segments
 
 
@@ -79,9 +78,11 @@ def test_only_what_lies_outside_the_arenas_is_copied_twice(
     pair: list[ShmTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staged: list[int] = []
-    stage = memory.Arenas.stage
+    stage = shm_transport.Arenas.stage
     monkeypatch.setattr(
-        memory.Arenas, "stage", lambda self, address, nbytes: staged.append(nbytes) or stage(self, address, nbytes)
+        shm_transport.Arenas,
+        "stage",
+        lambda self, address, nbytes: staged.append(nbytes) or stage(self, address, nbytes),
     )
     into = torch.zeros(100, dtype=torch.uint8)
     passed_on(pair, pair[0].allocate(100), into)
@@ -151,7 +152,7 @@ def test_growth_gives_the_old_memory_back_on_both_ranks(pair: list[ShmTransport]
 
 
 def test_staging_memory_is_bounded(pair: list[ShmTransport], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "STAGES_KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr(shm_transport, "STAGES_KEPT_BYTES", 1 << 20)
     for nbytes in (100, 1 << 19, 1 << 20, 1 << 18, 1 << 21):
         sent, into = random_bytes(nbytes), torch.zeros(nbytes, dtype=torch.uint8)
         passed_on(pair, sent, into)
@@ -164,7 +165,7 @@ def test_no_memory_is_a_memory_error(pair: list[ShmTransport], monkeypatch: pyte
     def full(name: str, nbytes: int) -> Segment:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(memory.Segment, "create", full)
+    monkeypatch.setattr(shm_transport.Segment, "create", full)
     with pytest.raises(MemoryError, match="no 4096 bytes of shared memory"):
         pair[0].allocate(4096)
 
@@ -210,16 +211,16 @@ def test_a_copy_of_a_sender_that_ended_meanwhile_does_not_count(
     sent = pair[0].allocate(64)
     sent.fill_(1)
     pair[0].exchange([Message(1, sent, "kv")], [])
-    address = memory.Imports.address
+    address = shm_transport.Imports.address
 
-    def ends_first(self: memory.Imports, *facts: Any) -> int:
+    def ends_first(self: shm_transport.Imports, *facts: Any) -> int:
         found = address(self, *facts)
         # Between the receiver's look and its copy.
         pair[0].abort(ValueError("no heads")) if end == "abort" else pair[0].close()
         sent.fill_(99)
         return found
 
-    monkeypatch.setattr(memory.Imports, "address", ends_first)
+    monkeypatch.setattr(shm_transport.Imports, "address", ends_first)
     words = "rank 0 failed first: ValueError: no heads" if end == "abort" else "rank 0 closed its ring"
     with pytest.raises(PeerLostError, match=words):
         pair[1].exchange([], [Message(0, torch.zeros(64, dtype=torch.uint8), "kv")]).wait()
@@ -241,7 +242,7 @@ def test_a_failure_leaves_flight_records(tmp_path: Any) -> None:
 def test_a_long_message_keeps_its_bits_whatever_mode_its_buffer_was_made_in(
     pair: list[ShmTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "VECTOR_BYTES", 4096)
+    monkeypatch.setattr(shm_transport, "VECTOR_BYTES", 4096)
     for count in (4095, 4096, 10_007):
         sent = random_bytes(count)
         with torch.inference_mode():

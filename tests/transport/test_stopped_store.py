@@ -17,7 +17,7 @@ from ringattn.errors import DeadlineError, PeerLostError, RingError
 from ringattn.transport import meeting, rendezvous
 from ringattn.transport.base import Message
 from ringattn.transport.gloo import GlooTransport
-from ringattn.transport.health.store_feed import ANSWER_S
+from ringattn.transport.health.feeds import ANSWER_S
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.contract.meeting import rendezvous_store
 from tests.contract.processes import Processes

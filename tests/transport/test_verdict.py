@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ringattn.transport.health.place import Beat, Place, Waits
-from ringattn.transport.health.verdict import Evidence, at_fault, explain
+from ringattn.transport.health.verdict import Beat, Evidence, Place, Waits, at_fault, explain
 from tests.transport.attribution import named_at_fault
 
 HOST, LAUNCH, COMPUTE, PEERS = Waits.HOST, Waits.LAUNCH, Waits.COMPUTE, Waits.PEERS

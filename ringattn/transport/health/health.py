@@ -21,11 +21,8 @@ from typing import Any, Protocol
 
 from ringattn.transport.control_store import CAUSE, ControlStore, first_cause
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.health.heard import Feed
-from ringattn.transport.health.neighbours import Neighbours
-from ringattn.transport.health.place import ENDED, Beat, Place, Waits
-from ringattn.transport.health.store_feed import INTERVAL_S, StoreFeed, interval_s, silence_s
-from ringattn.transport.health.verdict import Evidence, explain
+from ringattn.transport.health.feeds import INTERVAL_S, Feed, Neighbours, StoreFeed, interval_s, silence_s
+from ringattn.transport.health.verdict import ENDED, Beat, Evidence, Place, Waits, explain
 
 END_S = 1.0
 """How long ending may take: one heartbeat takes far less, unless the store's host hangs."""
@@ -137,25 +134,19 @@ class Health:
         return next((place for place in places if place.waits is not Waits.HOST), places[-1])
 
     def beats(self) -> dict[int, Beat]:
-        """The newest heartbeat of each rank, from the feed that has read the most of it."""
+        """The newest heartbeat of each rank in any feed. One that ended its heartbeats or closed its ring stays so."""
         newest: dict[int, Beat] = {}
         feeds: list[Feed[Any]] = [self.store, self._page_feed, self._neighbours]
         for feed in feeds:
             for rank, heard in list(feed.heard.items()):
-                beat = heard.beat
-                if beat is not None and (rank not in newest or beat.left or beat.count > newest[rank].count):
+                beat, known = heard.beat, newest.get(rank)
+                if beat is not None and (known is None or (beat.left, beat.count) > (known.left, known.count)):
                     newest[rank] = beat
         return newest
 
     def left(self) -> set[int]:
         """The ranks that have closed their ring or ended their heartbeats on purpose, of those that are read."""
-        feeds: list[Feed[Any]] = [self.store, self._page_feed, self._neighbours]
-        return {
-            rank
-            for feed in feeds
-            for rank, heard in list(feed.heard.items())
-            if heard.beat is not None and heard.beat.left
-        }
+        return {rank for rank, beat in self.beats().items() if beat.left}
 
     def silent(self, at_least_s: float = 0.0) -> set[int]:
         """The ranks whose heartbeat has stopped for `at_least_s`, and never for less than `silence_s`."""

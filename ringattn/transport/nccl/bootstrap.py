@@ -106,11 +106,11 @@ def share_unique_id(control: ControlStore, make: Callable[[], bytes], deadline: 
     """The id that rank 0 makes, on every rank. Raises `DeadlineError`, and on rank 0 what `make` raises."""
     if control.rank == 0:
         made = make()
-        control.write("unique_id", made)
+        control.set("unique_id", made)
         return made
     if not control.appears("unique_id", deadline, watch):
         raise DeadlineError(f"rank {control.rank}: rank 0 made no unique id within {deadline.timeout_s} s")
-    return control.read("unique_id")
+    return control.get("unique_id")
 
 
 def all_ready(control: ControlStore, deadline: Deadline, watch: FailureCheck) -> None:
@@ -120,7 +120,7 @@ def all_ready(control: ControlStore, deadline: Deadline, watch: FailureCheck) ->
     except DeadlineError as error:
         raise DeadlineError(f"rank {control.rank}: not all communicators became ready: {error}") from error
     if control.rank == 0:
-        control.store.delete_key("unique_id")
+        control.delete_key("unique_id")
 
 
 class StoreAllGather:

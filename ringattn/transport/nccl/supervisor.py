@@ -10,24 +10,25 @@ reach an exchange names no other rank: its peers name it.
 
 from __future__ import annotations
 
+import re
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError
 from ringattn.observe.flight import FlightRecord
+from ringattn.transport.base import COMPARED
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.device import Device
+from ringattn.transport.device import Device, StreamHop, StreamWatch, StreamWorkHandle, bare
+from ringattn.transport.health.feeds import INTERVAL_S
 from ringattn.transport.health.health import PUBLISH_S, Health
-from ringattn.transport.health.place import STUCK_S, Place, Waits
-from ringattn.transport.health.ras import WITHIN_S, ras_report
-from ringattn.transport.health.store_feed import INTERVAL_S
-from ringattn.transport.nccl.calls import CallHistory
+from ringattn.transport.health.verdict import STUCK_S, Place, Waits
 from ringattn.transport.nccl.communicator import Communicator
-from ringattn.transport.stream import StreamHop, StreamWatch, StreamWorkHandle, bare
 
 STANDSTILL_S = 2.0
 """How long an exchange may stand still after all its peers have closed: their bytes may have left and wait for room."""
@@ -113,7 +114,7 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
         looked, look_s = 0.0, max(LOOK_S, LOOK_PER_RANK_S * control.world_size)
         # The last to close says so to all: each of them asks for one entry.
         if control.add("closed/count") == control.world_size:
-            control.write("closed/all", "1")
+            control.set("closed/all", "1")
 
         def asked() -> bool:
             nonlocal looked
@@ -300,3 +301,117 @@ def _said(error: BaseException, words: str) -> BaseException:
         return RingError(f"{type(error).__name__}: {error}{words}")
     kind = PeerLostError if isinstance(error, BrokenCommunicatorError) else type(error)
     return kind(f"{error}{words}") if words or kind is not type(error) else bare(error)
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+KEPT = 8192
+"""Calls that a rank remembers."""
+BACK = (0, 1, 2, 3, 5, 8, 16, 64, 256, 1024, 4096)
+"""How far the calls lie back that a heartbeat tells of, besides the first: ranks are compared however far one is
+ahead."""
+WORDS = 120
+
+
+GRADIENTS_DIFFER = (
+    "needs gradients on one of the two ranks only, which the other cannot know of a call that was compared before; let "
+    "an input require a gradient on every rank, as q.requires_grad_() does"
+)
+CHAIN, CALL = 16, 20
+"""Hexadecimal digits of a call in a heartbeat: the chain ends at the first place, a digest of the call alone at the
+second, and a chain of needed gradients follows."""
+
+
+class CallHistory:
+    """The calls of a rank, as its heartbeats report them, so that ranks need not compare a call again.
+
+    Written by the thread that makes the calls, read by the supervisor and the heartbeat thread.
+
+    The chain of a call is a digest of it and of all before it, so that one that is equal vouches for all before it.
+    A call that the ranks compare themselves is the same in all chains, whatever each rank made of it: if they refuse it
+    together, the ring goes on. What follows the chain says only how a difference came about.
+    """
+
+    def __init__(self) -> None:
+        self._chains: dict[int, str] = {}
+        self._chain = self._gradients = b""
+        self.words = ""
+        self.number = 0
+
+    def announce(self, number: int, digest: bytes, words: str, gradients: str = "") -> None:
+        """This rank now makes its call `number`."""
+        link = b"" if gradients == COMPARED else digest
+        self._chain = sha256(self._chain + link + gradients.encode()).digest()[:8]
+        self._gradients = sha256(self._gradients + gradients.encode()).digest()[:2]
+        self._chains[number] = self._chain.hex() + sha256(digest).hexdigest()[:4] + self._gradients.hex()
+        self._chains.pop(number - KEPT, None)
+        self.words, self.number = words.partition("\n")[0][:WORDS], number
+
+    def told(self) -> dict[str, object]:
+        """For the heartbeat: a few hundred bytes, however many calls there were."""
+        number = self.number
+        return {"call": number, "words": self.words, "calls": [self._chains.get(n, "") for n in _told_of(number)]}
+
+    def differs(self, theirs: dict[str, Any]) -> str | None:
+        """The first call that the rank which told `theirs` is known to have made otherwise, in words; None if none."""
+        equal = 0
+        for number, chain in zip(_told_of(theirs["call"]), theirs["calls"], strict=True):
+            mine = self._chains.get(number, "")
+            if mine and chain and mine[:CHAIN] != chain[:CHAIN]:
+                if number == equal + 1 and mine[CHAIN:CALL] == chain[CHAIN:CALL]:
+                    return f"call {number} {GRADIENTS_DIFFER}"
+                which = f"call {number}" if number == equal + 1 else f"one of calls {equal + 1} to {number}"
+                other = f"{which} is another there (now at '{theirs['words']}', here '{self.words}')"
+                # Of several calls the first that differs is not known, only that needed gradients differ, too.
+                several = number != equal + 1 and mine[CALL:] != chain[CALL:]
+                return f"{other}, or {GRADIENTS_DIFFER}" if several else other
+            equal = number if mine and chain else equal
+        return None
+
+
+def _told_of(number: int) -> list[int]:
+    """The calls of which a rank tells that makes its call `number`, ascending."""
+    return sorted({max(number - back, 1) for back in BACK}) if number else []
+
+
+# --- NCCL RAS --------------------------------------------------------------------------------------------------------
+
+
+WITHIN_S = 0.5
+ADDRESS = "localhost:28028"
+SINCE = 22400
+LARGEST_BYTES = 1 << 20
+ERRORS = re.compile(r"^\s*Errors\s*\n\s*=+\s*\n(.*?)(?=^\s*Warnings\s*\n\s*=+|\Z)", re.DOTALL | re.MULTILINE)
+
+
+def ras_address(environment: Mapping[str, str], nccl_version: int) -> str | None:
+    """Where RAS of this process's NCCL answers; None if NCCL has none or the user has turned it off."""
+    if nccl_version < SINCE or environment.get("NCCL_RAS_ENABLE") == "0":
+        return None
+    return environment.get("NCCL_RAS_ADDR", ADDRESS)
+
+
+def ras_report(address: str) -> str:
+    """Return what NCCL's RAS reports of processes that are dead or do not answer, as one line; empty without any.
+
+    RAS (NCCL 2.24 and later, on by default) is a thread in each process of an NCCL job, which serves a text protocol:
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html
+    Its section `Errors` is quoted. Guarantee: it takes at most `WITHIN_S`, and a socket that does not answer is not an
+    error. Unproven on a GPU.
+    """
+    host, _, port = address.rpartition(":")
+    until, status = time.monotonic() + WITHIN_S, b""
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), WITHIN_S) as connection:
+            connection.sendall(b"verbose status\n")
+            while (left_s := until - time.monotonic()) > 0 and len(status) < LARGEST_BYTES:
+                connection.settimeout(left_s)
+                if not (received := connection.recv(65536)):
+                    break
+                status += received
+    except (OSError, ValueError):
+        pass  # no RAS, or it is still collecting: what has arrived is used
+    errors = ERRORS.search(status.decode(errors="replace"))
+    lines = [" ".join(line.split()) for line in errors[1].splitlines() if line.strip()] if errors else []
+    return f"NCCL RAS reports: {', '.join(lines)}" if lines else ""

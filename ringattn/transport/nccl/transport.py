@@ -11,32 +11,42 @@ from __future__ import annotations
 
 import atexit
 import math
+import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import torch
 import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, PeerLostError, RingError
-from ringattn.observe.flight import FlightRecord
+from ringattn.observe.flight import CAPTURED, LAUNCHING, POSTED, FlightRecord
+from ringattn.observe.memory import is_shortage
 from ringattn.transport.base import Message, Operation, operations
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline, wait_until
-from ringattn.transport.device import Device
+from ringattn.transport.device import (
+    Arrived,
+    Device,
+    PassOrder,
+    StreamHop,
+    StreamTransport,
+    StreamWorkHandle,
+    bare,
+    end_process,
+)
 from ringattn.transport.health.health import Health
 from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Binding, Capability, NcclError, Status
 from ringattn.transport.nccl.bootstrap import Arrival, StoreAllGather, all_ready, meet, share_unique_id
-from ringattn.transport.nccl.calls import CallHistory
-from ringattn.transport.nccl.communicator import ABORT_S, Communicator, PeerCall
-from ringattn.transport.nccl.hop import HopTransport, NcclHop, Replay
-from ringattn.transport.nccl.memory import RingMemory, say
+from ringattn.transport.nccl.communicator import ABORT_S, Communicator, PeerCall, State
 from ringattn.transport.nccl.options import NcclOptions, config_of
-from ringattn.transport.nccl.supervisor import NOT_CLOSED, BrokenCommunicatorError, Supervisor
-from ringattn.transport.stream import StreamWorkHandle, bare, end_process
+from ringattn.transport.nccl.supervisor import NOT_CLOSED, BrokenCommunicatorError, CallHistory, Supervisor
 
 CLOSE_S = 10.0
 """How long freeing a communicator may take when all ranks do it."""
@@ -49,7 +59,7 @@ ANSWER_S = 0.5
 _open: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
 
 
-class NcclTransport(HopTransport):
+class NcclTransport(StreamTransport):
     """One rank of a ring over NCCL. Made by `open`."""
 
     name = "nccl"
@@ -160,7 +170,7 @@ class NcclTransport(HopTransport):
         Replay(self, run).start()
 
     def launch(self, calls: Sequence[PeerCall]) -> None:
-        """See `HopTransport.launch`."""
+        """Put one group on the communication stream; `NcclHop` does the rest."""
         try:
             self.communicator.launch(calls, self.stream.cuda_stream, self.supervisor.raise_failure)
         except NcclError as error:
@@ -362,3 +372,242 @@ def _close_all() -> None:
     for ring in list(_open):
         with suppress(RuntimeError, OSError):
             ring.close(EXIT_LINGER_S)
+
+
+# --- hops ------------------------------------------------------------------------------------------------------------
+
+
+class NcclHop(StreamHop):
+    """One hop, bound once and started many times: the group of its sends and receives, between two events.
+
+    The first event says that the compute stream is ready for the exchange, the second that the exchange has arrived;
+    the host waits for neither. Guarantees: a start and a wait cost a few microseconds of Python (`bench/hop.py`) and no
+    device allocation; inside a CUDA graph's capture events are fresh and never queried.
+    """
+
+    transport: NcclTransport
+
+    def __init__(self, transport: NcclTransport, operations: Sequence[Operation]) -> None:
+        super().__init__(transport, operations)
+        # Addresses are fixed from here on, so a start looks up nothing.
+        self._calls = tuple(PeerCall(o.sends, o.buffer.data_ptr(), o.nbytes, o.peer) for o in operations)
+
+    def start(self) -> StreamWorkHandle | Arrived:
+        """Put the hop on the communication stream, behind what the current stream holds now."""
+        transport = self.transport
+        transport.check()
+        # Without a message nothing is launched.
+        if not self._calls:
+            return Arrived()
+        gpu, supervisor, stream = transport.gpu, transport.supervisor, transport.stream
+        capturing = gpu.is_capturing()
+        # Events recorded in a capture belong to the graph: they are never queried nor used again.
+        if capturing or not supervisor.free:
+            ready, done = gpu.new_event(), gpu.new_event()
+        else:
+            ready, done = supervisor.free.popleft()
+        # What the caller has computed so far is what may be sent, and buffers it has read may be overwritten.
+        ready.record(gpu.current_stream())
+        stream.wait_event(ready)
+        # Recorded before the launch, so that a launch that hangs is in the record.
+        flight = transport.record.begin(0, self.parts, transport.name)
+        flight.state = LAUNCHING
+        supervisor.where = self.parts[0].label
+        # The deadline of a launch counts from here: NCCL may block inside while it connects peers.
+        supervisor.launching = self, time.monotonic()
+        try:
+            transport.launch(self._calls)
+        finally:
+            supervisor.launching = None
+        flight.state = CAPTURED if capturing else POSTED
+        # On the communication stream, behind the group: passed when the hop has arrived.
+        done.record(stream)
+        handle = StreamWorkHandle(self, flight, ready, done)
+        # A captured hop runs when its graph is replayed, and is watched as part of the `Replay`.
+        if not capturing:
+            supervisor.handles.append(handle)
+        return handle
+
+
+class Replay(StreamHop):
+    """A captured pass that runs again: many hops between two events, of which only the whole can be watched."""
+
+    transport: NcclTransport
+
+    def __init__(self, transport: NcclTransport, replay: Callable[[], None]) -> None:
+        super().__init__(transport, ())  # its peers are all, or none: a graph does not say
+        self._replay = replay
+
+    def start(self) -> StreamWorkHandle:
+        """Call `replay`, which puts the graph on the current stream, behind the last pass."""
+        transport, gpu = self.transport, self.transport.gpu
+        transport.order.begin()
+        ready, done = gpu.new_event(), gpu.new_event()
+        ready.record(gpu.current_stream())
+        flight = transport.record.begin(0, self.parts)
+        transport.supervisor.where = str(self)
+        self._replay()
+        del self._replay  # the caller may drop the graph before this has arrived
+        done.record(gpu.current_stream())
+        transport.order.end()
+        handle = StreamWorkHandle(self, flight, ready, done)
+        handle.waited = True  # it ran on the caller's own stream
+        transport.supervisor.handles.append(handle)
+        return handle
+
+    def __str__(self) -> str:
+        return "a replayed pass"
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def say(rank: int, words: str) -> None:
+    """For the user, where no call is left that could raise."""
+    print(f"ringattn rank {rank}: {words}", file=sys.stderr, flush=True)
+
+
+_left: list[RingMemory] = []
+"""Kept until the process ends: torch too would hand the memory out again."""
+
+
+class _View:
+    """What every view of a piece keeps alive."""
+
+
+class _Piece:
+    """One allocation. `plain`: torch's memory, None for NCCL's."""
+
+    def __init__(self, plain: torch.Tensor | None) -> None:
+        self.plain = plain
+        self.registrations: list[tuple[Communicator, int]] = []
+
+
+class RingMemory:
+    """The device memory of one ring: NCCL's own, registered, if all libraries have it, else torch's.
+
+    Used by the thread that uses the ring, and after its end by a thread of its own.
+    Guarantees: a piece is given back when nothing views it any more and the device has done what may still touch it,
+    and never from a destructor; if the device has no room, torch's cache is emptied once before an error is raised.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        device: Device,
+        communicators: Sequence[Communicator],
+        registered: bool,
+        rank: int = 0,
+    ) -> None:
+        self.registered, self.order = registered, PassOrder(device)
+        self._rank = rank
+        self._binding, self._device, self._communicators = binding, device, communicators
+        self._pieces: dict[int, _Piece] = {}
+        # Addresses whose last view has gone. A queue that a destructor may write to, whatever its thread holds.
+        self._unused: SimpleQueue[int] = SimpleQueue()
+        self._ending: threading.Thread | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all has been given back."""
+        return not self._pieces
+
+    def computed(self) -> Callable[[], bool]:
+        """Whether the caller's streams have run what is on them now and may touch this memory."""
+        order = self.order
+        # Nothing asks for an event of a capture, nor does the capture's work run before a replay.
+        if self._device.is_capturing():
+            return order.passed
+        now = self._device.new_event()
+        try:
+            now.record(self._device.current_stream())
+        except RuntimeError:  # a device that is lost comes to no event
+            return lambda: False
+        return lambda: now.query() and order.passed()
+
+    def wait(self, computed: Callable[[], bool], limit_s: float) -> bool:
+        """Wait for compute; when that does not end, say so and that memory is left."""
+        if self.is_empty or wait_until(computed, Deadline(limit_s)):
+            return True
+        say(self._rank, f"the GPU was still computing after {limit_s} s, so memory of the ring is not given back")
+        return False
+
+    def allocate(self, nbytes: int, quiet: Callable[[], bool]) -> torch.Tensor:
+        """A flat uint8 tensor.
+
+        Memory without a view is given back first, if `quiet`: it lets go of what has arrived, and returns whether the
+        device can touch none of that any more; it may wait. Raises `NcclError`, or torch's error, when the device has
+        no room.
+        """
+        if not nbytes:
+            return self._device.empty(0)
+        if self._pieces and quiet():
+            self.free()
+        self._device.activate()
+        plain = None if self.registered else self._device.empty(nbytes)
+        pointer = self._take(nbytes) if plain is None else plain.data_ptr()
+        piece = self._pieces[pointer] = _Piece(plain)
+        view = _View()
+        # A view's end only notes the address: giving back here could call NCCL from any thread, at any time.
+        weakref.finalize(view, self._unused.put, pointer).atexit = False
+        if self.registered:
+            for communicator in self._communicators:
+                handle = self._binding.register(communicator.handle, pointer, nbytes)
+                piece.registrations.append((communicator, handle))
+        return self._device.wrap(pointer, nbytes, view)
+
+    def free(self) -> None:
+        """Give back what has no view any more. The device can touch none of it."""
+        while True:
+            try:
+                pointer = self._unused.get_nowait()
+            except Empty:
+                return
+            self._give_back(pointer)
+
+    def end(self, name: str, quiet: Callable[[], bool]) -> None:
+        """Give back each piece when its last view goes, and `quiet` says that the device can touch it no more.
+
+        Returns at once: an error that a caller keeps has views, by the frames of its traceback.
+        """
+        if self._ending is None and not self.is_empty:
+            self._ending = threading.Thread(target=self._run_out, args=(quiet,), name=name, daemon=True)
+            self._ending.start()
+
+    def leave(self) -> None:
+        """Give nothing back any more: the device may touch it for ever."""
+        _left.append(self)
+
+    def _run_out(self, quiet: Callable[[], bool]) -> None:
+        try:
+            self._device.activate()
+            # Also before the first view has gone, for it lets go of what this package itself still views.
+            calm = quiet()
+            while calm and self._pieces:
+                pointer = self._unused.get()
+                if calm := quiet():
+                    self._give_back(pointer)
+        except RuntimeError as error:  # a device that is lost: its memory went with it
+            say(self._rank, f"memory of the ring is not given back: {error}")
+        if self._pieces:
+            self.leave()
+
+    def _take(self, nbytes: int) -> int:
+        try:
+            return self._binding.mem_alloc(nbytes)
+        except NcclError as error:
+            if not is_shortage(error):
+                raise
+            # Torch empties its cache by itself where its own allocations find no room; NCCL knows nothing of it.
+            self._device.release_cached()
+            return self._binding.mem_alloc(nbytes)
+
+    def _give_back(self, pointer: int) -> None:
+        piece = self._pieces.pop(pointer)
+        # Communicators that have ended took their registrations with them.
+        for communicator, handle in piece.registrations:
+            if communicator.state is State.READY:
+                self._binding.deregister(communicator.handle, handle)
+        # Last: NCCL may not hold a registration of memory that is gone.
+        if piece.plain is None:
+            self._binding.mem_free(pointer)

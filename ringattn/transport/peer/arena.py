@@ -20,7 +20,7 @@ from ringattn.transport.device import Device
 from ringattn.transport.peer.driver import OUT_OF_MEMORY, Driver, DriverError
 
 
-class Place(NamedTuple):
+class ArenaPlace(NamedTuple):
     """A part of an arena that other ranks can map. `arena_bytes`: of the whole, which is what they map."""
 
     arena: int
@@ -87,11 +87,11 @@ class Arena:
         weakref.finalize(block, self._unused.put, made.address).atexit = False
         return self._gpu.wrap(made.address, nbytes, block)
 
-    def place(self, address: int, nbytes: int) -> Place | None:
+    def place(self, address: int, nbytes: int) -> ArenaPlace | None:
         """Where other ranks find this memory; None if it is no part of an allocation."""
         for start, made in self._allocations.items():
             if start <= address and address + nbytes <= start + made.nbytes:
-                return Place(made.arena, made.nbytes, address - start)
+                return ArenaPlace(made.arena, made.nbytes, address - start)
         return None
 
     def free(self) -> None:
@@ -156,7 +156,7 @@ class Imports:
     def __len__(self) -> int:
         return len(self._mapped) + len(self._stale)
 
-    def address(self, rank: int, place: Place) -> int:
+    def address(self, rank: int, place: ArenaPlace) -> int:
         """Where this rank writes to reach `place` of `rank`."""
         found = self._mapped.get((rank, place.arena))
         if found is None:
@@ -182,7 +182,7 @@ class Imports:
         self._stale.clear()
         self._drop(gone)
 
-    def _map(self, rank: int, place: Place) -> _Import:
+    def _map(self, rank: int, place: ArenaPlace) -> _Import:
         fd = self._pull(rank, place.arena)
         try:
             handle = self._driver.adopt(fd)

@@ -17,12 +17,12 @@ from ringattn.errors import DeadlineError, DisagreementError, RingError
 from ringattn.transport.base import Operation
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.device import Device, Event
-from ringattn.transport.peer.arena import Imports, Place
+from ringattn.transport.peer import program as steps
+from ringattn.transport.peer.arena import ArenaPlace, Imports
 from ringattn.transport.peer.driver import Attribute, Driver, WordOperation
+from ringattn.transport.peer.program import PAINTED, PairNumbers, Program
 from ringattn.transport.shared import page as pages
-from ringattn.transport.shared import steps
 from ringattn.transport.shared.group import SharedGroup
-from ringattn.transport.shared.steps import PAINTED, PairNumbers, Program
 
 ABORT_S = 60.0
 """How long an abort may take before it counts as stuck. It waits for what the device computes before the exchanges."""
@@ -37,7 +37,7 @@ class Bound(Protocol):
     program: Program
     sends: list[Operation]
     recvs: list[Operation]
-    places: list[Place]
+    places: list[ArenaPlace]
     """Where the other ranks write each receive."""
     unstaged: list[tuple[int, int, int]]
     """(to, from, bytes): receives into plain memory, copied there behind their arrival."""
@@ -173,7 +173,7 @@ class Lane:
         """Put up one end of a message, so that the other end finds it."""
         group, number = self._group, self.numbers.of(step)
         operation = (hop.sends if step.sends else hop.recvs)[step.message]
-        place = Place(0, 0, 0) if step.sends else hop.places[step.message]
+        place = ArenaPlace(0, 0, 0) if step.sends else hop.places[step.message]
         entry = pages.Entry(
             place.arena_bytes, place.arena, place.offset, operation.nbytes, str(operation.buffer.dtype), operation.label
         )
@@ -229,7 +229,7 @@ class Lane:
         with self._mapping:
             if self._ended:
                 watch()
-            return self.imports.address(send.peer, Place(entry.arena, entry.bound, entry.offset))
+            return self.imports.address(send.peer, ArenaPlace(entry.arena, entry.bound, entry.offset))
 
     def _enqueue(self, hop: Bound, step: steps.Step, targets: list[int], ready: Event, done: Event) -> None:
         stream = self.stream

@@ -24,7 +24,7 @@ from ringattn.transport.deadline import Deadline
 from ringattn.transport.device import Device
 from ringattn.transport.health.health import Health
 from ringattn.transport.location import Location, links_of, node_of, sharing_obstacle
-from ringattn.transport.peer.arena import Place
+from ringattn.transport.peer.arena import ArenaPlace
 from ringattn.transport.peer.driver import FLOOR_VERSION, Attribute, Driver, DriverError
 from ringattn.transport.peer.transport import PeerTransport
 from ringattn.transport.shared.group import SharedGroup
@@ -183,7 +183,7 @@ def _reach(ring: PeerTransport, deadline: Deadline) -> str:
         failed, theirs = json.loads(answer)
         if not problem and not failed and rank != ring.rank:
             try:
-                ring.lane.imports.address(rank, Place(*theirs))
+                ring.lane.imports.address(rank, ArenaPlace(*theirs))
             except DriverError as error:
                 problem = f"the memory of rank {rank}: {error}"
                 if error.code == SYSTEM_NOT_READY:

@@ -9,6 +9,7 @@ spoiled. A wait orders streams and returns at once: call `drain` before results 
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 import weakref
@@ -18,24 +19,43 @@ from pathlib import Path
 
 import torch
 
-from ringattn.errors import ClosedError, DisagreementError, PeerLostError, RingError, TransportError, UnsupportedError
-from ringattn.observe.flight import FlightRecord
-from ringattn.transport.base import Message, Operation, operations
+from ringattn import errors
+from ringattn.errors import (
+    ClosedError,
+    DeadlineError,
+    DisagreementError,
+    PeerLostError,
+    RingError,
+    TransportError,
+    UnsupportedError,
+)
+from ringattn.observe.flight import LAUNCHING, POSTED, Flight, FlightRecord
+from ringattn.transport.base import Message, Operation, listed, operations
 from ringattn.transport.deadline import Deadline, wait_until
-from ringattn.transport.device import Device, PassOrder
-from ringattn.transport.peer.arena import Arena
+from ringattn.transport.device import (
+    Arrived,
+    Device,
+    Event,
+    PassOrder,
+    StreamHop,
+    StreamTransport,
+    StreamWatch,
+    StreamWorkHandle,
+    bare,
+    end_process,
+)
+from ringattn.transport.health.verdict import STUCK_S, Place, Waits
+from ringattn.transport.peer.arena import Arena, ArenaPlace
 from ringattn.transport.peer.driver import OUT_OF_MEMORY, Driver, DriverError
-from ringattn.transport.peer.hop import HopTransport, PeerHop, Staging
-from ringattn.transport.peer.lane import NEVER, Lane
-from ringattn.transport.peer.watch import Watch
+from ringattn.transport.peer.lane import ABORT_S, MOST_TO_ONE_PEER, NEVER, Lane
+from ringattn.transport.peer.program import push_exchange
 from ringattn.transport.shared.group import SharedGroup
 from ringattn.transport.shared.page import FREED
-from ringattn.transport.stream import bare, end_process
 
 _open: weakref.WeakSet[PeerTransport] = weakref.WeakSet()
 
 
-class PeerTransport(HopTransport):
+class PeerTransport(StreamTransport):
     """One rank of a ring over copy engines. Made by `peer.opening.open_peer`."""
 
     name = "peer"
@@ -70,7 +90,7 @@ class PeerTransport(HopTransport):
         _open.add(self)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """See `HopTransport.allocate`."""
+        """A flat uint8 tensor of `nbytes` that the other ranks can map, for long use: it takes whole pages of 2 MiB."""
         self.check()
         self.refuse_capture()
         self.watch.tick()  # lets go of the buffers of what has arrived
@@ -80,6 +100,13 @@ class PeerTransport(HopTransport):
             if error.code != OUT_OF_MEMORY:
                 raise
             raise torch.OutOfMemoryError(f"rank {self.rank}: no {nbytes} bytes for exchanges: {error}") from error
+
+    def refuse_capture(self) -> None:
+        """Raise `UnsupportedError` while the current stream is being captured: numbers would stand in the graph."""
+        if self.gpu.is_capturing():
+            raise UnsupportedError(
+                f"rank {self.rank}: transport='peer' cannot be captured into a CUDA graph; use transport='nccl'"
+            )
 
     def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> PeerHop:
         """See `Transport.bind`."""
@@ -222,3 +249,238 @@ def _close_all() -> None:
     for ring in list(_open):
         with suppress(RuntimeError, OSError):
             ring.close()
+
+
+# --- hops ------------------------------------------------------------------------------------------------------------
+
+
+ALIGNMENT_BYTES = 256
+
+
+class PeerWorkHandle(StreamWorkHandle):
+    """A started hop, and which of its messages wait for their peer."""
+
+    __slots__ = ("pending",)
+
+    def __init__(self, hop: PeerHop, flight: Flight, ready: Event, done: Event) -> None:
+        super().__init__(hop, flight, ready, done)
+        lane = hop.transport.lane
+        bases = lane.numbers.bases(hop.program)
+        self.pending: Callable[[], list[Operation]] = lambda: lane.pending(hop, bases)
+
+    def release(self) -> None:
+        """See `StreamWorkHandle.release`."""
+        self.pending = list
+        super().release()
+
+
+class PeerHop(StreamHop):
+    """One exchange by copy engines, bound once and started many times.
+
+    Guarantees: the buffers of a bound hop have fixed addresses, so a start makes no allocation; receives into memory
+    that other ranks cannot map arrive in staging memory and are copied on from there, on the same stream.
+    """
+
+    transport: PeerTransport
+
+    def __init__(self, transport: PeerTransport, operations: Sequence[Operation]) -> None:
+        super().__init__(transport, operations)
+        self.sends = [operation for operation in operations if operation.sends]
+        self.recvs = [operation for operation in operations if not operation.sends]
+        self.program = push_exchange(transport.rank, [o.peer for o in self.sends], [o.peer for o in self.recvs])
+        for (src, dst), count in self.program.counts:
+            if count > MOST_TO_ONE_PEER:
+                raise UnsupportedError(
+                    f"rank {transport.rank}: {count} messages from rank {src} to rank {dst} in one exchange, and "
+                    f"transport='peer' carries {MOST_TO_ONE_PEER}; pack them, or use transport='nccl'"
+                )
+        self.unstaged: list[tuple[int, int, int]] = []
+        self.places = self._placed()
+
+    def start(self) -> PeerWorkHandle | Arrived:
+        """Put the hop on the lane, behind what the current stream holds now."""
+        transport = self.transport
+        transport.check()
+        if not self.parts:
+            return Arrived()
+        gpu, watch = transport.gpu, transport.watch
+        transport.refuse_capture()
+        ready, done = watch.free.popleft() if watch.free else (gpu.new_event(), gpu.new_event())
+        flight = transport.record.begin(0, self.parts, transport.name)
+        flight.state = LAUNCHING
+        handle = PeerWorkHandle(self, flight, ready, done)
+        try:
+            transport.lane.start(self, ready, done, watch.raise_failure)
+        except BaseException as error:
+            # Some ranks may count this message already.
+            watch.fail(error)
+            transport.check()
+            raise
+        flight.state, flight.posted_s = POSTED, time.time()
+        watch.handles.append(handle)
+        return handle
+
+    def _placed(self) -> list[ArenaPlace]:
+        """Where the other ranks write each receive."""
+        transport = self.transport
+        found = [transport.arena.place(o.buffer.data_ptr(), o.nbytes) for o in self.recvs]
+        offsets, total = [], 0
+        for operation, place in zip(self.recvs, found, strict=True):
+            offsets.append(total)
+            if place is None:
+                total += -(-operation.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if not total:
+            return [place for place in found if place is not None]
+        staging = transport.staging.take(total)
+        weakref.finalize(self, transport.staging.give_back, staging).atexit = False
+        places = []
+        for operation, place, offset in zip(self.recvs, found, offsets, strict=True):
+            if place is None:
+                address = staging.data_ptr() + offset
+                place = transport.arena.place(address, operation.nbytes)
+                assert place is not None
+                self.unstaged.append((operation.buffer.data_ptr(), address, operation.nbytes))
+            places.append(place)
+        return places
+
+
+class Staging:
+    """Memory that other ranks can map, for receives into memory that they cannot. Used again, by its size."""
+
+    def __init__(self, transport: PeerTransport) -> None:
+        self._transport = transport
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """At least so many bytes."""
+        rounded = 1 << max(nbytes - 1, 4095).bit_length()
+        free = self._free.setdefault(rounded, [])
+        try:
+            return free.pop()
+        except IndexError:
+            return self._transport.allocate(rounded)
+
+    def give_back(self, staging: torch.Tensor) -> None:
+        """For the next hop. Its copies stand behind those of this one, on the same stream."""
+        self._free[staging.numel()].append(staging)
+
+    def clear(self) -> None:
+        """Let go of all that no hop has."""
+        self._free = {size: [] for size in self._free}
+
+
+# --- the watch -------------------------------------------------------------------------------------------------------
+
+
+class Watch(StreamWatch[PeerWorkHandle]):
+    """Watches one rank's exchanges, and ends the ring when one of them cannot end.
+
+    Guarantees: every exchange has a deadline that counts from the moment that this rank is ready for it; a failure of
+    any rank, a rank that is gone and a rank that has closed are reported to the caller at its next call; the poison is
+    in every page before a wait is released.
+    """
+
+    interval_s = 0.02
+    stop_s = 1.0
+    # The caller may overwrite what is being sent as soon as it has the error: the poison comes first.
+    patience_s = ABORT_S
+
+    def __init__(
+        self,
+        group: SharedGroup,
+        lane: Lane,
+        gpu: Device,
+        record: FlightRecord,
+        timeout_s: float,
+        flight_dir: Path | None,
+        leave: Callable[[str], None],
+    ) -> None:
+        """See `StreamWatch`."""
+        super().__init__(group.rank, gpu, record, timeout_s, flight_dir, leave)
+        self.drained = False
+        """The abort has ended, so nothing of this rank is under way."""
+        self.report: Callable[[BaseException], None] = self.end
+        """What a failure is told to: another transport of the rank, where there is one, which then calls `end`."""
+        self.before_paint: Callable[[], object] = lambda: None
+        """Returns when nothing that the device is given besides exchanges can carry spoiled bytes to other ranks."""
+        self._group, self._lane = group, lane
+
+    def fail(self, error: BaseException) -> None:
+        """End the ring, for `error` unless it has failed already. Returns when all ranks are told; `ended` is later."""
+        self.report(error)
+
+    def end(self, error: BaseException) -> None:
+        """As `fail`, without a report."""
+        if not self._is_first():
+            return
+        self.failure = _our_error(error)
+        # First of all: what a painted word lets loose must find the poison in every page.
+        self._group.fail(error)
+        # On a thread of its own: it waits for what the device computes before the exchanges, and no caller should.
+        threading.Thread(target=self._abort, name=f"ringattn-abort-{self._rank}", daemon=True).start()
+        self._write_record(self.failure)
+        self._told.set()
+
+    def place(self) -> Place:
+        """Where this rank is, for its heartbeats."""
+        oldest, call = self.oldest, self._group.health.call
+        if oldest is None:
+            waits = Waits.PEERS if self._lane.awaited else Waits.HOST
+            return Place.make(self._record.where(), call, waits, self._lane.awaited)
+        if oldest.started_at:
+            return Place.make(oldest.flight.label, call, Waits.PEERS, _peers(oldest.pending()))
+        waits = Waits.COMPUTE if time.time() - oldest.flight.posted_s >= STUCK_S else Waits.PEERS
+        return Place.make(f"computing before {oldest.flight.label}", call, waits)
+
+    def _may_reuse(self, done: Event) -> bool:
+        """The newest event says whether the lane is empty: it is not recorded anew before another is newest."""
+        return done is not self._lane.newest
+
+    def _abort(self) -> None:
+        try:
+            self.before_paint()
+            self.drained = self._lane.abort()
+        except Exception as trouble:  # a device that is lost raises whatever it likes, and then nothing waits on it
+            print(f"ringattn rank {self._rank}: the device is lost: {trouble}", file=sys.stderr, flush=True)
+            self.drained = True
+        self.ended.set()
+        if not self.drained:
+            self._leave(f"rank {self._rank}: the abort is stuck, so the process ends after: {self.failure}")
+
+    def _look(self) -> None:
+        """One round. Raises what ends the ring."""
+        self.tick()
+        handle = self.oldest
+        pending = handle.pending if handle is not None else list
+        if self._group.trouble(_peers(pending())) is not None:
+            # Again: what arrived just before its sender closed or went away is there now.
+            late = pending()
+            self._group.check(_peers(late), lambda: self._said(handle, late))
+        if handle is None or handle.done.query():
+            return
+        if not handle.started_at:
+            handle.look()
+            return
+        if time.monotonic() - handle.started_at >= self._timeout_s:
+            late = pending()
+            peers = sorted(_peers(late))
+            raise DeadlineError(
+                f"{self._said(handle, late)}: no answer from ranks {peers} within {self._timeout_s:g} s; "
+                f"{self._group.health.explain(peers, waited_s=self._timeout_s)}"
+            )
+
+    def _said(self, handle: PeerWorkHandle | None, late: list[Operation]) -> str:
+        """Whose error it is, and what was pending."""
+        rank = self._rank
+        return f"rank {rank}: exchange {handle.flight.sequence}, pending {listed(late)}" if handle else f"rank {rank}"
+
+
+def _peers(pending: list[Operation]) -> set[int]:
+    return {operation.peer for operation in pending}
+
+
+def _our_error(error: BaseException) -> BaseException:
+    """The bare error, whose frames might view memory; what is not ringattn's own is a `RingError`."""
+    if isinstance(error, RingError) and type(error).__module__ == errors.__name__:
+        return bare(error)
+    return RingError(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""One rank's page: the words, texts and logs that it shares with the others of its node, at fixed places.
+"""Shared memory, words in it, and one rank's page: what it shares with the others of its node, at fixed places.
 
 A word that a rank waits on lies in its own page, in a line of its own, and has one writer. A page belongs to one ring,
 so it starts at zero and numbers count from 1. Texts are for errors; a number or a word always says that one is whole.
@@ -6,12 +6,218 @@ so it starts at zero and numbers count from 1. Texts are for errors; a number or
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import platform
 import struct
+import time
+import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from ringattn.transport.shared.segment import PAGE_BYTES, Segment
-from ringattn.transport.shared.words import WORD_BYTES, words_of
+from ringattn.errors import InputError, UnsupportedError
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+PAGE_BYTES = mmap.PAGESIZE
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# <linux/mman.h>; the mmap module of Python 3.11 does not name them.
+MADV_HUGEPAGE = 14
+MADV_POPULATE_WRITE = 23
+MAP_FAILED = 2**64 - 1
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_uint64
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+libc.munmap.argtypes = (ctypes.c_uint64, ctypes.c_size_t)
+libc.madvise.argtypes = (ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int)
+
+
+class Segment:
+    """One mapping of anonymous memory that processes share by file descriptor.
+
+    Guarantees: a segment has no name, so nothing is left when every process that maps it has ended; it never changes
+    its size, so no other process can make a read of it fault; it is unmapped, and its descriptor closed, when nothing
+    refers to it or to an array made of it.
+    """
+
+    def __init__(self, fd: int, nbytes: int, writable: bool, keep_fd: bool) -> None:
+        """Takes over `fd`, and closes it at once unless it is to be kept for other processes."""
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        address = libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
+        if address == MAP_FAILED:
+            number = ctypes.get_errno()
+            os.close(fd)
+            raise OSError(number, f"mmap of {nbytes} bytes: {os.strerror(number)}")
+        if not keep_fd:
+            os.close(fd)
+        self.address: int = address
+        self.nbytes = nbytes
+        self.fd = fd if keep_fd else None
+        # Bound to the process: after a fork the child's copy of the mapping goes when the child does.
+        self._end = weakref.finalize(self, _release, address, nbytes, self.fd)
+        self._end.atexit = False
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> Segment:
+        """A new segment of at least `nbytes`, zero and sealed, whose descriptor is kept. Raises `OSError`."""
+        nbytes = -(-max(nbytes, 1) // PAGE_BYTES) * PAGE_BYTES
+        fd = os.memfd_create(f"ringattn-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        except OSError:
+            os.close(fd)
+            raise
+        return cls(fd, nbytes, writable=True, keep_fd=True)
+
+    @classmethod
+    def attach(cls, fd: int, writable: bool = False) -> Segment:
+        """Map all of another process's segment and close `fd`. Raises `InputError` for one that could shrink."""
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            os.close(fd)
+            raise InputError("a shared segment came without its seals: it could shrink while it is read")
+        return cls(fd, os.fstat(fd).st_size, writable, keep_fd=False)
+
+    def buffer(self, offset: int = 0, nbytes: int | None = None) -> ctypes.Array[ctypes.c_ubyte]:
+        """These bytes as a ctypes array, which has the buffer protocol and keeps the segment mapped."""
+        nbytes = self.nbytes - offset if nbytes is None else nbytes
+        array = (ctypes.c_ubyte * nbytes).from_address(self.address + offset)
+        array.segment = self  # type: ignore[attr-defined]
+        return array
+
+    def populate(self) -> None:
+        """Take the memory now, so that no first write has to; in huge pages where the system gives them.
+
+        Raises `OSError` where there is none. A kernel before 5.14 takes it at the first writes.
+        """
+        libc.madvise(self.address, self.nbytes, MADV_HUGEPAGE)
+        if libc.madvise(self.address, self.nbytes, MADV_POPULATE_WRITE) and ctypes.get_errno() != errno.EINVAL:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _release(address: int, nbytes: int, fd: int | None) -> None:
+    libc.munmap(address, nbytes)
+    if fd is not None:
+        os.close(fd)
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+WORD_BYTES = 8
+YIELD_S = 50e-6
+"""How long a wait yields the processor before it sleeps. More costs more where the awaited rank needs it."""
+SLICE_S = 0.02
+"""The longest sleep: then a wait looks at its deadline, and Python at its signals."""
+FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}
+FUTEX_WAIT, FUTEX_WAKE = 0, 1
+EVERYBODY = 2**31 - 1
+ACQUIRE, RELEASE = 2, 3  # __ATOMIC_ACQUIRE, __ATOMIC_RELEASE
+
+
+class Words(Protocol):
+    """The 64-bit words of one segment, by index: byte offset / 8.
+
+    Guarantees: a load sees a whole stored value; what a rank wrote before a store is seen by a rank that has loaded
+    that value. On x86-64 plain aligned accesses give both; elsewhere libatomic's calls do, and without it words are
+    refused.
+    """
+
+    def load(self, index: int) -> int:
+        """A whole value; reads after it see what the storing rank wrote before."""
+        ...
+
+    def store(self, index: int, value: int) -> None:
+        """Store a whole value, after everything that this rank wrote before."""
+        ...
+
+
+class PlainWords:
+    """For x86-64, which keeps the order of stores and of loads."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._words = memoryview(segment.buffer()).cast("B").cast("Q")
+        # One indexed access of a memoryview is one 8-byte move.
+        self.load = self._words.__getitem__
+        self.store = self._words.__setitem__
+
+
+class AtomicWords:
+    """By libatomic, for processors that reorder."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        # PyDLL keeps the interpreter's lock: the calls take nanoseconds.
+        library = ctypes.PyDLL("libatomic.so.1")
+        # Not as attributes: in a class Python changes names that begin so.
+        self._load, self._store = library["__atomic_load_8"], library["__atomic_store_8"]
+        self._load.restype = ctypes.c_uint64
+        self._load.argtypes = (ctypes.c_uint64, ctypes.c_int)
+        self._store.restype = None
+        self._store.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int)
+
+    def load(self, index: int) -> int:
+        """See `Words.load`."""
+        return int(self._load(self._segment.address + index * WORD_BYTES, ACQUIRE))
+
+    def store(self, index: int, value: int) -> None:
+        """See `Words.store`."""
+        self._store(self._segment.address + index * WORD_BYTES, value, RELEASE)
+
+
+def words_of(segment: Segment, machine: str = platform.machine()) -> Words:
+    """The words of a segment. Raises `UnsupportedError` on a processor for which this cannot be done safely."""
+    if machine not in FUTEX_CALLS:
+        raise UnsupportedError(f"words in shared memory are known for {' and '.join(FUTEX_CALLS)}, not for {machine}")
+    if machine == "x86_64":
+        return PlainWords(segment)
+    try:
+        return AtomicWords(segment)
+    except (OSError, AttributeError) as error:
+        raise UnsupportedError(f"words in shared memory need libatomic.so.1 on {machine}: {error}") from None
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_FUTEX = FUTEX_CALLS.get(platform.machine(), 0)
+_syscall = ctypes.CDLL(None).syscall
+_syscall.restype = ctypes.c_long
+_syscall.argtypes = (
+    ctypes.c_long, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32,
+)  # fmt: skip
+
+
+def wake(address: int) -> None:
+    """Wake everybody who sleeps on the word. Without a word of who sleeps: to keep one would need a full fence."""
+    _syscall(_FUTEX, address, FUTEX_WAKE, EVERYBODY, None, None, 0)
+
+
+def pause(words: Words, index: int, address: int, seen: int, until: float) -> None:
+    """Return soon after the word is not `seen` any more, at the latest after a slice or at `until`, monotonic.
+
+    Only the low half is compared while asleep, so two values in a row must differ there.
+    """
+    yields = time.monotonic() + YIELD_S
+    while words.load(index) == seen:
+        now = time.monotonic()
+        if now >= yields:
+            left_s = min(SLICE_S, until - now)
+            if left_s > 0:
+                span = _Time(0, int(left_s * 1e9))
+                _syscall(_FUTEX, address, FUTEX_WAIT, seen & 0xFFFFFFFF, ctypes.byref(span), None, 0)
+            return
+        os.sched_yield()
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
 
 LINE_BYTES = 128  # two cache lines, for processors fetch them in pairs
 MAGIC, VERSION = 0x676E69722D6E7461, 2

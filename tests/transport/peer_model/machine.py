@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from ringattn.transport.shared.steps import PAINTED
+from ringattn.transport.peer.program import PAINTED
 from tests.transport.peer_model.endings import EndStep
 from tests.transport.peer_model.state import (
     CALLER,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from ringattn.transport.shared.steps import (
+from ringattn.transport.peer.program import (
     Copy,
     Event,
     LogStart,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ringattn.transport.shared.steps import (
+from ringattn.transport.peer.program import (
     Copy,
     FindBuffer,
     LogStart,

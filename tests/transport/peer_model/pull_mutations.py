@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ringattn.transport.shared.steps import LogStart, Program, Wait, WordKind, Write
+from ringattn.transport.peer.program import LogStart, Program, Wait, WordKind, Write
 from tests.transport.peer_model.endings import PULL_ABORT, EndStep
 from tests.transport.peer_model.mutations import ARRIVAL, CREDIT, Mutation, OfRank, is_copy, passes, short, two
 from tests.transport.peer_model.pull import pull_exchange

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ringattn.transport.peer.program import push_exchange
-from ringattn.transport.shared.steps import (
+from ringattn.transport.peer.program import (
     Copy,
     Event,
     FindBuffer,
@@ -25,6 +24,7 @@ from ringattn.transport.shared.steps import (
     WaitEvent,
     Word,
     Write,
+    push_exchange,
 )
 from tests.transport.peer_model.endings import CLOSE, DRAIN, EndStep
 from tests.transport.peer_model.machine import Machine
