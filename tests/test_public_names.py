@@ -61,7 +61,7 @@ def test_the_logger_is_quiet_until_it_is_asked() -> None:
 # --- docstrings ------------------------------------------------------------------------------------------------------
 
 ADAPTERS = (
-    "transformers", "transformers_trainer", "attend", "context", "torch_ops", "sdpa", "loss", "context_parallel",
+    "transformers", "transformers.trainer", "attend", "context", "torch_ops", "sdpa", "loss", "context_parallel",
     "parity", "groups", "flex", "flash_attn_hf", "torchtitan", "megatron", "lightning", "diffusers", "trl",
     "accelerate",
 )  # fmt: skip

@@ -18,7 +18,7 @@ from accelerate import ParallelismConfig
 
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.hosts import require_checked
-from ringattn.adapters.transformers_trainer import RingTrainerMixin
+from ringattn.adapters.transformers.trainer import RingTrainerMixin
 from ringattn.errors import InputError, UnsupportedError
 
 __all__ = ["RingParallelismConfig"]

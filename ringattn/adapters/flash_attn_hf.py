@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.groups import ring_of
-from ringattn.adapters.transformers_mask import mask_spec
+from ringattn.adapters.transformers.attention import mask_spec
 from ringattn.core.layout import make_layout
 from ringattn.errors import InputError
 from ringattn.ring import Ring

@@ -22,7 +22,7 @@ from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.dropout import told_seed
 from ringattn.adapters.groups import ring_of
 from ringattn.adapters.hosts import require_checked
-from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.adapters.transformers import shard_batch
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence

@@ -19,11 +19,9 @@ from torch import Tensor
 from trl import SFTTrainer
 
 from ringattn.adapters.hosts import require_checked
-from ringattn.adapters.peft import base_of
-from ringattn.adapters.transformers_loaders import last_turn
-from ringattn.adapters.transformers_memory import refuse_logits
-from ringattn.adapters.transformers_outputs import know_outputs
-from ringattn.adapters.transformers_trainer import RingTrainerMixin
+from ringattn.adapters.transformers.checks import base_of, know_outputs
+from ringattn.adapters.transformers.memory import refuse_logits
+from ringattn.adapters.transformers.trainer import RingTrainerMixin, last_turn
 from ringattn.errors import UnsupportedError
 
 __all__ = ["RingSFTTrainer"]

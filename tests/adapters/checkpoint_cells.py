@@ -25,8 +25,7 @@ from transformers import Trainer, TrainingArguments
 
 from ringattn import Ring
 from ringattn.adapters.accelerate import RingParallelismConfig
-from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.adapters.transformers import prepare, shard_batch
 from ringattn.testing import dense_attention
 from tests.adapters.models import tiny_model
 from tests.adapters.ranks import forked, in_double, restarting

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ringattn import Ring
-from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers_batches import WHOLE, shard_batch
+from ringattn.adapters.transformers import prepare, shard_batch
+from ringattn.adapters.transformers.batches import WHOLE
 from ringattn.testing import run_ranks
 from tests.adapters.ranks import InDouble, gradients
 

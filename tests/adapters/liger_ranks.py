@@ -22,8 +22,7 @@ from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
 from ringattn import Ring
-from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.adapters.transformers import prepare, shard_batch
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
 

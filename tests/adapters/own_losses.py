@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from ringattn import Ring
 from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.local import local_attention
-from ringattn.adapters.transformers_trainer import RingTrainerMixin
+from ringattn.adapters.transformers.trainer import RingTrainerMixin
 from tests.adapters.models import tiny_model
 from tests.adapters.ranks import forked, in_double
 from tests.adapters.trainer import as_on_accelerators, padded, texts, whole

@@ -24,8 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from ringattn import InputError, Ring, UnsupportedError
-from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.adapters.transformers import prepare, shard_batch
 from ringattn.adapters.trl import RingSFTTrainer
 from ringattn.testing import run_ranks
 from tests.adapters import trainer as plain_trainer

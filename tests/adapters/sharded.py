@@ -17,9 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ringattn import Ring
-from ringattn.adapters.peft import base_of
-from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.adapters.transformers import prepare, shard_batch
+from ringattn.adapters.transformers.checks import base_of
 from tests.adapters.ranks import InDouble, forked
 
 RANKS, STEPS = 2, 2

@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from ringattn import InputError, Ring, UnsupportedError
 from ringattn.adapters import accelerate as adapter
 from ringattn.adapters.accelerate import RingParallelismConfig
-from ringattn.adapters.transformers_trainer import RingTrainerMixin
+from ringattn.adapters.transformers.trainer import RingTrainerMixin
 from tests.adapters.models import tiny_model
 from tests.adapters.trainer import Stream, padded, texts
 

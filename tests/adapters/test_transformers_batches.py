@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from ringattn import DisagreementError, Ring, Sequence
 from ringattn.adapters import transformers as adapter
-from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.adapters.transformers import shard_batch
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
 from tests.adapters.test_transformers_refusals import refused

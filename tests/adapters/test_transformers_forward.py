@@ -22,8 +22,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from ringattn import InputError, Ring, UnsupportedError
 from ringattn.adapters import hosts
 from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers_calls import _refuse_replaced
-from ringattn.adapters.transformers_forward import around_forward, stands_around
+from ringattn.adapters.transformers.calls import _refuse_replaced, around_forward, stands_around
 from ringattn.testing import run_ranks
 from tests.adapters.environments import environment
 from tests.adapters.hosts import ROOT, record

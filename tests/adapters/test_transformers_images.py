@@ -13,8 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import transformers
 
 from ringattn import InputError, Ring
-from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.adapters.transformers import prepare, shard_batch
 from ringattn.testing import run_ranks
 from tests.adapters.compare import far_off
 from tests.adapters.models import filled

@@ -41,7 +41,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(offload, "to_host", to_host)
     monkeypatch.setattr(offload, "from_host", torch.from_numpy)
-    monkeypatch.setattr("ringattn.adapters.transformers_memory.check_device", lambda device, option: None)
+    monkeypatch.setattr("ringattn.adapters.transformers.memory.check_device", lambda device, option: None)
     return moved
 
 

@@ -24,8 +24,8 @@ import transformers
 
 from ringattn import InputError, Ring
 from ringattn.adapters import transformers as adapter
-from ringattn.adapters.transformers_batches import shard_batch
-from ringattn.adapters.transformers_places import counts_by_itself
+from ringattn.adapters.transformers import shard_batch
+from ringattn.adapters.transformers.positions import counts_by_itself
 from ringattn.testing import run_ranks
 from tests.adapters.compare import far_off
 from tests.adapters.models import filled, tiny_model

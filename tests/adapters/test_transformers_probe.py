@@ -19,11 +19,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers import PreTrainedConfig
 
 from ringattn import Ring
-from ringattn.adapters import transformers_places
-from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers_images import image_places
-from ringattn.adapters.transformers_places import counts_by_itself, own_places
-from ringattn.adapters.transformers_probe import probe_copy
+from ringattn.adapters.transformers import positions, prepare
+from ringattn.adapters.transformers.positions import counts_by_itself, image_places, own_places, probe_copy
 from ringattn.runtime.activation import activate
 from ringattn.testing import run_ranks
 from tests.adapters import test_transformers_images as images
@@ -155,14 +152,14 @@ def test_a_probe_copies_what_a_forward_may_change_and_shares_the_weights() -> No
 def test_threads_that_share_a_model_probe_it_while_another_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model, probing, done = tiny_model("llama", "eager"), threading.Event(), threading.Event()
     expected = model(input_ids=ids(9)).logits
-    lookups = transformers_places._lookups
+    lookups = positions._lookups
 
     def slowly(*given: Any) -> Any:
         probing.set()
         assert done.wait(20.0)
         return lookups(*given)
 
-    monkeypatch.setattr(transformers_places, "_lookups", slowly)
+    monkeypatch.setattr(positions, "_lookups", slowly)
     probe = threading.Thread(target=counts_by_itself, args=(model,))
     probe.start()
     assert probing.wait(20.0)

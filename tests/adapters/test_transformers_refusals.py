@@ -17,8 +17,7 @@ from transformers import masking_utils
 
 from ringattn import DisagreementError, InputError, Ring, Sequence
 from ringattn.adapters import transformers as adapter
-from ringattn.adapters.transformers_checks import refuse_options
-from ringattn.adapters.transformers_mask import mask_spec
+from ringattn.adapters.transformers.attention import mask_spec, refuse_options
 from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
 from tests.adapters.models import Encoder, filled, tiny_model

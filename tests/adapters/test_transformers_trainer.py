@@ -24,8 +24,8 @@ from accelerate.data_loader import IterableDatasetShard
 from ringattn import InputError, Ring
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.dropout import seed_from
-from ringattn.adapters.transformers_trainer import RingTrainerMixin, check_trainer
-from ringattn.adapters.transformers_whole import WholeTensor
+from ringattn.adapters.transformers.batches import WholeTensor
+from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer
 from ringattn.errors import UnsupportedError
 from tests.adapters.hosts import record
 from tests.adapters.models import tiny_model

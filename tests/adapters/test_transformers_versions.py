@@ -14,9 +14,10 @@ import torch
 from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function
 
 from ringattn import Ring
-from ringattn.adapters import hosts, transformers_mask, transformers_versions
+from ringattn.adapters import hosts
 from ringattn.adapters import transformers as adapter
-from ringattn.adapters.transformers_mask import MaskSpec, mask_spec
+from ringattn.adapters.transformers import attention
+from ringattn.adapters.transformers.attention import CHECKED, MaskSpec, mask_spec
 from ringattn.errors import UnsupportedError
 from tests.adapters.hosts import read, record
 from tests.adapters.models import tiny_model
@@ -91,7 +92,7 @@ def test_a_mask_of_4_57_tells_the_places_of_its_queries() -> None:
 @pytest.mark.parametrize(("by_document", "cuts"), [(True, [0, 4, 9, 14, 17]), (False, [0, 4, 5, 10, 15, 17])])
 def test_chunks_of_packed_documents(by_document: bool, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """From 5.23 on each document begins a chunk; before, chunks are those of the row."""
-    monkeypatch.setattr(transformers_mask, "chunks_begin_with_documents", lambda: by_document)
+    monkeypatch.setattr(attention, "chunks_begin_with_documents", lambda: by_document)
     function = chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64))
     spec = mask_spec(batch_size=1, q_length=17, kv_length=17, mask_function=function, local_size=5)
     with Ring() as ring:
@@ -100,4 +101,4 @@ def test_chunks_of_packed_documents(by_document: bool, cuts: list[int], monkeypa
 
 
 def test_every_version_has_a_column() -> None:
-    assert {version.rpartition(".")[0] for version in VERSIONS} == set(transformers_versions.CHECKED)
+    assert {version.rpartition(".")[0] for version in VERSIONS} == set(CHECKED)

@@ -21,7 +21,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed, which Tra
 from ringattn import InputError, Ring, Sequence, UnsupportedError
 from ringattn.adapters.local import local_attention
 from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers_whole import WholeTensor, whole_calls
+from ringattn.adapters.transformers.batches import WholeTensor, whole_calls
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
 from tests.adapters.own_losses import CASES, ROUTES

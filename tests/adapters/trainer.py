@@ -26,7 +26,7 @@ from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, Tr
 
 from ringattn import Ring
 from ringattn.adapters.accelerate import RingParallelismConfig
-from ringattn.adapters.transformers_trainer import RingTrainerMixin
+from ringattn.adapters.transformers.trainer import RingTrainerMixin
 from tests.adapters.models import tiny_model, with_lora
 from tests.adapters.ranks import InDouble, forked, in_double
 

@@ -7,7 +7,7 @@ import json
 import trl
 
 from ringattn import UnsupportedError
-from ringattn.adapters.transformers_trainer import RingTrainerMixin, check_trainer
+from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer
 
 
 def said() -> dict[str, str]:

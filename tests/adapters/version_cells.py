@@ -23,7 +23,7 @@ from transformers import DataCollatorWithFlattening, LlamaConfig
 from ringattn import InputError, Ring
 from ringattn.adapters.context import recompute_context
 from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers_trainer import RingTrainerMixin, check_trainer
+from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer
 from ringattn.testing import run_ranks
 from tests.adapters.compare import far_from_one, far_off, far_off_compiled
 from tests.adapters.models import tiny_model, with_lora

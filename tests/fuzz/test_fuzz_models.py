@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from ringattn.adapters import transformers as adapter
-from ringattn.adapters import transformers_calls as calls
-from ringattn.adapters.transformers_mask import MaskSpec
+from ringattn.adapters.transformers import calls
+from ringattn.adapters.transformers.attention import MaskSpec
 from tests.fuzz import session
 from tests.fuzz.models import cases, page, tiny, walk
 from tests.fuzz.models.cases import cases_of

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.adapters import transformers as adapter
-from ringattn.adapters.transformers_batches import shard_batch
+from ringattn.adapters.transformers import shard_batch
 from ringattn.errors import InputError
 from ringattn.transport.local import LocalWorld
 from tests.adapters.ranks import InDouble, gradients

@@ -1,30 +1,45 @@
-"""Calls of a prepared model of transformers: what it is given and what it returns, which its attention does not see.
+"""Checks around each call of a prepared model: its inputs, its outputs, and the parts of the model that attend.
 
-Guarantees: over a ring of several ranks all of them refuse inputs that are not a shard, a loss or an output that would
-be of a rank's tokens alone, and a model that mixes tokens without attention.
+Attention sees only q, k and v; what it cannot see is checked here. `around_forward` wraps the model's `forward`:
+torch runs hooks only where a module is called, and the tuners of PEFT call `model.forward` directly.
+
+Guarantees: on a ring of several ranks, all ranks refuse inputs that are not a shard, losses or outputs that would
+contain this rank's tokens alone, and models that mix tokens without attention.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ringattn.adapters.alike import refused_by_all
-from ringattn.adapters.peft import refuse_adapters
-from ringattn.adapters.transformers_checks import check_encoder, check_tokens, refuse_layers, short
-from ringattn.adapters.transformers_forward import around_forward, stands_around
-from ringattn.adapters.transformers_outputs import LEAVE_OUT, check_output, token_shape
-from ringattn.adapters.transformers_places import counts_by_itself, own_places
+from ringattn.adapters.context import attends_locally
+from ringattn.adapters.transformers.checks import (
+    LEAVE_OUT,
+    check_encoder,
+    check_output,
+    check_tokens,
+    depends_on_length,
+    refuse_adapters,
+    refuse_layers,
+    short,
+    token_shape,
+)
+from ringattn.adapters.transformers.positions import counts_by_itself, own_places
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.runtime.activation import active_sequence
 from ringattn.sequence import Sequence
+
+# --- Calls ------------------------------------------------------------------------------------------------------------
 
 SHARDED = {"input_ids": -1, "inputs_embeds": -2, "position_ids": -1, "labels": -1, "shift_labels": -1}
 """Arguments of a model, by the dimension of their tokens."""
@@ -297,3 +312,165 @@ def _adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
         return bool(asked)
     configs = model.config, model.config.get_text_config(decoder=True)
     return any(getattr(config, "output_router_logits", False) for config in configs)
+
+
+# --- Steps around forward ---------------------------------------------------------------------------------------------
+
+Before = Callable[[Any, tuple[Any, ...], dict[str, Any]], object]
+
+After = Callable[[Any, tuple[Any, ...], Any], Any]
+
+AROUND = "ringattn_around"
+"""Marks a forward that has these steps around it."""
+
+
+def around_forward(model: nn.Module, before: Before, after: After) -> None:
+    """Run `before(model, args, kwargs)` and `after(model, args, out)` around `model.forward` from now on.
+
+    What `after` returns replaces the output, unless it is None. It runs also where the forward pass failed, then with
+    None for the output. Copies of the model keep both. Nothing changes where they stand around it already.
+    """
+    inner: Any = model.forward
+    if stands_around(model):
+        return
+    original = inner.__func__ if isinstance(inner, MethodType) and inner.__self__ is model else _unbound(inner)
+
+    @wraps(original)
+    @torch.compiler.disable(recursive=False)  # the model below is compiled all the same
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(self, args, kwargs)
+        out = changed = None
+        try:
+            out = original(self, *args, **kwargs)
+        finally:
+            changed = after(self, args, out)
+        return out if changed is None else changed
+
+    told: Any = forward
+    del told.__wrapped__  # accelerate unwraps forwards as far as this leads
+    told.__signature__ = inspect.signature(original)
+    setattr(told, AROUND, True)
+    model.forward = MethodType(forward, model)
+
+
+def stands_around(model: nn.Module) -> bool:
+    """Whether the steps are still there: others may have put their own forward around it, or in its place."""
+    forward: Any = model.forward
+    while forward is not None and not getattr(forward, AROUND, False):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None
+
+
+def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    bound = inspect.signature(function)
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    told: Any = call
+    told.__signature__ = bound.replace(parameters=[this, *bound.parameters.values()])
+    return call
+
+
+# --- Rotary embeddings that depend on the length ----------------------------------------------------------------------
+# transformers takes the largest position that a `dynamic` or `longrope` module gets as the length of the text, and a
+# rank has only its own positions. Each module therefore gets one more position, the largest of all ranks, and the
+# cosines of that position are dropped again. Checked with transformers 5.23.
+
+USED = "ringattn_rotary_used"
+"""Marks a module that has chosen frequencies by a sequence of several ranks."""
+
+
+def watch_rotary(model: nn.Module) -> None:
+    """Let the rotary modules of a model's text choose by the whole length from now on."""
+    for module in model.modules():
+        if getattr(module, PART, None) == "tower" or not depends_on_length(getattr(module, "rope_type", None)):
+            continue
+        if "position_ids" in inspect.signature(module.forward).parameters:
+            module.register_forward_pre_hook(_with_the_last, with_kwargs=True)
+            module.register_forward_hook(_without_it)
+
+
+@torch.compiler.disable
+def _with_the_last(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch._C._current_graph_task_id() != -1:
+        if getattr(module, USED, False):
+            raise InputError(
+                f"backward computes {type(module).__name__} again, which chose its frequencies by the length of a "
+                "whole sequence; checkpoint layers, as gradient_checkpointing_enable does, and not the whole model"
+            )
+        return None
+    if (call := under_way()) is None:
+        return None
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    ids: Tensor = bound.arguments["position_ids"]
+    with refused_by_all(call.seq.ring):
+        if ids.shape[-1] != call.seq.counts[call.seq.ring.rank]:
+            raise InputError(
+                f"{type(module).__name__} got positions {tuple(ids.shape)}, not those of this rank's tokens"
+            )
+    last = call.seq.gather(ids, dim=ids.dim() - 1).max()
+    bound.arguments["position_ids"] = torch.cat([ids, last.expand(*ids.shape[:-1], 1)], -1)
+    setattr(module, USED, True)
+    call.has_chosen = True
+    return bound.args, bound.kwargs
+
+
+@torch.compiler.disable
+def _without_it(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+    if torch._C._current_graph_task_id() != -1 or under_way() is None:
+        return None
+    return tuple(x[..., :-1, :] for x in out) if isinstance(out, tuple) else out[..., :-1, :]
+
+
+# --- Parts of a model: text and towers --------------------------------------------------------------------------------
+# The tokens of the text are sharded over ranks. Every rank has all that a tower (images, sound) sees, so towers attend
+# locally.
+
+PART = "ringattn_part"
+"""The attribute by which `prepare` marks modules as "text" or "tower"; copies of a model keep it."""
+
+
+def mark_parts(model: nn.Module, text: Any) -> None:
+    """Modules of the text's configuration are text, modules of another sub-model's are a tower's."""
+    towers = _parts_of(model.config) - _parts_of(text)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is text or id(config) in towers:
+            setattr(module, PART, "text" if config is text else "tower")
+    _mark_local(model)
+
+
+def refuse_text_towers(model: Any) -> None:
+    """Raise `UnsupportedError` for an encoder-decoder whose encoder reads the text and has a configuration of its own.
+
+    `mark_parts` has taken it for a tower.
+    """
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return
+    for part in model.modules():
+        if getattr(part, PART, None) != "tower" or part.config is model.config:
+            continue
+        if "input_ids" in inspect.signature(part.forward).parameters:
+            name = type(model).__name__
+            raise UnsupportedError(
+                f"{name} reads its text with {type(part).__name__}, which has a configuration of its own and would "
+                "see this rank's tokens alone: prepare and call the encoder and the decoder by themselves, the decoder "
+                "with the encoder's last_hidden_state as encoder_hidden_states beside an encoder_attention_mask of ones"
+            )
+
+
+def _mark_local(module: nn.Module) -> None:
+    """What is a tower, with all that it holds, attends locally by whatever function it calls."""
+    parts = {getattr(part, PART, None) for part in module.modules()}
+    if getattr(module, PART, None) == "tower" and "text" not in parts:
+        attends_locally(module)
+        return
+    for child in module.children():
+        _mark_local(child)
+
+
+def _parts_of(config: Any) -> set[int]:
+    """The configurations of all sub-models, by identity."""
+    subs = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return {id(config)}.union(*(_parts_of(sub) for sub in subs if sub is not None))

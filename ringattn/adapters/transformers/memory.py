@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ringattn.adapters.transformers_calls import WatchedLoss
-from ringattn.adapters.transformers_forward import AROUND
+from ringattn.adapters.transformers.calls import AROUND, WatchedLoss
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.layers.offload import check_device, inputs_on_host
 from ringattn.layers.tiled import Tiling, tiled
