@@ -7,6 +7,7 @@ predicted. Losses are compared between lines that must have the same before anyt
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +19,15 @@ from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
 from ringattn.launch.capacity.model_shapes import ModelShape
 from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
+from ringattn.launch.train.config import load_train
+from ringattn.launch.train.loop import train
+from ringattn.observe.memory import StorageMeter
+from ringattn.ring import Ring
 
-PROGRAM = "ringattn.launch.train.weighing:weigh"
+PROGRAM = "ringattn.bench.training_memory:weigh_rank"
+M_MMAP_THRESHOLD = -3
+"""The parameter of glibc's mallopt (malloc.h)."""
+MAPPED_FROM_BYTES = 1 << 16
 
 
 class Combination(NamedTuple):
@@ -33,7 +41,7 @@ class Combination(NamedTuple):
 COMBINATIONS = (
     *(Combination(recompute, "adamw", ranks) for ranks in (1, 2, 4) for recompute in ("none", "selective", "full")),
     Combination("none", "sgd", 2),
-    Combination("selective", "lion", 2),
+    Combination("selective", "sgd", 2),
     Combination("full", "adafactor", 2),
 )
 BYTES = 256
@@ -75,6 +83,24 @@ def predicted_bytes(run: Combination, options: TrainingMemoryOptions) -> int:
         optimizer=run.optimizer, recompute=run.recompute, gradients_kept=False, data="whole",
     )  # fmt: skip
     return int(training_bytes(whole).peak.total)
+
+
+def weigh_rank(ring: Ring, words: Sequence[str]) -> dict[str, Any]:
+    """Train on this rank of a new process with `words` (key=value of `ringattn train`), measured in two ways at once.
+
+    Returns peak growth of resident memory and of torch's storages, what is kept between steps (`kept_bytes`), all in
+    bytes, and the losses.
+    """
+    # Else glibc keeps freed tensors in its heap, and resident size includes what was used before.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
+    with StorageMeter() as storages:
+        result = train(ring, load_train(words))
+    return {
+        "resident_bytes": result["memory_growth_bytes"][ring.rank],
+        "storage_bytes": storages.peak_bytes,
+        "kept_bytes": result["replicated_bytes"],
+        "losses": result["losses"],
+    }
 
 
 def weigh(options: TrainingMemoryOptions, say: Say) -> list[dict[str, Any]]:

@@ -21,11 +21,9 @@ from ringattn.launch.capacity.hardware import GIB, Hardware, hardware
 from ringattn.launch.capacity.model_shapes import ModelShape, model_shape
 from ringattn.launch.capacity.step_time import estimate, flops_of, ring_bytes
 from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
-from ringattn.launch.train.batches import BatchPart
-from ringattn.launch.train.config import TrainConfig
+from ringattn.launch.train.config import ModelConfig, TrainConfig
+from ringattn.launch.train.data import VOCABULARY, BatchPart
 from ringattn.launch.train.loop import backward, make_model
-from ringattn.launch.train.model import ModelConfig
-from ringattn.launch.train.text import VOCABULARY
 from ringattn.layers import offload
 from ringattn.observe.memory import StorageMeter
 from ringattn.ring import Ring

@@ -48,7 +48,7 @@ STARTS = {
 """What takes a while, and would be silent meanwhile."""
 AGAIN = {
     "sweep": "what was measured is kept, and the same command goes on",
-    "train": "the same command goes on from the last checkpoint in out_dir, if checkpoint_every_steps made one",
+    "train": "the same command goes on from the last checkpoint in the folder out, if checkpoint_every_steps made one",
 }
 """How to go on after Ctrl-C; other commands keep nothing."""
 

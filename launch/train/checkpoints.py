@@ -1,15 +1,21 @@
 """Checkpoints of a training run, by `torch.distributed.checkpoint`: saved whole, found again, loaded anywhere.
 
-A checkpoint is a folder `step-N` of the run's `out_dir/checkpoints`: the weights and the optimizer's state as all ranks
-together wrote them, and `run.json`, which says of what run and step it is. On several machines the folder is shared.
-Guarantees: a checkpoint is there once it is complete, and not before; the last two that are good are kept, and a
+A checkpoint is a folder `step-N` of the run's `out/checkpoints`: the weights and the optimizer's state, written by
+all ranks together, and `run.json`, written last, which says of which run and step it is and lists every other file with
+its bytes and digest, and has a digest of itself. On several machines the folder is shared.
+
+Guarantees: a checkpoint exists once it is complete, and not before; a file that is missing, shorter, longer or
+different from when it was written is named before anything is loaded; the last two good checkpoints are kept, and a
 damaged one is never loaded. One of another model or of other data is refused by the name of the key that differs; any
 number of replicas, ranks and any sharding may load it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
 import shutil
 import sys
 import warnings
@@ -19,41 +25,32 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ringattn.errors import InputError, NonFiniteError, RingError
 from ringattn.launch.folders import FolderLock, not_written
 from ringattn.launch.options import leaves
 from ringattn.launch.ranks import restarts_of_torchrun, torchrun_job
-from ringattn.launch.spelling import ALIASES
-from ringattn.launch.train.checkpoint_files import (
-    RUN,
-    DamagedError,
-    check_files,
-    described,
-    named,
-    read_run,
-    remove,
-    write_run,
-)
 from ringattn.launch.train.checkpoint_reader import first_failure, load_checkpoint
 from ringattn.launch.train.config import TrainConfig
-from ringattn.launch.train.documents import Documents
-from ringattn.launch.train.finite import all_finite
+from ringattn.launch.train.data import Documents
 from ringattn.launch.train.mesh import join_process_group
 from ringattn.launch.train.model import Transformer
-from ringattn.launch.train.optimizers import local_bytes
+from ringattn.launch.train.switches import local_bytes
 from ringattn.runtime.rank_group import RankGroup
 
+RUN = "run.json"
 KEPT = 2
 MAY_CHANGE = frozenset({
     "ranks", "replicas", "micro_batch", "sharding", "layout", "schedule", "engine", "transport", "threads_per_rank",
     "recompute", "saved_activations", "chunked_loss_tokens", "tiled_mlp_tokens", "steps", "learning_rate",
-    "warmup_steps", "clip_norm", "nonfinite", "timeout_s", "limit_s", "tokenizer", "out_dir", "checkpoint_every_steps",
+    "warmup_steps", "clip_norm", "nonfinite", "timeout_s", "limit_s", "tokenizer", "out", "checkpoint_every_steps",
     "resume", "restarts",
 })  # fmt: skip
 """Keys in which a run may differ from the one it goes on with. Whatever is not here is of the model or the data."""
@@ -61,7 +58,7 @@ MAY_CHANGE = frozenset({
 
 @dataclass
 class Curve:
-    """What a run has come to, step by step, since its very beginning; as many steps are done as it has losses."""
+    """Losses and gradient norms of all steps since the run began, in whatever process; one loss for each step done."""
 
     losses: list[float | None] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
@@ -73,11 +70,11 @@ class Curve:
 def checkpoints_of(
     everyone: RankGroup, config: TrainConfig, text: Documents, lock: FolderLock | None = None
 ) -> Checkpoints | None:
-    """The checkpoints of a run, None if it saves none and no rank sees any. All ranks call it together."""
+    """Return the checkpoints of a run, None if it saves none and no rank sees any. All ranks call it together."""
     idle = config.checkpoint_every_steps is None and config.resume in ("auto", "never")
     seen = everyone.all_gather_text(
-        "".join(map(str, named(Path(config.out_dir) / "checkpoints")))
-    )  # by one machine alone, where it is not shared
+        "".join(map(str, named(Path(config.out) / "checkpoints")))
+    )  # a folder that is not shared may exist on one machine only
     return None if idle and not any(seen) else Checkpoints(everyone, config, text, lock)
 
 
@@ -87,17 +84,16 @@ class Checkpoints:
     def __init__(
         self, everyone: RankGroup, config: TrainConfig, text: Documents, lock: FolderLock | None = None
     ) -> None:
-        """`text` is what the run learns; `lock` is rank 0's of the folder. Raises `InputError` for ranks that are
-        threads."""
+        """`text`: what the run learns; `lock`: rank 0's of the folder. Raises `InputError` if ranks are threads."""
         if everyone.world_size > 1:
             saves = config.checkpoint_every_steps is not None
             key = "checkpoint_every_steps" if saves else f"resume={config.resume}"
             join_process_group(everyone, key, config.timeout_s)
         self.everyone, self.config, self.lock = everyone, config, lock
-        self.folder = Path(config.out_dir) / "checkpoints"
+        self.folder = Path(config.out) / "checkpoints"
         self.damaged: list[str] = []
-        """Which checkpoints were passed over, a sentence each."""
-        # The same text may lie elsewhere, and another under the same name.
+        """Checkpoints that were passed over, one sentence each."""
+        # The text by its content: its file may have another path, and another text the same path.
         facts = {key: value for key, value, _ in leaves(config) if key not in MAY_CHANGE}
         self.facts = {**facts, "text": text.digest()}
 
@@ -105,16 +101,16 @@ class Checkpoints:
         """Save every `checkpoint_every_steps` and after the last step, once a step was not skipped."""
         done, every = len(curve.losses), self.config.checkpoint_every_steps
         if done == len(curve.skipped_steps):
-            # The run is where it began; and torch makes an optimizer's state by a step of its own, where it has none.
+            # Nothing has changed since the start; and torch would make the optimizer's state by a step that counts.
             return
         if every is not None and (done % every == 0 or done == self.config.steps):
             self.save(model, optimizer, curve)
 
     def save(self, model: Transformer, optimizer: Optimizer, curve: Curve) -> None:
-        """Save the state after `len(curve.losses)` steps. A run that is killed meanwhile has the checkpoints before.
+        """Save the state after `len(curve.losses)` steps. A run that is killed meanwhile has the previous checkpoints.
 
-        Raises `NonFiniteError` for weights that are not finite, `RingError` where the disk does not take them or the
-        folder is not this run's any more: on all ranks, and the checkpoints before stay.
+        Raises, on all ranks, `NonFiniteError` for weights that are not finite, and `RingError` if the files cannot be
+        written or the folder is not this run's any more; the previous checkpoints stay.
         """
         done = len(curve.losses)
         if not all_finite(self.everyone, model, optimizer):
@@ -129,13 +125,13 @@ class Checkpoints:
 
         def begin() -> None:
             if lost := self.lock and self.lock.lost():
-                raise RingError(f"out_dir={self.config.out_dir}: {lost}; nothing is saved there any more")
+                raise RingError(f"out={self.config.out}: {lost}; nothing is saved there any more")
             for remains in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.deleted")]:
                 shutil.rmtree(remains)
             partial.mkdir(parents=True)
 
         def write() -> dict[str, tuple[int, str]]:
-            with _one_process_is_meant():
+            with _without_group_warning():
                 dcp.save(state, checkpoint_id=partial)
             return {file.name: described(file) for file in partial.glob(f"__{rank}_*")}
 
@@ -147,16 +143,16 @@ class Checkpoints:
             partial.rename(path)
 
         self._on_all_ranks(partial, needed, begin if rank == 0 else None)
-        files = {
-            name: tuple(facts) for told in self._on_all_ranks(partial, needed, write) for name, facts in told.items()
-        }
+        of_ranks = self._on_all_ranks(partial, needed, write)
+        files = {name: tuple(facts) for of_rank in of_ranks for name, facts in of_rank.items()}
         self._on_all_ranks(partial, needed, (lambda: end(files)) if rank == 0 else None)
         self._keep_good_ones(path)
 
     def _on_all_ranks(self, partial: Path, needed_bytes: int, work: Callable[[], Any] | None) -> list[Any]:
-        """What `work` comes to, by rank; where it fails on one, nothing of the save is left and all ranks raise.
+        """Run `work`, if any, on each rank and return the results by rank.
 
-        A signal handler that raises in `work` abandons the save: its own error is raised.
+        If it fails on a rank, the unfinished save is removed and all ranks raise. An error that a signal handler
+        raises in `work` abandons the save and is raised as it is.
         """
         answer, failure = None, None
         try:
@@ -168,18 +164,18 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise interrupt from None
             failure = str(not_written(partial.with_suffix(""), first_failure(error), needed_bytes))
-        told = [json.loads(words) for words in self.everyone.all_gather_text(json.dumps([answer, failure]))]
-        failed = [(rank, failure) for rank, (_, failure) in enumerate(told) if failure]
+        answers = [json.loads(message) for message in self.everyone.all_gather_text(json.dumps([answer, failure]))]
+        failed = [(rank, failure) for rank, (_, failure) in enumerate(answers) if failure]
         if failed:
             if self.everyone.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             self.everyone.barrier()
             of_rank = f" (rank {failed[0][0]})" if self.everyone.world_size > 1 else ""
             raise RingError(f"{failed[0][1]}; the checkpoints before stay, and resume=auto goes on from them{of_rank}")
-        return [answer for answer, _ in told]
+        return [answer for answer, _ in answers]
 
     def _keep_good_ones(self, new: Path) -> None:
-        """Remove what is older than the last `KEPT` that are good: a damaged one must not count as one of them."""
+        """Remove checkpoints older than the last `KEPT` good ones; a damaged one does not count as one of them."""
         names = json.loads(self.everyone.all_gather_text(json.dumps([path.name for path in named(self.folder)]))[0])
         good = 0
         for path in (self.folder / name for name in names):
@@ -190,12 +186,12 @@ class Checkpoints:
                 good += path == new or self._damage(path) is None
 
     def resume(self, model: Transformer, optimizer: Optimizer) -> Curve:
-        """Load what `resume` says into the model and its optimizer; the curve so far, empty for a run that begins.
+        """Load the checkpoint that `resume` selects into the model and its optimizer.
 
-        A damaged checkpoint is passed over for the one before, if `resume` names none. Raises `InputError`, with the
-        key first, for a checkpoint that is damaged, might run code, is not there, is of another run or of a later step
-        than the last. Also if `resume` is not auto and the folder has checkpoints of its own, unless this is a restart
-        of the torchrun that saved them.
+        Returns the curve so far, empty for a run that begins. `resume=auto` passes over damaged checkpoints for the
+        newest good one. Raises `InputError`, with the key first, for a checkpoint that is damaged, might run code, does
+        not exist, is of another run or of a later step than the last. Also if `resume` is not auto and the folder has
+        checkpoints of its own, unless this is a restart by the torchrun that saved them.
         """
         is_named, candidates = self._chosen()
         if not candidates:
@@ -208,7 +204,7 @@ class Checkpoints:
             raise InputError(f"steps={self.config.steps}: {path} has {len(curve.losses)} steps behind it already")
         state = _state(model, optimizer)
         try:
-            with _one_process_is_meant():
+            with _without_group_warning():
                 load_checkpoint(self.everyone, state, path)
         except InputError as error:
             raise InputError(f"resume={self.config.resume}: {path}: {error}") from error
@@ -216,71 +212,72 @@ class Checkpoints:
         return curve
 
     def _first_good(self, candidates: Sequence[Path], is_named: bool) -> Path:
-        """The newest of the candidates that is not damaged; of one that `is_named` only itself."""
-        found = []
+        """Return the newest candidate that is not damaged. If `resume` names one (`is_named`), only that one."""
+        damages = []
         for path in candidates:
             damage = self._damage(path)
             if damage is None:
                 break
-            found.append(damage)
+            damages.append(damage)
         else:
             raise InputError(
-                f"resume={self.config.resume}: {'; '.join(found)}; no older checkpoint is good, so there is nothing to "
-                "go on from: bring the file back from a copy, or choose another out_dir to begin anew"
+                f"resume={self.config.resume}: {'; '.join(damages)}; no older checkpoint is good, so there is nothing "
+                "to go on from: bring the file back from a copy, or choose another folder with out=PATH to begin anew"
             )
-        if found and is_named:
-            raise InputError(f"resume={self.config.resume}: {'; '.join(found)}; the next older good one is {path}")
-        self.damaged = [f"{damage}; going on from {path}" for damage in found]
+        if damages and is_named:
+            raise InputError(f"resume={self.config.resume}: {'; '.join(damages)}; the next older good one is {path}")
+        self.damaged = [f"{damage}; going on from {path}" for damage in damages]
         if self.everyone.rank == 0:
             for line in self.damaged:
                 print(f"ringattn train: {line}", file=sys.stderr, flush=True)
         return path
 
     def _damage(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint, by the name of the file, None for a good one; each rank reads a part."""
-        found = ""
+        """Return what is wrong with a checkpoint and in which file, None for a good one; each rank reads some files."""
+        damage = ""
         try:
             check_files(path, read_run(path)["files"], self.everyone.rank, self.everyone.world_size)
         except DamagedError as error:
-            found = str(error)
-        return next(filter(None, self.everyone.all_gather_text(found)), None)
+            damage = str(error)
+        return next(filter(None, self.everyone.all_gather_text(damage)), None)
 
     def _chosen(self) -> tuple[bool, list[Path]]:
-        """Whether `resume` names a checkpoint, and those to go on from, the best first: the same on all ranks."""
-        resume, own = self.config.resume, named(self.folder)
-        mine = [list(map(str, own)), _is_of_this_job(own), (Path(resume) / RUN).exists()]
-        told = [json.loads(one) for one in self.everyone.all_gather_text(json.dumps(mine))]
-        for rank, (paths, _, _) in enumerate(told):
-            if paths != told[0][0]:
+        """Return whether `resume` names a checkpoint, and the candidates, the best first: the same on all ranks."""
+        resume, saved = self.config.resume, named(self.folder)
+        view = [list(map(str, saved)), _is_of_this_job(saved), (Path(resume) / RUN).exists()]
+        views = [json.loads(message) for message in self.everyone.all_gather_text(json.dumps(view))]
+        for rank, (paths, _, _) in enumerate(views):
+            if paths != views[0][0]:
                 raise InputError(
-                    f"out_dir={self.config.out_dir}: rank 0 sees the checkpoints {_newest(told[0][0])} and rank {rank} "
-                    f"{_newest(paths)}; all machines must share this folder"
+                    f"out={self.config.out}: rank 0 sees the checkpoints {_newest(views[0][0])} and rank "
+                    f"{rank} {_newest(paths)}; all machines must share this folder"
                 )
-        if resume == "auto" or told[0][1]:  # rank 0 has saved it
-            return False, own
-        if own:
+        if resume == "auto" or views[0][1]:  # rank 0's: it wrote run.json
+            return False, saved
+        if saved:
             raise InputError(
-                f"resume={resume}: {own[0]} is in out_dir already; resume=auto goes on with it, else choose another "
-                "out_dir, or the checkpoints of two runs would lie in one folder"
+                f"resume={resume}: {saved[0]} is in the folder already; resume=auto goes on with it, else choose "
+                "another folder with out=PATH, or the checkpoints of two runs would be in one folder"
             )
         if resume == "never":
             return False, []
-        if lacking := [rank for rank, (_, _, there) in enumerate(told) if not there]:
+        if lacking := [rank for rank, (_, _, exists) in enumerate(views) if not exists]:
             where = f" on ranks {lacking}" if self.everyone.world_size > 1 else ""
             raise InputError(
                 f"resume={resume}: no complete checkpoint is there{where}; name a folder step-N that all machines see"
             )
         path = Path(resume)
-        beside = named(path.parent)
-        return True, [path, *(beside[beside.index(path) + 1 :] if path in beside else ())]
+        siblings = named(path.parent)
+        return True, [path, *(siblings[siblings.index(path) + 1 :] if path in siblings else ())]
 
-    def _check(self, path: Path, found: dict[str, Any]) -> None:
-        # Checkpoints of earlier versions have the old spellings.
-        found = {key if key in self.facts else ALIASES.get(key, key): value for key, value in found.items()}
-        for key in (key for key in sorted({*found, *self.facts}) if found.get(key) != self.facts.get(key)):
-            theirs = f"has {found.get(key)}" if key != "text" else "was trained on another text"
-            mine = self.config.text if key == "text" else self.facts.get(key)
-            raise InputError(f"{key}={mine}: the checkpoint {path} {theirs}; choose another out_dir to begin anew")
+    def _check(self, path: Path, theirs: dict[str, Any]) -> None:
+        """Raise `InputError` for the first key in which the run of the checkpoint differs from this one."""
+        for key in (key for key in sorted({*theirs, *self.facts}) if theirs.get(key) != self.facts.get(key)):
+            reason = f"has {theirs.get(key)}" if key != "text" else "was trained on another text"
+            value = self.config.text if key == "text" else self.facts.get(key)
+            raise InputError(
+                f"{key}={value}: the checkpoint {path} {reason}; choose another folder with out=PATH to begin anew"
+            )
 
 
 def _newest(paths: Sequence[str]) -> str:
@@ -288,18 +285,18 @@ def _newest(paths: Sequence[str]) -> str:
 
 
 def _interrupt(error: BaseException, rank: int) -> BaseException | None:
-    """What a signal handler raised on this rank. Torch wraps KeyboardInterrupt and SystemExit in its own error."""
+    """Return what a signal handler raised on this rank: torch wraps KeyboardInterrupt and SystemExit in its error."""
     if not isinstance(error, CheckpointException) or rank not in error.failures:
         return None
     of_rank = error.failures[rank][0]
     return None if isinstance(of_rank, Exception) else of_rank
 
 
-def _is_of_this_job(own: Sequence[Path]) -> bool:
-    """Whether this process is a restart and an earlier life of the same torchrun saved the newest checkpoint."""
+def _is_of_this_job(saved: Sequence[Path]) -> bool:
+    """Return whether this process is a restart by the torchrun whose earlier ranks saved the newest checkpoint."""
     if not restarts_of_torchrun():
         return False
-    for path in own:
+    for path in saved:
         with suppress(DamagedError):
             job = read_run(path)["job"]
             return job is not None and job == torchrun_job()
@@ -307,21 +304,112 @@ def _is_of_this_job(own: Sequence[Path]) -> bool:
 
 
 def _bytes_of(state: Any) -> int:
-    """Bytes of this rank's tensors in nested dictionaries."""
+    """Return the bytes of this rank's tensors in nested dictionaries."""
     if isinstance(state, dict):
         return sum(map(_bytes_of, state.values()))
     return local_bytes(state) if isinstance(state, Tensor) else 0
 
 
 @contextmanager
-def _one_process_is_meant() -> Iterator[None]:
-    """Torch warns where there is no process group, which one process does not need."""
+def _without_group_warning() -> Iterator[None]:
+    """Silence torch's warning that there is no process group, which one process does not need."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _state(model: Transformer, optimizer: Optimizer) -> dict[str, Any]:
-    """What is saved and loaded: each rank's own part of it under FSDP, else all of it."""
+    """Return the state that is saved and loaded: this rank's shard of it under FSDP, else all of it."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model": of_model, "optimizer": of_optimizer}
+
+
+def all_finite(everyone: RankGroup, model: Transformer, optimizer: Optimizer | None = None) -> bool:
+    """Return whether the weights, and the optimizer's state if given, are finite on all ranks. A collective call."""
+    tensors: list[Tensor] = [weight.detach() for weight in model.parameters()]
+    if optimizer is not None:
+        tensors += [part for state in optimizer.state.values() for part in state.values() if isinstance(part, Tensor)]
+    spoiled = torch.zeros((), dtype=torch.float64, device=everyone.device)
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.is_floating_point():
+            spoiled += (~local.isfinite().all()).to(spoiled)
+    everyone.all_reduce([spoiled])
+    return not spoiled.item()
+
+
+# --- folders and digests ---------------------------------------------------------------------------------------------
+
+
+class DamagedError(Exception):
+    """A checkpoint differs from what was written; the message names the file."""
+
+
+def latest(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint in the `out` of a run, or None. Its content is not checked."""
+    return next((path for path in named(folder / "checkpoints") if (path / RUN).exists()), None)
+
+
+def named(folder: Path) -> list[Path]:
+    """Return the paths in `folder` that have the name of a checkpoint, the newest first."""
+    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: rename it first, so that a half removed one does not have a checkpoint's name."""
+    shutil.rmtree(path.rename(path.with_suffix(".deleted")))
+
+
+def described(path: Path) -> tuple[int, str]:
+    """Return the bytes and the digest of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return file.tell(), digest
+
+
+def write_run(folder: Path, content: dict[str, Any], files: dict[str, tuple[int, str]]) -> None:
+    """Write `run.json`, which makes `folder` a checkpoint: the facts of the run, and all other files."""
+    content = {**content, "files": files}
+    with (folder / RUN).open("x", encoding="utf-8") as run:
+        json.dump({**content, "digest": _digest(content)}, run, allow_nan=False)
+        run.flush()
+        os.fsync(run.fileno())
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Read `run.json`. Raises `DamagedError` if it is missing or differs from what was written."""
+    path = folder / RUN
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        digest = content.pop("digest")
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise DamagedError(f"{path} is damaged (truncated, or without a digest)") from None
+    if digest != _digest(content):
+        raise DamagedError(f"{path} is damaged (its digest differs)")
+    return dict(content)
+
+
+def check_files(folder: Path, files: dict[str, tuple[int, str]], part: int = 0, parts: int = 1) -> None:
+    """Raise `DamagedError` for the first file that differs from what was written, of every `parts`-th from `part`."""
+    for name in sorted(files)[part::parts]:
+        path, (size, digest) = folder / name, files[name]
+        try:
+            actual_size, actual_digest = described(path)
+        except FileNotFoundError:
+            raise DamagedError(f"{path} is missing") from None
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read ({error.strerror})") from error
+        if actual_size != size:
+            kind = "truncated" if actual_size < size else "too long"
+            raise DamagedError(f"{path} is {kind} ({actual_size} bytes of {size})")
+        if actual_digest != digest:
+            raise DamagedError(f"{path} is damaged (its digest differs)")
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,9 +1,10 @@
-"""What a training run can be told."""
+"""The options of a training run, and which of them contradict each other. Imports without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
@@ -13,12 +14,38 @@ from ringattn.launch.config import load
 from ringattn.launch.names import ENGINES
 from ringattn.launch.options import MOST_SEED, option
 from ringattn.launch.schedules import schedule_option
-from ringattn.launch.train.curriculum import doublings
-from ringattn.launch.train.memory_switches import OPTIMIZERS, RECOMPUTE, SAVED_ACTIVATIONS, SHARDING
-from ringattn.launch.train.model_config import ModelConfig
 
 ATTENTION = ("full", "dilated")
 NONFINITE = ("stop", "skip")
+RECOMPUTE = ("none", "selective", "full", "offloaded")
+SAVED_ACTIVATIONS = ("keep", "offload", "int8", "fp8")
+SHARDING = ("none", "zero2", "zero3")
+OPTIMIZERS: dict[str, dict[str, str]] = {
+    "adamw": {"torch": "torch.optim:AdamW"},
+    "sgd": {"torch": "torch.optim:SGD"},
+    "adafactor": {"torch": "torch.optim:Adafactor"},
+    "lion": {"lion-pytorch": "lion_pytorch:Lion"},
+    "adamw8bit": {"torchao": "torchao.optim:AdamW8bit", "bitsandbytes": "bitsandbytes.optim:AdamW8bit"},
+}
+"""Optimizers by name, and the class of each in the packages that have it, the preferred package first."""
+
+
+@dataclass
+class ModelConfig:
+    """The shape of the model. The metadata of a field is its line in `ringattn train --help`."""
+
+    layers: int = option(2, "transformer blocks", least=1)
+    dim: int = option(128, "width of the residual stream", least=2)
+    heads: int = option(4, "query heads", least=1)
+    kv_heads: int = option(2, "key/value heads; divides heads", least=1)
+    hidden_dim: int = option(384, "width inside the feed-forward block", least=1)
+    rope_base: float = option(10_000.0, "base of the rotary frequencies", least=1.0)
+    tied: bool = option(True, "the output layer shares the embedding's weights")
+
+
+def head_dim(config: ModelConfig) -> int:
+    """Return the number of elements of one head."""
+    return config.dim // config.heads
 
 
 @dataclass
@@ -47,7 +74,7 @@ class TrainConfig:
     saved_activations: str = option("keep", "how activations wait for backward", choices=SAVED_ACTIVATIONS)
     sharding: str = option("none", "of weights, gradients, optimizer over all processes (FSDP2)", choices=SHARDING)
     chunked_loss_tokens: int | None = option(None, "tokens whose logits exist at once; all if not set", least=1)
-    optimizer: str = option("adamw", "what turns gradients into steps", choices=OPTIMIZERS)
+    optimizer: str = option("adamw", "what turns gradients into steps", choices=tuple(OPTIMIZERS))
     learning_rate: float = option(1e-3, "of the optimizer, after the warm-up", least=0.0)
     warmup_steps: int = option(10, "steps over which the learning rate grows from 0", least=0)
     weight_decay: float = option(0.01, "of the optimizer", least=0.0)
@@ -66,22 +93,30 @@ class TrainConfig:
     threads_per_rank: int | None = option(None, "intra-op threads of a process; cores / ranks if not set", least=1)
     timeout_s: float = option(600.0, "deadline of every wait for another rank, in seconds", above=0.0)
     limit_s: float = option(3600.0, "seconds after which the run is ended", above=0.0)
-    out_dir: str = option("outputs/train", "folder of result.json and of checkpoints")
+    out: str = option("outputs/train", "folder of result.json and of checkpoints")
     checkpoint_every_steps: int | None = option(None, "steps between checkpoints; none if not set", least=1)
-    resume: str = option("auto", "auto: from the last checkpoint in out_dir, if any; never; or the path of one")
+    resume: str = option("auto", "auto: from the last checkpoint in the folder out, if any; never; or the path of one")
     restarts: int = option(0, "times that failed ranks are started again, from the last checkpoint", least=0)
     model: ModelConfig = field(default_factory=ModelConfig)
 
 
 def load_train(overrides: Sequence[str], name: str = "train") -> TrainConfig:
-    """The run that `conf/<name>.yaml` and `overrides` describe. Raises `InputError`, with the key first."""
+    """Return the run that `conf/<name>.yaml` and `overrides` describe. Raises `InputError`, with the key first."""
     config = load(overrides, TrainConfig, name)
     check_sizes(config)
     return config
 
 
+def from_spec(spec: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration that `dataclasses.asdict` turned into `spec`."""
+    return TrainConfig(**{**spec, "model": ModelConfig(**spec["model"])})
+
+
+# --- contradictions --------------------------------------------------------------------------------------------------
+
+
 def check_sizes(config: TrainConfig) -> None:
-    """Raise `InputError`, with the key first, if two sizes contradict each other."""
+    """Raise `InputError`, with the key first, if two options contradict each other on any machine."""
     model = config.model
     if config.ranks is not None and config.ranks > config.tokens:
         raise InputError(f"ranks={config.ranks}: more ranks than tokens (tokens={config.tokens})")
@@ -98,6 +133,62 @@ def check_sizes(config: TrainConfig) -> None:
         raise InputError(f"restarts={config.restarts}: there is nothing to go on from; set checkpoint_every_steps")
     _check_branches(config)
     _check_data(config)
+
+
+def check_switches(config: TrainConfig, device_type: str) -> None:
+    """Raise `InputError`, with the key first, for memory switches that do not fit each other or this machine.
+
+    `device_type`: cpu or cuda. Also refuses an optimizer whose package is not installed.
+    """
+    if config.saved_activations == "offload" and device_type == "cpu":
+        raise InputError(
+            "saved_activations=offload: moves activations from a GPU to host memory, and this run is on a CPU; "
+            "use int8 or fp8, or recompute=full"
+        )
+    if config.recompute == "offloaded":
+        from ringattn.layers.offload import check_device
+
+        check_device(device_type, "recompute=offloaded")
+        if config.saved_activations != "keep":
+            raise InputError(
+                f"saved_activations={config.saved_activations}: of a layer nothing is saved but its input, which "
+                "recompute=offloaded moves to host memory; leave one of the two out"
+            )
+    optimizer_source(config.optimizer)
+    if config.optimizer == "adamw8bit" and config.dtype == "fp64":
+        raise InputError("optimizer=adamw8bit: steps in float32 and would round dtype=fp64; use adamw")
+    if config.sharding != "none" and config.optimizer in ("adafactor", "adamw8bit"):
+        raise InputError(
+            f"optimizer={config.optimizer}: takes statistics across a whole weight, of which a rank under "
+            f"sharding={config.sharding} has a part; use adamw, lion or sgd"
+        )
+
+
+def optimizer_source(name: str) -> str:
+    """Return the class of the optimizer `name` as `module:class`, from the first of its packages that is installed.
+
+    Raises `InputError` that says what to install if none is.
+    """
+    for source in OPTIMIZERS[name].values():
+        if find_spec(source.partition(":")[0].partition(".")[0]) is not None:
+            return source
+    raise InputError(f"optimizer={name}: its package is missing; pip install {' or '.join(OPTIMIZERS[name])}")
+
+
+def doublings(start_tokens: int, tokens: int) -> int:
+    """Return how often `start_tokens` must double to become `tokens`. Raises `InputError` if it never does."""
+    times = (tokens // start_tokens).bit_length() - 1
+    if times < 0 or start_tokens << times != tokens:
+        raise InputError(f"curriculum_start_tokens={start_tokens}: must be tokens={tokens}, its half, a quarter, ...")
+    return times
+
+
+def unreached(config: TrainConfig) -> list[str]:
+    """Return what dilated branches leave out, one sentence each; nothing for full attention."""
+    if config.attention == "full":
+        return []
+    branches = check(config.segment_lengths or (), config.dilation_rates or ())
+    return coverage_warnings(branches, config.model.heads, kv_heads=config.model.kv_heads, length=config.tokens)
 
 
 def _check_data(config: TrainConfig) -> None:
@@ -135,16 +226,3 @@ def _check_branches(config: TrainConfig) -> None:
             check(config.segment_lengths or (), config.dilation_rates or ())
         except InputError as error:
             raise InputError(f"segment_lengths={config.segment_lengths}: {error}") from None
-
-
-def unreached(config: TrainConfig) -> list[str]:
-    """What dilated branches leave out, a sentence each; nothing for full attention."""
-    if config.attention == "full":
-        return []
-    branches = check(config.segment_lengths or (), config.dilation_rates or ())
-    return coverage_warnings(branches, config.model.heads, kv_heads=config.model.kv_heads, length=config.tokens)
-
-
-def from_spec(spec: Mapping[str, Any]) -> TrainConfig:
-    """The configuration that `dataclasses.asdict` turned into `spec`."""
-    return TrainConfig(**{**spec, "model": ModelConfig(**spec["model"])})

@@ -77,11 +77,11 @@ def main(argv: Sequence[str]) -> int:
         verdicts = [_say_agreement(agreement, runs[0][0]["ranks"], console) for agreement in agreements]
         verdicts.append(_check(console, options.verbose))
         explanation = explain(config, runs[0][0]["ranks"])
-        _write(Path(config.out_dir), runs, agreements, explanation, all(verdicts))
+        _write(Path(config.out), runs, agreements, explanation, all(verdicts))
     except RingError as error:
         print(f"ringattn demo: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
-    console.print(f"pictures and summary in {config.out_dir}/ ({time.monotonic() - started:.0f} s)", soft_wrap=True)
+    console.print(f"pictures and summary in {config.out}/ ({time.monotonic() - started:.0f} s)", soft_wrap=True)
     return 0 if all(verdicts) else 1
 
 
@@ -144,7 +144,7 @@ def _check(console: Console, verbose: bool) -> bool:
 
 def explain(config: TrainConfig, ranks: int) -> Explanation:
     """What one attention call of the configured run does; planned by threads, nothing is computed."""
-    from ringattn.launch.train.model import head_dim
+    from ringattn.launch.train.config import head_dim
     from ringattn.testing import run_ranks
 
     def of_rank(ring: Ring) -> Explanation | None:

@@ -1,9 +1,10 @@
 """The training loop of one rank.
 
-Every rank draws its replica's sequences, keeps its own tokens, and sums its own loss over them, divided by the number
-of labels *of all ranks of all replicas*; gradients are then summed over all of these. That is the gradient of the
-one-process loss, whatever the layout and however unevenly labels fall. A mean of the ranks' means is another loss, and
-looks fine in a log.
+Every rank draws its replica's sequences, keeps its own tokens, and sums its loss over them, divided by the number of
+labels *of all ranks of all replicas*; gradients are then summed over all of these ranks. That is the gradient of the
+one-process loss, whatever the layout and however unevenly labels are distributed. A mean of the ranks' means is another
+loss, and looks fine in a log.
+
 Guarantees: the same losses for every number of replicas, ranks and sequences at once, up to rounding; a rank without
 labels or tokens takes part.
 """
@@ -11,50 +12,51 @@ labels or tokens takes part.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import asdict, replace
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from ringattn import Ring, Sequence
 from ringattn.core.presets import check
 from ringattn.errors import InputError, NonFiniteError, RingError
 from ringattn.launch.folders import FolderLock, write_json
 from ringattn.launch.memory import PeakMemory
-from ringattn.launch.train.alike import folder_of_run, load_alike
-from ringattn.launch.train.batches import BatchPart, drawn
-from ringattn.launch.train.checkpoints import Curve, checkpoints_of
-from ringattn.launch.train.config import TrainConfig, from_spec
-from ringattn.launch.train.documents import Documents
-from ringattn.launch.train.finite import all_finite, nonfinite_step
-from ringattn.launch.train.mesh import opened_mesh, replica_of
-from ringattn.launch.train.model import Attend, ModelConfig, Transformer
-from ringattn.launch.train.optimizers import local_bytes, make_optimizer, set_learning_rate, state_bytes
-from ringattn.launch.train.progress import TrainingProgress
-from ringattn.launch.train.saved_activations import SavedActivations
-from ringattn.launch.train.text import VOCABULARY
+from ringattn.launch.train.checkpoints import Curve, all_finite, checkpoints_of
+from ringattn.launch.train.config import ModelConfig, TrainConfig, from_spec
+from ringattn.launch.train.data import VOCABULARY, BatchPart, Documents, drawn
+from ringattn.launch.train.mesh import folder_of_run, load_on_all_ranks, opened_mesh, replica_of
+from ringattn.launch.train.model import Attend, Transformer
+from ringattn.launch.train.switches import SavedActivations, local_bytes, make_optimizer, shard_model, state_bytes
 from ringattn.layers.tiled import Tiling, tiled
 from ringattn.runtime.rank_group import RankGroup
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 IGNORE = -100
-LINES = 10
 """The label that does not count, as in torch's cross entropy."""
+LINES = 10
+"""Of progress, where there is no terminal."""
 
 
 def train_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Entry of a rank's process: train each configuration of `spec["runs"]` in turn, each over a mesh of its own.
+    """Train each configuration of `spec["runs"]` in turn, each over its own mesh; the entry of a rank's process.
 
-    `spec["keeps_result"]`: whether rank 0 writes the result into `out_dir`; `spec["lines"]`: of progress of each run.
+    `spec["keeps_result"]`: whether rank 0 writes the result into `out`; `spec["lines"]`: of progress of each run.
     Returns {"rank": ..., "runs": [the result of `train`, ...]}.
     """
     configs = [from_spec(run) for run in spec["runs"]]
@@ -79,25 +81,33 @@ def train(
 ) -> dict[str, Any]:
     """Train one model on this rank; all ranks of all replicas call it together.
 
-    `ring`: the ranks that share this rank's sequences. `everyone`: those of all replicas; the ring if None.
-    `lines`: of progress, 0 for none. `keeps_result`: rank 0 writes the result to `out_dir`/result.json.
-    Returns a JSON-ready result, the same on every rank but for `counters` and the times: config, replicas, ranks (of a
-    ring), tokens per rank (of the last step's first sequence), per step `losses` and `grad_norms` since the run began,
-    in whatever process; `damaged_checkpoints` that were passed over; `first_step` of this process, `step_s` from there,
-    and `tokens_per_s` (median, without the first step; 0 if none was left), `replicated_bytes` (weights, gradients and
-    optimizer state that every rank has; its own part under sharding), `memory_growth_bytes` (by rank: these,
-    activations and messages, counted from after a tiny warm-up), `memory_method` and `counters`. Raises `InputError`,
-    with the key first, on all ranks: also where they have other configurations or texts than each other, where another
-    run writes to `out_dir`, and at a step without a label; `NonFiniteError` at a step whose loss or gradient norm is
-    not finite, unless it is skipped; `RingError` where a checkpoint cannot be written, and where a step would begin
-    after `limit_s`.
+    Args:
+        ring: The ranks that share this rank's sequences.
+        config: The run, the same on all ranks.
+        lines: Lines of progress, 0 for none.
+        everyone: The ranks of all replicas. None: those of the ring.
+        keeps_result: Rank 0 writes the result to `out`/result.json.
+
+    Returns:
+        A JSON-ready result, the same on every rank except `counters` and the times: config, replicas, ranks (of a
+        ring), tokens per rank (of the last step's first sequence); per step `losses` and `grad_norms` since the run
+        began, in whatever process; `damaged_checkpoints` that were passed over; `first_step` of this process, `step_s`
+        from there, and `tokens_per_s` (median, without the first step; 0 if none was left); `replicated_bytes`
+        (weights, gradients and optimizer state of a rank; of its shard under sharding); `memory_growth_bytes` (by
+        rank: these, activations and messages, counted from after a tiny warm-up), `memory_method` and `counters`.
+
+    Raises:
+        InputError: With the key first, on all ranks. Also if their configurations or texts differ, if another run
+            writes to `out`, and at a step without a label.
+        NonFiniteError: At a step whose loss or gradient norm is not finite, unless such steps are skipped.
+        RingError: A checkpoint cannot be written, or a step would begin after `limit_s`.
     """
     everyone, ends = everyone or ring, time.monotonic() + config.limit_s
-    text = load_alike(everyone, ring, config)
+    text = load_on_all_ranks(everyone, ring, config)
     with folder_of_run(everyone, config, keeps_result) as lock:
         result = _trained(ring, everyone, text, config, lines, lock, ends)
         if keeps_result and everyone.rank == 0:
-            write_json(Path(config.out_dir) / "result.json", result)
+            write_json(Path(config.out) / "result.json", result)
     return result
 
 
@@ -105,7 +115,7 @@ def _trained(
     ring: Ring, everyone: RankGroup, text: Documents, config: TrainConfig, lines: int, lock: FolderLock | None,
     ends: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """The result of `train`, which ends at the time `ends`; `lock` is rank 0's of the folder it saves to."""
+    """Return the result of `train`, which ends at the time `ends`; `lock` is rank 0's of the folder it saves to."""
     replica = replica_of(everyone, ring)
     warm_up(ring, everyone, text, config)
     memory = PeakMemory(ring.device)
@@ -114,6 +124,7 @@ def _trained(
     checkpoints = checkpoints_of(everyone, config, text, lock)
     curve = checkpoints.resume(model, optimizer) if checkpoints else Curve()
     first_step, step_s = len(curve.losses), []
+    scheduler = make_scheduler(optimizer, config, first_step)
     tokens = config.batch * config.tokens
     title = f"{everyone.world_size} x {config.dtype}"
     with TrainingProgress(title, config.steps if lines else 0, lines) as progress:
@@ -124,15 +135,15 @@ def _trained(
                     f"{config.steps} steps; raise limit_s"
                 )
             started = time.perf_counter()
-            told = f"step {step + 1} of {config.steps}"
-            loss = backward(ring, everyone, drawn(ring, replica, text, step, config), model, config, told).item()
+            name = f"step {step + 1} of {config.steps}"
+            loss = backward(ring, everyone, drawn(ring, replica, text, step, config), model, config, name).item()
             norm = clip(model, config)
-            if error := nonfinite_step(told, loss, norm):
-                skip(everyone, model, optimizer, config, error, told)
+            if error := nonfinite_step(name, loss, norm):
+                skip(everyone, model, optimizer, config, error, name)
                 curve.skipped_steps.append(step)
             else:
-                set_learning_rate(optimizer, config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps)))
                 update(model, optimizer)
+            advance(scheduler)
             curve.grad_norms.append(None if error else norm)
             curve.losses.append(None if error else loss)
             step_s.append(time.perf_counter() - started)
@@ -153,29 +164,26 @@ def _trained(
         "step_s": step_s,
         "tokens_per_s": tokens / median(step_s[1:] or step_s) if step_s else 0.0,
         "replicated_bytes": 2 * sum(map(local_bytes, model.parameters())) + state_bytes(optimizer),
-        "memory_growth_bytes": by_rank(everyone, memory.growth_bytes()),
+        "memory_growth_bytes": [int(size) for size in everyone.all_gather_text(str(memory.growth_bytes()))],
         "memory_method": memory.method,
         "counters": ring.counters(),
     }
 
 
 def make_model(everyone: RankGroup, config: TrainConfig, vocabulary: int = VOCABULARY) -> tuple[Transformer, Optimizer]:
-    """The model on this rank's device, with rank 0's weights on every rank, or dealt out to them, and its optimizer."""
+    """Make the model, on this rank's device with rank 0's weights or its shard of them, and its optimizer."""
     model = Transformer(
         config.model, vocabulary, DTYPES[config.dtype], config.seed, config.recompute, config.tiled_mlp_tokens
     )
     model.to(everyone.device)
     everyone.broadcast([weight.data for weight in model.parameters()], src=0)
     if config.sharding != "none":
-        # Only here: FSDP takes half a second to import.
-        from ringattn.launch.train.sharding import shard_model
-
         shard_model(everyone, model, config.sharding, config.timeout_s)
     return model, make_optimizer(config.optimizer, model.parameters(), config.learning_rate, config.weight_decay)
 
 
 def warm_up(ring: Ring, everyone: RankGroup, text: Documents, config: TrainConfig) -> None:
-    """One step of a tiny model on a few tokens of each rank.
+    """Run one step of a tiny model on a few tokens of each rank.
 
     Whatever a first step loads (code pages, the optimizer's modules, connections) would otherwise count as memory and
     time of training, and can exceed what a small model needs.
@@ -193,6 +201,27 @@ def warm_up(ring: Ring, everyone: RankGroup, text: Documents, config: TrainConfi
     update(model, optimizer)
 
 
+# --- one step --------------------------------------------------------------------------------------------------------
+
+
+def make_scheduler(optimizer: Optimizer, config: TrainConfig, first_step: int) -> LambdaLR:
+    """Return the schedule of the learning rate, a linear warm-up, set for `first_step`."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = config.learning_rate  # of this run: a checkpoint may have another
+
+    def warmed_up(step: int) -> float:
+        return min(1.0, (step + 1) / max(1, config.warmup_steps))
+
+    return LambdaLR(optimizer, warmed_up, last_epoch=first_step - 1)
+
+
+def advance(scheduler: LambdaLR) -> None:
+    """Set the learning rate of the next step, also after a step that was skipped, about which torch would warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        scheduler.step()
+
+
 def clip(model: Transformer, config: TrainConfig) -> float:
     """Scale the gradients down to `clip_norm`. Returns their norm before, which all ranks share."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
@@ -205,53 +234,65 @@ def update(model: Transformer, optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+def nonfinite_step(name: str, loss: float, norm: float) -> NonFiniteError | None:
+    """Return the error of the step called `name` if its loss or gradient norm is not finite, else None."""
+    values = {"loss": loss, "gradient norm": norm}
+    spoiled = [f"{what} is {value}" for what, value in values.items() if not isfinite(value)]
+    if not spoiled:
+        return None
+    return NonFiniteError(
+        f"{name}: its {' and its '.join(spoiled)}, so the weights were left as they were; lower learning_rate or "
+        "clip_norm and resume from the last checkpoint, or leave such steps out with nonfinite=skip"
+    )
+
+
 def skip(
-    everyone: RankGroup, model: Transformer, optimizer: Optimizer, config: TrainConfig, error: NonFiniteError, told: str
+    everyone: RankGroup, model: Transformer, optimizer: Optimizer, config: TrainConfig, error: NonFiniteError, name: str
 ) -> None:
     """Drop the gradients of a step that is not finite; raises `error` unless the configuration skips such steps."""
     if config.nonfinite == "stop":
         raise error
     if not all_finite(everyone, model):
-        raise NonFiniteError(f"{told}: the weights are not finite, which skipping cannot mend; lower learning_rate")
+        raise NonFiniteError(f"{name}: the weights are not finite, which skipping cannot mend; lower learning_rate")
     optimizer.zero_grad(set_to_none=True)
 
 
 def backward(
-    ring: Ring, everyone: RankGroup, parts: Many[BatchPart], model: Transformer, config: TrainConfig, told: str = ""
+    ring: Ring, everyone: RankGroup, parts: Many[BatchPart], model: Transformer, config: TrainConfig, name: str = ""
 ) -> Tensor:
     """Leave the gradient of the global mean loss in the model's parameters, and return that loss (no dimensions).
 
-    `parts`: the sequences of this replica, at least one part, the same on every rank of `ring`, and as many in every
-    replica; how they are cut into parts changes nothing. `everyone` are the ranks of all replicas. `told`: the step in
-    words, if it must have a label; raises `InputError` on all ranks if it has none.
+    `parts`: the sequences of this replica, at least one part, the same on every rank of `ring`, and equally many in
+    every replica; how they are divided into parts changes nothing. `everyone`: the ranks of all replicas. `name`: the
+    step in words, if it must have a label; raises `InputError` on all ranks if it has none.
     """
     labels = [_labels(part, config) for part in parts]
-    valid = torch.stack([(some != IGNORE).sum() for some in labels]).sum().to(torch.float64)
+    valid = torch.stack([(of_part != IGNORE).sum() for of_part in labels]).sum().to(torch.float64)
     everyone.all_reduce([valid])
-    if told and not valid:
+    if name and not valid:
         raise InputError(
-            f"{told}: no label is counted, so there is nothing to learn: the first token of each document and those "
+            f"{name}: no label is counted, so there is nothing to learn: the first token of each document and those "
             f"before prompt_tokens={config.prompt_tokens} are read only; use longer documents or another separator, "
             "fewer prompt_tokens, or a greater batch"
         )
     total = torch.zeros_like(valid)
     for number, (part, of_part) in enumerate(zip(parts, labels, strict=True)):
         if config.sharding != "none":
-            # Gradients of earlier parts wait whole, in the weights' gathered form, and are summed over the ranks once.
+            # Gradients of earlier parts stay whole, in the weights' gathered form, and are summed over the ranks once.
             model.set_requires_gradient_sync(number == len(parts) - 1)  # type: ignore[operator]
         loss = local_part(part.seq, model, part.seq.shard(part.tokens), of_part, int(valid), config)
         loss.backward()
         total += loss.detach()
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     if everyone is not ring:
-        # Two communicators of one GPU must not be at work at the same time.
+        # Two communicators of one GPU must not be active at the same time.
         ring.synchronize()
     everyone.all_reduce([total, *(grads if config.sharding == "none" else ())])  # FSDP has summed those it sharded
     return total
 
 
 def _labels(part: BatchPart, config: TrainConfig) -> Tensor:
-    """The labels of this rank's tokens, (sequences, tokens)."""
+    """Return the labels of this rank's tokens, (sequences, tokens)."""
     learned = part.tokens.clone()
     learned[:, : config.prompt_tokens] = IGNORE
     return part.seq.shard_labels(learned, ignore_index=IGNORE)
@@ -260,15 +301,15 @@ def _labels(part: BatchPart, config: TrainConfig) -> Tensor:
 def local_part(
     seq: Sequence, model: Transformer, tokens: Tensor, labels: Tensor, valid: int, config: TrainConfig
 ) -> Tensor:
-    """This rank's part of the loss over `valid` labels of all ranks: of its `tokens` and `labels` (batch, tokens)."""
+    """Return this rank's part of the loss over `valid` labels of all ranks: of its `tokens` and `labels`, 2-D."""
 
     def head(hidden: Tensor, logits_of: nn.Module) -> Tensor:
         return loss_in_chunks(hidden, logits_of, labels, valid, config.chunked_loss_tokens)
 
-    # FSDP gathers the weights that it shards elsewhere, for a while.
+    # The weights that FSDP shards are gathered elsewhere, for a while.
     weights = [weight for weight in model.parameters() if not isinstance(weight, DTensor)]
-    least = min(config.model.dim, config.model.hidden_dim)
-    saved = SavedActivations(config.saved_activations, weights, labels.numel(), least)
+    narrowest = min(config.model.dim, config.model.hidden_dim)
+    saved = SavedActivations(config.saved_activations, weights, labels.numel(), narrowest)
     attend = attention_of(seq, config)
     if config.recompute not in ("full", "offloaded"):
         attend = saved.exactly(attend)
@@ -278,7 +319,7 @@ def local_part(
 
 
 def attention_of(seq: Sequence, config: TrainConfig) -> Attend:
-    """Causal attention over the ring of `seq`, to all keys before a query or in dilated branches."""
+    """Return causal attention over the ring of `seq`, to all earlier keys or in dilated branches."""
     if config.attention == "dilated":
         branches = check(config.segment_lengths or (), config.dilation_rates or ())
         options: dict[str, Any] = {**branches._asdict(), "causal": True, "schedule": config.schedule}
@@ -289,9 +330,9 @@ def attention_of(seq: Sequence, config: TrainConfig) -> Attend:
 def loss_in_chunks(
     hidden: Tensor, logits_of: nn.Module, labels: Tensor, valid: int, chunk_tokens: int | None
 ) -> Tensor:
-    """`local_loss` of the logits of `hidden` (batch, tokens, dim), at most `chunk_tokens` of them at a time.
+    """Return `local_loss` of the logits of `hidden` (batch, tokens, dim), `chunk_tokens` of them at a time.
 
-    A chunk's logits are dropped once its loss is known, and computed again in backward. None: all at once, kept.
+    The logits of a chunk are dropped after its loss, and computed again in backward. None: all at once, kept.
     """
     if chunk_tokens is None:
         return local_loss(logits_of(hidden), labels, valid)
@@ -303,18 +344,56 @@ def loss_in_chunks(
 
 
 def local_loss(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
-    """This rank's part of the mean loss over `valid` labels of all ranks; the parts add up to the mean.
+    """Return this rank's part of the mean loss over `valid` labels of all ranks; the parts add up to the mean.
 
     `logits`: (batch, tokens, vocabulary); `labels`: (batch, tokens). Summed in float32, or float64 for float64 logits.
-    Without a label of its own the rank's part is 0 and has gradients of 0.
+    A rank without labels has a part of 0, with gradients of 0.
     """
     wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="sum") / max(1, valid)
 
 
-def by_rank(everyone: RankGroup, number: int) -> list[int]:
-    """Every rank's `number`, by rank, on every rank."""
-    slots = torch.zeros(everyone.world_size, dtype=torch.float64, device=everyone.device)
-    slots[everyone.rank] = number
-    everyone.all_reduce([slots])
-    return [int(slot) for slot in slots]
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+class TrainingProgress:
+    """A context manager that shows the steps of one run, `title` in front of each line.
+
+    A live bar on a terminal; anywhere else about `lines` plain lines. The caller decides which rank shows anything.
+    """
+
+    def __init__(self, title: str, steps: int, lines: int = LINES) -> None:
+        self.title, self.steps, self.lines = title, steps, lines
+        console = Console()
+        self._bar = (
+            Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            if console.is_terminal
+            else None
+        )
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task(self.title, total=self.steps, figures="")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def done(self, step: int, loss: float | None, tokens_per_s: float, skipped: int = 0) -> None:
+        """Show the end of step number `step` (from 0); `loss` is None if it is among the `skipped` steps so far."""
+        figures = f"loss {'skipped' if loss is None else f'{loss:.4f}'}  {tokens_per_s:,.0f} tokens/s"
+        figures += f"  {skipped} skipped" if skipped else ""
+        every = max(1, self.steps // max(1, self.lines))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step + 1, figures=figures)
+        elif step == self.steps - 1 or (self.lines > 1 and (step == 0 or (step + 1) % every == 0)):
+            print(f"{self.title}  step {step + 1}/{self.steps}  {figures}", flush=True)

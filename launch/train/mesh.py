@@ -1,16 +1,22 @@
-"""Who trains together: a mesh of all processes, of replicas that train different sequences and ranks that share each.
+"""Which ranks train together, and whether all of them train the same run.
 
-Its dimensions are `dp`, the replicas, and `cp`, the ring of each; ranks of one ring have neighboring numbers, so that a
-ring stays within a machine where it can. Sums over all processes go through a second ring, over the whole mesh.
-Guarantees: with one replica there is one ring, and torch's process group is opened only by what needs it.
+The mesh of all processes has two dimensions: `dp`, the replicas, which train different sequences, and `cp`, the ring of
+each, whose ranks share these sequences. Ranks of one ring have neighboring numbers, so that a ring stays within a
+machine where it can. Sums over all processes use a second ring, over the whole mesh.
+
+Guarantees: before the first step all ranks compare their keys, their text and their folder; what differs, and what one
+rank alone cannot do, is refused on all of them by its key. With one replica there is one ring, and torch's process
+group is opened only by what needs it.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +24,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Ring
-from ringattn.errors import InputError
+from ringattn.errors import DisagreementError, InputError
+from ringattn.launch.folders import FolderLock, locked
+from ringattn.launch.options import leaves
 from ringattn.launch.ranks import place_in_torchrun, restarts_of_torchrun
-from ringattn.launch.train.alike import check_keys
-from ringattn.launch.train.config import TrainConfig
+from ringattn.launch.train.config import TrainConfig, check_switches
+from ringattn.launch.train.data import Documents, load
 from ringattn.runtime.rank_group import RankGroup
 from ringattn.transport.local import LocalTransport
+
+PROCESS_KEYS = frozenset({"text", "tokenizer", "threads_per_rank", "timeout_s", "limit_s"})
+"""Keys in which ranks may differ: files may have other paths on another machine, and their content is compared."""
+DYING_S = 5.0
+"""How long to wait for the folder of a run, because the ranks of a command that was killed take a while to end."""
 
 
 class Groups(NamedTuple):
@@ -33,13 +46,16 @@ class Groups(NamedTuple):
     everyone: RankGroup
 
 
+# --- the mesh --------------------------------------------------------------------------------------------------------
+
+
 def device_type(transport: str) -> str:
-    """Where tensors of a run live: cuda where there is a GPU, unless `transport` is one of the CPU; else cpu."""
+    """Return where the tensors of a run are: cuda where there is a GPU and `transport` is not a CPU's, else cpu."""
     return "cuda" if torch.cuda.is_available() and transport not in ("shm", "gloo") else "cpu"
 
 
 def agreed_ranks_of_ring(ranks: int | None, replicas: int) -> int:
-    """How many ranks share a sequence: torchrun's processes divided among `replicas`, else `ranks`, else 1.
+    """Return how many ranks share a sequence: torchrun's processes divided by `replicas`, else `ranks`, else 1.
 
     Raises `InputError`, with the key first, if torchrun started another number of processes than the two make.
     """
@@ -58,13 +74,14 @@ def agreed_ranks_of_ring(ranks: int | None, replicas: int) -> int:
 
 @contextmanager
 def opened_mesh(config: TrainConfig) -> Iterator[Groups]:
-    """The groups of this process, which has torchrun's environment or is alone; closed at the end.
+    """Open the groups of this process, which torchrun or `ringattn train` started or which is alone; close them after.
 
-    Raises `DisagreementError` on all ranks where they have other configurations than each other.
+    Raises `DisagreementError` on all ranks whose configurations differ.
     """
     options: dict[str, Any] = {"transport": config.transport, "engine": config.engine, "timeout_s": config.timeout_s}
     with Ring(**options) as everyone:
-        check_keys(everyone, config)  # before the mesh, which ranks with other words would not meet in
+        # Before the mesh: ranks with other keys would wait for each other there until the deadline.
+        _compare(everyone, config, _keys(config))
         if config.replicas == 1:
             yield Groups(everyone, everyone)
             return
@@ -76,14 +93,14 @@ def opened_mesh(config: TrainConfig) -> Iterator[Groups]:
 
 
 def replica_of(everyone: RankGroup, ring: RankGroup) -> int:
-    """Which replica this rank belongs to, 0 .. replicas - 1."""
+    """Return which replica this rank belongs to, 0 .. replicas - 1."""
     return everyone.rank // ring.world_size
 
 
 def join_process_group(everyone: RankGroup, key: str, timeout_s: float = 600.0) -> None:
-    """Torch's default process group over all ranks, opened here if nobody has, and left open while the process lives.
+    """Open torch's default process group over all ranks, unless it is open; it stays open while the process lives.
 
-    Raises `InputError`, beginning with the `key` that needs it, where ranks are threads: a process has one such group.
+    Raises `InputError`, beginning with the `key` that needs it, if ranks are threads: a process has one such group.
     """
     if everyone.world_size > 1 and isinstance(everyone.transport, LocalTransport):
         raise InputError(f"{key}: the ranks are threads and it needs processes, as `ringattn train` starts them")
@@ -96,7 +113,6 @@ def join_process_group(everyone: RankGroup, key: str, timeout_s: float = 600.0) 
 
 
 def _open_process_group(kind: str, rank: int, world_size: int, timeout_s: float) -> None:
-    """Open it on every process alike."""
     if dist.is_initialized():
         return
     timeout = timedelta(seconds=timeout_s)
@@ -109,3 +125,74 @@ def _open_process_group(kind: str, rank: int, world_size: int, timeout_s: float)
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     atexit.register(dist.destroy_process_group)
+
+
+# --- whether all ranks train the same run ----------------------------------------------------------------------------
+
+
+def load_on_all_ranks(everyone: RankGroup, ring: RankGroup, config: TrainConfig) -> Documents:
+    """Load the text, after checking that all ranks of `everyone` have the same text and configuration.
+
+    `ring`: the ranks that share this rank's sequences. All ranks call it together. Raises `InputError`, with the key
+    first, on all ranks if one of them cannot load it, and `DisagreementError` for a key that differs.
+    """
+    text, refusal = None, None
+    try:
+        check_switches(config, ring.device.type)
+        if everyone.world_size != config.replicas * ring.world_size:
+            rings = f"{everyone.world_size} ranks train in rings of {ring.world_size}"
+            raise InputError(f"replicas={config.replicas}: {rings}")
+        text = load(config)
+    except InputError as error:
+        refusal = error
+    everyone.check_consistency("what to train", refusal, always=True)
+    assert text is not None
+    _compare(everyone, config, {**_keys(config), "text": text.digest()})
+    return text
+
+
+@contextmanager
+def folder_of_run(everyone: RankGroup, config: TrainConfig, keeps_result: bool) -> Iterator[FolderLock | None]:
+    """Lock `out` for this run; rank 0 holds the lock and gets it. A run that writes nothing there locks nothing.
+
+    All ranks call it together. Raises `InputError` on all of them if it cannot be written or another run has it.
+    """
+    if not keeps_result and config.checkpoint_every_steps is None:
+        yield None
+        return
+    with ExitStack() as stack:
+        lock, refusal = None, None
+        try:
+            if everyone.rank == 0:
+                lock = stack.enter_context(locked_folder(config.out))
+        except InputError as error:
+            refusal = error
+        everyone.check_consistency("where the result goes", refusal, always=True)
+        yield lock
+
+
+def locked_folder(path: str) -> AbstractContextManager[FolderLock]:
+    """Lock the folder of a run's results and checkpoints for this process; see `locked`."""
+    return locked(Path(path), "out", "run", "give this run a folder of its own", DYING_S)
+
+
+def _keys(config: TrainConfig) -> dict[str, Any]:
+    """Return what must be the same on all ranks; `replicas` first, because torchrun's `ranks` are derived from it."""
+    facts = {key: value for key, value, _ in leaves(config) if key not in PROCESS_KEYS}
+    return {"replicas": config.replicas, **facts}
+
+
+def _compare(everyone: RankGroup, config: TrainConfig, facts: dict[str, Any]) -> None:
+    """Raise `DisagreementError` on all ranks for the first key in which a rank's facts differ from rank 0's."""
+    first, *others = [json.loads(message) for message in everyone.all_gather_text(json.dumps(facts))]
+    for rank, theirs in enumerate(others, 1):
+        key = next((key for key in theirs if theirs[key] != first.get(key)), None)
+        if key == "text":
+            raise DisagreementError(
+                f"text={config.text}: rank {rank} reads other tokens or documents than rank 0; give every machine the "
+                "same text and tokenizer"
+            )
+        if key is not None:
+            raise DisagreementError(
+                f"{key}: rank {rank} has {theirs[key]} and rank 0 {first.get(key)}; start all ranks with the same words"
+            )

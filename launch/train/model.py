@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ringattn.launch.train.model_config import ModelConfig, head_dim
+from ringattn.launch.train.config import ModelConfig, head_dim
 from ringattn.layers.offload import inputs_on_host
 from ringattn.layers.projection import project_qkv
 from ringattn.layers.rotary import Rope

@@ -17,24 +17,22 @@ from ringattn.launch.failures import RanksError
 from ringattn.launch.options import help_text
 from ringattn.launch.parent import end_with_parent
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
-from ringattn.launch.train.checkpoint_files import latest
-from ringattn.launch.train.config import TrainConfig, check_sizes, load_train, unreached
-from ringattn.launch.train.memory_switches import check_switches
+from ringattn.launch.train.config import TrainConfig, check_sizes, check_switches, load_train, unreached
 
 PURPOSE = """\
 Trains a byte-level transformer with exact attention over sequences that the ranks share. Starts the ranks as processes
 of this machine; under torchrun it takes part in place. Writes result.json: losses, gradient norms, times, memory.
-With checkpoint_every_steps it goes on where the last run in out_dir stopped, on as many ranks as there are now.
+With checkpoint_every_steps it goes on where the last run in the folder out stopped, on as many ranks as there are now.
 Example: ringattn train ranks=4 tokens=2048 steps=60 layout=zigzag model.layers=2"""
 ENTRY = "ringattn.launch.train.loop:train_rank"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the overrides `argv` (key=value) say. Returns the exit code: 0, 1 if a rank failed, 2 for bad input."""
+    """Train with the overrides `argv` (key=value). Returns the exit code: 0, 1 if a rank failed, 2 for bad input."""
     if any(word in ("-h", "--help") for word in argv):
         print(help_text("train", PURPOSE, TrainConfig))
         return 0
-    from ringattn.launch.train.batches import load
+    from ringattn.launch.train.data import load
     from ringattn.launch.train.mesh import agreed_ranks_of_ring, device_type
 
     place = place_in_torchrun()
@@ -44,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         check_sizes(config)
         if place is not None and config.restarts:
             raise InputError(f"restarts={config.restarts}: torchrun restarts its own ranks; give it --max-restarts")
-        if place is None:  # before any rank starts; torchrun's tell each other what one of them alone cannot do
+        if place is None:  # before any rank starts; torchrun's ranks compare their refusals later
             check_switches(config, device_type(config.transport))
             load(config)
     except RingError as error:
@@ -60,22 +58,22 @@ def main(argv: Sequence[str]) -> int:
         return 2 if refused else 1
     if place is None or place.rank == 0:
         print(summary(result))
-        print(f"wrote {Path(config.out_dir) / 'result.json'}")
+        print(f"wrote {Path(config.out) / 'result.json'}")
     return 0
 
 
 def _run(config: TrainConfig) -> dict[str, Any]:
     assert config.ranks is not None
-    processes = config.ranks * config.replicas
-    if place_in_torchrun() is None:
-        from ringattn.launch.train.alike import locked_folder
-
-        with locked_folder(config.out_dir):  # before any rank starts; then rank 0 has it
-            pass
-    if place_in_torchrun() is not None:
+    in_torchrun, processes = place_in_torchrun() is not None, config.ranks * config.replicas
+    if in_torchrun:
         end_with_parent(os.getppid())
-    if place_in_torchrun() is not None or (processes == 1 and not config.restarts):
-        # Alone, importing the model's folder here costs less than a new process.
+    else:
+        from ringattn.launch.train.mesh import locked_folder
+
+        with locked_folder(config.out):  # refused before any rank starts; then rank 0 locks it
+            pass
+    if in_torchrun or (processes == 1 and not config.restarts):
+        # For one process, importing the loop here takes less time than a new process.
         from ringattn.launch.train.loop import train_rank
 
         return dict(train_rank({"runs": [asdict(config)], "keeps_result": True})["runs"][0])
@@ -83,7 +81,7 @@ def _run(config: TrainConfig) -> dict[str, Any]:
 
 
 def _restarted(config: TrainConfig, processes: int) -> dict[str, Any]:
-    """Rank 0's result; where ranks fail, all are started again from the last checkpoint, `restarts` times at most."""
+    """Return rank 0's result; if ranks fail, start all again from the last checkpoint, at most `restarts` times."""
     for left in range(config.restarts, -1, -1):
         spec = {"runs": [asdict(config)], "keeps_result": True}
         try:
@@ -92,16 +90,18 @@ def _restarted(config: TrainConfig, processes: int) -> dict[str, Any]:
         except RanksError as error:
             if error.refused or not left:
                 raise
-            saved = latest(Path(config.out_dir))
+            from ringattn.launch.train.checkpoints import latest
+
+            saved = latest(Path(config.out))
             print(f"ringattn train: {error}", file=sys.stderr)
             print(f"ringattn train: starting again from {saved or 'the first step'}", file=sys.stderr)
-            # What it began from comes before its own checkpoints.
+            # The run's own checkpoints, once it has some, and not the one that `resume` names.
             config = replace(config, resume="auto") if saved else config
     return dict(answers[0]["runs"][0])
 
 
 def summary(result: dict[str, Any]) -> str:
-    """What a run came to, in three lines."""
+    """Return the summary of a run, three lines."""
     memory = " ".join(f"{size / 2**20:.1f}" for size in result["memory_growth_bytes"])
     losses = [loss for loss in result["losses"] if loss is not None]
     skipped = len(result["skipped_steps"])

@@ -17,7 +17,8 @@ from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.loss import count_labels, loss_scale
 from ringattn.adapters.parity import Parity, _Coarsest, parity
-from ringattn.launch.train.model import ModelConfig, Transformer
+from ringattn.launch.train.config import ModelConfig
+from ringattn.launch.train.model import Transformer
 from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 

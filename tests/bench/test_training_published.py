@@ -13,8 +13,7 @@ from ringattn.bench import training_published
 from ringattn.bench.report import Table
 from ringattn.launch.capacity.hardware import hardware
 from ringattn.launch.capacity.step_time import estimate
-from ringattn.launch.train.config import TrainConfig
-from ringattn.launch.train.model import ModelConfig
+from ringattn.launch.train.config import ModelConfig, TrainConfig
 from ringattn.layers import offload
 
 KEPT = Path(__file__).resolve().parents[2] / "bench/results/cpu/training_published.json"

@@ -1,7 +1,5 @@
 """One spelling for each concept on every command, and the old ones read as the new."""
 
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from ringattn.launch.options import leaves
 from ringattn.launch.pictures.show import ExplainConfig
 from ringattn.launch.pictures.timeline import TimelineConfig
 from ringattn.launch.spelling import ALIASES, DTYPES
-from ringattn.launch.train.checkpoints import Checkpoints
 from ringattn.launch.train.config import TrainConfig
 
 OLD: list[tuple[type, str, str]] = [
@@ -108,10 +105,3 @@ def test_points_of_earlier_versions_have_the_same_hash() -> None:
 def test_no_command_has_an_old_spelling(schema: Any) -> None:
     keys = {leaf for leaf, _, _ in leaves(schema())}
     assert keys & set(ALIASES) <= ({"attention"} if schema is TrainConfig else set())
-
-
-def test_checkpoints_of_earlier_versions_are_compared_by_the_new_keys() -> None:
-    run: Any = SimpleNamespace(facts={"tokens": 41, "attention": "full"}, config=TrainConfig())
-    Checkpoints._check(run, Path("old"), {"length_tokens": 41, "attention": "full"})
-    with pytest.raises(InputError, match=r"^tokens=41: the checkpoint old has 42"):
-        Checkpoints._check(run, Path("old"), {"length_tokens": 42, "attention": "full"})

@@ -9,7 +9,7 @@ import pytest
 
 from ringattn.launch.train import demo
 from ringattn.launch.train.config import TrainConfig
-from ringattn.launch.train.progress import TrainingProgress
+from ringattn.launch.train.loop import TrainingProgress
 
 CHECK_LINES = 8
 """What `ringattn check` prints: two of heading, one for each of five schedules, one for all."""
@@ -37,7 +37,7 @@ def test_the_story_has_about_twenty_lines(
     monkeypatch.setattr(demo, "explain", lambda config, ranks: None)
     monkeypatch.setattr(demo, "_write", lambda *given: None)
     monkeypatch.setenv("COLUMNS", "120")
-    assert demo.main([f"out_dir={tmp_path}"]) == 0
+    assert demo.main([f"out={tmp_path}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) + CHECK_LINES <= 24
     told = "\n".join(lines)

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.errors import InputError
-from ringattn.launch.train.curriculum import doublings, shortened
-from ringattn.launch.train.documents import Documents, load_documents, packed
-from ringattn.launch.train.text import load_text
+from ringattn.launch.train.config import doublings
+from ringattn.launch.train.data import Documents, load_documents, packed, shortened
 
 
 def marked(lengths: list[int]) -> Documents:
@@ -81,8 +80,7 @@ def test_a_digest_tells_tokens_and_documents_apart() -> None:
 
 
 def test_the_language_reference_has_documents() -> None:
-    documents = load_documents()
-    assert len(documents.cuts) > 1000 and torch.equal(documents.tokens, load_text())
+    assert len(load_documents().cuts) > 1000
 
 
 def test_a_tokenizer_is_used_and_its_faults_are_named(tmp_path: Path) -> None:

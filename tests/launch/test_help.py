@@ -74,7 +74,7 @@ def test_what_starts_is_said_before_anything_slow_is_loaded(
 @pytest.mark.parametrize(
     ("command", "again"),
     [("run", "nothing is kept; give the same command again"), ("sweep", "what was measured is kept"),
-     ("train", "goes on from the last checkpoint in out_dir")],
+     ("train", "goes on from the last checkpoint in the folder out")],
 )  # fmt: skip
 def test_ctrl_c_while_modules_are_loaded_is_answered_at_once(
     command: str, again: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -19,12 +19,12 @@ from torch.autograd.graph import save_on_cpu
 from ringattn import Ring
 from ringattn.bench.processes import run_in_processes
 from ringattn.errors import InputError
-from ringattn.launch.train import loop, optimizers, saved_activations, train
-from ringattn.launch.train.batches import BatchPart
-from ringattn.launch.train.config import TrainConfig, from_spec
-from ringattn.launch.train.memory_switches import check_switches
-from ringattn.launch.train.model import ModelConfig, Transformer
-from ringattn.launch.train.saved_activations import EIGHT_BIT, SavedActivations, pack_rows, unpack_rows
+from ringattn.launch.train import config as train_config
+from ringattn.launch.train import loop, switches, train
+from ringattn.launch.train.config import ModelConfig, TrainConfig, check_switches, from_spec
+from ringattn.launch.train.data import BatchPart
+from ringattn.launch.train.model import Transformer
+from ringattn.launch.train.switches import EIGHT_BIT, SavedActivations, pack_rows, unpack_rows
 from ringattn.layers import offload
 from ringattn.testing import run_ranks
 
@@ -95,7 +95,6 @@ def test_sharded_training_is_the_same(world_size: int) -> None:
         {"sharding": "zero2"},
         {"sharding": "zero3", "recompute": "full", "chunked_loss_tokens": 7, "tiled_mlp_tokens": 7},
         {"sharding": "zero3", "saved_activations": "int8"},
-        {"sharding": "zero3", "optimizer": "lion"},
         {"sharding": "zero2", "optimizer": "sgd"},
     ]
     sharded = [replace(TINY, **change) for change in changes]
@@ -283,7 +282,7 @@ def test_offload_moves_activations_and_changes_nothing(monkeypatch: pytest.Monke
         hooks.pack_hook = lambda tensor: (moved.append(tensor.numel()), pack(tensor))[1]
         return hooks
 
-    monkeypatch.setattr(saved_activations, "save_on_cpu", watched)
+    monkeypatch.setattr(switches, "save_on_cpu", watched)
     assert torch.equal(gradients(replace(TINY, saved_activations="offload")), gradients(TINY))
     rows, (blocks, dim, hidden) = TINY.batch * TINY.tokens, (TINY.model.layers, 32, 48)
     assert sum(moved) == rows * (blocks * (8 * dim + 4 * hidden) + 3 * dim)  # as the test above counts them
@@ -301,53 +300,69 @@ def test_offloaded_checkpoints_move_inputs_and_change_nothing(monkeypatch: pytes
 # --- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def test_lion_follows_the_paper() -> None:
-    weight = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
-    lion = optimizers.Lion([weight], lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
-    weight.grad = torch.tensor([3.0, -1.0], dtype=torch.float64)
-    lion.step()  # momentum 0: the sign of the gradient; weights shrink by lr * decay first
-    assert weight.tolist() == pytest.approx([1.0 * 0.95 - 0.1, -2.0 * 0.95 + 0.1], rel=1e-12)
-    weight.grad = torch.tensor([-0.2, -1.0], dtype=torch.float64)
-    first, second = weight.tolist()
-    lion.step()  # 0.9 * 0.03 - 0.1 * 0.2 > 0: the momentum outweighs the gradient
-    assert weight.tolist() == pytest.approx([first * 0.95 - 0.1, second * 0.95 + 0.1], rel=1e-12)
-    assert lion.state[weight]["momentum"].tolist() == pytest.approx([0.03 * 0.99 - 0.002, -0.01 * 0.99 - 0.01])
-
-
 def test_state_of_the_optimizers() -> None:
     matrix, vector, count = nn.Parameter(torch.ones(24, 16)), nn.Parameter(torch.ones(16)), 24 * 16 + 16
     # A step counter each for the first and the last; Adafactor keeps rows and columns of a matrix, all of a vector.
-    expected = {"adamw": 8 * count + 8, "lion": 4 * count, "sgd": 0, "adafactor": 4 * (24 + 16 + 16) + 8}
+    expected = {"adamw": 8 * count + 8, "sgd": 0, "adafactor": 4 * (24 + 16 + 16) + 8}
     for name, nbytes in expected.items():
-        optimizer = optimizers.make_optimizer(name, [matrix, vector], lr=0.1, weight_decay=0.0)
+        optimizer = switches.make_optimizer(name, [matrix, vector], lr=0.1, weight_decay=0.0)
         before = matrix.detach().clone()
         matrix.grad, vector.grad = torch.ones_like(matrix), torch.ones_like(vector)
         optimizer.step()
         assert (matrix < before).all(), name
-        assert optimizers.state_bytes(optimizer) == nbytes, name
+        assert switches.state_bytes(optimizer) == nbytes, name
 
 
-def test_eight_bit_adamw_is_taken_from_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"^optimizer=adamw8bit: .* pip install torchao"):
-        check_switches(replace(TINY, optimizer="adamw8bit", dtype="fp32"), "cpu")
-    monkeypatch.setattr(optimizers, "find_spec", lambda name: name == "bitsandbytes" or None)
-    monkeypatch.setattr(optimizers, "import_module", lambda name: SimpleNamespace(AdamW8bit=name))
-    assert optimizers.eight_bit_adamw() == "bitsandbytes.optim"
+@pytest.mark.parametrize(("name", "packages"), [("adamw8bit", "torchao or bitsandbytes"), ("lion", "lion-pytorch")])
+def test_an_optimizer_that_is_not_installed_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, packages: str
+) -> None:
+    monkeypatch.setattr(train_config, "find_spec", lambda package: None)
+    with pytest.raises(InputError, match=f"^optimizer={name}: its package is missing; pip install {packages}$"):
+        check_switches(replace(TINY, optimizer=name, dtype="fp32"), "cpu")
+    assert train.main([f"optimizer={name}", "transport=gloo"]) == 2
+    assert capsys.readouterr().err.startswith(f"ringattn train: optimizer={name}: its package is missing")
+
+
+def test_optimizers_are_taken_from_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for packages: each has the class under its documented name, and gets the options of the run."""
+    made: list[tuple[str, dict[str, Any]]] = []
+
+    def package(module: str) -> Any:
+        def kind(name: str) -> Any:
+            return lambda weights, **options: made.append((f"{module}:{name}", options))
+
+        return SimpleNamespace(AdamW8bit=kind("AdamW8bit"), Lion=kind("Lion"))
+
+    monkeypatch.setattr(switches, "import_module", package)
+    for installed, name in (("torchao", "adamw8bit"), ("bitsandbytes", "adamw8bit"), ("lion_pytorch", "lion")):
+        monkeypatch.setattr(train_config, "find_spec", lambda package, here=installed: here == package or None)
+        switches.make_optimizer(name, [], lr=0.1, weight_decay=0.2)
+    options = {"lr": 0.1, "weight_decay": 0.2}
+    assert made == [
+        ("torchao.optim:AdamW8bit", {**options, "betas": (0.9, 0.95)}),
+        ("bitsandbytes.optim:AdamW8bit", {**options, "betas": (0.9, 0.95)}),
+        ("lion_pytorch:Lion", options),
+    ]
+    monkeypatch.setattr(train_config, "find_spec", lambda package: package == "torchao")
     with pytest.raises(InputError, match=r"^optimizer=adamw8bit: .* dtype=fp64"):
         check_switches(replace(TINY, optimizer="adamw8bit"), "cpu")
 
 
-def test_learning_rates_are_numbers_or_tensors() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    kept = torch.tensor(0.5)
-    for optimizer in (torch.optim.SGD([weight], lr=0.5), torch.optim.AdamW([weight], lr=kept)):
-        optimizers.set_learning_rate(optimizer, 0.25)
-        assert float(optimizer.param_groups[0]["lr"]) == 0.25
-    assert float(kept) == 0.25
+def test_the_learning_rate_warms_up_from_any_step() -> None:
+    config = replace(TINY, learning_rate=0.5, warmup_steps=4)
+    tensor = torch.tensor(0.1)  # as torchao has it
+    for lr in (0.1, tensor):
+        for first_step in (0, 2, 9):
+            optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=lr)
+            scheduler = loop.make_scheduler(optimizer, config, first_step)
+            for step in range(first_step, first_step + 6):
+                assert float(optimizer.param_groups[0]["lr"]) == 0.5 * min(1.0, (step + 1) / 4)
+                loop.advance(scheduler)  # as after a step that was skipped: no warning
+    assert float(tensor) == 0.5
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "lion"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor"])
 def test_optimizers_train_alike_on_two_ranks(optimizer: str) -> None:
     config = replace(TINY, optimizer=optimizer)
     same(trained(config, 2), trained(config, 1))

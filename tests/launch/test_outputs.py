@@ -17,7 +17,7 @@ from ringattn.launch.measure.points import read_points
 from ringattn.launch.measure.run_config import RunConfig
 from ringattn.launch.options import MOST_SEED
 from ringattn.launch.train.config import TrainConfig
-from ringattn.launch.train.text import load_text, windows
+from ringattn.launch.train.data import load_documents, windows
 from tests.launch.sweep_records import folder, quiet, record, strong
 
 DIGITS = "9" * 400
@@ -57,7 +57,7 @@ def test_numbers_beyond_bounds_are_refused(words: str, said: str, capsys: pytest
 
 def test_the_greatest_seed_draws_batches() -> None:
     assert load([f"seed={MOST_SEED}"], TrainConfig).seed == load([f"seed={MOST_SEED}"], RunConfig).seed == MOST_SEED
-    text = load_text()
+    text = load_documents().tokens
     drawn = [windows(text, step, 1, 64, MOST_SEED).tolist() for step in (0, 0, 2**31)]
     assert drawn[0] == drawn[1] != drawn[2]
 

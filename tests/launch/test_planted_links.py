@@ -18,7 +18,7 @@ from ringattn.launch.folders import locked, write_json
 from ringattn.launch.measure.jobs import ARRIVALS, leave
 from ringattn.launch.measure.points import Folder
 from ringattn.launch.pictures.timeline import write_tracks
-from ringattn.launch.train.checkpoint_files import write_run
+from ringattn.launch.train.checkpoints import write_run
 from ringattn.observe import files
 from ringattn.observe.files import is_stream, write_file
 from ringattn.observe.flight import FlightRecord
@@ -141,7 +141,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path, capsys: pytest.Captu
 SAFE = {
     "launch/ranks.py": "in a private folder with a random name",
     "launch/processes.py": "there, too, and exclusively",
-    "launch/train/checkpoint_files.py": "exclusively",
+    "launch/train/checkpoints.py": "exclusively",
     "launch/outputs.py": "a picture into memory",
     "launch/report/charts.py": "a picture into memory",
     "ringattn/observe/files.py": "the one place",

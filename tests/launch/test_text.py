@@ -10,12 +10,12 @@ import torch
 from ringattn.errors import InputError
 from ringattn.launch.options import help_text
 from ringattn.launch.train.config import TrainConfig, load_train
-from ringattn.launch.train.text import VOCABULARY, load_text, windows
+from ringattn.launch.train.data import VOCABULARY, load_documents, windows
 from ringattn.testing import run_ranks
 
 
 def test_the_language_reference_is_real_text() -> None:
-    text = load_text()
+    text = load_documents().tokens
     assert text.dtype == torch.uint8 and len(text) > 300_000
     assert b'The "while" statement' in bytes(text.tolist())
 
@@ -23,7 +23,7 @@ def test_the_language_reference_is_real_text() -> None:
 def test_a_file_is_read_byte_by_byte(tmp_path: Path) -> None:
     file = tmp_path / "some.txt"
     file.write_bytes(bytes(range(VOCABULARY)))
-    assert load_text(str(file)).tolist() == list(range(VOCABULARY))
+    assert load_documents(str(file)).tokens.tolist() == list(range(VOCABULARY))
 
 
 def test_windows_are_pieces_of_the_text() -> None:
@@ -40,7 +40,7 @@ def test_windows_reach_both_ends_of_the_text() -> None:
 
 
 def test_every_rank_draws_the_same_windows_and_every_step_others() -> None:
-    text = load_text()
+    text = load_documents().tokens
     drawn = run_ranks(3, lambda ring: [windows(text, step, 2, 64, seed=7) for step in range(3)])
     for other in drawn[1:]:
         assert all(torch.equal(a, b) for a, b in zip(drawn[0], other, strict=True))
@@ -50,10 +50,10 @@ def test_every_rank_draws_the_same_windows_and_every_step_others() -> None:
 
 def test_text_errors_name_their_key(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^text=.*nowhere.txt: No such file"):
-        load_text(str(tmp_path / "nowhere.txt"))
+        load_documents(str(tmp_path / "nowhere.txt"))
     (tmp_path / "empty.txt").touch()
     with pytest.raises(InputError, match=r"^text=.*empty.txt: the file is empty"):
-        load_text(str(tmp_path / "empty.txt"))
+        load_documents(str(tmp_path / "empty.txt"))
     with pytest.raises(InputError, match=r"^tokens=9: the text has only 8 bytes"):
         windows(torch.zeros(8, dtype=torch.uint8), 0, 1, 9, 0)
 

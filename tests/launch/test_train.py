@@ -27,9 +27,9 @@ from ringattn.launch.memory import PeakMemory
 from ringattn.launch.pictures.curves import Bars, CurveDistance, draw_losses, draw_memory
 from ringattn.launch.ranks import agreed_ranks, threads_for
 from ringattn.launch.train import loop, train
-from ringattn.launch.train.alike import locked_folder
-from ringattn.launch.train.config import TrainConfig
-from ringattn.launch.train.model import ModelConfig, Transformer
+from ringattn.launch.train.config import ModelConfig, TrainConfig
+from ringattn.launch.train.mesh import locked_folder
+from ringattn.launch.train.model import Transformer
 from ringattn.testing import run_ranks
 
 TINY = TrainConfig(tokens=61, batch=2, steps=4, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
@@ -106,7 +106,7 @@ def test_a_run_that_has_had_its_time_is_ended(world_size: int) -> None:
 
 
 def test_a_command_that_has_had_its_time_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["model=tiny", "tokens=32", "transport=gloo", "steps=3", "limit_s=0.001", f"out_dir={tmp_path}"]
+    words = ["model=tiny", "tokens=32", "transport=gloo", "steps=3", "limit_s=0.001", f"out={tmp_path}"]
     assert train.main(words) == 1
     assert capsys.readouterr().err.startswith("ringattn train: limit_s=0.001: ")
     assert not (tmp_path / "result.json").exists()
@@ -175,7 +175,7 @@ def ringattn(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_two_processes_train_like_threads(tmp_path: Path, alone: list[float]) -> None:
     sizes = ["tokens=61", "batch=2", "steps=4", "dtype=fp64", "warmup_steps=2"]
     shape = ["model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.hidden_dim=48"]
-    done = ringattn("ranks=2", *sizes, *shape, "layout=striped", "out_dir=run", cwd=tmp_path)
+    done = ringattn("ranks=2", *sizes, *shape, "layout=striped", "out=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "step 4/4" in done.stdout and "wrote run/result.json" in done.stdout
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -219,7 +219,7 @@ def test_the_ranks_of_a_torchrun_that_is_killed_end(tmp_path: Path) -> None:
     words = ["tokens=64", "model=tiny", "transport=gloo", "steps=1000000", "checkpoint_every_steps=1"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     agent = subprocess.Popen(
-        [*torchrun, "-m", "ringattn", "train", *words, f"out_dir={tmp_path}"],
+        [*torchrun, "-m", "ringattn", "train", *words, f"out={tmp_path}"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     for _ in range(1200):

@@ -15,12 +15,10 @@ import pytest
 from ringattn import Ring
 from ringattn.errors import DisagreementError, InputError
 from ringattn.launch.options import leaves
-from ringattn.launch.train import alike, loop
-from ringattn.launch.train.alike import OF_A_PROCESS
-from ringattn.launch.train.batches import load
-from ringattn.launch.train.config import TrainConfig
-from ringattn.launch.train.documents import Documents
-from ringattn.launch.train.model import ModelConfig
+from ringattn.launch.train import loop, mesh
+from ringattn.launch.train.config import ModelConfig, TrainConfig
+from ringattn.launch.train.data import Documents, load
+from ringattn.launch.train.mesh import PROCESS_KEYS
 from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalWorld
 
@@ -65,7 +63,7 @@ def test_other_documents_of_the_same_tokens_are_another_text(monkeypatch: pytest
         text = load(config)
         return replace(text, cuts=(0, *text.cuts[2:])) if config.timeout_s == 1.0 else text
 
-    monkeypatch.setattr(alike, "load", without_the_first_cut)
+    monkeypatch.setattr(mesh, "load", without_the_first_cut)
     config = replace(TINY, pack_documents=True)
     for error in refusals(config, replace(config, timeout_s=1.0, limit_s=2.0)):
         assert str(error).startswith("text=: rank 1 reads other tokens or documents than rank 0")
@@ -93,4 +91,4 @@ def test_a_file_may_lie_elsewhere_on_another_machine(tmp_path: Path) -> None:
 
 
 def test_every_key_is_compared_or_a_process_own() -> None:
-    assert {key for key, _, _ in leaves(TINY)} > OF_A_PROCESS
+    assert {key for key, _, _ in leaves(TINY)} > PROCESS_KEYS

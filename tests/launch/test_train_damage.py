@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ringattn.errors import InputError, RingError
 from ringattn.launch.folders import locked, write_json
-from ringattn.launch.train import alike, checkpoints, loop, train
-from ringattn.launch.train.config import TrainConfig
-from ringattn.launch.train.model import ModelConfig
+from ringattn.launch.train import checkpoints, loop, mesh, train
+from ringattn.launch.train.config import ModelConfig, TrainConfig
 from ringattn.testing import run_ranks
 
 TINY = TrainConfig(tokens=41, batch=2, steps=6, dtype="fp64", warmup_steps=4, model=ModelConfig(1, 16, 2, 1, 24))
 ROOT = Path(__file__).resolve().parents[2]
+DESCRIBED = checkpoints.described
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def names(folder: Path) -> list[str]:
 @pytest.fixture
 def saved(tmp_path: Path) -> TrainConfig:
     """A run that has left checkpoints after its steps 2 and 4, and would go on to 6."""
-    config = replace(TINY, checkpoint_every_steps=2, out_dir=str(tmp_path / "run"))
+    config = replace(TINY, checkpoint_every_steps=2, out=str(tmp_path / "run"))
     run(replace(config, steps=4))
     return config
 
@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
 ) -> None:
     whole = run(TINY)
     spoil, told = FAULTS[fault]
-    broken = Path(saved.out_dir) / "checkpoints" / "step-00000004"
+    broken = Path(saved.out) / "checkpoints" / "step-00000004"
     spoil(broken / part)
     resumed = run(saved)
     assert resumed["first_step"] == 2
@@ -78,28 +78,28 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     (line,) = resumed["damaged_checkpoints"]
     assert re.fullmatch(rf".*{broken / part} {told}.*; going on from .*/step-00000002", line)
     assert f"ringattn train: {line}\n" in capsys.readouterr().err
-    assert names(Path(saved.out_dir)) == ["step-00000004", "step-00000006"]
+    assert names(Path(saved.out)) == ["step-00000004", "step-00000006"]
     assert run(saved)["damaged_checkpoints"] == []
 
 
 def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_next_good_one(saved: TrainConfig) -> None:
-    folder = Path(saved.out_dir) / "checkpoints"
+    folder = Path(saved.out) / "checkpoints"
     flipped(folder / "step-00000004" / "__0_0.distcp")
-    config = replace(saved, out_dir=f"{saved.out_dir}-2", resume=str(folder / "step-00000004"))
+    config = replace(saved, out=f"{saved.out}-2", resume=str(folder / "step-00000004"))
     with pytest.raises(InputError, match=r"__0_0\.distcp is damaged.*the next older good one is .*/step-00000002$"):
         run(config)
     assert run(replace(config, resume=str(folder / "step-00000002")))["first_step"] == 2
 
 
 def test_a_run_does_not_begin_anew_where_all_are_damaged(saved: TrainConfig) -> None:
-    folder = Path(saved.out_dir) / "checkpoints"
+    folder = Path(saved.out) / "checkpoints"
     truncated(folder / "step-00000002" / "__0_0.distcp")
     (folder / "step-00000004" / "run.json").unlink()
     with pytest.raises(
         InputError, match=r"^resume=auto: .*4/run.json is missing; .*2/__0_0.distcp is truncated .*no older"
     ):
         run(saved)
-    assert names(Path(saved.out_dir)) == ["step-00000002", "step-00000004"]
+    assert names(Path(saved.out)) == ["step-00000002", "step-00000004"]
 
 
 def test_a_damaged_checkpoint_evicts_no_good_one(saved: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,13 +113,13 @@ def test_a_damaged_checkpoint_evicts_no_good_one(saved: TrainConfig, monkeypatch
     with monkeypatch.context() as broken:
         broken.setattr(checkpoints.Checkpoints, "save", damages)
         run(saved)
-    assert names(Path(saved.out_dir)) == ["step-00000002", "step-00000004", "step-00000006"]
+    assert names(Path(saved.out)) == ["step-00000002", "step-00000004", "step-00000006"]
     run(replace(saved, steps=8))
-    assert names(Path(saved.out_dir)) == ["step-00000006", "step-00000008"]
+    assert names(Path(saved.out)) == ["step-00000006", "step-00000008"]
 
 
 def test_the_curve_in_a_checkpoint_has_a_digest(saved: TrainConfig) -> None:
-    path = Path(saved.out_dir) / "checkpoints" / "step-00000004" / "run.json"
+    path = Path(saved.out) / "checkpoints" / "step-00000004" / "run.json"
     content = json.loads(path.read_text())
     content["losses"][0] += 1.0
     path.write_text(json.dumps(content))
@@ -144,13 +144,21 @@ def full(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def full_while_saving(path: Path) -> tuple[int, str]:
+    return full() if path.parent.suffix == ".partial" else DESCRIBED(path)  # type: ignore[no-any-return]
+
+
 def full_in_torch(*_: Any, **__: Any) -> Any:
     raise CheckpointException("write", {0: (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), None)})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(
     ("where", "name", "how"),
-    [(checkpoints.dcp, "save", full_in_torch), (checkpoints, "write_run", full), (checkpoints, "described", full)],
+    [
+        (checkpoints.dcp, "save", full_in_torch),
+        (checkpoints, "write_run", full),
+        (checkpoints, "described", full_while_saving),
+    ],
 )
 def test_a_full_disk_is_told_and_leaves_the_old_checkpoints(
     saved: TrainConfig, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, how: Any
@@ -162,7 +170,7 @@ def test_a_full_disk_is_told_and_leaves_the_old_checkpoints(
         ) as raised:
             run(saved)
     assert "MiB, and the disk at /" in str(raised.value) and "resume=auto goes on from them" in str(raised.value)
-    assert names(Path(saved.out_dir)) == ["step-00000002", "step-00000004"]
+    assert names(Path(saved.out)) == ["step-00000002", "step-00000004"]
     assert run(saved)["first_step"] == 4
 
 
@@ -180,7 +188,7 @@ def test_a_signal_in_a_save_is_not_a_full_disk(
             loop.train_rank({"runs": [asdict(saved)]})
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert names(Path(saved.out_dir)) == ["step-00000002", "step-00000004"]
+    assert names(Path(saved.out)) == ["step-00000002", "step-00000004"]
     monkeypatch.undo()
     assert run(saved)["first_step"] == 4
 
@@ -208,7 +216,7 @@ def test_a_disk_that_takes_no_more_is_told(tmp_path: Path) -> None:
         "transport=gloo",
         "steps=6",
         "checkpoint_every_steps=2",
-        f"out_dir={tmp_path}",
+        f"out={tmp_path}",
     ]
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -236,26 +244,24 @@ def test_a_result_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "DYING_S", 0.0)
+    monkeypatch.setattr(mesh, "DYING_S", 0.0)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_second_run_in_a_folder_is_refused(saved: TrainConfig) -> None:
-    before = names(Path(saved.out_dir))
-    with alike.locked_folder(saved.out_dir):
-        with pytest.raises(
-            InputError, match=rf"^out_dir=.*/run: another run is writing there, process {os.getpid()} on "
-        ):
+    before = names(Path(saved.out))
+    with mesh.locked_folder(saved.out):
+        with pytest.raises(InputError, match=rf"^out=.*/run: another run is writing there, process {os.getpid()} on "):
             run(saved)
-        assert names(Path(saved.out_dir)) == before
+        assert names(Path(saved.out)) == before
         run(replace(saved, checkpoint_every_steps=None))  # writes nothing there
     assert run(saved)["first_step"] == 4
 
 
 @pytest.mark.usefixtures("impatient")
 def test_the_command_is_refused_before_its_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with alike.locked_folder(str(tmp_path)):
-        assert train.main(["ranks=2", "tokens=64", f"out_dir={tmp_path}"]) == 2
+    with mesh.locked_folder(str(tmp_path)):
+        assert train.main(["ranks=2", "tokens=64", f"out={tmp_path}"]) == 2
     assert "another run is writing there" in capsys.readouterr().err
 
 
@@ -268,10 +274,10 @@ def test_a_run_waits_a_moment_for_one_that_dies(tmp_path: Path) -> None:
     holder = subprocess.Popen(words, stdout=subprocess.PIPE)
     assert holder.stdout is not None
     holder.stdout.readline()
-    with pytest.raises(InputError), locked(tmp_path, "out_dir", "run", "", wait_s=0.0):
+    with pytest.raises(InputError), locked(tmp_path, "out", "run", "", wait_s=0.0):
         pass
     holder.send_signal(signal.SIGKILL)  # a lock ends with its process, however that ends
-    with locked(tmp_path, "out_dir", "run", "", wait_s=5.0) as lock:
+    with locked(tmp_path, "out", "run", "", wait_s=5.0) as lock:
         assert lock.lost() is None
     holder.wait()
 
@@ -282,11 +288,11 @@ def test_a_folder_that_was_replaced_meanwhile_is_not_written_to(
     save = checkpoints.Checkpoints.save
 
     def moved(self: Any, model: Any, optimizer: Any, curve: Any) -> None:
-        Path(saved.out_dir).rename(f"{saved.out_dir}-moved")
-        Path(saved.out_dir).mkdir()
+        Path(saved.out).rename(f"{saved.out}-moved")
+        Path(saved.out).mkdir()
         save(self, model, optimizer, curve)
 
     monkeypatch.setattr(checkpoints.Checkpoints, "save", moved)
-    with pytest.raises(RingError, match=r"^out_dir=.*/run: the folder was removed or replaced"):
+    with pytest.raises(RingError, match=r"^out=.*/run: the folder was removed or replaced"):
         run(saved)
-    assert not list(Path(saved.out_dir).iterdir())
+    assert not list(Path(saved.out).iterdir())

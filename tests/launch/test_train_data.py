@@ -14,8 +14,8 @@ from torch import Tensor
 from ringattn import Ring
 from ringattn.errors import InputError
 from ringattn.launch.train import loop
-from ringattn.launch.train.batches import BatchPart, drawn, load
 from ringattn.launch.train.config import TrainConfig, load_train
+from ringattn.launch.train.data import BatchPart, drawn, load
 from ringattn.testing import run_ranks
 from tests.launch.test_train_mesh import TINY, alone, on_threads, same
 

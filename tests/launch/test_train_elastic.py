@@ -16,8 +16,7 @@ import pytest
 
 from ringattn.launch.ranks import RanksError
 from ringattn.launch.train import loop, train
-from ringattn.launch.train.config import TrainConfig
-from ringattn.launch.train.model import ModelConfig
+from ringattn.launch.train.config import ModelConfig, TrainConfig
 from ringattn.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +43,7 @@ def test_the_launcher_starts_killed_ranks_again(
 ) -> None:
     monkeypatch.setattr(train, "ENTRY", "tests.launch.train_entries:train_and_die_once")
     mesh = ["replicas=2", "ranks=1", "sharding=zero2"]
-    assert train.main([*WORDS, *mesh, "restarts=1", f"out_dir={tmp_path}"]) == 0
+    assert train.main([*WORDS, *mesh, "restarts=1", f"out={tmp_path}"]) == 0
     check_result(tmp_path)
     told = capsys.readouterr().err
     assert "ringattn train: rank 1 was killed (SIGKILL)" in told
@@ -55,7 +54,7 @@ def test_the_launcher_starts_killed_ranks_again(
 def test_torchrun_starts_killed_ranks_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     done = subprocess.run(
-        [*command, "-m", "tests.launch.train_entries", *WORDS, f"out_dir={tmp_path}"],
+        [*command, "-m", "tests.launch.train_entries", *WORDS, f"out={tmp_path}"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -79,7 +78,7 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_restarts_are_counted(tmp_path: Path, tries: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*WORDS, "ranks=2", "restarts=2", f"out_dir={tmp_path}", "resume=never"]
+    words = [*WORDS, "ranks=2", "restarts=2", f"out={tmp_path}", "resume=never"]
     assert train.main(words) == 1
     assert [one["resume"] for one in tries] == ["never"] * 3
     assert capsys.readouterr().err.count("starting again from the first step") == 2
@@ -88,15 +87,15 @@ def test_restarts_are_counted(tmp_path: Path, tries: list[dict[str, Any]], capsy
 def test_a_restart_goes_on_from_its_own_checkpoint(tmp_path: Path, tries: list[dict[str, Any]]) -> None:
     (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000002" / "run.json").touch()
-    assert train.main([*WORDS, "ranks=2", "restarts=1", f"out_dir={tmp_path}", "resume=somewhere"]) == 1
+    assert train.main([*WORDS, "ranks=2", "restarts=1", f"out={tmp_path}", "resume=somewhere"]) == 1
     assert [one["resume"] for one in tries] == ["somewhere", "auto"]
 
 
 def test_what_was_refused_is_not_tried_again(tmp_path: Path, tries: list[dict[str, Any]]) -> None:
-    assert train.main([*WORDS, "ranks=2", "restarts=2", "seed=7", f"out_dir={tmp_path}"]) == 2
+    assert train.main([*WORDS, "ranks=2", "restarts=2", "seed=7", f"out={tmp_path}"]) == 2
     assert len(tries) == 1
 
 
 def test_one_process_is_started_so_that_it_can_be_started_again(tmp_path: Path, tries: list[dict[str, Any]]) -> None:
-    assert train.main([*WORDS, "restarts=1", f"out_dir={tmp_path}"]) == 1
+    assert train.main([*WORDS, "restarts=1", f"out={tmp_path}"]) == 1
     assert len(tries) == 2

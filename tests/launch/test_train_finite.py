@@ -15,8 +15,7 @@ from torch import Tensor
 from ringattn import Ring
 from ringattn.errors import InputError, NonFiniteError
 from ringattn.launch.train import loop, train
-from ringattn.launch.train.config import TrainConfig, load_train
-from ringattn.launch.train.model import ModelConfig
+from ringattn.launch.train.config import ModelConfig, TrainConfig, load_train
 from ringattn.testing import run_ranks
 
 TINY = TrainConfig(tokens=41, batch=2, steps=6, dtype="fp64", warmup_steps=4, model=ModelConfig(1, 16, 2, 1, 24))
@@ -81,13 +80,13 @@ def test_the_first_step_that_is_not_finite_ends_the_run_on_all_ranks(plant: Plan
 def test_the_last_finite_checkpoints_stay(tmp_path: Path, plant: Plant) -> None:
     plant(4)
     with pytest.raises(NonFiniteError):
-        run(replace(TINY, out_dir=str(tmp_path), checkpoint_every_steps=1))
+        run(replace(TINY, out=str(tmp_path), checkpoint_every_steps=1))
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     # The step itself is finite; what it makes of the weights is not.
-    config = replace(OVERSHOOTS, out_dir=str(tmp_path), checkpoint_every_steps=1)
+    config = replace(OVERSHOOTS, out=str(tmp_path), checkpoint_every_steps=1)
     run(replace(config, steps=2, learning_rate=1e-9))
     with pytest.raises(NonFiniteError, match=r"^step 3 of 6: .* are not finite, so they are not saved"):
         run(config)
@@ -107,7 +106,7 @@ def test_a_skipped_step_is_counted_and_changes_no_weight(plant: Plant, monkeypat
 
 def test_a_resumed_run_remembers_what_it_skipped(tmp_path: Path, plant: Plant) -> None:
     plant(1)
-    config = replace(TINY, nonfinite="skip", out_dir=str(tmp_path), checkpoint_every_steps=2)
+    config = replace(TINY, nonfinite="skip", out=str(tmp_path), checkpoint_every_steps=2)
     whole = run(replace(config, checkpoint_every_steps=None))[0]
     run(replace(config, steps=4))
     resumed = run(config)[0]
@@ -120,9 +119,9 @@ def test_a_checkpoint_before_the_first_step_that_counts_changes_nothing(tmp_path
     plant(0)
     config = replace(TINY, nonfinite="skip")
     expected = run(config)[0]
-    saves = replace(config, out_dir=str(tmp_path), checkpoint_every_steps=1)
+    saves = replace(config, out=str(tmp_path), checkpoint_every_steps=1)
     assert run(saves)[0]["losses"] == expected["losses"]
-    stopped = replace(saves, out_dir=str(tmp_path / "stopped"))
+    stopped = replace(saves, out=str(tmp_path / "stopped"))
     with pytest.raises(NonFiniteError, match=r"^all 1 steps were skipped"):
         run(replace(stopped, steps=1))
     assert run(stopped)[0]["losses"] == expected["losses"]
@@ -142,7 +141,7 @@ def test_a_run_without_one_finite_step_fails(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_result_is_strict_json(tmp_path: Path, plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
     plant(1)
-    words = ["model=tiny", "tokens=32", "transport=gloo", "steps=3", f"out_dir={tmp_path}"]
+    words = ["model=tiny", "tokens=32", "transport=gloo", "steps=3", f"out={tmp_path}"]
     words += ["model.layers=1"]
     assert train.main(words) == 1
     assert "step 2 of 3: its loss is nan" in capsys.readouterr().err and not (tmp_path / "result.json").exists()

@@ -19,10 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ringattn.errors import InputError
 from ringattn.launch.train import checkpoints, loop
-from ringattn.launch.train.checkpoint_files import RUN, described, latest, read_run, write_run
 from ringattn.launch.train.checkpoint_reader import INSTANCES, MetadataUnpickler
-from ringattn.launch.train.config import TrainConfig
-from ringattn.launch.train.model import ModelConfig
+from ringattn.launch.train.checkpoints import RUN, described, latest, read_run, write_run
+from ringattn.launch.train.config import ModelConfig, TrainConfig
 from ringattn.testing import run_ranks
 
 TINY = TrainConfig(
@@ -52,7 +51,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
 
 def saved(folder: Path) -> Path:
     """The checkpoint of a run."""
-    run(replace(TINY, out_dir=str(folder / "foreign")))
+    run(replace(TINY, out=str(folder / "foreign")))
     path = latest(folder / "foreign")
     assert path is not None
     return path
@@ -64,7 +63,7 @@ def sealed(path: Path) -> TrainConfig:
     del content["files"]
     (path / RUN).unlink()
     write_run(path, content, {file.name: described(file) for file in path.iterdir()})
-    return replace(TINY, steps=5, out_dir=str(path.parents[2] / "mine"), resume=str(path))
+    return replace(TINY, steps=5, out=str(path.parents[2] / "mine"), resume=str(path))
 
 
 def refused(path: Path, reason: str) -> None:

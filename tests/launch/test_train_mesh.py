@@ -17,10 +17,9 @@ from ringattn import Ring
 from ringattn.errors import InputError
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.launch.train import loop, train
-from ringattn.launch.train.batches import BatchPart
-from ringattn.launch.train.config import TrainConfig, load_train
+from ringattn.launch.train.config import ModelConfig, TrainConfig, load_train
+from ringattn.launch.train.data import BatchPart
 from ringattn.launch.train.mesh import agreed_ranks_of_ring
-from ringattn.launch.train.model import ModelConfig
 from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalWorld
@@ -36,7 +35,7 @@ DILATED: dict[str, Any] = {"attention": "dilated", "segment_lengths": [8, 64], "
 def alone(config: TrainConfig) -> dict[str, Any]:
     """The result of the same run in one process, from its first step."""
     one = replace(config, ranks=1, replicas=1, micro_batch=None, sharding="none", checkpoint_every_steps=None,
-                  resume="never", out_dir=TINY.out_dir)  # fmt: skip
+                  resume="never", out=TINY.out)  # fmt: skip
     return run_ranks(1, lambda ring: loop.train(ring, one))[0]
 
 
@@ -175,8 +174,8 @@ def test_torchruns_processes_are_dealt_out(monkeypatch: pytest.MonkeyPatch, caps
 def test_four_processes_in_every_shape_train_like_one(tmp_path: Path) -> None:
     saved = str(tmp_path / "first" / "checkpoints" / "step-00000003")
     mesh = replace(TINY, replicas=2, ranks=2, transport="gloo")
-    first = replace(mesh, sharding="zero3", micro_batch=1, checkpoint_every_steps=3, out_dir=str(tmp_path / "first"))
-    resumed = replace(mesh, resume=saved, out_dir=str(tmp_path / "second"))
+    first = replace(mesh, sharding="zero3", micro_batch=1, checkpoint_every_steps=3, out=str(tmp_path / "first"))
+    resumed = replace(mesh, resume=saved, out=str(tmp_path / "second"))
     runs = [
         first,
         replace(resumed, replicas=4, ranks=1, sharding="zero2"),

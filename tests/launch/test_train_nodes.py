@@ -63,11 +63,11 @@ SAME = "; start all ranks with the same words"
         ([[], ["text=nowhere"]], [f"rank 1 refused the call, {FOR_ALL}text=nowhere: No such", "text=nowhere: No such"]),
         ([["replicas=1"], ["replicas=2"]], [f"replicas: rank 1 has 2 and rank 0 1{SAME}"] * 2),
         (
-            [["out_dir=taken"]] * 2,
-            ["out_dir=taken: cannot be written (File exists)", f"rank 0 refused the call, {FOR_ALL}out_dir=taken: "],
+            [["out=taken"]] * 2,
+            ["out=taken: cannot be written (File exists)", f"rank 0 refused the call, {FOR_ALL}out=taken: "],
         ),
     ],
-    ids=["text", "replicas", "out_dir"],
+    ids=["text", "replicas", "out"],
 )
 def test_what_one_node_gets_wrong_is_told_on_all(tmp_path: Path, words: list[list[str]], told: list[str]) -> None:
     for number in range(2):

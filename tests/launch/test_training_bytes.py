@@ -28,11 +28,10 @@ from ringattn.launch.capacity.training_bytes import (
     parameter_bytes,
     training_bytes,
 )
-from ringattn.launch.train.batches import BatchPart
-from ringattn.launch.train.config import TrainConfig
+from ringattn.launch.train.config import ModelConfig, TrainConfig
+from ringattn.launch.train.data import VOCABULARY, BatchPart, windows
 from ringattn.launch.train.loop import backward, clip, local_loss, make_model, update
-from ringattn.launch.train.model import ModelConfig, Transformer
-from ringattn.launch.train.text import VOCABULARY, windows
+from ringattn.launch.train.model import Transformer
 from ringattn.observe.memory import StorageMeter
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks

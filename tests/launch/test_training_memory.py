@@ -18,9 +18,8 @@ from ringattn.bench.gate import GateError
 from ringattn.launch.capacity.model_shapes import ModelShape
 from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
 from ringattn.launch.train import loop
-from ringattn.launch.train.batches import BatchPart
-from ringattn.launch.train.config import TrainConfig, load_train
-from ringattn.launch.train.model import ModelConfig
+from ringattn.launch.train.config import ModelConfig, TrainConfig, load_train
+from ringattn.launch.train.data import BatchPart
 from ringattn.layers import offload
 from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks

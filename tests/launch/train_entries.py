@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn import Ring, Sequence
 from ringattn.launch.train import loop, train
-from ringattn.launch.train.batches import drawn, load
 from ringattn.launch.train.config import TrainConfig, from_spec
+from ringattn.launch.train.data import drawn, load
 from ringattn.launch.train.mesh import opened_mesh, replica_of
 
 
@@ -47,7 +47,7 @@ def dies_once(step: int, rank: int) -> None:
     draw = loop.drawn
 
     def drawn_or_dead(ring: Ring, replica: int, text: Tensor, at: int, config: TrainConfig) -> tuple[Sequence, Tensor]:
-        died = Path(config.out_dir) / "died"
+        died = Path(config.out) / "died"
         if at == step and int(os.environ["RANK"]) == rank and not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)

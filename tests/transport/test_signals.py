@@ -87,7 +87,7 @@ def rank_of_job(mark: str, rank: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_training_ends_soon(tmp_path: Path, number: signal.Signals) -> None:
-    options = ["ranks=2", "tokens=64", "steps=100000", "transport=gloo", f"out_dir={tmp_path}", "timeout_s=60"]
+    options = ["ranks=2", "tokens=64", "steps=100000", "transport=gloo", f"out={tmp_path}", "timeout_s=60"]
     command = [sys.executable, "-u", "-m", "ringattn", "train", *options]
     training = subprocess.Popen(
         command,

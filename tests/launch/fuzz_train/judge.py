@@ -16,8 +16,8 @@ from unittest import mock
 
 from ringattn.errors import InputError, NonFiniteError, RingError
 from ringattn.launch.failures import Exit, root_cause
-from ringattn.launch.train import alike, loop
-from ringattn.launch.train.checkpoint_files import RUN, named
+from ringattn.launch.train import loop, mesh
+from ringattn.launch.train.checkpoints import RUN, named
 from ringattn.launch.train.config import TrainConfig
 from ringattn.testing import run_ranks
 from tests.launch.fuzz_train import faults, ranks
@@ -43,7 +43,7 @@ def train(config: TrainConfig, ranks_of_run: int = 1) -> dict[str, Any]:
 
 def judge(case: Case) -> str:
     """What it came to, in a word: exact, told (a named error, and nothing was lost) or refused. Raises `WrongError`."""
-    plain = replace(case.plain, checkpoint_every_steps=None, out_dir="/nonexistent/out")
+    plain = replace(case.plain, checkpoint_every_steps=None, out="/nonexistent/out")
     try:
         whole = train(plain)
     except InputError as error:  # what cannot be trained at all
@@ -52,7 +52,7 @@ def judge(case: Case) -> str:
     try:
         if case.kind in OF_PROCESSES:
             return _of_processes(case, whole, folder)
-        with mock.patch.object(alike, "DYING_S", 0.0):
+        with mock.patch.object(mesh, "DYING_S", 0.0):
             return KINDS[case.kind](case, whole, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -91,7 +91,7 @@ def _undisturbed(case: Case, whole: dict[str, Any], folder: Path) -> str:
 
 def _goes_on(case: Case, whole: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The run goes on in its folder, to the curve that it would have had."""
-    config = replace(case.again, ranks=1, replicas=1, sharding="none", transport="auto", out_dir=str(folder))
+    config = replace(case.again, ranks=1, replicas=1, sharding="none", transport="auto", out=str(folder))
     result = train(config)
     _same(result, whole, REL, f"resumed from step {result['first_step']}")
     if left := [path.name for path in (folder / "checkpoints").iterdir() if path.suffix]:
@@ -114,7 +114,7 @@ def _stopped(case: Case, whole: dict[str, Any], folder: Path) -> str:
 
 def _interrupted(case: Case, folder: Path) -> None:
     try:
-        train(replace(case.spread, out_dir=str(folder)))
+        train(replace(case.spread, out=str(folder)))
     except faults.StoppedError:
         pass
 
@@ -153,7 +153,7 @@ def _full_disk(case: Case, whole: dict[str, Any], folder: Path) -> str:
     """A save that the disk does not take is told, removed, and costs no checkpoint."""
     every = case.plain.checkpoint_every_steps or 1
     save = case.dice.randint(1, -(-case.plain.steps // every))
-    config, told = replace(case.spread, out_dir=str(folder)), ""
+    config, told = replace(case.spread, out=str(folder)), ""
     with faults.full_disk(save, case.dice.randrange(0, 400_000)):
         try:
             _same(train(config), whole, REL, "a save that had room")
@@ -180,7 +180,7 @@ def _plant(case: Case, step: int) -> Callable[[int], Any]:
 def _nan(case: Case, whole: dict[str, Any], folder: Path) -> str:
     """The first step that is not finite ends the run by name, on all ranks; without it the run goes on."""
     step = case.dice.randrange(case.plain.steps)
-    config = replace(case.spread, out_dir=str(folder))
+    config = replace(case.spread, out=str(folder))
     if (config.ranks or 1) > 1:
         config = replace(config, checkpoint_every_steps=None)
     with _plant(case, step)(case.rank):
@@ -204,8 +204,8 @@ def _nan_skipped(case: Case, whole: dict[str, Any], folder: Path) -> str:
         raise WrongError(f"step {step} was spoiled, and {expected['skipped_steps']} were skipped")
     stop_at = case.dice.randint(1, steps)
     with plant(0):
-        train(replace(config, out_dir=str(folder), steps=stop_at)) if stop_at > 1 or step else None
-        result = train(replace(config, out_dir=str(folder)))
+        train(replace(config, out=str(folder), steps=stop_at)) if stop_at > 1 or step else None
+        result = train(replace(config, out=str(folder)))
     if result["skipped_steps"] != [step]:
         raise WrongError(f"resumed, it skipped {result['skipped_steps']}")
     _same(result, expected, 0.0, "resumed")
@@ -216,11 +216,11 @@ def _nan_skipped(case: Case, whole: dict[str, Any], folder: Path) -> str:
 
 def _second_run(case: Case, whole: dict[str, Any], folder: Path) -> str:
     """A second run in the folder is refused, with who holds it, and the first does not notice."""
-    config, told = replace(case.spread, out_dir=str(folder)), []
+    config, told = replace(case.spread, out=str(folder)), []
 
     def second() -> None:
         with mock.patch.object(loop, "drawn", drawn):
-            told.append(str(_raises(InputError, lambda: train(replace(case.again, out_dir=str(folder))))))
+            told.append(str(_raises(InputError, lambda: train(replace(case.again, out=str(folder))))))
 
     drawn = loop.drawn
     with faults.at("draw", case.dice.randint(1, case.plain.steps), second):
@@ -242,7 +242,7 @@ KINDS: dict[str, Callable[[Case, dict[str, Any], Path], str]] = {
 
 def _of_processes(case: Case, whole: dict[str, Any], folder: Path) -> str:
     """A signal at a drawn call: the run ends by name or goes on, all of it, and resumed it is as if undisturbed."""
-    config = replace(case.spread, out_dir=str(folder))
+    config = replace(case.spread, out=str(folder))
     pauses = case.kind == "pause a rank"
     fault = {
         "rank": case.rank, "to": "command" if case.kind == "kill the command" else "rank", "place": case.place,
@@ -263,7 +263,7 @@ def _of_processes(case: Case, whole: dict[str, Any], folder: Path) -> str:
     if case.again.ranks == 1:
         result = _goes_on(case, whole, folder)
     else:
-        if second := _life(folder, replace(case.again, out_dir=str(folder)), None):
+        if second := _life(folder, replace(case.again, out=str(folder)), None):
             raise WrongError(f"it did not go on: {second}")
         result = json.loads((folder / "result.json").read_text())
         _same(result, whole, REL, f"resumed from step {result['first_step']}")

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch._dynamo  # which the first optimizer loads, in seconds
 import torch.distributed as dist
+import torch.distributed.fsdp
 
-import ringattn.launch.train.sharding
 from ringattn.launch import worker
 from ringattn.launch.parent import LAUNCHER
 from ringattn.launch.train import loop
@@ -32,7 +32,7 @@ from tests.launch.fuzz_train.faults import at
 
 LIMIT_S = 60.0
 """How long a run may take."""
-assert ringattn.launch.train.sharding  # loaded before the fork
+assert torch.distributed.fsdp  # loaded before the fork
 
 
 def started(folder: Path, config: TrainConfig, fault: dict[str, Any] | None) -> BaseProcess:
@@ -99,7 +99,7 @@ def train_with_fault(spec: dict[str, Any]) -> dict[str, Any]:
             pid = os.getppid() if fault["to"] == "command" else os.getpid()
 
             def act() -> None:
-                (Path(spec["runs"][0]["out_dir"]) / "happened").touch()
+                (Path(spec["runs"][0]["out"]) / "happened").touch()
                 os.kill(pid, fault["signal"])
 
             stack.enter_context(at(fault["place"], fault["count"], act))

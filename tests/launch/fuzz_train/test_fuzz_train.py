@@ -6,7 +6,7 @@ import pytest
 
 from ringattn.errors import InputError
 from ringattn.launch import folders
-from ringattn.launch.train import checkpoints, finite
+from ringattn.launch.train import checkpoints, loop
 from tests.launch.fuzz_train import judge
 from tests.launch.fuzz_train.draw import KINDS, OF_PROCESSES, draw
 
@@ -45,7 +45,7 @@ def test_a_checkpoint_that_is_not_compared_is_found(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_step_that_is_not_finite_and_taken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finite, "isfinite", lambda number: True)
+    monkeypatch.setattr(loop, "isfinite", lambda number: True)
     assert found(("nan",), 3)
 
 

@@ -1,0 +1,212 @@
+"""The text, its documents, and the sequences of each step.
+
+A text is bytes or a tokenizer's tokens, cut into documents. A step trains on windows of it at random positions, or on
+sequences packed with whole documents; early steps may have shorter sequences (`curriculum_start_tokens`). Without a
+file the text is the language reference that every Python carries (`pydoc_data.topics`, about 460 kB).
+
+Guarantees: the sequences of a step are a pure function of the configuration, the text and the step's number, the same
+on all ranks of a replica, and all replicas together draw the same sequences however many there are. So the step's
+number is all that a resumed run needs to know of the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringattn import Ring, Sequence
+from ringattn.errors import InputError
+from ringattn.launch.train.config import TrainConfig, doublings
+
+VOCABULARY = 256
+"""Number of different tokens of a text without a tokenizer: the values of a byte."""
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """All tokens of a text, and where its documents end."""
+
+    tokens: Tensor
+    """(tokens,), uint8 for bytes, int32 for a tokenizer's."""
+    cuts: tuple[int, ...]
+    """0, then the end of each document; no document is empty."""
+    vocabulary: int
+    """Every token is below it."""
+
+    def digest(self) -> str:
+        """Return a digest, in hex, of all that sequences are drawn from: tokens, documents and vocabulary."""
+        facts = (torch.tensor([self.vocabulary, *self.cuts]), self.tokens.contiguous())
+        return hashlib.sha256(b"".join(hashlib.sha256(fact.numpy().tobytes()).digest() for fact in facts)).hexdigest()
+
+
+class BatchPart(NamedTuple):
+    """Sequences that pass the model at once."""
+
+    seq: Sequence
+    """How each of them is sharded over the ring."""
+    tokens: Tensor
+    """Their tokens, int64 (sequences, tokens), the same on every rank of the ring."""
+
+
+# --- reading the text ------------------------------------------------------------------------------------------------
+
+
+def load(config: TrainConfig) -> Documents:
+    """Load the text of the configuration. Raises `InputError`, with the key first, also if it is too short."""
+    text = load_documents(config.text, config.separator, config.tokenizer)
+    if not len(text.tokens):
+        raise InputError(f"tokenizer={config.tokenizer}: makes no token of the text; choose another, or another text")
+    if config.pack_documents and max(stop - start for start, stop in pairwise(text.cuts)) < 2:
+        raise InputError(
+            f"text={config.text}: no document has a second token, so there is nothing to learn; documents end with "
+            f"{config.separator!r}, choose another separator or another text"
+        )
+    if not config.pack_documents and len(text.tokens) < config.tokens:
+        raise InputError(
+            f"tokens={config.tokens}: the text has only {len(text.tokens)} tokens; choose a longer file "
+            "with text=PATH, or pack_documents=true"
+        )
+    return text
+
+
+def load_documents(path: str = "", separator: str = "\n\n", tokenizer: str = "") -> Documents:
+    """Load the documents of the file at `path`, each with its `separator`; of Python's reference if `path` is empty.
+
+    `tokenizer`: a tokenizer.json of Hugging Face's `tokenizers`, which must then be installed; empty: bytes are tokens.
+    Documents are encoded whole and separately, without special tokens. Raises `InputError`, with the key first.
+    """
+    if not separator:
+        raise InputError("separator: what documents end with must not be empty")
+    content = _read(path)
+    mark = separator.encode()
+    *ended, rest = content.split(mark)
+    parts = [part for part in (*(part + mark for part in ended), rest) if part]
+    if not tokenizer:
+        cuts = tuple(accumulate(map(len, parts), initial=0))
+        return Documents(torch.frombuffer(bytearray(content), dtype=torch.uint8), cuts, VOCABULARY)
+    encoder = _tokenizer(tokenizer)
+    # The file may carry truncation and padding, which are meant for batches of sentences.
+    encoder.no_truncation()
+    encoder.no_padding()
+    try:
+        encoded = encoder.encode_batch([part.decode() for part in parts], add_special_tokens=False)
+    except UnicodeDecodeError as error:
+        raise InputError(f"text={path}: a tokenizer needs UTF-8, {error}") from error
+    except Exception as error:  # the library raises bare Exceptions
+        raise InputError(f"tokenizer={tokenizer}: cannot encode the text, {error}") from error
+    documents = [document.ids for document in encoded if document.ids]
+    tokens = torch.tensor([token for document in documents for token in document], dtype=torch.int32)
+    # Not the number of tokens in the vocabulary: its ids may have holes.
+    vocabulary = 1 + max(encoder.get_vocab().values(), default=0)
+    return Documents(tokens, tuple(accumulate(map(len, documents), initial=0)), vocabulary)
+
+
+def _read(path: str) -> bytes:
+    if path:
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise InputError(f"text={path}: {error.strerror or error}") from error
+    else:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+        content = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    if not content:
+        raise InputError(f"text={path}: the file is empty")
+    return content
+
+
+def _tokenizer(path: str) -> Any:
+    if not Path(path).is_file():
+        raise InputError(f"tokenizer={path}: there is no such file; give a tokenizer.json")
+    try:
+        return importlib.import_module("tokenizers").Tokenizer.from_file(path)
+    except ModuleNotFoundError as error:
+        raise InputError(f"tokenizer={path}: needs Hugging Face's tokenizers; pip install tokenizers") from error
+    except Exception as error:  # the library raises bare Exceptions
+        raise InputError(f"tokenizer={path}: {error}") from error
+
+
+# --- drawing a step's sequences --------------------------------------------------------------------------------------
+
+
+def drawn(ring: Ring, replica: int, text: Documents, step: int, config: TrainConfig) -> list[BatchPart]:
+    """Draw this replica's sequences of a step, on its device, in the parts in which they pass the model."""
+    shorter = shortened(step, config.curriculum_start_tokens, config.tokens, config.curriculum_steps)
+    length, batch = config.tokens // shorter, config.batch * shorter
+    share = batch // config.replicas
+    purpose = "dilated" if config.attention == "dilated" else "causal"
+    if config.pack_documents:
+        parts = []
+        for index in range(share * replica, share * (replica + 1)):
+            tokens, cuts = packed(text, step * batch + index, length, config.seed)
+            seq = ring.sequence(cu_seqlens=cuts, layout=config.layout, for_=purpose)
+            parts.append(BatchPart(seq, tokens[None].to(ring.device)))
+        return parts
+    seq = ring.sequence(length, layout=config.layout, for_=purpose)
+    tokens = windows(text.tokens, step, batch, length, config.seed)
+    tokens = tokens[share * replica : share * (replica + 1)].to(ring.device)
+    return [BatchPart(seq, part) for part in tokens.split((config.micro_batch or config.batch) * shorter)]
+
+
+def windows(text: Tensor, step: int, batch: int, tokens: int, seed: int) -> Tensor:
+    """Draw the batch of a step: int64 (batch, tokens), windows of `text` at random positions.
+
+    The positions depend on (seed, step) alone, so every rank draws the same and a run can start at any step.
+    Raises `InputError` if the text is shorter than one window.
+    """
+    positions = len(text) - tokens + 1
+    if positions < 1:
+        raise InputError(f"tokens={tokens}: the text has only {len(text)} bytes; choose a longer file with text=PATH")
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(positions, (batch, 1), generator=generator)
+    return text[starts + torch.arange(tokens)].long()
+
+
+def packed(documents: Documents, index: int, tokens: int, seed: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Return sequence number `index`: its tokens, int64 (tokens,), and the cuts (0, ..., tokens) of its documents.
+
+    Documents are shuffled in each pass over the text, concatenated, and cut into sequences of one length. No token is
+    left out, repeated or padded; a document that crosses the end of a sequence continues in the next.
+    """
+    pieces: list[Tensor] = []
+    cuts = [0]
+    position = index * tokens  # in the endless concatenation of passes over the text
+    while cuts[-1] < tokens:
+        number, offset = divmod(position, documents.cuts[-1])
+        order, ends = _shuffled(documents, number, seed)
+        drawn = int(torch.searchsorted(ends, offset, right=True))
+        left = int(ends[drawn]) - offset  # of this document
+        count = min(left, tokens - cuts[-1])
+        start = documents.cuts[int(order[drawn]) + 1] - left
+        pieces.append(documents.tokens[start : start + count])
+        cuts.append(cuts[-1] + count)
+        position += count
+    return torch.cat(pieces).long(), tuple(cuts)
+
+
+@lru_cache(maxsize=4)
+def _shuffled(documents: Documents, number: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the order of the documents in pass `number` over the text, and where each of them ends in it."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+    order = torch.randperm(len(documents.cuts) - 1, generator=generator)
+    return order, torch.tensor(documents.cuts).diff()[order].cumsum(0)
+
+
+def shortened(step: int, start_tokens: int | None, tokens: int, grow_steps: int) -> int:
+    """Return the power of two by which the sequences of `step` are shorter than `tokens`, and more numerous.
+
+    The length starts at `start_tokens` and doubles until it is `tokens`, after `grow_steps`. All stages but the last
+    take equally many steps, and a step always has the same number of tokens. `start_tokens=None`: no growth.
+    """
+    if start_tokens is None or step >= grow_steps:
+        return 1
+    stages = doublings(start_tokens, tokens)
+    return 1 << (stages - step * stages // grow_steps)
