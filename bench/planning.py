@@ -2,7 +2,8 @@
 
 `python -m ringattn.bench.planning`. A time is from the layout's name to the finished plan of one rank, pruned payloads
 and placement included. It is processor time: planning waits for nothing, and the machine may have other work.
-The gate plans the same case at a small size and checks each plan against the projection of the whole verified schedule.
+The gate plans the same case at a small size and compares each plan with the projection of the whole schedule. That the
+schedules and placements are valid is checked by the tests (tests/schedule, tests/planner).
 """
 
 from __future__ import annotations
@@ -22,14 +23,12 @@ from ringattn.core import tiling
 from ringattn.core.layout import LAYOUTS, make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
-from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
 from ringattn.planner.place import project
 from ringattn.planner.plan import Plan
 from ringattn.schedule.passes import merged_keys, merged_queries
 from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.routes import forward_of_rank, route_named, schedule_of
-from ringattn.schedule.verify import verify
 
 BARS_MS = {"contiguous": 5.0, "zigzag": 5.0, "striped": 25.0}
 """For as many ranks as are planned unless others are asked for."""
@@ -82,17 +81,15 @@ def plan_cold(
 
 
 def open_gate(options: PlanningOptions) -> None:
-    """Raises `PlanError` or `GateError` unless small plans are right."""
+    """Raise `GateError` unless each rank's small plan is its part of the whole schedule."""
     cuts = borders(GATE_TOKENS, GATE_DOCUMENTS, options.seed)
     for layout in options.layouts:
         for schedule in options.schedules:
             for backward in (False, True):
                 problem, route = problem_of(layout, cuts, GATE_RANKS), route_named(schedule)
                 whole = schedule_of(problem, route, backward)
-                verify(whole)
                 for rank in range(GATE_RANKS):
                     plan, _ = plan_cold(layout, cuts, GATE_RANKS, schedule, rank, backward)
-                    verify_placement(plan)
                     if plan != project(whole, rank):
                         raise GateError(f"{layout} {schedule}: rank {rank}'s plan is not its part of the schedule")
 

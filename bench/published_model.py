@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ringattn.bench.published_points import Implementation, Kernel
-from ringattn.planner.cluster import Cluster
-from ringattn.planner.links import LinkClass
+from ringattn.planner.cluster import Cluster, LinkClass
 from ringattn.planner.work import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM, moved_s
 
 ITEM = 2

@@ -19,17 +19,12 @@ from ringattn.core.problem import Problem
 from ringattn.core.tiling import branch_tiles, pieces_of
 from ringattn.errors import InputError
 from ringattn.masks import AttentionMask, refuse_removed
-from ringattn.planner.candidates import Candidate, followed, how_chosen, known, table_of
+from ringattn.planner.candidates import Candidate, check_extent, followed, how_chosen, known, table_of
 from ringattn.planner.choose import choose_route, compared, plan_of, without_collector
-from ringattn.planner.cluster import Cluster, cluster_named
-from ringattn.planner.crossed import Crossed, crossed
-from ringattn.planner.durations import duration
-from ringattn.planner.exchange import Exchange, exchanges
-from ringattn.planner.extent import check_extent
+from ringattn.planner.cluster import Cluster, Exchange, LinkClass, cluster_named, exchanges, placement
 from ringattn.planner.layouts import InLayout, better_layout, by_layout, in_layouts, misplaced, pairs_planned
-from ringattn.planner.links import LinkClass, placement
 from ringattn.planner.plan import Plan, record_bytes
-from ringattn.planner.simulate import simulate
+from ringattn.planner.simulate import Crossed, crossed, duration, simulate
 from ringattn.runtime.runtime import Runtime
 from ringattn.runtime.spec import AttentionSpec, MaskSpec, Window
 from ringattn.schedule.ops import Kind, Schedule

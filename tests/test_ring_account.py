@@ -16,9 +16,8 @@ import ringattn
 from ringattn import InputError, Ring, Sequence, masks
 from ringattn.attention import call_of
 from ringattn.core.dilation import Dilated
-from ringattn.planner.cluster import CLUSTERS, Cluster
-from ringattn.planner.crossed import Crossed
-from ringattn.planner.links import LinkClass
+from ringattn.planner.cluster import CLUSTERS, Cluster, LinkClass
+from ringattn.planner.simulate import Crossed
 from ringattn.runtime.spec import AttentionSpec
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import dense_attention, run_ranks

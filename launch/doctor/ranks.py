@@ -15,7 +15,7 @@ import torch
 from ringattn.launch.doctor.facts import installed, nccl_library
 from ringattn.launch.doctor.network import network
 from ringattn.launch.doctor.network_facts import network_facts
-from ringattn.planner.links import Links
+from ringattn.planner.cluster import Links
 from ringattn.ring import Ring
 from ringattn.testing import dense_attention
 from ringattn.transport.base import Message

@@ -17,7 +17,7 @@ from ringattn.core.mask import Banded
 from ringattn.core.problem import Problem
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.planner.at_once import AT_ONCE, AtOnce, at_once_of, counts_of, play_at_once
+from ringattn.planner.candidates import check_extent
 from ringattn.planner.choose import choose_route, without_collector
 from ringattn.planner.classes import (
     MOST_GROUPED,
@@ -25,17 +25,15 @@ from ringattn.planner.classes import (
     Classes,
     check_reach,
     classes_of,
+    group_of,
     learned_from,
     opening_on,
     plans_of_group,
     routes_on,
 )
 from ringattn.planner.cluster import Cluster
-from ringattn.planner.disturbance import Disturbance
-from ringattn.planner.extent import check_extent
-from ringattn.planner.recurrence import PassTimes, play
-from ringattn.planner.simulate import Timeline, simulate
-from ringattn.planner.turns import group_of
+from ringattn.planner.recurrence import AT_ONCE, AtOnce, PassTimes, at_once_of, counts_of, play, play_at_once
+from ringattn.planner.simulate import Disturbance, Timeline, simulate
 from ringattn.planner.work import attention_s
 from ringattn.schedule.opening import Opening
 from ringattn.schedule.routes import route_named

@@ -21,7 +21,7 @@ from ringattn.launch.outputs import writing
 from ringattn.launch.spelling import load_plain
 from ringattn.observe.files import write_file
 from ringattn.planner.cluster import CLUSTERS, cluster_named
-from ringattn.planner.durations import duration
+from ringattn.planner.simulate import duration
 from ringattn.schedule.routes import ALIASES, NUMBERED, ROUTES
 
 PURPOSE = """\
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     cluster = cluster_named(config.cluster).leaving(config.sm_margin)
     print(f"on {cluster.name}", flush=True)
     from ringattn.launch.measure.simulation import Call, Machines, shared_out, simulate_call  # numpy
-    from ringattn.planner.disturbance import Disturbance
+    from ringattn.planner.simulate import Disturbance
 
     left, right = (None if one < 0 else one for one in (config.left, config.right))
     sizes = config.batch, config.heads, config.kv_heads, config.head_dim, config.dtype

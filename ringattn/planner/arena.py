@@ -1,29 +1,21 @@
-"""Where buffers lie in the arena, and the proof that a plan never touches one outside its life.
+"""Offsets of buffers in the arena, and what a plan holds in each of its steps.
 
 Double buffering is not a mechanism here but a result: a buffer lives from the step that fills it to the last step that
-reads or sends it, both included, and buffers that live together lie apart.
+reads or sends it, both included. Buffers that live in a common step get disjoint bytes.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 
-from ringattn.core.problem import EIGHT_BIT, Problem
-from ringattn.errors import PlanError
+from ringattn.core.problem import Problem
 from ringattn.planner.plan import (
     ALIGNMENT_BYTES,
-    LOCAL,
-    Add,
-    AttendOp,
-    AttendReceivedOp,
     Buffer,
     Plan,
-    Recv,
     buffer_bytes,
     record_bytes,
-    record_elements,
 )
-from ringattn.schedule.content import size
 
 
 def lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...], int]:
@@ -45,7 +37,7 @@ def lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...]
     for index in sorted(roots, key=lambda i: placed[i].first):
         buffer = placed[index]
         # Rounded up, so that every offset is aligned.
-        nbytes = -(-buffer_bytes(problem, buffer) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        nbytes = _aligned_bytes(problem, buffer)
         # Both ends are included: a buffer whose last step is this one's first still holds its bytes.
         live = sorted(entry for entry in live if entry[2] >= buffer.first)
         offset = 0
@@ -64,117 +56,81 @@ def lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...]
     return tuple(placed), peak
 
 
-def verify_placement(plan: Plan) -> None:
-    """Raise `PlanError` if a buffer is read before it is filled or past its end, or overwritten while it lives.
+# --- live buffers, for reports and for errors ------------------------------------------------------------------------
+# Counts each buffer that lives in a step once, rounded up to the alignment, as `lay_out` does.
 
-    Of a fused buffer its parts are checked instead. Lifetimes are derived again, from the steps alone.
+
+def slot_bytes(plan: Plan, buffer: Buffer) -> int:
+    """Return the bytes of the arena that a buffer takes."""
+    return _aligned_bytes(plan.problem, buffer)
+
+
+def _aligned_bytes(problem: Problem, buffer: Buffer) -> int:
+    return -(-buffer_bytes(problem, buffer) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def live(plan: Plan, step: int) -> list[Buffer]:
+    """The buffers that live in a plan step and lie in no other, in order of their place."""
+    found = [one for one in plan.buffers if one.inside is None and one.first <= step <= one.last]
+    return sorted(found, key=lambda one: one.offset_bytes)
+
+
+def live_bytes(plan: Plan) -> int:
+    """The most that lives in one step."""
+    return max((sum(slot_bytes(plan, one) for one in live(plan, step)) for step in range(len(plan.steps))), default=0)
+
+
+def fragmentation(plan: Plan) -> float:
+    """The share of the arena that is a gap even in the fullest step; 0 for a placement that cannot be smaller."""
+    return 1 - live_bytes(plan) / plan.arena_bytes if plan.arena_bytes else 0.0
+
+
+def placements(plans: Sequence[Plan]) -> dict[str, int]:
+    """Counts and bytes of a ring's cached plans, forward and backward apart.
+
+    `slots` and `pool_gap_bytes`: of the largest arena, its buffers and what is a gap even in its fullest step.
+    `kept_bytes`: the most that one forward pass keeps of others' tensors for its backward.
     """
-    # Steps in which each buffer is first filled, wholly filled, and last used; what messages fill is readable after the
-    # step of the last of them.
-    written: dict[int, int] = {}
-    whole: dict[int, int] = {}
-    used: dict[int, int] = defaultdict(int)
-    arrived: dict[int, int] = defaultdict(int)  # elements, from the first on
-    ended = set[int]()  # received queries that have their result, by their buffer
+    largest = max(plans, key=lambda plan: plan.arena_bytes, default=None)
+    return {
+        "plans": len(plans),
+        "slots": 0 if largest is None else sum(one.inside is None for one in largest.buffers),
+        "pool_gap_bytes": 0 if largest is None else largest.arena_bytes - live_bytes(largest),
+        "kept_bytes": max((plan.kept_bytes for plan in plans), default=0),
+    }
 
-    parts: dict[int, list[int]] = defaultdict(list)
-    for index, one in enumerate(plan.buffers):
-        if one.inside is not None:
-            parts[one.inside.buffer].append(index)
 
-    def write(buffer: int, now: int) -> None:
-        for part in parts[buffer]:
-            write(part, now)
-        if parts[buffer]:
-            return
-        if buffer in written:
-            raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[buffer].label} is filled twice")
-        written[buffer] = whole[buffer] = used[buffer] = now
+def account(plan: Plan, step: int | None, workspace_bytes: int) -> str:
+    """Lines that say what the pass needs and, in a `step` of the plan, which buffers live; None: before its first."""
+    direction = "backward" if plan.backward else "forward"
+    head = (
+        f"{plan.name} {direction}: staging buffers {mib(plan.arena_bytes)}, kept for backward {mib(plan.kept_bytes)}, "
+        f"the engine's workspace {mib(workspace_bytes)}"
+    )
+    if step is None:
+        return f"{head}; its first step had not begun"
+    lines = [
+        f"  {mib(slot_bytes(plan, one)):>12}  {one.label} ({one.kind.name}, {one.dtype})" for one in live(plan, step)
+    ]
+    return "\n".join([f"{head}; live in step {plan.steps[step].number}:", *(lines or ["  no buffer"])])
 
-    def elements(buffer: int) -> int:
-        held = plan.buffers[buffer]
-        return size(held.content) * record_elements(plan.problem, held.dtype, held.kind)
 
-    def receive(recv: Recv, now: int) -> None:
-        told = f"rank {plan.rank}, step {now}: the message {recv.label}"
-        if not arrived[recv.buffer]:
-            write(recv.buffer, now)
-        if recv.first < arrived[recv.buffer]:
-            raise PlanError(f"{told}: {plan.buffers[recv.buffer].label} is filled twice")
-        if recv.first > arrived[recv.buffer]:
-            raise PlanError(f"{told} leaves a gap in its buffer")
-        arrived[recv.buffer] += recv.elements
-        if arrived[recv.buffer] > elements(recv.buffer):
-            raise PlanError(f"{told} ends outside its buffer")
-        used[recv.buffer] = now
-        whole[recv.buffer] = now if arrived[recv.buffer] == elements(recv.buffer) else len(plan.steps)
+def remedies(plan: Plan) -> list[str]:
+    """What to change, the cheapest first; only what applies to this plan."""
+    found = []
+    problem = plan.problem
+    if plan.name != "ring" and problem.world_size > 1:
+        found.append(f"schedule='ring' holds two blocks at a time, where {plan.name} may hold all that comes")
+    if plan.kept_bytes:
+        found.append("schedule='ring' keeps nothing between forward and backward")
+    if problem.world_size > 1 and problem.kv_wire_dtype is None and problem.dtype in ("float16", "bfloat16"):
+        found.append("kv_wire_dtype='int8' halves the staging buffers of keys and values that travel")
+    if problem.batch > 1:
+        found.append(f"a smaller batch: all figures are proportional to it, now {problem.batch}")
+    found.append(f"more ranks: now {problem.world_size}, {problem.q_layout.counts[plan.rank]} tokens on this one")
+    return found
 
-    def read(buffer: int, now: int, after: int = 0) -> None:
-        for part in parts[buffer] if buffer != LOCAL else ():
-            read(part, now, after if part in received else 0)
-        if buffer != LOCAL and not parts[buffer]:
-            # `after` = 1: what this step's message fills can be read in the next step. Never filled counts as now + 1.
-            if whole.get(buffer, now + 1) > now - after:
-                raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[buffer].label} is read too early")
-            used[buffer] = now
 
-    for buffer in plan.kept if plan.backward else ():
-        write(buffer, 0)
-    for now, step in enumerate(plan.steps):
-        received = {recv.buffer for recv in step.recvs}
-        for pack in step.packs:
-            read(pack.source, now)
-            write(pack.into, now)
-        # Order of a step: pack, send and receive, zero, restore, compute.
-        for send in step.sends:
-            read(send.buffer, now, after=send.buffer in received)
-            if not 0 <= send.first <= send.first + send.elements <= elements(send.buffer):
-                raise PlanError(f"rank {plan.rank}, step {now}: the message {send.label} ends outside its buffer")
-        for recv in step.recvs:
-            receive(recv, now)
-        # A dK/dV buffer is filled by zeros and first works together, each some of its rows (see `visits`).
-        firsts = {item.dkv for item in step.work if isinstance(item, (AttendOp, AttendReceivedOp)) and item.first}
-        for buffer in sorted({zero.buffer for zero in step.zeros} | firsts - {LOCAL}):
-            write(buffer, now)
-        for pack in step.restores:
-            read(pack.source, now, after=pack.source in received)
-            write(pack.into, now)
-        for item in step.work:
-            if isinstance(item, AttendReceivedOp):
-                if item.q in ended:
-                    raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[item.q].label} have their result")
-                if item.result != LOCAL:
-                    ended.add(item.q)
-                    write(item.result, now)
-                for source in (item.q, item.kv, item.seed, item.dkv):
-                    read(source, now)
-                continue
-            sources = (item.part, item.into) if isinstance(item, Add) else (item.kv, item.dkv)
-            if isinstance(item, AttendOp) and item.kv != LOCAL and plan.buffers[item.kv].dtype in EIGHT_BIT:
-                raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[item.kv].label} is not restored")
-            for source in sources:
-                read(source, now, after=source in received)
-    for buffer in () if plan.backward else plan.kept:
-        read(buffer, len(plan.steps) - 1)
-    sums = {item.into for step in plan.steps for item in step.work if isinstance(item, Add)} - {LOCAL}
-    sent = {send.buffer for step in plan.steps for send in step.sends}
-    for buffer in sorted(sums - sent - {pack.source for step in plan.steps for pack in step.packs}):
-        raise PlanError(f"rank {plan.rank}: {plan.buffers[buffer].label} is added to and never sent")
-    # Any two buffers that live in a common step must lie in disjoint bytes.
-    spans = [(plan.buffers[b].offset_bytes, buffer_bytes(plan.problem, plan.buffers[b]), b) for b in written]
-    for n, (start, nbytes, this) in enumerate(spans):
-        if start < 0 or start + nbytes > plan.arena_bytes:
-            raise PlanError(f"rank {plan.rank}: {plan.buffers[this].label} lies outside the arena")
-        for other_start, other_bytes, other in spans[:n]:
-            # Intervals with both ends included overlap in steps, half-open ones in bytes.
-            together = written[this] <= used[other] and written[other] <= used[this]
-            if together and start < other_start + other_bytes and other_start < start + nbytes:
-                labels = f"{plan.buffers[this].label} and {plan.buffers[other].label}"
-                raise PlanError(f"rank {plan.rank}: {labels} live at the same time in the same bytes")
-    for inner in plan.buffers:
-        if inner.inside is None:
-            continue
-        outer = plan.buffers[inner.inside.buffer]
-        before = inner.inside.row * record_bytes(plan.problem, inner.dtype, inner.kind)
-        if inner.offset_bytes != outer.offset_bytes + before:
-            raise PlanError(f"rank {plan.rank}: {inner.label} does not lie in {outer.label}")
+def mib(nbytes: int) -> str:
+    """Bytes as MiB."""
+    return f"{nbytes / 2**20:.3f} MiB"

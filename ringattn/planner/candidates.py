@@ -1,8 +1,8 @@
-"""Which schedules could serve a call, and what each would take on a cluster: seconds, bytes, or why it is left out.
+"""Compare schedules for a call: predicted seconds and bytes of each on a cluster, or why it is left out.
 
-Everything is read from the plans of all ranks, played by the simulator; a schedule whose plans take long to make is
-played only where it could be faster than those that do not. All ranks find the same, for it follows from the problem
-and the cluster alone.
+The predictions play the plans of all ranks in the simulator. A schedule whose plans take long to make is played only
+if a bound says that it could be the fastest. All ranks choose the same, because the choice follows from the problem and
+the cluster alone. Also here: the cost of sparse reads in closed form, and the limit on the size of a plan.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from itertools import product
 from textwrap import wrap
 from typing import NamedTuple
 
+import numpy as np
+
+from ringattn.core.mask import Branch
 from ringattn.core.problem import Problem
-from ringattn.core.tiling import TileTable, spanned, tiles_of
+from ringattn.core.tiling import TileTable, edges_of, meeting_pieces, pieces_of, spanned, tiles_of
 from ringattn.errors import InputError, PlanError
-from ringattn.planner.cluster import REFERENCE, Cluster
-from ringattn.planner.cost import counts
-from ringattn.planner.durations import duration
-from ringattn.planner.extent import excess
-from ringattn.planner.links import LinkClass
+from ringattn.planner.cluster import REFERENCE, Cluster, LinkClass
 from ringattn.planner.plan import Plan, record_bytes
-from ringattn.planner.simulate import simulate
+from ringattn.planner.simulate import duration, simulate
 from ringattn.planner.work import attention_s, call_work, work_s
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import ROUTES, Route
@@ -282,3 +281,158 @@ def by_closed_form(problem: Problem, cluster: Cluster) -> dict[str, float]:
     if len({nodes.count(node) for node in set(nodes)}) == 1:
         taken["double_ring"] = ranks * max(work, near, across / inner)
     return taken
+
+
+# --- cost of sparse reads, in closed form ----------------------------------------------------------------------------
+# Counts rows without making a schedule. A segment of a branch that spans m ranks and has R rows sends (m - 1) R rows of
+# K and V if it has a ring of its own. Distributing its heads sends 1/m of that, and equally many query and output rows.
+# Rows that several branches share are fetched once. Local keys are attended to while the first messages travel.
+# A causal mask halves work and rows alike and is ignored.
+# Traffic between nodes runs concurrently with traffic inside a node. Each pair of nodes counts as its slowest link, and
+# a ring that leaves a node waits for the slower of both.
+
+
+class Counts(NamedTuple):
+    """Of all branches, per rank in the mean: rows times K/V heads that are received, (q, k) pairs times query heads.
+
+    `members`: of the longest ring. `dealt_across`: the share of the dealt rows whose owner is on another node than
+    their reader; `leaves`: whether the longest rings join several nodes.
+    """
+
+    ring_rows: float
+    dealt_rows: float
+    members: int
+    own_pairs: float
+    other_pairs: float
+    dealt_across: float = 0.0
+    leaves: bool = False
+
+
+def counts(problem: Problem, node_of: Callable[[int], int] = lambda rank: 0) -> Counts:
+    """Rows and pairs by branch and segment."""
+    ranks, longest = problem.world_size, 1
+    ring = dealt = own = other = across = 0.0
+    nodes = np.array([node_of(rank) for rank in range(ranks)])
+    leaves = False
+    for branch in problem.mask.branches:
+        q_heads = problem.q_heads if branch.heads is None else branch.heads.count
+        kv_heads = max(1, q_heads // problem.group)
+        q, k = (_by_segment(problem, branch, keys) for keys in (False, True))
+        joins = (q > 0) | (k > 0)
+        members = np.maximum(1, joins.sum(1))
+        sent = k.sum(1) * (members - 1) * kv_heads
+        ring += sent.sum()
+        dealt += (sent / members).sum()
+        far, crossing = _across(k, joins, nodes)
+        across += (far / members).sum() * kv_heads
+        greatest = int(members.max(initial=1))
+        if greatest >= longest:
+            leaves = bool(crossing[members == greatest].any()) or (leaves and greatest == longest)
+        longest = max(longest, greatest)
+        together = (q * k).sum()
+        own += together * q_heads
+        other += ((q.sum(1) * k.sum(1)).sum() - together) * q_heads
+    share = float(across / dealt) if dealt else 0.0
+    return Counts(ring / ranks, dealt / ranks, longest, own / ranks, other / ranks, share, leaves)
+
+
+def _across(k: np.ndarray, joins: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each segment: rows times readers on another node than their owner, and whether its ranks are on several."""
+    of_node = np.eye(nodes.max(initial=0) + 1)[nodes]
+    owned, readers = k @ of_node, joins @ of_node
+    return k.sum(1) * joins.sum(1) - (owned * readers).sum(1), (readers > 0).sum(1) > 1
+
+
+def _by_segment(problem: Problem, branch: Branch, keys: bool) -> np.ndarray:
+    """Rows of each segment (axis 0) on each rank."""
+    pieces = pieces_of(problem.kv_layout if keys else problem.q_layout, branch, keys=keys)
+    table = np.zeros((len(edges_of(branch.bounds, branch.segment)), problem.world_size))
+    np.add.at(table, (pieces.segment, pieces.rank), pieces.size)
+    return table
+
+
+def forward_seconds(problem: Problem, fetched: tuple[float, float], cluster: Cluster) -> dict[str, float]:
+    """Seconds of a forward pass by route.
+
+    `fetched`: rows times K/V heads that the greatest readers fetch, from their own node and from others.
+    """
+    found, record = counts(problem, cluster.node_of), record_bytes(problem, problem.kv_dtype)
+    own, other = (attention_s(problem, pairs, cluster) for pairs in (found.own_pairs, found.other_pairs))
+    near = cluster.slowest(cluster.classes_inside())
+    far = cluster.link(LinkClass.NETWORK if cluster.links is None else cluster.links.outside)
+
+    def travel(near_rows: float, far_rows: float, record: int = record) -> float:
+        """From this node and from others at once."""
+        return max(_seconds(near, near_rows * record), _seconds(far, far_rows * record) if far_rows else 0.0)
+
+    def dealt(record: int) -> float:
+        return travel(found.dealt_rows * (1 - found.dealt_across), found.dealt_rows * found.dealt_across, record)
+
+    there = record + problem.group * record_bytes(problem, problem.dtype, Kind.Q)
+    back = problem.group * record_bytes(problem, problem.out_wire_dtype or problem.accumulator_dtype, Kind.OUT)
+
+    turns = max(1, found.members - 1)
+    # A ring waits at each of its turns for the slowest of its links.
+    hop = max(_seconds(link, found.ring_rows / turns * record) for link in ([near, far] if found.leaves else [near]))
+    return {
+        "all_gather": max(own, travel(*fetched)) + other,
+        "ulysses": max(own / 2, dealt(there)) + other + max(own / 2, dealt(back)),
+        "sub_rings": max(own, hop) + (turns - 1) * max(other / turns, hop) + other / turns,
+    }
+
+
+def _seconds(link: tuple[float, float], nbytes: float) -> float:
+    latency_s, rate = link
+    return latency_s + nbytes / rate
+
+
+# --- size of a plan, counted before any of it is made ----------------------------------------------------------------
+# A plan holds ranges, so its size does not grow with the tokens. Many segments, documents or ranks make it large.
+
+
+MOST_PIECES = 2**18
+"""Of all branches, on all ranks: some hundred bytes each."""
+
+MOST_TILES = 2**18
+"""Of all ranks, before a band hides any: a kilobyte each, and a fraction of a millisecond."""
+
+REMEDY = "plan a sequence whose length, segments and documents are all shorter by one factor, on as few ranks"
+
+
+def check_extent(problem: Problem, by_head: bool = False, groups: int = 1) -> None:
+    """Raise `InputError` with the count if a plan of all ranks would be too large; see `excess`."""
+    if found := excess(problem, by_head, groups):
+        raise InputError(f"{found}; {REMEDY}")
+
+
+def excess(problem: Problem, by_head: bool = False, groups: int = 1) -> str | None:
+    """What a plan of all ranks would have too many of; None if it can be made.
+
+    `by_head`: each head has its tiles. `groups`: of so many groups of ranks one is planned at a time.
+    """
+    name, ranks = problem.q_layout.name, problem.world_size
+    pieces = sum(
+        spanned(layout, bounds, branch.segment)
+        for branch in problem.mask.branches
+        for layout, bounds in ((problem.q_layout, branch.bounds), (problem.kv_layout, branch.kv_bounds))
+    )
+    if pieces > 2 * MOST_PIECES:  # queries and keys
+        return (
+            f"{len(problem.mask.branches)} branches cut the {name} layout of {problem.q_layout.length} tokens on "
+            f"{ranks} ranks into {pieces // 2} pieces, and {MOST_PIECES} can be planned"
+        )
+    tiles = 0
+    for branch in problem.mask.branches:
+        q, k = (pieces.segment for pieces in meeting_pieces(problem, branch))
+        least = max(q.max(initial=0), k.max(initial=0)) + 1
+        meetings = int(np.bincount(q, minlength=least) @ np.bincount(k, minlength=least))
+        shared = [part.q_heads if branch.heads is None else part.q_heads.intersect(branch.heads)
+                  for part in problem.parts]  # fmt: skip
+        tiles += meetings * sum(heads.count if by_head else heads.count > 0 for heads in shared)
+    if tiles > MOST_TILES * groups:
+        return (
+            f"queries and keys of {ranks} ranks in {name} layout meet in {tiles // groups} tiles"
+            f"{f' for each of {groups} groups' if groups > 1 else ''}"
+            f"{', one for each head,' if by_head else ''} and {MOST_TILES} can be planned"
+        )
+    return None

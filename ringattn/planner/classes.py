@@ -1,4 +1,4 @@
-"""Ranks and steps that behave alike: what a schedule's plans are on any number of ranks, learned from two small ones.
+"""Predict a schedule's plans on any number of ranks from plans of two small numbers of ranks.
 
 A *cell* is what one rank does in one step: how long it packs and works, and what it sends. Of shards of one length,
 cells depend on where rank and step lie to a few lines only: the first and the last ranks, the first and the last steps,
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise, product
 from math import isclose
 from typing import NamedTuple
@@ -25,15 +26,13 @@ import numpy as np
 
 from ringattn.core.problem import Problem
 from ringattn.errors import UnsupportedError
-from ringattn.planner.choose import choose_route, plan_once
+from ringattn.planner.candidates import check_extent
+from ringattn.planner.choose import choose_route, opening_beyond, opening_facts, plan_once
 from ringattn.planner.cluster import Cluster
-from ringattn.planner.extent import check_extent
-from ringattn.planner.opening_cost import opening_beyond, opening_facts
 from ringattn.planner.plan import Plan, PlanStep
-from ringattn.planner.turns import Steps, steps_of
 from ringattn.planner.work import packing_s, step_s
 from ringattn.schedule.opening import Opening
-from ringattn.schedule.routes import Route
+from ringattn.schedule.routes import Route, route_named
 
 SERVED = "ring", "direct", "sub_rings", "bidirectional", "double_ring", "ulysses_ring", "pass_q", "balanced"
 """Schedules of which a rank sends a few messages a step, to ranks that follow from the step."""
@@ -395,3 +394,52 @@ def learned_from(schedule: str, quarter: int, reach: int, group: int) -> tuple[i
     least = (12 if schedule in HALVED and not reach else 6) * (NEAR + reach) + 2
     least += (quarter - least) % 4  # lines cross at a quarter of the ranks, on a rank or between two
     return least, least + 4
+
+
+# --- steps of a pass, by turn of the schedule ------------------------------------------------------------------------
+
+
+class Steps(NamedTuple):
+    """How the steps of a pass lie to the turns of its schedule: `turns` of them, of `inner` steps each, `extra` for
+    what is before and after the ring.
+
+    `transposed`: a backward pass that undoes the forward's steps from the last on: an opening step, then a main and a
+    merge step for each.
+    """
+
+    turns: int
+    transposed: bool
+    inner: int = 1
+    extra: int = 0
+
+    @property
+    def in_all(self) -> int:
+        """Steps of the pass."""
+        there = self.turns * self.inner
+        return 1 + 2 * there if self.transposed else there
+
+    def place(self, number: int) -> tuple[int, int, int]:
+        """The phase of a step, the turn that it belongs to, and its place in the turn."""
+        if not self.transposed:
+            return 0, *divmod(number, self.inner)
+        there = self.turns * self.inner
+        return (1 + (number - 1) % 2, *divmod(there - 1 - (number - 1) // 2, self.inner)) if number else (
+            0, self.turns, 0)  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def steps_of(schedule: str, ranks: int, backward: bool, group: int = 1) -> Steps:
+    """The steps of a pass of a schedule, with groups as of `group_of`."""
+    route = route_named(schedule if group == 1 else f"{schedule.partition(':')[0]}:{group}", ranks)
+    inner = route.inner_steps(group)
+    return Steps(route.steps(ranks) // inner, backward and route.undoes_steps, inner, route.extra_steps)
+
+
+def group_of(problem: Problem, schedule: str, cluster: Cluster) -> int:
+    """How many ranks belong together: those of a node where the schedule knows nodes, else one.
+
+    Raises `InputError` as the route does.
+    """
+    ranks = problem.world_size
+    nodes = tuple(map(cluster.node_of, range(ranks)))
+    return route_named(schedule, ranks).on_nodes(nodes).group_size(problem)

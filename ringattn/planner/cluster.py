@@ -1,19 +1,20 @@
-"""Machines that attend together, each described by a handful of constants with their units: presets, and files.
+"""Clusters as a few constants with units: presets and files, links between ranks, transports to compare.
 
-Guarantees: a preset says where its figures come from; what was measured on the machine itself says so (`calibrated`).
+A preset says where its figures come from; a cluster that was measured on the machine itself says so (`calibrated`).
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringattn.errors import InputError
-from ringattn.planner.links import LinkClass, Links
 
 CALIBRATED = "calibrated.json"
 """The file in the working directory that `ringattn calibrate` writes if it is not told otherwise."""
@@ -302,3 +303,139 @@ def _fits(value: Any, kind: str) -> bool:
     if isinstance(value, (bool, str)):
         return kind == type(value).__name__
     return kind.startswith("float") or (kind.startswith("int") and isinstance(value, int))
+
+
+# --- links between ranks ---------------------------------------------------------------------------------------------
+# The planner, the simulator and `explain` read the same value. A link that could not be determined is `UNKNOWN`, never
+# guessed.
+
+
+class LinkClass(Enum):
+    """What the bytes between two ranks cross."""
+
+    SAME_GPU = "same GPU"
+    NVLINK = "NVLink"
+    PCIE = "PCIe"
+    MEMORY = "host memory"
+    NETWORK = "network"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of a ring. `nodes`: the node of each rank, counted from 0 in the order in which they appear.
+
+    `inside`: the class of pairs on one node. `exceptions`: pairs (lower rank, higher rank) that have another class;
+    few, for a node has few ranks. `outside`: the class of pairs on two nodes, unless they are exceptions too. Raises
+    `InputError` for nodes that are not counted so.
+    """
+
+    nodes: tuple[int, ...]
+    inside: LinkClass = LinkClass.UNKNOWN
+    exceptions: tuple[tuple[int, int, LinkClass], ...] = ()
+    outside: LinkClass = LinkClass.NETWORK
+
+    def __post_init__(self) -> None:
+        """Nodes appear in the order of their numbers."""
+        if list(dict.fromkeys(self.nodes)) != list(range(len(set(self.nodes)))):
+            raise InputError(f"nodes={self.nodes}: count the nodes from 0 in the order in which ranks name them")
+        object.__setattr__(self, "_by_pair", {(first, second): kind for first, second, kind in self.exceptions})
+        # A ring's choices are kept by its links, and each call asks for one.
+        object.__setattr__(self, "_hash", hash((self.nodes, self.inside, self.exceptions, self.outside)))
+
+    def __hash__(self) -> int:
+        """Counted once."""
+        return self._hash  # type: ignore[attr-defined]
+
+    def of(self, rank: int, peer: int) -> LinkClass:
+        """The class of a pair."""
+        plain = self.inside if self.nodes[rank] == self.nodes[peer] else self.outside
+        by_pair: dict[tuple[int, int], LinkClass] = self._by_pair  # type: ignore[attr-defined]
+        return by_pair.get((min(rank, peer), max(rank, peer)), plain)
+
+    def hops(self) -> tuple[LinkClass, ...]:
+        """The class of each hop of the ring, from rank to the next rank; none where a rank is alone."""
+        ranks = len(self.nodes)
+        return tuple(self.of(rank, (rank + 1) % ranks) for rank in range(ranks)) if ranks > 1 else ()
+
+    def classes_inside(self) -> set[LinkClass]:
+        """What joins ranks of a node; empty where every rank has a node of its own."""
+        pairs = [kind for first, second, kind in self.exceptions if self.nodes[first] == self.nodes[second]]
+        sizes = Counter(self.nodes).values()
+        plain = sum(size * (size - 1) // 2 for size in sizes) > len(pairs)
+        return {*pairs, self.inside} if plain else set(pairs)
+
+    @property
+    def crossings(self) -> int:
+        """Hops of the ring, from rank to the next rank, that lead to another node."""
+        return sum(node != after for node, after in zip(self.nodes, self.nodes[1:] + self.nodes[:1], strict=True))
+
+    @property
+    def least_crossings(self) -> int:
+        """As many as a ring has that enters each node once."""
+        nodes = len(set(self.nodes))
+        return nodes if nodes > 1 else 0
+
+
+def numbered(names: Iterable[str]) -> tuple[int, ...]:
+    """Nodes by name as numbers, in the order in which they appear."""
+    found: dict[str, int] = {}
+    return tuple(found.setdefault(name, len(found)) for name in names)
+
+
+def placement(links: Links) -> str:
+    """How the ranks lie on nodes, and how often the ring crosses from one to another."""
+    told = []
+    for node in range(max(links.nodes) + 1):
+        ranks = [rank for rank, where in enumerate(links.nodes) if where == node]
+        told.append(f"{ranges(ranks)} on node {node}")
+    often = f"the ring crosses from node to node {links.crossings} times"
+    least = "" if links.crossings == links.least_crossings else f", and {links.least_crossings} would do"
+    return f"ranks {'; '.join(told)}: {often}{least}"
+
+
+def ranges(ranks: list[int]) -> str:
+    """Ascending numbers in few words: 0-3, 6, 8-9."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in found)
+
+
+# --- transport and reserved SMs: the current setting and the alternatives --------------------------------------------
+
+
+DEFAULT_SM_MARGIN = 8
+"""Multiprocessors that NCCL gets, and kernels leave free, unless somebody says otherwise (decision 0018)."""
+
+
+class Exchange(NamedTuple):
+    """`transport`: a name as `Ring` takes it, or two joined by "+" (inside nodes, between them)."""
+
+    transport: str
+    sm_margin: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.transport}, {self.sm_margin} SMs" if self.transport.endswith("nccl") else self.transport
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """These machines as a call meets them: copy engines take no multiprocessor, and a margin slows arithmetic."""
+        if self.transport.startswith("peer"):
+            cluster = cluster.by_copy_engines()
+        return cluster.leaving(self.sm_margin) if cluster.sms is not None else cluster
+
+
+def exchanges(own: Exchange, cluster: Cluster, ranks: int) -> tuple[Exchange, ...]:
+    """What a call could go over on a cluster as far as its constants tell them apart, `own` first.
+
+    On GPUs NCCL with its default margin and with none, and copy engines inside of one node. On processors nothing but
+    `own`: constants are those of the transport that they were measured over.
+    """
+    if cluster.sms is None:
+        return (own,)
+    nodes = {cluster.node_of(rank) for rank in range(ranks)}
+    others = [Exchange("nccl", DEFAULT_SM_MARGIN), Exchange("nccl"), *([Exchange("peer")] if len(nodes) == 1 else [])]
+    return own, *(one for one in others if one != own)

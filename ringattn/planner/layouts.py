@@ -14,10 +14,9 @@ from ringattn.core.documents_at_once import placed_at_once
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, make_layout
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
-from ringattn.planner.candidates import RING, known, playable, played
+from ringattn.planner.candidates import RING, excess, known, playable, played
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import Cluster
-from ringattn.planner.extent import excess
 from ringattn.planner.plan import Add, Plan
 from ringattn.schedule.routes import Route, route_named
 

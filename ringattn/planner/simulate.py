@@ -1,11 +1,12 @@
-"""How long the plans of all ranks take together, on machines described by a handful of constants: events in time.
+"""Predict how long the plans of all ranks take on a cluster, by simulating events; with disturbances.
 
-A step packs, lets its messages go and works; a rank enters its next step when its work is done and all its messages
-have left and arrived. A message starts when both ends have let their messages go. What a rank sends in a step shares
-its link, and so does what it receives. Where a machine has fewer processors than ranks at work, all of them get equal
-shares of it, and messages that processors carry take part (egalitarian processor sharing); over a link slower than
-those inside a machine they take as much less as it is slower, and keep its pace.
-Guarantees: the same plans and constants, the same times.
+In each step a rank packs, releases its messages and works. It enters its next step when its work is done and all its
+messages have left and arrived. A message starts when both ends have released their messages. All that a rank sends in a
+step shares its link, and so does all that it receives.
+If a machine has fewer processors than working ranks, all ranks get equal shares of it, and messages that processors
+carry take part (egalitarian processor sharing). Over a link slower than those inside a machine, a message takes a share
+that is smaller in the same proportion, and keeps the pace of that link.
+The same plans and constants always give the same times.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
+import numpy as np
+
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError
-from ringattn.planner.cluster import Cluster
-from ringattn.planner.disturbance import Disturbance
-from ringattn.planner.links import LinkClass
+from ringattn.planner.cluster import Cluster, LinkClass
 from ringattn.planner.plan import Plan
 from ringattn.planner.work import packing_s, step_s
 
@@ -279,3 +281,109 @@ def _messages(plans: tuple[Plan, ...]) -> list[_Message]:
         for (src, dst), one in sent.items()
         for (src_step, nbytes), dst_step in zip(one, received[src, dst], strict=True)
     ]
+
+
+# --- disturbances: stragglers, slow links, jitter --------------------------------------------------------------------
+# The same disturbance gives the same factors, in whatever order they are asked for.
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Factors on the times of a pass. `slow_ranks`: (rank, factor on its work and packing).
+
+    `slow_links`: (rank, peer, factor on the messages between the two, either way). `jitter`: work of a rank in a step
+    takes up to this share longer, drawn evenly from `seed`. Raises `InputError` for factors below 1, which would speed
+    up, for ranks and links named twice, for a negative share and for a negative seed.
+    """
+
+    slow_ranks: tuple[tuple[int, float], ...] = ()
+    slow_links: tuple[tuple[int, int, float], ...] = ()
+    jitter: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Nothing is faster than undisturbed."""
+        factors = [("slow_rank", factor) for _, factor in self.slow_ranks]
+        for name, factor in (*factors, *(("slow_link", factor) for _, _, factor in self.slow_links)):
+            if not factor >= 1:
+                raise InputError(f"{name}: the factor {factor:g} must be at least 1, for times as long")
+        if not self.jitter >= 0 or self.seed < 0:
+            raise InputError(f"jitter={self.jitter:g} seed={self.seed}: neither may be negative")
+        pairs = [frozenset(one[:2]) for one in self.slow_links]
+        if len(set(pairs)) < len(pairs) or any(len(pair) < 2 for pair in pairs):
+            raise InputError("slow_link: name each pair of different ranks once")
+        ranks = [rank for rank, _ in self.slow_ranks]
+        if len(set(ranks)) < len(ranks):
+            raise InputError("slow_rank: name each rank once")
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise `InputError` where a rank is named that is not there."""
+        named = [rank for rank, _ in self.slow_ranks] + [rank for one in self.slow_links for rank in one[:2]]
+        if wrong := [rank for rank in named if not 0 <= rank < ranks]:
+            raise InputError(f"slow_rank, slow_link: there is no rank {wrong[0]}, with ranks 0 to {ranks - 1}")
+
+    def of_work(self, ranks: int, step: int) -> np.ndarray:
+        """The factor on each rank's work in a step of the schedule, of shape (ranks,)."""
+        factors = np.ones(ranks)
+        if self.jitter:
+            factors += self.jitter * np.random.default_rng((self.seed, step)).random(ranks)
+        for rank, factor in self.slow_ranks:
+            factors[rank] *= factor
+        return factors
+
+    def of_link(self, src: int, dst: int) -> float:
+        """The factor on a message."""
+        return next((factor for a, b, factor in self.slow_links if {a, b} == {src, dst}), 1.0)
+
+
+# --- durations as text -----------------------------------------------------------------------------------------------
+
+
+UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+
+
+def duration(seconds: float) -> str:
+    """Four digits in the unit that suits: `163.2 us`, `15.32 ms`, `3,088 s`; never a power of ten."""
+    unit, scale = next(((unit, scale) for unit, scale in UNITS if seconds >= 0.99995 * scale), UNITS[-1])
+    number = seconds / scale
+    if number >= 999.95:
+        return f"{number:,.0f} {unit}"
+    return f"{number:.4g} {unit}" if number >= 0.01 or not number else f"<0.01 {unit}"
+
+
+# --- links that messages cross ---------------------------------------------------------------------------------------
+
+
+class Crossed(NamedTuple):
+    """The messages of all ranks over links of one class.
+
+    `pairs`: (sender, receiver), each once. `slowest`: the pair whose messages of one step take longest alone on their
+    link, `slowest_us` microseconds, of which `latency_us` are latency.
+    """
+
+    kind: LinkClass
+    pairs: tuple[tuple[int, int], ...]
+    nbytes: int
+    slowest: tuple[int, int]
+    slowest_us: float
+    latency_us: float
+
+
+def crossed(plans: tuple[Plan, ...], cluster: Cluster) -> tuple[Crossed, ...]:
+    """By class of link, the slowest first."""
+    loads: dict[LinkClass, dict[tuple[int, int, int], int]] = {}  # bytes by sender, receiver and step
+    for rank, plan in enumerate(plans):
+        for step in plan.steps:
+            for send in step.sends:
+                by_hop = loads.setdefault(cluster.link_class(rank, send.peer), {})
+                key = rank, send.peer, step.number
+                by_hop[key] = by_hop.get(key, 0) + send.elements * plan.element_bytes(send.buffer)
+    found = []
+    for kind, by_hop in loads.items():
+        latency_s, _ = cluster.link(kind)
+        src, dst, step_number = max(by_hop, key=lambda hop: (by_hop[hop], -hop[0]))
+        most = by_hop[src, dst, step_number]
+        seconds = cluster.travel_s(kind, most, most)
+        pairs = tuple(sorted({(src, dst) for src, dst, _ in by_hop}))
+        found.append(Crossed(kind, pairs, sum(by_hop.values()), (src, dst), seconds * 1e6, latency_s * 1e6))
+    return tuple(sorted(found, key=lambda one: -one.slowest_us))

@@ -17,8 +17,7 @@ import numpy as np
 from ringattn.core.geometry import Band, StridedRange, count_pairs
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable
-from ringattn.planner.cluster import Cluster
-from ringattn.planner.links import LinkClass
+from ringattn.planner.cluster import Cluster, LinkClass
 from ringattn.planner.plan import LOCAL, Add, AttendReceivedOp, Pack, Plan, PlanStep, buffer_bytes, record_bytes
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind

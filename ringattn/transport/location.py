@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.errors import InputError
-from ringattn.planner.cluster import CALIBRATED, CLUSTERS, Cluster, cluster_named
-from ringattn.planner.links import LinkClass, Links, numbered, placement
+from ringattn.planner.cluster import CALIBRATED, CLUSTERS, Cluster, LinkClass, Links, cluster_named, numbered, placement
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 

@@ -19,7 +19,7 @@ from ringattn.engine.select import ENGINES, Choice, choose
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.explain import Explanation
 from ringattn.planner.cluster import CLUSTERS
-from ringattn.planner.durations import duration
+from ringattn.planner.simulate import duration
 from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalTransport
 

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ringattn
-from ringattn.planner.cluster import CLUSTERS, Cluster
-from ringattn.planner.links import LinkClass, Links
+from ringattn.planner.cluster import CLUSTERS, Cluster, LinkClass, Links
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import DEVICES, Location, Nic

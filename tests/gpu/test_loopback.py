@@ -18,7 +18,7 @@ from ringattn import Ring
 from ringattn.launch.doctor.network_facts import network_facts
 from ringattn.launch.measure import check
 from ringattn.launch.measure.check import CheckConfig, check_rank
-from ringattn.planner.links import LinkClass
+from ringattn.planner.cluster import LinkClass
 from ringattn.transport import location as nvml
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.device import CudaDevice, Device

@@ -18,7 +18,7 @@ from ringattn.launch.doctor import doctor
 from ringattn.launch.doctor import ranks as doctor_ranks
 from ringattn.launch.doctor.probes import ERROR, NOTE, OK, WARNING, Finding
 from ringattn.launch.doctor.ranks import examine, rounds
-from ringattn.planner.links import LinkClass, Links
+from ringattn.planner.cluster import LinkClass, Links
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
 from ringattn.transport.location import Location

@@ -18,7 +18,7 @@ from ringattn.launch.measure.simulation import Call, Machines, shared_out, simul
 from ringattn.launch.pictures.simulate import SimulateConfig, counts, factors, main, told_ranks
 from ringattn.launch.spelling import load_plain
 from ringattn.planner.cluster import CLUSTERS
-from ringattn.planner.disturbance import Disturbance
+from ringattn.planner.simulate import Disturbance
 
 SMALL = ["heads=4", "kv_heads=2", "head_dim=64"]
 

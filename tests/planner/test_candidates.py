@@ -27,9 +27,7 @@ from ringattn.planner.candidates import (
     table_of,
 )
 from ringattn.planner.choose import choose_route, compared, plan_of
-from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
-from ringattn.planner.exchange import Exchange, exchanges
-from ringattn.planner.links import LinkClass, Links
+from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster, Exchange, LinkClass, Links, exchanges
 from ringattn.planner.simulate import simulate
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks

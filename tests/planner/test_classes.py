@@ -13,17 +13,12 @@ from ringattn.core.layout import make_layout
 from ringattn.core.mask import Banded
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.planner.at_once import AT_ONCE, AtOnce, at_once_of, play_at_once
-from ringattn.planner.choose import choose_route, plan_of
-from ringattn.planner.classes import Classes, classes_of, opening_on, routes_on
-from ringattn.planner.cluster import CLUSTERS, Cluster
-from ringattn.planner.disturbance import Disturbance
-from ringattn.planner.links import Links
-from ringattn.planner.opening_cost import facts_beyond, opening_facts
+from ringattn.planner.choose import choose_route, facts_beyond, opening_facts, plan_of
+from ringattn.planner.classes import Classes, classes_of, group_of, opening_on, routes_on
+from ringattn.planner.cluster import CLUSTERS, Cluster, Links
 from ringattn.planner.plan import Plan
-from ringattn.planner.recurrence import play
-from ringattn.planner.simulate import simulate
-from ringattn.planner.turns import group_of
+from ringattn.planner.recurrence import AT_ONCE, AtOnce, at_once_of, play, play_at_once
+from ringattn.planner.simulate import Disturbance, simulate
 
 SHARD = 64
 RANKS = 29

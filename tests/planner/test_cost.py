@@ -9,10 +9,9 @@ from ringattn.core.layout import make_layout
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
 from ringattn.errors import InputError
+from ringattn.planner.candidates import counts, forward_seconds
 from ringattn.planner.choose import choose_route, plan_of
-from ringattn.planner.cluster import REFERENCE, Cluster
-from ringattn.planner.cost import counts, forward_seconds
-from ringattn.planner.links import LinkClass, Links
+from ringattn.planner.cluster import REFERENCE, Cluster, LinkClass, Links
 from ringattn.planner.simulate import simulate
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringattn.planner.durations import duration
+from ringattn.planner.simulate import duration
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from ringattn.errors import InputError
 from ringattn.launch.config import load
 from ringattn.launch.pictures.show import ExplainConfig, explanation_of
 from ringattn.observe.memory import reset_peak, status_bytes
-from ringattn.planner import extent
-from ringattn.planner.extent import excess
+from ringattn.planner import candidates
+from ringattn.planner.candidates import excess
 from tests.schedules import schedule_params
 
 TRILLION = 10**12
@@ -59,12 +59,12 @@ def test_tiles_are_counted_before_the_band(layout: str, causal: bool, monkeypatc
     full: Mask = Dilated((16, 61), (1, 2), causal).mask(61, 61, bounds, bounds, heads, 2)
     problem = Problem(laid, laid, full, 1, heads, 2, 8, 8, "float32")
     made = sum(len(table) for rank in range(3) for table in tiles_of(problem, rank).values())
-    monkeypatch.setattr(extent, "MOST_TILES", made - 1)
+    monkeypatch.setattr(candidates, "MOST_TILES", made - 1)
     assert excess(problem) and excess(problem, by_head=True)
-    monkeypatch.setattr(extent, "MOST_TILES", made)
+    monkeypatch.setattr(candidates, "MOST_TILES", made)
     assert causal == bool(excess(problem))  # the count is exact where no band hides any
     assert excess(problem, by_head=True)
-    monkeypatch.setattr(extent, "MOST_TILES", 1)
+    monkeypatch.setattr(candidates, "MOST_TILES", 1)
     assert "for each of 2 groups" in str(excess(problem, by_head=True, groups=2))
     assert not excess(problem, by_head=True, groups=10**6)  # one of them is planned at a time
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringattn.errors import InputError
-from ringattn.planner.links import LinkClass, Links, numbered
+from ringattn.planner.cluster import LinkClass, Links, numbered
 
 
 def test_the_class_of_a_pair() -> None:

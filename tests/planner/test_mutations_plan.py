@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from ringattn.errors import PlanError
-from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
 from ringattn.planner.plan import LOCAL, Add, AttendOp, Plan, buffer_bytes
 from ringattn.schedule.routes import ROUTES
+from tests.planner.placement_verifier import verify_placement
 from tests.strategies import simple
 
 CASE = simple("zigzag", 32, 4, heads=4, causal=True)

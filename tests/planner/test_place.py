@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.place import project
@@ -17,6 +16,7 @@ from ringattn.planner.plan import ALIGNMENT_BYTES, LOCAL, Add, AttendOp, AttendR
 from ringattn.planner.simulate import simulate
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import ROUTES, schedule_of
+from tests.planner.placement_verifier import verify_placement
 from tests.planner.visit_check import check_visits
 from tests.schedules import RING, schedule_params
 from tests.strategies import Case, covering, cross, simple, wire_order

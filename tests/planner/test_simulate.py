@@ -15,8 +15,7 @@ from ringattn.core.problem import Problem
 from ringattn.core.span import COMM, COMPUTE
 from ringattn.errors import InputError
 from ringattn.planner.choose import plan_of
-from ringattn.planner.cluster import REFERENCE, Cluster
-from ringattn.planner.links import LinkClass, Links
+from ringattn.planner.cluster import REFERENCE, Cluster, LinkClass, Links
 from ringattn.planner.plan import Add, AttendOp, AttendReceivedOp, Plan
 from ringattn.planner.simulate import Timeline, simulate
 from ringattn.planner.work import BACKWARD_OVER_FORWARD, attention_s, computed_pairs, packing_s, step_s

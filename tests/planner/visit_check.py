@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ringattn.planner.place import rows_of
 from ringattn.planner.plan import LOCAL, Add, AttendOp, AttendReceivedOp, OwnSums, Plan
-from ringattn.planner.visits import rows_of
 from ringattn.schedule.content import Content
 from ringattn.schedule.ops import Kind
 

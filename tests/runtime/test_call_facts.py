@@ -12,8 +12,7 @@ import torch
 
 from ringattn import DisagreementError, Ring
 from ringattn.attention import call_of
-from ringattn.planner.cluster import Cluster
-from ringattn.planner.links import Links
+from ringattn.planner.cluster import Cluster, Links
 from ringattn.runtime.consistency import facts_of
 from ringattn.runtime.runtime import AttentionCall
 from ringattn.runtime.spec import AttentionSpec

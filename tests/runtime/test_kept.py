@@ -12,14 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn.core.problem import Problem
 from ringattn.planner import choose
-from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.ring import Ring
 from ringattn.schedule.opening import Opening
 from ringattn.schedule.ops import INPUTS, Kind
 from ringattn.schedule.routes import Route, schedule_of
-from ringattn.schedule.verify import verify
 from ringattn.testing import run_ranks
+from tests.planner.placement_verifier import verify_placement
+from tests.schedule.schedule_verifier import verify
 from tests.schedule.test_sub_rings import geometric
 from tests.schedules import ALL_GATHER, RING, ULYSSES
 from tests.strategies import Case, covering, simple

@@ -14,13 +14,13 @@ from torch import Tensor
 from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import EIGHT_BIT
 from ringattn.errors import PlanError
-from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
 from ringattn.planner.plan import AttendOp, Pack, Plan, RecordLayout
 from ringattn.runtime.records import TORCH_DTYPE, LocalTensors, PackedBuffer, pack, quantize, restore
 from ringattn.schedule.content import HeadRows
 from ringattn.schedule.routes import ROUTES
 from tests.kernels.eight_bits import E4M3, LARGEST, rounded
+from tests.planner.placement_verifier import verify_placement
 from tests.strategies import simple
 
 each_code = pytest.mark.parametrize("code", EIGHT_BIT)

@@ -15,7 +15,7 @@ from ringattn.planner.place import project
 from ringattn.schedule.passes import merged_keys, merged_queries, transpose
 from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.routes import ROUTES, Route, forward_of_rank, route_named, schedule_of
-from ringattn.schedule.verify import verify
+from tests.schedule.schedule_verifier import verify
 from tests.schedule.test_schedule import by_rows
 from tests.schedules import ALL_GATHER, BIDIRECTIONAL, DIRECT, RING, schedule_params
 from tests.strategies import Case, covering, simple

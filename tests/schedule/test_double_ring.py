@@ -14,16 +14,15 @@ from ringattn.core.dilation import Dilated
 from ringattn.core.layout import make_layout
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError, PlanError
-from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import choose_route, plan_of
-from ringattn.planner.cluster import CLUSTERS
-from ringattn.planner.links import Links
+from ringattn.planner.cluster import CLUSTERS, Links
 from ringattn.planner.plan import LOCAL, Add
 from ringattn.schedule.content import chained, contains, cut, size
 from ringattn.schedule.ops import Copy, Kind, Schedule
 from ringattn.schedule.route import equal_groups, grid_of, square_side
 from ringattn.schedule.routes import Route, route_named, schedule_of
-from ringattn.schedule.verify import verify
+from tests.planner.placement_verifier import verify_placement
+from tests.schedule.schedule_verifier import verify
 from tests.schedules import BIDIRECTIONAL, DOUBLE_RING, RING
 from tests.strategies import Case, cases, simple, wire_order
 

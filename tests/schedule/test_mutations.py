@@ -18,7 +18,7 @@ from ringattn.schedule.content import HeadRows
 from ringattn.schedule.ops import AttendGrad, Block, Copy, HeadTiles, Kind, Merge, Schedule, Step
 from ringattn.schedule.passes import rows_read
 from ringattn.schedule.routes import ROUTES, schedule_of
-from ringattn.schedule.verify import verify
+from tests.schedule.schedule_verifier import verify
 from tests.strategies import simple
 
 CASE = simple("zigzag", 32, 4, heads=4, causal=True)

@@ -12,17 +12,16 @@ from ringattn.core.layout import make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
 from ringattn.errors import PlanError
-from ringattn.planner.account import live_bytes
-from ringattn.planner.arena import verify_placement
-from ringattn.planner.choose import plan_of
+from ringattn.planner.arena import live_bytes
+from ringattn.planner.choose import cheapest_opening, plan_of
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
-from ringattn.planner.opening_cost import cheapest_opening
 from ringattn.schedule.content import size
 from ringattn.schedule.opening import split_keys
 from ringattn.schedule.ops import INPUTS, AttendGrad, Merge, Schedule, Step, work_of
 from ringattn.schedule.routes import ROUTES, Route, backward_of_rank, schedule_of
 from ringattn.schedule.text import grid
-from ringattn.schedule.verify import verify
+from tests.planner.placement_verifier import verify_placement
+from tests.schedule.schedule_verifier import verify
 from tests.schedule.test_schedule import by_rows
 from tests.schedules import RING
 from tests.strategies import Case, covering, simple

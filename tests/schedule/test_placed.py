@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 
-from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import plan_of
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind, Merge, Schedule
 from ringattn.schedule.routes import Route, schedule_of
-from ringattn.schedule.verify import verify
+from tests.planner.placement_verifier import verify_placement
+from tests.schedule.schedule_verifier import verify
 from tests.schedules import BALANCED, PASS_Q
 from tests.strategies import Case, cases, simple
 

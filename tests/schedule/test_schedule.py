@@ -15,8 +15,8 @@ from ringattn.schedule.ops import Attend, AttendGrad, Block, Copy, Kind, Merge, 
 from ringattn.schedule.passes import prune, transpose
 from ringattn.schedule.routes import ROUTES, Route, backward_of_rank, forward_of_rank, route_named, schedule_of
 from ringattn.schedule.text import grid, to_text
-from ringattn.schedule.verify import verify
 from tests.schedule import gallery
+from tests.schedule.schedule_verifier import verify
 from tests.schedules import ALL_GATHER, DIRECT, RING, schedule_params
 from tests.strategies import Case, Spots, covering, simple, spots
 

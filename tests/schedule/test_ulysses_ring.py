@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.errors import InputError, PlanError
-from ringattn.planner.arena import verify_placement
 from ringattn.planner.choose import choose_route, plan_of
-from ringattn.planner.cluster import CLUSTERS
-from ringattn.planner.links import Links
+from ringattn.planner.cluster import CLUSTERS, Links
 from ringattn.planner.plan import LOCAL, AttendReceivedOp, Plan
 from ringattn.ring import Ring
 from ringattn.schedule.all_to_all import shares_of
@@ -23,9 +21,10 @@ from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.route import equal_groups
 from ringattn.schedule.routes import route_named, schedule_of
-from ringattn.schedule.verify import verify
 from ringattn.testing import run_ranks
+from tests.planner.placement_verifier import verify_placement
 from tests.schedule.formulas import FORMULAS, quantities
+from tests.schedule.schedule_verifier import verify
 from tests.schedules import ULYSSES_RING
 from tests.strategies import Case, cases, simple
 from tests.trial import Trial, greatest_error, joined, on_rank, reference

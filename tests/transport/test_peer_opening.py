@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringattn.errors import RingError
-from ringattn.planner.links import LinkClass
+from ringattn.planner.cluster import LinkClass
 from ringattn.transport.base import Message
 from ringattn.transport.location import Location
 from ringattn.transport.peer.driver import Attribute, DriverError

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from ringattn.errors import InputError
-from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
-from ringattn.planner.links import LinkClass
+from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster, LinkClass
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
 from ringattn.transport import location

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from ringattn.errors import InputError
-from ringattn.planner.exchange import DEFAULT_SM_MARGIN
+from ringattn.planner.cluster import DEFAULT_SM_MARGIN
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, version_text
 
 BINDINGS = ("ctypes", "cupy")

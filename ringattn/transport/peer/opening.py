@@ -17,7 +17,7 @@ import torch
 
 from ringattn.errors import RingError, UnsupportedError
 from ringattn.observe.flight import FlightRecord
-from ringattn.planner.links import LinkClass
+from ringattn.planner.cluster import LinkClass
 from ringattn.transport.base import Message
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline

@@ -1,0 +1,136 @@
+"""The proof that a plan never touches a buffer outside its lifetime; shares no code with the placement it checks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ringattn.core.problem import EIGHT_BIT
+from ringattn.errors import PlanError
+from ringattn.planner.plan import (
+    LOCAL,
+    Add,
+    AttendOp,
+    AttendReceivedOp,
+    Plan,
+    Recv,
+    buffer_bytes,
+    record_bytes,
+    record_elements,
+)
+from ringattn.schedule.content import size
+
+
+def verify_placement(plan: Plan) -> None:
+    """Raise `PlanError` if a buffer is read before it is filled or past its end, or overwritten while it lives.
+
+    Of a fused buffer its parts are checked instead. Lifetimes are derived again, from the steps alone.
+    """
+    # Steps in which each buffer is first filled, wholly filled, and last used; what messages fill is readable after the
+    # step of the last of them.
+    written: dict[int, int] = {}
+    whole: dict[int, int] = {}
+    used: dict[int, int] = defaultdict(int)
+    arrived: dict[int, int] = defaultdict(int)  # elements, from the first on
+    ended = set[int]()  # received queries that have their result, by their buffer
+
+    parts: dict[int, list[int]] = defaultdict(list)
+    for index, one in enumerate(plan.buffers):
+        if one.inside is not None:
+            parts[one.inside.buffer].append(index)
+
+    def write(buffer: int, now: int) -> None:
+        for part in parts[buffer]:
+            write(part, now)
+        if parts[buffer]:
+            return
+        if buffer in written:
+            raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[buffer].label} is filled twice")
+        written[buffer] = whole[buffer] = used[buffer] = now
+
+    def elements(buffer: int) -> int:
+        held = plan.buffers[buffer]
+        return size(held.content) * record_elements(plan.problem, held.dtype, held.kind)
+
+    def receive(recv: Recv, now: int) -> None:
+        told = f"rank {plan.rank}, step {now}: the message {recv.label}"
+        if not arrived[recv.buffer]:
+            write(recv.buffer, now)
+        if recv.first < arrived[recv.buffer]:
+            raise PlanError(f"{told}: {plan.buffers[recv.buffer].label} is filled twice")
+        if recv.first > arrived[recv.buffer]:
+            raise PlanError(f"{told} leaves a gap in its buffer")
+        arrived[recv.buffer] += recv.elements
+        if arrived[recv.buffer] > elements(recv.buffer):
+            raise PlanError(f"{told} ends outside its buffer")
+        used[recv.buffer] = now
+        whole[recv.buffer] = now if arrived[recv.buffer] == elements(recv.buffer) else len(plan.steps)
+
+    def read(buffer: int, now: int, after: int = 0) -> None:
+        for part in parts[buffer] if buffer != LOCAL else ():
+            read(part, now, after if part in received else 0)
+        if buffer != LOCAL and not parts[buffer]:
+            # `after` = 1: what this step's message fills can be read in the next step. Never filled counts as now + 1.
+            if whole.get(buffer, now + 1) > now - after:
+                raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[buffer].label} is read too early")
+            used[buffer] = now
+
+    for buffer in plan.kept if plan.backward else ():
+        write(buffer, 0)
+    for now, step in enumerate(plan.steps):
+        received = {recv.buffer for recv in step.recvs}
+        for pack in step.packs:
+            read(pack.source, now)
+            write(pack.into, now)
+        # Order of a step: pack, send and receive, zero, restore, compute.
+        for send in step.sends:
+            read(send.buffer, now, after=send.buffer in received)
+            if not 0 <= send.first <= send.first + send.elements <= elements(send.buffer):
+                raise PlanError(f"rank {plan.rank}, step {now}: the message {send.label} ends outside its buffer")
+        for recv in step.recvs:
+            receive(recv, now)
+        # A dK/dV buffer is filled by zeros and first works together, each some of its rows (see `visits`).
+        firsts = {item.dkv for item in step.work if isinstance(item, (AttendOp, AttendReceivedOp)) and item.first}
+        for buffer in sorted({zero.buffer for zero in step.zeros} | firsts - {LOCAL}):
+            write(buffer, now)
+        for pack in step.restores:
+            read(pack.source, now, after=pack.source in received)
+            write(pack.into, now)
+        for item in step.work:
+            if isinstance(item, AttendReceivedOp):
+                if item.q in ended:
+                    raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[item.q].label} have their result")
+                if item.result != LOCAL:
+                    ended.add(item.q)
+                    write(item.result, now)
+                for source in (item.q, item.kv, item.seed, item.dkv):
+                    read(source, now)
+                continue
+            sources = (item.part, item.into) if isinstance(item, Add) else (item.kv, item.dkv)
+            if isinstance(item, AttendOp) and item.kv != LOCAL and plan.buffers[item.kv].dtype in EIGHT_BIT:
+                raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[item.kv].label} is not restored")
+            for source in sources:
+                read(source, now, after=source in received)
+    for buffer in () if plan.backward else plan.kept:
+        read(buffer, len(plan.steps) - 1)
+    sums = {item.into for step in plan.steps for item in step.work if isinstance(item, Add)} - {LOCAL}
+    sent = {send.buffer for step in plan.steps for send in step.sends}
+    for buffer in sorted(sums - sent - {pack.source for step in plan.steps for pack in step.packs}):
+        raise PlanError(f"rank {plan.rank}: {plan.buffers[buffer].label} is added to and never sent")
+    # Any two buffers that live in a common step must lie in disjoint bytes.
+    spans = [(plan.buffers[b].offset_bytes, buffer_bytes(plan.problem, plan.buffers[b]), b) for b in written]
+    for n, (start, nbytes, this) in enumerate(spans):
+        if start < 0 or start + nbytes > plan.arena_bytes:
+            raise PlanError(f"rank {plan.rank}: {plan.buffers[this].label} lies outside the arena")
+        for other_start, other_bytes, other in spans[:n]:
+            # Intervals with both ends included overlap in steps, half-open ones in bytes.
+            together = written[this] <= used[other] and written[other] <= used[this]
+            if together and start < other_start + other_bytes and other_start < start + nbytes:
+                labels = f"{plan.buffers[this].label} and {plan.buffers[other].label}"
+                raise PlanError(f"rank {plan.rank}: {labels} live at the same time in the same bytes")
+    for inner in plan.buffers:
+        if inner.inside is None:
+            continue
+        outer = plan.buffers[inner.inside.buffer]
+        before = inner.inside.row * record_bytes(plan.problem, inner.dtype, inner.kind)
+        if inner.offset_bytes != outer.offset_bytes + before:
+            raise PlanError(f"rank {plan.rank}: {inner.label} does not lie in {outer.label}")
