@@ -21,11 +21,12 @@ from ringattn.bench.attention_scratch import attention_scratch_bytes
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, progress
+from ringattn.core.dilation import Dilated
 from ringattn.core.problem import ITEM_BYTES, Problem
 from ringattn.observe.memory import StorageMeter, reset_peak, status_bytes
+from ringattn.options import AttentionOptions
 from ringattn.planner.plan import ALIGNMENT_BYTES, OwnSums, Plan
 from ringattn.ring import Ring
-from ringattn.runtime.spec import AttentionSpec
 
 PROGRAM = "ringattn.bench.attention_memory:on_rank"
 BRANCHES = {"segment_lengths": (256, 1024), "dilation_rates": (1, 4)}
@@ -92,9 +93,10 @@ def on_rank(ring: Ring, **facts: Any) -> dict[str, int]:
     seq = ring.sequence(one.length_tokens, layout=one.layout)
     tokens, dtype = seq.counts[ring.rank], getattr(torch, one.dtype)
     dilated = one.mask == "dilated"
-    spec = (AttentionSpec.dilated if dilated else AttentionSpec.banded)(**options, schedule=one.schedule)
+    branches = Dilated(**options) if dilated else None
+    settings = AttentionOptions(schedule=one.schedule, **({} if dilated else options))
     sizes = one.batch, one.heads, one.kv_heads, one.head_dim, one.value_dim
-    call = call_of(ring, seq, None, sizes, dtype, torch.device("cpu"), spec)
+    call = call_of(ring, seq, None, sizes, dtype, torch.device("cpu"), settings, branches)
     there, back = (ring.executor_of(call, backward) for backward in (False, True))
     shapes = ((one.heads, one.head_dim), (one.kv_heads, one.head_dim), (one.kv_heads, one.value_dim))
     q, k, v = (torch.randn(one.batch, tokens, *shape, dtype=dtype).requires_grad_() for shape in shapes)

@@ -1,18 +1,23 @@
-"""One attention call over a ring: the checks, the autograd function and its two passes."""
+"""One attention call over a ring: its checks, the call that all ranks agree on, and the autograd function."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, Unpack, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringattn.core.dilation import Dilated
+from ringattn.core.mask import Banded
 from ringattn.core.problem import FLOATS, Problem
-from ringattn.engine.base import BackwardInputs, Engine
+from ringattn.engine.base import OPTIONAL, BackwardInputs, Engine, Softmax
+from ringattn.engine.philox import MOST_TOKENS
 from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.options import AttentionOptions
 from ringattn.planner.choose import choose_route
 from ringattn.planner.plan import OwnSums
 from ringattn.runtime.activation import attended
@@ -21,119 +26,22 @@ from ringattn.runtime.consistency import GradientNeeds, Inputs, anchor
 from ringattn.runtime.records import LocalTensors
 from ringattn.runtime.runtime import AttentionCall, Runtime
 from ringattn.runtime.selective import unseen
-from ringattn.runtime.spec import AttentionSpec, BandedOptions, MaskSpec, Window, with_mask_of
 from ringattn.sequence import Sequence
 
 
-@overload
-def attention(
-    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, causal: bool = ..., window: Window = ...,
-    sinks: Tensor | None = ..., kv_seq: Sequence | None = ..., return_lse: Literal[False] = ...,
-    **options: Unpack[BandedOptions],
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def attention(
-    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, causal: bool = ..., window: Window = ...,
-    sinks: Tensor | None = ..., kv_seq: Sequence | None = ..., return_lse: Literal[True],
-    **options: Unpack[BandedOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@overload
-def attention(
-    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, causal: bool = ..., window: Window = ...,
-    sinks: Tensor | None = ..., kv_seq: Sequence | None = ..., return_lse: bool,
-    **options: Unpack[BandedOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-def attention(
+def attend(
     ring: Runtime,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     seq: Sequence,
-    *,
-    causal: bool = False,
-    window: Window = None,
-    sinks: Tensor | None = None,
-    kv_seq: Sequence | None = None,
-    return_lse: bool = False,
-    **options: Unpack[BandedOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of this rank's queries to the keys of all ranks; differentiable. A collective call.
-
-    torch.autocast changes nothing here: out is in q's dtype, and engines compute as they do without. The backward pass
-    needs the outputs, as that of torch's scaled_dot_product_attention does, and raises where they were changed in
-    place. If an input of any rank needs a gradient, the outputs of all ranks carry a graph: every rank calls backward.
-
-    Args:
-        ring: The ring; as a method, `Ring.attention`, the ring itself.
-        q: Queries, this rank's shard of `seq`: float64, float32, float16 or bfloat16.
-        k: Keys, this rank's shard of `kv_seq` if given, else of `seq`; q's dtype. q_heads is a multiple of kv_heads.
-        v: Values, like k.
-        seq: The sequence of the queries, made by this ring.
-        causal: A query meets the keys at its position and before.
-        window: (left, right) keys before and after the query, besides the query itself; None or -1 is unbounded. With
-            causal, right is 0, None or -1. None: no window.
-        sinks: Logits of any of these float dtypes, one for each query head, that take weight and give no value. Their
-            gradient is this rank's part, to be summed over the ranks. None: no sinks.
-        kv_seq: Another sequence of this ring, for cross attention; positions count from 0 in both. None: `seq`.
-        return_lse: Also return lse.
-        mask: A mask of `ringattn.masks` besides causal and window, such as `masks.chunked(8192)`. None: that of `seq`
-            (`Sequence.with_mask`), if it has one.
-        scale: Factor of the scores, any finite number. None: 1 / sqrt(d_k).
-        softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-        alibi_slopes: ALiBi, one number for each query head: score -= slope * |q position - k position|, after the cap.
-            A tensor (q_heads,) of any of these float dtypes, which is read by the host, or numbers; alike on all ranks,
-            without a gradient. None: no bias.
-        dropout_p: Each weight is dropped with this probability, from 0 to less than 1, and the others are divided by
-            1 - p; lse is that of all weights. What is dropped depends on the seed and on the batch, the query head and
-            the positions of a pair alone.
-        dropout_seed: With dropout_p: from 0 to 2**64 - 1, the same on all ranks; another one for each layer and step.
-        schedule: How blocks travel, see docs/schedules.md. auto: by predicted time if machines are named, calibrated or
-            recognised (see `Ring`); else by mask and bytes.
-
-    Shape:
-        q: (batch, tokens, q_heads, d_k)
-        k: (batch, kv_tokens, kv_heads, d_k)
-        v: (batch, kv_tokens, kv_heads, d_v)
-        sinks: (q_heads,)
-        alibi_slopes: (q_heads,)
-        out: (batch, tokens, q_heads, d_v)
-        lse: (batch, q_heads, tokens)
-
-    Returns:
-        out in q's dtype; with `return_lse` (out, lse). lse is the natural logarithm of the softmax's denominator, sinks
-        included, in the accumulator dtype, and differentiable. A row that meets no key, or whose scores are all -inf,
-        gives 0 and -inf, with a sink lse = sink. A NaN in a query makes its row NaN.
-
-    Raises:
-        InputError: A tensor, a sequence or an option is wrong, on any rank; every rank raises.
-        UnsupportedError: The engine does not compute this call, or a tensor is a DTensor.
-        DisagreementError: The ranks do not make the same call, or some need gradients and another uses torch.no_grad.
-        ClosedError: The ring was closed or has failed.
-        TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
-        OutOfMemoryError: A rank had no memory for the pass.
-
-    Example:
-        out, lse = ring.attention(q, k, v, seq, causal=True, window=(4095, 0), return_lse=True)
-    """
-    with ring.refused_by_all():
-        spec = AttentionSpec.banded(causal, window, sinks=sinks, **options)
-    out, lse = attend(ring, q, k, v, seq, kv_seq, spec)
-    return (out, lse) if return_lse else out
-
-
-def attend(
-    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, kv_seq: Sequence | None, spec: AttentionSpec
+    kv_seq: Sequence | None,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of what `spec` says; see `attention`."""
-    inputs = {"q": q, "k": k, "v": v, "sinks": spec.sinks}
-    call = agreed(ring, lambda: checked_call(ring, q, k, v, seq, kv_seq, spec), spec.sinks, inputs)
-    return apply_attention(ring, call, q, k, v, spec.sinks)
+    """Return (out, lse) of attention with these options; see `Ring.attention`."""
+    inputs = {"q": q, "k": k, "v": v, "sinks": options.sinks}
+    call = agreed(ring, lambda: checked_call(ring, q, k, v, seq, kv_seq, options), options.sinks, inputs)
+    return apply_attention(ring, call, q, k, v, options.sinks)
 
 
 def apply_attention(
@@ -145,12 +53,19 @@ def apply_attention(
 
 
 def checked_call(
-    ring: Runtime, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, kv_seq: Sequence | None, spec: AttentionSpec
+    ring: Runtime,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq: Sequence,
+    kv_seq: Sequence | None,
+    options: AttentionOptions,
+    dilated: Dilated | None = None,
 ) -> AttentionCall:
-    """The call with these tensors. Raises `InputError` for what cannot be one."""
-    check_tensors(ring, q, k, v, seq, kv_seq, spec.sinks)
+    """Return the call with these tensors. Raises InputError if a tensor, a sequence or an option does not fit it."""
+    check_tensors(ring, q, k, v, seq, kv_seq, options.sinks)
     sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-    return call_of(ring, seq, kv_seq, sizes, q.dtype, q.device, spec)
+    return call_of(ring, seq, kv_seq, sizes, q.dtype, q.device, options, dilated)
 
 
 def agreed(
@@ -182,16 +97,20 @@ def call_of(
     sizes: tuple[int, int, int, int, int],
     dtype: torch.dtype,
     device: torch.device,
-    spec: AttentionSpec,
+    options: AttentionOptions,
+    dilated: Dilated | None = None,
 ) -> AttentionCall:
-    """The call with tensors of these `sizes`: batch, query heads, K/V heads, head_dim, value_dim."""
+    """Return the call with tensors of these `sizes`: batch, query heads, K/V heads, head_dim, value_dim.
+
+    `dilated`: the branches of dilated attention, in place of the pairs of the options.
+    """
     name = str(dtype).removeprefix("torch.")
-    problem = make_problem(ring, seq, kv_seq, *sizes, name, spec.mask)
+    problem = make_problem(ring, seq, kv_seq, *sizes, name, dilated or options.pairs)
     documents = () if kv_seq is None else (seq.documents or (), kv_seq.documents or ())
-    softmax = spec.softmax(sizes[3], sizes[1], sizes[2], *documents)
+    softmax = softmax_of(options, sizes[3], sizes[1], sizes[2], *documents)
     engine = ring.engine_for(device, dtype, sizes[3], sizes[4], softmax)
-    route, dropout_seed = choose_route(problem, spec.schedule, ring.machines), spec.seed(softmax, problem)
-    return AttentionCall(problem, route, softmax, engine, dropout_seed)
+    route = choose_route(problem, options.schedule, ring.machines)
+    return AttentionCall(problem, route, softmax, engine, _dropout_seed(options, problem))
 
 
 def make_problem(
@@ -204,15 +123,69 @@ def make_problem(
     head_dim: int,
     value_dim: int,
     dtype: str,
-    mask_spec: MaskSpec,
+    pairs: Banded | Dilated,
 ) -> Problem:
-    """The facts of a call. Raises `InputError` for options that contradict each other."""
-    other = seq if kv_seq is None else kv_seq
-    mask = with_mask_of(seq, kv_seq, mask_spec).mask(
-        seq.length, other.length, seq.documents, other.documents, q_heads, kv_heads
+    """Return the facts of a call. Raises InputError for options that contradict each other."""
+    keys = seq if kv_seq is None else kv_seq
+    mask = _with_mask_of(seq, kv_seq, pairs).mask(
+        seq.length, keys.length, seq.documents, keys.documents, q_heads, kv_heads
     )
     wires = ring.dkv_wire_dtype, ring.kv_wire_dtype, ring.out_wire_dtype
-    return Problem(seq.layout, other.layout, mask, batch, q_heads, kv_heads, head_dim, value_dim, dtype, *wires)
+    return Problem(seq.layout, keys.layout, mask, batch, q_heads, kv_heads, head_dim, value_dim, dtype, *wires)
+
+
+def _with_mask_of(seq: Sequence, kv_seq: Sequence | None, pairs: Banded | Dilated) -> Banded | Dilated:
+    """Return the pairs with the mask that `seq` carries. Raises InputError if two masks are given."""
+    if kv_seq is not None and kv_seq.mask is not None:
+        raise InputError(f"kv_seq carries mask={kv_seq.mask.text}; give the mask to seq, whose queries it is for")
+    if seq.mask is None:
+        return pairs
+    if isinstance(pairs, Dilated):
+        raise InputError(f"seq carries mask={seq.mask.text}, and dilated attention takes no mask")
+    if pairs.within is not None:
+        raise InputError(
+            f"seq carries mask={seq.mask.text}, and mask={pairs.within.text} is given too; give only one of them"
+        )
+    return replace(pairs, within=seq.mask)
+
+
+def softmax_of(
+    options: AttentionOptions,
+    head_dim: int,
+    q_heads: int,
+    kv_heads: int,
+    documents: tuple[int, ...] = (),
+    kv_documents: tuple[int, ...] = (),
+) -> Softmax:
+    """Return how scores become weights, as engines read it.
+
+    `documents`, `kv_documents`: the bounds of documents if queries and keys belong to two sequences. Raises InputError
+    if `alibi_slopes` is not one number per query head.
+    """
+    slopes = options.alibi_slopes
+    if slopes is not None and len(slopes) != q_heads:
+        raise InputError(f"alibi_slopes must be {q_heads} numbers, one for each query head, got {len(slopes)}")
+    scale = 1 / math.sqrt(head_dim) if options.scale is None else options.scale
+    starts: tuple[tuple[int, int], ...] = ()
+    if slopes is not None and documents != kv_documents:
+        starts = tuple(zip(documents[:-1], kv_documents[:-1], strict=True))
+    # An option that is off is None here, whatever its default is.
+    values = {name: getattr(options, name) or None for name in OPTIONAL}
+    return Softmax(scale, q_heads // kv_heads, starts=starts, **values)
+
+
+def _dropout_seed(options: AttentionOptions, problem: Problem) -> int:
+    """Return the seed of dropout, 0 without dropout. Raises InputError if it is missing or a sequence is too long."""
+    if not options.dropout_p:
+        return 0
+    if options.dropout_seed is None:
+        raise InputError(
+            f"dropout_p={options.dropout_p} needs a dropout_seed, the same on all ranks and another one at each call: "
+            "what is dropped must not depend on the number of ranks, as generators of the ranks would"
+        )
+    if max(problem.q_layout.length, problem.kv_layout.length) > MOST_TOKENS:
+        raise InputError(f"dropout_p={options.dropout_p}: it takes sequences of at most 2**32 tokens")
+    return options.dropout_seed
 
 
 class AttentionFunction(torch.autograd.Function):

@@ -6,127 +6,60 @@ published algorithm gives, and refuse where that moves rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
-from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal, Unpack
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ringattn.attention import agreed, apply_attention, check_tensors, checked_call
+from ringattn.attention import agreed, apply_attention, checked_call
 from ringattn.core.dilation import Dilated
-from ringattn.core.presets import Offset, head_offsets
+from ringattn.core.presets import head_offsets
 from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import InputError
+from ringattn.options import AttentionOptions
 from ringattn.runtime.runtime import AttentionCall, Runtime
-from ringattn.runtime.spec import AttentionSpec, DropoutOptions
 from ringattn.sequence import Sequence
 
 GRADIENTS, TAILS = ("exact", "detached"), ("ragged", "zero_pad")
 BranchGradient = Literal["exact", "detached"]
 Tail = Literal["ragged", "zero_pad"]
 
+REFUSED = {name: f"dilated attention takes no {name}; leave it out" for name in ("window", "mask")}
+"""Options of attention that dilated attention does not have."""
 
-def dilated_attention(
+
+def attend_dilated(
     ring: Runtime,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     seq: Sequence,
-    *,
-    segment_lengths: Many[int],
-    dilation_rates: Many[int],
-    causal: bool = False,
-    offset: Offset | str = "mod",
+    dilated: Dilated,
+    options: AttentionOptions,
     grad: BranchGradient = "exact",
     tail: Tail = "ragged",
-    layer: int | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    **softmax: Unpack[DropoutOptions],
-) -> Any:
-    """LongNet's dilated attention (arXiv 2307.02486), exact: one softmax over the keys of all branches; differentiable.
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of dilated attention; see `Ring.dilated_attention`."""
+    inputs = {"q": q, "k": k, "v": v, "sinks": options.sinks}
 
-    Branch i cuts the sequence, or each document, into segments of `segment_lengths[i]` tokens; in each a head's queries
-    meet the keys at its `offset` modulo `dilation_rates[i]`. A pair that several branches have counts once for each. A
-    collective call.
+    def attend_to(branches: Dilated) -> tuple[Tensor, Tensor]:
+        """(out, lse) of these branches, with the zero keys of the variant."""
 
-    Args:
-        ring: The ring; as a method, `Ring.dilated_attention`, the ring itself.
-        q: Queries, this rank's shard of `seq`: float64, float32, float16 or bfloat16.
-        k: Keys, this rank's shard of `seq`, in q's dtype. q_heads is a multiple of kv_heads.
-        v: Values, like k.
-        seq: The sequence, made by this ring.
-        segment_lengths: Tokens of a segment, for each branch; positive.
-        dilation_rates: Of so many tokens a head keeps one, for each branch; positive.
-        causal: A query meets the keys at its position and before.
-        offset: Which of the tokens a head keeps. mod: head % rate (LongNet). block: runs of ceil(heads / rate) heads
-            share one (torchscale). kv_head: K/V head % rate. layer_rotated: (head + layer * heads) % rate.
-        grad: exact; detached takes the branches' shares as constants, as torchscale does, and its lse has no gradient.
-        tail: ragged; zero_pad lets queries meet the zero keys with which torchscale fills short segments.
-        layer: Index of the layer from 0 on, with offset="layer_rotated"; None otherwise.
-        sinks: Logits, one for each query head, that take weight and give no value; with grad="exact". None: no sinks.
-        return_lse: Also return lse.
-        scale: Factor of the scores, any finite number. None: 1 / sqrt(d_k).
-        softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-        alibi_slopes: As for `attention`; distances count tokens, whatever the rate. With tail="ragged". None: no bias.
-        dropout_p: As for `attention`; a pair that several branches have is dropped from all of them, or from none.
-        dropout_seed: As for `attention`.
-        schedule: How blocks travel, see docs/schedules.md. auto: the fastest as predicted.
+        def describe() -> AttentionCall:
+            call = checked_call(ring, q, k, v, seq, None, options, branches)
+            _check_variant(options, dilated, seq, grad, tail)
+            return call
 
-    Shape:
-        q: (batch, tokens, q_heads, d_k)
-        k: (batch, tokens, kv_heads, d_k)
-        v: (batch, tokens, kv_heads, d_v)
-        sinks: (q_heads,)
-        alibi_slopes: (q_heads,)
-        out: (batch, tokens, q_heads, d_v)
-        lse: (batch, q_heads, tokens)
-
-    Returns:
-        out in q's dtype; with `return_lse` (out, lse), as `attention` returns them.
-
-    Raises:
-        InputError: A tensor, a branch or an option is wrong, on any rank; every rank raises.
-        UnsupportedError: The engine does not compute this call, or a tensor is a DTensor.
-        DisagreementError: The ranks do not make the same call, or some need gradients and another uses torch.no_grad.
-        ClosedError: The ring was closed or has failed.
-        TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
-        OutOfMemoryError: A rank had no memory for the pass.
-
-    Example:
-        out = ring.dilated_attention(q, k, v, seq, segment_lengths=[2048, 8192], dilation_rates=[1, 4], causal=True)
-    """
-    chosen: list[AttentionSpec] = []
-
-    def attended(branch: int | None) -> tuple[Tensor, Tensor]:
-        """The attention of one branch, or of all: (out, lse), zero keys and all."""
-
-        def described() -> AttentionCall:
-            check_tensors(ring, q, k, v, seq, None, sinks)
-            spec = AttentionSpec.dilated(
-                segment_lengths, dilation_rates, causal, offset, layer, sinks=sinks, **softmax
-            )  # fmt: skip
-            assert isinstance(spec.mask, Dilated)
-            _check_variant(spec, spec.mask, seq, grad, tail)
-            chosen[:] = [spec if branch is None else replace(spec, mask=spec.mask.branches()[branch])]
-            return checked_call(ring, q, k, v, seq, None, chosen[0])
-
-        inputs = {"q": q, "k": k, "v": v, "sinks": sinks}
-        call = agreed(ring, described, sinks, inputs, f"grad {grad}", f"tail {tail}")
-        out, lse = apply_attention(ring, call, q, k, v, sinks)
-        if tail == "zero_pad" and not causal:
-            assert isinstance(chosen[0].mask, Dilated)
-            out, lse = _with_zero_keys(out, lse, zero_keys(chosen[0].mask, seq, q.shape[2], k.shape[2]))
+        call = agreed(ring, describe, options.sinks, inputs, f"grad {grad}", f"tail {tail}")
+        out, lse = apply_attention(ring, call, q, k, v, options.sinks)
+        if tail == "zero_pad" and not branches.causal:
+            out, lse = _with_zero_keys(out, lse, zero_keys(branches, seq, q.shape[2], k.shape[2]))
         return out, lse
 
     if isinstance(grad, str) and grad == "detached":
-        first = attended(0)  # which refuses what is no list of branches
-        out, lse = _mixed([first, *(attended(branch) for branch in range(1, len(segment_lengths)))])
-    else:
-        out, lse = attended(None)
-    return (out, lse) if return_lse else out
+        return _mixed([attend_to(branch) for branch in dilated.branches()])
+    return attend_to(dilated)
 
 
 def zero_keys(pairs: Dilated, seq: Sequence, q_heads: int, kv_heads: int) -> Tensor:
@@ -154,19 +87,20 @@ def _bounds(seq: Sequence) -> tuple[int, ...]:
     return seq.documents or (0, seq.length)
 
 
-def _check_variant(spec: AttentionSpec, pairs: Dilated, seq: Sequence, grad: str, tail: str) -> None:
-    for name, value, known in (("grad", grad, GRADIENTS), ("tail", tail, TAILS)):
-        if value not in known:
-            raise InputError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
-    if grad == "detached" and spec.sinks is not None:
+def _check_variant(options: AttentionOptions, dilated: Dilated, seq: Sequence, grad: str, tail: str) -> None:
+    """Raise InputError unless `grad` and `tail` are known, and combine with the branches, the options and `seq`."""
+    for name, value, names in (("grad", grad, GRADIENTS), ("tail", tail, TAILS)):
+        if value not in names:
+            raise InputError(f"{name}={value!r} is not known; choose one of {', '.join(names)}")
+    if grad == "detached" and options.sinks is not None:
         raise InputError("grad='detached' takes no sinks, which torchscale does not have; use grad='exact'")
     if tail == "zero_pad":
-        if spec.alibi_slopes is not None:
+        if options.alibi_slopes is not None:
             raise InputError(
                 "tail='zero_pad' takes no alibi_slopes: torchscale's zero keys have no positions; use tail='ragged'"
             )
         longest = max(stop - start for start, stop in pairwise(_bounds(seq)))
-        for length, rate in zip(pairs.segment_lengths, pairs.dilation_rates, strict=True):
+        for length, rate in zip(dilated.segment_lengths, dilated.dilation_rates, strict=True):
             if length % rate and length < longest:
                 raise InputError(
                     f"tail='zero_pad' with segments of {length} and rate {rate}: torchscale fills segments up to a "

@@ -5,20 +5,16 @@ Everything is read from the plans that would run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from ringattn.attention import check_sequences, make_problem
+from ringattn.attention import check_sequences, make_problem, softmax_of
 from ringattn.core.dilation import Dilated
 from ringattn.core.geometry import StridedRange
-from ringattn.core.presets import Offset, check
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import branch_tiles, pieces_of
-from ringattn.errors import InputError
-from ringattn.masks import AttentionMask, refuse_removed
+from ringattn.options import AttentionOptions
 from ringattn.planner.candidates import Candidate, check_extent, followed, how_chosen, known, table_of
 from ringattn.planner.choose import choose_route, compared, plan_of, without_collector
 from ringattn.planner.cluster import Cluster, Exchange, LinkClass, cluster_named, exchanges, placement
@@ -26,7 +22,6 @@ from ringattn.planner.layouts import InLayout, better_layout, by_layout, in_layo
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import Crossed, crossed, duration, simulate
 from ringattn.runtime.runtime import Runtime
-from ringattn.runtime.spec import AttentionSpec, MaskSpec, Window
 from ringattn.schedule.ops import Kind, Schedule
 from ringattn.schedule.routes import route_named, schedule_of
 from ringattn.schedule.text import grid, idle_steps
@@ -130,109 +125,37 @@ class Explanation:
 
 
 @without_collector()
-def explain(
+def explain_call(
     ring: Runtime,
     seq: Sequence,
+    kv_seq: Sequence | None,
+    sizes: tuple[int, int, int, int, int],
+    dtype: str,
+    device: torch.device,
+    options: AttentionOptions,
+    dilated: Dilated | None = None,
     *,
-    q: Tensor | None = None,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    batch: int = 1,
-    q_heads: int | None = None,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    dtype: torch.dtype | str | None = None,
     backward: bool = True,
-    causal: bool = False,
-    window: Window = None,
-    mask: AttentionMask | None = None,
-    segment_lengths: Many[int] | None = None,
-    dilation_rates: Many[int] | None = None,
-    offset: Offset | str = "mod",
-    layer: int | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | Many[float] | None = None,
-    dropout_p: float = 0.0,
-    kv_seq: Sequence | None = None,
-    schedule: str = "auto",
     cluster: Cluster | str | None = None,
     sm_margin: int | None = None,
-    **removed: object,
 ) -> Explanation:
-    """What `ring.attention` with these arguments would do, or with `segment_lengths` `ring.dilated_attention`.
+    """Explain the call with tensors of these `sizes`: batch, query heads, K/V heads, head_dim, value_dim.
 
-    Everything is read from the plans that would run; nothing is sent, and the other ranks need not call it. Memory and
-    time follow the pieces of the layout and the pairs of ranks, not the tokens.
-
-    Args:
-        ring: The ring; as a method, `Ring.explain`, the ring itself.
-        seq: The sequence of the queries.
-        q: Queries (batch, tokens, q_heads, d_k), of which batch, heads, head_dim, dtype and device are read. None: give
-            `q_heads` and `head_dim`.
-        k: Keys, of which the K/V heads are read. None: `kv_heads`.
-        v: Values, of which d_v is read. None: d_k.
-        batch: Rows of the batch, without `q`.
-        q_heads: Query heads, without `q`.
-        kv_heads: K/V heads, without `k`. None: as many as query heads.
-        head_dim: d_k, without `q`.
-        dtype: Of q, k and v, or its name, without `q`. None: bfloat16.
-        backward: Also explain the backward pass.
-        causal: As for `attention`.
-        window: As for `attention`.
-        mask: As for `attention`.
-        segment_lengths: Branches of dilated attention; None with `dilation_rates` None: ordinary attention.
-        dilation_rates: As for `dilated_attention`.
-        offset: As for `dilated_attention`.
-        layer: As for `dilated_attention`.
-        softcap: As for `attention`.
-        alibi_slopes: As for `attention`.
-        dropout_p: As for `attention`; a seed changes nothing here.
-        kv_seq: As for `attention`.
-        schedule: As for `attention`.
-        cluster: What times are predicted for: constants, the name of a preset, or a file of `ringattn calibrate`. Ranks
-            share nodes as it says, or where it says nothing as those of the ring do. None: the ring's own machines.
-        sm_margin: Multiprocessors of a GPU that attention leaves to exchanges, as `NcclOptions` has it. None: as many
-            as the engine of this ring leaves on its device.
-        removed: Options that masks have replaced: refused, with the line to write instead.
-
-    Returns:
-        The explanation: plans, bytes, messages, pairs, memory, predicted time. `print` shows it as text.
-
-    Raises:
-        InputError: Sizes are missing, a name is not known, options do not fit, there are too many pieces to plan, or
-            the cluster does not have so many multiprocessors.
-        UnsupportedError: The engine does not compute this call.
-
-    Example:
-        print(ring.explain(seq, q_heads=32, kv_heads=8, head_dim=128, causal=True))
+    `dilated`: the branches of dilated attention, in place of the pairs of the options. The rest: see `Ring.explain`.
     """
+    _, q_heads, kv_heads, head_dim, value_dim = sizes
     check_sequences(ring, seq, kv_seq)
     if isinstance(cluster, str):
         cluster = cluster_named(cluster)
     cluster = ring.cluster if cluster is None else cluster.joined(ring.links)
     own = cluster is ring.cluster or not known(cluster)
     cluster_from = ring.cluster_from if own else f"named: {cluster.name}"
-    if q is not None:
-        batch, _, q_heads, head_dim = q.shape
-        dtype = q.dtype
-    if q_heads is None or head_dim is None:
-        raise InputError("explain needs q=, or q_heads= and head_dim=")
-    kv_heads = k.shape[2] if k is not None else kv_heads or q_heads
-    value_dim = v.shape[3] if v is not None else head_dim
-    name = str(dtype or torch.bfloat16).removeprefix("torch.")
-    device = ring.device if q is None else q.device
-    refuse_removed(removed)
-    spec = AttentionSpec.banded(
-        causal, window, mask=mask, softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p
-    )
-    mask_spec: MaskSpec = spec.mask
-    if segment_lengths is not None or dilation_rates is not None:
-        mask_spec = Dilated(*check(segment_lengths or (), dilation_rates or ()), causal, offset, layer)
-    problem = make_problem(ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, name, mask_spec)
-    softmax = spec.softmax(head_dim, q_heads, kv_heads)
-    chosen = ring.choice(device, getattr(torch, name), head_dim, value_dim, softmax)
-    dilated = any(branch.dilation > 1 for branch in problem.mask.branches)
-    check_extent(problem, by_head=dilated if schedule == "auto" else route_named(schedule).by_head)
+    schedule = options.schedule
+    problem = make_problem(ring, seq, kv_seq, *sizes, dtype, dilated or options.pairs)
+    softmax = softmax_of(options, head_dim, q_heads, kv_heads)
+    chosen = ring.choice(device, getattr(torch, dtype), head_dim, value_dim, softmax)
+    skips_rows = any(branch.dilation > 1 for branch in problem.mask.branches)
+    check_extent(problem, by_head=skips_rows if schedule == "auto" else route_named(schedule).by_head)
     machines = ring.cluster if own else cluster
     # The engine is this device's; the times are of the kernels that the constants of named GPUs were taken from.
     named_gpus = known(cluster) and cluster.sms is not None and device.type == "cpu"
@@ -241,7 +164,7 @@ def explain(
     chooser, *others = (one.on(machines) for one in over) if known(machines) else (machines,)
     route = choose_route(problem, schedule, chooser)
     weighed: tuple[Candidate, ...] = ()
-    if schedule == "auto" and not dilated and ring.world_size > 1 and followed(problem, chooser):
+    if schedule == "auto" and not skips_rows and ring.world_size > 1 and followed(problem, chooser):
         weighed = compared(problem, chooser, *others)
     automatic = "" if schedule != "auto" else how_chosen(weighed, problem, chooser)
     passes = (False, True) if backward else (False,)

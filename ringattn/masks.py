@@ -100,6 +100,13 @@ def from_text(text: str) -> AttentionMask:
     return _CLASSES[name](values if "," in numbers else values[0])
 
 
+def check_mask(mask: AttentionMask | None) -> AttentionMask | None:
+    """Return the mask. Raises InputError if it is neither a mask nor None."""
+    if mask is not None and not isinstance(mask, AttentionMask):
+        raise InputError(f"mask={mask!r} is not a mask; make one with ringattn.masks, as masks.chunked(8192)")
+    return mask
+
+
 def refuse_removed(options: Mapping[str, object]) -> None:
     """Raise InputError for an option that a mask has replaced, with the line to write instead.
 

@@ -10,24 +10,28 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from ringattn import attention as attention_module
-from ringattn import dilated, explain
+from ringattn import dilated
+from ringattn.attention import attend
+from ringattn.core.dilation import Dilated
 from ringattn.core.layout import LayoutName, Purpose, make_layout
+from ringattn.core.presets import Offset, check
 from ringattn.core.problem import EIGHT_BIT, FLOATS, EightBitName, FloatName, wire_name
+from ringattn.dilated import BranchGradient, Tail
 from ringattn.engine.base import Engine
 from ringattn.engine.select import ENGINES, EngineName
 from ringattn.errors import InputError
+from ringattn.explain import Explanation, explain_call
 from ringattn.observe.memory import Action, Level, MemoryMonitor, Profile, ProfileName
+from ringattn.options import AttentionKeywords, AttentionOptions, check_dropout_seed, takes_options
 from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.layouts import suits_at_once
 from ringattn.runtime.activation import activate
 from ringattn.runtime.runtime import Runtime
-from ringattn.runtime.spec import check_dropout_seed
 from ringattn.sequence import Sequence, check_documents
 from ringattn.transport.base import Transport
 from ringattn.transport.nccl.options import NcclOptions
@@ -178,9 +182,233 @@ class Ring(Runtime):
         )
         return Sequence(self, make_layout(layout, length, self.world_size, documents, for_, at_once), documents)
 
-    attention = attention_module.attention
-    dilated_attention = dilated.dilated_attention
-    explain = explain.explain
+    @overload
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, kv_seq: Sequence | None = ...,
+        return_lse: Literal[False] = ..., **options: Unpack[AttentionKeywords],
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, kv_seq: Sequence | None = ...,
+        return_lse: Literal[True], **options: Unpack[AttentionKeywords],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    @overload
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, kv_seq: Sequence | None = ...,
+        return_lse: bool, **options: Unpack[AttentionKeywords],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    @takes_options()
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq: Sequence,
+        *,
+        kv_seq: Sequence | None = None,
+        return_lse: bool = False,
+        **options: Unpack[AttentionKeywords],
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Exact attention of this rank's queries to the keys of all ranks; differentiable. A collective call.
+
+        torch.autocast changes nothing here: out is in q's dtype, and engines compute as they do without it. The
+        backward pass needs the outputs, as that of torch's scaled_dot_product_attention does, and raises if they were
+        changed in place. If an input of any rank needs a gradient, the outputs of all ranks carry a graph, and every
+        rank calls backward.
+
+        Args:
+            q: Queries, this rank's shard of `seq`: float64, float32, float16 or bfloat16.
+            k: Keys, this rank's shard of `kv_seq` if given, else of `seq`; q's dtype. q_heads is a multiple of
+                kv_heads.
+            v: Values, like k.
+            seq: The sequence of the queries, made by this ring.
+            kv_seq: Another sequence of this ring, for cross attention; positions count from 0 in both. None: `seq`.
+            return_lse: Also return lse.
+            options: See `ringattn.options.AttentionOptions`.
+
+        Shape:
+            q: (batch, tokens, q_heads, d_k)
+            k: (batch, kv_tokens, kv_heads, d_k)
+            v: (batch, kv_tokens, kv_heads, d_v)
+            sinks: (q_heads,)
+            alibi_slopes: (q_heads,)
+            out: (batch, tokens, q_heads, d_v)
+            lse: (batch, q_heads, tokens)
+
+        Returns:
+            out in q's dtype; with `return_lse` (out, lse). lse is the natural logarithm of the softmax's denominator,
+            sinks included, in the accumulator dtype, and differentiable. A row that attends to no key, or whose scores
+            are all -inf, gives 0 and -inf, with a sink lse = sink. A NaN in a query makes its row NaN.
+
+        Raises:
+            InputError: A tensor, a sequence or an option is wrong, on any rank; every rank raises.
+            UnsupportedError: The engine does not compute this call, or a tensor is a DTensor.
+            DisagreementError: The ranks do not make the same call, or some need gradients and another uses
+                torch.no_grad.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
+            OutOfMemoryError: A rank had no memory for the pass.
+
+        Example:
+            out, lse = ring.attention(q, k, v, seq, causal=True, window=(4095, 0), return_lse=True)
+        """
+        with self.refused_by_all():
+            checked = AttentionOptions.of(options)
+        out, lse = attend(self, q, k, v, seq, kv_seq, checked)
+        return (out, lse) if return_lse else out
+
+    @takes_options(dilated.REFUSED)
+    def dilated_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq: Sequence,
+        *,
+        segment_lengths: Many[int],
+        dilation_rates: Many[int],
+        offset: Offset | str = "mod",
+        grad: BranchGradient = "exact",
+        tail: Tail = "ragged",
+        layer: int | None = None,
+        return_lse: bool = False,
+        **options: Unpack[AttentionKeywords],
+    ) -> Any:
+        """LongNet's dilated attention (arXiv 2307.02486), exact: one softmax over the keys of all branches.
+
+        Branch i cuts the sequence, or each document, into segments of `segment_lengths[i]` tokens. In each, a head's
+        queries attend to the keys at its `offset` modulo `dilation_rates[i]`. A pair that several branches have counts
+        once for each. Differentiable. A collective call.
+
+        Args:
+            q: Queries, this rank's shard of `seq`: float64, float32, float16 or bfloat16.
+            k: Keys, this rank's shard of `seq`, in q's dtype. q_heads is a multiple of kv_heads.
+            v: Values, like k.
+            seq: The sequence, made by this ring.
+            segment_lengths: Tokens of a segment, for each branch; positive.
+            dilation_rates: Of so many tokens a head keeps one, for each branch; positive.
+            offset: Which of the tokens a head keeps. mod: head % rate (LongNet). block: runs of ceil(heads / rate)
+                heads share one (torchscale). kv_head: K/V head % rate. layer_rotated: (head + layer * heads) % rate.
+            grad: exact; detached takes the branches' shares as constants, as torchscale does, and its lse has no
+                gradient.
+            tail: ragged; zero_pad lets queries attend to the zero keys with which torchscale fills short segments.
+            layer: Index of the layer from 0 on, with offset="layer_rotated"; None otherwise.
+            return_lse: Also return lse.
+            options: See `ringattn.options.AttentionOptions`. sinks need grad="exact", and alibi_slopes tail="ragged".
+
+        Shape:
+            q: (batch, tokens, q_heads, d_k)
+            k: (batch, tokens, kv_heads, d_k)
+            v: (batch, tokens, kv_heads, d_v)
+            sinks: (q_heads,)
+            alibi_slopes: (q_heads,)
+            out: (batch, tokens, q_heads, d_v)
+            lse: (batch, q_heads, tokens)
+
+        Returns:
+            out in q's dtype; with `return_lse` (out, lse), as `attention` returns them.
+
+        Raises:
+            InputError: A tensor, a branch or an option is wrong, on any rank; every rank raises.
+            UnsupportedError: The engine does not compute this call, or a tensor is a DTensor.
+            DisagreementError: The ranks do not make the same call, or some need gradients and another uses
+                torch.no_grad.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
+            OutOfMemoryError: A rank had no memory for the pass.
+
+        Example:
+            out = ring.dilated_attention(q, k, v, seq, segment_lengths=[2048, 8192], dilation_rates=[1, 4], causal=True)
+        """
+        with self.refused_by_all():
+            checked = AttentionOptions.of(options, dilated.REFUSED)
+            branches = Dilated(*check(segment_lengths, dilation_rates), checked.causal, offset, layer)
+        out, lse = dilated.attend_dilated(self, q, k, v, seq, branches, checked, grad, tail)
+        return (out, lse) if return_lse else out
+
+    @takes_options()
+    def explain(
+        self,
+        seq: Sequence,
+        *,
+        q: Tensor | None = None,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        batch: int = 1,
+        q_heads: int | None = None,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        dtype: torch.dtype | str | None = None,
+        backward: bool = True,
+        segment_lengths: Many[int] | None = None,
+        dilation_rates: Many[int] | None = None,
+        offset: Offset | str = "mod",
+        layer: int | None = None,
+        kv_seq: Sequence | None = None,
+        cluster: Cluster | str | None = None,
+        sm_margin: int | None = None,
+        **options: Unpack[AttentionKeywords],
+    ) -> Explanation:
+        """Explain what `attention` with these arguments would do, or with `segment_lengths` `dilated_attention`.
+
+        Everything is read from the plans that would run. Nothing is sent, and the other ranks need not call it. Memory
+        and time follow the pieces of the layout and the pairs of ranks, not the tokens.
+
+        Args:
+            seq: The sequence of the queries.
+            q: Queries (batch, tokens, q_heads, d_k), of which batch, heads, head_dim, dtype and device are read. None:
+                give `q_heads` and `head_dim`.
+            k: Keys, of which the K/V heads are read. None: `kv_heads`.
+            v: Values, of which d_v is read. None: d_k.
+            batch: Rows of the batch, without `q`.
+            q_heads: Query heads, without `q`.
+            kv_heads: K/V heads, without `k`. None: as many as query heads.
+            head_dim: d_k, without `q`.
+            dtype: Of q, k and v, or its name, without `q`. None: bfloat16.
+            backward: Also explain the backward pass.
+            segment_lengths: Branches of dilated attention; None with `dilation_rates` None: ordinary attention.
+            dilation_rates: As for `dilated_attention`.
+            offset: As for `dilated_attention`.
+            layer: As for `dilated_attention`.
+            kv_seq: As for `attention`.
+            cluster: What times are predicted for: constants, the name of a preset, or a file of `ringattn calibrate`.
+                Ranks share nodes as it says, or where it says nothing as those of the ring do. None: the ring's own
+                machines.
+            sm_margin: Multiprocessors of a GPU that attention leaves to exchanges, as `NcclOptions` has it. None: as
+                many as the engine of this ring leaves on its device.
+            options: See `ringattn.options.AttentionOptions`; no seed is needed for dropout.
+
+        Returns:
+            The explanation: plans, bytes, messages, pairs, memory, predicted time. `print` shows it as text.
+
+        Raises:
+            InputError: Sizes are missing, a name is not known, options do not fit, there are too many pieces to plan,
+                or the cluster does not have so many multiprocessors.
+            UnsupportedError: The engine does not compute this call.
+
+        Example:
+            print(ring.explain(seq, q_heads=32, kv_heads=8, head_dim=128, causal=True))
+        """
+        is_dilated = segment_lengths is not None or dilation_rates is not None
+        checked = AttentionOptions.of(options, dilated.REFUSED if is_dilated else {})
+        branches = None
+        if is_dilated:
+            branches = Dilated(*check(segment_lengths or (), dilation_rates or ()), checked.causal, offset, layer)
+        if q is not None:
+            batch, _, q_heads, head_dim = q.shape
+            dtype = q.dtype
+        if q_heads is None or head_dim is None:
+            raise InputError("explain needs q=, or q_heads= and head_dim=")
+        kv_heads = k.shape[2] if k is not None else kv_heads or q_heads
+        sizes = batch, q_heads, kv_heads, head_dim, v.shape[3] if v is not None else head_dim
+        name = str(dtype or torch.bfloat16).removeprefix("torch.")
+        return explain_call(
+            self, seq, kv_seq, sizes, name, self.device if q is None else q.device, checked, branches,
+            backward=backward, cluster=cluster, sm_margin=sm_margin,
+        )  # fmt: skip
 
     def activate(self, seq: Sequence | None, *, dropout_seed: int | None = None) -> AbstractContextManager[None]:
         """Makes `seq` what adapters find with `ringattn.active_sequence()` inside of the `with`; nests.

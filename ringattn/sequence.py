@@ -14,6 +14,7 @@ from torch import Tensor
 from ringattn.core.layout import Layout
 from ringattn.core.mask import AttentionMask
 from ringattn.errors import InputError
+from ringattn.masks import check_mask
 from ringattn.transport.base import Message
 
 if TYPE_CHECKING:
@@ -113,9 +114,7 @@ class Sequence:
             with ring.activate(seq.with_mask(masks.prefix(prompt_lengths))):
                 model(ids)
         """
-        if mask is not None and not isinstance(mask, AttentionMask):
-            raise InputError(f"mask={mask!r} is not a mask; make one with ringattn.masks, as masks.chunked(8192)")
-        return Sequence(self.ring, self.layout, self.documents, mask)
+        return Sequence(self.ring, self.layout, self.documents, check_mask(mask))
 
     def __eq__(self, other: object) -> bool:
         """The same tokens of the same documents on the same ranks of the same ring, under the same mask."""

@@ -121,15 +121,10 @@ def entries(section: str) -> set[str]:
 
 
 def parameters(one: Any) -> Iterator[str]:
-    """The names that a caller may give; those of a TypedDict where it is unpacked."""
+    """The names that a caller may give."""
     given = list(inspect.signature(one).parameters.values())
     for parameter in given if inspect.isclass(one) or "." not in one.__qualname__ else given[1:]:
-        unpacked = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
-        if unpacked:
-            function = one.__init__ if inspect.isclass(one) else one
-            yield from inspect.unwrap(function).__globals__[unpacked[1]].__annotations__
-        else:
-            yield parameter.name
+        yield parameter.name
 
 
 @pytest.mark.parametrize("name", public_callables())

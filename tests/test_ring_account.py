@@ -16,9 +16,9 @@ import ringattn
 from ringattn import InputError, Ring, Sequence, masks
 from ringattn.attention import call_of
 from ringattn.core.dilation import Dilated
+from ringattn.options import AttentionOptions
 from ringattn.planner.cluster import CLUSTERS, Cluster, LinkClass
 from ringattn.planner.simulate import Crossed
-from ringattn.runtime.spec import AttentionSpec
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import dense_attention, run_ranks
 from ringattn.transport.local import LocalWorld
@@ -319,10 +319,11 @@ def test_explain_says_which_links_the_hops_cross() -> None:
 def test_calls_take_the_route_of_their_links(machines: str, route: str) -> None:
     transport = LocalWorld(4).transport(0)
     transport.locations = tuple(Location(f"host-{name}", name, rank, 0) for rank, name in enumerate(machines))
-    spec = AttentionSpec(mask=Dilated((512, 1 << 14), (1, 4)))
+    options, dilated = AttentionOptions(), Dilated((512, 1 << 14), (1, 4))
     with Ring(transport=transport, engine="plain") as ring:
         seq = ring.sequence(1 << 14, layout="contiguous")
-        call = call_of(ring, seq, None, (1, 16, 16, 64, 64), torch.bfloat16, torch.device("cpu"), spec)
+        sizes = 1, 16, 16, 64, 64
+        call = call_of(ring, seq, None, sizes, torch.bfloat16, torch.device("cpu"), options, dilated)
         told = ring.explain(
             seq, q_heads=16, head_dim=64, segment_lengths=[512, 1 << 14], dilation_rates=[1, 4], backward=False
         )

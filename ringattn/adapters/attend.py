@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringattn.options import AttentionKeywords, takes_options
 from ringattn.ring import Ring
-from ringattn.runtime.spec import AttentionOptions
 from ringattn.sequence import Sequence
 from ringattn.transport.local import LocalWorld
 
@@ -22,7 +22,16 @@ _own = threading.local()
 
 
 @torch.compiler.disable(reason=UNTRACED)
-def attend(seq: Sequence | None, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
+@takes_options()
+def attend(
+    seq: Sequence | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kv_seq: Sequence | None = None,
+    **options: Unpack[AttentionKeywords],
+) -> Tensor:
     """Attention of this rank's shards over the ring of `seq`, or locally. All cast as `as_autocast` does.
 
     Alone, a call without window, softcap, sinks and other lengths of q and k is torch's scaled_dot_product_attention;
@@ -33,17 +42,8 @@ def attend(seq: Sequence | None, q: Tensor, k: Tensor, v: Tensor, **options: Unp
         q: Queries.
         k: Keys.
         v: Values.
-        causal: As in `Ring.attention`, and so are the other options.
-        window: (left, right) keys besides the query. None or -1: unbounded.
-        sinks: Logits that take weight and give no value, one for each query head.
-        mask: A mask of `ringattn.masks` besides causal and window. None: that of `seq`, if it has one.
         kv_seq: Another sequence, for cross attention. None: `seq`.
-        scale: Factor of the scores. None: 1 / sqrt(d_k).
-        softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-        alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
-        dropout_p: Each weight is dropped with this probability; see `ringattn.attention`.
-        dropout_seed: With dropout_p: what is dropped follows from it and from the places of pairs.
-        schedule: How blocks travel.
+        options: See `ringattn.options.AttentionOptions`.
 
     Shape:
         q: (batch, tokens, q_heads, d_k)
@@ -62,8 +62,8 @@ def attend(seq: Sequence | None, q: Tensor, k: Tensor, v: Tensor, **options: Unp
     """
     q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     if seq is None:
-        return _alone(q, k, v, **options)
-    return seq.ring.attention(q, k, v, seq, **options)
+        return _alone(q, k, v, kv_seq, **options)
+    return seq.ring.attention(q, k, v, seq, kv_seq=kv_seq, **options)
 
 
 def as_autocast(x: Tensor) -> Tensor:
@@ -78,13 +78,14 @@ def as_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
-def _alone(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
-    kept = {name for name, value in options.items() if value is not None} - {"causal", "scale", "schedule"}
-    if kept or q.shape[1] != k.shape[1]:
+def _alone(q: Tensor, k: Tensor, v: Tensor, kv_seq: Sequence | None, **options: Unpack[AttentionKeywords]) -> Tensor:
+    """Return local attention: by torch if its function takes these options, else over a ring of one rank."""
+    others = {name for name, value in options.items() if value is not None} - {"causal", "scale", "schedule"}
+    if others or kv_seq is not None or q.shape[1] != k.shape[1]:
         seq = lone_sequence(q.shape[1])
-        if q.shape[1] != k.shape[1]:
-            options.setdefault("kv_seq", lone_sequence(k.shape[1]))
-        return seq.ring.attention(q, k, v, seq, **options)
+        if kv_seq is None and q.shape[1] != k.shape[1]:
+            kv_seq = lone_sequence(k.shape[1])
+        return seq.ring.attention(q, k, v, seq, kv_seq=kv_seq, **options)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
         is_causal=options.get("causal", False), scale=options.get("scale"), enable_gqa=q.shape[2] != k.shape[2],

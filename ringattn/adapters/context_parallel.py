@@ -26,9 +26,9 @@ from ringattn.adapters.groups import ring_of
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.core.layout import Layout
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.options import check_dropout_seed
 from ringattn.ring import Ring
 from ringattn.runtime.activation import activate, active_sequence
-from ringattn.runtime.spec import check_dropout_seed
 from ringattn.sequence import Sequence
 
 __all__ = ["context_parallel", "context_parallel_unshard", "recompute_context"]

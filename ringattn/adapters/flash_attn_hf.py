@@ -20,9 +20,9 @@ from ringattn.adapters.groups import ring_of
 from ringattn.adapters.transformers.attention import mask_spec
 from ringattn.core.layout import make_layout
 from ringattn.errors import InputError
+from ringattn.options import check_dropout_seed
 from ringattn.ring import Ring
 from ringattn.runtime.activation import Activation, entered
-from ringattn.runtime.spec import check_dropout_seed
 from ringattn.sequence import Sequence, check_documents
 
 __all__ = ["substitute_hf_flash_attn", "update_ring_flash_attn_params", "use_ring_attn"]

@@ -9,9 +9,9 @@ the agreed call, from its forward to its backward pass (docs/internals/decisions
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
-from types import NoneType
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Unpack
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
@@ -21,21 +21,44 @@ from ringattn import attention as calls
 from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.tensor_parallel import local_heads, local_sinks
-from ringattn.core.mask import make_mask
 from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import ClosedError, InputError
-from ringattn.masks import AttentionMask, from_text, refuse_removed
+from ringattn.masks import from_text
+from ringattn.options import AttentionKeywords, AttentionOptions, check_names, takes_options
 from ringattn.ring import Ring
 from ringattn.runtime.activation import attended
 from ringattn.runtime.consistency import GradientNeeds, anchor, gradient_needs
 from ringattn.runtime.runtime import AttentionCall
-from ringattn.runtime.spec import AttentionSpec, Window
 from ringattn.sequence import Sequence, sequence_with
 
 __all__ = ["ring_attention"]
 
 ACTIVE = 0
 """The handle that stands for the sequence that `Ring.activate` names when the operator runs."""
+
+TICKET = HALF = 1 << 32
+
+OPTIONS = tuple(
+    (option.name, str(option.type), option.default) for option in fields(AttentionOptions) if option.name != "sinks"
+)
+"""Name, type and default of each option but sinks, which have a gradient and are an input of the operator."""
+TENSORS = tuple(option.name for option in fields(AttentionOptions) if str(option.type).startswith("Tensor"))
+FORMS = {
+    "bool": "bool {}", "float": "float {}", "float | None": "float? {}", "str": "str {}",
+    "Tensor | None": "Tensor? {}", "Tensor | Many[float] | None": "Tensor? {}",
+    # (left, right), -1 for unbounded, or twice None.
+    "Window": "SymInt? {}_left, SymInt? {}_right",
+    # The text of the mask, empty for none.
+    "AttentionMask | None": "str {}",
+    # A seed has 64 bits and no sign, a schema's number 63 and one: the seed is the first times `HALF` plus the second.
+    "int | None": "SymInt? {}_upper, SymInt? {}_lower",
+}  # fmt: skip
+"""The arguments of the operator for an option of each type."""
+SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, SymInt handle, str gradients, "
+    + ", ".join(FORMS[kind].replace("{}", name) for name, kind, _ in OPTIONS)
+    + ") -> (Tensor, Tensor, Tensor)"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +72,6 @@ class _Kept:
 
 KEPT_CALLS = 1024
 """Different calls of a ring, those made last, whose backward pass may still come; there is no end to documents."""
-TICKET = HALF = 1 << 32
 GRAPH = 2
 COMPILED_WITHOUT_GRAPH = "!its compiled code has no input that needs a gradient; call x.requires_grad_() on one"
 _tickets = itertools.count()
@@ -57,48 +79,30 @@ _kept: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
 _kept_of: WeakKeyDictionary[Ring, dict[AttentionCall, _Kept]] = WeakKeyDictionary()
 
 
+@takes_options()
 def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     seq: Sequence | None = None,
-    *,
-    causal: bool = False,
-    window: Window = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    mask: AttentionMask | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
-    schedule: str = "auto",
-    **removed: Any,
+    **options: Unpack[AttentionKeywords],
 ) -> Tensor:
     """Attention of this rank's shards as one operator, compiled or not; differentiable.
 
-    Keeps nothing that came from other ranks for backward. Under torch.autocast q, k and v are cast as
-    scaled_dot_product_attention casts its own. With a sequence given, compiled code is compiled once more at the second
-    sequence; with None it is not compiled again for another one with as many local tokens.
+    Backward receives the blocks of other ranks again: forward keeps none of them. Under torch.autocast q, k and v are
+    cast as scaled_dot_product_attention casts its own.
+
+    Compiled code is compiled once more for a second sequence, a second mask or a second dropout_seed that is given as
+    an argument. Without a sequence (or a mask) it is not compiled again for another active sequence (or the mask of
+    that sequence) with the same number of local tokens. sinks and alibi_slopes may be DTensors with Shard(0), and
+    alibi_slopes must be a tensor.
 
     Args:
         q: Queries, this rank's shard, or a DTensor of it with sharded heads.
         k: Keys, like q.
         v: Values, like q.
         seq: The sequence. None: the active one, by the rule of `adapters.context.sequence_of`, found at run time.
-        causal: As in `Ring.attention`, and so are the other options.
-        window: (left, right) keys besides the query. None or -1: unbounded.
-        scale: Factor of the scores. None: 1 / sqrt(d_k).
-        softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-        sinks: Logits that take weight and give no value, one for each query head, or a DTensor with Shard(0).
-        alibi_slopes: ALiBi, a tensor of one number for each query head, or a DTensor with Shard(0). None: no bias.
-        mask: A mask of `ringattn.masks` besides causal and window, of which compiled code is a constant. None: that of
-            the sequence (`Sequence.with_mask`), found at run time; compiled code is not compiled again for another one.
-        dropout_p: Each weight is dropped with this probability.
-        dropout_seed: With dropout_p: what is dropped follows from it and from the places of pairs. Where it is an
-            argument of the compiled function, the second one is compiled once more, and those after it are not.
-        schedule: How blocks travel.
-        removed: Options that masks have replaced: refused, with the line to write instead.
+        options: See `ringattn.options.AttentionOptions`.
 
     Shape:
         q: (batch, tokens, q_heads, d_k)
@@ -122,32 +126,70 @@ def ring_attention(
     """
     (q, k, v), whole = local_heads((q, k, v), 2)
     q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
+    check_names(options)
+    given: dict[str, Any] = {**options}
     if not torch.compiler.is_compiling():
         if seq is None:
             seq = sequence_of() or lone_sequence(q.shape[1])
         with seq.ring.refused_by_all():
-            refuse_removed(removed)
-            _check_options(scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
-                           dropout_seed=dropout_seed, schedule=schedule)  # fmt: skip
-            make_mask(seq.length, seq.length, causal=causal, window=window, mask=mask, documents=seq.documents,
-                      kv_documents=seq.documents)  # fmt: skip
-            sinks = None if sinks is None else local_sinks(sinks, q.shape[2])
-            if alibi_slopes is not None:
-                alibi_slopes = local_sinks(alibi_slopes, q.shape[2], "alibi_slopes")
-                AttentionSpec(alibi_slopes=alibi_slopes)  # refuses those that want a gradient
-    left, right = (None, None) if window is None else (-1 if bound is None else bound for bound in window)
-    # A seed has 64 bits and no sign, a schema's number 63 and one.
-    upper, lower = (None, None) if dropout_seed is None else (dropout_seed // HALF, dropout_seed % HALF)
+            for name in TENSORS:
+                if given.get(name) is not None:
+                    given[name] = _local_tensor(name, given[name], q.shape[2])
+            # What the schema of the operator would refuse on this rank alone, or take for a number, is refused here.
+            AttentionOptions.of(given)
+    sinks = given.get("sinks")
     out, lse, ticket = attention(
-        q, k, v, sinks, alibi_slopes, ACTIVE if seq is None else seq.handle, causal, left, right,
-        "" if mask is None else mask.text, scale, softcap, dropout_p, upper, lower, schedule,
-        _needs_text(q, k, v, sinks),
-    )  # fmt: skip
+        q, k, v, sinks, ACTIVE if seq is None else seq.handle, _needs_text(q, k, v, sinks), *_serialised(given)
+    )
     if not torch.compiler.is_compiling():
         attended()  # beneath the operator no mode can be left
         if torch.is_grad_enabled() and not out.requires_grad and ticket[GRAPH]:
             out = _Anchored.apply(anchor(True), q, k, v, sinks, out, lse, ticket)
     return whole(out)
+
+
+def _local_tensor(name: str, value: object, heads: int) -> Tensor:
+    """Return this rank's part of an option with a value per query head. Raises InputError if it is not a tensor."""
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} cannot be a {type(value).__name__}; give a tensor of shape (q_heads,)")
+    return local_sinks(value, heads, name)
+
+
+def _serialised(options: Mapping[str, Any]) -> list[Any]:
+    """Return the options but sinks as the operator takes them: a tensor, numbers and texts, in the order of `OPTIONS`.
+
+    A compiler traces this. See `SCHEMA` for the form of each type.
+    """
+    values: list[Any] = []
+    for name, kind, default in OPTIONS:
+        value = options.get(name, default)
+        if kind == "Window":
+            values += (None, None) if value is None else tuple(-1 if bound is None else bound for bound in value)
+        elif kind == "int | None":
+            values += (None, None) if value is None else (value // HALF, value % HALF)
+        elif kind == "AttentionMask | None":
+            values.append("" if value is None else value.text)
+        else:
+            values.append(value)
+    return values
+
+
+def _options_from(sinks: Tensor | None, values: tuple[Any, ...]) -> AttentionOptions:
+    """Return the options that `_serialised` gave, with the sinks. Raises InputError for wrong values."""
+    rest = iter(values)
+    options: dict[str, Any] = {"sinks": sinks}
+    for name, kind, _ in OPTIONS:
+        value = next(rest)
+        if kind == "Window":
+            options[name] = (value, right) if (right := next(rest)) is not None else None
+        elif kind == "int | None":
+            lower = next(rest)
+            options[name] = None if value is None else value * HALF + lower
+        elif kind == "AttentionMask | None":
+            options[name] = from_text(value) if value else None
+        else:
+            options[name] = value
+    return AttentionOptions(**options)
 
 
 def _needs_text(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str:
@@ -161,60 +203,28 @@ def _needs_text(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str:
     return f"!{needs.obstacle}" if needs.obstacle else " ".join(needs.inputs)
 
 
-def _check_options(**options: Any) -> None:
-    """Raise `InputError` for what the operator's schema would refuse, on this rank alone, or take for a number."""
-    number: Any = (int, float)
-    kinds: dict[str, Any] = {"dropout_p": number, "dropout_seed": (int, NoneType), "schedule": str}
-    kinds |= dict.fromkeys(("scale", "softcap"), (*number, NoneType))
-    kinds |= dict.fromkeys(("sinks", "alibi_slopes"), (Tensor, NoneType))
-    for name, given in options.items():
-        if isinstance(given, bool) or not isinstance(given, kinds[name]):
-            raise InputError(f"{name} cannot be a {type(given).__name__}")
-
-
-@torch.library.custom_op("ringattn::attention", mutates_args=())
+@torch.library.custom_op("ringattn::attention", mutates_args=(), schema=SCHEMA)
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    handle: int,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    mask: str,
-    scale: float | None,
-    softcap: float | None,
-    dropout_p: float,
-    upper_seed: int | None,
-    lower_seed: int | None,
-    schedule: str,
-    gradients: str,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, gradients: str, *values: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Out (batch, tokens, q_heads, d_v), lse (batch, q_heads, tokens) and the ticket of the call, int64 on the host.
 
     The ticket is three numbers: that under which the call is kept here, times `TICKET`, plus its number on the ring;
     the bits of the seed of its dropout; and, at `GRAPH`, whether any rank needs gradients.
 
-    `handle`: of a living sequence, or `ACTIVE`. `left`, `right`: the window, -1 for unbounded, None for none.
-    `mask`: the text of a mask, empty for none. `upper_seed`, `lower_seed`: the seed is the first times `HALF` plus the
-    second. `gradients`: see `_needs_text`. Raises what `Ring.attention` raises.
+    `handle`: of a living sequence, or `ACTIVE`. `gradients`: see `_needs_text`. `values`: see `_serialised`. Raises
+    what `Ring.attention` raises.
     """
     if handle == ACTIVE:
         seq = sequence_of() or lone_sequence(q.shape[1])
     else:
         seq = sequence_with(handle)
     ring = seq.ring
-    spec = AttentionSpec.banded(
-        causal, None if left is None else (left, right), sinks=sinks, mask=from_text(mask) if mask else None,
-        scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
-        dropout_seed=None if upper_seed is None or lower_seed is None else upper_seed * HALF + lower_seed,
-        schedule=schedule,
-    )  # fmt: skip
+    with ring.refused_by_all():
+        options = _options_from(sinks, values)
 
     def described() -> AttentionCall:
-        call = calls.checked_call(ring, q, k, v, seq, None, spec)
+        call = calls.checked_call(ring, q, k, v, seq, None, options)
         # What is kept for backward has a size that only the plan knows, and a compiler asks for sizes before.
         return replace(call, route=call.route.keeping_nothing())
 
@@ -273,7 +283,7 @@ def _row_first(x: Tensor) -> Tensor:
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
     batch, tokens, heads, _ = q.shape
     out = q.new_empty(tokens, batch, heads, v.shape[3]).transpose(0, 1)
     lse = q.new_empty(batch, heads, tokens, dtype=accumulator_dtype(q.dtype))
@@ -300,8 +310,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     *saved, out, lse, ticket = ctx.saved_tensors
     dq, dk, dv, dsinks = attention_backward(*saved, out, lse, ticket, dout, dlse)
-    options = [None] * (len(ctx.needs_input_grad) - 4)
-    return dq, dk, dv, None if saved[3] is None else dsinks, *options
+    rest = [None] * (len(ctx.needs_input_grad) - 4)
+    return dq, dk, dv, None if saved[3] is None else dsinks, *rest
 
 
 attention.register_autograd(_gradients, setup_context=_save)

@@ -143,7 +143,7 @@ def make_mask(
             f"documents pair by index: seq has {len(documents) - 1} documents and kv_seq has {len(kv_documents) - 1}"
         )
     # A document pairs with the one of the same index, and distances count from the starts of the two.
-    left, right = _window(window)
+    left, right = window_sides(window)
     # Causal may bound a right side that is unbounded; it contradicts one that is bounded and looks ahead.
     if causal and right not in (0, UNBOUNDED):
         raise InputError(f"window=({left}, {right}) looks ahead, causal=True forbids it; use a right side of 0")
@@ -166,8 +166,11 @@ def check_causal(causal: object) -> None:
         raise InputError(f"causal must be True or False, got {causal!r} ({type(causal).__name__})")
 
 
-def _window(window: tuple[int | None, int | None] | None) -> tuple[int, int]:
-    """(left, right) with UNBOUNDED for None, -1 and what is longer than any sequence."""
+def window_sides(window: tuple[int | None, int | None] | None) -> tuple[int, int]:
+    """Return (left, right), with UNBOUNDED for None, -1 and sides longer than any sequence.
+
+    Raises InputError unless the window is None or two numbers of tokens.
+    """
     if window is None:
         return UNBOUNDED, UNBOUNDED
     if not isinstance(window, (tuple, list)) or len(window) != 2:

@@ -25,7 +25,7 @@ OPTIONAL = ("softcap", "alibi_slopes", "dropout_p")
 class Softmax(NamedTuple):
     """How scores become weights. `group`: query heads per K/V head (query head h reads K/V head h // group).
 
-    A score is scaled, then capped, then loses slope * |distance|, see `AttentionSpec`. `alibi_slopes`: of all query
+    A score is scaled, then capped, then loses slope * |distance|, see `ringattn.options`. `alibi_slopes`: of all query
     heads of the call, which `Tile.first_head` counts. `starts`: where documents start among the queries and among the
     keys, if slopes need it because the two differ. `dropout_p`: which weights are dropped depends on a seed too, which
     comes with each pass.

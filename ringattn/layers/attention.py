@@ -15,12 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.attention import attend
-from ringattn.core.mask import Banded, check_causal
+from ringattn.core.mask import check_causal
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.layers.base import Layer, Projections, check_sequence
+from ringattn.layers.base import Layer, Projections, check_sequence, shown
 from ringattn.layers.rotary import Rope, RopeStyle
-from ringattn.runtime.spec import AttentionSpec, BandedOptions, Window
+from ringattn.options import AttentionOptions, LayerKeywords, takes_options
 from ringattn.sequence import Sequence
+
+REFUSED = {
+    "sinks": "they are a parameter of this layer; give sink_heads",
+    "dropout_seed": "it belongs to a call, for each needs another one; give it there",
+}
+"""Options of attention that `RingAttention` does not take."""
+MULTIHEAD_REFUSED = REFUSED | {"dropout_p": "this layer calls it dropout, as torch's does"}
+"""Options of attention that `RingMultiheadAttention` does not take by these names."""
 
 
 class RingAttention(Layer):
@@ -31,34 +39,21 @@ class RingAttention(Layer):
         out = layer(q, k, v, seq)
     """
 
-    def __init__(
-        self,
-        *,
-        causal: bool = False,
-        window: Window = None,
-        sink_heads: int | None = None,
-        **options: Unpack[BandedOptions],
-    ) -> None:
-        """Keeps the options; a call checks `scale`, `softcap` and `schedule`.
+    @takes_options(REFUSED)
+    def __init__(self, *, sink_heads: int | None = None, **options: Unpack[LayerKeywords]) -> None:
+        """Keeps the options; a call checks `schedule`.
 
         Args:
-            causal: A query meets the keys at its position and before.
-            window: (left, right) keys besides the query itself; None or -1 is unbounded. None: no window.
             sink_heads: The number of query heads, for learned sinks (parameter `sinks`, zeros at first). None: no
                 sinks.
-            mask: A mask of `ringattn.masks` besides causal and window. None: that of `seq`, if it has one.
-            scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
-            softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-            alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
-            dropout_p: Weights are dropped with this probability in training mode; then each call needs a seed.
-            dropout_seed: None; it belongs to a call.
-            schedule: How blocks travel, see docs/schedules.md. auto: chosen for each call.
+            options: See `ringattn.options.AttentionOptions`. Dropout applies in training mode, and then each call needs
+                a seed.
 
         Raises:
-            InputError: `causal` or `window` is wrong, or a seed is given.
+            InputError: An option is wrong or is not an option of layers.
         """
         super().__init__()
-        self._spec = AttentionSpec.banded(causal, window, **options).of_layer()
+        self.options = AttentionOptions.of(options, REFUSED)
         self.sinks = None if sink_heads is None else nn.Parameter(torch.zeros(sink_heads))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, dropout_seed: int | None = None) -> Tensor:
@@ -90,41 +85,28 @@ class RingAttention(Layer):
             OutOfMemoryError: A rank had no memory for the pass.
         """
         check_sequence(seq)
-        return attend(seq.ring, q, k, v, seq, None, self.spec_of_call(dropout_seed))[0]
+        with seq.ring.refused_by_all():
+            options = self.options_of_call(dropout_seed)
+        return attend(seq.ring, q, k, v, seq, None, options)[0]
 
-    @property
-    def spec(self) -> AttentionSpec:
-        """What the layer computes, its sinks included."""
-        return replace(self._spec, sinks=self.sinks)
-
-    def spec_of_call(self, dropout_seed: int | None) -> AttentionSpec:
-        """What a call computes: as `spec`, with dropout in training mode alone.
+    def options_of_call(self, dropout_seed: int | None) -> AttentionOptions:
+        """Return the options of one call: those of the layer with its sinks, and with dropout in training mode only.
 
         Args:
-            dropout_seed: Of the call. None: it has none.
+            dropout_seed: The seed of the call. None: it has none.
 
         Returns:
-            The spec.
+            The options.
 
         Raises:
-            Nothing.
+            InputError: It is not a seed.
         """
-        dropout_p = self._spec.dropout_p if self.training else 0.0
-        return replace(self.spec, dropout_p=dropout_p, dropout_seed=dropout_seed)
+        dropout_p = self.options.dropout_p if self.training else 0.0
+        return replace(self.options, sinks=self.sinks, dropout_p=dropout_p, dropout_seed=dropout_seed)
 
     def _facts(self) -> dict[str, object]:
-        """See `Layer._facts`: the mask and the options of the softmax."""
-        banded = self._spec.mask
-        assert isinstance(banded, Banded)
-        facts: dict[str, object] = {"causal": banded.causal, "window": banded.window}
-        if banded.within is not None:
-            facts["mask"] = banded.within.text
-        facts |= {"softcap": self._spec.softcap, "schedule": self._spec.schedule}
-        if self._spec.alibi_slopes is not None:
-            facts["alibi_slopes"] = self._spec.alibi_slopes
-        if self._spec.dropout_p:
-            facts["dropout_p"] = self._spec.dropout_p
-        return facts
+        """See `Layer._facts`: the options that differ from their defaults."""
+        return shown(self.options)
 
 
 class RingMultiheadAttention(Projections):
@@ -139,6 +121,7 @@ class RingMultiheadAttention(Projections):
         y = layer(seq.shard(x), seq)
     """
 
+    @takes_options(MULTIHEAD_REFUSED)
     def __init__(
         self,
         embed_dim: int,
@@ -159,12 +142,10 @@ class RingMultiheadAttention(Projections):
         norm_eps: float = 1e-6,
         rope: RopeStyle | None = None,
         rope_base: float = 10_000.0,
-        causal: bool = False,
-        window: Window = None,
         sinks: bool = False,
-        **options: Unpack[BandedOptions],
+        **options: Unpack[LayerKeywords],
     ) -> None:
-        """Makes the weights; a call checks `scale`, `softcap` and `schedule`.
+        """Makes the weights; a call checks `schedule`.
 
         Args:
             embed_dim: Elements of a token.
@@ -184,20 +165,12 @@ class RingMultiheadAttention(Projections):
             norm_eps: Added to the mean square in that normalization.
             rope: Rotary positions, which are global ones: neox or interleaved. None: no rotation.
             rope_base: Base of the rotary angles.
-            causal: A query meets the keys at its position and before.
-            window: (left, right) keys besides the query itself; None or -1 is unbounded. None: no window.
             sinks: One learned logit per query head that takes weight and gives no value.
-            mask: A mask of `ringattn.masks` besides causal and window. None: that of `seq`, if it has one.
-            scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
-            softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-            alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
-            dropout_p: 0; `dropout` says it.
-            dropout_seed: None; it belongs to a call.
-            schedule: How blocks travel, see docs/schedules.md. auto: chosen for each call.
+            options: See `ringattn.options.AttentionOptions`.
 
         Raises:
-            InputError: Heads do not fit each other, `rope` is not known or does not fit heads, the mask is wrong, or a
-                seed is given.
+            InputError: Heads do not fit each other, `rope` is not known or does not fit heads, or an option is wrong
+                or is not an option of layers.
             UnsupportedError: An option of `torch.nn.MultiheadAttention` is not what a ring computes.
         """
         _refuse_options({
@@ -209,10 +182,9 @@ class RingMultiheadAttention(Projections):
             embed_dim, num_heads, num_kv_heads, head_dim, bias=bias, qk_norm=qk_norm, norm_eps=norm_eps,
             rope=None if rope is None else Rope(rope, rope_base), device=device, dtype=dtype,
         )  # fmt: skip
-        if "dropout_p" in options:
-            raise InputError("dropout_p: this layer calls it dropout, as torch's does")
+        AttentionOptions.of(options, MULTIHEAD_REFUSED)
         options["dropout_p"] = dropout
-        self.attention = RingAttention(causal=causal, window=window, sink_heads=num_heads if sinks else None, **options)
+        self.attention = RingAttention(sink_heads=num_heads if sinks else None, **options)
         if device is not None or dtype is not None:
             self.attention.to(device=device, dtype=dtype)
         self.reset_parameters()
@@ -262,16 +234,16 @@ class RingMultiheadAttention(Projections):
                 f"seq: the second argument is a {type(seq).__name__}; this layer makes queries, keys and values of x "
                 "itself and is called with (x, seq), seq being ring.sequence(...)"
             )
-        spec = self.attention.spec_of_call(dropout_seed)
         with seq.ring.refused_by_all():
+            options = self.attention.options_of_call(dropout_seed)
             _refuse_options({
                 "key_padding_mask": key_padding_mask is not None, "need_weights": need_weights,
                 "attn_mask": attn_mask is not None,
             })  # fmt: skip
             check_causal(is_causal)
-        if is_causal and isinstance(spec.mask, Banded):
-            spec = replace(spec, mask=replace(spec.mask, causal=True))
-        out: Tensor = self.out_proj(self._attended(x, seq, spec).flatten(2))
+        if is_causal:
+            options = replace(options, causal=True)
+        out: Tensor = self.out_proj(self._attended(x, seq, options).flatten(2))
         return out
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ringattn.core.dilation import Dilated
+from ringattn.core.mask import AttentionMask
 from ringattn.errors import InputError
 from ringattn.layers.overlapped import Heads, check_shard, projected_attention
 from ringattn.layers.projection import project_qkv
 from ringattn.layers.rotary import Rope
-from ringattn.runtime.spec import AttentionSpec
+from ringattn.options import AttentionOptions
 from ringattn.sequence import Sequence
 
 
@@ -17,6 +19,12 @@ def check_sequence(seq: object) -> None:
     """Raise `InputError` unless `seq` is a sequence, which brings the ring of a call."""
     if not isinstance(seq, Sequence):
         raise InputError(f"seq must come from ring.sequence(...), got {type(seq).__name__}")
+
+
+def shown(options: AttentionOptions) -> dict[str, object]:
+    """Return the options that a printed model shows: those that differ from their defaults, a mask as its text."""
+    changed = options.changed().items()
+    return {name: value.text if isinstance(value, AttentionMask) else value for name, value in changed}
 
 
 class Layer(nn.Module):
@@ -120,11 +128,12 @@ class Projections(Layer):
         parameter_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
         return {"parameter_bytes": parameter_bytes, "kv_bytes_per_token": kv_bytes}
 
-    def _attended(self, x: Tensor, seq: Sequence, spec: AttentionSpec) -> Tensor:
-        """The heads' outputs of what `spec` says; keys and values are projected first and travel under the queries."""
+    def _attended(self, x: Tensor, seq: Sequence, options: AttentionOptions, dilated: Dilated | None = None) -> Tensor:
+        """Return the heads' outputs. Keys and values are projected first, and travel while queries are projected."""
         return projected_attention(
             x, self.in_proj_weight, self.in_proj_bias, seq, Heads(self.num_heads, self.num_kv_heads, self.head_dim),
-            q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope, spec=spec,
+            q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope,
+            options=options, dilated=dilated,
         )  # fmt: skip
 
     def _projected(self, x: Tensor, seq: Sequence) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Unpack
 
 import torch
@@ -17,14 +17,22 @@ from torch import Tensor, nn
 
 from ringattn.core.dilation import Dilated
 from ringattn.core.presets import Offset, check, coverage_warnings
-from ringattn.dilated import BranchGradient, Tail
+from ringattn.dilated import REFUSED as NOT_OF_DILATED
+from ringattn.dilated import BranchGradient, Tail, attend_dilated
 from ringattn.errors import InputError
-from ringattn.layers.base import Layer, Projections, check_sequence
+from ringattn.layers.base import Layer, Projections, check_sequence, shown
 from ringattn.layers.rotary import Rope, RopeStyle
+from ringattn.options import AttentionOptions, LayerKeywords, takes_options
 from ringattn.ring import Ring
-from ringattn.runtime.spec import AttentionSpec, SoftmaxOptions
 from ringattn.sequence import Sequence
 from ringattn.transport.local import LocalWorld
+
+REFUSED = NOT_OF_DILATED | {
+    "sinks": "this layer has no sinks; call ring.dilated_attention with sinks",
+    "dropout_p": "this layer has no dropout; call ring.dilated_attention with dropout_p and dropout_seed",
+    "dropout_seed": "this layer has no dropout; call ring.dilated_attention with dropout_p and dropout_seed",
+}
+"""Options of attention that the layers of dilated attention do not take."""
 
 
 class Alone(Layer):
@@ -77,50 +85,43 @@ class Alone(Layer):
 class Dilation(Layer):
     """The branches and the options of `Ring.dilated_attention`, kept; see there for their meaning."""
 
+    @takes_options(REFUSED)
     def __init__(
         self,
         segment_lengths: Iterable[int],
         dilation_rates: Iterable[int],
         *,
-        causal: bool = False,
         offset: Offset | str = "mod",
         grad: BranchGradient = "exact",
         tail: Tail = "ragged",
         layer: int | None = None,
-        **softmax: Unpack[SoftmaxOptions],
+        **options: Unpack[LayerKeywords],
     ) -> None:
-        """Keeps the branches and options; a call checks `grad`, `tail`, `scale`, `softcap` and `schedule`.
+        """Keeps the branches and options; a call checks `grad`, `tail` and `schedule`.
 
         Args:
             segment_lengths: Tokens of a segment, for each branch; positive.
             dilation_rates: Of so many tokens a head keeps one, for each branch; positive.
-            causal: A query meets the keys at its position and before.
             offset: Which of the tokens a head keeps: mod, block, kv_head or layer_rotated; see
                 `Ring.dilated_attention`.
             grad: exact; detached takes the branches' shares as constants, as torchscale does.
             tail: ragged; zero_pad lets queries meet the zero keys with which torchscale fills short segments.
             layer: Index of the layer from 0 on, with offset="layer_rotated"; None otherwise.
-            scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
-            softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-            alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
-            schedule: How blocks travel, see docs/schedules.md. auto: chosen for each call.
+            options: See `ringattn.options.AttentionOptions`.
 
         Raises:
             InputError: Branches, the offset or the layer are wrong.
         """
         super().__init__()
+        self.options = AttentionOptions.of(options, REFUSED)
         self.branches = check(segment_lengths, dilation_rates)
-        self.pairs = Dilated(*self.branches, causal, offset, layer)
-        self.spec = AttentionSpec(self.pairs, **softmax).of_layer(dropout=False)
+        self.pairs = Dilated(*self.branches, self.options.causal, offset, layer)
         self.grad, self.tail, self.warned = grad, tail, False
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
         """`Ring.dilated_attention` with the layer's options."""
         check_sequence(seq)
-        softmax = {name: value for name, value in vars(self.spec).items() if name != "mask"}
-        out: Tensor = seq.ring.dilated_attention(
-            q, k, v, seq, **asdict(self.pairs), grad=self.grad, tail=self.tail, **softmax
-        )  # fmt: skip
+        out, _ = attend_dilated(seq.ring, q, k, v, seq, self.pairs, self.options, self.grad, self.tail)
         self.warn_once(q.shape[2], k.shape[2])  # after the call, which has checked the shapes
         return out
 
@@ -141,7 +142,7 @@ class Dilation(Layer):
 
     def _facts(self) -> dict[str, object]:
         """See `Layer._facts`."""
-        return asdict(self.pairs) | {"grad": self.grad, "tail": self.tail, "schedule": self.spec.schedule}
+        return asdict(self.pairs) | {"grad": self.grad, "tail": self.tail} | shown(replace(self.options, causal=False))
 
 
 class RingDilatedAttention(Dilation):
@@ -207,6 +208,7 @@ class DilatedAttention(Alone, Dilation):
 class MultiheadDilation(Projections):
     """Dilated self-attention with its projections: one weight for queries, keys and values, and one for the output."""
 
+    @takes_options(REFUSED)
     def __init__(
         self,
         embed_dim: int,
@@ -223,16 +225,15 @@ class MultiheadDilation(Projections):
         rope_base: float = 10_000.0,
         xpos_scale: float | None = None,
         layer_norm: bool = False,
-        causal: bool = False,
         offset: Offset | str = "mod",
         grad: BranchGradient = "exact",
         tail: Tail = "ragged",
         layer: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **softmax: Unpack[SoftmaxOptions],
+        **options: Unpack[LayerKeywords],
     ) -> None:
-        """Makes the weights; a call checks `grad`, `tail`, `scale`, `softcap` and `schedule`.
+        """Makes the weights; a call checks `grad`, `tail` and `schedule`.
 
         Args:
             embed_dim: Elements of a token.
@@ -249,7 +250,6 @@ class MultiheadDilation(Projections):
             xpos_scale: Tokens; the rotary positions are then XPos with this scale, see `Rope`. None: no XPos.
             layer_norm: Normalize the heads together before the output projection, as LongNet does (the sub-layer norm
                 of MAGNETO, arXiv:2210.06423).
-            causal: A query meets the keys at its position and before.
             offset: Which of the tokens a head keeps: mod, block, kv_head or layer_rotated; see
                 `Ring.dilated_attention`.
             grad: exact; detached takes the branches' shares as constants, as torchscale does.
@@ -257,10 +257,7 @@ class MultiheadDilation(Projections):
             layer: Index of the layer from 0 on, with offset="layer_rotated"; None otherwise.
             device: Of the weights. None: torch's default.
             dtype: Of the weights. None: torch's default.
-            scale: Factor of the scores, any finite number. None: 1 / sqrt(head_dim).
-            softcap: Scores become softcap * tanh(score / softcap). None: no cap.
-            alibi_slopes: ALiBi, one number for each query head; see `ringattn.attention`. None: no bias.
-            schedule: How blocks travel, see docs/schedules.md. auto: chosen for each call.
+            options: See `ringattn.options.AttentionOptions`.
 
         Raises:
             InputError: Heads, branches, the offset, the layer or rotary positions are unknown or do not fit each other.
@@ -274,8 +271,8 @@ class MultiheadDilation(Projections):
         columns = num_heads * self.head_dim
         self.layer_norm = nn.LayerNorm(columns, device=device, dtype=dtype) if layer_norm else None
         self.attention = RingDilatedAttention(
-            segment_lengths, dilation_rates, causal=causal, offset=offset, grad=grad, tail=tail, layer=layer,
-            **softmax,
+            segment_lengths, dilation_rates, offset=offset, grad=grad, tail=tail, layer=layer,
+            **options,
         )  # fmt: skip
         self.attention.warn_once(self.num_heads, self.num_kv_heads)
         self.reset_parameters()
@@ -289,13 +286,13 @@ class MultiheadDilation(Projections):
     def _attend(self, x: Tensor, seq: Sequence) -> Tensor:
         """Dilated self-attention with the layer's weights."""
         check_sequence(seq)
-        options = self.attention
-        if (options.grad, options.tail) == ("exact", "ragged"):
-            heads = self._attended(x, seq, options.spec)
+        attention = self.attention
+        if (attention.grad, attention.tail) == ("exact", "ragged"):
+            heads = self._attended(x, seq, attention.options, attention.pairs)
         else:  # several calls, none of which takes projections
             with seq.ring.refused_by_all():  # the others are about to agree on their call, and hear of it there
                 q, k, v = self._projected(x, seq)
-            heads = options(q, k, v, seq)
+            heads = attention(q, k, v, seq)
         heads = heads.flatten(2)
         out: Tensor = self.out_proj(heads if self.layer_norm is None else self.layer_norm(heads))
         return out

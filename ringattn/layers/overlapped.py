@@ -12,13 +12,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ringattn.attention import agreed, apply_attention, call_of, check_recordable, check_sinks
+from ringattn.core.dilation import Dilated
 from ringattn.engine.base import KV
 from ringattn.errors import InputError
 from ringattn.layers.projection import Backend, check_projection, project_kv, project_q, stored_dtype
 from ringattn.layers.rotary import Rope, Rotation
+from ringattn.options import AttentionOptions
 from ringattn.runtime.records import LocalTensors
 from ringattn.runtime.runtime import AttentionCall
-from ringattn.runtime.spec import AttentionSpec
 from ringattn.sequence import Sequence
 
 
@@ -42,12 +43,14 @@ def projected_attention(
     norm_eps: float = 1e-6,
     rope: Rope | None = None,
     backend: Backend = "auto",
-    spec: AttentionSpec = AttentionSpec(),  # noqa: B008
+    options: AttentionOptions = AttentionOptions(),  # noqa: B008
+    dilated: Dilated | None = None,
 ) -> Tensor:
     """Self-attention (batch, tokens, q_heads, head_dim) of x (batch, tokens, model), this rank's shard of `seq`.
 
     `weight`, `bias`, `q_norm`, `k_norm`, `norm_eps`, `rope` and `backend` are those of `project_qkv`, with the
-    sequence's own positions; `spec` is what attention computes. All ranks call it together; it raises as they do.
+    sequence's own positions. `dilated`: the branches of dilated attention. A collective call that raises what
+    `project_qkv` and `Ring.attention` raise.
     """
     ring = seq.ring
     turns: list[Rotation | None] = [None, None]
@@ -61,15 +64,15 @@ def projected_attention(
         except InputError as error:
             raise InputError(f"rank {ring.rank}: {error}") from error
         check_recordable(f"rank {ring.rank}: ", {"x": x, "weight": weight})
-        check_sinks(f"rank {ring.rank}: ", spec.sinks, heads.query, x.device)
+        check_sinks(f"rank {ring.rank}: ", options.sinks, heads.query, x.device)
         if rope is not None:
             turns[:] = rope.turns(seq.positions().to(x.device), heads.dim, dtype, seq.length)
         sizes = x.shape[0], heads.query, heads.kv, heads.dim, heads.dim
-        return call_of(ring, seq, None, sizes, dtype, x.device, spec)
+        return call_of(ring, seq, None, sizes, dtype, x.device, options, dilated)
 
     # What q, k and v are made of, after the first message has left.
-    inputs = {"x": x, "weight": weight, "bias": bias, "q_norm": q_norm, "k_norm": k_norm, "sinks": spec.sinks}
-    call = agreed(ring, described, spec.sinks, inputs)
+    inputs = {"x": x, "weight": weight, "bias": bias, "q_norm": q_norm, "k_norm": k_norm, "sinks": options.sinks}
+    call = agreed(ring, described, options.sinks, inputs)
     # One split, so that the two gradients are put together by one copy.
     cut = [heads.query * heads.dim, 2 * heads.kv * heads.dim]
     (q_weight, kv_weight), (q_bias, kv_bias) = weight.split(cut), (None, None) if bias is None else bias.split(cut)
@@ -92,7 +95,7 @@ def projected_attention(
         make(None)
     q = project_q(x, q_weight, q_bias, heads.dim, norm=q_norm, norm_eps=norm_eps, turn=q_turn, backend=backend)
     k, v = (one.clone() for one in made) if lent else made  # the message is the ring's memory
-    return apply_attention(ring, call, q, k, v, spec.sinks)[0]
+    return apply_attention(ring, call, q, k, v, options.sinks)[0]
 
 
 def check_shard(x: Tensor, seq: Sequence, model: int) -> None:

@@ -222,21 +222,34 @@ def test_a_wrong_input_of_one_rank_is_refused_on_all(spoil: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"causal": "no"}, "causal must be True or False, got 'no'"),
+        ({"window": (-3, 0)}, "window left side is -3"),
         ({"scale": float("nan")}, "scale must be a finite number or None, got nan"),
         ({"softcap": float("inf")}, "softcap must be positive and finite"),
+        ({"chunk": 8}, "chunk=8 is now a mask"),
     ],
 )
-def test_options_of_one_rank_are_refused_on_all(options: dict[str, Any], told: str) -> None:
+def test_a_layer_refuses_wrong_options_when_it_is_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        layer(**options)
+
+
+def test_sinks_are_a_parameter_of_a_layer() -> None:
+    with pytest.raises(InputError, match="sinks: they are a parameter of this layer; give sink_heads"):
+        RingAttention(sinks=torch.ones(2))  # type: ignore[call-arg]
+
+
+def test_a_seed_of_one_rank_that_is_no_number_is_refused_on_all() -> None:
     def body(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)
-        layer(**options if ring.rank == 1 else {})(seq.shard(X), seq)
+        layer(dropout=0.1)(seq.shard(X), seq, dropout_seed="1" if ring.rank == 1 else 1)  # type: ignore[arg-type]
 
-    found = errors(body)
-    assert all(isinstance(error, InputError) and told in str(error) for error in found)
-    assert "rank 1 refused" in str(found[0])
+    raised = errors(body)
+    assert all(
+        isinstance(error, InputError) and "dropout_seed must be a whole number" in str(error) for error in raised
+    )
 
 
 def test_sinks_that_a_layer_cannot_have_are_refused_on_all() -> None:

@@ -24,6 +24,8 @@ from ringattn.layers.dilated import (
 )
 from ringattn.layers.projection import project_qkv
 from ringattn.layers.rotary import Rope
+from ringattn.runtime.executor import Executor
+from ringattn.runtime.runtime import AttentionCall
 from ringattn.testing import run_ranks
 from tests.core.dilated_reference import dilated_reference
 from tests.face import errors
@@ -95,23 +97,23 @@ def test_options_arrive(name: str) -> None:
 def test_attention_over_ranks(world_size: int) -> None:
     q = random(2, TOKENS, 4, 6, seed=3)
     attend = RingDilatedAttention(LENGTHS, RATES, causal=True, schedule="all_gather")
-    asked: list[str] = []
+    schedules: list[str] = []
 
     def body(ring: Ring) -> Tensor:
         seq = ring.sequence(TOKENS, layout="striped")
-        whole = ring.dilated_attention
+        executor_of = ring.executor_of
 
-        def noted(*tensors: Any, schedule: str, **options: Any) -> Any:
-            asked.append(schedule)
-            return whole(*tensors, schedule=schedule, **options)
+        def noted(call: AttentionCall, backward: bool) -> Executor:
+            schedules.append(call.route.name)
+            return executor_of(call, backward)
 
-        ring.dilated_attention = noted  # type: ignore[method-assign]
+        ring.executor_of = noted  # type: ignore[method-assign]
         return seq.gather(attend(*[seq.shard(q)] * 3, seq))
 
     reference = DilatedAttention(LENGTHS, RATES, causal=True)(q, q, q)
     for out in run_ranks(world_size, body):
         close(out, reference)
-    assert asked == ["all_gather"] * world_size
+    assert schedules == ["all_gather"] * world_size
     assert "segment_lengths=(4, 12)" in repr(attend) and "schedule='all_gather'" in repr(attend)
 
 

@@ -44,9 +44,9 @@ def test_dropout_in_training_mode_with_the_seed_of_the_call() -> None:
 
 
 def test_a_seed_belongs_to_a_call() -> None:
-    with pytest.raises(InputError, match="dropout_seed belongs to a call"):
+    with pytest.raises(InputError, match="dropout_seed: it belongs to a call"):
         RingAttention(dropout_p=0.1, dropout_seed=1)
     with pytest.raises(InputError, match="this layer calls it dropout"):
         RingMultiheadAttention(EMBED, HEADS, dropout_p=0.1)
     with pytest.raises(InputError, match=r"this layer has no dropout; call ring\.dilated_attention"):
-        RingDilatedAttention([4], [1], dropout_p=0.1)  # type: ignore[call-arg]
+        RingDilatedAttention([4], [1], dropout_p=0.1)

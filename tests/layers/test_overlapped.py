@@ -15,8 +15,8 @@ from ringattn.layers import overlapped as projected_module
 from ringattn.layers.overlapped import Heads, projected_attention
 from ringattn.layers.projection import project_kv, project_q
 from ringattn.layers.rotary import Rope
+from ringattn.options import AttentionOptions
 from ringattn.runtime import executor as executor_module
-from ringattn.runtime.spec import AttentionSpec
 from ringattn.testing import run_ranks
 
 HEADS, MODEL, TOKENS = Heads(4, 2, 8), 12, 37
@@ -33,7 +33,7 @@ def parameters() -> dict[str, Tensor]:
 def on_the_way(x: Tensor, seq: Any, schedule: str, **weights: Tensor) -> Tensor:
     return projected_attention(
         x, weights["weight"], weights["bias"], seq, HEADS, q_norm=weights["q_norm"], k_norm=weights["k_norm"],
-        rope=ROPE, spec=AttentionSpec.banded(True, sinks=weights["sinks"], schedule=schedule),
+        rope=ROPE, options=AttentionOptions(causal=True, sinks=weights["sinks"], schedule=schedule),
     )  # fmt: skip
 
 
@@ -91,7 +91,9 @@ def test_keys_leave_before_queries_are_made(
         seq, p = ring.sequence(30, layout="contiguous"), parameters()
         ring.transport.exchange = noted("leave", ring.transport.exchange)  # type: ignore[method-assign]
         x, weight = seq.shard(p["x"][:, :30]).float(), p["weight"].float()
-        projected_attention(x, weight, None, seq, HEADS, spec=AttentionSpec.banded(True, window, schedule="ring"))
+        projected_attention(
+            x, weight, None, seq, HEADS, options=AttentionOptions(causal=True, window=window, schedule="ring")
+        )
         return events[threading.get_ident()]
 
     for rank, order in enumerate(run_ranks(3, body, engine="plain", kv_wire_dtype=wire)):

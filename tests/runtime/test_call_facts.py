@@ -12,10 +12,10 @@ import torch
 
 from ringattn import DisagreementError, Ring
 from ringattn.attention import call_of
+from ringattn.options import AttentionOptions
 from ringattn.planner.cluster import Cluster, Links
 from ringattn.runtime.consistency import facts_of
 from ringattn.runtime.runtime import AttentionCall
-from ringattn.runtime.spec import AttentionSpec
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
 from tests.contract.processes import Processes
@@ -135,8 +135,8 @@ def test_facts_cover_every_field_of_what_plans_are_made_from() -> None:
     """A change of any field of the route or of the problem changes the summary, also of a field that comes later."""
 
     def calls(ring: Ring) -> AttentionCall:
-        spec = AttentionSpec.banded(causal=True, schedule="double_ring:2")
-        return call_of(ring, ring.sequence(TOKENS), None, (1, 4, 2, 8, 8), torch.float64, torch.device("cpu"), spec)
+        options = AttentionOptions(causal=True, schedule="double_ring:2")
+        return call_of(ring, ring.sequence(TOKENS), None, (1, 4, 2, 8, 8), torch.float64, torch.device("cpu"), options)
 
     call, *_ = run_ranks(RANKS, calls)
     other = {

@@ -20,7 +20,6 @@ from torch.distributed import HashStore
 
 from ringattn import Ring
 from ringattn.errors import DisagreementError, InputError, TransportError, UnsupportedError
-from ringattn.explain import explain
 from ringattn.launch.doctor.ranks import examine
 from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
 from ringattn.transport.base import Message
@@ -328,11 +327,11 @@ def test_explain_and_doctor_say_which_way() -> None:
     ways = "local inside a node and local between nodes"
     alone = [LocalWorld(1).transport(0) for _ in range(2)]
     with Ring(transport=NodesTransport(*alone, [0]), engine="plain") as ring:
-        told = explain(ring, ring.sequence(16), q_heads=2, head_dim=8)
+        told = ring.explain(ring.sequence(16), q_heads=2, head_dim=8)
         assert told.ways == ways and f"\nmessages go over {ways}\n" in str(told)
         assert examine(ring)["transport"] == ways
     with Ring(engine="plain") as ring:
-        assert explain(ring, ring.sequence(16), q_heads=2, head_dim=8).ways == ""
+        assert ring.explain(ring.sequence(16), q_heads=2, head_dim=8).ways == ""
 
 
 def test_options_of_nccl_are_refused_where_no_message_takes_it() -> None:

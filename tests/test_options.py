@@ -1,0 +1,124 @@
+"""The options of attention: one declaration that imports without torch, checked when the value is made."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ringattn
+from ringattn import Ring, RingAttention, RingDilatedAttention, RingMultiheadAttention, masks
+from ringattn.adapters.attend import attend
+from ringattn.adapters.torch_ops import SCHEMA, ring_attention
+from ringattn.errors import InputError
+from ringattn.options import NAMES, AttentionKeywords, AttentionOptions
+
+PACKAGE = Path(ringattn.__file__).parent
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("causal", 1, "causal must be True or False"),
+    ("window", (1, 2, 3), "expected (left, right)"),
+    ("window", (True, 0), "window left side is True"),
+    ("mask", "prefix:2", "is not a mask"),
+    ("scale", True, "scale must be a finite number or None, got True"),
+    ("scale", float("nan"), "scale must be a finite number or None, got nan"),
+    ("softcap", 0.0, "softcap must be positive and finite"),
+    ("sinks", 1.0, "sinks must be a tensor of shape (q_heads,), one per query head, got float"),
+    ("alibi_slopes", 0.5, "alibi_slopes must be a tensor or finite numbers"),
+    ("alibi_slopes", [0.5, float("inf")], "alibi_slopes must be a tensor or finite numbers"),
+    ("alibi_slopes", torch.ones(2, 2), "alibi_slopes must be a tensor of shape (q_heads,)"),
+    ("alibi_slopes", torch.ones(2, requires_grad=True), "pass alibi_slopes.detach()"),
+    ("dropout_p", 1.0, "dropout_p must be a probability from 0 to less than 1"),
+    ("dropout_seed", -1, "dropout_seed must be a whole number from 0 to 2**64 - 1"),
+    ("schedule", 3, "schedule must be a name"),
+]
+
+
+def test_the_declaration_imports_without_torch_and_describes_each_option() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from dataclasses import fields\n"
+        "from ringattn.options import AttentionOptions\n"
+        "print([(each.name, each.type, each.default) for each in fields(AttentionOptions) if each.metadata['help']])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([(each.name, each.type, each.default) for each in fields(AttentionOptions)])
+
+
+def test_the_keywords_have_the_names_and_types_of_the_fields() -> None:
+    keywords = {name: each.__forward_arg__ for name, each in AttentionKeywords.__annotations__.items()}
+    assert keywords == {each.name: each.type for each in fields(AttentionOptions)}
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG)
+def test_a_wrong_value_is_refused_when_the_options_are_made(name: str, value: Any, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        AttentionOptions(**{name: value})
+    with pytest.raises(InputError, match=re.escape(message)):
+        replace(AttentionOptions(), **{name: value})
+
+
+def test_every_option_has_a_wrong_value_above() -> None:
+    assert {name for name, *_ in WRONG} == set(NAMES)
+
+
+def test_names_that_do_not_exist_are_refused_where_options_are_taken() -> None:
+    with Ring(engine="plain") as ring:
+        seq, x = ring.sequence(4), torch.zeros(1, 4, 2, 8)
+        calls = (ring.attention, lambda *tensors, **options: ring.explain(seq, q_heads=2, head_dim=8, **options),
+                 ring_attention)  # fmt: skip
+        for call in calls:
+            with pytest.raises(InputError, match=r"chunk=2 is now a mask: write mask=masks\.chunked"):
+                call(x, x, x, seq, chunk=2)  # type: ignore[operator]
+        with pytest.raises(TypeError, match="'windw' is not an option of attention"):
+            ring.explain(seq, q_heads=2, head_dim=8, windw=(1, 0))  # type: ignore[call-arg]
+        branches: Any = {"segment_lengths": [4], "dilation_rates": [1]}
+        for wrong in ({"window": (1, 0)}, {"mask": masks.chunked(2)}):
+            with pytest.raises(InputError, match=r"dilated attention takes no (window|mask); leave it out"):
+                ring.dilated_attention(x, x, x, seq, **branches, **wrong)
+            with pytest.raises(InputError, match=r"dilated attention takes no (window|mask); leave it out"):
+                RingDilatedAttention([4], [1], **wrong)
+
+
+def test_signatures_and_docstrings_list_each_option() -> None:
+    listed = {
+        Ring.attention: NAMES,
+        Ring.explain: NAMES,
+        attend: NAMES,
+        ring_attention: NAMES,
+        Ring.dilated_attention: set(NAMES) - {"window", "mask"},
+        RingAttention.__init__: set(NAMES) - {"sinks", "dropout_seed"},
+        RingMultiheadAttention.__init__: set(NAMES) - {"dropout_p", "dropout_seed"},
+        RingDilatedAttention.__init__: {"causal", "scale", "softcap", "alibi_slopes", "schedule"},
+    }
+    for function, names in listed.items():
+        parameters = inspect.signature(function).parameters
+        assert set(names) == set(parameters) & set(NAMES), function
+        assert all(re.search(rf"\n +{name}: ", function.__doc__ or "") for name in names), function
+
+
+def test_nothing_else_lists_the_options_of_the_softmax() -> None:
+    """Outside of the declaration, only engines and kernels compute an option, and adapters fill it in."""
+    computing = ("engine/", "adapters/", "kernels/", "launch/", "bench/")
+    for name in ("softcap", "alibi_slopes"):
+        files = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if _names(path, name)]
+        others = [path for path in files if not path.startswith(computing)]
+        assert set(others) <= {"options.py", "attention.py", "dilated.py"}, name
+    assert not any(_names(PACKAGE / "adapters" / file, "softcap") for file in ("attend.py", "torch_ops.py"))
+    assert all(name in SCHEMA for name in NAMES)
+
+
+def _names(path: Path, name: str) -> bool:
+    """Whether code of this file, not a docstring, may name the option."""
+    return (
+        re.search(rf"\b{name}\b", re.sub(r'""".*?"""', "", path.read_text(encoding="utf-8"), flags=re.DOTALL))
+        is not None
+    )
