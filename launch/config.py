@@ -1,24 +1,33 @@
-"""Values for the options of a command: Hydra's `key=value` words laid over the defaults of a dataclass.
+"""Values for the options of a command, composed by Hydra from a dataclass, the files in `conf` and the words.
 
-Guarantees: a wrong key, type or value raises `InputError` with a message that begins with the key.
+`load` returns an instance of the dataclass. `run_application` is Hydra's main with its flags, `hydra.*`, `+`, `++` and
+`~`, configs of the user, sweepers and launchers. Hydra takes half a second to import, so functions import it.
+Guarantees: a wrong key, type or value raises `InputError`, and its message begins with the key.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringattn.errors import InputError
-from ringattn.launch.lengths import counts_tokens, no_length
-from ringattn.launch.options import CONF, check_limits, coded_presets, groups, leaves, presets_of
-from ringattn.launch.spelling import no_such_key, spelled
-from ringattn.launch.words import no_option
+from ringattn.launch.options import CONF, check_choice, check_limits, groups, leaves, presets_of
+from ringattn.launch.words import (
+    counts_tokens,
+    no_length,
+    no_option,
+    no_such_key,
+    refuse_replaced,
+    spelled,
+)
 
-if TYPE_CHECKING:  # Hydra takes half a second to import, which `--help` need not wait for
+if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
 T = TypeVar("T")
@@ -30,11 +39,22 @@ KINDS = (
     (r"Invalid value assigned: .* is not a ListConfig", "should be a list, as [1,2]"),
     (r"field '.*' is not Optional", "has to have a value"),
 )
-"""How OmegaConf 2.3 begins its messages, with the value where it says it, and what the kind of an option is."""
+"""How messages of OmegaConf 2.3 begin, with the value if they contain it, and what the value should be."""
+VALUED = ("--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
+          "--experimental-rerun", "--cfg", "-c", "--info", "-i")  # fmt: skip
+"""Flags of Hydra whose value may be the next word."""
+MODES = ("--run", "-r", "--multirun", "-m", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
+FLAGS = (*VALUED, *MODES, "--resolve", "--hydra-help", "--version")
+USER_CONFIGS = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
+NO_FLAG = "no such flag; write options as key=value, --hydra-help lists Hydra's flags"
+PLUGINS = {"submitit": "'ringattn[slurm]'", "joblib": "hydra-joblib-launcher", "optuna": "hydra-optuna-sweeper"}
+"""The package of the launchers and sweepers whose names begin with each key."""
+FULL_ERROR = "HYDRA_FULL_ERROR"
+"""If this variable is 1, Hydra raises errors instead of printing them."""
 
 
 def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> T:
-    """An instance of the dataclass `schema`, from its defaults, `conf/<name>.yaml` if `name` is given, and `overrides`.
+    """Return an instance of the dataclass `schema` from its defaults, `conf/<name>.yaml` and `overrides`.
 
     That file lists `<name of the schema>` among its defaults. Raises `InputError` for an unknown key, a value of the
     wrong type or out of range, and a sweep (`key=1,2`).
@@ -47,14 +67,15 @@ def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> 
     overrides = spelled(overrides, schema)
     for override in parse(overrides, keys_of(schema)):
         check_key(override, schema)
+    _store(schema)
     try:
-        with registered(schema), initialize_config_module(CONF, version_base="1.3"):
+        with initialize_config_module(CONF, version_base="1.3"):
             config = OmegaConf.to_object(compose(name or schema.__name__, list(overrides)))
     except OmegaConfBaseException as error:
-        raise InputError(wrong_value(error)) from error
+        raise InputError(_wrong_value(error)) from error
     except HydraException as error:
         if isinstance(error.__cause__, OmegaConfBaseException):
-            raise InputError(wrong_value(error.__cause__)) from error
+            raise InputError(_wrong_value(error.__cause__)) from error
         culprit = next((f"{word}: " for word in overrides if word in str(error)), "")
         raise InputError(culprit + _first_line(error.__cause__ or error)) from error
     assert isinstance(config, schema)
@@ -62,33 +83,20 @@ def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> 
     return config
 
 
-@contextmanager
-def registered(schema: Any) -> Iterator[None]:
-    """`schema` and the presets of its groups are in Hydra's store meanwhile, and no other schema's.
-
-    Hydra has one store, in which the group `schedule` of one command would hide the plain key of another.
-    """
+def _store(schema: Any) -> None:
+    """Make `schema` a config that Hydra finds by the name of the class."""
     from hydra.core.config_store import ConfigStore
 
-    store = ConfigStore.instance()
-    before, store.repo = store.repo, dict(store.repo)
-    try:
-        store.store(name=schema.__name__, node=schema, provider="ringattn")
-        for group, presets in coded_presets(schema).items():
-            for name, preset in presets.items():
-                store.store(group=group, name=name, node=preset, provider="ringattn")
-        yield
-    finally:
-        store.repo = before
+    ConfigStore.instance().store(name=schema.__name__, node=schema, provider="ringattn")
 
 
 def keys_of(*schemas: Any) -> list[str]:
-    """The keys and groups of commands."""
+    """Return the keys and groups of commands."""
     return [key for schema in schemas for key in (*groups(schema), *(leaf for leaf, _, _ in leaves(schema())))]
 
 
 def parse(overrides: Sequence[str], known: Collection[str] = ()) -> list[Override]:
-    """The words `key=value`, and `~key`, as Hydra reads them. Raises `InputError` for a word that is none.
+    """Return the words `key=value`, and `~key`, as Hydra reads them. Raises `InputError` for other words.
 
     `known`: the keys that such a word may be meant for.
     """
@@ -107,24 +115,25 @@ def parse(overrides: Sequence[str], known: Collection[str] = ()) -> list[Overrid
 
 
 def swept(overrides: Sequence[str], known: Collection[str] = ()) -> list[str]:
-    """The keys that are given several values (`key=1,2`), in order. `known`: see `parse`."""
-    return [one.key_or_group for one in parse(overrides, known) if one.is_sweep_override()]
+    """Return the keys that have several values (`key=1,2`), in order. `known`: see `parse`."""
+    return [override.key_or_group for override in parse(overrides, known) if override.is_sweep_override()]
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:
-    """The words of every combination of the values that are given as `key=1,2`; the last key varies fastest.
+    """Return the words of every combination of the values that are given as `key=1,2`; the last key varies fastest.
 
-    Of a key that is given twice the last counts. Raises `InputError` for values that cannot be counted.
+    If a key is given twice, the last word counts. Raises `InputError` for values that cannot be counted.
     """
     from hydra.errors import HydraException
 
     values: dict[str, list[str]] = {}
-    for one in parse(overrides):
+    for override in parse(overrides):
+        sweeps = override.is_sweep_override()
         try:
-            found = one.sweep_string_iterator() if one.is_sweep_override() else [one.get_value_element_as_str()]
-            values[one.get_key_element()] = [str(value) for value in found]
+            elements = override.sweep_string_iterator() if sweeps else [override.get_value_element_as_str()]
+            values[override.get_key_element()] = [str(value) for value in elements]
         except HydraException as error:  # glob(*), interval(1,2)
-            raise InputError(f"{one.input_line}: list the values, as {one.key_or_group}=1,2") from error
+            raise InputError(f"{override.input_line}: list the values, as {override.key_or_group}=1,2") from error
     return [
         [f"{key}={value}" for key, value in zip(values, chosen, strict=True)] for chosen in product(*values.values())
     ]
@@ -133,7 +142,7 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
 def check_key(override: Override, schema: Any, several: bool = False) -> None:
     """Raise `InputError` for a key that `schema` does not have, and a preset that its group does not have.
 
-    Hydra's own message for a wrong key speaks of structs and defaults lists; this one names the nearest key.
+    Hydra's own message for a wrong key speaks of structs and defaults lists; this message names the nearest key.
     `several`: the words are for Hydra's own application, where `++` and sweeps have a meaning.
     """
     key, known = override.key_or_group, [leaf for leaf, _, _ in leaves(schema())]
@@ -142,21 +151,138 @@ def check_key(override: Override, schema: Any, several: bool = False) -> None:
         raise InputError(f"{override.input_line}: keys can be set, not added, removed or moved")
     if override.is_sweep_override() and not several:
         raise InputError(f"{key}: one value at a time; {override.get_value_string()} is a sweep")
-    presets = presets_of(schema, key) if key in groups(schema) else []
+    presets = presets_of(key) if key in groups(schema) else []
     if presets:
         if not override.is_sweep_override() and override.value() not in presets:
             raise InputError(f"{override.input_line}: choose one of {', '.join(presets)}")
     elif key not in known:
-        raise no_such_key(key, [*(group for group in groups(schema) if presets_of(schema, group)), *known])
+        raise no_such_key(key, [*(group for group in groups(schema) if presets_of(group)), *known])
+    elif several and override.is_choice_sweep():
+        # Hydra composes every job before the first job runs, and does not know the choices.
+        limits = next(field.metadata for leaf, _, field in leaves(schema()) if leaf == key)
+        for value in override.sweep_string_iterator():
+            check_choice(key, str(value), limits)
 
 
-def wrong_value(error: OmegaConfBaseException) -> str:
-    """OmegaConf's message on a value of the wrong kind in the commands' words: key, value, and what it should be."""
+# --- Hydra's own application -----------------------------------------------------------------------------------------
+
+
+def is_for_hydra(words: Sequence[str]) -> bool:
+    """Whether one of the words is a flag, or has a meaning only in Hydra's own application."""
+    return any(word.startswith(("-", "+", "~", "hydra.", "hydra/")) for word in words)
+
+
+def run_application(words: Sequence[str], schema: Any, name: str, task: Callable[[DictConfig], Any]) -> None:
+    """Run Hydra's main over `words`, with `conf/<name>.yaml` and the dataclass `schema`: call `task`, or print.
+
+    `task`, a function of a module, gets the composed config; `composed_as` makes an instance of the schema of it. The
+    config is checked against the schema, so a wrong key is refused wherever it comes from. Raises `InputError` for
+    words, keys and values that Hydra or the schema refuses, `SystemExit` for wrong flags, and what `task` raises.
+    """
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    flags, overrides = _divided(words, keys_of(schema))
+    overrides = spelled(overrides, schema)
+    has_configs = any(flag.partition("=")[0] in USER_CONFIGS for flag in flags)
+    if not has_configs and not any(word.startswith("hydra.searchpath=") for word in overrides):
+        # Configs of the user may have groups and presets that only Hydra finds.
+        for override in parse(overrides, keys_of(schema)):
+            if not override.is_hydra_override() and not override.is_add() and not override.is_delete():
+                check_key(override, schema, several=True)
+    arguments, full = sys.argv, os.environ.get(FULL_ERROR)
+    sys.argv, os.environ[FULL_ERROR] = [arguments[0], *flags, *overrides], "1"
+    _store(schema)
+    try:
+        hydra.main(config_path=f"pkg://{CONF}", config_name=name, version_base="1.3")(task)()
+    except (HydraException, OmegaConfBaseException) as error:
+        if full == "1":
+            raise
+        raise InputError(_message(error)) from error
+    finally:
+        sys.argv = arguments
+        del os.environ[FULL_ERROR]
+        if full is not None:
+            os.environ[FULL_ERROR] = full
+
+
+def composed_as(schema: type[T], composed: DictConfig) -> T:
+    """Return the composed config as an instance of `schema`. Raises `InputError`, with the key first."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    known = [leaf for leaf, _, _ in leaves(schema())]
+    for key, value in _items(OmegaConf.to_container(composed)):
+        if key not in known and key not in groups(schema):
+            refuse_replaced(key, value, known)
+            raise no_such_key(key, known)
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), composed))
+    except OmegaConfBaseException as error:
+        raise InputError(_message(error)) from error
+    assert isinstance(config, schema)
+    check_limits(config)
+    return config
+
+
+def _items(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of nested dicts with their values."""
+    for key, value in content.items():
+        yield from _items(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+
+
+def _divided(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the flags with their values, and the overrides. Raises `InputError` for a flag unknown to Hydra."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    value = False
+    for at, word in enumerate(words):
+        if word.startswith("-"):
+            flag, equals, _ = word.partition("=")
+            if flag not in FLAGS:
+                raise no_option(words, at, known, NO_FLAG)
+            if equals and flag not in VALUED:
+                raise InputError(f"{word}: {flag} takes no value; leave {word[len(flag) :]} out")
+            flags.append(word)
+        elif value and "=" not in word:
+            flags.append(word)
+        else:
+            overrides.append(word)
+        value = word in VALUED
+    modes = [word for word in flags if word.partition("=")[0] in MODES]
+    if len(modes) > 1:
+        raise InputError(f"{modes[1]}: does not go with {modes[0]}; give one of them")
+    return flags, overrides
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def _message(error: BaseException) -> str:
+    """Return Hydra's message, with its cause, and what to install for a plugin that is missing."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    text = str(error)
+    if isinstance(error, OmegaConfBaseException):
+        return _wrong_value(error)
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        return _wrong_value(error.__cause__)
+    for start, package in PLUGINS.items():
+        if f"'hydra/launcher/{start}" in text or f"'hydra/sweeper/{start}" in text:
+            text += f"\nit comes with: pip install {package}"
+    return text
+
+
+def _wrong_value(error: OmegaConfBaseException) -> str:
+    """Return OmegaConf's message on a value of the wrong kind in plain words: key, value, and what it should be."""
     key, text = str(error.full_key), _first_line(error)
-    for pattern, words in KINDS:
+    for pattern, should_be in KINDS:
         if match := re.match(pattern, text):
-            value = "".join(f"={one}" for one in match.groups() or ("null",) * ("Optional" in text))
-            return str(no_length(key, match[1])) if counts_tokens(key) and match.groups() else f"{key}{value}: {words}"
+            value = "".join(f"={group}" for group in match.groups() or ("null",) * ("Optional" in text))
+            if counts_tokens(key) and match.groups():
+                return str(no_length(key, match[1]))
+            return f"{key}{value}: {should_be}"
     return f"{key}: {text}"
 
 

@@ -1,11 +1,13 @@
 """Options of a command as a dataclass: defaults, units, limits and help lines.
 
-Not covered: which commands there are, how values are given; needs nothing beyond the standard library.
+The names of engines, transports and dtypes are listed here, because the modules that define them import torch;
+tests/launch/test_help.py compares the lists. Nothing beyond the standard library is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass
 from importlib import resources
 from math import isfinite
@@ -14,6 +16,9 @@ from typing import Any, get_type_hints
 from ringattn.errors import InputError
 from ringattn.launch.outputs import check_output
 
+ENGINES = ("auto", "aten", "plain", "triton", "fa3", "fa4")
+TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "peer")
+DTYPES = ("fp64", "fp32", "bf16", "fp16")
 CONF = "ringattn.launch.conf"
 MOST_SEED = 2**32 - 1
 """Multiplied by 1,000,003 for a seed of each batch, it is within the 64 bits that torch takes."""
@@ -29,11 +34,6 @@ def option(default: Any, about: str, **limits: Any) -> Any:
     A number that is not finite is refused for every option.
     """
     return field(default=default, metadata={"about": about, **limits})
-
-
-def group(make: Callable[[], Any], presets: Mapping[str, Any]) -> Any:
-    """A field that is a nested dataclass, `make()` by default; `presets` are the instances that its names select."""
-    return field(default_factory=make, metadata={"presets": presets})
 
 
 def check_limits(config: Any) -> None:
@@ -53,8 +53,13 @@ def check_limits(config: Any) -> None:
             raise InputError(f"{key}={value}: must be more than {limits['above']}")
         if "writes" in limits and value:
             check_output(key, value, limits["writes"])
-        if "choices" in limits and value not in limits["choices"] and not is_numbered(value, limits):
-            raise InputError(f"{key}={value}: choose one of {', '.join(_choices(limits))}")
+        check_choice(key, value, limits)
+
+
+def check_choice(key: str, value: Any, limits: Mapping[str, Any]) -> None:
+    """Raise `InputError` if the option has choices, and `value` is not one of them."""
+    if "choices" in limits and value not in limits["choices"] and not is_numbered(value, limits):
+        raise InputError(f"{key}={value}: choose one of {', '.join(_choices(limits))}")
 
 
 def help_text(command: str, purpose: str, schema: type) -> str:
@@ -67,16 +72,16 @@ def help_text(command: str, purpose: str, schema: type) -> str:
     # A default that is much longer than the others must not push the meanings off the screen.
     wide, middle = max(len(row[0]) for row in rows), min(24, max(len(row[1]) for row in rows))
     lines = [f"  {key:<{wide}}  {default:<{middle}}  {about}" for key, default, about in rows]
-    named = [f"{group}={','.join(presets_of(schema, group))}" for group in groups(schema) if presets_of(schema, group)]
-    if named:
-        lines += ["", "presets, one of each list:", *(f"  {one}" for one in named)]
+    presets = [f"{group}={','.join(names)}" for group in groups(schema) if (names := presets_of(group))]
+    if presets:
+        lines += ["", "presets, one of each list:", *(f"  {line}" for line in presets)]
     return "\n".join([f"usage: ringattn {command} [key=value ...]", "", purpose, "", *lines])
 
 
 def is_numbered(value: Any, limits: Mapping[str, Any]) -> bool:
     """Whether a value is one of the numbered choices with its number."""
     name, _, number = str(value).partition(":")
-    return name in limits.get("numbered", ()) and number.isdecimal()
+    return name in limits.get("numbered", ()) and re.fullmatch("[1-9][0-9]*", number) is not None
 
 
 def _choices(limits: Mapping[str, Any]) -> list[str]:
@@ -95,18 +100,13 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]
 
 
 def groups(schema: Any) -> list[str]:
-    """The nested dataclasses of a schema; each may have a folder of presets."""
+    """Return the groups of a schema: its nested dataclasses, and those of `GROUPS`, whose files set several keys."""
     hints = get_type_hints(schema)
-    return [described.name for described in fields(schema) if is_dataclass(hints[described.name])]
+    nested = [described.name for described in fields(schema) if is_dataclass(hints[described.name])]
+    return [*nested, *getattr(schema, "GROUPS", ())]
 
 
-def coded_presets(schema: Any) -> dict[str, Mapping[str, Any]]:
-    """By group: the presets that its field names (see `group`)."""
-    return {one.name: one.metadata["presets"] for one in fields(schema) if "presets" in one.metadata}
-
-
-def presets_of(schema: Any, group: str) -> list[str]:
-    """The names that a group of `schema` can be set to: those of its field, then the files of its folder."""
+def presets_of(group: str) -> list[str]:
+    """Return the names that a group can be set to: the files of its folder. Empty if it has no folder."""
     folder = resources.files(CONF) / group
-    files = (file.name.removesuffix(".yaml") for file in folder.iterdir()) if folder.is_dir() else ()
-    return [*coded_presets(schema).get(group, ()), *sorted(files)]
+    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir()) if folder.is_dir() else []

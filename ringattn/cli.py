@@ -18,7 +18,7 @@ from types import FrameType
 
 import ringattn
 from ringattn.errors import RingError
-from ringattn.launch.extras import advice
+from ringattn.launch.words import advice
 
 COMMANDS = {  # word: module of ringattn.launch, what it does
     "check": ("measure.check", "compare every schedule, layout and mask with a dense float64 reference"),
@@ -118,8 +118,7 @@ def _say_what_starts(words: Sequence[str]) -> None:
     """A line before torch is loaded, which takes seconds; what lengths with a letter come to. On standard error."""
     if os.environ.get("RANK", "0") != "0" or any(word.partition("=")[0] in SHOWS for word in words):
         return
-    from ringattn.launch.lengths import lengths_told
-    from ringattn.launch.words import given_twice, that_count
+    from ringattn.launch.words import given_twice, lengths_told, that_count
 
     told = [STARTS[words[0]]] if words[0] in STARTS else []
     for line in (*told, *given_twice(words[1:]), *lengths_told(that_count(words[1:]))):

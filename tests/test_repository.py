@@ -246,7 +246,7 @@ def test_wheel_holds_the_package_and_nothing_else(checkout: Path, tmp_path: Path
     code = (
         "from ringattn.launch.measure.run_config import load_run\nfrom ringattn.launch.measure.sweep import described\n"
     )
-    code += "print(load_run(['shape=llama8b', 'mask=window']).shape.heads, len(described(['preset=weak'])[1]))"
+    code += "print(load_run(['shape=llama8b', 'window=[5,0]']).heads, len(described(['preset=weak'])[1]))"
     (tmp_path / "site").mkdir()
     with zipfile.ZipFile(wheel_path) as wheel:
         wheel.extractall(tmp_path / "site")

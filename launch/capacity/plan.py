@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from ringattn.errors import InputError
+from ringattn.launch.calls import schedule_option
 from ringattn.launch.capacity import hardware as machines
 from ringattn.launch.capacity.activations import PRECISIONS, RECOMPUTE, SAVED
 from ringattn.launch.capacity.fitting import (
@@ -34,7 +35,6 @@ from ringattn.launch.capacity.training_bytes import DATA, OFFLOADS, OPTIMIZERS, 
 from ringattn.launch.config import load
 from ringattn.launch.options import MOST, help_text, option
 from ringattn.launch.outputs import writing
-from ringattn.launch.schedules import schedule_option
 from ringattn.observe.files import write_file
 
 PURPOSE = """\

@@ -27,7 +27,7 @@ from ringattn.launch.doctor.probes import ERROR, LEVELS, NOTE, OK, WARNING, Find
 from ringattn.launch.doctor.ranks import examine
 from ringattn.launch.options import option
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
-from ringattn.launch.spelling import load_plain
+from ringattn.launch.words import load_plain
 from ringattn.transport.nccl.library import mismatch
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from ringattn.launch.measure.own_cluster import FILE, hardware
 from ringattn.launch.options import help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
-from ringattn.launch.spelling import load_plain
+from ringattn.launch.words import load_plain
 from ringattn.observe.files import write_file
 from ringattn.planner.cluster import UNITS, Cluster
 

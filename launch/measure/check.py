@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ringattn import masks
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
 from ringattn.errors import InputError
-from ringattn.launch.names import DTYPES, ENGINES
-from ringattn.launch.options import MOST_SEED, help_text, option
+from ringattn.launch.options import DTYPES, ENGINES, MOST_SEED, help_text, option
 from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
 from ringattn.schedule.routes import NUMBERED, ROUTES
 
@@ -85,8 +84,8 @@ class Case:
         """Whether branches of dilated segments meet."""
         return "dilated" in self.mask
 
-    def documents(self, length: int) -> list[int] | None:
-        """cu_seqlens of uneven documents, one of a single token and one empty."""
+    def cu_seqlens_at(self, length: int) -> list[int] | None:
+        """Return the boundaries of uneven documents, one of a single token and one empty; None for one document."""
         if "documents" not in self.mask:
             return None
         return [*sorted({0, length // 3, length // 3 + 1, length // 2, length}), length]

@@ -39,8 +39,8 @@ class Attending(Protocol):
         """Keyword arguments of the call, of its dense reference too."""
         ...
 
-    def documents(self, length: int) -> list[int] | None:
-        """cu_seqlens, or None for one sequence."""
+    def cu_seqlens_at(self, length: int) -> list[int] | None:
+        """The document boundaries; None for one document."""
         ...
 
 
@@ -61,7 +61,7 @@ def sequence_of(ring: Ring, call: Attending, length: int, layout: str | None = N
     options = call.options(length)
     kind = "causal" if options["causal"] else "full"
     kind = "dilated" if call.dilated else "window" if "window" in options else kind
-    return ring.sequence(length, cu_seqlens=call.documents(length), layout=layout or call.layout, for_=kind)
+    return ring.sequence(length, cu_seqlens=call.cu_seqlens_at(length), layout=layout or call.layout, for_=kind)
 
 
 def attended(ring: Ring, call: Attending, inputs: tuple[Tensor, ...], seq: Sequence, schedule: str) -> list[Tensor]:
@@ -79,7 +79,7 @@ def reference_and_bounds(call: Attending, inputs: tuple[Tensor, ...], engine: An
     length = inputs[0].shape[1]
     leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in inputs[:3]]
     dense = dense_dilated_attention if call.dilated else dense_attention
-    out, _ = dense(*leaves, cu_seqlens=call.documents(length), **call.options(length))
+    out, _ = dense(*leaves, cu_seqlens=call.cu_seqlens_at(length), **call.options(length))
     reference = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())]
     dtype = inputs[0].dtype
     if dtype in ABSOLUTE_BOUND:

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.application import composed_as, run_application
+from ringattn.launch.config import composed_as, run_application
 from ringattn.launch.failures import RanksError
 from ringattn.launch.measure.environment import code_version
 from ringattn.launch.measure.points import hash_of, make_record
-from ringattn.launch.measure.run import run_here
+from ringattn.launch.measure.run import met_in_job, run_here
 from ringattn.launch.measure.run_config import RunConfig, from_spec, spec_of, words_of
-from ringattn.launch.measure.submitted import meeting
 from ringattn.launch.options import option
 from ringattn.observe.files import write_file
 
@@ -92,7 +91,7 @@ def run_job(composed: DictConfig) -> None:
     folder = Path(job.folder)
     config = from_spec(json.loads(_asked(folder, job.point).read_text(encoding="utf-8")))
     if config.nnodes > 1:
-        config = meeting(config)
+        config = met_in_job(config)
     record = point_record(config)
     if record is not None:
         leave(folder, record)

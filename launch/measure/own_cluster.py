@@ -9,7 +9,6 @@ import json
 import os
 
 from ringattn.planner.cluster import CALIBRATED, Cluster
-from ringattn.transport import location
 
 FILE = CALIBRATED
 """What `ringattn calibrate` writes if it is not told otherwise."""
@@ -21,7 +20,7 @@ def own_cluster() -> Cluster | None:
 
     Raises `InputError` for a file that `RINGATTN_CALIBRATION` names and that cannot be read.
     """
-    from ringattn.transport.location import VARIABLE, own_calibration
+    from ringattn.transport.location import VARIABLE, own_calibration  # imports torch
 
     found = json.loads(own_calibration(os.environ.get(VARIABLE)) or "{}")
     return Cluster(**found["constants"]) if "constants" in found else None
@@ -29,5 +28,6 @@ def own_cluster() -> Cluster | None:
 
 def hardware() -> str:
     """The class of this machine, without its name."""
+    from ringattn.transport import location  # imports torch
 
     return location.hardware()

@@ -28,7 +28,7 @@ from ringattn.launch.measure.exactness import (
     sequence_of,
 )
 from ringattn.launch.measure.own_cluster import own_cluster
-from ringattn.launch.measure.run_config import RunConfig, call_of, from_spec
+from ringattn.launch.measure.run_config import RunConfig, from_spec
 from ringattn.launch.memory import PeakMemory
 from ringattn.observe.memory import is_shortage
 from ringattn.planner.cluster import Cluster, cluster_named
@@ -52,9 +52,8 @@ class GateError(RingError):
 def on_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
     """One process of the job: `spec` holds `config` (see `run_config.spec_of`) and `quiet`."""
     config = from_spec(spec["config"])
-    transport, engine = config.transport, config.engine.name
     try:
-        with Ring(transport=transport.name, engine=engine, timeout_s=config.timeout_s) as ring:
+        with Ring(transport=config.transport, engine=config.engine, timeout_s=config.timeout_s) as ring:
             silent = spec["quiet"] or ring.rank > 0
             say: Say = (lambda line: None) if silent else (lambda line: print(line, flush=True))
             return measure(ring, config, say)
@@ -72,14 +71,13 @@ def measure(ring: Ring, config: RunConfig, say: Say) -> dict[str, Any]:
     """
     errors = _gate(ring, config)
     say("gate: exact at a small size; " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
-    call = call_of(config)
-    seq = sequence_of(ring, call, call.tokens)
+    seq = sequence_of(ring, config, config.length)
     memory = PeakMemory(ring.device)
     leaves, dout = _inputs(ring, config, seq)
-    attend: Any = ring.dilated_attention if call.dilated else ring.attention
+    attend: Any = ring.dilated_attention if config.dilated else ring.attention
 
     def forward() -> Tensor:
-        out: Tensor = attend(*leaves, seq, schedule=call.schedule, **call.options(call.tokens))
+        out: Tensor = attend(*leaves, seq, schedule=config.schedule, **config.options(config.length))
         return out
 
     def backward(out: Tensor) -> Any:
@@ -108,14 +106,13 @@ def measure(ring: Ring, config: RunConfig, say: Say) -> dict[str, Any]:
 
 def _gate(ring: Ring, config: RunConfig) -> dict[str, float]:
     """The greatest absolute error of out, dq, dk, dv of the same call at a small size."""
-    call, shape = call_of(config), config.shape
-    length = min(call.tokens, max(GATE_TOKENS, GATE_TOKENS_PER_RANK * ring.world_size + 1))
-    heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.head_dim)
+    length = min(config.length, max(GATE_TOKENS, GATE_TOKENS_PER_RANK * ring.world_size + 1))
+    heads, dims = (config.heads, config.kv_heads), (config.head_dim, config.head_dim)
     inputs = tuple(x.to(ring.device) for x in drawn(1, length, heads, dims, DTYPES[config.dtype], config.seed))
-    got = attended(ring, call, inputs, sequence_of(ring, call, length), call.schedule)
+    got = attended(ring, config, inputs, sequence_of(ring, config, length), config.schedule)
     verdict: dict[str, Any] = {}
     if ring.rank == 0:
-        reference, bounds = reference_and_bounds(call, inputs, config.engine.name)
+        reference, bounds = reference_and_bounds(config, inputs, config.engine)
         for name, x, y, bound in zip(("out", "dq", "dk", "dv"), got, reference, bounds, strict=True):
             verdict[name] = [absolute_error(x, y), error_of(x, y) <= bound]  # a NaN is not within any bound
     verdict = json.loads(ring.all_gather_text(json.dumps(verdict))[0])
@@ -127,14 +124,14 @@ def _gate(ring: Ring, config: RunConfig) -> dict[str, float]:
 def _inputs(ring: Ring, config: RunConfig, seq: Sequence) -> tuple[list[Tensor], Tensor]:
     """This rank's shards of q, k, v, and of the gradient of the output; every rank draws its own."""
     generator = torch.Generator(ring.device).manual_seed(config.seed + ring.rank)
-    shape, tokens = config.shape, seq.counts[ring.rank]
+    tokens = seq.counts[ring.rank]
 
     def one(heads: int) -> Tensor:
-        sizes = config.batch, tokens, heads, shape.head_dim
+        sizes = config.batch, tokens, heads, config.head_dim
         return torch.randn(sizes, generator=generator, device=ring.device).to(DTYPES[config.dtype])
 
-    leaves = [one(heads).requires_grad_(config.backward) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    return leaves, one(shape.heads)
+    leaves = [one(heads).requires_grad_(config.backward) for heads in (config.heads, config.kv_heads, config.kv_heads)]
+    return leaves, one(config.heads)
 
 
 def _timed_pass(ring: Ring, forward: Callable[[], Tensor], backward: Callable[[Tensor], Any] | None) -> list[float]:
@@ -182,12 +179,12 @@ def _exposed(
 
 def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
     """From the plans of all ranks: the pairs that the mask keeps, times heads, and what was predicted, or None."""
-    options = call_of(config).options(seq.length)
+    options = config.options(seq.length)
     cluster = cluster_named(config.cluster) if config.cluster else own_cluster()
     explained = ring.explain(
-        seq, batch=config.batch, q_heads=config.shape.heads, kv_heads=config.shape.kv_heads,
-        head_dim=config.shape.head_dim, dtype=DTYPES[config.dtype], backward=config.backward,
-        schedule=config.schedule.name, **options,
+        seq, batch=config.batch, q_heads=config.heads, kv_heads=config.kv_heads,
+        head_dim=config.head_dim, dtype=DTYPES[config.dtype], backward=config.backward,
+        schedule=config.schedule, **options,
     )  # fmt: skip
     predicted = _predicted(explained, cluster.joined(ring.links)) if cluster else None
     return {"pairs": sum(explained.pairs), "predicted": predicted}
@@ -218,13 +215,13 @@ def _facts(config: RunConfig, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     seconds = np.max([one["times_s"] for one in by_rank], axis=0)  # (repeats, passes), of the slowest rank
     both_s = float(np.median(seconds.sum(1)))
     planned, exposed = by_rank[0]["planned"], [one["exposed"] for one in by_rank]
-    forward_flops = planned["pairs"] * config.batch * config.shape.head_dim * FORWARD_FLOPS_PER_DIM
+    forward_flops = planned["pairs"] * config.batch * config.head_dim * FORWARD_FLOPS_PER_DIM
     flops = forward_flops * (1 + BACKWARD_OVER_FORWARD * config.backward)
     return {
         "forward_ms": _spread(seconds[:, 0]),
         "backward_ms": _spread(seconds[:, 1]) if config.backward else None,
         "pass_ms": _spread(seconds.sum(1)),
-        "tokens_per_s": config.batch * (config.tokens or 0) / both_s,
+        "tokens_per_s": config.batch * config.length / both_s,
         "tflops": flops / both_s / 1e12,
         **{key: [one[key] for one in by_rank] for key in ("bytes_sent", "messages", "peak_bytes", "pool_bytes")},
         "exposed_ms": {

@@ -35,10 +35,6 @@ POINTS, ENVIRONMENTS, SWEEP = "points.jsonl", "environments.json", "sweep.json"
 def hash_of(config: RunConfig) -> str:
     """12 hex digits that differ where any option differs that may change the result."""
     options = {key: value for key, value in spec_of(config).items() if key not in BESIDE}
-    # As earlier versions had them, so that `compare` finds their points.
-    options["nproc"] = options.pop("ranks")
-    options["transport"]["timeout_s"] = options.pop("timeout_s")
-    options["cluster"] = options["cluster"] or "reference"
     return _digest(options)
 
 

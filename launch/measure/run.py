@@ -11,15 +11,14 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.application import composed_as, is_for_hydra, run_application
-from ringattn.launch.config import keys_of, swept
+from ringattn.launch.config import composed_as, is_for_hydra, keys_of, run_application, swept
 from ringattn.launch.failures import RanksError
 from ringattn.launch.measure.own_cluster import NONE
-from ringattn.launch.measure.run_config import RunConfig, load_run, refuse_ignored, resolved, spec_of, words_of
-from ringattn.launch.measure.submitted import in_job, meeting
+from ringattn.launch.measure.run_config import RunConfig, load_run, resolved, spec_of, words_of
 from ringattn.launch.nodes import Nodes
 from ringattn.launch.options import help_text
 from ringattn.launch.ranks import (
@@ -30,7 +29,7 @@ from ringattn.launch.ranks import (
     threads_for,
     torchrun_command,
 )
-from ringattn.launch.spelling import spelled
+from ringattn.launch.words import spelled
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -38,12 +37,14 @@ if TYPE_CHECKING:
 PURPOSE = """\
 Measures one attention call behind its exactness gate: times of the slowest rank, bytes, memory, error, prediction.
 Starts the ranks as processes of this machine; under torchrun it takes part in place. --dry-run prints the command.
-Example: ringattn run ranks=4 tokens=16384 schedule=ring mask=window mask.window_tokens=512
+Example: ringattn run ranks=4 tokens=16384 schedule=ring window=[511,0]
 Nodes:   ringattn run ranks=8 nnodes=2 node_rank=0 rdzv_endpoint=node0:29400    (on the other one node_rank=1)
 Hydra:   ringattn run -m tokens=4096,8192; --cfg job, --config-dir DIR, hydra/launcher=..., +, ++, ~ (--hydra-help)"""
 
 ENTRY = "ringattn.launch.measure.point:on_rank"
 DRY_RUN = "--dry-run"
+FIRST_PORT, PORTS = 20_000, 12_000
+"""Ports where the nodes of a Slurm job meet, below those that Linux assigns (net.ipv4.ip_local_port_range)."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,8 +101,6 @@ def measured(composed: DictConfig) -> float:
     from hydra.types import RunMode
 
     config, place = composed_as(RunConfig, composed), place_in_torchrun()
-    if HydraConfig.get().mode == RunMode.RUN:  # in other points of a multirun it may have an effect
-        refuse_ignored(HydraConfig.get().overrides.task, [config])
     if place is not None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise InputError("--multirun: started by torchrun, so every rank would run all points; leave torchrun out")
@@ -109,7 +108,7 @@ def measured(composed: DictConfig) -> float:
         ranks = agreed_ranks((config.ranks or 1) * config.nnodes if named else None, "ranks")
         config = replace(config, ranks=ranks, nnodes=1, node_rank=0)
     elif config.nnodes > 1 and not config.rdzv_endpoint and in_job():
-        config = meeting(config)
+        config = met_in_job(config)
     config = resolved(config)
     _check_meeting(config)
     facts = run_here(config, place)
@@ -121,6 +120,28 @@ def measured(composed: DictConfig) -> float:
 def _check_meeting(config: RunConfig) -> None:
     if config.nnodes > 1 and not config.rdzv_endpoint:
         raise InputError(f"nnodes={config.nnodes}: needs rdzv_endpoint=host:port of node 0, the same on all nodes")
+
+
+def in_job() -> bool:
+    """Whether submitit started this process."""
+    if find_spec("submitit") is None:
+        return False
+    from submitit import JobEnvironment
+
+    try:
+        return bool(JobEnvironment().activated())
+    except RuntimeError:
+        return False
+
+
+def met_in_job(config: RunConfig) -> RunConfig:
+    """Return `config` for this node of a submitit job, which starts one task per node, with the endpoint of node 0."""
+    from submitit import JobEnvironment
+
+    job = JobEnvironment()
+    host = "127.0.0.1" if job.name() == "local" else job.hostnames[0]
+    port = FIRST_PORT + int("".join(filter(str.isdecimal, job.job_id))) % PORTS
+    return replace(config, node_rank=job.global_rank, rdzv_endpoint=f"{host}:{port}")
 
 
 def run_here(config: RunConfig, place: Place | None, quiet: bool = False) -> dict[str, Any]:
@@ -144,7 +165,7 @@ def nodes_of(config: RunConfig) -> Nodes:
 def command_of(config: RunConfig) -> str:
     """The line that starts this run's ranks on this node by torchrun, for a shell."""
     assert config.ranks is not None
-    words = [*torchrun_command(config.ranks, nodes_of(config)), "-m", "ringattn.launch.run", *words_of(config)]
+    words = [*torchrun_command(config.ranks, nodes_of(config)), "-m", "ringattn", "run", *words_of(config)]
     return f"OMP_NUM_THREADS={config.threads_per_rank or threads_for(config.ranks)} {shlex.join(words)}"
 
 

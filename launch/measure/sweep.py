@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 from ringattn.errors import InputError, RingError
 from ringattn.launch.config import combinations, load, parse, swept
@@ -20,11 +21,10 @@ from ringattn.launch.measure.environment import code_version
 from ringattn.launch.measure.jobs import LAUNCHERS, Jobs, SlurmConfig, arrived, opened_jobs
 from ringattn.launch.measure.points import Folder, hash_of, opened, read_points
 from ringattn.launch.measure.run import DRY_RUN, command_of
-from ringattn.launch.measure.run_config import RunConfig, load_run, plain, refuse_ignored
-from ringattn.launch.measure.sweep_progress import SweepProgress
-from ringattn.launch.options import CONF, group, groups, help_text, leaves, option, presets_of
+from ringattn.launch.measure.run_config import RunConfig, load_run, plain
+from ringattn.launch.options import CONF, groups, help_text, leaves, option, presets_of
 from ringattn.launch.ranks import place_in_torchrun, threads_for
-from ringattn.launch.spelling import no_such_key, spelled
+from ringattn.launch.words import no_such_key, spelled
 
 PURPOSE = """\
 Measures every combination of the values given as key=1,2,4; all keys of `ringattn run` can have several. Given again
@@ -45,8 +45,8 @@ class SweepConfig:
 
     out: str = option("outputs/sweep", "folder of the records; one sweep a folder")
     launcher: str = option("local", "what starts the points", choices=tuple(LAUNCHERS))
-    preset: str | None = option(None, "values to start from", choices=tuple(presets_of(RunConfig, SCALING)))
-    slurm: SlurmConfig = group(SlurmConfig, {})
+    preset: str | None = option(None, "values to start from", choices=tuple(presets_of(SCALING)))
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
 
 class Point(NamedTuple):
@@ -99,10 +99,9 @@ def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
     for combination in combinations(theirs):
         label = " ".join(word for word in combination if word.partition("=")[0] in varying)
         try:
-            found.append(Point(load_run(combination, strict=False), combination, label))
+            found.append(Point(load_run(combination), combination, label))
         except InputError as error:
             raise InputError(f"{error} (in the point {label})" if label else str(error)) from error
-    refuse_ignored(theirs, [point.config for point in found])
     if options.launcher != "slurm":
         found = _equal_threads(found)
     points = _each_once(found)
@@ -224,6 +223,45 @@ def _measure(jobs: Jobs, folder: Folder, todo: Sequence[Point]) -> None:
         finally:
             over.set()
             watcher.join()
+
+
+class SweepProgress:
+    """Show progress: on a terminal a bar with the time left, elsewhere a line for each point. A context manager."""
+
+    def __init__(self, points: int) -> None:
+        self.points, self.done_points, self._spent_s = points, 0, 0.0
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._console = Console()
+        columns = TextColumn("sweep"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}")
+        self._bar = Progress(*columns, console=self._console) if self._console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("sweep", total=self.points, left="")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def done(self, line: str, wall_s: float) -> None:
+        """One more point has ended after `wall_s` seconds; `line` says which and how."""
+        self.done_points += 1
+        self._spent_s += wall_s
+        left = f"about {self.left_s:.0f} s left"
+        if self._bar is None:
+            print(f"{self.done_points}/{self.points}  {line}  {left}", flush=True)
+            return
+        self._bar.console.print(line, markup=False, highlight=False)
+        self._bar.update(self._task, completed=self.done_points, left=left)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that the other points take if they take as long as those that have ended, on average."""
+        return self._spent_s / self.done_points * (self.points - self.done_points)
 
 
 def table(points: Sequence[Point], records: Mapping[str, Mapping[str, Any]]) -> str:

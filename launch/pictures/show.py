@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ringattn.core.layout import LAYOUTS
 from ringattn.core.presets import OFFSETS
+from ringattn.errors import InputError
+from ringattn.launch.calls import TORCH_DTYPES, MaskedCallConfig, tokens_option
 from ringattn.launch.measure.own_cluster import NONE, own_cluster
-from ringattn.launch.options import MOST, help_text, option
+from ringattn.launch.options import DTYPES, MOST, help_text, option
 from ringattn.launch.outputs import writing
-from ringattn.launch.schedules import schedule_option
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, cluster_named
 from ringattn.schedule.text import to_text
 
@@ -22,32 +22,19 @@ if TYPE_CHECKING:
     from ringattn.explain import Explanation
     from ringattn.ring import Ring
 
-DTYPES = ("float32", "float64", "bfloat16", "float16")
-MOST_RANKS, MOST_HEADS = 2**10, 2**16
-"""Plans have an entry for each pair of ranks, dilated masks one for each head."""
+MOST_RANKS = 2**10
+"""Plans have an entry for each pair of ranks."""
 
 
 @dataclass
-class ExplainConfig:
-    """One attention call. Sizes count the whole sequence."""
+class ExplainConfig(MaskedCallConfig):
+    """One attention call, explained."""
 
-    ranks: int = option(4, "ranks to plan for", least=1, most=MOST_RANKS)
-    tokens: int = option(8192, "tokens of the sequence", least=0)
-    cu_seqlens: list[int] | None = option(None, "document boundaries, as cu_seqlens=[0,100,300]")
-    layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
-    schedule: str = schedule_option()
-    causal: bool = option(True, "keys after the query are hidden")
-    left: int = option(-1, "window: keys before the query, -1 for all", least=-1)
-    right: int = option(-1, "window: keys after the query, -1 for all", least=-1)
-    segment_lengths: list[int] | None = option(None, "dilated: tokens of each branch's segments, as [2048,8192]")
-    dilation_rates: list[int] | None = option(None, "dilated: every how-manieth row each branch keeps, as [1,4]")
-    offset: str = option("mod", "dilated: which rows a head keeps", choices=OFFSETS[:3])
-    batch: int = option(1, "sequences", least=1, most=MOST)
-    heads: int = option(8, "query heads", least=1, most=MOST_HEADS)
-    kv_heads: int = option(2, "key and value heads", least=1, most=MOST_HEADS)
+    tokens: int | None = tokens_option(8192, least=0)
     head_dim: int = option(128, "of queries, keys and values", least=1, most=MOST)
-    dtype: str = option("bfloat16", "of the inputs", choices=DTYPES)
-    backward: bool = option(True, "also the backward pass")
+    dtype: str = option("bf16", "of queries, keys and values", choices=DTYPES)
+    offset: str = option("mod", "dilated: which rows a head keeps", choices=OFFSETS[:3])
+    ranks: int = option(4, "ranks to plan for", least=1, most=MOST_RANKS)
     cluster: str = option("", "what times are predicted for: a file of `ringattn calibrate`, or one of "
                           + ", ".join(CLUSTERS) + "; this machine if not set and calibrated",
                           names=tuple(CLUSTERS))  # fmt: skip
@@ -57,6 +44,12 @@ class ExplainConfig:
     rows_picture: str = option("", "dilated: file to draw into which rows each rank keeps, sends and receives (PNG)",
                                writes="picture")  # fmt: skip
 
+    def check(self) -> None:
+        """See `MaskedCallConfig.check`."""
+        super().check()
+        if self.offset != "mod" and not self.dilated:
+            raise InputError(f"offset={self.offset}: has no effect without segment_lengths and dilation_rates")
+
 
 def main(argv: Sequence[str]) -> int:
     """The command. Raises `InputError` for bad options."""
@@ -65,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     from ringattn.launch.config import load
 
-    config = load(argv, schema=ExplainConfig)
+    config = load(argv, ExplainConfig)
+    config.check()
     explanation = explanation_of(config)
     print(explanation)
     if not explanation.predicts:
@@ -100,8 +94,8 @@ def explanation_of(config: ExplainConfig) -> Explanation:
         if ring.rank:
             return None
         seq = ring.sequence(
-            None if config.cu_seqlens else config.tokens, cu_seqlens=config.cu_seqlens, layout=config.layout,
-            for_="dilated" if config.segment_lengths else "causal",
+            config.length, cu_seqlens=config.cu_seqlens_at(config.length), layout=config.layout,
+            for_="dilated" if config.dilated else "causal",
         )  # fmt: skip
         return ring.explain(
             seq,
@@ -109,12 +103,9 @@ def explanation_of(config: ExplainConfig) -> Explanation:
             q_heads=config.heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            dtype=getattr(torch, config.dtype),
-            causal=config.causal,
-            window=(config.left, config.right),
-            segment_lengths=config.segment_lengths,
-            dilation_rates=config.dilation_rates,
+            dtype=getattr(torch, TORCH_DTYPES[config.dtype]),
             offset=config.offset,
+            **config.options(config.length),
             schedule=config.schedule,
             backward=config.backward,
             cluster=cluster or REFERENCE,

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from typing import Any, ClassVar
 
 from ringattn.core.layout import LAYOUTS
 from ringattn.errors import InputError
-from ringattn.launch.options import MOST, help_text, option
+from ringattn.launch.calls import MOST_HEADS, TORCH_DTYPES, CallConfig, schedule_option, tokens_option
+from ringattn.launch.options import DTYPES, MOST, help_text, option
 from ringattn.launch.outputs import writing
-from ringattn.launch.spelling import load_plain
+from ringattn.launch.words import load_plain
 from ringattn.observe.files import write_file
 from ringattn.planner.cluster import CLUSTERS, cluster_named
 from ringattn.planner.simulate import duration
-from ringattn.schedule.routes import ALIASES, NUMBERED, ROUTES
 
 PURPOSE = """\
 Simulates one attention call on so many ranks of a cluster: how long it takes, how long ranks work and wait, what they
@@ -35,28 +35,23 @@ MOST_RANKS = 2**14
 
 
 @dataclass
-class SimulateConfig:
-    """One attention call. Sizes count the whole sequence."""
+class SimulateConfig(CallConfig):
+    """One attention call, simulated."""
 
+    DEFAULT_TOKENS: ClassVar[int] = 131072
+
+    tokens: int | None = tokens_option(131072, most=MOST)
+    heads: int = option(32, "query heads", least=1, most=MOST_HEADS)
+    kv_heads: int = option(8, "key and value heads; divides heads", least=1, most=MOST_HEADS)
+    head_dim: int = option(128, "of queries, keys and values", least=1, most=MOST)
+    dtype: str = option("bf16", "of queries, keys and values", choices=DTYPES)
+    layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS[:3]))
+    schedule: str = schedule_option("ring")
     ranks: str = option("8", "ranks of the ring; several as 1,8,64")
-    tokens: int = option(131072, "tokens of the sequence, as 128K, 1M or 1B; of the most ranks where scaling is weak",
-                         least=1, most=MOST)  # fmt: skip
-    scaling: str = option("strong", "several ranks share the same tokens, or have as many each", choices=SCALINGS)
+    scaling: str = option("strong", "several ranks share the same tokens, or have as many each; tokens are those of "
+                          "the largest ring where scaling is weak", choices=SCALINGS)  # fmt: skip
     cluster: str = option("h100", "machines: a file of `ringattn calibrate`, or one of " + ", ".join(CLUSTERS),
                           names=tuple(CLUSTERS))  # fmt: skip
-    schedule: str = option(
-        "ring", "how keys and values travel", choices=tuple(ROUTES), aliases=ALIASES, numbered=NUMBERED
-    )
-    layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS[:3]))
-    causal: bool = option(True, "keys after the query are hidden")
-    left: int = option(-1, "window: keys before the query, -1 for all", least=-1, most=MOST)
-    right: int = option(-1, "window: keys after the query, -1 for all", least=-1, most=MOST)
-    batch: int = option(1, "sequences", least=1, most=MOST)
-    heads: int = option(32, "query heads", least=1, most=2**16)
-    kv_heads: int = option(8, "key and value heads; divides heads", least=1, most=2**16)
-    head_dim: int = option(128, "of queries, keys and values", least=1, most=MOST)
-    dtype: str = option("bfloat16", "of the inputs", choices=("float32", "float64", "bfloat16", "float16"))
-    backward: bool = option(True, "also the backward pass")
     overlap: bool = option(True, "messages travel beside the work of their step; else they follow it")
     sm_margin: int = option(0, "multiprocessors of a GPU that attention leaves to exchanges, as NCCL takes 8", least=0)
     slow_rank: str = option("", "ranks whose work takes longer, as 3:1.5 or 3:1.5,9:2")
@@ -74,6 +69,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     began = time.perf_counter()
     config = load_plain(argv, SimulateConfig)
+    config.check()
     ranks = counts(config.ranks)
     slow_ranks = [(rank, factor) for (rank,), factor in factors("slow_rank", config.slow_rank, 1)]
     slow_links = [(rank, peer, factor) for (rank, peer), factor in factors("slow_link", config.slow_link, 2)]
@@ -82,8 +78,8 @@ def main(argv: Sequence[str]) -> int:
     from ringattn.launch.measure.simulation import Call, Machines, shared_out, simulate_call  # numpy
     from ringattn.planner.simulate import Disturbance
 
-    left, right = (None if one < 0 else one for one in (config.left, config.right))
-    sizes = config.batch, config.heads, config.kv_heads, config.head_dim, config.dtype
+    left, right = config.bounds or (None, None)
+    sizes = config.batch, config.heads, config.kv_heads, config.head_dim, TORCH_DTYPES[config.dtype]
     call = Call(config.schedule, config.layout, config.causal, left, right, *sizes)
     disturbance = Disturbance(tuple(slow_ranks), tuple(slow_links), config.jitter, config.seed)
     machines = Machines(cluster, disturbance, config.overlap)
@@ -93,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         if len(ranks) > 1:
             print(f"\n{scaling} scaling", flush=True)
         head = HEADER
-        for count, tokens in zip(ranks, shared_out(config.tokens, ranks, scaling == "weak"), strict=True):
+        for count, tokens in zip(ranks, shared_out(config.length, ranks, scaling == "weak"), strict=True):
             watched = told_ranks(count, [rank for rank, _ in slow_ranks]) if len(ranks) == 1 else []
             # Both curves have the greatest number of ranks with all tokens.
             if (count, tokens) not in known:
@@ -177,7 +173,7 @@ def quantiles(values: Any) -> list[float]:
 def record(config: SimulateConfig, cluster: Any, curves: dict[str, list[Any]]) -> dict[str, Any]:
     """Everything for JSON; seconds and bytes."""
     return {
-        "config": asdict(config),
+        "config": {**asdict(config), "tokens": config.length},
         "cluster": {"name": cluster.name, "source": cluster.source},
         "curves": {
             scaling: [

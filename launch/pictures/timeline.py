@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringattn.core.layout import LAYOUTS
 from ringattn.errors import InputError
+from ringattn.launch.calls import TORCH_DTYPES, MaskedCallConfig
 from ringattn.launch.options import help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
-from ringattn.launch.schedules import schedule_option
 from ringattn.observe.files import write_file
 from ringattn.planner.cluster import CLUSTERS, Cluster, cluster_named
 from ringattn.planner.simulate import simulate
@@ -32,27 +31,14 @@ Traces one attention call on processes of this machine, or reads recordings of o
 did and when: exposed communication, overlap, a trace for ui.perfetto.dev and a picture, predicted times beside.
 Examples: ringattn timeline ranks=4 schedule=all_gather cluster=calibrated.json
           ringattn timeline recorded=recordings trace= picture=timeline.png"""
-CALL = ("ranks", "tokens", "layout", "schedule", "causal", "batch", "heads", "kv_heads", "head_dim", "dtype",
-        "backward")  # fmt: skip
-"""The options that describe the call, as `ringattn explain` has them too."""
 
 
 @dataclass
-class TimelineConfig:
-    """One recorded call. Sizes count the whole sequence."""
+class TimelineConfig(MaskedCallConfig):
+    """One recorded call."""
 
     ranks: int = option(4, "processes to start", least=1)
-    tokens: int = option(8192, "tokens of the sequence", least=1)
-    layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
-    schedule: str = schedule_option()
-    causal: bool = option(True, "keys after the query are hidden")
-    batch: int = option(1, "sequences", least=1)
-    heads: int = option(8, "query heads", least=1)
-    kv_heads: int = option(2, "key and value heads; divides heads", least=1)
-    head_dim: int = option(64, "of queries, keys and values", least=1)
-    dtype: str = option("float32", "of the inputs", choices=("float32", "float64", "bfloat16", "float16"))
-    backward: bool = option(True, "also the backward pass")
-    warm_ups: int = option(2, "calls before the recorded one", least=0)
+    warmup: int = option(2, "calls before the recorded one", least=0)
     cluster: str = option("", "predict with these constants: a preset, or a file of ringattn calibrate",
                           names=tuple(CLUSTERS))  # fmt: skip
     recorded: str = option("", "folder of recordings to read instead of running; keys describe their call")
@@ -71,8 +57,7 @@ def main(argv: Sequence[str]) -> int:
     from ringattn.launch.pictures.trace import chrome_trace
 
     config = load(argv, TimelineConfig)
-    if config.heads % config.kv_heads:
-        raise InputError(f"kv_heads={config.kv_heads}: does not divide heads={config.heads}")
+    config.check()
     cluster = cluster_named(config.cluster) if config.cluster else None
     tracks = read_tracks(Path(config.recorded)) if config.recorded else recorded_tracks(config)
     if config.keep:
@@ -123,28 +108,32 @@ def record_rank(ring: Ring, config: TimelineConfig) -> Track:
     from ringattn.launch.pictures.alignment import clock_offset
     from ringattn.launch.pictures.trace import Track
 
-    seq = ring.sequence(config.tokens, layout=config.layout)
+    seq = ring.sequence(
+        config.length, cu_seqlens=config.cu_seqlens_at(config.length), layout=config.layout,
+        for_="dilated" if config.dilated else "causal",
+    )  # fmt: skip
+    attend: Any = ring.dilated_attention if config.dilated else ring.attention
     generator = torch.Generator().manual_seed(ring.rank)
 
     def tensor(heads: int) -> torch.Tensor:
         shape = config.batch, seq.counts[ring.rank], heads, config.head_dim
-        return torch.randn(shape, generator=generator).to(ring.device, getattr(torch, config.dtype))
+        return torch.randn(shape, generator=generator).to(ring.device, getattr(torch, TORCH_DTYPES[config.dtype]))
 
     q, k, v = (tensor(n).requires_grad_(config.backward) for n in (config.heads, config.kv_heads, config.kv_heads))
     dout = tensor(config.heads)
 
     def call(number: int) -> None:
         if ring.rank == 0:
-            print(f"call {number + 1} of {config.warm_ups + 1}", flush=True)
+            print(f"call {number + 1} of {config.warmup + 1}", flush=True)
         ring.barrier()
-        out = ring.attention(q, k, v, seq, causal=config.causal, schedule=config.schedule)
+        out = attend(q, k, v, seq, schedule=config.schedule, **config.options(config.length))
         if config.backward:
             torch.autograd.grad(out, (q, k, v), dout)
 
-    for number in range(config.warm_ups):
+    for number in range(config.warmup):
         call(number)
     with ring.recording() as recording:
-        call(config.warm_ups)
+        call(config.warmup)
     return Track.of(recording, clock_offset(ring.transport.all_gather_bytes, ring.rank))
 
 
@@ -155,7 +144,8 @@ def predicted_spans(config: TimelineConfig, cluster: Cluster, tracks: Sequence[T
 
     if len(tracks) != config.ranks:
         raise InputError(f"ranks={config.ranks}: {len(tracks)} ranks were recorded; describe the recorded call")
-    explanation = explanation_of(ExplainConfig(**{name: getattr(config, name) for name in CALL}))
+    keys = [described.name for described in fields(MaskedCallConfig)]
+    explanation = explanation_of(ExplainConfig(ranks=config.ranks, **{key: getattr(config, key) for key in keys}))
     predicted: list[ByRank] = [simulate(plans, cluster).spans for plans in explanation.plans]
     check_alike(tracks, predicted)
     return predicted

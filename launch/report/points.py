@@ -16,7 +16,6 @@ from typing import Any
 
 from ringattn.errors import InputError
 from ringattn.launch.measure.points import ENVIRONMENTS, POINTS
-from ringattn.launch.measure.run_config import MASK_OPTIONS
 
 REQUIRED = ("hash", "status", "config", "world_size", "tokens")
 """Without these a line is no point; whatever else is missing is unknown."""
@@ -25,9 +24,8 @@ CHOICES = ("schedule", "layout", "engine", "transport")
 BETWEEN = ("schedule", "layout", "transport")
 """Of those: what is between ranks. One rank alone sends nothing and owns all tokens, so they are all the same there."""
 ANY = "any"
-AXES = ("ranks", "nproc", "nnodes", "tokens", "tokens_per_rank")
-"""What goes along an axis, in one way of writing it or another; no part of a series' name. Sweeps of earlier versions
-have nproc for ranks."""
+AXES = ("ranks", "nnodes", "tokens", "tokens_per_rank")
+"""What an axis shows, in one way of writing it or another; no part of the name of a series."""
 BESIDE = ("node_rank", "rdzv_endpoint", "timeout_s", "limit_s", "threads_per_rank")
 """What says how ranks were started, and follows the number of ranks."""
 
@@ -101,15 +99,8 @@ class Point:
 
     @cached_property
     def options(self) -> dict[str, str]:
-        """The configuration, flat: `schedule.name` is `schedule`, other nested keys keep their dots; values as text.
-
-        Without the options that its kind of mask does not use.
-        """
-        config = self.record["config"]
-        kind = (config.get("mask") or {}).get("kind")
-        idle = {f"mask.{key}" for other, keys in MASK_OPTIONS.items() if other != kind for key in keys}
-        found = {key: value for key, value in flat(config) if key not in idle}
-        return {key.removesuffix(".name").removeprefix("shape."): value for key, value in found.items()}
+        """The configuration, values as text."""
+        return dict(flat(self.record["config"]))
 
     @property
     def batch(self) -> int:

@@ -14,7 +14,19 @@ from ringattn.launch.report.series import Series, by_size, groups_of, scaling
 
 BEST, UNKNOWN = "★", "–"
 MIB = 2**20
-ALWAYS_SHOWN = ("mask.kind", "schedule", "layout", "dtype", "transport", "engine", "heads", "kv_heads", "head_dim")
+ALWAYS_SHOWN = (
+    "causal",
+    "window",
+    "mask",
+    "schedule",
+    "layout",
+    "dtype",
+    "transport",
+    "engine",
+    "heads",
+    "kv_heads",
+    "head_dim",
+)
 """Options that head the list of what all points share, in this order; the others follow by name."""
 
 

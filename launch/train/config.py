@@ -10,10 +10,9 @@ from typing import Any
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
 from ringattn.core.presets import check, coverage_warnings
 from ringattn.errors import InputError
+from ringattn.launch.calls import schedule_option
 from ringattn.launch.config import load
-from ringattn.launch.names import ENGINES
-from ringattn.launch.options import MOST_SEED, option
-from ringattn.launch.schedules import schedule_option
+from ringattn.launch.options import ENGINES, MOST_SEED, option
 
 ATTENTION = ("full", "dilated")
 NONFINITE = ("stop", "skip")

@@ -25,8 +25,8 @@ def record(
     """One line of `points.jsonl`; exactly the same for the same arguments."""
     config = {
         "ranks": ranks, "tokens": tokens, "layout": layout, "dtype": dtype, "batch": 1, "repeats": 10,
-        "schedule": {"name": schedule}, "transport": {"name": "gloo"}, "engine": {"name": "aten"},
-        "shape": {"heads": HEADS, "kv_heads": 2, "head_dim": HEAD_DIM}, "mask": {"kind": "causal", "window": None},
+        "schedule": schedule, "transport": "gloo", "engine": "aten", "heads": HEADS, "kv_heads": 2,
+        "head_dim": HEAD_DIM, "causal": True, "window": None, "mask": None,
         "cluster": "cpu-core",
     }  # fmt: skip
     shared = {

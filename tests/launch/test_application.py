@@ -36,7 +36,7 @@ class StandIn:
         if self.error is not None:
             raise self.error
         assert config.tokens is not None
-        milliseconds = config.tokens * (2 if config.schedule.name == "ring" else 1)
+        milliseconds = config.tokens * (2 if config.schedule == "ring" else 1)
         return {"forward_ms": {"median": milliseconds}, "backward_ms": None}
 
 
@@ -65,11 +65,11 @@ def test_plain_words_write_nothing(ranks: StandIn, tmp_path: Path, capsys: pytes
 
 
 def test_cfg_job_shows_the_configuration(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "--cfg", "job", "mask=window", "nproc=3", "shape=llama8b", "tokens=128k"]) == 0
+    assert cli.main(["run", "--cfg", "job", "window=[5,0]", "ranks=3", "shape=llama8b", "tokens=128k"]) == 0
     told = capsys.readouterr()
     shown = OmegaConf.create(told.out)
     assert not told.err and shown.tokens == 128_000
-    assert (shown.mask.kind, shown.ranks, shown.shape.heads, "hydra" in shown) == ("window", 3, 32, False)
+    assert (shown.window, shown.ranks, shown.heads, "hydra" in shown) == ([5, 0], 3, 32, False)
     assert not ranks.ran and not files(tmp_path)
 
 
@@ -83,7 +83,7 @@ def test_info(ranks: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_multirun_has_a_job_a_point(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["-m", "tokens=64,96", "schedule=ring,direct", "hydra.sweep.dir=sweep"]) == 0
-    found = [(one.tokens, one.schedule.name) for one in ranks.ran]
+    found = [(one.tokens, one.schedule) for one in ranks.ran]
     assert found == [(64, "ring"), (64, "direct"), (96, "ring"), (96, "direct")]
     assert OmegaConf.load("sweep/3/.hydra/overrides.yaml") == ["tokens=96", "schedule=direct"]
     assert "sweep/multirun.yaml" in files(tmp_path) and {file.split("/")[0] for file in files(tmp_path)} == {"sweep"}
@@ -107,23 +107,23 @@ def test_a_run_directory_of_ones_own(ranks: StandIn, tmp_path: Path) -> None:
 
 def test_configs_and_groups_of_ones_own(ranks: StandIn, tmp_path: Path) -> None:
     conf = tmp_path / "conf"
-    (conf / "mask").mkdir(parents=True)
-    (conf / "mask" / "near.yaml").write_text("kind: window\nwindow_tokens: 7\n")
-    (conf / "nightly.yaml").write_text("defaults:\n  - run\n  - override mask: near\n  - _self_\ntokens: 96\n")
-    (conf / "bare.yaml").write_text("tokens: 80\nshape: {heads: 4, kv_heads: 4}\n")
-    assert run.main(["--config-dir", "conf", "mask=near", "tokens=64"]) == 0
+    (conf / "shape").mkdir(parents=True)
+    (conf / "shape" / "near.yaml").write_text("# @package _global_\nheads: 6\nwindow: [7, 0]\n")
+    (conf / "nightly.yaml").write_text("defaults:\n  - run\n  - override shape: near\n  - _self_\ntokens: 96\n")
+    (conf / "bare.yaml").write_text("tokens: 80\nheads: 4\nkv_heads: 4\n")
+    assert run.main(["--config-dir", "conf", "shape=near", "tokens=64"]) == 0
     assert run.main(["--config-dir=conf", "--config-name=nightly", "++repeats=3"]) == 0
     assert run.main(["-cd", "conf", "-cn", "bare"]) == 0
-    assert run.main(["hydra.searchpath=[file://conf]", "mask=near", "tokens=48"]) == 0
-    found = [(one.tokens, one.mask.kind, one.mask.window_tokens, one.repeats) for one in ranks.ran]
-    assert found == [(64, "window", 7, 10), (96, "window", 7, 3), (80, "causal", 1024, 10), (48, "window", 7, 10)]
-    assert ranks.ran[2].shape.heads == 4 and ranks.ran[2].shape.head_dim == 64
+    assert run.main(["hydra.searchpath=[file://conf]", "shape=near", "tokens=48"]) == 0
+    found = [(one.tokens, one.heads, one.window, one.repeats) for one in ranks.ran]
+    assert found == [(64, 6, [7, 0], 10), (96, 6, [7, 0], 3), (80, 4, None, 10), (48, 6, [7, 0], 10)]
+    assert ranks.ran[2].kv_heads == 4 and ranks.ran[2].head_dim == 64
 
 
 def test_the_signs(ranks: StandIn) -> None:
     assert run.main(["++tokens=64", "+seed=5"]) == 2  # Hydra: there is one already
-    assert run.main(["++tokens=64", "+tokens_per_rank=null", "++nproc=2", "~mask"]) == 0
-    assert (ranks.ran[0].tokens, ranks.ran[0].ranks, ranks.ran[0].mask.kind) == (64, 2, "causal")
+    assert run.main(["++tokens=64", "+tokens_per_rank=null", "++ranks=2", "~shape"]) == 0
+    assert (ranks.ran[0].tokens, ranks.ran[0].ranks, ranks.ran[0].heads) == (64, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -133,12 +133,12 @@ def test_the_signs(ranks: StandIn) -> None:
         pytest.param("++toknes=64", "toknes: no such key; did you mean tokens?", marks=pytest.mark.slow),
         ("+toknes=64", "toknes: no such key; did you mean tokens?"),
         pytest.param(
-            "+mask.windowtokens=64",
-            "mask.windowtokens: no such key; did you mean mask.window_tokens?",
+            "+mask.kind=full",
+            "mask.kind=full: this key has another name here; write mask",
             marks=pytest.mark.slow,
         ),
         pytest.param("--cfg job schedule=rign", "schedule=rign: choose one of auto, ring", marks=pytest.mark.slow),
-        pytest.param("-m schedule=ring,rign", "Could not find 'schedule/rign'", marks=pytest.mark.slow),
+        pytest.param("-m schedule=ring,rign", "schedule=rign: choose one of auto, ring", marks=pytest.mark.slow),
         pytest.param(
             "++tokens=x",
             "tokens=x: is no length; write 131072, 128k, 128Ki, 1M",
@@ -174,11 +174,11 @@ def test_mistakes(words: str, told: str, ranks: StandIn, capsys: pytest.CaptureF
 
 def test_a_yaml_with_a_wrong_key(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [run, _self_]\ntoknes: 64\n")
-    (tmp_path / "bare.yaml").write_text("mask: {windowtokens: 64}\n")
+    (tmp_path / "bare.yaml").write_text("mask: {kind: full}\n")
     assert run.main(["--config-dir=.", "--config-name=mine"]) == 2
     assert "Key 'toknes' not in 'RunConfig'" in capsys.readouterr().err
     assert run.main(["--config-dir=.", "--config-name=bare"]) == 2
-    assert "mask.windowtokens: no such key; did you mean mask.window_tokens?" in capsys.readouterr().err
+    assert "mask.kind=full: this key has another name here; write mask" in capsys.readouterr().err
     assert not ranks.ran
 
 
@@ -191,8 +191,8 @@ def test_a_point_that_fails(
     assert "ringattn run: rank 1 is lost" in capsys.readouterr().err
     assert len(ranks.ran) == 2  # the others run, and the multirun fails
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(Exception, match="Could not find 'schedule/rign'"):
-        run.main(["-m", "schedule=ring,rign"])
+    with pytest.raises(Exception, match="Could not find 'shape/rign'"):
+        run.main(["-m", "shape=small,rign"])
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
 
 

@@ -23,10 +23,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def ringattn(folder: Path, *words: str, beside: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m ringattn.launch.run` in `folder`, with the packages in `beside`."""
+    """`python -m ringattn run` in `folder`, with the packages in `beside`."""
     path = os.pathsep.join(str(one) for one in (ROOT, beside) if one is not None)
     return subprocess.run(
-        [sys.executable, "-m", "ringattn.launch.run", *words], cwd=folder, env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-m", "ringattn", "run", *words], cwd=folder, env={**os.environ, "PYTHONPATH": path},
         capture_output=True, text=True, timeout=560,
     )  # fmt: skip
 
@@ -44,7 +44,7 @@ def test_jobs_of_joblib(tmp_path: Path) -> None:
     done = ringattn(tmp_path, *words, "schedule=direct", "tokens=64", *SMALL, beside=environment(*JOBLIB))
     assert done.returncode == 0, done.stderr
     assert "Joblib.Parallel" in done.stdout and "\nforward " in done.stdout
-    assert OmegaConf.load(tmp_path / "sweep" / "0" / ".hydra" / "config.yaml").schedule.name == "direct"
+    assert OmegaConf.load(tmp_path / "sweep" / "0" / ".hydra" / "config.yaml").schedule == "direct"
 
 
 def test_optuna_minimises_the_time(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ringattn.launch.measure import calibrate, calibration
 from ringattn.launch.measure.calibrate import CalibrateConfig
 from ringattn.launch.measure.calibration import COPY_BYTES, MESSAGE_BYTES, SHAPES, Shape, finalized
 from ringattn.launch.measure.constants import constants_of, least_squares, link_fit
-from ringattn.launch.spelling import load_plain
+from ringattn.launch.words import load_plain
 from ringattn.planner.cluster import UNITS, Cluster, cluster_named
 from ringattn.planner.simulate import simulate
 from ringattn.planner.work import COPIED, call_work, computed_pairs, work_s
@@ -173,7 +173,7 @@ def test_bad_words_are_refused(word: str, says: str) -> None:
 def test_words_are_read_as_hydra_reads_them() -> None:
     """`calibrate` runs where there is no Hydra, and understands what other commands do."""
     for words in (
-        ["nproc=3", "dtype=bf16", "rounds=2"],
+        ["ranks=3", "dtype=bf16", "rounds=2"],
         ["dtype=null", "out='with a blank.json'"],
         ["transport=gloo", 'out="x.json"'],
     ):

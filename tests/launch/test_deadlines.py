@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 import ringattn
+from ringattn.errors import InputError
 from ringattn.launch.config import load
 from ringattn.launch.doctor.doctor import DoctorConfig
 from ringattn.launch.measure import calibration, check, point
 from ringattn.launch.measure.calibrate import CalibrateConfig
 from ringattn.launch.measure.check import CheckConfig
-from ringattn.launch.measure.points import hash_of
 from ringattn.launch.measure.run_config import RunConfig, load_run, spec_of
 from ringattn.launch.options import leaves
 from ringattn.launch.pictures import timeline
@@ -63,9 +63,9 @@ def test_the_ring_gets_it(open_ring: Callable[[], Any], monkeypatch: pytest.Monk
         open_ring()
 
 
-def test_the_spelling_of_earlier_versions_is_read() -> None:
-    assert load(["transport.timeout_s=7"], RunConfig, "run").timeout_s == 7.0
-    assert hash_of(load_run(["tokens=64"])) == "2fde803fe2ee"  # of a sweep that earlier versions have begun
+def test_the_former_key_is_refused() -> None:
+    with pytest.raises(InputError, match=r"^transport\.timeout_s=7: this key has another name here; write timeout_s=7"):
+        load(["transport.timeout_s=7"], RunConfig, "run")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 
 from ringattn import cli
 from ringattn.engine import select
-from ringattn.launch import names
+from ringattn.launch import options
 from ringattn.launch.measure import exactness
 from ringattn.launch.options import help_text
 from ringattn.launch.train.config import TrainConfig
@@ -27,7 +27,7 @@ SLOW = ("torch", "hydra", "matplotlib", "jinja2")
 
 
 def test_the_names_are_those_of_what_they_name() -> None:
-    assert (names.ENGINES, names.TRANSPORTS, names.DTYPES) == (
+    assert (options.ENGINES, options.TRANSPORTS, options.DTYPES) == (
         select.ENGINES, rendezvous.TRANSPORTS, tuple(exactness.DTYPES)
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ INSIDE = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127
         ("run shedule=ring", "shedule: no such key; did you mean schedule?"),
         ("run repeats=0", "repeats=0: must be at least 1"),
         ("run ranks=8 tokens=4", "ranks=8: 8 ranks are more than tokens=4"),
-        ("run shape.heads=8 shape.kv_heads=3", "shape.kv_heads=3: does not divide shape.heads=8; use a divisor"),
+        ("run heads=8 kv_heads=3", "kv_heads=3: does not divide heads=8; use a divisor"),
         ("run tokens=64,128", "tokens: one value at a time; run `ringattn sweep` instead"),
         ("sweep out=/proc/nowhere tokens=64,128", "out=/proc/nowhere: cannot be written"),
         ("sweeep ranks=1,2", "'sweeep' is not a command; did you mean sweep?"),
@@ -73,7 +73,7 @@ def test_mistakes_under_torchrun(
 
 @pytest.mark.slow
 def test_a_mistake_under_torchrun_is_an_exit_code() -> None:
-    done = ringattn("ranks=8", "tokens=64", env=INSIDE, module=("ringattn.launch.run",))
+    done = ringattn("run", "ranks=8", "tokens=64", env=INSIDE)
     assert done.returncode == 2 and "torchrun started 4; leave ranks out" in done.stderr, done.stderr
 
 

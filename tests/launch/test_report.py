@@ -220,16 +220,14 @@ def test_an_upper_bound_of_the_overlap_is_called_so(tmp_path: Path) -> None:
     assert "overlap, at most" in results(bound).columns
 
 
-def test_options_that_a_mask_does_not_use_are_not_listed(tmp_path: Path) -> None:
-    def masked(line: Record) -> Record:
-        kind = "causal" if line["world_size"] == 1 else "window"
-        mask = {"kind": kind, "window_tokens": 64, "documents": 8, "branches": 3, "segment_tokens": 2048, "ratio": 4}
-        return {**line, "config": {**line["config"], "mask": mask}}
+def test_options_that_a_point_does_not_have_are_not_listed(tmp_path: Path) -> None:
+    def windowed(line: Record) -> Record:
+        return {**line, "config": {**line["config"], "window": None if line["world_size"] == 1 else [63, 0]}}
 
-    sweep = read_sweep(folder(tmp_path, [record(1, 4096), record(2, 4096)], masked))
-    assert sweep.varying == ["mask.kind", "mask.window_tokens"]
-    assert [sweep.option(point, "mask.window_tokens") for point in sweep.points] == ["", "64"]
-    assert not {"mask.documents", "mask.branches", "mask.ratio"} & {key for key, _ in shared_options(sweep)}
+    sweep = read_sweep(folder(tmp_path, [record(1, 4096), record(2, 4096)], windowed))
+    assert sweep.varying == ["window"]
+    assert [sweep.option(point, "window") for point in sweep.points] == ["", "[63, 0]"]
+    assert not {"window", "mask"} & {key for key, _ in shared_options(sweep)}
 
 
 def test_bytes_and_waits_are_of_the_worst_rank(tmp_path: Path) -> None:

@@ -16,26 +16,21 @@ from typing import Any
 import pytest
 import torch
 
+from ringattn import masks
 from ringattn.engine.select import ENGINES
 from ringattn.errors import InputError, OutOfMemoryError
+from ringattn.launch.capacity.plan import PlanConfig
 from ringattn.launch.measure import point
+from ringattn.launch.measure.check import CheckConfig
 from ringattn.launch.measure.environment import code_version, environment
 from ringattn.launch.measure.points import MEASURED
 from ringattn.launch.measure.run import load_here, main
-from ringattn.launch.measure.run_config import (
-    MaskConfig,
-    MeasuredCall,
-    RunConfig,
-    call_of,
-    from_spec,
-    load_run,
-    resolved,
-    spec_of,
-    words_of,
-)
+from ringattn.launch.measure.run_config import RunConfig, from_spec, load_run, resolved, spec_of, words_of
 from ringattn.launch.measure.sweep import SweepConfig
 from ringattn.launch.options import leaves, presets_of
-from ringattn.launch.train.config import load_train
+from ringattn.launch.pictures.show import ExplainConfig
+from ringattn.launch.pictures.timeline import TimelineConfig
+from ringattn.launch.train.config import TrainConfig
 from ringattn.ring import Ring
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
@@ -45,9 +40,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ["shape=small", "tokens=120", "warmup=1", "repeats=2"]
 
 OPTIONS = """
-ranks nnodes node_rank rdzv_endpoint tokens tokens_per_rank batch layout dtype backward warmup repeats seed
-threads_per_rank timeout_s limit_s cluster shape.heads shape.kv_heads shape.head_dim mask.kind mask.window_tokens
-mask.documents mask.branches mask.segment_tokens mask.ratio schedule.name transport.name engine.name
+tokens batch heads kv_heads head_dim dtype causal window layout schedule backward mask documents cu_seqlens
+segment_lengths dilation_rates ranks tokens_per_rank engine transport warmup repeats seed nnodes node_rank
+rdzv_endpoint threads_per_rank timeout_s limit_s cluster
 """.split()
 SWEEP_OPTIONS = """
 out launcher preset slurm.partition slurm.account slurm.gpus_per_node slurm.cpus_per_task slurm.mem_gb
@@ -76,30 +71,29 @@ def test_the_options_are_these() -> None:
     assert [leaf for leaf, _, _ in leaves(SweepConfig())] == SWEEP_OPTIONS
 
 
-def test_groups_are_the_lists_of_the_runtime() -> None:
-    assert presets_of(RunConfig, "schedule") == ["auto", *ROUTES]
-    assert presets_of(RunConfig, "engine") == list(ENGINES)
-    assert presets_of(RunConfig, "transport") == ["auto", "shm", "gloo", "nccl", "peer"]
-    assert presets_of(RunConfig, "shape") == ["llama70b", "llama8b", "small"]
-    for group in ("schedule", "engine", "transport", "mask", "shape"):
-        for name in presets_of(RunConfig, group):
-            chosen = getattr(load_run([f"{group}={name}"]), group)
-            assert group == "shape" or name in (getattr(chosen, "name", None), getattr(chosen, "kind", None))
+def test_names_are_the_lists_of_the_runtime() -> None:
+    choices = {key: field.metadata.get("choices") for key, _, field in leaves(RunConfig())}
+    assert choices["schedule"] == ("auto", *ROUTES) and choices["engine"] == ENGINES
+    assert choices["transport"] == ("auto", "shm", "gloo", "nccl", "peer")
 
 
-@pytest.mark.parametrize("words", [["mask=window", "mask.window_tokens=7"], ["mask.window_tokens=7", "mask=window"]])
-def test_a_key_is_laid_over_its_preset(words: list[str]) -> None:
-    assert load_run(words).mask == MaskConfig("window", window_tokens=7)
+def test_a_key_counts_more_than_its_preset() -> None:
+    assert presets_of("shape") == ["llama70b", "llama8b", "small"]
+    for words in (["shape=llama8b", "heads=16"], ["heads=16", "shape=llama8b"]):
+        config = load_run(words)
+        assert (config.heads, config.kv_heads, config.head_dim) == (16, 8, 128)
 
 
-def test_a_group_of_one_command_leaves_the_keys_of_another() -> None:
-    assert load_run(["schedule=direct"]).schedule.name == "direct"
-    assert load_train(["schedule=direct"]).schedule == "direct"  # a plain key there, a group here
+@pytest.mark.parametrize("schema", [RunConfig, CheckConfig, ExplainConfig, PlanConfig, TrainConfig, TimelineConfig])
+def test_no_key_has_the_name_of_a_folder_of_presets(schema: Any) -> None:
+    """Hydra would read the key as a choice of a preset, in every command."""
+    keys = {leaf for leaf, _, _ in leaves(schema())}
+    assert not keys & {folder.name for folder in (ROOT / "launch" / "conf").iterdir()}
 
 
 def test_words_and_specs_give_the_same_run_again() -> None:
-    words = ["mask=dilated", "mask.branches=2", "shape=llama8b", "tokens_per_rank=40", "ranks=3", "backward=false",
-             "engine=plain", "threads_per_rank=2", "rdzv_endpoint=node0:29400"]  # fmt: skip
+    words = ["segment_lengths=[64,128]", "dilation_rates=[1,2]", "shape=llama8b", "tokens_per_rank=40", "ranks=3",
+             "backward=false", "engine=plain", "threads_per_rank=2", "rdzv_endpoint=node0:29400"]  # fmt: skip
     config = load_run(words)
     assert config.tokens == 120
     assert load_run(words_of(config)) == config == from_spec(spec_of(config))
@@ -109,16 +103,27 @@ def test_words_and_specs_give_the_same_run_again() -> None:
     ("words", "message"),
     [
         ("shedule=ring", "shedule: no such key; did you mean schedule?"),
-        ("mask.window_tokens=5", "mask.window_tokens=5: has no effect with mask=causal; it goes with mask=window"),
-        ("mask=full mask.documents=16", "mask.documents=16: has no effect with mask=full; it goes with mask=documents"),
-        ("mask.windowtokens=3", "mask.windowtokens: no such key; did you mean mask.window_tokens?"),
+        ("mask.window_tokens=5", "mask.window_tokens=5: this key has another name here; write window=[LEFT,RIGHT]"),
+        ("mask=window", "mask=window: is not a mask here; write window=[1023,0]"),
+        ("mask=prefixes:3", "mask='prefixes:3': 'prefixes' is not a mask"),
+        ("mask=prefix:3 causal=false", "mask=prefix:3: has no effect with causal=false"),
+        ("mask=global_tokens:3", "mask=global_tokens:3: has no effect without a window"),
+        ("window=[5]", "window=[5]: write the keys before and after the query"),
+        ("window=5", "window: should be a list"),
+        ("segment_lengths=[64]", "segment_lengths: goes with dilation_rates; give both or neither"),
+        ("dilation_rates=[1]", "dilation_rates: goes with segment_lengths; give both or neither"),
+        ("segment_lengths=[64] dilation_rates=[1] window=[5,0]", "dilated branches take neither mask nor window"),
+        ("cu_seqlens=[0,9] documents=2", "cu_seqlens=[0,9]: give it or documents=2, not both"),
+        ("cu_seqlens=[0,9] tokens=8", "tokens=8: cu_seqlens ends at 9; leave tokens out"),
+        ("segment_lengths=[0] dilation_rates=[1]", "segment_lengths must be positive whole numbers, got 0"),
+        ("cu_seqlens=[]", "cu_seqlens=[]: write the boundaries"),
         ("schedule=rign", "schedule=rign: choose one of auto, ring, all_gather"),
         ("repeats=0", "repeats=0: must be at least 1"),
-        ("shape.heads=6 shape.kv_heads=4", "shape.kv_heads=4: does not divide shape.heads=6"),
+        ("heads=6 kv_heads=4", "kv_heads=4: does not divide heads=6"),
         ("ranks=9 tokens=8", "ranks=9: 9 ranks are more than tokens=8"),
         ("ranks=3 nnodes=3 rdzv_endpoint=a:1 tokens=8", "9 ranks are more than tokens=8"),
         ("tokens=8 tokens_per_rank=4", "give it or tokens=8, not both"),
-        ("layout=per_document", "layout=per_document: needs documents; use mask=documents"),
+        ("layout=per_document", "layout=per_document: needs documents; use documents=8"),
         ("nnodes=2 node_rank=2 rdzv_endpoint=a:1", "nodes are numbered from 0"),
         ("nnodes=2", "nnodes=2: needs rdzv_endpoint=host:port"),
         ("rdzv_endpoint=node0", "rdzv_endpoint=node0: write host:port"),
@@ -154,7 +159,7 @@ def point_place() -> Any:
 
 def measured(words: Sequence[str], ranks: int) -> list[dict[str, Any]]:
     config = load_run([*TINY, *words, f"ranks={ranks}"])
-    return run_ranks(ranks, lambda ring: point.measure(ring, config, lambda line: None), engine=config.engine.name)
+    return run_ranks(ranks, lambda ring: point.measure(ring, config, lambda line: None), engine=config.engine)
 
 
 def kept_pairs(mask: str, tokens: int) -> int:
@@ -169,14 +174,14 @@ def kept_pairs(mask: str, tokens: int) -> int:
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents"])
 def test_facts_of_a_point(mask: str) -> None:
-    size = ["mask.window_tokens=50"] if mask == "window" else []
-    config = load_run([*TINY, f"mask={mask}", *size, "schedule=ring", "ranks=2", "cluster=h100"])
+    said = {"full": "causal=false", "causal": "causal=true", "window": "window=[49,0]", "documents": "documents=8"}
+    config = load_run([*TINY, said[mask], "schedule=ring", "ranks=2", "cluster=h100"])
     planned = []
 
     def on_rank(ring: Ring) -> dict[str, Any]:
         found = point.measure(ring, config, lambda line: None)
         if ring.rank == 0:
-            options, documents = call_of(config).options(120), call_of(config).documents(120)
+            options, documents = config.options(120), config.cu_seqlens_at(120)
             seq = ring.sequence(120, cu_seqlens=documents, for_="causal" if documents else mask)
             shape = {"q_heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": torch.float32}
             planned.append(ring.explain(seq, schedule="ring", **shape, **options))
@@ -203,7 +208,18 @@ def test_no_backward_is_asked_for() -> None:
     assert all(mine < both for mine, both in zip(found["bytes_sent"], with_backward["bytes_sent"], strict=True))
 
 
-@pytest.mark.parametrize("words", [["mask=dilated", "schedule=sub_rings"], ["dtype=bf16"], ["dtype=fp64"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["segment_lengths=[64,256]", "dilation_rates=[1,4]", "schedule=sub_rings"],
+        ["dtype=bf16"],
+        ["dtype=fp64"],
+        ["mask=chunked:32"],
+        ["mask=prefix:16"],
+        ["mask='prefix:16,3'", "documents=2"],
+        ["mask=global_tokens:4", "window=[15,0]"],
+    ],
+)
 def test_other_calls_are_measured_too(words: list[str]) -> None:
     found = measured(words, 3)[0]
     assert max(found["error"].values()) < (0.1 if words == ["dtype=bf16"] else 1e-5)
@@ -248,13 +264,18 @@ def test_nothing_is_timed_behind_a_closed_gate(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_gate_sees_a_smaller_mask_of_the_same_kind() -> None:
-    window = MeasuredCall(MaskConfig("window", window_tokens=1024), "zigzag", "ring", 4096)
+    window = load_run(["window=[1023,0]", "tokens=4096"])
     assert window.options(4096) == {"causal": True, "window": (1023, 0)}
     assert window.options(256) == {"causal": True, "window": (63, 0)}
-    dilated = MeasuredCall(MaskConfig("dilated", segment_tokens=2048, ratio=4, branches=2), "zigzag", "ring", 8192)
-    assert dilated.options(256) == {"causal": True, "segment_lengths": (64, 256), "dilation_rates": (1, 4)}
-    documents = MeasuredCall(MaskConfig("documents", documents=3), "zigzag", "ring", 8192)
-    assert documents.documents(251) == [0, 83, 167, 251]
+    open_ended = load_run(["window=[-1,99]", "tokens=1k", "causal=false"])
+    assert open_ended.options(100) == {"causal": False, "window": (None, 9)}
+    dilated = load_run(["segment_lengths=[2048,8192]", "dilation_rates=[1,4]", "tokens=8192"])
+    assert dilated.options(256) == {"causal": True, "segment_lengths": [64, 256], "dilation_rates": [1, 4]}
+    assert load_run(["documents=3", "tokens=8192"]).cu_seqlens_at(251) == [0, 83, 167, 251]
+    assert load_run(["cu_seqlens=[0,100,1000]"]).cu_seqlens_at(500) == [0, 50, 500]
+    for text, smaller in (("chunked:8k", "chunked:250"), ("prefix:100", "prefix:3"), ("prefix:0", "prefix:0")):
+        assert load_run([f"mask={text}", "tokens=32k"]).options(1000)["mask"] == masks.from_text(smaller)
+    assert load_run(["mask='prefix:100,'", "tokens=32k"]).options(1000)["mask"] == masks.prefix([3])
 
 
 def test_a_shortage_of_memory_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +308,7 @@ def test_the_printed_command_does_what_run_does() -> None:
     words = ["run", "ranks=2", *TINY, "schedule=ring"]
     done = ringattn(*words, "--dry-run")
     command = done.stdout.strip()
-    assert "-m torch.distributed.run --standalone --nproc-per-node=2 -m ringattn.launch.run" in command, done.stderr
+    assert "-m torch.distributed.run --standalone --nproc-per-node=2 -m ringattn run " in command, done.stderr
     repeated = subprocess.run(["bash", "-c", command], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
                               capture_output=True, text=True, timeout=280)  # fmt: skip
     assert repeated.returncode == 0, repeated.stderr

@@ -12,11 +12,10 @@ import pytest
 
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.launch.lengths import with_lengths
 from ringattn.launch.measure import simulation
 from ringattn.launch.measure.simulation import Call, Machines, shared_out, simulate_call
 from ringattn.launch.pictures.simulate import SimulateConfig, counts, factors, main, told_ranks
-from ringattn.launch.spelling import load_plain
+from ringattn.launch.words import load_plain, with_lengths
 from ringattn.planner.cluster import CLUSTERS
 from ringattn.planner.simulate import Disturbance
 
@@ -121,9 +120,9 @@ def test_words() -> None:
             "of 32 heads no more than 32 ranks have work: many ranks take schedule='ulysses_ring'",
         ),
         (["cluster=cpu", "ranks=128"], "whose ranks share processors, is simulated with a plan for each rank"),
-        (["left=100", "layout=striped", "ranks=128"], "layout='striped' with a window"),
-        (["left=8191", "causal=false", "ranks=128"], "windows bounded on both sides"),
-        (["left=100000", "ranks=128"], "the window reaches 98 shards"),
+        (["window=[100,-1]", "layout=striped", "ranks=128"], "layout='striped' with a window"),
+        (["window=[8191,-1]", "causal=false", "ranks=128"], "windows bounded on both sides"),
+        (["window=[100000,-1]", "ranks=128"], "the window reaches 98 shards"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_by_name(

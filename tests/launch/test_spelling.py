@@ -1,4 +1,4 @@
-"""One concept in all its spellings, on every command: keys, names in any case, masks, and counts of tokens."""
+"""One key for one concept on every command, names in any case, and counts of tokens."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import pytest
 
 from ringattn import cli
 from ringattn.errors import InputError
+from ringattn.launch.calls import FORMER_MASKS
 from ringattn.launch.capacity import plan
 from ringattn.launch.capacity.plan import PlanConfig
 from ringattn.launch.config import load
-from ringattn.launch.lengths import lengths_told, with_lengths
+from ringattn.launch.measure.calibrate import CalibrateConfig
 from ringattn.launch.measure.check import CheckConfig
 from ringattn.launch.measure.run_config import RunConfig
-from ringattn.launch.measure.sweep import described
+from ringattn.launch.measure.sweep import SweepConfig, described
 from ringattn.launch.options import leaves
 from ringattn.launch.pictures.show import ExplainConfig
 from ringattn.launch.pictures.timeline import TimelineConfig
-from ringattn.launch.spelling import spelled
 from ringattn.launch.train.config import TrainConfig
+from ringattn.launch.words import DTYPES, REPLACED, lengths_told, no_such_key, spelled, with_lengths
 from ringattn.planner.cluster import cluster_named
 
 CONFIGS = {RunConfig: "run", TrainConfig: "train"}
@@ -114,16 +115,15 @@ def test_what_a_length_came_to_is_told(capsys: pytest.CaptureFixture[str]) -> No
     ("schema", "words", "same"),
     [
         (PlanConfig, "hardware=H100", "hardware=h100"),
-        (PlanConfig, "cluster=H100", "hardware=h100"),
         (PlanConfig, "preset=70b", "preset=70B"),
         (PlanConfig, "preset=LLAMA3-8B", "preset=llama3-8b"),
         (PlanConfig, "precision=BF16", "precision=bf16"),
         (RunConfig, "dtype=BF16", "dtype=bf16"),
-        (RunConfig, "mask=Causal", "mask=causal"),
+        (PlanConfig, "mask=Causal", "mask=causal"),
         (RunConfig, "schedule=RING", "schedule=ring"),
-        (RunConfig, "hardware=A100", "cluster=a100"),
+        (RunConfig, "cluster=A100", "cluster=a100"),
         (ExplainConfig, "cluster=H100", "cluster=h100"),
-        (ExplainConfig, "dtype=BF16", "dtype=bfloat16"),
+        (ExplainConfig, "dtype=BFLOAT16", "dtype=bf16"),
         (TrainConfig, "layout=ZigZag", "layout=zigzag"),
     ],
 )
@@ -132,54 +132,54 @@ def test_names_in_any_case(schema: Any, words: str, same: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "words", "same"),
+    ("schema", "word", "new"),
     [
-        (RunConfig, "heads=4 kv_heads=4 head_dim=16", "shape.heads=4 shape.kv_heads=4 shape.head_dim=16"),
-        (RunConfig, "q_heads=4", "shape.heads=4"),
+        (RunConfig, "nproc=3", "ranks=3"),
+        (CalibrateConfig, "nproc=3", "ranks=3"),
+        (PlanConfig, "ring=3", "ranks=3"),
+        (PlanConfig, "attention=full", "mask"),
+        (ExplainConfig, "length_tokens=77", "tokens=77"),
+        (RunConfig, "q_heads=4", "heads=4"),
+        (RunConfig, "shape.heads=4", "heads=4"),
+        (RunConfig, "schedule.name=ring", "schedule=ring"),
+        (RunConfig, "transport.timeout_s=4", "timeout_s=4"),
         (RunConfig, "precision=bf16", "dtype=bf16"),
-        (RunConfig, "mask=window window_tokens=7", "mask=window mask.window_tokens=7"),
-        (CheckConfig, "shape.heads=6", "heads=6"),
-        (ExplainConfig, "shape.heads=6 shape.head_dim=16", "heads=6 head_dim=16"),
-        (TrainConfig, "heads=8", "model.heads=8"),
-        (TrainConfig, "precision=bf16_cast", "dtype=bf16"),
-        (PlanConfig, "dtype=bf16", "precision=bf16_cast"),
-        (PlanConfig, "dtype=float32", "precision=fp32"),
-        (RunConfig, "causal=true", "mask=causal"),
-        (RunConfig, "causal=false", "mask=full"),
-        (RunConfig, "causal=true left=511", "mask=window mask.window_tokens=512"),
-        (RunConfig, "left=1k right=0", "mask=window mask.window_tokens=1001"),
-        (PlanConfig, "causal=false", "mask=full"),
-        (PlanConfig, "causal=true left=511", "mask=window window_tokens=512"),
-        (ExplainConfig, "mask=causal", "causal=true"),
-        (ExplainConfig, "mask=full", "causal=false"),
-        (ExplainConfig, "mask=window mask.window_tokens=512", "causal=true left=511"),
-        (ExplainConfig, "mask.kind=window window_tokens=1Ki", "causal=true left=1023"),
-        (TimelineConfig, "mask=full", "causal=false"),
+        (PlanConfig, "dtype=bf16", "precision=bf16"),
+        (PlanConfig, "cluster=h100", "hardware=h100"),
+        (RunConfig, "hardware=h100", "cluster=h100"),
+        (ExplainConfig, "left=511", "window=[LEFT,RIGHT]"),
+        (ExplainConfig, "right=0", "window=[LEFT,RIGHT]"),
+        (TimelineConfig, "window_tokens=7", "window=[LEFT,RIGHT] without the query's own key"),
+        (RunConfig, "mask.kind=full", "mask"),
+        (RunConfig, "mask.documents=4", "documents=4"),
+        (RunConfig, "mask.ratio=4", "segment_lengths=[2048,8192] dilation_rates=[1,4]"),
+        (TimelineConfig, "warm_ups=1", "warmup=1"),
+        (SweepConfig, "out_dir=x", "out=x"),
     ],
 )
-def test_the_spellings_of_one_concept(schema: Any, words: str, same: str) -> None:
-    assert same_words(schema, words, same)
-
-
-@pytest.mark.parametrize(
-    ("schema", "words", "told"),
-    [
-        (RunConfig, "heads=4 shape.heads=8", "heads: is another spelling of shape.heads, and shape.heads is given too"),
-        (PlanConfig, "cluster=h100 hardware=h100", "cluster: is another spelling of hardware, and hardware is given"),
-        (RunConfig, "mask=causal causal=false", "causal: is part of a mask, and mask is given too"),
-        (RunConfig, "causal=false left=5", "left=5: here windows are causal"),
-        (RunConfig, "causal=maybe", "causal=maybe: should be true or false"),
-        (ExplainConfig, "mask=window", "mask=window: here masks are full, causal, or window with its window_tokens="),
-        (ExplainConfig, "mask=documents", "mask=documents: here masks are full, causal, or window"),
-        (ExplainConfig, "mask=causal left=3", "left: is part of mask=causal, which is given too"),
-        (TimelineConfig, "mask=window window_tokens=5", "mask=window: this command has no windows"),
-        (ExplainConfig, "mask=causal,full", "mask=causal,full: give several values in this command's own words"),
-    ],
-)
-def test_spellings_that_contradict_each_other(schema: Any, words: str, told: str) -> None:
+def test_a_former_key_is_refused_with_the_new_name(schema: Any, word: str, new: str) -> None:
     with pytest.raises(InputError) as refused:
-        spelled(words.split(), schema)
-    assert str(refused.value).startswith(told)
+        spelled([word], schema)
+    assert str(refused.value).startswith(f"{word}: this key has another name here; write {new}")
+    assert not {leaf for leaf, _, _ in leaves(schema())} & {word.partition("=")[0]}
+
+
+def test_every_replaced_key_leads_to_a_key_of_some_command() -> None:
+    commands = (*COMMANDS, CalibrateConfig, SweepConfig)
+    keys = {leaf for schema in commands for leaf, _, _ in leaves(schema())}
+    assert {new.partition("=")[0] for new in REPLACED.values()} <= keys
+
+
+def test_a_key_that_only_another_command_has_is_no_such_key() -> None:
+    assert spelled(["warm_ups=1"], PlanConfig) == ["warm_ups=1"]
+    assert str(no_such_key("heads", ["model.heads", "tokens"])) == "heads: no such key; did you mean model.heads?"
+
+
+@pytest.mark.parametrize("kind", FORMER_MASKS)
+def test_the_former_values_of_mask_are_refused_with_what_to_write(kind: str) -> None:
+    with pytest.raises(InputError, match=f"^mask={kind}: is not a mask here; write ") as refused:
+        ExplainConfig(mask=kind).check()
+    load(str(refused.value).partition("; write ")[2].split(), ExplainConfig).check()
 
 
 @pytest.mark.parametrize("word", ["-m", "--cfg", "~mask", "hydra.sweep.dir=128k", "hydra/launcher=basic", "tokens"])
@@ -188,7 +188,7 @@ def test_words_of_hydra_are_left_alone(word: str) -> None:
 
 
 def test_a_prefix_of_hydra_is_kept() -> None:
-    assert spelled(["++tokens=8k", "+heads=4"], RunConfig) == ["++tokens=8000", "+shape.heads=4"]
+    assert spelled(["++tokens=8k", "+heads=4"], RunConfig) == ["++tokens=8000", "+heads=4"]
 
 
 @pytest.mark.parametrize(
@@ -228,14 +228,48 @@ WITH_SCHEDULE = [schema for schema in COMMANDS if schema is not CheckConfig]
 def test_a_schedule_has_its_other_name_and_a_number(schema: Any) -> None:
     assert same_words(schema, "schedule=all_to_all", "schedule=ulysses")
     assert same_words(schema, "schedule=ALL_TO_ALL", "schedule=ulysses")
-    key = "schedule.name" if schema is RunConfig else "schedule"
-    assert same_words(schema, "schedule=Double_Ring:2", f"{key}=double_ring:2")
-    assert read(schema, "schedule=double_ring:2")[key] == "double_ring:2"
-    for wrong in ("double_ring:two", "double_ring:", "ring:2"):
+    assert same_words(schema, "schedule=Double_Ring:2", "schedule=double_ring:2")
+    assert read(schema, "schedule=double_ring:2")["schedule"] == "double_ring:2"
+    for wrong in ("double_ring:two", "double_ring:02", "double_ring:", "ring:2"):
         with pytest.raises(InputError, match=f"^schedule={wrong}.*choose one of auto, ring, "):
             read(schema, f"schedule={wrong}")
 
 
 def test_a_sweep_takes_a_numbered_schedule_beside_others() -> None:
     words = spelled(["schedule=ring,double_ring:2,all_to_all"], RunConfig)
-    assert words == ["schedule.name=ring,double_ring:2,ulysses"]
+    assert words == ["schedule=ring,double_ring:2,ulysses"]
+
+
+# --- names of dtypes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        RunConfig,
+        TrainConfig,
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in (CalibrateConfig, CheckConfig, ExplainConfig, TimelineConfig)
+        ),
+    ],
+)
+def test_either_name_of_a_dtype_is_taken(schema: Any) -> None:
+    for long, short in DTYPES.items():
+        names = [name for name in (long, short) if _refusal(f"dtype={name}", schema) is None]
+        assert names in ([], [long, short])
+    assert load(["dtype=bf16"], schema) == load(["dtype=bfloat16"], schema)
+    assert "choose one of" in str(_refusal("dtype=int8", schema))
+
+
+def _refusal(word: str, schema: Any) -> InputError | None:
+    try:
+        load([word], schema)
+    except InputError as error:
+        return error
+    return None
+
+
+def test_a_sweep_takes_either_name_of_a_dtype() -> None:
+    long, short = (described([f"dtype={names}", "tokens=64"])[1] for names in ("float32,bfloat16", "fp32,bf16"))
+    assert long == short

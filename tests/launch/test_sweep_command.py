@@ -21,7 +21,6 @@ from ringattn.launch.failures import RanksError
 from ringattn.launch.measure import jobs, run_config, sweep
 from ringattn.launch.measure.points import MEASURED, STATUSES, Folder, hash_of, make_record, opened, read_points
 from ringattn.launch.measure.run_config import RunConfig, load_run
-from ringattn.launch.measure.sweep_progress import SweepProgress
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
@@ -78,7 +77,7 @@ def test_every_combination_is_a_line(ranks: StandIn, tmp_path: Path, capsys: pyt
     assert swept(folder, *TWO_BY_TWO) == 0
     found = lines(folder)
     combinations = [(1, "all_gather"), (2, "ring"), (2, "all_gather")]  # one rank has no schedule to speak of
-    assert [(one["world_size"], one["config"]["schedule"]["name"]) for one in found] == combinations
+    assert [(one["world_size"], one["config"]["schedule"]) for one in found] == combinations
     environments = json.loads((folder / "environments.json").read_text())
     for one, config in zip(found, ranks.ran, strict=True):
         assert set(one) == KEYS and one["status"] == "ok" and one["tokens"] == 64
@@ -93,26 +92,20 @@ def test_every_combination_is_a_line(ranks: StandIn, tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.slow
-def test_masks_layouts_dtypes_and_branches_are_axes_too(ranks: StandIn, tmp_path: Path) -> None:
-    assert (
-        swept(
-            tmp_path / "a", "ranks=2", "mask=dilated", "mask.branches=1,2", "dtype=fp32,bf16", "layout=zigzag,striped"
-        )
-        == 0
-    )
+def test_masks_layouts_and_dtypes_are_axes_too(ranks: StandIn, tmp_path: Path) -> None:
+    words = ["ranks=2", "window=[9,0],[99,0]", "dtype=fp32,bf16", "layout=zigzag,striped"]
+    assert swept(tmp_path / "a", *words) == 0
     assert len({hash_of(config) for config in ranks.ran}) == 8
-    assert swept(tmp_path / "b", "mask=causal,window", "mask.window_tokens=5") == 0
-    assert [config.mask.kind for config in ranks.ran[8:]] == ["causal", "window"]
+    assert swept(tmp_path / "b", "causal=true,false", "mask=null,chunked:5", "repeats=1") == 0
+    assert [(config.causal, config.mask) for config in ranks.ran[8:]] == [
+        (True, None), (True, "chunked:5"), (False, None), (False, "chunked:5")
+    ]  # fmt: skip
 
 
 def test_points_that_come_out_equal_are_one(capsys: pytest.CaptureFixture[str]) -> None:
-    _, points = sweep.described(["mask=causal,window", "mask.window_tokens=128,256", "tokens=512"])
-    assert [point.label for point in points] == [
-        "mask=causal", "mask=window mask.window_tokens=128", "mask=window mask.window_tokens=256"
-    ]  # fmt: skip
-    assert sweep.equal_points(points) == [
-        "the same work, run once: mask=causal, with mask.window_tokens=128; mask.window_tokens=256"
-    ]
+    _, points = sweep.described(["ranks=1,2", "schedule=ring,direct", "tokens=512"])
+    assert [point.label for point in points] == ["ranks=1", "ranks=2 schedule=ring", "ranks=2 schedule=direct"]
+    assert sweep.equal_points(points) == ["the same work, run once: ranks=1, with schedule=ring; schedule=direct"]
     again = load_run(run_config.words_of(points[0].config))  # what repeats a point has no word without effect
     assert run_config.plain(points[0].config) == run_config.plain(again)
 
@@ -161,7 +154,7 @@ def test_the_hash_is_of_what_may_change_the_result() -> None:
     base = load_run(["tokens=64"])
     for word in ("limit_s=9", "rdzv_endpoint=a:1"):
         assert hash_of(load_run(["tokens=64", word])) == hash_of(base)
-    for word in ("seed=1", "mask=full", "timeout_s=9", "nnodes=2", "repeats=3"):
+    for word in ("seed=1", "causal=false", "timeout_s=9", "nnodes=2", "repeats=3"):
         assert hash_of(load_run(["tokens=64", word])) != hash_of(base)
     assert len(hash_of(base)) == 12 and hash_of(load_run(["tokens_per_rank=64"])) != hash_of(base)
 
@@ -322,7 +315,7 @@ def test_lines_are_appended_whole(tmp_path: Path) -> None:
         ("ranks=1,9 tokens=8", "ranks=9: 9 ranks are more than tokens=8 (in the point ranks=9)"),
         ("nnodes=1,2", "nnodes=2: launcher=local knows this machine alone; use launcher=slurm"),
         ("schedule=ring,rign", "choose one of auto, ring"),
-        ("mask=causal,full mask.window_tokens=1,2", "has no effect with mask=causal,full; it goes with mask=window"),
+        ("mask=causal,full", "mask=causal: is not a mask here; write causal=true (in the point mask=causal)"),
     ],
 )
 def test_refusals(ranks: StandIn, tmp_path: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,7 +332,7 @@ def test_a_plan_runs_nothing(ranks: StandIn, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_time_left_is_that_of_the_mean_point() -> None:
-    with SweepProgress(4) as progress:
+    with sweep.SweepProgress(4) as progress:
         progress.done("first", 2.0)
         assert progress.left_s == 6.0
         progress.done("second", 4.0)

@@ -72,7 +72,7 @@ def test_predictions_are_drawn_beneath(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_records_and_reads_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     files = [f"trace={tmp_path / 'a.json'}", f"picture={tmp_path / 'a.png'}", f"keep={tmp_path / 'kept'}"]
-    assert main(["timeline", "ranks=2", "tokens=64", "warm_ups=1", "head_dim=8", *files]) == 0
+    assert main(["timeline", "ranks=2", "tokens=64", "warmup=1", "head_dim=8", *files]) == 0
     printed = capfd.readouterr().out
     for words in ("starting 2 processes", "call 1 of 2", "call 2 of 2", "upper bounds", "ui.perfetto.dev"):
         assert words in printed
@@ -92,7 +92,7 @@ def test_the_command_records_and_reads_again(tmp_path: Path, capfd: pytest.Captu
 
 
 def test_forward_alone_has_one_pass() -> None:
-    config = TimelineConfig(tokens=40, head_dim=8, backward=False, warm_ups=0)
+    config = TimelineConfig(tokens=40, head_dim=8, backward=False, warmup=0)
     for track in run_ranks(2, lambda ring: record_rank(ring, config)):
         assert [one.name for one in track.passes] == ["forward"]
 
@@ -148,7 +148,7 @@ def test_help(capsys: Any) -> None:
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     """A folder with the recording of a call of two ranks."""
-    config = TimelineConfig(ranks=2, tokens=64, head_dim=8, schedule="ring", warm_ups=0)
+    config = TimelineConfig(ranks=2, tokens=64, head_dim=8, schedule="ring", warmup=0)
     write_tracks(tmp_path / "kept", run_ranks(2, lambda ring: record_rank(ring, config)))
     return tmp_path / "kept"
 

@@ -15,8 +15,7 @@ from ringattn.launch.config import load
 from ringattn.launch.measure.calibrate import CalibrateConfig
 from ringattn.launch.measure.sweep import described
 from ringattn.launch.report import compare
-from ringattn.launch.spelling import load_plain
-from ringattn.launch.words import given_twice, that_count
+from ringattn.launch.words import given_twice, load_plain, that_count
 
 
 def told(words: str, schema: type = PlanConfig) -> str:

@@ -71,7 +71,7 @@ def test_tiles_are_counted_before_the_band(layout: str, causal: bool, monkeypatc
 
 WORDS = {
     "zigzag": [],
-    "window": ["left=4096"],
+    "window": ["window=[4096,-1]"],
     "striped documents": ["layout=striped", "cu_seqlens=[0,300000000000,300000000007,1000000000000]"],
     "documents": ["cu_seqlens=[0,300000000000,300000000007,1000000000000]"],
     "full": ["layout=contiguous", "causal=false"],

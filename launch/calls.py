@@ -1,0 +1,169 @@
+"""The keys of one attention call, which all commands share, as plain dataclasses that need neither Hydra nor torch.
+
+A mask is said as in `Ring.attention`: `causal`, `window`, and `mask` with the text that `ringattn.masks` reads.
+A command extends `CallConfig`, or `MaskedCallConfig` if it can run or plan every mask, and changes defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
+from ringattn.core.presets import check as check_branches
+from ringattn.errors import InputError
+from ringattn.launch.options import DTYPES, MOST, option
+from ringattn.schedule.routes import ALIASES, NUMBERED, ROUTES
+
+TORCH_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The names of torch for the names of the commands."""
+MOST_HEADS = 2**16
+"""Dilated masks have an entry for each head."""
+FORMER_MASKS = {
+    "full": "causal=false", "causal": "causal=true", "window": "window=[1023,0]", "documents": "documents=8",
+    "dilated": "segment_lengths=[2048,8192] dilation_rates=[1,4]",
+}  # fmt: skip
+"""Values that `mask` had once, and examples of what to write instead."""
+
+
+def schedule_option(default: str = "auto") -> Any:
+    """A schedule, by any name that `Ring.attention` takes; without auto if `default` is another."""
+    choices = ("auto", *ROUTES) if default == "auto" else tuple(ROUTES)
+    return option(default, "how keys and values travel", choices=choices, aliases=ALIASES, numbered=NUMBERED)
+
+
+def tokens_option(default: int, least: int = 1, **limits: int) -> Any:
+    """The length of the sequence; None by default, so that a contradiction with other sizes can be refused."""
+    return option(None, f"of the sequence, over all ranks; {default} if not set", least=least, **limits)
+
+
+@dataclass
+class CallConfig:
+    """One attention call. Sizes count the whole sequence, not one rank's share of it."""
+
+    DEFAULT_TOKENS: ClassVar[int] = 8192
+
+    tokens: int | None = tokens_option(8192)
+    batch: int = option(1, "sequences", least=1, most=MOST)
+    heads: int = option(8, "query heads", least=1, most=MOST_HEADS)
+    kv_heads: int = option(2, "key and value heads; divides heads", least=1, most=MOST_HEADS)
+    head_dim: int = option(64, "of queries, keys and values", least=1, most=MOST)
+    dtype: str = option("fp32", "of queries, keys and values", choices=DTYPES)
+    causal: bool = option(True, "keys after the query are hidden")
+    window: list[int] | None = option(None, "keys before and after the query that it attends to, as [511,0]; -1: all")
+    layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
+    schedule: str = schedule_option()
+    backward: bool = option(True, "also the backward pass")
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.DEFAULT_TOKENS if self.tokens is None else self.tokens
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None] | None:
+        """The window as `Ring.attention` takes it; None if no distance is bounded."""
+        left, right = (None if size < 0 else size for size in self.window or (-1, -1))
+        return None if left is None and right is None else (left, right)
+
+    def check(self) -> None:
+        """Raise `InputError`, with the key first, if two options contradict each other."""
+        if self.heads % self.kv_heads:
+            raise InputError(f"kv_heads={self.kv_heads}: does not divide heads={self.heads}; use a divisor")
+        if self.window is not None and (len(self.window) != 2 or min(self.window) < -1):
+            sizes = ",".join(map(str, self.window))
+            raise InputError(f"window=[{sizes}]: write the keys before and after the query, as [511,0]; -1 for all")
+
+
+@dataclass
+class MaskedCallConfig(CallConfig):
+    """One attention call, also with documents, masks as values, and dilated segments."""
+
+    mask: str | None = option(None, "prefix:N, chunked:N or global_tokens:N, in tokens; goes with causal and window")
+    documents: int = option(1, "documents of equal length", least=1)
+    cu_seqlens: list[int] | None = option(None, "instead of documents: their boundaries, as [0,100,300]")
+    segment_lengths: list[int] | None = option(None, "dilated: tokens of each branch's segments, as [2048,8192]")
+    dilation_rates: list[int] | None = option(None, "dilated: each branch keeps every n-th row, as [1,4]")
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.cu_seqlens[-1] if self.cu_seqlens else CallConfig.length.fget(self)  # type: ignore[attr-defined]
+
+    @property
+    def dilated(self) -> bool:
+        """Whether it is `Ring.dilated_attention`."""
+        return self.segment_lengths is not None
+
+    def check(self) -> None:
+        """Raise `InputError`, with the key first, if two options contradict each other or one has no effect."""
+        super().check()
+        if self.mask is not None:
+            self._check_mask(self.mask)
+        if self.cu_seqlens is not None:
+            self._check_documents(self.cu_seqlens)
+        if self.layout in OF_DOCUMENTS and self.documents == 1 and self.cu_seqlens is None:
+            raise InputError(f"layout={self.layout}: needs documents; use documents=8, or another layout")
+        if (self.segment_lengths is None) != (self.dilation_rates is None):
+            given, missing = (
+                ("segment_lengths", "dilation_rates") if self.dilated else ("dilation_rates", "segment_lengths")
+            )
+            raise InputError(f"{given}: goes with {missing}; give both or neither")
+        if self.segment_lengths is not None and self.dilation_rates is not None:
+            check_branches(self.segment_lengths, self.dilation_rates)
+        if self.dilated and (self.mask is not None or self.bounds is not None):
+            raise InputError("segment_lengths: dilated branches take neither mask nor window; leave these out")
+
+    def _check_mask(self, text: str) -> None:
+        from ringattn import masks
+
+        if text in FORMER_MASKS:
+            raise InputError(f"mask={text}: is not a mask here; write {FORMER_MASKS[text]}")
+        masks.from_text(text)
+        if text.startswith("prefix") and not self.causal:
+            raise InputError(f"mask={text}: has no effect with causal=false, where all queries attend to all keys")
+        if text.startswith("global_tokens") and self.bounds is None:
+            raise InputError(f"mask={text}: has no effect without a window; add window=[511,0], for example")
+
+    def _check_documents(self, cu_seqlens: list[int]) -> None:
+        text = ",".join(map(str, cu_seqlens))
+        if self.documents != 1:
+            raise InputError(f"cu_seqlens=[{text}]: give it or documents={self.documents}, not both")
+        if not cu_seqlens:
+            raise InputError("cu_seqlens=[]: write the boundaries of the documents, as [0,100,300]")
+        if self.tokens is not None and self.tokens != cu_seqlens[-1]:
+            raise InputError(f"tokens={self.tokens}: cu_seqlens ends at {cu_seqlens[-1]}; leave tokens out")
+
+    def options(self, length: int) -> dict[str, Any]:
+        """Return the mask as keyword arguments of the call, for a sequence of `length` tokens.
+
+        If that is less than the call's length, window, mask and segments are as much smaller.
+        """
+        from ringattn import masks
+
+        if self.segment_lengths is not None:
+            segments = [self._scaled(size, length) for size in self.segment_lengths]
+            return {"causal": self.causal, "segment_lengths": segments, "dilation_rates": self.dilation_rates}
+        options: dict[str, Any] = {"causal": self.causal}
+        if self.bounds is not None:
+            # A window of n keys counts the query's own key.
+            options["window"] = tuple(
+                None if size is None else self._scaled(size + 1, length) - 1 for size in self.bounds
+            )
+        if self.mask is not None:
+            name, _, numbers = self.mask.partition(":")
+            sizes = [n and str(int(n) and self._scaled(int(n), length)) for n in numbers.split(",")]
+            options["mask"] = masks.from_text(f"{name}:{','.join(sizes)}")
+        return options
+
+    def cu_seqlens_at(self, length: int) -> list[int] | None:
+        """Return the document boundaries in a sequence of `length` tokens; None for one document."""
+        if self.cu_seqlens is not None:
+            whole = length == self.length
+            return [bound if whole else bound * length // self.length for bound in self.cu_seqlens]
+        if self.documents == 1:
+            return None
+        return [number * length // self.documents for number in range(self.documents + 1)]
+
+    def _scaled(self, size_tokens: int, length: int) -> int:
+        return size_tokens if length == self.length else max(1, size_tokens * length // self.length)
