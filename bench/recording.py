@@ -27,7 +27,7 @@ from ringattn.bench.report import RESULTS, Table, finish, progress, spread
 from ringattn.observe.spans import HostClock, Recording
 from ringattn.planner.plan import Plan
 from ringattn.ring import Ring
-from ringattn.runtime.pass_profiler import profiler_of
+from ringattn.runtime.executor import profiler_of
 
 PROGRAM = "ringattn.bench.recording:on_rank"
 PASSES = ("forward", "backward")

@@ -20,12 +20,11 @@ from ringattn.errors import InputError, UnsupportedError
 from ringattn.options import AttentionOptions
 from ringattn.planner.choose import choose_route
 from ringattn.planner.plan import OwnSums
-from ringattn.runtime.activation import attended
+from ringattn.runtime.activation import attended, unseen
 from ringattn.runtime.arithmetic import BackwardArithmetic, ForwardArithmetic
 from ringattn.runtime.consistency import GradientNeeds, Inputs, anchor
 from ringattn.runtime.records import LocalTensors
 from ringattn.runtime.runtime import AttentionCall, Runtime
-from ringattn.runtime.selective import unseen
 from ringattn.sequence import Sequence
 
 

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from ringattn.errors import InputError
 from ringattn.ring import Ring
-from ringattn.runtime.activation import activation
-from ringattn.runtime.selective import unseen
+from ringattn.runtime.activation import activation, unseen
 
 __all__ = ["seed_from"]
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import ClosedError, DisagreementError, InputError, RingError
-from ringattn.runtime.activation import attended
+from ringattn.runtime.activation import attended, unseen
 from ringattn.runtime.consistency import ComparedCall, ConsistencyCheck, GradientNeeds, Inputs, gradient_needs
-from ringattn.runtime.selective import unseen
 from ringattn.transport import collectives
 from ringattn.transport.base import FORKED, ProcessBound, Transport, close_dropped
 

@@ -5,7 +5,7 @@ K and V; padding and scalars follow, as the scales of eight bits or the lse of a
 Every view is row-first, (rows, batch, heads, dim), and strided: nothing here allocates, but for quantizing and
 restoring without a kernel, and merging.
 Guarantees: a block is rounded when it is packed to eight bits, and what is relayed is copied bit by bit, so every
-reader of a block restores the same values.
+reader of a block restores the same values. A kernel that moves rows does what copies of runs do, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ringattn.core.problem import EIGHT_BIT, FLOATS
 from ringattn.engine.base import KV
 from ringattn.engine.softmax_state import merge_
 from ringattn.planner.plan import RecordLayout
-from ringattn.runtime import packing
 from ringattn.schedule.content import Content, HeadRows, Overlap
 
 TORCH_DTYPE = {name: getattr(torch, name) for name in (*FLOATS, *EIGHT_BIT)}
@@ -59,7 +58,7 @@ class PackedBuffer:
         """`flat`: contiguous, as many elements as the content has records; bytes where they have scalars."""
         self.flat, self.content, self.form, self.dtype, self.batch = flat, content, form, dtype, batch
         self.lists: dict[Any, Tensor] = {}
-        """Kept by `ringattn.runtime.packing`."""
+        """Lists of rows on the device, see `_row_list`."""
         self.parts: dict[StridedRange, tuple[Rows, ...]] = {}
         self._records: dict[StridedRange, Tensor] = {}
         records = sum(part.row_count * part.heads.count for part in content) * batch
@@ -146,8 +145,8 @@ BufferRef = PackedBuffer | LocalTensors
 def pack(source: BufferRef, into: PackedBuffer) -> None:
     """Gather `into`'s content out of `source`: copied, converted, quantized to eight bits or restored from them."""
     # A gather by one kernel in place of a copy for each range; it knows no scalars.
-    if isinstance(source, LocalTensors) and not into.form.scalars and packing.is_faster(into, into.flat.device):
-        packing.gather(source, into)
+    if isinstance(source, LocalTensors) and not into.form.scalars and kernel_is_faster(into, into.flat.device):
+        gather_by_kernel(source, into)
         return
     for have, want in _pairs(source, into, into.content):
         # Same coding on both sides is a plain copy, scales included: a forwarded block keeps its bits.
@@ -166,8 +165,8 @@ def add(part: PackedBuffer, into: BufferRef, first: bool = False) -> None:
 
     `first`: these rows are unset, and get it.
     """
-    if isinstance(into, LocalTensors) and not part.form.scalars and packing.is_faster(part, part.flat.device):
-        packing.scatter_add(part, into, first)
+    if isinstance(into, LocalTensors) and not part.form.scalars and kernel_is_faster(part, part.flat.device):
+        add_by_kernel(part, into, first)
         return
     for have, want in _pairs(part, into, part.content):
         if have.scalars:
@@ -236,3 +235,85 @@ def _kernel_serves(device: torch.device, code: torch.dtype) -> bool:
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     return code == torch.int8 or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+# --- packing by one kernel per value, on CUDA devices ----------------------------------------------------------------
+
+
+class Side(NamedTuple):
+    """A value in the rank's own tensor and in the records, (rows, batch, heads, dim) each, and which rows these hold.
+
+    `rows`: int64 indices into `own`, one for each row of `packed`.
+    """
+
+    own: Tensor
+    packed: Tensor
+    rows: Tensor
+
+
+def kernel_is_faster(records: PackedBuffer, device: torch.device) -> bool:
+    """Whether the kernel is faster: several runs on a CUDA device, with Triton there."""
+    # One range is one strided copy already; many would be as many small kernels.
+    several = sum(len(part.rows) for part in records.content) > 1
+    return several and device.type == "cuda" and find_spec("triton") is not None
+
+
+def gather_by_kernel(local: LocalTensors, records: PackedBuffer) -> None:
+    """Fill the records, values of any floating dtype without scalars, from the rank's own tensors."""
+    from ringattn.kernels.rows import move_rows_call
+
+    for own, packed, rows in _sides(local, records):
+        move_rows_call(own, packed, gather=rows).run()
+
+
+def add_by_kernel(records: PackedBuffer, local: LocalTensors, first: bool = False) -> None:
+    """Add the records to the rank's own tensors; where they are the `first`, write them."""
+    from ringattn.kernels.rows import move_rows_call
+
+    for own, packed, rows in _sides(local, records):
+        move_rows_call(packed, own, scatter=rows, add=not first).run()
+
+
+def _sides(local: LocalTensors, records: PackedBuffer) -> Iterator[Side]:
+    # All parts at once: with (row, head) as one index, row * ratio + head addresses the local tensor flat.
+    #    x[row, batch, head]  ->  flat[row * ratio + head]      ratio = row stride / head stride
+    # Requires row strides that are multiples of the head stride; else part by part below.
+    if len(records.content) > 1 and all(part.heads.count == 1 for part in records.content):
+        if all(_step(value.x) and value.x.stride(0) % _step(value.x) == 0 for value in local.values):
+            for value, packed in zip(local.values, records.flattened(), strict=True):
+                own, ratio = value.x, value.x.stride(0) // _step(value.x)
+                # The last index is (rows - 1) * ratio + heads - 1, so the view ends inside the tensor.
+                size = ((own.shape[0] - 1) * ratio + own.shape[2], own.shape[1], 1, own.shape[3])
+                flat = own.as_strided(size, (_step(own), own.stride(1), 0, 1))
+                yield Side(flat, packed.x, _row_list(records, None, ratio, own.device))
+            return
+    for number, value in enumerate(local.values):
+        yield from _by_part(value.x, records, number)
+
+
+def _step(x: Tensor) -> int:
+    """Elements from one head of (rows, batch, heads, dim) to the next, or where there is one from row to row."""
+    return x.stride(2) if x.shape[2] > 1 else x.stride(0)
+
+
+def _by_part(x: Tensor, records: PackedBuffer, number: int) -> Iterator[Side]:
+    for part in records.content:
+        heads = slice(part.heads.start, part.heads.stop)
+        rows = _row_list(records, part.heads, 1, x.device)
+        yield Side(x[:, :, heads], records.parts[part.heads][number].x, rows)
+
+
+def _row_list(records: PackedBuffer, heads: StridedRange | None, ratio: int, device: torch.device) -> Tensor:
+    """int64: the owner's rows of one part in order, or of all, each times `ratio` plus its head."""
+    # Kept with the buffer: made on the first pass, then read by every one.
+    key = heads, ratio, device
+    if key not in records.lists:
+        rows = [
+            # Content order is wire order: part after part, range after range.
+            torch.arange(run.start, run.stop, run.stride) * ratio + (part.heads.start if heads is None else 0)
+            for part in records.content
+            if heads in (None, part.heads)
+            for run in part.rows
+        ]
+        records.lists[key] = torch.cat(rows).to(device)
+    return records.lists[key]

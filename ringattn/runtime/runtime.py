@@ -21,14 +21,12 @@ from ringattn.observe.spans import Recording, new_recording
 from ringattn.planner.arena import placements
 from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster, Exchange
-from ringattn.runtime.activation import Activation, entered
+from ringattn.runtime.activation import Activation, entered, unseen
 from ringattn.runtime.consistency import facts_of
-from ringattn.runtime.executor import Arithmetic, Counters, Executor
-from ringattn.runtime.pass_profiler import profiler_of
+from ringattn.runtime.executor import Arithmetic, Counters, Executor, profiler_of
 from ringattn.runtime.pool import Pool
 from ringattn.runtime.rank_group import RankGroup
 from ringattn.runtime.records import LocalTensors
-from ringattn.runtime.selective import unseen
 from ringattn.schedule.routes import Route
 from ringattn.transport.base import Transport
 from ringattn.transport.location import Location, links_of, recognise

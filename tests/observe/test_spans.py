@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from ringattn import InputError, Ring
 from ringattn.core.span import COMM, COMPUTE, Span, exposed, overlap, total_us, under_way
 from ringattn.engine.plain import PlainEngine
-from ringattn.layers.overlapped import Heads, projected_attention
+from ringattn.layers.base import Heads, projected_attention
 from ringattn.observe import spans
 from ringattn.observe.spans import Recording
-from ringattn.runtime.pass_profiler import PassProfiler
+from ringattn.runtime.executor import PassProfiler
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalWorkHandle

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ringattn import InputError, Ring, RingMultiheadAttention, UnsupportedError
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import attends_locally, sequence_of
 from ringattn.adapters.sdpa import ring_sdpa
-from ringattn.testing import run_ranks
+from ringattn.runtime.activation import Regions, enclosing_regions
+from ringattn.testing import dense_attention, run_ranks
+from tests.adapters.test_context import DOCUMENTS, Attending, tokens
+from tests.adapters.test_recomputation import CheckpointFunction
 
 SDPA = torch.ops.aten.scaled_dot_product_attention
 
@@ -204,3 +209,127 @@ def test_modules_of_a_ring_attend_under_a_sequence() -> None:
     one, other, (alone,) = *run_ranks(2, body, engine="aten"), run_ranks(1, body)
     assert torch.equal(one, other)
     torch.testing.assert_close(one, alone, rtol=1e-12, atol=1e-12)
+
+
+# --- regions ---------------------------------------------------------------------------------------------------------
+
+
+def test_nested_regions_are_found_innermost_first_and_again_in_backward() -> None:
+    seen: list[Regions] = []
+
+    def inner(x: Tensor) -> Tensor:
+        seen.append(enclosing_regions())
+        return x.sin()
+
+    def outer(x: Tensor) -> Any:
+        return checkpoint(inner, x, use_reentrant=False)
+
+    assert enclosing_regions() == Regions()
+    CheckpointFunction.apply(outer, torch.ones(3, requires_grad=True)).sum().backward()
+    forward, recomputed_outer, recomputed_inner = seen
+    frame, function = forward.entered
+    assert not forward.is_recomputation
+    assert recomputed_outer.recomputed is function and recomputed_outer.entered != (frame,)
+    (new_frame,) = recomputed_outer.entered
+    assert recomputed_inner.recomputed is new_frame and recomputed_inner.entered == ()
+    assert len({regions.backward for regions in seen}) == 3
+
+
+def test_reentrant_checkpoints_of_torch_are_found() -> None:
+    seen: list[Regions] = []
+
+    def region(x: Tensor) -> Tensor:
+        seen.append(enclosing_regions())
+        return x.sin()
+
+    checkpoint(region, torch.ones(3, requires_grad=True), use_reentrant=True).sum().backward()
+    forward, recomputation = seen
+    assert len(forward.entered) == 1 and recomputation.recomputed is forward.entered[0]
+
+
+def test_code_that_calls_backward_is_not_part_of_a_recomputation() -> None:
+    """A gradient inside a region's forward run: the hook runs in backward, in no region."""
+    seen: list[Regions] = []
+
+    def region(x: Tensor) -> Tensor:
+        y = x.detach().requires_grad_()
+        y.register_hook(lambda grad: seen.append(enclosing_regions()))
+        torch.autograd.grad(y.sin().sum(), y)
+        return x.sin()
+
+    checkpoint(region, torch.ones(3, requires_grad=True), use_reentrant=False)
+    (regions,) = seen
+    assert regions.entered == () and regions.recomputed is None and regions.is_recomputation
+
+
+# --- selective checkpointing -----------------------------------------------------------------------------------------
+
+
+def saves_products(ctx: object, op: object, *_: object, **__: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mul.Tensor else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def saves_all(ctx: object, op: object, *_: object, **__: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize("engine", ["plain", "aten"])
+@pytest.mark.parametrize("policy", [saves_products, saves_all])
+def test_selective_checkpointing_computes_attention_again(policy: Callable[..., Any], engine: str) -> None:
+    """Three regions: the backward pass of the last needs more memory, so that the others' buffers are bound again."""
+
+    def layers(x: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> nn.ModuleList:
+        modules = nn.ModuleList(Attending() for _ in range(3))
+        for module in modules:
+            x = run(module, x)
+        x.sum().backward()
+        return modules
+
+    def body(ring: Ring) -> list[Tensor]:
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        seq = ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag")
+        with ring.activate(seq):
+            modules = layers(
+                seq.shard(tokens()).requires_grad_(),
+                lambda module, x: checkpoint(module, x, use_reentrant=False, context_fn=contexts),
+            )
+        grads = [weight.grad for weight in modules.parameters() if weight.grad is not None]
+        ring.all_reduce(grads)
+        return grads
+
+    def alone(module: Any, x: Tensor) -> Tensor:
+        h = (x * module.weight)[:, :, None]
+        return dense_attention(h, h, h, causal=True, cu_seqlens=DOCUMENTS)[0].flatten(2).sin()
+
+    expected = [weight.grad for weight in layers(tokens(), alone).parameters()]
+    for grads in run_ranks(2, body, engine=engine):
+        for grad, truly in zip(grads, expected, strict=True):
+            torch.testing.assert_close(grad, truly, rtol=1e-12, atol=1e-12)
+
+
+def test_a_refusal_inside_selective_checkpointing_keeps_its_message() -> None:
+    """Ranks exchange the refusal in tensors, as over gloo, whose operators the region has not called in forward."""
+
+    def body(ring: Ring) -> None:
+        agree = ring.transport.all_gather_bytes
+
+        def by_tensors(payload: bytes) -> list[bytes]:
+            torch.zeros(4, dtype=torch.uint8).bitwise_not()
+            return agree(payload)
+
+        module, options = Attending(), {"causal": True}
+
+        def region(x: Tensor) -> Tensor:
+            h = (x * module.weight)[:, :, None]
+            return attend(sequence_of(), h, h, h, **options).flatten(2).sin()
+
+        seq = ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag")
+        contexts = partial(create_selective_checkpoint_contexts, saves_products)
+        with ring.activate(seq):
+            loss = checkpoint(region, seq.shard(tokens()).requires_grad_(), use_reentrant=False, context_fn=contexts)
+        ring.transport.all_gather_bytes = by_tensors  # type: ignore[method-assign]
+        options["window"] = (-3, 0)
+        with pytest.raises(InputError, match=r"window"):
+            loss.sum().backward()
+
+    run_ranks(2, body, timeout_s=20.0)

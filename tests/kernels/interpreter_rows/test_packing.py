@@ -7,7 +7,7 @@ import torch
 
 from ringattn.core.geometry import StridedRange
 from ringattn.planner.plan import RecordLayout
-from ringattn.runtime import packing
+from ringattn.runtime import records as packed_records
 from ringattn.runtime.records import LocalTensors, PackedBuffer, add, pack
 from ringattn.schedule.content import Content, HeadRows
 from tests.kernels.interpreter_rows.canary import Canaries, random
@@ -42,14 +42,14 @@ def test_gathered_and_added(canaries: Canaries, content: str, fused: bool, dtype
     local = LocalTensors(own(canaries, fused, 0), own(canaries, fused, 1))
     ours, wanted = (PackedBuffer(canaries.out((count,), dtype, dense=True), parts, BATCH, RecordLayout((16, 16)), dtype)
                     for _ in range(2))  # fmt: skip
-    packing.gather(local, ours)
+    packed_records.gather_by_kernel(local, ours)
     for value, theirs in zip(local.values, range(2), strict=True):
         for part in parts:
             rows = [row for run in part.rows for row in run.members()]
             wanted.parts[part.heads][theirs].x.copy_(value.x[rows][:, :, part.heads.start : part.heads.stop])
     assert torch.equal(ours.flat, wanted.flat)
     sums = [LocalTensors(own(canaries, fused, 2), own(canaries, fused, 3)) for _ in range(2)]
-    packing.scatter_add(ours, sums[0])
+    packed_records.add_by_kernel(ours, sums[0])
     for number, value in enumerate(sums[1].values):
         for part in parts:
             rows = torch.tensor([row for run in part.rows for row in run.members()])
@@ -62,14 +62,16 @@ def test_the_kernel_is_chosen_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> 
     parts = CONTENTS["one part"]
     records = PackedBuffer(torch.zeros(BATCH * 30 * 32), parts, BATCH, RecordLayout((16, 16)), torch.float32)
     cuda = torch.device("cuda")
-    assert packing.is_faster(records, cuda) and not packing.is_faster(records, torch.device("cpu"))
+    assert packed_records.kernel_is_faster(records, cuda) and not packed_records.kernel_is_faster(
+        records, torch.device("cpu")
+    )
     one_run = (HeadRows(StridedRange(0, 1), (StridedRange(4, 3),)),)
     single = PackedBuffer(torch.zeros(BATCH * 3 * 32), one_run, BATCH, RecordLayout((16, 16)), torch.float32)
-    assert not packing.is_faster(single, cuda)  # one run is one strided copy
+    assert not packed_records.kernel_is_faster(single, cuda)  # one run is one strided copy
     called = []
-    monkeypatch.setattr(packing, "is_faster", lambda *_: True)
-    monkeypatch.setattr(packing, "gather", lambda *_: called.append("gather"))
-    monkeypatch.setattr(packing, "scatter_add", lambda *_: called.append("add"))
+    monkeypatch.setattr(packed_records, "kernel_is_faster", lambda *_: True)
+    monkeypatch.setattr(packed_records, "gather_by_kernel", lambda *_: called.append("gather"))
+    monkeypatch.setattr(packed_records, "add_by_kernel", lambda *_: called.append("add"))
     local = LocalTensors(torch.zeros(ROWS, BATCH, HEADS, 16), torch.zeros(ROWS, BATCH, HEADS, 16))
     pack(local, records)
     add(records, local)

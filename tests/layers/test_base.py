@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ringattn import ClosedError, InputError, Ring, RingError
-from ringattn.layers import overlapped as projected_module
-from ringattn.layers.overlapped import Heads, projected_attention
+from ringattn.layers import base as projected_module
+from ringattn.layers.base import Heads, projected_attention
 from ringattn.layers.projection import project_kv, project_q
 from ringattn.layers.rotary import Rope
 from ringattn.options import AttentionOptions
