@@ -135,7 +135,7 @@ class Ring(Runtime):
         layout: LayoutName | str = "auto",
         for_: Purpose | str = "causal",
         schedule: str = "auto",
-    ) -> Sequence:
+    ) -> Sequence[Ring]:
         """Lays `length` tokens, or packed documents, over the ranks. Local: no rank waits for another.
 
         Uneven counts are normal: the first ranks or chunks take the extra tokens.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -17,14 +18,27 @@ from ringattn.errors import InputError
 from ringattn.masks import check_mask
 from ringattn.transport.base import Message
 
-if TYPE_CHECKING:
-    from ringattn.ring import Ring
+
+class _Ranks(Protocol):
+    """What a sequence reads of the ring that made it."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def check_same_call(self, describe: Callable[[], str], inputs: Any = None) -> Any: ...
+
+
+RingType = TypeVar("RingType", bound=_Ranks)
+"""The class of the ring, which is defined in a higher module: `Ring.sequence` returns a `Sequence[Ring]`."""
 
 _handles = count(1)
-_living: WeakValueDictionary[int, Sequence] = WeakValueDictionary()
+_living: WeakValueDictionary[int, Sequence[Any]] = WeakValueDictionary()
 
 
-class Sequence:
+class Sequence(Generic[RingType]):
     """How the tokens of one sequence lie over the ranks of a ring. `Ring.sequence` makes one; immutable.
 
     `length`: tokens of the whole sequence. `counts`: tokens of each rank. `documents`: cumulative document lengths, or
@@ -32,7 +46,7 @@ class Sequence:
     """
 
     def __init__(
-        self, ring: Ring, layout: Layout, documents: tuple[int, ...] | None, mask: AttentionMask | None = None
+        self, ring: RingType, layout: Layout, documents: tuple[int, ...] | None, mask: AttentionMask | None = None
     ) -> None:
         """For adapters; users call `Ring.sequence`.
 
@@ -289,7 +303,7 @@ class _Gather(torch.autograd.Function):
         return total.movedim(0, ctx.dim), None, None, None, None
 
 
-def _swap(ring: Ring, sends: Many[Tensor], recvs: Many[Tensor], label: str) -> None:
+def _swap(ring: Any, sends: Many[Tensor], recvs: Many[Tensor], label: str) -> None:
     """Send the r-th tensor to rank r and receive into the r-th; empty ones do not travel."""
     others = [rank for rank in range(ring.world_size) if rank != ring.rank]
     with ring.guarded():
