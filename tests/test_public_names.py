@@ -62,7 +62,7 @@ def test_the_logger_is_quiet_until_it_is_asked() -> None:
 
 ADAPTERS = (
     "transformers", "transformers.trainer", "attend", "context", "torch_ops", "sdpa", "loss", "context_parallel",
-    "parity", "groups", "flex", "flash_attn_hf", "torchtitan", "megatron", "lightning", "diffusers", "trl",
+    "groups", "flex", "flash_attn", "torchtitan", "megatron", "lightning", "diffusers", "trl",
     "accelerate",
 )  # fmt: skip
 MODULES = ("ringattn", "ringattn.testing", *(f"ringattn.adapters.{name}" for name in ADAPTERS))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.dropout import drawn_seed, refuse_without_seed
-from ringattn.adapters.tensor_parallel import local_heads
+from ringattn.adapters.hosts import local_heads
 from ringattn.adapters.torch_ops import ring_attention
 from ringattn.errors import InputError, UnsupportedError
 

@@ -21,10 +21,9 @@ from torch.nn.attention.flex_attention import (
 from torch.nn.attention.flex_attention import flex_attention as torchs_own
 
 from ringattn import InputError, Ring, UnsupportedError
-from ringattn.adapters import flex, flex_functions, flex_masks
+from ringattn.adapters import flex, flex_functions
 from ringattn.adapters.context_parallel import context_parallel
-from ringattn.adapters.flex import flex_attention
-from ringattn.adapters.flex_masks import FoundMask, found_masks
+from ringattn.adapters.flex import FoundMask, flex_attention, found_masks
 from ringattn.testing import run_ranks
 
 TOKENS, BLOCK = 37, 8
@@ -224,7 +223,7 @@ def test_other_masks_are_refused(mod: Mod, told: str) -> None:
 @pytest.mark.parametrize("tile", [3, 5])
 def test_a_long_mask_is_compared_in_partial_blocks(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
     """Whatever the sizes of tiles and pieces."""
-    monkeypatch.setattr(flex_masks, "ALL_BLOCKS_TOKENS", 0)
+    monkeypatch.setattr(flex, "ALL_BLOCKS_TOKENS", 0)
     monkeypatch.setattr(flex_functions, "TILE_TOKENS", tile)
     monkeypatch.setattr(flex_functions, "PIECE_PAIRS", 300)
     for mod, wanted in MASKS.values():

@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ringattn import Ring, UnsupportedError
-from ringattn.adapters import flex, flex_functions, flex_scores
-from ringattn.adapters.flex import flex_attention
+from ringattn.adapters import flex, flex_functions
+from ringattn.adapters.flex import FoundMask, FoundScore, flex_attention, found_masks, found_score
 from ringattn.adapters.flex_functions import PairFunction, record
-from ringattn.adapters.flex_masks import FoundMask, found_masks
-from ringattn.adapters.flex_scores import FoundScore, found_score
 from tests.adapters.test_flex import TOKENS, Mod, block_mask, causal, dense, drawn
 
 CPU = torch.device("cpu")
@@ -354,7 +352,7 @@ def test_more_pairs_than_the_limit_need_trust(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(flex_functions, "MOST_PAIRS", 3 * TOKENS**2)
     monkeypatch.setattr(flex_functions, "SAMPLED_PAIRS", 3 * TOKENS**2)
     monkeypatch.setattr(flex_functions, "TILE_TOKENS", 4)
-    monkeypatch.setattr(flex_scores, "TILE_TOKENS", 4)
+    monkeypatch.setattr(flex, "TILE_TOKENS", 4)
     q, k, v, _ = drawn(kv_heads=4)
 
     def of_all_heads(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, noop_mask
 
 from ringattn import Ring, UnsupportedError
-from ringattn.adapters import flex, flex_functions, flex_scores
-from ringattn.adapters.flex_masks import FoundMask
-from ringattn.adapters.flex_scores import FoundScore, found_score
+from ringattn.adapters import flex, flex_functions
+from ringattn.adapters.flex import FoundMask, FoundScore, found_score
 from tests.adapters.test_flex import CUTS, TOKENS, Mod, block_mask, capped, causal, check, dense, documents, drawn
 
 HEADS = 4
@@ -116,7 +115,7 @@ def test_alibi_by_the_formula_of_the_paper_and_without_neighbors() -> None:
 def test_all_pairs_are_compared(monkeypatch: pytest.MonkeyPatch, exception: str) -> None:
     """Whatever the sizes of tiles and pieces."""
     monkeypatch.setattr(flex_functions, "TILE_TOKENS", 11)
-    monkeypatch.setattr(flex_scores, "TILE_TOKENS", 11)
+    monkeypatch.setattr(flex, "TILE_TOKENS", 11)
     monkeypatch.setattr(flex_functions, "PIECE_PAIRS", 300)
 
     def almost(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

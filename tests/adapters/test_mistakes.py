@@ -15,8 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ringattn import InputError, Ring, RingError, Sequence
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
-from ringattn.adapters.loss import count_labels, loss_scale
-from ringattn.adapters.parity import Parity, _Coarsest, parity
+from ringattn.adapters.loss import Parity, _Coarsest, count_labels, loss_scale, parity
 from ringattn.launch.train.config import ModelConfig
 from ringattn.launch.train.model import Transformer
 from ringattn.observe.memory import StorageMeter

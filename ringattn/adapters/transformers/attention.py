@@ -23,8 +23,7 @@ from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast, attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.dropout import drawn_seed, refuse_without_seed, seed_from
-from ringattn.adapters.hosts import require_checked
-from ringattn.adapters.tensor_parallel import local_sinks
+from ringattn.adapters.hosts import local_sinks, require_checked
 from ringattn.adapters.transformers.calls import PART, ModelCall, attending
 from ringattn.adapters.transformers.checks import (
     check_encoder,
