@@ -196,7 +196,7 @@ _ARGUMENTS = {
     "causal": "A query attends to no later keys.",
     "window_size": "Keys before and after each query; -1: unbounded.",
     "alibi_slopes": "Slopes of ALiBi, (heads,).",
-    "deterministic": "Needs nothing more here, see the module.",
+    "deterministic": "Has no further effect, see the module.",
     "return_attn_probs": "Return (out, lse, None).",
     "group": "The ranks: a ProcessGroup, DeviceMesh or Ring. None: the default group.",
     "softcap": "Scores become softcap * tanh(score / softcap). 0: as they are.",
