@@ -11,9 +11,9 @@ PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 
 
 def example(name: str) -> dict[str, Any]:
-    """Execute the code block that defines `name`; return its names."""
+    """Execute the code block that defines `name`, a class or a function; return its names."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    (block,) = (block for block in blocks if f"class {name}(" in block)
+    (block,) = (block for block in blocks if re.search(rf"^ *(class|def) {name}\(", block, re.MULTILINE))
     names: dict[str, Any] = {"__name__": "tests.contributing"}
     exec(compile(textwrap.dedent(block), str(PAGE), "exec", dont_inherit=True), names)
     return names

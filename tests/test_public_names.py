@@ -60,12 +60,16 @@ def test_the_logger_is_quiet_until_it_is_asked() -> None:
 
 # --- docstrings ------------------------------------------------------------------------------------------------------
 
-ADAPTERS = (
-    "transformers", "transformers.trainer", "attend", "context", "torch_ops", "sdpa", "loss", "context_parallel",
-    "groups", "flex", "flash_attn", "torchtitan", "megatron", "lightning", "diffusers", "trl",
-    "accelerate",
-)  # fmt: skip
-MODULES = ("ringattn", "ringattn.testing", *(f"ringattn.adapters.{name}" for name in ADAPTERS))
+DOCS = (INIT.parent.parent / "README.md", *sorted((INIT.parent.parent / "docs").glob("*.md")))
+ADAPTERS = sorted(
+    {
+        module
+        for page in DOCS
+        for module in re.findall(r"from (ringattn\.adapters\.[\w.]+) import", page.read_text(encoding="utf-8"))
+    }
+)
+"""The modules of adapters that the documentation imports from."""
+MODULES = ("ringattn", "ringattn.testing", *ADAPTERS)
 PARTS = "Args", "Shape", "Returns", "Raises", "Example"
 
 

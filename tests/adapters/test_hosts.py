@@ -7,9 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from ringattn import InputError, Ring
+from ringattn.testing import dense_attention, run_ranks
 from tests.adapters import hosts
 from tests.adapters.hosts import MODES, NONE, PAGE, ROOT, Cell, merged, read, record, renewed, shown, table
+from tests.contributing import example
 
 EXACT = Cell("host", "1.10", "plain", "exact", 2, 1e-9, "loss", "tests/test_a.py::test_one")
 
@@ -70,3 +75,25 @@ def test_cells_of_other_tests_stay() -> None:
 def test_a_cell_says_what_it_is_of(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"has another mode|exact has ranks"):
         replace(EXACT, **wrong)  # type: ignore[arg-type]
+
+
+def test_the_adapter_of_contributing_is_exact_and_refuses_what_it_cannot() -> None:
+    attention = example("memory_efficient_attention")["memory_efficient_attention"]
+    q, k, v = (torch.randn(1, 13, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def body(ring: Ring) -> tuple[Tensor, ...]:
+        seq = ring.sequence(13, layout="zigzag")
+        shards = [seq.shard(x.detach()).requires_grad_() for x in (q, k, v)]
+        with ring.activate(seq):
+            out = attention(*shards, scale=0.3)
+            for refused in ({"attn_bias": torch.zeros(13, 13)}, {"p": 0.1}):
+                with pytest.raises(InputError, match="attn_bias and p"):
+                    attention(*shards, **(refused if ring.rank == 1 else {}))
+        out.sin().sum().backward()
+        return tuple(seq.gather(x.detach()) for x in (out, *(shard.grad for shard in shards)))
+
+    expected = dense_attention(q, k, v, scale=0.3)[0]
+    expected.sin().sum().backward()
+    for values in run_ranks(2, body, timeout_s=10.0):
+        for value, reference in zip(values, (expected.detach(), q.grad, k.grad, v.grad), strict=True):
+            torch.testing.assert_close(value, reference, rtol=0, atol=1e-10)
