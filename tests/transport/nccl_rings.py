@@ -1,7 +1,8 @@
-"""Runs the real NCCL transport, one thread a rank, over the simulated library and GPUs."""
+"""Runs the real NCCL transport, alone or with peer as a ring over nodes, one thread a rank, over simulated GPUs."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -9,13 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import HashStore
 
 from ringattn import Ring
+from ringattn.errors import RingError
+from ringattn.observe.flight import FlightRecord
+from ringattn.transport import nodes
+from ringattn.transport.base import Message
+from ringattn.transport.control_store import ControlStore
+from ringattn.transport.health.health import Health
 from ringattn.transport.location import Location
+from ringattn.transport.nccl import transport as nccl_transport
 from ringattn.transport.nccl.binding import Capability
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.transport import NcclTransport
+from ringattn.transport.nodes import DeviceNodesTransport
+from ringattn.transport.peer import transport as peer_transport
+from ringattn.transport.peer.opening import open_peer
+from tests.transport.peers.sim_driver import SimGpu
 from tests.transport.simulated.device import SimDevice
 from tests.transport.simulated.faults import Died, MortalStore
 from tests.transport.simulated.library import SimLibrary
@@ -71,18 +84,32 @@ def on_gpus(
 
     `deadline_s` replaces the deadline once all are open, for opening many worlds at once takes its time.
     """
+
+    def opened(rank: int, store: Any) -> NcclTransport:
+        ring = open_on(world, rank, store, **opening)
+        if deadline_s is not None:
+            set_deadline(ring, deadline_s)
+        return ring
+
+    return _run(world, opened, body, [Outcome() for _ in range(world.world_size)], hard_s)
+
+
+def _run(
+    world: SimWorld,
+    opened: Callable[[int, Any], Any],
+    body: Callable[[Any], Any],
+    outcomes: list[Outcome],
+    hard_s: float,
+) -> list[Outcome]:
+    """Run `body(opened(rank, store))` on a thread for each rank."""
     _forgive_the_dead()
     store = HashStore()
-    outcomes = [Outcome() for _ in range(world.world_size)]
 
     def live(rank: int) -> None:
-        outcome = outcomes[rank]
+        outcome, ring = outcomes[rank], None
         outcome.began_s = time.monotonic()
-        ring = None
         try:
-            ring = open_on(world, rank, MortalStore(world, rank, store.clone()), **opening)
-            if deadline_s is not None:
-                set_deadline(ring, deadline_s)
+            ring = opened(rank, MortalStore(world, rank, store.clone()))
             outcome.result = body(ring)
             ring.close()
         except BaseException as error:
@@ -128,6 +155,28 @@ def on_rings(
     return on_gpus(world, inside, **opening)
 
 
+def around(ring: NcclTransport, sent: torch.Tensor, came: torch.Tensor) -> Any:
+    """A hop to the next rank."""
+    after, before = (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
+    return ring.bind([Message(after, sent, "out")], [Message(before, came, "in")])
+
+
+def failure(call: Any) -> str:
+    """What a ring's own error says, or nothing."""
+    try:
+        call()
+    except RingError as error:
+        return str(error)
+    return ""
+
+
+def attend(ring: Ring, tokens: int = 24) -> None:
+    """One causal pass over `tokens` tokens."""
+    seq = ring.sequence(tokens)
+    x = seq.shard(torch.ones(1, tokens, 2, 8))
+    ring.attention(x, x, x, seq, causal=True)
+
+
 def _forgive_the_dead() -> None:
     """A dead rank's other threads end with it, without a word."""
     if threading.excepthook is not _quiet:
@@ -141,3 +190,87 @@ _told = threading.excepthook
 def _quiet(args: Any) -> None:
     if not issubclass(args.exc_type, Died):
         _told(args)
+
+
+# --- a ring over two nodes -------------------------------------------------------------------------------------------
+
+
+def places(layout: tuple[int, ...]) -> list[Location]:
+    """The ranks of a node share its one GPU."""
+    return [Location(f"host-{n}", f"boot/{n}", os.getpid(), os.getuid(), f"gpu-{n}") for n in layout]
+
+
+def open_on_nodes(
+    world: SimWorld, rank: int, store: Any, layout: tuple[int, ...], gpu: SimGpu, flight_dir: Path | None = None
+) -> DeviceNodesTransport:
+    """The transport of one rank, with waits of 20 s."""
+    locations, record = places(layout), FlightRecord(rank, len(layout), "peer+nccl")
+    control = ControlStore(store, rank, len(layout))
+    health = Health(control)
+    inside = open_peer(
+        control, locations, lambda: (gpu.driver, gpu), 20.0,
+        flight_dir=flight_dir, rounds=1, record=record, health=health,
+    )  # fmt: skip
+    try:
+        between = NcclTransport.open(
+            store, rank, len(layout), 20.0, binding=SimLibrary(world, rank, EVERYTHING), gpu=SimDevice(world, rank),
+            options=NcclOptions(), locations=locations, nccl_id=f"{layout[rank]}", flight_dir=flight_dir,
+            leave=lambda why: world.script.check_alive(rank), record=record, health=health,
+        )  # fmt: skip
+    except BaseException as error:
+        inside.abort(error)
+        raise
+    return DeviceNodesTransport(inside, between)
+
+
+def on_nodes(
+    layout: tuple[int, ...],
+    body: Callable[[DeviceNodesTransport], Any],
+    *,
+    deadline_s: float | None = None,
+    together: bool = True,
+    hard_s: float = 60.0,
+    flight_dir: Path | None = None,
+) -> tuple[list[Outcome], list[SimGpu]]:
+    """`body(transport)` of every rank, opening and closing included: outcomes and GPUs, by rank."""
+    world = SimWorld(len(layout), any_memory=True)
+    gpus, outcomes = [SimGpu() for _ in layout], [Outcome() for _ in layout]
+
+    def opened(rank: int, store: Any) -> DeviceNodesTransport:
+        ring = open_on_nodes(world, rank, store, layout, gpus[rank], flight_dir)
+        if deadline_s is not None:
+            inside = ring.inside
+            set_deadline(ring.between, deadline_s)
+            inside._timeout_s = inside.lane._timeout_s = inside.watch._timeout_s = deadline_s
+            inside.group.timeout_s = deadline_s
+        return ring
+
+    def live(ring: DeviceNodesTransport) -> Any:
+        if together:  # on a busy machine ranks open seconds apart
+            ring.all_gather_bytes(b"")
+        outcomes[ring.rank].began_s = time.monotonic()
+        return body(ring)
+
+    _run(world, opened, live, outcomes, hard_s)
+    assert world.violations == []
+    return outcomes, gpus
+
+
+def lose(ring: DeviceNodesTransport, hangs_up: bool) -> None:
+    """This rank is killed, or only stopped: no thread of it does anything any more. Ends the calling one."""
+    world, inside = ring.between.gpu._world, ring.inside  # type: ignore[attr-defined]
+    inside.watch._stopped.set()
+    inside.group._left = True
+    inside.group.health._stopped.set()
+    inside.group._service.wake()
+    time.sleep(0.2)  # its threads have come to their ends
+    with world.changed:
+        world.dead.add(ring.rank)
+        world.changed.notify_all()
+    inside._closing.acquire()  # and nothing at the end of this process
+    peer_transport._open.discard(inside)
+    nccl_transport._open.discard(ring.between)
+    nodes._open.discard(ring)
+    if hangs_up:
+        inside.group._service.close()
+    raise Died(f"rank {ring.rank} is lost")

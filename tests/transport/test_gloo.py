@@ -1,4 +1,4 @@
-"""The contract on processes, and what only processes can suffer: sudden exits, a lost store, the user's own groups."""
+"""Gloo between processes: openings, sudden exits, a lost store, the user's own groups. The contract: test_contract."""
 
 from __future__ import annotations
 
@@ -21,46 +21,13 @@ from ringattn.transport.gloo import GlooTransport, _Operation
 from tests.contract import transport_contract as contract
 from tests.contract.meeting import rendezvous_store, store_of
 from tests.contract.processes import Processes
-
-
-def meet(rank: int, world_size: int, members: list[int], timeout_s: float) -> GlooTransport:
-    """A ring of the processes `members`, opened when all of them are there, with waits of `timeout_s`."""
-    store = store_of(rank, world_size, members)
-    ring = GlooTransport.open(store, members.index(rank), len(members), 20.0)
-    ring._timeout_s = timeout_s  # shorter than a busy machine may need to connect
-    return ring
-
-
-def run_check(rank: int, world_size: int, name: str) -> None:
-    check = getattr(contract, name)
-    ring = meet(rank, world_size, list(range(world_size)), contract.timeout_s(check))
-    try:
-        check(ring)
-    finally:
-        ring.close()
+from tests.transport.process_rings import meet_gloo as meet
 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Processes]:
     with Processes(contract.WORLD_SIZE) as started:
         yield started
-
-
-QUICK = {
-    contract.shift_around, contract.order_is_kept, contract.agree_is_in_order, contract.deadline_is_kept,
-    contract.first_cause_reaches_all, contract.forked_child_is_refused,
-    contract.dropped_ring_is_closed,
-}  # fmt: skip
-"""The rest of the contract is slow here: quick tests run all of it over shm, which ranks of one machine take."""
-
-
-@pytest.mark.parametrize(
-    "check",
-    [check if check in QUICK else pytest.param(check, marks=pytest.mark.slow) for check in contract.CHECKS],
-    ids=lambda check: check.__name__,
-)
-def test_contract(processes: Processes, check: contract.Check) -> None:
-    processes.run(run_check, check.__name__)
 
 
 # --- opening ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""What a rank observes of the others in the store, and by its own clock that it stood still itself."""
+"""What a rank observes of the others: in the store, in pages, in datagrams, and by its own clock; and its verdicts."""
 
 from __future__ import annotations
 
+import json
+import socket
 import subprocess
 import sys
 import threading
@@ -16,9 +18,12 @@ from torch.distributed import HashStore
 from ringattn import Ring
 from ringattn.errors import DeadlineError
 from ringattn.transport.control_store import ControlStore
-from ringattn.transport.health.feeds import Feed, StoreFeed, heartbeat_key, interval_s, silence_s
+from ringattn.transport.health import feeds
+from ringattn.transport.health.feeds import Feed, Neighbours, StoreFeed, heartbeat_key, interval_s, silence_s
 from ringattn.transport.health.health import Health
-from ringattn.transport.health.verdict import ENDED, Beat, Place, Waits
+from ringattn.transport.health.verdict import ENDED, Beat, Evidence, Place, Waits, at_fault, explain
+from ringattn.transport.location import Address
+from ringattn.transport.nccl.supervisor import WITHIN_S, ras_address, ras_report
 from tests.transport.attribution import named_at_fault
 from tests.transport.nccl_rings import on_rings
 from tests.transport.simulated.faults import Stall
@@ -334,3 +339,332 @@ def test_a_caller_is_told_while_the_abort_goes_on() -> None:
     for rank in (0, 2):
         assert "rank 1 is behind" in str(outcomes[rank].error) and named_at_fault(str(outcomes[rank].error)) == {1}
         assert took[rank] < 0.6 + 2.0
+
+
+HOST, LAUNCH, COMPUTE, PEERS = Waits.HOST, Waits.LAUNCH, Waits.COMPUTE, Waits.PEERS
+Ranks = dict[int, tuple[int, Waits, set[int] | None]]
+RING: Ranks = {rank: (5, PEERS, {(rank - 1) % 4, (rank + 1) % 4}) for rank in range(4)}
+STORE = "the store's host (rank 0 of the job, or torchrun's agent, at h:1) did not answer within 0.8 s"
+CAUSE = "rank 3 failed first: ValueError: k has no heads"
+
+
+def places(ranks: Ranks) -> dict[int, Place]:
+    return {
+        rank: Place("forward step 1", call, waits, None if peers is None else frozenset(peers))
+        for rank, (call, waits, peers) in ranks.items()
+    }
+
+
+def evidence(ranks: Ranks = RING, **facts: Any) -> Evidence:
+    return Evidence(rank=0, places=places(ranks), **facts)
+
+
+BEHIND = RING | {1: (4, HOST, set())}
+
+CASES: list[tuple[str, Evidence, set[int]]] = [
+    ("all only wait", evidence(), set()),
+    ("silent", evidence(silent={1}), {1}),
+    ("two silent", evidence(silent={1, 2}), {1, 2}),
+    ("gone", evidence(gone={2}), {2}),
+    ("gone and silent", evidence(gone={2}, silent={1, 2}), {1, 2}),
+    # In the first pass of `direct` others connect to the one that is gone.
+    ("silent before launches", evidence(RING | {0: (5, LAUNCH, {1}), 3: (5, LAUNCH, {1})}, silent={1}), {1}),
+    ("silent before computing", evidence(RING | {0: (5, COMPUTE, {1})}, silent={1}), {1}),
+    ("silent before behind", evidence(BEHIND, silent={2}), {2}),
+    ("behind before launches", evidence(BEHIND | {0: (5, LAUNCH, {1}), 2: (5, LAUNCH, {1})}), {1}),
+    ("computing", evidence(RING | {1: (5, COMPUTE, {2}), 0: (5, LAUNCH, {1})}), {1}),
+    ("in a launch", evidence(RING | {1: (5, LAUNCH, {0, 2})}), {1}),
+    # Behind, but in an exchange: it waits as all do.
+    ("behind in an exchange", evidence(RING | {1: (4, PEERS, {0})}), set()),
+    ("behind without a deadline", evidence(BEHIND, at_deadline=False), set()),
+    ("behind and closed", evidence(BEHIND, closed={1}), set()),
+    ("behind and failed", evidence(BEHIND | {2: (0, HOST, set())}, failed={2}), {1}),
+    ("in a launch and failed", evidence(RING | {1: (5, LAUNCH, {0, 2})}, failed={1}), set()),
+    ("missing", evidence(RING | {3: (5, HOST, set())}, missing={3}), {3}),
+    ("missing, but it waits", evidence(missing={3}), set()),
+    ("cause before silent", evidence(cause=CAUSE, silent={1}), {3}),
+    ("cause before gone", evidence(cause=CAUSE, gone={1}), {3}),
+    ("own standstill before all", evidence(stood_still_s=4.0, gone={1}, silent={2}, store=STORE), set()),
+    ("own standstill and cause", evidence(stood_still_s=4.0, silent={2}, cause=CAUSE), {3}),
+    # What the store said of places is old where it does not answer.
+    ("no store", evidence(BEHIND, store=STORE), set()),
+    ("no store, silent for the neighbours", evidence(store=STORE, silent={0}), {0}),
+    ("lost and silent", evidence(lost=(2, "reset"), silent={2}, at_deadline=False), {2}),
+    ("lost and alive", evidence(lost=(2, "reset"), at_deadline=False), set()),
+    ("lost because of another", evidence(lost=(2, "reset"), silent={1}, at_deadline=False), {1}),
+    ("lost and closed", evidence(lost=(2, "reset"), closed={2}, at_deadline=False), set()),
+    ("lost without a store", evidence(lost=(2, "reset"), store=STORE, at_deadline=False), set()),
+    ("late, but not for long", evidence(unheard={1}), set()),
+]
+
+
+@pytest.mark.parametrize(("given", "named"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_only_ranks_that_nothing_else_explains_are_named(given: Evidence, named: set[int]) -> None:
+    assert named_at_fault("; ".join(at_fault(given))) == named
+    assert named_at_fault(explain(given)) == named, explain(given)
+
+
+@pytest.mark.parametrize("peers", [{1, 2, 3}, None])
+def test_of_ranks_that_connect_to_each_other_none_is_accused(peers: set[int] | None) -> None:
+    both = RING | {1: (5, LAUNCH, {2} if peers else None), 2: (5, LAUNCH, {1} if peers else None)}
+    (words,) = at_fault(evidence(both))
+    assert words == "one of ranks [1, 2] is stuck in a launch, and the others of them wait for it there"
+    assert named_at_fault(words) == set()
+
+
+def test_the_host_of_a_store_that_does_not_answer_is_named_beside_the_ranks() -> None:
+    assert at_fault(evidence(silent={1}, store=STORE))[-1] == STORE
+    assert explain(evidence(store=STORE, waited_for={2})).startswith(f"{STORE}; rank 2 is alive in 'forward step 1'")
+
+
+def test_who_is_not_at_fault_is_placed() -> None:
+    assert explain(evidence(waited_for={1, 3}, closed={3})) == (
+        "rank 1 is alive in 'forward step 1' of call 5; rank 3 has left its ring"
+    )
+    assert explain(evidence(waited_for={1}, failed={1})) == "rank 1 has failed as well"
+    assert explain(evidence(unheard={1}, waited_for={2})).startswith("rank 1 is not heard at the moment, last in")
+    assert "silent" not in explain(evidence(unheard={1}))
+    assert explain(evidence({}, waited_for={1})) == "rank 1 was never heard"
+    assert "never heard" in explain(evidence({}, silent={1}))
+
+
+def test_a_rank_that_stood_still_says_so_and_for_how_long() -> None:
+    alone = explain(evidence(stood_still_s=4.25, silent={1}))
+    assert alone == "rank 0 itself stood still for 4.2 s (stopped, or starved); so it names no other rank"
+
+
+@pytest.mark.parametrize("place", [Place(), Place("ü" * 120, 7, PEERS, frozenset({3, 1})), Place("x", 1, LAUNCH, None)])
+def test_a_beat_is_read_as_it_was_sent(place: Place) -> None:
+    beat = Beat(3, place, True, {"call": 2})
+    assert Beat.parse(beat.text()) == Beat.parse(beat.text().encode()) == beat
+    assert Place.make("x" * 500, 1, PEERS, range(17)) == Place("x" * 120, 1, PEERS, None)
+
+
+NO_BEATS = ["", "1", "{}", "[1]", '[1,"a",1,"nothing",[],false,null]', "[[],1,1,1,1,1,1]", "0 poison", "[" * 5000]
+
+
+@pytest.mark.parametrize("text", NO_BEATS, ids=range(len(NO_BEATS)))
+def test_what_is_no_beat_is_refused(text: str) -> None:
+    with pytest.raises((ValueError, TypeError, RecursionError)):
+        Beat.parse(text)
+    assert Beat.parse_or_none(text) is Beat.parse_or_none(None) is None
+
+
+# --- neighbours ------------------------------------------------------------------------------------------------------
+
+
+class Side:
+    """The datagrams of one rank, on loopback."""
+
+    def __init__(self, rank: int, world_size: int, store: HashStore) -> None:
+        self.rank, self.store, self.count = rank, store, 0
+        self.neighbours = Neighbours(rank, world_size, "lo", 1.0)
+
+    def round(self, now_s: float, observed: dict[int, str] | None = None) -> None:
+        self.neighbours.meet(self.store)
+        self.count += 1
+        self.neighbours.exchange(Beat(self.count, PLACE), observed or {}, now_s)
+
+
+@pytest.fixture
+def sides() -> Iterator[list[Side]]:
+    store = HashStore()
+    made = [Side(rank, 6, store) for rank in range(6)]
+    yield made
+    for side in made:
+        side.neighbours.close(Beat(ENDED))
+
+
+def rounds(sides: list[Side], times: list[float], observed: dict[int, dict[int, str]] | None = None) -> None:
+    for now_s in times:
+        for side in sides:
+            side.round(now_s, (observed or {}).get(side.rank))
+
+
+def test_neighbours_hear_each_other_and_nobody_else(sides: list[Side]) -> None:
+    rounds(sides, [0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    assert [set(side.neighbours.heard) for side in sides] == [{1, 5}, {0, 2}, {1, 3}, {2, 4}, {3, 5}, {4, 0}]
+    assert all(side.neighbours._socket.getsockname()[0] == "127.0.0.1" for side in sides)  # type: ignore[union-attr]
+    assert not sides[0].neighbours.unchanged(0.2, 0.0)
+    rounds(sides[1:], [0.1 * n for n in range(6, 20)])  # rank 0 is stopped
+    assert [side.neighbours.unchanged(1.0, 1.0) for side in sides[1:]] == [{0}, set(), set(), set(), {0}]
+
+
+ADDRESSES = {
+    "all on one machine": [("127.0.0.1", "127.0.0.1")] * 3,
+    "a neighbour with a named interface": [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("10.0.0.2", "")],
+    "a neighbour without an address": [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("", "")],
+}
+
+
+@pytest.mark.parametrize("addresses", ADDRESSES.values(), ids=ADDRESSES)
+def test_ranks_bind_to_an_address_that_their_neighbours_reach(
+    addresses: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, sides = HashStore(), [Neighbours(rank, 3, "", 1.0) for rank in range(3)]
+    for _ in range(3):
+        for side, (own, meeting) in zip(sides, addresses, strict=True):
+            monkeypatch.setattr(feeds, "find_address", lambda store, interface, a=own, m=meeting: Address(a, m, ""))
+            side.meet(store)
+    bound = [side._socket.getsockname()[0] if side._socket else "" for side in sides]
+    assert bound == ["127.0.0.1", "127.0.0.1", addresses[2][0].replace("10.0.0.2", "")]
+    assert all(set(side._targets) == (side.ranks if bound[2] else set()) for side in sides)
+    for side in sides:
+        side.close(Beat(ENDED))
+
+
+def test_what_one_rank_observes_all_ranks_learn_and_forget(sides: list[Side]) -> None:
+    rounds(sides, [0.1 * n for n in range(8)])
+    living = sides[1:]
+    # Rank 1 and rank 5 observe that rank 0 is silent; there is no way past it.
+    rounds(living, [0.8 + 0.1 * n for n in range(6)], {1: {0: "silent"}, 5: {0: "gone"}})
+    for side in living[1:-1]:
+        reports = {how: side.neighbours.reported(how, 1.3) for how in ("silent", "gone")}
+        assert reports == {"silent": {0}, "gone": {0}}, side.rank
+    # Nobody repeats what nobody observes any more.
+    rounds(sides, [1.4 + 0.1 * n for n in range(12)])
+    assert not any(side.neighbours.reported(how, 2.5) for side in sides for how in ("silent", "gone"))
+
+
+def test_reports_of_a_neighbour_that_is_silent_itself_do_not_count(sides: list[Side]) -> None:
+    rounds(sides, [0.1 * n for n in range(8)], {1: {4: "silent"}})
+    assert sides[2].neighbours.reported("silent", 0.8) == {4}
+    assert sides[2].neighbours.reported("silent", 3.0) == set()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_the_last_report_of_a_neighbour_that_failed_is_kept(sides: list[Side], closed: bool) -> None:
+    rounds(sides, [0.1 * n for n in range(8)], {1: {0: "silent"}})
+    sides[1].neighbours.close(Beat(ENDED, PLACE, closed))
+    rounds(sides[2:], [0.8 + 0.1 * n for n in range(30)])
+    assert sides[2].neighbours.reported("silent", 3.8) == (set() if closed else {0})
+
+
+def test_a_report_of_a_neighbour_that_is_silent_is_not_passed_on(sides: list[Side]) -> None:
+    rounds(sides, [0.1 * n for n in range(8)], {1: {4: "silent"}})
+    assert sides[3].neighbours.reported("silent", 0.8) == {4}
+    rounds([sides[0], *sides[2:]], [0.8 + 0.1 * n for n in range(30)])  # rank 1 is stopped
+    assert not any(side.neighbours.reported("silent", 3.8) for side in sides)
+
+
+FORGED: list[Callable[[str], bytes]] = [
+    lambda nonce: b"\x80\x04\x95cos\nsystem\n(S'true'\ntR.",
+    lambda nonce: b"",
+    lambda nonce: b"[" * 5000,
+    lambda nonce: json.dumps(["other", 1, Beat(99, PLACE).text(), []]).encode(),
+    lambda nonce: json.dumps([nonce, 3, Beat(99, PLACE).text(), []]).encode(),
+    lambda nonce: json.dumps([nonce, [], Beat(99, PLACE).text(), []]).encode(),
+    lambda nonce: json.dumps([nonce, 1, "[]", []]).encode(),
+    lambda nonce: json.dumps([nonce, 1, Beat(99, PLACE).text(), [[1, 2]]]).encode(),
+    lambda nonce: json.dumps([nonce, 1]).encode(),
+]
+
+
+@pytest.mark.parametrize("forge", FORGED, ids=range(len(FORGED)))
+def test_a_datagram_of_another_ring_or_form_is_dropped(sides: list[Side], forge: Callable[[str], bytes]) -> None:
+    rounds(sides, [0.0, 0.1, 0.2, 0.3])
+    target = sides[0].neighbours
+    target.exchange(Beat(49, PLACE), {}, 0.35)
+    before = target.heard[1].beat
+    assert before.count == 4
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        stranger.sendto(forge(target._nonce), target._socket.getsockname())  # type: ignore[union-attr]
+    target.exchange(Beat(50, PLACE), {}, 0.4)
+    assert target.heard[1].beat == before and not target.reported("silent", 0.4)
+
+
+def test_silence_of_datagrams_alone_is_no_reason_while_the_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    health = Health(ControlStore(store, 0, 3))
+    monkeypatch.setattr(
+        Feed, "unchanged", lambda feed, limit_s, since_s: {1} if isinstance(feed, Neighbours) else set()
+    )
+    assert health.silent() == set()
+    monkeypatch.setattr(StoreFeed, "unanswered", "the store's host did not answer")
+    assert health.silent() == {1}
+    monkeypatch.setattr(Neighbours, "reported", lambda feed, how, now_s: {2} if how == "silent" else set())
+    assert health.silent() == {1, 2}
+    assert named_at_fault(health.explain({1})) == {1, 2}
+
+
+# --- RAS -------------------------------------------------------------------------------------------------------------
+
+RAS_STATUS = """
+Job summary
+===========
+
+  Nodes  Processes         GPUs  Processes     GPUs
+
+Errors
+======
+
+DEAD
+  1 job process is considered dead (unreachable via the RAS network)
+  Process 3487984 on node 172.16.64.213 managing GPU 5
+
+#0-0 (cf264af53edbe986) INCOMPLETE
+  Missing communicator data from 1 rank
+  The missing rank: 21
+
+Warnings
+========
+
+TIMEOUT
+  Encountered 2 communication timeouts while gathering communicator data
+"""
+
+
+class RasStub:
+    """A server that answers one request as RAS does, or only a part of it and then nothing more."""
+
+    def __init__(self, status: str, hangs: bool = False) -> None:
+        self.asked, self._status, self._hangs = b"", status, hangs
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        connection, _ = self._listener.accept()
+        with connection:
+            self.asked = connection.recv(100)
+            connection.sendall(self._status.encode())
+            if self._hangs:
+                self._ended.wait(10.0)
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join(5.0)
+        self._listener.close()
+
+
+def test_what_ras_says_of_dead_ranks_is_one_line() -> None:
+    stub = RasStub(RAS_STATUS)
+    said = ras_report(stub.address)
+    stub.end()
+    assert stub.asked == b"verbose status\n"
+    assert said.startswith("NCCL RAS reports: DEAD, 1 job process is considered dead")
+    assert "managing GPU 5" in said and said.endswith("The missing rank: 21") and "TIMEOUT" not in said
+
+
+@pytest.mark.parametrize("status", ["", RAS_STATUS.partition("Errors")[0], "Errors\n======\n\nWarnings\n========\n"])
+def test_without_errors_ras_adds_nothing(status: str) -> None:
+    stub = RasStub(status)
+    assert ras_report(stub.address) == ""
+    stub.end()
+
+
+def test_ras_is_not_waited_for() -> None:
+    stub = RasStub(RAS_STATUS, hangs=True)
+    start = time.monotonic()
+    said = ras_report(stub.address)
+    assert "managing GPU 5" in said and WITHIN_S - 0.1 < time.monotonic() - start < WITHIN_S + 0.4
+    stub.end()
+    assert ras_report(stub.address) == ras_report("nowhere") == ras_report("127.0.0.1:port") == ""
+
+
+def test_ras_is_where_the_environment_says() -> None:
+    assert ras_address({}, 22400) == "localhost:28028" and ras_address({}, 22304) is None
+    assert ras_address({"NCCL_RAS_ADDR": "127.0.0.1:5"}, 22809) == "127.0.0.1:5"
+    assert ras_address({"NCCL_RAS_ENABLE": "0"}, 22809) is None

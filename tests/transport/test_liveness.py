@@ -10,40 +10,20 @@ from typing import Any
 import pytest
 
 from ringattn.errors import InputError
-from ringattn.transport.base import Transport
-from ringattn.transport.health.health import Health
 from ringattn.transport.health.verdict import Place
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.contract import liveness_contract as contract
 from tests.contract.processes import Processes
-from tests.transport import test_gloo, test_nodes, test_shm
 from tests.transport.nccl_rings import on_gpus, results
-from tests.transport.peers import rings
+from tests.transport.process_rings import meet
 from tests.transport.simulated.world import SimWorld
 
 RANKS = 4
 TRANSPORTS = ("shm", "gloo", "shm+gloo", "peer")
 
 
-def meet(transport: str, rank: int, world_size: int) -> tuple[Transport, Health]:
-    """An open ring of all processes, with waits of `DEADLINE_S`."""
-    everyone, deadline_s = list(range(world_size)), contract.DEADLINE_S
-    if transport == "shm":
-        shm = test_shm.meet(rank, world_size, everyone, deadline_s)
-        shm.group.timeout_s = deadline_s
-        return shm, shm.group.health
-    if transport == "gloo":
-        gloo = test_gloo.meet(rank, world_size, everyone, deadline_s)
-        return gloo, gloo.health
-    if transport == "peer":
-        peer = rings.meet(rank, world_size, deadline_s)
-        return peer, peer.group.health
-    nodes = test_nodes.meet(rank, world_size, test_nodes.EVEN, deadline_s)
-    return nodes, nodes.between.health
-
-
 def suffer(rank: int, world_size: int, transport: str, case: str) -> contract.Told:
-    return contract.suffer(*meet(transport, rank, world_size), case)
+    return contract.suffer(*meet(transport, rank, world_size, contract.DEADLINE_S), case)
 
 
 @pytest.fixture(scope="module")

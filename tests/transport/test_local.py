@@ -1,4 +1,4 @@
-"""The contract on threads, and what the strict rendezvous adds: mismatches, forgotten receives, the deadlock report."""
+"""What the strict rendezvous adds: mismatches, forgotten receives, the deadlock report."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ import torch
 from ringattn.errors import DeadlineError, InputError, PeerLostError, TransportError
 from ringattn.transport.base import Message
 from ringattn.transport.local import LocalTransport, LocalWorld
-from tests.contract import transport_contract as contract
 from tests.contract.threads import on_threads
-
-
-@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
-def test_contract(check: contract.Check) -> None:
-    on_threads(contract.WORLD_SIZE, check, contract.timeout_s(check))
 
 
 def caught(call: Callable[[], object]) -> BaseException:

@@ -7,39 +7,24 @@ them. What it does not: that NCCL has no others.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from ringattn import Ring
+from ringattn.engine.base import KV
+from ringattn.engine.plain import PlainEngine
 from ringattn.errors import RingError
-from ringattn.transport.nccl.options import NcclOptions
+from ringattn.transport.device import CudaDevice
 from ringattn.transport.nccl.transport import NcclTransport
-from tests.contract.transport_contract import (
-    ONE_AFTER_ANOTHER,
-    WORLD_SIZE,
-    Check,
-    bad_messages_are_refused,
-    timeout_s,
-)
-from tests.transport.nccl_rings import on_gpus, on_rings, results
+from tests.transport.nccl_rings import around, attend, failure, on_gpus, on_rings, results
+from tests.transport.simulated.device import SimDevice, span
+from tests.transport.simulated.entries import Touch
+from tests.transport.simulated.races import find_races
 from tests.transport.simulated.world import SimWorld
-from tests.transport.test_nccl_life import around, failure
-
-# How late the device moves bytes matters to checks of bytes; those of failures take seconds each.
-BYTES = ONE_AFTER_ANOTHER[: ONE_AFTER_ANOTHER.index(bad_messages_are_refused)]
-
-
-@pytest.mark.parametrize(
-    ("check", "lazy"),
-    [*((check, False) for check in ONE_AFTER_ANOTHER), *((check, True) for check in BYTES)],
-    ids=lambda value: value.__name__ if callable(value) else "lazy" if value else "eager",
-)
-def test_contract(check: Check, lazy: bool) -> None:
-    world = SimWorld(WORLD_SIZE, lazy=lazy, any_memory=True, limit_s=8.0)
-    results(on_gpus(world, check, timeout_s=timeout_s(check), options=NcclOptions(register=False)))
-    assert world.violations == []
-
 
 # --- CUDA graphs -----------------------------------------------------------------------------------------------------
 
@@ -100,3 +85,91 @@ def test_rings_replay_together() -> None:
         return len(runs)
 
     assert results(on_rings(world, body)) == [3, 3]
+
+
+# --- passes on several streams ---------------------------------------------------------------------------------------
+
+
+class Touching(PlainEngine):
+    """Says what it reads, on whichever stream is current."""
+
+    def __init__(self, gpu: SimDevice, nccl: Callable[[int], bool]) -> None:
+        super().__init__()
+        self._gpu, self._nccl = gpu, nccl
+
+    def attend(self, q: torch.Tensor, kv: KV, *rest: Any) -> None:
+        reads = [
+            (x.data_ptr(), (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size())
+            for x in (kv.k, kv.v)
+        ]
+        self._gpu.kernel(reads=[each for each in reads if self._nccl(each[0])], label="attend")
+        super().attend(q, kv, *rest)
+
+
+@pytest.mark.parametrize("streams", ["two", "host and one"])
+def test_a_pass_on_another_stream_follows_the_last_one(streams: str) -> None:
+    world = SimWorld(2)
+
+    def body(ring: Ring) -> None:
+        gpu: SimDevice = ring.transport.gpu  # type: ignore[attr-defined]
+        engine = Touching(gpu, lambda pointer: world.memory.view(ring.rank, pointer, 1) is not None)
+        ring.engine_for = lambda *_: engine  # type: ignore[method-assign, assignment, return-value]
+        first = gpu.user_stream() if streams == "two" else gpu.current_stream()
+        for stream in (first, gpu.user_stream(), first):
+            with gpu.on(stream):
+                attend(ring)
+        ring.synchronize()
+
+    results(on_rings(world, body, ring={"engine": "plain"}))
+    touched = {entry.stream for entry in world.trace[0] if isinstance(entry, Touch) and entry.reads}
+    assert len(touched) == 2
+    assert [str(race) for race in find_races(world.trace)[:3]] == [] and world.violations == []
+
+
+def test_a_replay_follows_the_last_pass_and_the_next_pass_follows_it() -> None:
+    world = SimWorld(2)
+
+    def body(ring: NcclTransport) -> None:
+        gpu: SimDevice = ring.gpu  # type: ignore[assignment]
+        slots = ring.allocate(1024).view(2, 512)
+        streams = [gpu.user_stream() for _ in range(3)]
+
+        def one_pass(label: str) -> None:
+            ring.begin_pass()
+            gpu.kernel(writes=[span(slots)], label=label)
+            ring.end_pass()
+
+        with gpu.on(streams[0]):
+            one_pass("before")
+        # A capture can wait for nothing outside of it: its replay does.
+        with world.capture(ring.rank) as graph, gpu.on(streams[1]):
+            one_pass("captured")
+        with gpu.on(streams[1]):
+            ring.replay(graph.replay)
+        with gpu.on(streams[2]):
+            one_pass("after")
+        ring.drain()
+        graph.reset()
+
+    results(on_gpus(world, body))
+    assert [str(race) for race in find_races(world.trace)[:3]] == [] and world.violations == []
+
+
+class Streams:
+    """As `torch.cuda.Stream` of a GPU with six levels, of which torch has four."""
+
+    made: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self.made.append((device, priority))
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, -3
+
+
+def test_the_communication_stream_has_the_highest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="GPU-0"))
+    monkeypatch.setattr(torch.cuda, "Stream", Streams)
+    CudaDevice(0).new_stream()
+    assert Streams.made == [(torch.device("cuda", 0), -3)]

@@ -24,12 +24,11 @@ from ringattn.transport.nccl.binding import NcclError, Status
 from ringattn.transport.nccl.communicator import Communicator
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.transport import NcclTransport
-from tests.transport.nccl_rings import on_gpus, on_rings, results
+from tests.transport.nccl_rings import around, attend, on_gpus, on_rings, results
 from tests.transport.simulated.device import SimDevice, SimStream, span
 from tests.transport.simulated.entries import Touch
 from tests.transport.simulated.faults import Stall
 from tests.transport.simulated.world import SimWorld
-from tests.transport.test_nccl_life import around
 
 MEMORY = pytest.mark.parametrize("register", [True, False], ids=["registered", "plain"])
 SOON_S = 30.0
@@ -200,12 +199,6 @@ def test_growth_behind_a_stuck_gpu_leaves_the_old_memory(register: bool, capsys:
 
 
 # --- after failures --------------------------------------------------------------------------------------------------
-
-
-def attend(ring: Ring, tokens: int = 24) -> None:
-    seq = ring.sequence(tokens)
-    x = seq.shard(torch.ones(1, tokens, 2, 8))
-    ring.attention(x, x, x, seq, causal=True)
 
 
 def test_a_failure_of_the_users_gives_all_memory_back() -> None:

@@ -9,14 +9,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from ringattn import Ring
 from ringattn.errors import DisagreementError, InputError, TransportError, UnsupportedError
@@ -29,24 +27,10 @@ from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nodes import HostNodesTransport, NodesTransport, open_shm_and_gloo
 from ringattn.transport.rendezvous import _open_peer
 from tests.contract import transport_contract as contract
-from tests.contract.meeting import rendezvous_store, store_of
+from tests.contract.meeting import rendezvous_store
 from tests.contract.processes import Processes
 from tests.transport.attribution import named_at_fault
-
-EVEN, LATE, EARLY = (0, 0, 1, 1), (0, 0, 1), (0, 1, 1)
-"""The node of each rank."""
-
-
-def at(nodes: tuple[int, ...]) -> list[Location]:
-    return [Location(f"host-{node}", f"boot/{node}", os.getpid(), os.getuid()) for node in nodes]
-
-
-def meet(rank: int, world_size: int, nodes: tuple[int, ...], timeout_s: float) -> HostNodesTransport:
-    """A ring of the first processes, opened when all of them are there, with waits of `timeout_s`."""
-    store = store_of(rank, world_size, list(range(len(nodes))))
-    ring = open_shm_and_gloo(store, rank, 20.0, at(nodes))
-    ring.inside.group.timeout_s = ring.between._timeout_s = timeout_s  # shorter than a busy machine needs to connect
-    return ring
+from tests.transport.process_rings import EVEN, LATE, locations, meet_nodes, on_node_threads
 
 
 def there(rank: int, world_size: int) -> None:
@@ -58,54 +42,6 @@ def processes() -> Iterator[Processes]:
     with Processes(4) as started:
         started.run(there, hard_s=180.0)
         yield started
-
-
-# --- the contract ----------------------------------------------------------------------------------------------------
-
-
-def run_check(rank: int, world_size: int, nodes: tuple[int, ...], name: str) -> None:
-    if rank >= len(nodes):
-        rendezvous_store(rank, world_size, 60.0)  # openings are counted
-        return
-    check = getattr(contract, name)
-    ring = meet(rank, world_size, nodes, contract.timeout_s(check))
-    try:
-        check(ring)
-    finally:
-        ring.close()
-
-
-CELLS = [(nodes, check) for nodes in (EVEN, LATE, EARLY) for check in contract.CHECKS]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "check"), CELLS, ids=lambda one: getattr(one, "__name__", str(one)))
-def test_contract(processes: Processes, nodes: tuple[int, ...], check: contract.Check) -> None:
-    processes.run(run_check, nodes, check.__name__)
-
-
-def on_threads(nodes: tuple[int, ...], body: Callable[[HostNodesTransport], Any]) -> list[Any]:
-    """`body` on ranks that are threads of this process, over real shared memory and real gloo; results by rank."""
-    store = HashStore()
-
-    def live(rank: int) -> Any:
-        ring = open_shm_and_gloo(store.clone(), rank, 30.0, at(nodes), interface="lo")
-        try:
-            return body(ring)
-        finally:
-            ring.close()
-
-    with ThreadPoolExecutor(len(nodes)) as pool:
-        return list(pool.map(live, range(len(nodes))))
-
-
-QUICK = [(EVEN, contract.many_in_flight), (EVEN, contract.first_cause_reaches_all), (LATE, contract.agree_is_in_order),
-         (EARLY, contract.ends_may_lie_apart), (EARLY, contract.last_message_outlives_close)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("nodes", "check"), QUICK, ids=lambda one: getattr(one, "__name__", str(one)))
-def test_contract_on_threads(nodes: tuple[int, ...], check: contract.Check) -> None:
-    on_threads(nodes, check)
 
 
 # --- which way -------------------------------------------------------------------------------------------------------
@@ -128,7 +64,7 @@ def test_a_record_says_which_way_each_message_took(tmp_path: Path) -> None:
         assert {one["transport"] for one in left["flights"]} == {"shm", "gloo"}
         return [(one.transport, part.op, part.peer) for one in record.entries() if one.lane == 0 for part in one.parts]
 
-    for rank, found in enumerate(on_threads(EVEN, body)):
+    for rank, found in enumerate(on_node_threads(EVEN, body)):
         peers = {peer: "shm" if EVEN[peer] == EVEN[rank] else "gloo" for peer in range(4) if peer != rank}
         assert sorted(found) == sorted(2 * [(way, op, peer) for peer, way in peers.items() for op in ("recv", "send")])
 
@@ -152,7 +88,7 @@ def crossed(ring: HostNodesTransport) -> None:
 
 
 def test_a_wait_between_nodes_holds_up_nobody_inside() -> None:
-    on_threads(LATE, crossed)
+    on_node_threads(LATE, crossed)
 
 
 def one_deadline(rank: int, world_size: int) -> tuple[float, str]:
@@ -160,7 +96,7 @@ def one_deadline(rank: int, world_size: int) -> tuple[float, str]:
     if rank == 3:
         rendezvous_store(rank, world_size, 60.0)
         return 0.0, ""
-    ring = meet(rank, world_size, LATE, 3.0)
+    ring = meet_nodes(rank, world_size, LATE, 3.0)
     ring.all_gather_bytes(b"")
     began, buffers = time.monotonic(), torch.zeros(2, 16)
     if rank == 0:
@@ -190,12 +126,12 @@ def test_an_exchange_over_both_has_one_deadline(processes: Processes) -> None:
 @pytest.mark.parametrize(
     ("locations", "words"),
     [
-        ([*at(LATE), Location("c", None, 1, 0)], "rank 3 cannot tell which machine it is on"),
+        ([*locations(LATE), Location("c", None, 1, 0)], "rank 3 cannot tell which machine it is on"),
         (
-            [*at(LATE), Location("b", "boot/1", 1, 4711)],
+            [*locations(LATE), Location("b", "boot/1", 1, 4711)],
             f"ranks 2 and 3 belong to different users, {os.getuid()} and 4711",
         ),
-        (at((0, 1, 2)), "no two ranks share a machine"),
+        (locations((0, 1, 2)), "no two ranks share a machine"),
     ],
 )
 def test_ranks_that_share_no_memory_are_refused(locations: list[Location], words: str) -> None:
@@ -216,7 +152,7 @@ def aborts_far_away(ring: HostNodesTransport) -> str:
 
 
 def test_the_first_cause_of_another_node_is_handed_on_as_it_is() -> None:
-    said = on_threads(EVEN, aborts_far_away)
+    said = on_node_threads(EVEN, aborts_far_away)
     for rank in (0, 1, 3):
         assert "rank 2 failed first: ValueError: k has no heads" in said[rank] and named_at_fault(said[rank]) == {2}
         assert said[rank].count("failed first") == 1, said[rank]
@@ -233,7 +169,7 @@ def unlike_labels(ring: HostNodesTransport) -> str:
 
 
 def test_a_disagreement_inside_one_node_reaches_the_other() -> None:
-    for said in on_threads(EVEN, unlike_labels):
+    for said in on_node_threads(EVEN, unlike_labels):
         assert "two ends of one message do not match" in said and "'k'" in said and "'v'" in said
 
 
@@ -255,7 +191,7 @@ def pass_on(ring: HostNodesTransport, agreeing: bool) -> None:
 
 def suffers(rank: int, world_size: int, victim: int, kill: bool, agreeing: bool = False) -> tuple[str, float]:
     """What this rank is told after `victim` was killed or stopped in mid-pass, and when."""
-    ring = meet(rank, world_size, EVEN, DEADLINE_S)
+    ring = meet_nodes(rank, world_size, EVEN, DEADLINE_S)
     ring.all_gather_bytes(b"")
     happened: list[float] = []
 
@@ -308,7 +244,7 @@ def test_a_killed_rank_is_named_on_both_nodes() -> None:
 
 
 def check_on_two_nodes(rank: int, world_size: int, spec: dict[str, Any]) -> dict[str, Any]:
-    with Ring(transport=meet(rank, world_size, EVEN, 30.0), engine="plain", timeout_s=30.0, poison=True) as ring:
+    with Ring(transport=meet_nodes(rank, world_size, EVEN, 30.0), engine="plain", timeout_s=30.0, poison=True) as ring:
         assert ring.transport.name == "shm+gloo"
         return check_rank(ring, spec)
 
@@ -336,4 +272,4 @@ def test_explain_and_doctor_say_which_way() -> None:
 
 def test_options_of_nccl_are_refused_where_no_message_takes_it() -> None:
     with pytest.raises(InputError, match="takes no such options inside one node"):
-        _open_peer(None, None, 1.0, NcclOptions(), None, 0, tuple(at((0, 0))))  # type: ignore[arg-type]
+        _open_peer(None, None, 1.0, NcclOptions(), None, 0, tuple(locations((0, 0))))  # type: ignore[arg-type]

@@ -17,17 +17,9 @@ from ringattn.transport.nodes import DeviceNodesTransport
 from tests.contract import transport_contract as contract
 from tests.test_exact_nccl import EXACT, TRIALS
 from tests.transport.attribution import named_at_fault
-from tests.transport.nccl_rings import results
-from tests.transport.node_rings import lose, on_nodes
+from tests.transport.nccl_rings import lose, on_nodes, results
+from tests.transport.process_rings import EARLY, EVEN
 from tests.trial import greatest_error, joined, on_rank, reference
-
-EVEN, LATE, EARLY = (0, 0, 1, 1), (0, 0, 1), (0, 1, 1)
-
-
-@pytest.mark.parametrize("nodes", [EVEN, pytest.param(LATE, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("check", [contract.many_in_flight, contract.order_is_kept], ids=lambda check: check.__name__)
-def test_messages_take_both_ways(nodes: tuple[int, ...], check: contract.Check) -> None:
-    results(on_nodes(nodes, check)[0])
 
 
 def test_which_way(tmp_path: Path) -> None:
@@ -150,10 +142,3 @@ def test_every_survivor_names_the_culprit_and_no_other(fault: str, culprit: int)
             assert f"rank {culprit} failed first: ValueError: no such mask" in message, message
         assert named_at_fault(message) == {culprit}, (rank, message)
         assert outcome.ended_s - outcome.began_s < DEADLINE_S + GRACE_S + 1.0, (rank, message)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", contract.ONE_AFTER_ANOTHER, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("nodes", [EVEN, LATE, EARLY], ids=str)
-def test_contract(nodes: tuple[int, ...], check: contract.Check) -> None:
-    results(on_nodes(nodes, check, deadline_s=contract.timeout_s(check), together=False)[0])

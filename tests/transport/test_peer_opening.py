@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
+import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ringattn.errors import RingError
+from ringattn.errors import RingError, UnsupportedError
+from ringattn.observe.flight import FAILED, Flight, FlightRecord
 from ringattn.planner.cluster import LinkClass
 from ringattn.transport.base import Message
 from ringattn.transport.location import Location
-from ringattn.transport.peer.driver import Attribute, DriverError
+from ringattn.transport.peer.driver import (
+    OUT_OF_MEMORY,
+    AccessDescription,
+    AllocationProp,
+    Attribute,
+    BatchOperation,
+    CudaDriver,
+    DriverError,
+    WordOperation,
+)
+from ringattn.transport.peer.lane import Lane
 from ringattn.transport.peer.opening import Facts, refusal, warnings_of
+from ringattn.transport.peer.program import PAINTED, push_exchange
+from ringattn.transport.peer.transport import PeerTransport, Watch
 from ringattn.transport.rendezvous import open_transport
 from tests.contract.processes import Processes
+from tests.transport.peer_model.endings import ABORT, DRAIN, EndStep
 from tests.transport.peers.rings import meet
 from tests.transport.peers.sim_driver import SimGpu
 
@@ -162,3 +182,286 @@ def test_graphs_are_refused(two: Processes) -> None:
     for said in two.run(captured).values():
         assert len(said) == 4
         assert all("cannot be captured" in words and "transport='nccl'" in words for words in said)
+
+
+class FakeEvent:
+    """Passes at its `after`-th query once it is recorded."""
+
+    def __init__(self, steps: list[EndStep], asked: EndStep | None = None, after: int = 0) -> None:
+        self.recorded, self._steps, self._asked, self._left = False, steps, asked, after
+
+    def record(self, stream: object) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        if self._asked is not None:
+            self._steps.append(self._asked)
+        self._left -= self.recorded
+        return not self.recorded or self._left < 0
+
+
+class Rank:
+    """A lane, its watch and its transport, whose group, GPU and driver only say what they were asked."""
+
+    def __init__(self, driver: Any = None) -> None:
+        self.steps: list[EndStep] = []
+        words = SimpleNamespace(store=self._store, load=lambda word, peer=0: 0)
+        page = SimpleNamespace(segment=SimpleNamespace(address=0, nbytes=64), load=lambda word, peer=0: 0)
+        self.group: Any = SimpleNamespace(
+            rank=0, ranks=(0, 1), own=words, pages={0: page, 1: page}, fail=self._poison, trouble=self._check
+        )
+        self.gpu: Any = SimpleNamespace(
+            activate=lambda: None, new_stream=lambda: SimpleNamespace(cuda_stream=0, wait_event=lambda event: None),
+            current_stream=lambda: None, new_event=lambda: FakeEvent(self.steps, EndStep.AWAIT_COMPUTED),
+        )  # fmt: skip
+        driver = driver or SimpleNamespace(attribute=lambda which: 0, register=lambda address, nbytes: 0)
+        self.lane = Lane(driver, self.gpu, self.group, 1.0)
+        self.lane.imports.drop = lambda: self.steps.append(EndStep.UNMAP)  # type: ignore[method-assign]
+        self.watch = Watch(
+            self.group, self.lane, self.gpu, FlightRecord(0, 2, "peer"), 1.0, None, lambda why: None
+        )  # fmt: skip
+        self.poisoning = threading.Event()
+        self.poisoning.set()
+
+    def _store(self, word: int, value: int, peer: int = 0) -> None:
+        assert value == PAINTED
+        self.steps.append(EndStep.PAINT)
+
+    def _poison(self, error: BaseException) -> None:
+        self.poisoning.wait(10.0)
+        self.steps.append(EndStep.POISON)
+
+    def _check(self, awaited: object = ()) -> None:
+        self.steps.append(EndStep.CHECK)
+
+    @property
+    def order(self) -> list[EndStep]:
+        """What was done, without what is done again at once."""
+        return [step for n, step in enumerate(self.steps) if n == 0 or self.steps[n - 1] is not step]
+
+
+def test_an_abort_poisons_then_paints_until_it_has_run_empty_then_unmaps() -> None:
+    rank = Rank()
+    rank.lane.newest = FakeEvent(rank.steps, after=3)
+    rank.lane.newest.record(None)
+    rank.watch.fail(RingError("broken"))
+    assert rank.watch.ended.wait(5.0)
+    assert rank.order == list(ABORT)
+    # Two pages of two kinds of words, once and after each look that finds something under way.
+    assert rank.steps.count(EndStep.PAINT) == 4 * (1 + 3)
+
+
+def test_a_drain_checks_behind_what_was_computed() -> None:
+    rank = Rank()
+    done = FakeEvent(rank.steps, EndStep.AWAIT_DONE, after=2)
+    done.record(None)
+    rank.watch.handles.append(SimpleNamespace(done=done))  # type: ignore[arg-type]
+    transport: Any = object.__new__(PeerTransport)
+    transport.rank, transport.group, transport.gpu, transport.watch = 0, rank.group, rank.gpu, rank.watch
+    transport.check, transport.order = lambda: None, SimpleNamespace(passed=lambda: True)
+    transport.drain()
+    assert rank.order == list(DRAIN)
+
+
+def test_a_start_that_breaks_off_is_painted_until_what_it_enqueued_has_run() -> None:
+    batches: list[object] = []
+
+    def operate(operations: object, stream: int) -> None:
+        batches.append(operations)
+        if len(batches) == 2:
+            raise DriverError("cuStreamBatchMemOp", 1, "CUDA_ERROR_INVALID_VALUE", "an argument is wrong")
+
+    driver = SimpleNamespace(attribute=lambda which: 0, register=lambda address, nbytes: 0, operate=operate)
+    rank = Rank(driver)
+    program = push_exchange(0, [], [1])
+    without_log = program.start[1:]
+    hop: Any = SimpleNamespace(program=SimpleNamespace(start=without_log, counts=()), sends=[], recvs=[], unstaged=[])
+    done = FakeEvent(rank.steps, after=2)
+    rank.lane._operation = lambda op: op  # type: ignore[assignment,method-assign]
+    with pytest.raises(DriverError):
+        rank.lane.start(hop, FakeEvent(rank.steps), done, lambda: None)
+    rank.watch.fail(RingError("broken"))
+    assert rank.watch.ended.wait(5.0)
+    assert done.recorded and rank.order == list(ABORT)
+    assert rank.steps.count(EndStep.PAINT) == 4 * (1 + 2)
+
+
+def test_no_caller_has_the_error_before_the_poison_is_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Watch, "stop_s", 0.01)
+    rank = Rank()
+    rank.poisoning.clear()
+    failing = threading.Thread(target=rank.watch.fail, args=(RingError("broken"),))
+    told: list[list[EndStep]] = []
+
+    def caller() -> None:
+        with pytest.raises(RingError):
+            rank.watch.raise_failure()
+        told.append(list(rank.steps))
+
+    failing.start()
+    while not rank.watch._first.locked():
+        pass
+    calling = threading.Thread(target=caller)
+    calling.start()
+    calling.join(0.1)
+    assert not told
+    rank.poisoning.set()
+    calling.join(10.0)
+    failing.join(10.0)
+    assert EndStep.POISON in told[0]
+
+
+def started(rank: Rank) -> Any:
+    """An exchange that has arrived, and that the caller has waited for."""
+    done = FakeEvent([])
+    done.record(None)
+    handle = SimpleNamespace(
+        ready=FakeEvent([]), done=done, waited=True, flight=Flight(0, 0, ()), release=lambda: None
+    )  # fmt: skip
+    rank.watch.handles.append(handle)  # type: ignore[arg-type]
+    return handle
+
+
+def test_what_had_not_arrived_at_the_failure_stays_failed_though_an_abort_lets_it_pass() -> None:
+    rank = Rank()
+    handle = started(rank)
+    rank.watch.fail(RingError("broken"))
+    assert rank.watch.ended.wait(5.0)
+    rank.watch.tick()
+    assert not rank.watch.handles and handle.flight.state == FAILED
+
+
+def test_events_are_used_again_but_for_the_newest_which_says_whether_the_lane_is_empty() -> None:
+    rank = Rank()
+    older, newest = started(rank), started(rank)
+    rank.lane.newest = newest.done
+    rank.watch.tick()
+    assert list(rank.watch.free) == [(older.ready, older.done)]
+
+
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+SOURCE = Path(__file__).with_name("peers") / "cuda.c"
+TWO_MIB = 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("struct", "size", "offsets"),
+    [
+        (AllocationProp, 32, {"location_type": 8, "win32": 16, "compression": 24, "usage": 26, "reserved": 28}),
+        (AccessDescription, 12, {"location_id": 4, "flags": 8}),
+        (BatchOperation, 48, {"operation": 0, "address": 8, "value": 16, "flags": 24, "alias": 32}),
+    ],
+)
+def test_structs_have_the_layout_of_the_header(
+    struct: type[ctypes.Structure], size: int, offsets: dict[str, int]
+) -> None:
+    assert ctypes.sizeof(struct) == size
+    assert {name: getattr(struct, name).offset for name in offsets} == offsets
+
+
+class Stub:
+    """The stand-in, loaded."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self._library = path, ctypes.CDLL(path)
+        self._library.stub_log.restype = ctypes.c_char_p
+
+    def lines(self) -> list[str]:
+        """What was called since the last look."""
+        text = self._library.stub_log().decode().splitlines()
+        self._library.stub_clear()
+        return text
+
+    def version(self, version: int) -> None:
+        self._library.stub_version(version)
+
+    def fail(self, code: int) -> None:
+        """Let the next call that can fail do so."""
+        self._library.stub_fail(code)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if COMPILER is None:
+        pytest.skip("needs a C compiler")
+    made = tmp_path_factory.mktemp("cuda") / "libcuda_stub.so"
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-D_GNU_SOURCE", "-o", str(made), str(SOURCE)], check=True)
+    return str(made)
+
+
+@pytest.fixture
+def stub(path: str) -> Iterator[Stub]:
+    found = Stub(path)
+    found.lines()
+    yield found
+    found.version(13000)
+
+
+def test_memory_is_created_mapped_exported_and_given_back(stub: Stub) -> None:
+    driver = CudaDriver(3, stub.path)
+    assert driver.version == 13000 and driver.granularity() == TWO_MIB
+    handle = driver.create(TWO_MIB)
+    address = driver.map(handle, TWO_MIB)
+    fd = driver.export(handle)
+    assert not os.get_inheritable(fd)
+    assert driver.adopt(fd) == 0xAABB
+    os.close(fd)
+    driver.unmap(address, TWO_MIB)
+    driver.release(handle)
+    assert stub.lines() == [
+        "granularity 1 1 1 13 1",
+        f"create {TWO_MIB} 1 1 1 13 0 0",
+        f"reserve {TWO_MIB} 0 0 0",
+        f"map 7f0000000000 {TWO_MIB} 0 1122334455667788 0",
+        f"access 7f0000000000 {TWO_MIB} 1 13 3 1",
+        "export 1122334455667788 1 0",
+        f"import {fd} 1",
+        f"unmap 7f0000000000 {TWO_MIB}",
+        f"unreserve 7f0000000000 {TWO_MIB}",
+        "release 1122334455667788",
+    ]
+
+
+def test_streams_are_given_copies_and_word_operations(stub: Stub) -> None:
+    driver = CudaDriver(0, stub.path)
+    assert driver.register(4096, 8192) == 8192
+    driver.unregister(4096)
+    driver.copy(0x7F0000000001, 0x7F0000000002, 5 << 32, 0x55)
+    driver.operate(
+        [WordOperation(False, 1 << 60, 1 << 62), WordOperation(True, 8, 9), WordOperation(True, 16, 7, True)], 5
+    )
+    driver.operate([WordOperation(False, 8, 1)] * 300, 5)
+    assert stub.lines() == [
+        "register 8192 3", "address 0", "unregister",
+        f"copy 7f0000000001 7f0000000002 {5 << 32} 55",
+        "batch 5 3 0", "op 5 1000000000000000 4000000000000000 0", "op 4 8 9 0", f"op 4 10 7 {1 << 30}",
+        "batch 5 255 0", *3 * ["op 5 8 1 0"], "batch 5 45 0", *3 * ["op 5 8 1 0"],
+    ]  # fmt: skip
+
+
+def test_a_device_says_what_it_can_and_whether_it_is_a_part(stub: Stub) -> None:
+    driver = CudaDriver(3, stub.path)
+    assert driver.attribute(Attribute.STREAM_MEMORY_OPERATIONS_64) == 122
+    assert stub.lines() == ["attribute 122 13"]
+    assert driver.is_partition()  # the stand-in answers 7 for the whole GPU and 13 for this device
+    assert not CudaDriver(-3, stub.path).is_partition()
+
+
+def test_a_failed_call_is_named_and_undone(stub: Stub) -> None:
+    driver = CudaDriver(0, stub.path)
+    stub.fail(OUT_OF_MEMORY)
+    with pytest.raises(DriverError, match=r"cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY \(2\): words") as caught:
+        driver.create(TWO_MIB)
+    assert caught.value.code == OUT_OF_MEMORY
+    stub.fail(101)
+    with pytest.raises(DriverError, match="cuMemSetAccess"):
+        driver.map(5, TWO_MIB)
+    assert stub.lines()[-2:] == [f"unmap 7f0000000000 {TWO_MIB}", f"unreserve 7f0000000000 {TWO_MIB}"]
+
+
+def test_no_driver_and_an_old_one_are_refused(stub: Stub) -> None:
+    with pytest.raises(UnsupportedError, match="no CUDA driver"):
+        CudaDriver(0, "libno_such_cuda.so.1")
+    stub.version(11080)
+    with pytest.raises(UnsupportedError, match=r"version 11\.8, and 12\.0 is needed"):
+        CudaDriver(0, stub.path)

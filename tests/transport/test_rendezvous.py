@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import warnings
@@ -16,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 import ringattn
-from ringattn import DeadlineError, InputError, PeerLostError, Ring, UnsupportedError
+from ringattn import Ring
+from ringattn.errors import DeadlineError, DisagreementError, InputError, PeerLostError, UnsupportedError
 from ringattn.planner.cluster import Cluster
 from ringattn.transport import location, meeting
 from ringattn.transport import rendezvous as opening
-from ringattn.transport.control_store import ControlStore
+from ringattn.transport.control_store import ControlStore, first_cause
 from ringattn.transport.local import LocalTransport
 from ringattn.transport.location import Location, links_of, my_location
+from ringattn.transport.meeting import claim_rank
 from ringattn.transport.nccl import options as nccl_options
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.transport import NcclTransport
@@ -348,3 +351,37 @@ def test_what_calibrate_left_is_gathered_where_a_ring_looks_for_it(
     monkeypatch.setenv("RINGATTN_CALIBRATION", "none.json")
     failed, _ = opened_on("aa", monkeypatch, calibrated=True)
     assert all("none.json: there is no such file" in str(error) for error in failed)
+
+
+PROCESS = r"process \d+ on \S+ \(at [\d:]+ UTC\)"
+SIZES = rf"rank 0, {PROCESS}, opened a ring of 2 ranks, and rank 1, {PROCESS}, a ring of 3"
+JOBS = rf"rank 0, {PROCESS}, belongs to job 'job', and rank 1, {PROCESS}, to job 'other'"
+
+
+def test_each_rank_claims_its_number_in_each_ring() -> None:
+    store = dist.HashStore()
+    for ring in ("0", "1"):
+        for rank, run_id in enumerate(("job", "", "job")):  # an unknown job may be the same
+            claim_rank(ControlStore(dist.PrefixStore(ring, store), rank, 3), run_id)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "run_id", "kind", "words"),
+    [
+        (0, 2, "job", InputError, rf"two processes claim rank 0, {PROCESS} and {PROCESS}"),
+        (1, 3, "job", DisagreementError, SIZES),
+        (1, 2, "other", DisagreementError, JOBS),
+    ],
+    ids=["number", "world size", "job"],
+)
+def test_a_process_that_does_not_fit_ends_the_ring(
+    rank: int, world_size: int, run_id: str, kind: type[InputError], words: str
+) -> None:
+    store = dist.HashStore()
+    first = ControlStore(store, 0, 2)
+    claim_rank(first, "job")
+    with pytest.raises(kind) as caught:
+        claim_rank(ControlStore(store, rank, world_size), run_id)
+    cause = first.cause()
+    assert cause is not None and re.match(f"the ring of 2 ranks cannot go on: {words}; the store's host ", cause)
+    assert str(caught.value) == f"rank {rank}: {cause}" and first_cause(1, caught.value) == cause

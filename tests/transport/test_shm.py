@@ -1,4 +1,4 @@
-"""The contract over shared memory, and what only it can suffer: ranks killed and stopped, ends that differ."""
+"""Shared memory between processes: exact attention, ranks killed and stopped. The contract: test_contract."""
 
 from __future__ import annotations
 
@@ -15,46 +15,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 from ringattn import Ring
 from ringattn.bench import shm_ways
-from ringattn.errors import ClosedError, TransportError
+from ringattn.errors import ClosedError, DisagreementError, PeerLostError, RingError, TransportError
 from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
+from ringattn.observe.flight import DONE, FAILED
 from ringattn.transport.base import Message
+from ringattn.transport.shared import transport as shm_transport
+from ringattn.transport.shared.page import LOG_ENTRIES, Segment
 from ringattn.transport.shared.transport import ShmTransport
 from tests.contract import transport_contract as contract
-from tests.contract.meeting import rendezvous_store, store_of
+from tests.contract.meeting import rendezvous_store
 from tests.contract.processes import Processes
 from tests.contract.stopping import stop_until_told
-from tests.transport.test_shared import descriptors, mappings
-
-
-def meet(rank: int, world_size: int, members: list[int], timeout_s: float) -> ShmTransport:
-    """A ring of the processes `members`, opened when all of them are there, with waits of `timeout_s`."""
-    store = store_of(rank, world_size, members)
-    ring = ShmTransport.open(store, members.index(rank), len(members), 20.0)
-    ring._group.timeout_s = timeout_s  # shorter than a busy machine may need to connect
-    return ring
-
-
-def run_check(rank: int, world_size: int, name: str) -> None:
-    check = getattr(contract, name)
-    ring = meet(rank, world_size, list(range(world_size)), contract.timeout_s(check))
-    try:
-        check(ring)
-    finally:
-        ring.close()
+from tests.transport.process_rings import meet_shm as meet
+from tests.transport.test_shared import descriptors, mappings, segments
 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Processes]:
     with Processes(contract.WORLD_SIZE) as started:
         yield started
-
-
-@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
-def test_contract(processes: Processes, check: contract.Check) -> None:
-    processes.run(run_check, check.__name__)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -317,3 +300,234 @@ def test_200_openings_leave_nothing() -> None:
         for open_files, maps in couple.run(opens_and_closes, 200, hard_s=110.0).values():
             assert set(maps) == {0}
             assert max(open_files[1:]) <= open_files[0], open_files
+
+
+def on_both(body: Callable[[int], Any]) -> list[Any]:
+    """What `body(rank)` returns or raises."""
+    results: dict[int, Any] = {}
+
+    def live(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    return [results[0], results[1]]
+
+
+@pytest.fixture
+def pair() -> Iterator[list[ShmTransport]]:
+    store = HashStore()
+    rings = on_both(lambda rank: ShmTransport.open(store, rank, 2, 10.0))
+    yield rings
+    for ring in rings:
+        ring.close()
+
+
+def passed_on(pair: list[ShmTransport], sent: torch.Tensor, into: torch.Tensor, label: str = "x") -> list[Any]:
+    """Rank 0 sends, rank 1 receives; what the two waits raise."""
+    receive = pair[1].exchange([], [Message(0, into, label)])
+    send = pair[0].exchange([Message(1, sent, label)], [])
+    return on_both(lambda rank: (send, receive)[rank].wait())
+
+
+def random_bytes(count: int) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8)
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 4096, 65537, 3 * 2**20 + 1])
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_byte_arrives_and_no_other_is_touched(pair: list[ShmTransport], nbytes: int, shared: bool) -> None:
+    sent, into = (ring.allocate(nbytes + 24) if shared else torch.empty(nbytes + 24).byte() for ring in pair)
+    sent.copy_(random_bytes(nbytes + 24))
+    into.zero_()
+    for first, last in ((13, 5), (3, 2)):
+        into.zero_()
+        assert passed_on(pair, sent[first : first + nbytes], into[last : last + nbytes]) == [None, None]
+        assert torch.equal(into[last : last + nbytes], sent[first : first + nbytes])
+        assert not into[:last].any() and not into[last + nbytes :].any()
+
+
+def test_only_what_lies_outside_the_arenas_is_copied_twice(
+    pair: list[ShmTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged: list[int] = []
+    stage = shm_transport.Arenas.stage
+    monkeypatch.setattr(
+        shm_transport.Arenas,
+        "stage",
+        lambda self, address, nbytes: staged.append(nbytes) or stage(self, address, nbytes),
+    )
+    into = torch.zeros(100, dtype=torch.uint8)
+    passed_on(pair, pair[0].allocate(100), into)
+    assert staged == []
+    sent = random_bytes(100)
+    passed_on(pair, sent, into)
+    assert staged == [100] and torch.equal(sent, into)
+
+
+def test_a_plain_buffer_may_be_bound_once_and_changed_between_starts(pair: list[ShmTransport]) -> None:
+    sent, into = torch.zeros(1000), torch.zeros(1000)
+    send, receive = pair[0].bind([Message(1, sent, "kv")], []), pair[1].bind([], [Message(0, into, "kv")])
+    for n in range(5):
+        sent.fill_(n)
+        handles = send.start(), receive.start()
+        on_both(lambda rank, handles=handles: handles[rank].wait())
+        assert bool((into == n).all())
+    assert mappings_of_stages(pair[0]) == 1
+
+
+def mappings_of_stages(ring: ShmTransport) -> int:
+    return len(ring._arenas._unused)
+
+
+def test_more_messages_than_the_log_holds(pair: list[ShmTransport]) -> None:
+    count = 3 * LOG_ENTRIES + 5
+    sent, into = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+    receive = pair[1].exchange([], [Message(0, into[n : n + 1], f"n {n}") for n in range(count)])
+    send = pair[0].exchange([Message(1, sent[n : n + 1], f"n {n}") for n in range(count)], [])
+    assert on_both(lambda rank: (send, receive)[rank].wait()) == [None, None]
+    assert torch.equal(sent, into)
+
+
+def test_waits_in_the_other_order_are_no_deadlock(pair: list[ShmTransport]) -> None:
+    # Each rank waits first for the handle whose partner the other waits for last.
+    into = [torch.zeros(4), torch.zeros(4)]
+
+    def body(rank: int) -> None:
+        ring, peer = pair[rank], 1 - rank
+        receive = ring.exchange([], [Message(peer, into[rank], "x")])
+        send = ring.exchange([Message(peer, torch.full((4,), 1.0 + rank), "x")], [])
+        for handle in (send, receive) if rank else (receive, send):
+            handle.wait()
+
+    assert on_both(body) == [None, None]
+    assert [buffer[0].item() for buffer in into] == [2.0, 1.0]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_growth_gives_the_old_memory_back_on_both_ranks(pair: list[ShmTransport]) -> None:
+    into = torch.zeros(50, dtype=torch.uint8)
+    passed_on(pair, pair[0].allocate(50), into)
+    gc.collect()
+    before = mappings(), segments()
+    for nbytes in (1 << 16, 1 << 18, 1 << 20):
+        arena = pair[0].allocate(nbytes)
+        arena.copy_(random_bytes(nbytes))
+        passed_on(pair, arena[-50:], into)
+        assert torch.equal(into, arena[-50:])
+        del arena
+        gc.collect()
+    passed_on(pair, pair[0].allocate(50), into)
+    gc.collect()
+    assert (mappings(), segments()) == before
+
+
+def test_staging_memory_is_bounded(pair: list[ShmTransport], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_transport, "STAGES_KEPT_BYTES", 1 << 20)
+    for nbytes in (100, 1 << 19, 1 << 20, 1 << 18, 1 << 21):
+        sent, into = random_bytes(nbytes), torch.zeros(nbytes, dtype=torch.uint8)
+        passed_on(pair, sent, into)
+        assert torch.equal(sent, into)
+    kept = sum(segment.nbytes for _, segment in pair[0]._arenas._unused)
+    assert 0 < kept <= 1 << 20
+
+
+def test_no_memory_is_a_memory_error(pair: list[ShmTransport], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(name: str, nbytes: int) -> Segment:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shm_transport.Segment, "create", full)
+    with pytest.raises(MemoryError, match="no 4096 bytes of shared memory"):
+        pair[0].allocate(4096)
+
+
+# --- ends that differ, and senders that fail -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "labels"),
+    [
+        (torch.zeros(16), torch.zeros(17), ("kv", "kv")),
+        (torch.zeros(16), torch.zeros(16, dtype=torch.int32), ("kv", "kv")),
+        (torch.zeros(16), torch.zeros(16), ("KV0", "KV1")),
+    ],
+    ids=["bytes", "dtype", "label"],
+)
+def test_ends_that_differ_are_named_on_both_ranks(
+    pair: list[ShmTransport], sent: torch.Tensor, received: torch.Tensor, labels: tuple[str, str]
+) -> None:
+    receive = pair[1].exchange([], [Message(0, received, labels[1])])
+    send = pair[0].exchange([Message(1, sent, labels[0])], [])
+    for error in on_both(lambda rank: (send, receive)[rank].wait()):
+        assert isinstance(error, DisagreementError)
+        assert f"rank 1 recv from rank 0 '{labels[1]}' ({received.nbytes} bytes of {received.dtype})" in str(error)
+        assert f"rank 0 sends it '{labels[0]}' ({sent.nbytes} bytes of {sent.dtype})" in str(error)
+    assert not received.any()
+    with pytest.raises(ClosedError, match="do not match"):
+        pair[0].exchange([], [])
+
+
+def test_ends_may_say_where_a_message_goes_and_comes_from(pair: list[ShmTransport]) -> None:
+    into = torch.zeros(4)
+    receive = pair[1].exchange([], [Message(0, into, "step 1: KV0 from rank 0")])
+    send = pair[0].exchange([Message(1, torch.ones(4), "step 1: KV0 to rank 1")], [])
+    assert on_both(lambda rank: (send, receive)[rank].wait()) == [None, None]
+    assert into.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("end", ["abort", "close"])
+def test_a_copy_of_a_sender_that_ended_meanwhile_does_not_count(
+    pair: list[ShmTransport], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = pair[0].allocate(64)
+    sent.fill_(1)
+    pair[0].exchange([Message(1, sent, "kv")], [])
+    address = shm_transport.Imports.address
+
+    def ends_first(self: shm_transport.Imports, *facts: Any) -> int:
+        found = address(self, *facts)
+        # Between the receiver's look and its copy.
+        pair[0].abort(ValueError("no heads")) if end == "abort" else pair[0].close()
+        sent.fill_(99)
+        return found
+
+    monkeypatch.setattr(shm_transport.Imports, "address", ends_first)
+    words = "rank 0 failed first: ValueError: no heads" if end == "abort" else "rank 0 closed its ring"
+    with pytest.raises(PeerLostError, match=words):
+        pair[1].exchange([], [Message(0, torch.zeros(64, dtype=torch.uint8), "kv")]).wait()
+
+
+def test_a_failure_leaves_flight_records(tmp_path: Any) -> None:
+    store = HashStore()
+    rings = on_both(lambda rank: ShmTransport.open(store, rank, 2, 0.3, tmp_path / str(rank)))
+    into = torch.zeros(4)
+    assert passed_on(rings, torch.ones(4), into, "kv 0") == [None, None]
+    assert [entry.state for entry in rings[0]._flights.entries()] == [DONE]
+    errors = on_both(lambda rank: rings[rank].exchange([], [Message(1 - rank, into, "kv 1")]).wait())
+    for rank, error in enumerate(errors):
+        assert isinstance(error, RingError) and f"flight record of rank {rank}: {tmp_path / str(rank)}" in str(error)
+        assert (tmp_path / str(rank) / f"flight-{rank}.json").exists()
+        assert [entry.state for entry in rings[rank]._flights.entries()] == [DONE, FAILED]
+
+
+def test_a_long_message_keeps_its_bits_whatever_mode_its_buffer_was_made_in(
+    pair: list[ShmTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_transport, "VECTOR_BYTES", 4096)
+    for count in (4095, 4096, 10_007):
+        sent = random_bytes(count)
+        with torch.inference_mode():
+            into = pair[1].allocate(count)
+        assert passed_on(pair, sent, into) == [None, None]
+        assert torch.equal(into, sent)

@@ -1,4 +1,4 @@
-"""What ranks of the peer transport do in `test_peer_faults.py` and `test_peer_memory.py`."""
+"""What ranks of the peer transport do in `test_peer.py`."""
 
 from __future__ import annotations
 

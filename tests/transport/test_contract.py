@@ -1,0 +1,120 @@
+"""The contract of all transports as one grid: every transport passes every check.
+
+NCCL and peer run over simulated GPUs. What that proves: the real transports obey NCCL's and the driver's rules as the
+simulators have them. What it does not prove: that there are no other rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from ringattn.transport.nccl.options import NcclOptions
+from tests.contract import transport_contract as contract
+from tests.contract.meeting import rendezvous_store
+from tests.contract.processes import Processes
+from tests.contract.threads import on_threads
+from tests.transport.nccl_rings import on_gpus, on_nodes, results
+from tests.transport.process_rings import EARLY, EVEN, LATE, meet, on_node_threads
+from tests.transport.simulated.world import SimWorld
+
+CHECKS, ONE_AFTER_ANOTHER = contract.CHECKS, contract.ONE_AFTER_ANOTHER
+# How late the device moves bytes matters to checks of bytes; those of failures take seconds each.
+BYTES = ONE_AFTER_ANOTHER[: ONE_AFTER_ANOTHER.index(contract.bad_messages_are_refused)]
+QUICK_OVER_GLOO = (
+    contract.shift_around, contract.order_is_kept, contract.agree_is_in_order, contract.deadline_is_kept,
+    contract.first_cause_reaches_all, contract.forked_child_is_refused, contract.dropped_ring_is_closed,
+)  # fmt: skip
+"""The rest is slow there: quick tests run all of it over shm, which ranks of one machine take."""
+
+QUICK_OVER_PEER_AND_NCCL = ((EVEN, contract.many_in_flight), (EVEN, contract.order_is_kept))
+
+
+class Cell(NamedTuple):
+    """One transport and one check. `how`: what the ranks are, if they can be several things; `nodes`: of the ranks."""
+
+    transport: str
+    check: contract.Check
+    how: str = ""
+    nodes: tuple[int, ...] = ()
+    quick: bool = True
+
+
+CELLS = [
+    *(Cell("local", check) for check in CHECKS),
+    *(Cell("shm", check) for check in CHECKS),
+    *(Cell("gloo", check, quick=check in QUICK_OVER_GLOO) for check in CHECKS),
+    *(Cell("peer", check) for check in ONE_AFTER_ANOTHER),
+    *(Cell("nccl", check, "eager") for check in ONE_AFTER_ANOTHER),
+    *(Cell("nccl", check, "lazy") for check in BYTES),
+    *(Cell("shm+gloo", check, "threads", nodes) for nodes, check in (
+        (EVEN, contract.many_in_flight), (EVEN, contract.first_cause_reaches_all), (LATE, contract.agree_is_in_order),
+        (EARLY, contract.ends_may_lie_apart), (EARLY, contract.last_message_outlives_close),
+    )),
+    *(Cell("shm+gloo", check, "processes", nodes, quick=False) for nodes in (EVEN, LATE, EARLY) for check in CHECKS),
+    *(
+        Cell("peer+nccl", check, "", nodes, quick=(nodes, check) in QUICK_OVER_PEER_AND_NCCL)
+        for nodes in (EVEN, LATE, EARLY)
+        for check in ONE_AFTER_ANOTHER
+    ),
+]  # fmt: skip
+
+
+def name_of(cell: Cell) -> str:
+    nodes = "".join(map(str, cell.nodes))
+    return "-".join(part for part in (cell.transport, cell.how, nodes, cell.check.__name__) if part)
+
+
+def started(ranks: int) -> Iterator[Processes]:
+    with Processes(ranks) as processes:
+        processes.run(answer, hard_s=180.0)
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Processes]:
+    yield from started(3)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    yield from started(4)
+
+
+def answer(rank: int, world_size: int) -> None:
+    """Nothing: a process that answers has started, which takes four of them most of a minute on a busy machine."""
+
+
+def run_check(rank: int, world_size: int, transport: str, nodes: tuple[int, ...], name: str) -> None:
+    if nodes and rank >= len(nodes):
+        rendezvous_store(rank, world_size, 60.0)  # openings are counted
+        return
+    check = getattr(contract, name)
+    ring, _ = meet(transport, rank, world_size, contract.timeout_s(check), nodes)
+    try:
+        check(ring)
+    finally:
+        ring.close()
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=[] if cell.quick else pytest.mark.slow, id=name_of(cell)) for cell in CELLS]
+)
+def test_contract(cell: Cell, request: pytest.FixtureRequest) -> None:
+    check: Any = cell.check
+    timeout_s = contract.timeout_s(check)
+    if cell.transport == "local":
+        on_threads(contract.WORLD_SIZE, check, timeout_s)
+    elif cell.transport == "nccl":
+        world = SimWorld(contract.WORLD_SIZE, lazy=cell.how == "lazy", any_memory=True, limit_s=8.0)
+        results(on_gpus(world, check, timeout_s=timeout_s, options=NcclOptions(register=False)))
+        assert world.violations == []
+    elif cell.transport == "peer+nccl":
+        results(on_nodes(cell.nodes, check, deadline_s=timeout_s, together=False)[0])
+    elif cell.how == "threads":
+        on_node_threads(cell.nodes, check)
+    else:
+        processes = request.getfixturevalue("four" if cell.nodes else "three")
+        processes.run(run_check, cell.transport, cell.nodes, check.__name__)
