@@ -107,12 +107,10 @@ class GlooTransport(ProcessTransport):
         self,
         group: dist.ProcessGroupGloo,
         control: ControlStore,
+        health: Health,
         timeout_s: float,
         flight_dir: Path | None = None,
-        job_size: int | None = None,
         record: FlightRecord | None = None,
-        interface: str = "",
-        health: Health | None = None,
     ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
@@ -125,7 +123,7 @@ class GlooTransport(ProcessTransport):
         self._in_flight: set[_Operation] = set()
         self._calls = InterruptibleCalls()
         self._waiting: GlooWorkHandle | None = None
-        self.health = health or Health(control, job_size=job_size, interface=interface)
+        self.health = health
         self.health.attach(self, self._place, self._interrupt)
 
     @classmethod
@@ -190,7 +188,8 @@ class GlooTransport(ProcessTransport):
             control.combine("connected", b"", lambda every: b"", deadline)
         except DeadlineError as error:
             raise DeadlineError(opened + str(error).removeprefix(f"rank {rank}: ")) from error
-        return cls(group, control, timeout_s, flight_dir, job_size, record, interface, health)
+        health = health or Health(control, job_size=job_size, interface=interface)
+        return cls(group, control, health, timeout_s, flight_dir, record)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` on CPU, uninitialised."""

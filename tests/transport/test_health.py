@@ -78,6 +78,13 @@ def test_only_a_beat_that_was_read_again_and_again_is_unchanged() -> None:
     assert feed.unchanged(0.1, 0.0) == set()
 
 
+def test_a_rank_that_closed_in_one_feed_has_closed_whatever_another_feed_read_last() -> None:
+    health = Health(ControlStore(HashStore(), 0, 3))
+    health.store.note(1, Beat(ENDED, closed=True), 0.0)
+    health._neighbours.note(1, Beat(9), 0.0)
+    assert health.beats()[1].closed and health.left() == {1}
+
+
 # --- shared pages ----------------------------------------------------------------------------------------------------
 
 

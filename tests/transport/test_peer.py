@@ -76,12 +76,12 @@ def test_memory_stays_while_it_is_viewed_after_an_abort(two: Processes) -> None:
         assert gone == NOTHING
 
 
-@pytest.mark.parametrize("what", ["bytes", "label"])
+@pytest.mark.parametrize("what", ["bytes", "label", "rank"])
 def test_unlike_ends_are_a_disagreement_on_both_ranks(two: Processes, what: str) -> None:
     for said in two.run(ranks.unlike_ends, what).values():
         assert said.startswith("DisagreementError")
-        assert "k to rank 1" in said
-        assert ("16 bytes" if what == "bytes" else "v from rank 0") in said
+        assert ("k to rank 2" if what == "rank" else "k to rank 1") in said
+        assert {"bytes": "16 bytes", "label": "v from rank 0", "rank": "k from rank 0"}[what] in said
 
 
 # --- failures --------------------------------------------------------------------------------------------------------

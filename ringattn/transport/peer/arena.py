@@ -83,6 +83,8 @@ class Arena:
             # What torch keeps for later is memory, too; once.
             self._emptied()
             made = self._make(whole)
+        # Every view of the tensor keeps the block alive. Its finalizer only notes the address: freeing waits for the
+        # device, which a finalizer must not.
         block = _Block()
         weakref.finalize(block, self._unused.put, made.address).atexit = False
         return self._gpu.wrap(made.address, nbytes, block)
@@ -166,12 +168,14 @@ class Imports:
     def review(self, ranks: set[int], quiet: Callable[[], bool]) -> None:
         """Let go of the memory of those that have freed some since; `quiet`: whether the lane has run empty."""
         for rank in ranks:
+            # The owner counts in its page how often it has freed memory.
             count = self._freed(rank)
             if count != self._seen.setdefault(rank, count):
                 self._seen[rank] = count
                 # Which of its arenas went is not said: what lives is mapped again at its next message.
                 for key in [key for key in self._mapped if key[0] == rank]:
                     self._stale.append(self._mapped.pop(key))
+        # A copy that is under way may still write into a stale mapping, so it is unmapped behind all of them.
         if self._stale and quiet():
             self._drop(self._stale)
 

@@ -78,6 +78,8 @@ class Lane:
             self.imports.review({o.peer for o in hop.sends}, self._is_empty)
             targets = [0] * len(hop.sends)
             enqueued: list[steps.Step] = []
+            # The program logs all starts before it looks for the first buffer. So two ranks that send to each other
+            # find each other's log, whichever of them starts first.
             for step in hop.program.start:
                 if isinstance(step, steps.LogStart):
                     self._log(hop, step, watch)
@@ -109,6 +111,7 @@ class Lane:
         for step in hop.program.start:
             if isinstance(step, steps.LogStart):
                 operation = (hop.sends if step.sends else hop.recvs)[step.message]
+                # A send waits for its receiver's credit, a receive for the arrival of its bytes.
                 word = pages.CREDIT if step.sends else pages.ARRIVAL
                 if own.load(word, operation.peer) < bases[step.pair] + step.nth:
                     late.append(operation)
@@ -153,6 +156,7 @@ class Lane:
             self._driver.unregister(self._registered.pop())
 
     def _register(self, page: pages.Page) -> int:
+        """Return what to add to an address of the page in this process to get its device address."""
         base = self._driver.register(page.segment.address, page.segment.nbytes)
         self._registered.append(page.segment.address)
         return base - page.segment.address
@@ -161,6 +165,7 @@ class Lane:
         return self.newest is None or self.newest.query()
 
     def _paint(self) -> None:
+        """Store a number into each word of this rank's page that satisfies every wait for it."""
         own = self._group.own
         for rank in self._group.ranks:
             own.store(pages.CREDIT, PAINTED, rank)
@@ -221,11 +226,13 @@ class Lane:
             finally:
                 self.awaited = frozenset()
         assert entry is not None
-        if (entry.nbytes, topic(entry.label)) != (send.nbytes, topic(cut(send.label))):
+        theirs = pages.subject(entry.label, group.rank)
+        if (entry.nbytes, theirs) != (send.nbytes, pages.subject(cut(send.label), send.peer)):
             raise DisagreementError(
                 f"message {number} of ranks {group.rank} and {send.peer} has unlike ends: {send}, and there a receive "
                 f"of {entry}; the ranks do not make the same calls"
             )
+        # An abort sets `_ended` and then unmaps the peers' memory, under the same lock.
         with self._mapping:
             if self._ended:
                 watch()
@@ -235,6 +242,7 @@ class Lane:
         stream = self.stream
         if isinstance(step, steps.Copy):
             buffer = hop.sends[step.message]
+            # A push: this rank's copy engine writes into the memory of the receiver.
             self._driver.copy(targets[step.message], buffer.buffer.data_ptr(), buffer.nbytes, stream.cuda_stream)
         elif isinstance(step, steps.Memops):
             self._driver.operate([self._operation(op) for op in step.ops], stream.cuda_stream)
@@ -242,6 +250,7 @@ class Lane:
             if step.event is steps.Event.READY:
                 ready.record(self._gpu.current_stream())
                 return
+            # DONE: receives into plain memory are copied out of staging first, behind the wait for their arrival.
             for dst, src, nbytes in hop.unstaged:
                 self._driver.copy(dst, src, nbytes, stream.cuda_stream)
             done.record(stream)
@@ -252,6 +261,7 @@ class Lane:
 
     def _operation(self, op: steps.Write | steps.Wait) -> WordOperation:
         word = op.word
+        # The word lies in the page of the rank that waits for it, in the line of its writer.
         address = self._bases[word.page] + self._group.pages[word.page].word_address(WORDS[word.kind], word.writer)
         waits, reads = isinstance(op, steps.Wait), isinstance(op, steps.Wait) and op.data
         return WordOperation(waits, address, self.numbers.of(op), reads and self._flushes)
@@ -260,12 +270,6 @@ class Lane:
 def cut(label: str) -> str:
     """A label as a log keeps it."""
     return label.encode()[: pages.LABEL_BYTES].decode(errors="replace")
-
-
-def topic(label: str) -> str:
-    """What both ends of a message call it alike: `to rank 1` there is `from rank 0` here."""
-    head, _, number = label.rpartition(" rank ")
-    return head.removesuffix(" to").removesuffix(" from") if number.isdigit() else label
 
 
 MOST_TO_ONE_PEER = pages.LOG_ENTRIES - 1

@@ -202,6 +202,7 @@ def _self_test(ring: PeerTransport, rounds: int) -> str:
     memory.zero_()
     # Before the first exchange: loading a kernel may wait for the whole device.
     differs |= (base + 1 != base + 1).any()
+    # Two rows for sends, then two for each peer: a round never writes what the round before may still read.
     for number in range(rounds):
         sent = memory[number % 2]
         torch.add(base, _mark(ring.rank, number), out=sent)

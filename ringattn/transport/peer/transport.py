@@ -324,6 +324,7 @@ class PeerHop(StreamHop):
         """Where the other ranks write each receive."""
         transport = self.transport
         found = [transport.arena.place(o.buffer.data_ptr(), o.nbytes) for o in self.recvs]
+        # All receives into plain memory share one staging buffer, each at an aligned offset.
         offsets, total = [], 0
         for operation, place in zip(self.recvs, found, strict=True):
             offsets.append(total)

@@ -275,7 +275,10 @@ class Entry(NamedTuple):
 
 
 def subject(label: str, peer: int) -> str:
-    """What both ends of a message call it: its label without the end that says where it goes or comes from."""
+    """Return the part of a label that both ends of a message share: `to rank 1` there is `from rank 0` here.
+
+    A label that names another rank than `peer` is kept, so that a message that went astray is refused.
+    """
     return label.removesuffix(f" to rank {peer}").removesuffix(f" from rank {peer}")
 
 

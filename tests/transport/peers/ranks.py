@@ -151,12 +151,12 @@ def kept_by_the_caller(rank: int, world_size: int) -> list[dict[str, int]]:
 def unlike_ends(rank: int, world_size: int, what: str) -> str:
     ring = meet(rank, world_size)
     room = ring.allocate(64)
-    count, label = (32, "k") if what == "bytes" or rank == 0 else (16, "v")
+    count, label = (16, "v") if what == "label" and rank == 1 else (32, "k")
     if what == "bytes" and rank == 1:
         count = 16
     try:
         if rank == 0:
-            ring.exchange([Message(1, room[:count], f"{label} to rank 1")], []).wait()
+            ring.exchange([Message(1, room[:count], f"{label} to rank {2 if what == 'rank' else 1}")], []).wait()
         else:
             ring.exchange(
                 [], [Message(0, room[:count] if what == "bytes" else room[:32], f"{label} from rank 0")]
