@@ -125,7 +125,7 @@ def _is_finite(x: object) -> bool:
 # --- the declaration -------------------------------------------------------------------------------------------------
 
 
-def _option(default: Any, check: Callable[[Any], Any], help: str, compare: bool = True) -> Any:
+def option(default: Any, check: Callable[[Any], Any], help: str, compare: bool = True) -> Any:
     """A field of `AttentionOptions`. `check`: returns the value to keep, or raises InputError."""
     return field(default=default, compare=compare, metadata={"help": help, "check": check})
 
@@ -142,38 +142,38 @@ class AttentionOptions:
     `fields(AttentionOptions)` lists the options; `metadata["help"]` of a field is its help.
     """
 
-    causal: bool = _option(False, _checked_causal, "A query attends to the keys at its position and before.")
-    window: Window = _option(
+    causal: bool = option(False, _checked_causal, "A query attends to the keys at its position and before.")
+    window: Window = option(
         None, _checked_window, "(left, right) keys before and after the query, in addition to the query itself; None "
         "or -1 is unbounded. With causal, right is 0, None or -1. None: no window.")  # fmt: skip
-    mask: AttentionMask | None = _option(
+    mask: AttentionMask | None = option(
         None, check_mask, "A mask of `ringattn.masks` in addition to causal and window, such as `masks.chunked(8192)`. "
         "None: that of the sequence (`Sequence.with_mask`), if it has one.")  # fmt: skip
-    scale: float | None = _option(
+    scale: float | None = option(
         None, _checked_scale, "Factor of the scores, any finite number. None: 1 / sqrt(d_k).")  # fmt: skip
-    softcap: float | None = _option(
+    softcap: float | None = option(
         None, _checked_softcap, "Scores become softcap * tanh(score / softcap). None: no cap.")  # fmt: skip
-    sinks: Tensor | None = _option(
+    sinks: Tensor | None = option(
         None, _checked_sinks, "Logits (q_heads,) of a float dtype that take weight and give no value. Their gradient "
         "is this rank's part, to be summed over the ranks. None: no sinks.", compare=False)  # fmt: skip
-    alibi_slopes: Tensor | Many[float] | None = _option(
+    alibi_slopes: Tensor | Many[float] | None = option(
         None, _checked_slopes, "ALiBi: score -= slope * |q position - k position|, after the cap. One number per query "
         "head: a tensor (q_heads,) of a float dtype, read by the host, or numbers; the same on all ranks, without a "
         "gradient. None: no bias.")  # fmt: skip
-    dropout_p: float = _option(
+    dropout_p: float = option(
         0.0, _checked_dropout, "Each weight is dropped with this probability, from 0 to less than 1, and the others "
         "are divided by 1 - p; lse is that of all weights.")  # fmt: skip
-    dropout_seed: int | None = _option(
+    dropout_seed: int | None = option(
         None, check_dropout_seed, "The seed of dropout, from 0 to 2**64 - 1: the same on all ranks, and a different "
         "one for each layer and step. None: no dropout.")  # fmt: skip
-    schedule: str = _option(
+    schedule: str = option(
         "auto", _checked_schedule, "How blocks travel, see docs/schedules.md. auto: by predicted time if machines are "
         "named, calibrated or recognised (see `Ring`); otherwise by mask and bytes.")  # fmt: skip
 
     def __post_init__(self) -> None:
         """Check and normalise each option. Raises InputError for a value that its option does not take."""
-        for option in fields(self):
-            object.__setattr__(self, option.name, option.metadata["check"](getattr(self, option.name)))
+        for each in fields(self):
+            object.__setattr__(self, each.name, each.metadata["check"](getattr(self, each.name)))
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any], refused: Mapping[str, str] = {}) -> Self:
@@ -191,7 +191,7 @@ class AttentionOptions:
 
     def changed(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""
-        values = {option.name: (getattr(self, option.name), option.default) for option in fields(self)}
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
         return {name: value for name, (value, default) in values.items() if value is not default and value != default}
 
     @property
@@ -200,7 +200,7 @@ class AttentionOptions:
         return Banded(self.causal, self.window, self.mask)
 
 
-NAMES = tuple(option.name for option in fields(AttentionOptions))
+NAMES = tuple(each.name for each in fields(AttentionOptions))
 
 
 def check_names(keywords: Mapping[str, object]) -> None:
@@ -215,7 +215,7 @@ def takes_options(refused: Mapping[str, str] = {}) -> Callable[[Function], Funct
     """
 
     def described(function: Function) -> Function:
-        listed = [option for option in fields(AttentionOptions) if option.name not in refused]
+        listed = [each for each in fields(AttentionOptions) if each.name not in refused]
         signature = inspect.signature(function)
         kept = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
         keywords = [

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections import namedtuple
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import pytest
 import torch
 
 import ringattn
-from ringattn import Ring, RingAttention, RingDilatedAttention, RingMultiheadAttention, masks
+from ringattn import Ring, RingAttention, RingDilatedAttention, RingMultiheadAttention, attention, masks
 from ringattn.adapters.attend import attend
 from ringattn.adapters.torch_ops import SCHEMA, ring_attention
+from ringattn.engine.base import Softmax
 from ringattn.errors import InputError
 from ringattn.options import NAMES, AttentionKeywords, AttentionOptions
+from ringattn.testing import dense_attention, run_ranks
+from tests.contributing import example
 
 PACKAGE = Path(ringattn.__file__).parent
 
@@ -103,6 +107,27 @@ def test_signatures_and_docstrings_list_each_option() -> None:
         parameters = inspect.signature(function).parameters
         assert set(names) == set(parameters) & set(NAMES), function
         assert all(re.search(rf"\n +{name}: ", function.__doc__ or "") for name in names), function
+
+
+def test_the_worked_example_of_an_option_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = example("WithTemperature")
+    base = namedtuple("Softmax", (*Softmax._fields, "temperature"), defaults=(1, None, None, (), None, None))
+    methods = {"options": Softmax.options, "refuse_others": Softmax.refuse_others, "shift": Softmax.shift}
+    monkeypatch.setattr(attention, "Softmax", type("Softmax", (base,), methods))
+    monkeypatch.setattr(attention, "OPTIONAL", (*attention.OPTIONAL, "temperature"))
+    q = torch.randn(1, 11, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def body(ring: Ring) -> torch.Tensor:
+        seq = ring.sequence(11)
+        options = names["WithTemperature"](causal=True, temperature=2.0)
+        x = seq.shard(q)
+        return seq.gather(attention.attend(ring, x, x, x, seq, None, options)[0])
+
+    reference, _ = dense_attention(q, q, q, causal=True, scale=0.25)
+    for out in run_ranks(2, body, engine=names["EngineWithTemperature"]()):
+        torch.testing.assert_close(out, reference, rtol=1e-10, atol=1e-10)
+    with pytest.raises(InputError, match="temperature must be positive and finite"):
+        names["WithTemperature"](temperature=0.0)
 
 
 def test_nothing_else_lists_the_options_of_the_softmax() -> None:
