@@ -32,6 +32,8 @@ COUNTS = ("descriptors", "threads", "maps")
 GROWTH_MIB = 16.0
 """By how much the memory of a rank may grow from the end of the warm-up to the end."""
 SAY_EVERY_S = 1.0
+MOST_KEPT = 200
+"""How many samples of each rank are kept with the results."""
 END_S = 120.0
 """How long starting and ending may take."""
 
@@ -169,7 +171,8 @@ def main(words: Sequence[str]) -> dict[str, Any]:
     if ended.code:
         raise RingError(f"a rank failed (exit code {ended.code}):\n{ended.printed}")
     complaints = judged(ranks)
-    data: dict[str, Any] = {"complaints": complaints, "stops": stops.count, "samples": ranks}
+    kept = [samples[:: len(samples) // MOST_KEPT + 1] for samples in ranks]
+    data: dict[str, Any] = {"complaints": complaints, "stops": stops.count, "samples": kept}
     finish("soak", options, [tabulate(ranks, stops.count, complaints)], data, options.results)
     if complaints:
         raise RingError("; ".join(complaints))
