@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 import time
 from contextlib import nullcontext
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore
 from transformers import Trainer, TrainingArguments
 
 from ringattn import Ring
@@ -28,7 +26,8 @@ from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.transformers import prepare, shard_batch
 from ringattn.testing import dense_attention
 from tests.adapters.models import tiny_model
-from tests.adapters.ranks import forked, in_double, restarting
+from tests.adapters.processes import forked, forked_ranks, worst_error
+from tests.adapters.ranks import in_double, restarting
 from tests.adapters.test_recomputation import Attending, run_region
 from tests.adapters.trainer import RingTrainer
 
@@ -247,9 +246,8 @@ def compute_references(folder: Path, cells: list[Cell]) -> None:
     torch.save({str(cell): run_cell(folder, cell, None) for cell in cells}, folder / "references.pt")
 
 
-def compute_cells(folder: Path, cells: list[Cell], number: int) -> None:
-    """Save what each cell is on this rank: its largest error, or the text of what was raised."""
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+def compute_cells(folder: Path, cells: list[Cell], number: int) -> dict[str, float | str]:
+    """Return what each cell is on this rank: its largest error, or the text of what was raised."""
     references = torch.load(folder / "references.pt")
     verdicts: dict[str, float | str] = {}
     for cell in cells:
@@ -258,11 +256,11 @@ def compute_cells(folder: Path, cells: list[Cell], number: int) -> None:
             with Ring(timeout_s=60.0) as ring:
                 tensors = run_cell(folder, cell, ring)
             pairs = zip(tensors, references[str(cell.reference)], strict=True)
-            verdicts[str(cell)] = max(((x - y).abs().max() / y.abs().max()).item() for x, y in pairs)
+            verdicts[str(cell)] = worst_error(pairs)
         except Exception as error:
             verdicts[str(cell)] = f"{type(error).__name__}: {error}"
         print(f"{number} {cell}: {verdicts[str(cell)]} ({time.monotonic() - start:.1f} s)", file=sys.stderr, flush=True)
-    (folder / f"cells-{number}.json").write_text(json.dumps(verdicts), encoding="utf-8")
+    return verdicts
 
 
 def main(folder: Path, *names: str) -> None:
@@ -272,11 +270,7 @@ def main(folder: Path, *names: str) -> None:
     cells = [by_name[name] for name in names or by_name]
     tiny_model("llama", "eager")  # imports its module, so that no forked process has to
     forked(partial(compute_references, folder, list(dict.fromkeys(cell.reference for cell in cells))))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    forked(*(partial(compute_cells, folder, cells, number) for number in range(2)))
-    first, second = (json.loads((folder / f"cells-{number}.json").read_text(encoding="utf-8")) for number in range(2))
+    first, second = forked_ranks(2, partial(compute_cells, folder, cells))
     verdicts = {name: max(first[name], second[name], key=lambda x: (isinstance(x, str), x)) for name in first}
     (folder / "cells.json").write_text(json.dumps(verdicts, indent=1), encoding="utf-8")
     print(json.dumps(verdicts, indent=1))

@@ -13,6 +13,7 @@ from ringattn import Ring
 from ringattn.adapters.transformers import prepare, shard_batch
 from ringattn.adapters.transformers.batches import WHOLE
 from ringattn.testing import run_ranks
+from tests.adapters.processes import worst_error
 from tests.adapters.ranks import InDouble, gradients
 
 Score = Callable[[Any], Tensor]
@@ -63,7 +64,7 @@ def far_off(
     grads = run_ranks(2, body, timeout_s=20.0)[0]
     assert any(bool(grad.any()) for grad in true.values())
     floor = 1e-3 * max(grad.abs().max().item() for grad in true.values())
-    return max((grads[k] - true[k]).abs().max().item() / max(true[k].abs().max().item(), floor) for k in true)
+    return worst_error(((grads[name], true[name]) for name in true), floor)
 
 
 def far_from_one(
@@ -104,7 +105,7 @@ def far_from_one(
         assert grads.keys() == true.keys()
         pairs = [(seq.gather(out.logits.detach())[real], theirs.logits[real]), (loss, theirs.loss)]
         pairs += [(grads[of], true[of]) for of in true]
-        return max(((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item() for a, b in pairs)
+        return worst_error(pairs, floor=1.0)
 
     return max(run_ranks(2, body))
 
@@ -131,7 +132,4 @@ def far_off_compiled(make: Callable[[str], Any], row: Tensor, documents: list[in
         return {**mine, "logits": seq.gather(mine["logits"])}
 
     floor = 1e-3 * max(x.abs().max().item() for x in true.values())
-    return max(
-        (mine[of] - true[of]).abs().max().item() / max(true[of].abs().max().item(), floor)
-        for mine in run_ranks(2, body) for of in true
-    )  # fmt: skip
+    return worst_error(((found[name], true[name]) for found in run_ranks(2, body) for name in true), floor)

@@ -7,8 +7,6 @@ Checkpointed layers keep the generator of a process, which ranks that are thread
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -24,17 +22,17 @@ from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.transformers import prepare
 from tests import philox
 from tests.adapters.models import filled, tiny_model
+from tests.adapters.processes import forked, worst_error
 from tests.adapters.ranks import (
     TOKENS,
     Batch,
     InDouble,
     batches,
-    forked,
-    forked_worlds,
     gradients,
     in_double,
     one_process,
     over_ranks,
+    save_errors,
 )
 
 P, NAME = 0.3, "known_dropout"
@@ -114,24 +112,22 @@ def error(seq: Sequence, model: Any, batch: Batch, step: int, true: Any) -> floa
     seq.ring.all_reduce([total, *grads.values()])
     real = slice(None) if batch.mask is None else batch.mask.bool()
     pairs = [(logits[real], true_logits[real]), (total, true_loss), *((grads[of], true_grads[of]) for of in true_grads)]
-    return max(((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item() for a, b in pairs)
+    return worst_error(pairs, floor=1.0)
 
 
-def rank(folder: Path, number: int, world_size: int) -> None:
-    """One rank's life; rank 0 saves what it found."""
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(world_size)}
+def rank(folder: Path, number: int) -> dict[str, float]:
+    """Return the errors of one rank."""
     torch.manual_seed(number)  # ranks' generators are their own
     true, found = torch.load(folder / "reference.pt"), {}
     with Ring(timeout_s=60.0) as ring:
         for step, (name, kind, batch) in enumerate(cases()):
             with in_double():
                 model = prepare(made(name, "eager"))
-            model.gradient_checkpointing_enable(HOW[(step + world_size // 2) % 2])
+            model.gradient_checkpointing_enable(HOW[(step + ring.world_size // 2) % 2])
             model.enable_input_require_grads()  # a reentrant checkpoint has no gradients without
             seq = ring.sequence(TOKENS, cu_seqlens=batch.documents, layout="zigzag")
             found[f"{name} {kind}"] = error(seq, model, batch, step, true[step])
-    if number == 0:
-        (folder / f"errors-{world_size}.json").write_text(json.dumps(found), encoding="utf-8")
+    return found
 
 
 def main(folder: Path) -> None:
@@ -140,7 +136,7 @@ def main(folder: Path) -> None:
     for name in ("gpt2", "llama"):
         made(name, "eager")  # imported here, so that no process that is forked has to
     forked(partial(reference, folder))
-    forked_worlds(partial(rank, folder))
+    save_errors(folder, partial(rank, folder))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Both routes: the mixin and the configuration. One process runs transformers' Tra
 from __future__ import annotations
 
 import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -23,7 +21,8 @@ from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.local import local_attention
 from ringattn.adapters.transformers.trainer import RingTrainerMixin
 from tests.adapters.models import tiny_model
-from tests.adapters.ranks import forked, in_double
+from tests.adapters.processes import forked, forked_ranks, worst_error
+from tests.adapters.ranks import in_double
 from tests.adapters.trainer import as_on_accelerators, padded, texts, whole
 
 RANKS = 2
@@ -225,27 +224,21 @@ def alone(folder: Path) -> None:
     torch.save({case: trained(folder, case, None) for case in CASES}, folder / "alone.pt")
 
 
-def rank(folder: Path, number: int) -> None:
-    """One of two processes; the last saves how far it is from one process."""
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
-    os.environ |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+def rank(folder: Path, number: int) -> dict[str, Any]:
+    """Return how far one of two processes is from one process, by case and route."""
     true = torch.load(folder / "alone.pt")
     results: dict[str, Any] = {}
     for case in CASES:
         for route in ROUTES:
             ours, theirs = trained(folder, case, route), true[case]
-            errors = [
-                float((ours["weights"][name] - weight).abs().max() / weight.abs().max())
-                for name, weight in theirs["weights"].items()
-            ]
+            pairs = [(ours["weights"][name], weight) for name, weight in theirs["weights"].items()]
             results[f"{case} by {route}"] = {
-                "weights": max(errors),
+                "weights": worst_error(pairs),
                 "called": float((ours["called"] - theirs["called"]).abs().max()),
                 "losses": [ours["losses"], theirs["losses"]],
                 "evaluated": [ours["evaluated"], theirs["evaluated"]],
             }
-    if number == RANKS - 1:
-        (folder / "own-losses.json").write_text(json.dumps(results), encoding="utf-8")
+    return results
 
 
 if __name__ == "__main__":
@@ -254,7 +247,5 @@ if __name__ == "__main__":
     CASES = {name: CASES[name] for name in sys.argv[2:] or CASES}
     tiny_model("qwen2", "eager")  # imported here, so that no process that is forked has to
     forked(partial(alone, folder))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    forked(*(partial(rank, folder, number) for number in range(RANKS)))
+    results = forked_ranks(RANKS, partial(rank, folder))[-1]
+    (folder / "own-losses.json").write_text(json.dumps(results), encoding="utf-8")

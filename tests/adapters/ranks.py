@@ -8,7 +8,6 @@ softmax, routers, the loss), on both sides alike: rounding would hide errors bel
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,13 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
 from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import create_masks_for_generate
 
 from ringattn import Ring, Sequence
 from ringattn.adapters.transformers import prepare, register
 from tests.adapters.models import MODELS, tiny_model
+from tests.adapters.processes import forked, forked_ranks, worst_error
 
 TOKENS = 27
 DOCUMENTS = [0, 4, 17, 27]
@@ -166,45 +165,20 @@ def errors(ring: Ring, folder: Path) -> Iterator[tuple[str, float]]:
             pairs = {"logits": (logits[real], true_logits[real]), "loss": (total, true_loss)}
             pairs |= {of: (grads[of], true_grads[of]) for of in true_grads}
             for of, (mine, theirs) in pairs.items():
-                error = (mine - theirs).abs().max() / theirs.abs().max().clamp(min=1.0)
-                yield f"{name} {kind} {layout} {of}", error.item()
+                yield f"{name} {kind} {layout} {of}", worst_error([(mine, theirs)], floor=1.0)
 
 
-def rank(folder: Path, number: int, world_size: int) -> None:
-    """One rank's life; rank 0 saves what it found."""
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(world_size)}
+def rank(folder: Path, number: int) -> dict[str, float]:
+    """Return the errors of one rank."""
     with Ring(timeout_s=60.0) as ring, InDouble():
-        found = dict(errors(ring, folder))
-    if number == 0:
-        (folder / f"errors-{world_size}.json").write_text(json.dumps(found), encoding="utf-8")
+        return dict(errors(ring, folder))
 
 
-def forked(*lives: Callable[[], None]) -> None:
-    """Run each in a process of its own, all at once. Exits this process unless all end well."""
-    pids = []
-    for life in lives:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                life()
-                code = 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                os._exit(code)
-        pids.append(pid)
-    if any(os.waitpid(pid, 0)[1] for pid in pids):
-        sys.exit(1)
-
-
-def forked_worlds(rank: Callable[[int, int], None]) -> None:
-    """`rank(number, world size)` in a process for each rank of each world, which find each other as torchrun's do."""
+def save_errors(folder: Path, rank: Callable[[int], dict[str, float]]) -> None:
+    """Save the errors of the first rank of each world in `folder`."""
     for world_size in WORLDS:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        forked(*(partial(rank, number, world_size) for number in range(world_size)))
+        found = forked_ranks(world_size, rank)[0]
+        (folder / f"errors-{world_size}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def main(folder: Path) -> None:
@@ -213,7 +187,7 @@ def main(folder: Path) -> None:
     for name in MODELS:
         tiny_model(name, "eager")  # imported here, so that no process that is forked has to
     forked(partial(reference, folder))
-    forked_worlds(partial(rank, folder))
+    save_errors(folder, partial(rank, folder))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Needs trl, peft and datasets, which `tests.adapters.environments` installs.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from torch.distributed import TCPStore
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
@@ -30,7 +28,8 @@ from ringattn.testing import run_ranks
 from tests.adapters import trainer as plain_trainer
 from tests.adapters.compare import far_from_one, far_off_compiled
 from tests.adapters.models import tiny_model, with_lora
-from tests.adapters.ranks import DOCUMENTS, batches, forked, gradients, in_double
+from tests.adapters.processes import forked, forked_ranks, worst_error
+from tests.adapters.ranks import DOCUMENTS, batches, gradients, in_double
 from tests.adapters.sharded import far_off_sharded
 from tests.adapters.trainer import as_on_accelerators, whole
 from tests.adapters.version_cells import checkpointed, eager, packed, plain
@@ -134,31 +133,25 @@ def alone(folder: Path, *cases: str) -> None:
     torch.save(found, folder / "sft-alone.pt")
 
 
-def rank(folder: Path, number: int, *cases: str) -> None:
-    """One of two processes; the first saves how far it is from one process."""
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
-    os.environ |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+def rank(folder: Path, cases: tuple[str, ...], number: int) -> dict[str, Any]:
+    """Return how far one of two processes is from one process, by case."""
     true = torch.load(folder / "sft-alone.pt")
     found: dict[str, Any] = {}
     with Ring(timeout_s=60.0) as ring, in_double():
         for case in cases:
             weights, logged = trained(folder, case, ring)
             theirs, truly = true[case]
-            errors = [((weights[of] - theirs[of]).abs().max() / theirs[of].abs().max()).item() for of in theirs]
-            found[case] = {"weights": max(errors), "logged": [logged, truly]}
-    if number == 0:
-        (folder / "sft.json").write_text(json.dumps(found), encoding="utf-8")
+            error = worst_error((weights[name], weight) for name, weight in theirs.items())
+            found[case] = {"weights": error, "logged": [logged, truly]}
+    return found
 
 
 def over_processes(folder: Path, *cases: str) -> dict[str, Any]:
     """How far two processes are from one, by case; all are forked from this one."""
     tiny_model("llama", "eager")  # imported here, so that no process that is forked has to
     forked(partial(alone, folder, *cases))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    forked(*(partial(rank, folder, number, *cases) for number in range(RANKS)))
-    found: dict[str, Any] = json.loads((folder / "sft.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = forked_ranks(RANKS, partial(rank, folder, cases))[0]
+    (folder / "sft.json").write_text(json.dumps(found), encoding="utf-8")
     return found
 
 
@@ -196,9 +189,7 @@ def adapters(folder: Path) -> None:
 
             grads = run_ranks(RANKS, body, timeout_s=20.0)[0]
             learned = [name for name, grad in true.items() if grad.any()]
-            found["off by"][f"{kind}: {order}"] = max(
-                ((grads[name] - true[name]).abs().max() / true[name].abs().max()).item() for name in learned
-            )
+            found["off by"][f"{kind}: {order}"] = worst_error((grads[name], true[name]) for name in learned)
     one, two = (
         PeftModel.from_pretrained(tiny_model("llama", "eager"), str(folder / f"adapter-{n}")).double()
         for n in (0, RANKS)
@@ -262,7 +253,7 @@ def modes(folder: Path) -> None:
     trained = plain_trainer.over_processes(folder, RANKS, *trainers)
     found = {name: max(trained[name]["weights"].values()) for name in trainers}
     make = eager("llama")
-    found["FSDP2"] = far_off_sharded(folder, lambda: with_lora(make()), packed())
+    found["FSDP2"] = far_off_sharded(lambda: with_lora(make()), packed())
     found["plain"] = far_from_one(make, plain(), train=with_lora)
     found["packed"] = far_from_one(make, packed(), train=with_lora)
     found["checkpointing"] = far_from_one(make, packed(), train=lambda model: checkpointed(with_lora(model)))

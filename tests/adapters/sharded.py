@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore, init_device_mesh
+from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ringattn import Ring
 from ringattn.adapters.transformers import prepare, shard_batch
 from ringattn.adapters.transformers.checks import base_of
-from tests.adapters.ranks import InDouble, forked
+from tests.adapters.processes import forked_ranks, worst_error
+from tests.adapters.ranks import InDouble
 
 RANKS, STEPS = 2, 2
 Make = Callable[[], Any]
 
 
-def far_off_sharded(folder: Path, make: Make, whole: Mapping[str, Tensor]) -> float:
+def far_off_sharded(make: Make, whole: Mapping[str, Tensor]) -> float:
     """The greatest relative error of losses, gradients and weights of two steps over two processes.
 
     They are forked from this one, which has no threads yet. `whole`: the batch, with labels.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    forked(*(partial(_rank, folder, number, make, whole) for number in range(RANKS)))
-    worst: float = json.loads((folder / "sharded.json").read_text(encoding="utf-8"))
-    return worst
+    return float(forked_ranks(RANKS, partial(_rank, make, whole))[0])
 
 
-def _rank(folder: Path, number: int, make: Make, whole: Mapping[str, Tensor]) -> None:
-    """One process; the first saves how far it is from one alone."""
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(RANKS)}
+def _rank(make: Make, whole: Mapping[str, Tensor], number: int) -> float:
+    """Return how far this process is from one alone."""
     labels = int((whole["labels"][:, 1:] != -100).sum())
     dist.init_process_group("gloo")
     with InDouble():
@@ -62,10 +54,8 @@ def _rank(folder: Path, number: int, make: Make, whole: Mapping[str, Tensor]) ->
                 ring.all_reduce([found])
                 found /= RANKS
     assert mine.keys() == true.keys() and len(true) > STEPS + 2
-    errors = [((mine[of] - true[of]).abs().max() / true[of].abs().max()).item() for of in true]
     dist.destroy_process_group()
-    if number == 0:
-        (folder / "sharded.json").write_text(json.dumps(max(errors)), encoding="utf-8")
+    return worst_error((mine[name], true[name]) for name in true)
 
 
 def _steps(model: Any, loss_of: Callable[[Any], Tensor]) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from ringattn.adapters.torch_ops import ACTIVE, attention, attention_backward, r
 from ringattn.sequence import sequence_with
 from ringattn.testing import dense_attention, run_ranks
 from tests.adapters.hosts import record
+from tests.adapters.processes import worst_error
 
 TOKENS, DIM, HEADS, KV_HEADS = 17, 16, 4, 2
 DOCUMENTS = [0, 3, 12, 17]
@@ -107,7 +108,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> float:
     assert len(found) == len(expected) == 7
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
-    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, expected, strict=True))
+    return worst_error(zip(found, expected, strict=True))
 
 
 # Thread ranks share dynamo's caches: its counters count both, and each rank compiles a model of its own.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from importlib.metadata import version
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -322,10 +320,3 @@ def test_a_norm_over_tokens_is_refused_beside_whole_text() -> None:
             model.attn2(x, encoder_hidden_states=words, kv_seq="whole")
 
     run_ranks(2, body, timeout_s=10.0)
-
-
-def test_the_page_runs() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "embedding-diffusers.md"
-    exec(
-        "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {"__name__": "page"}
-    )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -312,10 +310,3 @@ def test_hosts_of_versions_that_were_not_checked_are_refused(monkeypatch: pytest
     hosts.require_checked("torchtitan", "0.1", "0.2")
     with pytest.raises(InputError, match=r"checked with torchtitan 0\.3 and 0\.2\.9 is installed"):
         hosts.require_checked("torchtitan", "0.3")
-
-
-def test_the_page_runs() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "embedding-flash-attn.md"
-    exec(
-        "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {"__name__": "page"}
-    )

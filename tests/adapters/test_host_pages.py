@@ -19,6 +19,20 @@ def said(printed: str) -> list[tuple[str, list[float]]]:
     return [(_NUMBER.sub("#", line), [float(one) for one in _NUMBER.findall(line)]) for line in _LINE.findall(printed)]
 
 
+@pytest.mark.parametrize(
+    ("package", "page"),
+    [
+        ("diffusers", "embedding-diffusers.md"),
+        ("lightning", "embedding-lightning.md"),
+        ("torchtitan", "embedding-torchtitan.md"),
+        ("torch", "embedding-flash-attn.md"),
+    ],
+)
+def test_a_page_runs_in_one_process(package: str, page: str) -> None:
+    pytest.importorskip(package)
+    run_page(page)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "page", "lines"),

@@ -14,6 +14,7 @@ from ringattn import InputError, Ring
 from ringattn.testing import dense_attention, run_ranks
 from tests.adapters import hosts
 from tests.adapters.hosts import MODES, NONE, PAGE, ROOT, Cell, merged, read, record, renewed, shown, table
+from tests.adapters.processes import worst_error
 from tests.contributing import example
 
 EXACT = Cell("host", "1.10", "plain", "exact", 2, 1e-9, "loss", "tests/test_a.py::test_one")
@@ -97,3 +98,10 @@ def test_the_adapter_of_contributing_is_exact_and_refuses_what_it_cannot() -> No
     for values in run_ranks(2, body, timeout_s=10.0):
         for value, reference in zip(values, (expected.detach(), q.grad, k.grad, v.grad), strict=True):
             torch.testing.assert_close(value, reference, rtol=0, atol=1e-10)
+
+
+def test_a_nan_is_infinitely_far_off() -> None:
+    one, nan, zero = torch.ones(2), torch.tensor([1.0, torch.nan]), torch.zeros(2)
+    assert worst_error([(1.5 * one, one), (one, one), (zero, zero)]) == 0.5
+    assert worst_error([(one, one), (nan, one)]) == worst_error([(one, zero)]) == torch.inf
+    assert worst_error([(one, zero)], floor=4.0) == 0.25

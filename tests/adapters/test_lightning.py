@@ -7,7 +7,6 @@ import re
 from contextlib import suppress
 from importlib.metadata import version
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -255,10 +254,3 @@ def test_an_exception_ends_the_ring() -> None:
 def test_rings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match="ring_size=2 does not divide the trainer's 1 ranks"):
         trainer(devices=1).fit(Model(2))
-
-
-def test_the_page_runs() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "embedding-lightning.md"
-    exec(
-        "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {"__name__": "page"}
-    )

@@ -46,6 +46,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from ringattn.adapters.groups import close_rings, ring_of
 from ringattn.adapters.megatron import RingCoreAttention
 from tests.adapters.hosts import record
+from tests.adapters.processes import worst_error
 
 VOCABULARY, TOKENS, CUTS = 40, 16, [0, 4, 16]
 REAL = [0, 3, 12]
@@ -119,7 +120,7 @@ def error(found: list[Tensor], wanted: list[Tensor]) -> float:
     """The greatest relative error of what is found, summed over ranks."""
     for grad in found:
         torch.distributed.all_reduce(grad)
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
+    return worst_error(zip(found, wanted, strict=True))
 
 
 def of_processes(spec: dict[str, Any]) -> dict[str, float]:

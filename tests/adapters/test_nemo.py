@@ -29,6 +29,7 @@ from tests.adapters.environments import environment
 from tests.adapters.hosts import record
 from tests.adapters.models import tiny_model
 from tests.adapters.nemo_record import record_of, recorded
+from tests.adapters.processes import worst_error
 from tests.adapters.versions import packages
 
 TOKENS, DOCUMENTS = 22, [0, 7, 13, 22]
@@ -93,7 +94,7 @@ def step(model: Any, sharder: Any, whole: dict[str, Tensor]) -> list[Tensor]:
 
 
 def worst(found: list[Tensor], wanted: list[Tensor]) -> float:
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
+    return worst_error(zip(found, wanted, strict=True))
 
 
 # --- stand-ins, ranks as threads -------------------------------------------------------------------------------------

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import re
 from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +37,7 @@ from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
 from ringattn.adapters import torchtitan as adapter
 from ringattn.adapters.groups import close_rings
 from tests.adapters.hosts import record
+from tests.adapters.processes import worst_error
 
 DIM, HEADS, VOCABULARY, TOKENS = 32, 4, 50, 22
 STARTS = ((0, 7, 13), (0, 18))
@@ -139,7 +138,7 @@ def of_a_model(mesh: DeviceMesh) -> dict[str, float]:
         for grad in grads:
             torch.distributed.all_reduce(grad)
         pairs = zip(grads, [*expected, expected_loss], strict=True)
-        errors[case] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+        errors[case] = worst_error(pairs)
     return errors
 
 
@@ -364,10 +363,3 @@ def test_heads_over_ranks_of_tensor_parallelism() -> None:
             module(*(DTensor.from_local(x, mesh, [Shard(1)]) for x in (q, k, v)))
     finally:
         dist.destroy_process_group()
-
-
-def test_the_page_runs() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "embedding-torchtitan.md"
-    exec(
-        "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {"__name__": "page"}
-    )

@@ -24,6 +24,7 @@ from ringattn.adapters.context import recompute_context
 from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
 from tests.adapters.models import MODELS, Encoder, filled, tiny_model
+from tests.adapters.processes import worst_error
 from tests.adapters.ranks import TOKENS, Batch, InDouble, batches, forward, gradients, llama, one_process, over_ranks
 from tests.doc_code import run_page
 
@@ -51,7 +52,7 @@ def compare(world_size: int, make: Callable[[str], Any], batch: Batch, train: Ca
             ring.all_reduce([total, *grads.values()])
         real = slice(None) if batch.mask is None else batch.mask.bool()
         pairs = [(logits[real], true_logits[real]), (total, true_loss), *((grads[of], true[of]) for of in true)]
-        return max(((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item() for a, b in pairs)
+        return worst_error(pairs, floor=1.0)
 
     return max(run_ranks(world_size, body))
 

@@ -6,7 +6,6 @@ Two ranks of one ring, then two rings of two ranks.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from accelerate import DistributedType, PartialState
 from torch import Tensor
-from torch.distributed import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -28,7 +26,8 @@ from ringattn import Ring
 from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.transformers.trainer import RingTrainerMixin
 from tests.adapters.models import tiny_model, with_lora
-from tests.adapters.ranks import InDouble, forked, in_double
+from tests.adapters.processes import forked, forked_ranks, worst_error
+from tests.adapters.ranks import InDouble, in_double
 
 CASES = {
     2: (
@@ -227,28 +226,22 @@ def alone(folder: Path, *cases: str) -> None:
     torch.save({case: trained(folder, case) for case in cases}, folder / "alone.pt")
 
 
-def rank(folder: Path, number: int, world_size: int, *cases: str) -> None:
-    """One of several processes; the last saves how far its weights and losses are from one process's."""
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
-    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+def rank(folder: Path, world_size: int, cases: tuple[str, ...], number: int) -> dict[str, Any]:
+    """Return how far the weights and losses of one of several processes are from those of one process."""
     true = torch.load(folder / "alone.pt")
     found = {}
     for case in cases:
         mine, losses, counted = trained(folder, case, rings=world_size // 2)
         theirs, true_losses, truly_counted = true[case]
-        errors = {of: ((mine[of] - theirs[of]).abs().max() / theirs[of].abs().max()).item() for of in theirs}
+        errors = {name: worst_error([(mine[name], weight)]) for name, weight in theirs.items()}
         found[case] = {"weights": errors, "losses": [losses, true_losses], "counted": [counted, truly_counted]}
-    if number == world_size - 1:
-        (folder / f"trainer-{world_size}.json").write_text(json.dumps(found), encoding="utf-8")
+    return found
 
 
 def over_processes(folder: Path, world_size: int, *cases: str) -> dict[str, Any]:
-    """What `rank` saves, of processes that are forked from this one; `alone` has run."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    forked(*(partial(rank, folder, number, world_size, *cases) for number in range(world_size)))
-    found: dict[str, Any] = json.loads((folder / f"trainer-{world_size}.json").read_text(encoding="utf-8"))
+    """Save and return what the last of these processes returns; `alone` has run."""
+    found: dict[str, Any] = forked_ranks(world_size, partial(rank, folder, world_size, cases))[-1]
+    (folder / f"trainer-{world_size}.json").write_text(json.dumps(found), encoding="utf-8")
     return found
 
 

@@ -27,7 +27,8 @@ from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_train
 from ringattn.testing import run_ranks
 from tests.adapters.compare import far_from_one, far_off, far_off_compiled
 from tests.adapters.models import tiny_model, with_lora
-from tests.adapters.ranks import DOCUMENTS, TOKENS, InDouble, batches, forked, forward, restarting
+from tests.adapters.processes import forked
+from tests.adapters.ranks import DOCUMENTS, TOKENS, InDouble, batches, forward, restarting
 from tests.adapters.sharded import far_off_sharded
 from tests.adapters.trainer import RingTrainer, alone, over_processes
 
@@ -167,7 +168,7 @@ FORKED: dict[str, Callable[[Path], float]] = {
     "Trainer, 3 steps, packed": trained,
     "TRL's SFTTrainer, 3 steps, packed": fine_tuned,
     "TRL's DPOTrainer": preferred,
-    "FSDP2, 2 steps, packed": lambda folder: far_off_sharded(folder, eager("llama"), packed()),
+    "FSDP2, 2 steps, packed": lambda folder: far_off_sharded(eager("llama"), packed()),
 }
 """Those whose processes are forked from this one, which has no threads until they are done."""
 
