@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ringattn.engine.strips import kernel_bytes
+from ringattn.engine.aten import kernel_bytes
 
 
 def attention_scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """What torch's CPU flash kernels allocate inside a call (see `ringattn.engine.strips`); 0 for other operators."""
+    """What torch's CPU flash kernels allocate inside a call (see `ringattn.engine.aten`); 0 for other operators."""
     aten = torch.ops.aten
     if func == aten._scaled_dot_product_flash_attention_for_cpu.default:
         q, k = args[:2]

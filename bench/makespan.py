@@ -23,6 +23,7 @@ from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
 from ringattn.engine.blocks import Blocks, Ints, key_blocks, query_blocks
 from ringattn.kernels.attention_tiles import H100, Gpu, section_of
+from ringattn.kernels.launch_call import BlockColumn, EntryColumn
 
 HEADS, DIM, RANKS, WINDOW, DOCUMENTS = 16, 128, 4, 1024, 16
 SIDES = "query", "key"
@@ -59,8 +60,9 @@ class Launch(NamedTuple):
 def work_of(blocks: Blocks) -> Ints:
     """Of each block, for one head of the table: visited blocks of rows times the query heads that it serves."""
     entries = blocks.entries.astype(np.int64)
-    sums = np.concatenate(([0], np.cumsum((entries[:, 10] - entries[:, 7]) * entries[:, 12])))
-    return sums[blocks.blocks[:, 6]] - sums[blocks.blocks[:, 5]]
+    visited = entries[:, EntryColumn.END_VISIBLE] - entries[:, EntryColumn.FIRST_VISIBLE]
+    sums = np.concatenate(([0], np.cumsum(visited * entries[:, EntryColumn.Q_HEADS])))
+    return sums[blocks.blocks[:, BlockColumn.END_ENTRY]] - sums[blocks.blocks[:, BlockColumn.FIRST_ENTRY]]
 
 
 def order(block_count: int, heads: int, section: int) -> Ints:

@@ -47,14 +47,34 @@ FIRST, LAST = 1, 2
 """Flags of a query block: no earlier launch of the pass has met its rows, no later one will."""
 
 
+class BlockColumn:
+    """Numbers of the columns of `Table.blocks`; `END_ENTRY` is one past the last entry."""
+
+    FIRST_ROW, ROW_STRIDE, ROWS, FIRST_HEAD, HEADS, FIRST_ENTRY, END_ENTRY, FLAGS = range(8)
+    COUNT = 8
+
+
+class EntryColumn:
+    """Numbers of the columns of `Table.entries`; columns after `Q_HEADS` are zero.
+
+    `FIRST_VISIBLE` .. `END_VISIBLE` and `FIRST_FULL` .. `END_FULL` count blocks of the entry's rows, ends excluded.
+    """
+
+    FIRST_ROW, ROW_STRIDE, ROWS, OWN_STEP, OTHER_STEP, LO, HI = range(7)
+    FIRST_VISIBLE, FIRST_FULL, END_FULL, END_VISIBLE, FIRST_Q_HEAD, Q_HEADS = range(7, 13)
+    COUNT = 16
+
+
 class Table(NamedTuple):
     """What one launch works through, int32 on the kernel's device.
 
-    `blocks` (blocks, 8): first row, row stride, rows, first head, heads, first entry, one past the last entry, flags.
-    `entries` (entries, 16): the other side's first row, row stride and rows; the band own_step, other_step, lo, hi: row
-    i of the block sees row j of the entry where lo <= i * own_step - j * other_step <= hi; of the entry's rows cut into
-    blocks the first visible, first full, one past the last full and one past the last visible one; the first query head
-    beyond own head * group, query heads; three zeros. `slots`: the most heads of any block.
+    `blocks` (blocks, 8), columns as in `BlockColumn`: first row, row stride, rows, first head, heads, first entry, one
+    past the last entry, flags.
+    `entries` (entries, 16), columns as in `EntryColumn`: the other side's first row, row stride and rows; the band
+    own_step, other_step, lo, hi: row i of the block sees row j of the entry where
+    lo <= i * own_step - j * other_step <= hi; of the entry's rows cut into blocks the first visible, first full, one
+    past the last full and one past the last visible one; the first query head beyond own head * group, query heads;
+    three zeros. `slots`: the most heads of any block.
     `places` (entries, 4), where positions matter beyond the band: the distance that ALiBi takes, of the block's first
     row less the entry's; the position strides of block and entry; the query head of the call that the buffer's head 0
     is. `positions` (entries, 5), for dropout: the position of the block's first row and the stride of its positions,

@@ -25,7 +25,7 @@ from ringattn.kernels.attention_tiles import (
     visits,
 )
 from ringattn.kernels.configs import Configs, configs_for
-from ringattn.kernels.launch_call import VARYING, Config, LaunchCall
+from ringattn.kernels.launch_call import VARYING, BlockColumn, Config, LaunchCall
 
 BLOCKS = {64: Config(128, 128, 4, 2, "specialized"), 128: Config(128, 64, 4, 2, "specialized")}
 """By head dimension, each serving those below it. The compiler splits four warps and 128 rows, and nothing else."""
@@ -81,7 +81,7 @@ def forward_kernel(
 
 def one_entry_each(blocks: Tensor) -> bool:
     """Whether every block of a table's `blocks` meets one entry, as this kernel needs it."""
-    return bool((blocks[:, 6] - blocks[:, 5] == 1).all())
+    return bool((blocks[:, BlockColumn.END_ENTRY] - blocks[:, BlockColumn.FIRST_ENTRY] == 1).all())
 
 
 def specialized(call: LaunchCall) -> LaunchCall:

@@ -118,10 +118,6 @@ class TileTable:
             array[:, COLUMN_OF[name]] = values
         return TileTable(array)
 
-    def q_runs(self) -> list[StridedRange]:
-        """The query rows of each tile."""
-        return [StridedRange(row, count, stride) for count, row, stride in self.array[:, ROWS_OF_Q].tolist()]
-
     def k_runs(self) -> list[StridedRange]:
         """The K/V rows of each tile."""
         return [StridedRange(row, count, stride) for count, row, stride in self.array[:, ROWS_OF_K].tolist()]

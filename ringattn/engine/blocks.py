@@ -21,6 +21,7 @@ import numpy as np
 from ringattn.core.geometry import StridedRange, Tile, TokenRange
 from ringattn.engine.base import Softmax
 from ringattn.errors import UnsupportedError
+from ringattn.kernels.launch_call import FIRST, LAST, BlockColumn, EntryColumn
 
 Ints = np.ndarray
 """An integer array."""
@@ -57,6 +58,36 @@ class _Part(NamedTuple):
     served: StridedRange
     first_head: int = 0
     shift: int = 0
+
+
+class _Pairs(NamedTuple):
+    """Parts of cells, one array element each, with positions relative to the part's first rows.
+
+    `cell`: the index of the cell. `row`, `row_stride`, `rows`: of the other side. A pair of rows i and j is allowed if
+    lo <= i * own_step - j * other_step <= hi. `first_q_head`, `q_heads`: the query heads served. The positions of both
+    sides start at `own` and `other`, with their strides. `shift`, `first_head`: as in `_Part`.
+    """
+
+    cell: Ints
+    row: Ints
+    row_stride: Ints
+    rows: Ints
+    own_step: Ints
+    other_step: Ints
+    lo: Ints
+    hi: Ints
+    first_q_head: Ints
+    q_heads: Ints
+    own: Ints
+    own_stride: Ints
+    other: Ints
+    other_stride: Ints
+    shift: Ints
+    first_head: Ints
+
+    def take(self, indices: Ints) -> _Pairs:
+        """Return the pairs with these indices."""
+        return _Pairs(*(column[indices] for column in self))
 
 
 class _Cell(NamedTuple):
@@ -183,27 +214,28 @@ def _table(
     rows = rows.reshape(-1, 5)
     # Each cell in blocks of at most own_rows rows; all its parts become entries of each of these blocks.
     blocks_of = -(-rows[:, 2] // own_rows)
-    pairs = np.array([(at, *_pair(part)) for at, cell in enumerate(cells) for part in cell.parts], np.int64)
-    pairs = pairs.reshape(-1, 16)
+    of_cells = [(at, *_pair(part)) for at, cell in enumerate(cells) for part in cell.parts]
+    pairs = _Pairs(*np.array(of_cells, np.int64).reshape(-1, len(_Pairs._fields)).T)
 
     cell, first = _unrolled(blocks_of)
-    blocks = np.zeros((len(cell), 8), np.int64)
-    blocks[:, :5] = rows[cell]
-    # Columns: first row, row stride, rows, first head, heads, first entry, one past the last entry, flags.
-    # `first` is the block's place in its cell.
-    blocks[:, 0] += first * own_rows * blocks[:, 1]
-    blocks[:, 2] = np.minimum(own_rows, blocks[:, 2] - first * own_rows)
+    blocks = np.zeros((len(cell), BlockColumn.COUNT), np.int64)
+    # First row, row stride, rows, first head, heads.
+    blocks[:, : BlockColumn.FIRST_ENTRY] = rows[cell]
+    # `first` is the block's index in its cell.
+    blocks[:, BlockColumn.FIRST_ROW] += first * own_rows * blocks[:, BlockColumn.ROW_STRIDE]
+    blocks[:, BlockColumn.ROWS] = np.minimum(own_rows, blocks[:, BlockColumn.ROWS] - first * own_rows)
 
     # One candidate entry for each (part, block of its cell); the block's index is its cell's first block plus its
     # place.
-    pair, local = _unrolled(blocks_of[pairs[:, 0]])
-    block = (np.cumsum(blocks_of) - blocks_of)[pairs[pair, 0]] + local
-    entries, visits = _entries(pairs[pair, 1:], local * own_rows, blocks[block, 2], other_rows)
+    pair, local = _unrolled(blocks_of[pairs.cell])
+    of_entries = pairs.take(pair)
+    block = (np.cumsum(blocks_of) - blocks_of)[of_entries.cell] + local
+    entries, visits = _entries(of_entries, local * own_rows, blocks[block, BlockColumn.ROWS], other_rows)
     places = positions = entries[:, :0]
     if softmax is not None and softmax.alibi_slopes is not None:
-        places = _places(pairs[pair, 1:], local * own_rows, (own_rows, other_rows))
+        places = _places(of_entries, local * own_rows, (own_rows, other_rows))
     if softmax is not None and softmax.dropout_p is not None:
-        positions = _positions(pairs[pair, 1:], local * own_rows)
+        positions = _positions(of_entries, local * own_rows)
     entries, kept = np.hstack((entries, places, positions)), visits > 0
     return _sorted(blocks, entries[kept], block[kept], visits[kept], unseen, places.shape[1])
 
@@ -213,11 +245,7 @@ def _ordered(rows: StridedRange) -> tuple[int, int, int]:
 
 
 def _pair(part: _Part) -> tuple[int, ...]:
-    """What a part tells its entries, counted from the part's first rows.
-
-    The other side's first row, row stride, rows; own step, other step, lo, hi; first query head, query heads; the first
-    position and the position stride of either side, own first; the shift and the first head.
-    """
+    """Return the columns of `_Pairs` after `cell`, for one part."""
     own, other = part.own.positions, part.other.positions
     # Own row i is at own.start + i * own.stride, other row j likewise, so
     #     lo <= offset + i * own.stride - j * other.stride <= hi,    offset = own.start - other.start.
@@ -236,11 +264,11 @@ def _unrolled(counts: Ints) -> tuple[Ints, Ints]:
     return item, np.arange(len(item)) - (np.cumsum(counts) - counts)[item]
 
 
-def _entries(pairs: Ints, first: Ints, rows: Ints, other_rows: int) -> tuple[Ints, Ints]:
+def _entries(pairs: _Pairs, first: Ints, rows: Ints, other_rows: int) -> tuple[Ints, Ints]:
     """Entries of blocks of `rows` own rows from row `first` of their part on, and the blocks of rows each visits."""
-    count, own, other = pairs[:, 2], pairs[:, 3], pairs[:, 4]
+    count, own, other = pairs.rows, pairs.own_step, pairs.other_step
     # Row i of the block is row first + i of the part: move the band by first * own.
-    lo, hi = pairs[:, 5] - first * own, pairs[:, 6] - first * own
+    lo, hi = pairs.lo - first * own, pairs.hi - first * own
     reach = (rows - 1) * own  # Row i of the block sees the rows from (i * own - hi) / other to (i * own - lo) / other.
     # Rows that some own row sees: from the first row's lower end to the last row's upper end.
     seen = np.maximum(0, -(hi // other)), np.minimum(count, (reach - lo) // other + 1)
@@ -256,60 +284,72 @@ def _entries(pairs: Ints, first: Ints, rows: Ints, other_rows: int) -> tuple[Int
     full_start = np.clip(-(-full[0] // other_rows), start, np.maximum(start, end))
     full_end = np.clip(full[1] // other_rows, full_start, np.maximum(full_start, end))
 
-    entries = np.zeros((len(pairs), 16), np.int64)
-    entries[:, :5] = pairs[:, :5]
-    # Bounds beyond all rows change nothing; clipped, they stay in int32.
-    entries[:, 5] = np.maximum(lo, -count * other)
-    entries[:, 6] = np.minimum(hi, reach)
-    entries[:, 7:11] = np.stack((start, full_start, full_end, end), axis=1)
-    entries[:, 11:13] = pairs[:, 7:9]
+    columns = {
+        EntryColumn.FIRST_ROW: pairs.row,
+        EntryColumn.ROW_STRIDE: pairs.row_stride,
+        EntryColumn.ROWS: count,
+        EntryColumn.OWN_STEP: own,
+        EntryColumn.OTHER_STEP: other,
+        # Bounds beyond all rows change nothing; clipped, they stay in int32.
+        EntryColumn.LO: np.maximum(lo, -count * other),
+        EntryColumn.HI: np.minimum(hi, reach),
+        EntryColumn.FIRST_VISIBLE: start,
+        EntryColumn.FIRST_FULL: full_start,
+        EntryColumn.END_FULL: full_end,
+        EntryColumn.END_VISIBLE: end,
+        EntryColumn.FIRST_Q_HEAD: pairs.first_q_head,
+        EntryColumn.Q_HEADS: pairs.q_heads,
+    }
+    entries = np.zeros((len(count), EntryColumn.COUNT), np.int64)
+    for number, column in columns.items():
+        entries[:, number] = column
     return entries, np.where(seen[1] > seen[0], end - start, 0)
 
 
-def _places(pairs: Ints, first: Ints, rows: tuple[int, int]) -> Ints:
+def _places(pairs: _Pairs, first: Ints, rows: tuple[int, int]) -> Ints:
     """The columns of `Table.places` of each entry; `first`: of its block's rows, the first in its part."""
-    own, own_stride, other, other_stride, shift, first_head = pairs[:, 9:].T
-    ahead = own + first * own_stride - other - shift
-    reach = own_stride * rows[0], other_stride * (pairs[:, 2] + rows[1])
+    ahead = pairs.own + first * pairs.own_stride - pairs.other - pairs.shift
+    reach = pairs.own_stride * rows[0], pairs.other_stride * (pairs.rows + rows[1])
     farthest = max((int(np.abs(x).max()) for x in (ahead, *reach) if x.size), default=0)
     if farthest >= LIMIT:
         raise UnsupportedError(
             f"positions of a tile lie {farthest:,} apart, more than the kernels' int32 (limit {LIMIT:,}) for ALiBi; "
             "use engine='plain'"
         )
-    return np.stack((ahead, own_stride, other_stride, first_head), axis=1)
+    return np.stack((ahead, pairs.own_stride, pairs.other_stride, pairs.first_head), axis=1)
 
 
-def _positions(pairs: Ints, first: Ints) -> Ints:
+def _positions(pairs: _Pairs, first: Ints) -> Ints:
     """The columns of `Table.positions`; arguments as for `_places`."""
-    own, own_stride, other, other_stride, _, first_head = pairs[:, 9:].T
-    return np.stack((own + first * own_stride, own_stride, other, other_stride, first_head), axis=1)
+    own = pairs.own + first * pairs.own_stride
+    return np.stack((own, pairs.own_stride, pairs.other, pairs.other_stride, pairs.first_head), axis=1)
 
 
 def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints, unseen: bool, placed: int) -> Blocks:
     """The table of the blocks that have an entry, or of all, the longest first: a light one then fills the end.
 
-    `entries`: with `placed` columns of `Table.places` after the first 16, then those of `Table.positions`.
+    `entries`: with `placed` columns of `Table.places` after those of `EntryColumn`, then those of `Table.positions`.
     """
     # Visited blocks times query heads served.
-    work = np.bincount(block, visits * entries[:, 12], len(blocks))
+    work = np.bincount(block, visits * entries[:, EntryColumn.Q_HEADS], len(blocks))
     order = np.argsort(-work, kind="stable")
     order = order[(work[order] > 0) | unseen]
     # place: old index -> new one; entries follow their block and keep their order within it.
     place = np.zeros(len(blocks), np.int64)
     place[order] = np.arange(len(order))
     blocks, block = blocks[order], place[block]
-    entries, places, positions = np.split(entries[np.argsort(block, kind="stable")], (16, 16 + placed), axis=1)
+    borders = EntryColumn.COUNT, EntryColumn.COUNT + placed
+    entries, places, positions = np.split(entries[np.argsort(block, kind="stable")], borders, axis=1)
     # The entries of block b are ends[b - 1] .. ends[b] - 1.
     ends = np.cumsum(np.bincount(block, minlength=len(blocks)))
-    blocks[1:, 5], blocks[:, 6] = ends[:-1], ends
+    blocks[1:, BlockColumn.FIRST_ENTRY], blocks[:, BlockColumn.END_ENTRY] = ends[:-1], ends
     farthest = max((int(np.abs(x).max()) for x in (blocks, entries, *_products(blocks, entries)) if x.size), default=0)
     if farthest >= LIMIT:
         raise UnsupportedError(
             f"a tile counts rows or strided positions up to {farthest:,}, more than the kernels' int32 (limit "
             f"{LIMIT:,}); use more ranks or engine='plain'"
         )
-    slots = int(blocks[:, 4].max()) if len(blocks) else 0
+    slots = int(blocks[:, BlockColumn.HEADS].max()) if len(blocks) else 0
     # A conversion to int32 keeps the low bits.
     more = (one.astype(np.int32) if one.shape[1] else None for one in (places, positions))
     return Blocks(blocks.astype(np.int32), entries.astype(np.int32), slots, *more)
@@ -317,5 +357,79 @@ def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints, unseen: bool
 
 def _products(blocks: Ints, entries: Ints) -> tuple[Ints, ...]:
     """The greatest row and banded distance that a kernel computes for each block and entry."""
-    reach = entries[:, 3] * blocks[:, 2].max(initial=0), entries[:, 4] * entries[:, 2]
-    return blocks[:, 0] + blocks[:, 1] * blocks[:, 2], entries[:, 0] + entries[:, 1] * entries[:, 2], *reach
+    first_row, stride, rows = blocks.T[[BlockColumn.FIRST_ROW, BlockColumn.ROW_STRIDE, BlockColumn.ROWS]]
+    other_row, other_stride, other_rows = entries.T[[EntryColumn.FIRST_ROW, EntryColumn.ROW_STRIDE, EntryColumn.ROWS]]
+    own_reach = entries[:, EntryColumn.OWN_STEP] * rows.max(initial=0)
+    other_reach = entries[:, EntryColumn.OTHER_STEP] * other_rows
+    return first_row + stride * rows, other_row + other_stride * other_rows, own_reach, other_reach
+
+
+# --- which launches of a pass are the first and the last to update a query row ---------------------------------------
+# The first need not read the softmax state, and the last need not keep it. Flags are set only if they hold for whole
+# blocks and every row has its first and its last block: then nothing has to be initialised before the pass or converted
+# after it. Otherwise no flag is set.
+
+
+def flagged(steps: Sequence[Blocks], rows: int, heads: int) -> bool:
+    """Set the flags in the query tables of a pass's steps, in their order, and say so; or set none.
+
+    `rows`, `heads`: of the queries, all of which must be met.
+    """
+    # Heads cut at the borders of all blocks: within a piece, a block holds all heads or none.
+    #    heads     0 1 2 3 4 5 6 7
+    #    block A   |-------|
+    #    block B       |---------|      borders 0 2 4 7 8
+    borders = sorted({0, heads, *(edge for step in steps for edge in _edges(step.blocks))})
+    # By (piece of heads, row): the first and last step that updates it; no step gives first = steps, last = -1.
+    first = np.full((len(borders) - 1, rows), len(steps))
+    last = np.full_like(first, -1)
+    for number, step in enumerate(steps):
+        for at, met, _ in _met(step.blocks, borders):
+            first[at, met] = np.minimum(first[at, met], number)
+            last[at, met] = number
+    found = []
+    for number, step in enumerate(steps):
+        flags = np.zeros((2, len(step.blocks)), np.int64)
+        for at, met, block in _met(step.blocks, borders):
+            # Count for each block how many of its (piece, row) this step is the first, and the last, to update.
+            for which, history in enumerate((first, last)):
+                np.add.at(flags[which], block, history[at, met] == number)
+        found.append(flags)
+    # A flag holds for a whole block: all of its (piece, row) or none of them.
+    sizes = [_heads(step.blocks, borders) * step.blocks[:, BlockColumn.ROWS] for step in steps]
+    whole = all(((flags == 0) | (flags == size)).all() for flags, size in zip(found, sizes, strict=True))
+    if not whole or not rows or (last < 0).any():
+        return False
+    for flags, step in zip(found, steps, strict=True):
+        step.blocks[:, BlockColumn.FLAGS] = FIRST * (flags[0] > 0) + LAST * (flags[1] > 0)
+    return True
+
+
+def _edges(blocks: Ints) -> set[int]:
+    first, end = _head_range(blocks)
+    return set(np.unique(first).tolist()) | set(np.unique(end).tolist())
+
+
+def _head_range(blocks: Ints) -> tuple[Ints, Ints]:
+    """Return the first head of each block, and one past its last."""
+    first = blocks[:, BlockColumn.FIRST_HEAD]
+    return first, first + blocks[:, BlockColumn.HEADS]
+
+
+def _heads(blocks: Ints, borders: Sequence[int]) -> Ints:
+    """How many of the pieces of heads between borders each block holds."""
+    first, end = _head_range(blocks)
+    return np.searchsorted(borders, end) - np.searchsorted(borders, first)
+
+
+def _met(blocks: Ints, borders: Sequence[int]) -> Iterator[tuple[int, Ints, Ints]]:
+    """For each piece of heads: its number, the rows that blocks of it hold, and the block of each of these rows."""
+    first, end = _head_range(blocks)
+    for at in range(len(borders) - 1):
+        holds = (first <= borders[at]) & (borders[at] < end)
+        chosen = np.flatnonzero(holds)
+        counts = blocks[chosen, BlockColumn.ROWS]
+        block = np.repeat(chosen, counts)
+        # Rows of a block: first row + within * row stride, counted up within each block.
+        within = np.arange(len(block)) - np.repeat(np.cumsum(counts) - counts, counts)
+        yield at, blocks[block, BlockColumn.FIRST_ROW] + within * blocks[block, BlockColumn.ROW_STRIDE], block

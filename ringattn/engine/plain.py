@@ -15,9 +15,18 @@ from torch import Tensor
 
 from ringattn.core.geometry import StridedRange, Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState, Visit
-from ringattn.engine.firsts import Piece, accumulators, as_slice, finish, held_by, key_pieces, own_sums_bytes
 from ringattn.engine.philox import PAIR_BYTES, is_dropped
-from ringattn.engine.rectangles import HeadGroup, head_groups
+from ringattn.engine.rectangles import (
+    HeadGroup,
+    Piece,
+    accumulators,
+    as_slice,
+    finish,
+    head_groups,
+    held_by,
+    key_pieces,
+    own_sums_bytes,
+)
 from ringattn.engine.softmax_state import NEG_INF, accumulator_dtype, merge_, weights
 
 SCORES_BYTES = 64 << 20

@@ -64,7 +64,7 @@ def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) 
     - `all_gather` for documents that are placed for it, if a rank can hold what it brings, on unknown machines and for
       more than is played;
     - for dilated rows, the fastest of `all_gather` (if no rank has to hold more than a shard), `ulysses` and
-      `sub_rings`, as `planner.cost` predicts for `cluster`.
+      `sub_rings`, as `forward_seconds` predicts for `cluster`.
 
     If all that a forward pass receives is there at the same time and it is little, it is kept for the backward pass.
     Raises `InputError` for an unknown schedule, and for nodes of different sizes where a schedule needs equal ones.

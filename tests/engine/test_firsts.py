@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from ringattn.core.geometry import FULL, StridedRange, Tile
-from ringattn.engine.firsts import Piece, first_pieces, key_pieces
+from ringattn.engine.rectangles import Piece, first_pieces, key_pieces
 from tests.contract.engine_scenarios import strip
 
 

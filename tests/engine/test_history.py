@@ -9,9 +9,8 @@ from random import Random
 import pytest
 
 from ringattn.core.geometry import FULL, StridedRange, Tile
-from ringattn.engine.blocks import Blocks, query_blocks
-from ringattn.engine.history import FLAGS, flagged
-from ringattn.kernels.launch_call import FIRST, LAST
+from ringattn.engine.blocks import Blocks, flagged, query_blocks
+from ringattn.kernels.launch_call import FIRST, LAST, BlockColumn
 from tests.contract.engine_scenarios import SCENARIOS, random_scenario, strip
 
 
@@ -49,7 +48,7 @@ def check(steps: Sequence[Sequence[Tile]], rows: int, heads: int, own_rows: int)
     made = tables(steps, own_rows)
     wanted = expected(made, rows, heads)
     assert flagged(made, rows, heads) == (wanted is not None)
-    found = [step.blocks[:, FLAGS].tolist() for step in made]
+    found = [step.blocks[:, BlockColumn.FLAGS].tolist() for step in made]
     assert found == (wanted or [[0] * len(step.blocks) for step in made])
     return wanted is not None
 

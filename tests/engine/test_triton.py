@@ -7,12 +7,10 @@ import sys
 import pytest
 import torch
 
-import ringattn.engine.tables as tables_module
 import ringattn.engine.triton as engine_module
 from ringattn.engine.base import Engine, Softmax
 from ringattn.engine.select import choose
-from ringattn.engine.tables import PassTables
-from ringattn.engine.triton import TritonEngine
+from ringattn.engine.triton import PassTables, TritonEngine
 from ringattn.errors import UnsupportedError
 from ringattn.kernels.launch_call import Config
 from tests.contract.engine_scenarios import SCENARIOS
@@ -79,8 +77,8 @@ def test_tables_are_made_once_for_each_cut(monkeypatch: pytest.MonkeyPatch) -> N
     def unwanted(*_: object, **__: object) -> None:
         raise AssertionError("made again")
 
-    monkeypatch.setattr(tables_module, "query_blocks", unwanted)
-    monkeypatch.setattr(tables_module, "key_blocks", unwanted)
+    monkeypatch.setattr(engine_module, "query_blocks", unwanted)
+    monkeypatch.setattr(engine_module, "key_blocks", unwanted)
     # Warps and stages are no part of a table.
     again = whole.by_query(Config(16, 32, 8, 3), HOST), whole.by_key(Config(16, 32, 8, 3), HOST)
     assert again[0] is first[0] and again[1] is first[1] and first[0] is not first[1]

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ringattn.core.geometry import CAUSAL, StridedRange, Tile, TokenRange
 from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
-from ringattn.engine.blocks import query_blocks
-from ringattn.engine.history import flagged
+from ringattn.engine.blocks import flagged, query_blocks
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.triton import TritonEngine
 from ringattn.kernels.attention_forward import forward

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
-from ringattn.engine.blocks import query_blocks
-from ringattn.engine.history import flagged
+from ringattn.engine.blocks import flagged, query_blocks
 
 pytestmark = pytest.mark.gpu
 

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile
-from ringattn.engine.blocks import Blocks, query_blocks
-from ringattn.engine.history import flagged
+from ringattn.engine.blocks import Blocks, flagged, query_blocks
 from tests.contract.engine_scenarios import SCENARIOS, Scenario, Step, random_scenario, simple, strip
 
 pytest.importorskip("triton", reason="the kernels are Triton's")

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.core.geometry import CAUSAL, StridedRange
-from ringattn.engine.blocks import Blocks, key_blocks, query_blocks
-from ringattn.engine.history import flagged
+from ringattn.engine.blocks import Blocks, flagged, key_blocks, query_blocks
 from tests.contract.engine_scenarios import Scenario, random_scenario, simple, strip
 
 pytest.importorskip("triton", reason="the kernels are Triton's")

@@ -17,11 +17,10 @@ from ringattn.bench import attention_memory
 from ringattn.bench.attention_memory import Drawn, drawn, greatest_deviation, on_rank
 from ringattn.bench.attention_scratch import attention_scratch_bytes
 from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
-from ringattn.engine.aten import AtenEngine
+from ringattn.engine.aten import AtenEngine, kernel_bytes
 from ringattn.engine.base import KV, BackwardInputs, Engine, Sizes, Softmax
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.softmax_state import accumulator_dtype
-from ringattn.engine.strips import kernel_bytes
 from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 from tests.covering import thinned_by
