@@ -26,10 +26,9 @@ from ringattn.bench.gate import BOUND, GateError, random_inputs
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Table, finish, mib, progress, spread
-from ringattn.core.dilation import Dilated
+from ringattn.core.dilation import Branches, Dilated, geometric
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import Banded
-from ringattn.core.presets import Branches, geometric
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
 from ringattn.observe.memory import reset_peak, status_bytes

@@ -17,8 +17,7 @@ from ringattn.bench.gate import GateError
 from ringattn.bench.options import parse
 from ringattn.bench.placement_bound import fewest_rows
 from ringattn.bench.report import RESULTS, Say, Table, finish, progress
-from ringattn.core.documents import load_of, placed
-from ringattn.core.documents_at_once import placed_at_once
+from ringattn.core.documents import load_of, placed, placed_at_once
 from ringattn.core.layout import LAYOUTS, make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem

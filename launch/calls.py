@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ringattn.core.dilation import check as check_branches
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
-from ringattn.core.presets import check as check_branches
 from ringattn.errors import InputError
 from ringattn.launch.options import DTYPES, MOST, option
 from ringattn.schedule.routes import ALIASES, NUMBERED, ROUTES

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn.attention import agreed, apply_attention, checked_call
-from ringattn.core.dilation import Dilated
-from ringattn.core.presets import head_offsets
+from ringattn.core.dilation import Dilated, head_offsets
 from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import InputError
 from ringattn.options import AttentionOptions

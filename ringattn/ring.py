@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ringattn import dilated
 from ringattn.attention import attend
-from ringattn.core.dilation import Dilated
+from ringattn.core.dilation import Dilated, Offset, check
 from ringattn.core.layout import LayoutName, Purpose, make_layout
-from ringattn.core.presets import Offset, check
 from ringattn.core.problem import EIGHT_BIT, FLOATS, EightBitName, FloatName, wire_name
 from ringattn.dilated import BranchGradient, Tail
 from ringattn.engine.base import Engine

@@ -21,7 +21,7 @@ import pytest
 import ringattn
 from ringattn import dilated, errors
 from ringattn.adapters import loss
-from ringattn.core import layout, presets, problem
+from ringattn.core import dilation, layout, problem
 from ringattn.engine import select
 from ringattn.layers import projection, rotary
 from ringattn.observe import memory
@@ -151,7 +151,7 @@ def test_every_public_callable_says_what_it_takes_gives_and_raises(name: str) ->
     [
         (layout.LayoutName, ("auto", *layout.LAYOUTS)),
         (layout.Purpose, layout.PURPOSES),
-        (presets.Offset, presets.OFFSETS),
+        (dilation.Offset, dilation.OFFSETS),
         (problem.FloatName, problem.FLOATS),
         (problem.EightBitName, problem.EIGHT_BIT),
         (rendezvous.TransportName, rendezvous.TRANSPORTS),

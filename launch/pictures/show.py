@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ringattn.core.presets import OFFSETS
+from ringattn.core.dilation import OFFSETS
 from ringattn.errors import InputError
 from ringattn.launch.calls import TORCH_DTYPES, MaskedCallConfig, tokens_option
 from ringattn.launch.measure.own_cluster import NONE, own_cluster

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+from ringattn.core.dilation import check, coverage_warnings
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
-from ringattn.core.presets import check, coverage_warnings
 from ringattn.errors import InputError
 from ringattn.launch.calls import schedule_option
 from ringattn.launch.config import load

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ringattn import Ring, Sequence
-from ringattn.core.presets import check
+from ringattn.core.dilation import check
 from ringattn.errors import InputError, NonFiniteError, RingError
 from ringattn.launch.folders import FolderLock, write_json
 from ringattn.launch.memory import PeakMemory

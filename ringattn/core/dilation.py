@@ -1,4 +1,4 @@
-"""Dilated attention as a mask: branches of segments of which each head keeps every r-th position.
+"""Dilated attention as a mask: branches of segments of which each head keeps every r-th position; named sets of them.
 
 LongNet (arXiv 2307.02486): a branch (w, r) cuts the sequence into segments of w positions; a head keeps those that lie
 at its offset modulo r, as queries and as keys. Branches are mixed by their softmax denominators, which is one softmax
@@ -8,12 +8,18 @@ Guarantees: a branch of the mask for each range of heads with one offset, of few
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from math import lcm
+from numbers import Integral
+from typing import Any, Literal, NamedTuple
 
-from ringattn.core.geometry import CAUSAL, FULL, StridedRange
+import numpy as np
+
+from ringattn.core.geometry import CAUSAL, FULL, MOST_TOKENS, StridedRange
 from ringattn.core.mask import Branch, Mask, check_causal
-from ringattn.core.presets import OFFSETS, Offset, check, head_offsets
 from ringattn.errors import InputError
 
 
@@ -78,3 +84,191 @@ class Dilated:
                 run = None if len(heads) == q_heads else StridedRange(heads[0], len(heads))
                 branches.append(Branch(bounds, bounds, band, run, segment, rate, offset))
         return Mask(tuple(branches))
+
+
+# --- named sets of branches, and warnings about what a set does not cover --------------------------------------------
+# A set that `check` returns has one positive rate for each positive segment length. A warning names the branch, what it
+# misses and what to do; it is about one sequence without documents.
+
+
+OFFSETS = ("mod", "block", "kv_head", "layer_rotated")
+Offset = Literal["mod", "block", "kv_head", "layer_rotated"]
+
+TABLE_TOKENS = 1 << 20
+"""The longest table of positions that a warning is counted from."""
+
+
+class Branches(NamedTuple):
+    """Dilated branches: of every segment of `segment_lengths[i]` tokens a head keeps each `dilation_rates[i]`-th row.
+
+    `**branches._asdict()` gives both to a call.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """(segment length in tokens, rate) of each branch."""
+        return list(zip(self.segment_lengths, self.dilation_rates, strict=True))
+
+
+def check(segment_lengths: Iterable[Any], dilation_rates: Iterable[Any]) -> Branches:
+    """The branches as plain tuples.
+
+    Raises `InputError` unless there is one rate for each length, at least one, and all are positive whole numbers
+    of at most 2^50, the longest sequence.
+    """
+    checked = []
+    for name, given in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise InputError(f"{name} must be a list of positive whole numbers, got {given!r}")
+        numbers = tuple(given)
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
+                raise InputError(f"{name} must be positive whole numbers, got {number!r} in {numbers}")
+            if int(number) > MOST_TOKENS:
+                raise InputError(f"{name} must be at most {MOST_TOKENS}, got {number} in {numbers}")
+        checked.append(tuple(int(number) for number in numbers))
+    lengths, rates = checked
+    if not lengths or len(lengths) != len(rates):
+        raise InputError(
+            f"every branch needs a segment length and a dilation rate: got {len(lengths)} segment_lengths {lengths} "
+            f"and {len(rates)} dilation_rates {rates}"
+        )
+    return Branches(lengths, rates)
+
+
+def geometric(
+    base_length: int = 2048, ratio: int = 2, *, length: int | None = None, branches: int | None = None
+) -> Branches:
+    """Lengths base_length * ratio ** i with rates ratio ** i: LongNet's choice (arXiv:2307.02486, eq. 11 and 12).
+
+    `branches` of them, or as many as it takes for one segment to hold a sequence of `length` tokens; give one of the
+    two. Raises `InputError` where that is not so, or a number is not positive and whole, or `ratio` < 2.
+    """
+    if (length is None) == (branches is None):
+        raise InputError(f"give length (tokens) or branches (how many), one of them; got {length} and {branches}")
+    limit = branches if length is None else length
+    for name, number in (("base_length", base_length), ("ratio", ratio), ("length or branches", limit)):
+        least = 2 if name == "ratio" else 1
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise InputError(f"{name} must be a whole number of at least {least}, got {number!r}")
+    lengths = [base_length]
+    while len(lengths) < branches if branches is not None else lengths[-1] < (length or 0):
+        lengths.append(lengths[-1] * ratio)
+    return Branches(tuple(lengths), tuple(one // base_length for one in lengths))
+
+
+def longnet_32k() -> Branches:
+    """The branches of LongNet's language model for 32,768 tokens with 12 heads (arXiv:2307.02486, section 4.1)."""
+    return Branches((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+
+
+def longvit_1m() -> Branches:
+    """The branches of LongViT for 1,048,576 patches with 16 heads (arXiv:2312.03558; torchscale's LongViT example)."""
+    return Branches((1024, 4096, 32768, 262144, 1048576), (1, 2, 4, 8, 16))
+
+
+def head_offsets(offset: str, rate: int, q_heads: int, kv_heads: int, layer: int = 0) -> tuple[int, ...]:
+    """Which of the `rate` rows each query head keeps, by the rule `offset`.
+
+    mod: h % rate (arXiv:2307.02486, eq. 13). block: h // ceil(q_heads / rate) (torchscale). kv_head: that of its K/V
+    head, modulo the rate. layer_rotated: (h + layer * q_heads) % rate. Raises `InputError` for another rule.
+    """
+    if offset not in OFFSETS:
+        raise InputError(f"offset={offset!r} is not known; choose one of {', '.join(OFFSETS)}")
+    heads = range(q_heads)
+    if offset == "block":
+        return tuple(h // -(-q_heads // rate) for h in heads)
+    if offset == "kv_head":
+        return tuple(h // (q_heads // kv_heads) % rate for h in heads)
+    return tuple((h + (layer * q_heads if offset == "layer_rotated" else 0)) % rate for h in heads)
+
+
+def warnings_for(
+    branches: Branches, length: int, q_heads: int, offset: str = "mod", kv_heads: int | None = None
+) -> list[str]:
+    """What may surprise the user of these branches on `length` tokens, a sentence each; often none.
+
+    Besides `coverage_warnings`: segments longer than the sequence, rates that do not divide segments which others
+    follow, branches that are not nested. What is computed is exactly the branches as given.
+    """
+    found = coverage_warnings(branches, q_heads, offset, kv_heads, length)
+    ordered = sorted(branches.pairs())
+    for w, r in ordered:
+        if w > length > 0:
+            found.append(f"branch (w={w}, r={r}): the {length} tokens are one segment; w={length} means the same")
+        if w % r and w < length:
+            found.append(
+                f"branch (w={w}, r={r}): r does not divide w, so heads keep {w // r + 1} or {w // r} rows of a segment "
+                f"and other residues in the next one; use a w such as {-(-w // r) * r}"
+            )
+    for (short, rare), (w, r) in pairwise(ordered):
+        better = [f"a w that is a multiple of {short}"] if w % short and w < length else []
+        better += [f"an r that is a multiple of {rare}"] if r % rare else []
+        if better:
+            found.append(
+                f"branch (w={w}, r={r}) is not nested in (w={short}, r={rare}): they share fewer rows, so more rows "
+                f"travel; use {' and '.join(better)}"
+            )
+    return found
+
+
+def coverage_warnings(
+    branches: Branches, q_heads: int, offset: str = "mod", kv_heads: int | None = None, length: int | None = None
+) -> list[str]:
+    """Which branches reach only a part of the queries, and how many rows see no key at all; a sentence each.
+
+    `length`: of the sequence in tokens; None for one that is much longer than the segments. Raises `InputError` for
+    an `offset` that is not known.
+    """
+    kv_heads = q_heads if kv_heads is None else kv_heads
+    found = []
+    offsets = [head_offsets(offset, rate, q_heads, kv_heads) for rate in branches.dilation_rates]
+    for (w, r), kept in zip(branches.pairs(), offsets, strict=True):
+        reached = _reached(w, r, set(kept), w if length is None else length)
+        if reached < 1:
+            heads = f"{kv_heads} K/V heads" if offset == "kv_head" else f"{q_heads} heads"
+            able = f"an r that divides {q_heads}" if offset == "block" else f"an r of at most {heads.split()[0]}"
+            other = "" if offset == "layer_rotated" else ", or offset='layer_rotated', which moves on with each layer"
+            found.append(
+                f"branch (w={w}, r={r}): {heads} have {len(set(kept))} of {r} offsets, so it reaches "
+                f"{_percent(reached)} of the queries; use {able}{other}"
+            )
+    blind = 0.0 if 1 in branches.dilation_rates else _blind(branches, offsets, length)
+    if blind:
+        found.append(
+            f"no branch has r=1: {_percent(blind)} of the rows (a token of a head) see no key and give 0; "
+            "add a branch with r=1"
+        )
+    return found
+
+
+def _reached(w: int, r: int, offsets: set[int], length: int) -> float:
+    """The part of `length` positions that at least one of these offsets keeps."""
+
+    def kept(tokens: int) -> int:
+        return sum(len(range(start, tokens, r)) for start in offsets)
+
+    return (length // w * kept(w) + kept(length % w)) / length if length else 1.0
+
+
+def _blind(branches: Branches, offsets: list[tuple[int, ...]], length: int | None) -> float:
+    """The part of all (position, head) that no branch keeps.
+
+    Counted over the sequence, or a period of the pattern where there is no length; at most over `TABLE_TOKENS`.
+    """
+    period = lcm(*(w if w % r else r for w, r in branches.pairs()))
+    tokens = min(period if length is None else length, TABLE_TOKENS)
+    classes = [np.arange(tokens) % w % r for w, r in branches.pairs()]
+    blind = 0
+    for kept, heads in Counter(zip(*offsets, strict=True)).items():
+        reached = np.zeros(tokens, dtype=bool)
+        for one, start in zip(classes, kept, strict=True):
+            reached |= one == start
+        blind += heads * int(tokens - reached.sum())
+    return blind / max(1, tokens * len(offsets[0]))
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.3g} %"

@@ -14,8 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from ringattn.core.documents import placed
-from ringattn.core.documents_at_once import placed_at_once
+from ringattn.core.documents import placed, placed_at_once
 from ringattn.core.geometry import MOST_TOKENS, StridedRange
 from ringattn.errors import InputError
 

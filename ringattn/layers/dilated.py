@@ -15,8 +15,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from ringattn.core.dilation import Dilated
-from ringattn.core.presets import Offset, check, coverage_warnings
+from ringattn.core.dilation import Dilated, Offset, check, coverage_warnings
 from ringattn.dilated import REFUSED as NOT_OF_DILATED
 from ringattn.dilated import BranchGradient, Tail, attend_dilated
 from ringattn.errors import InputError

@@ -1,6 +1,6 @@
 """What other layouts would give a call: balance and predicted time, as advice. The layout is the caller's.
 
-Of packed documents there are two placements (`ringattn.core.documents`, `.documents_at_once`); `suits_at_once` says
+Of packed documents there are two placements (`ringattn.core.documents`); `suits_at_once` says
 which of them goes with a schedule.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from ringattn.core.documents import load_of
-from ringattn.core.documents_at_once import placed_at_once
+from ringattn.core.documents import load_of, placed_at_once
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, make_layout
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of

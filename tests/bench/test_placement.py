@@ -10,8 +10,7 @@ import pytest
 
 from ringattn.bench import placement
 from ringattn.bench.placement_bound import fewest_rows
-from ringattn.core.documents import CHOICES, load_of, place, placed
-from ringattn.core.documents_at_once import EVEN, placed_at_once
+from ringattn.core.documents import CHOICES, EVEN, load_of, place, placed, placed_at_once
 
 TOKENS = 131072
 

@@ -11,8 +11,7 @@ import pytest
 from ringattn.bench import placement_bound
 from ringattn.bench.placement import drawn
 from ringattn.bench.placement_bound import fewest_rows
-from ringattn.core.documents import causal_pairs, load_of
-from ringattn.core.documents_at_once import placed_at_once
+from ringattn.core.documents import causal_pairs, load_of, placed_at_once
 
 TOKENS = 131072
 

@@ -11,19 +11,22 @@ from hypothesis import strategies as st
 
 from ringattn.core.documents import (
     CHOICES,
+    EVEN,
     FEW_ROWS,
     PAIRS_PER_ROW,
+    STARTING_CHOICES,
     Choice,
+    Homes,
     Load,
+    Search,
     Shards,
     causal_pairs,
     items_of,
     load_of,
     place,
     placed,
+    placed_at_once,
 )
-from ringattn.core.documents_at_once import CHOICES as CHOICES_AT_ONCE
-from ringattn.core.documents_at_once import EVEN, Homes, Search, placed_at_once
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
@@ -169,7 +172,7 @@ def test_placed_at_once_no_even_choice_alone_sends_fewer_rows(ranks: int) -> Non
         load_of(bounds, placed_at_once(bounds, ranks, fills=20000)),
         sum(causal_pairs(0, n) for n in lengths) / ranks,
     )
-    alone = [load_of(bounds, place(bounds, ranks, choice)) for choice in CHOICES_AT_ONCE]
+    alone = [load_of(bounds, place(bounds, ranks, choice)) for choice in STARTING_CHOICES]
     assert max(load.pairs) <= EVEN * mean
     fewest = min(sum(one.sent) for one in alone if max(one.pairs) <= EVEN * mean)
     assert FEW_ROWS * bounds[-1] < sum(load.sent) < fewest

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ringattn.core.presets import (
+from ringattn.core.dilation import (
     OFFSETS,
     Branches,
     check,

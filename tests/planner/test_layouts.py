@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import ringattn
-from ringattn.core.documents import load_of
-from ringattn.core.documents_at_once import placed_at_once
+from ringattn.core.documents import load_of, placed_at_once
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
