@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from ringattn.launch.failures import RanksError
+from ringattn.launch.processes import RanksError
 
 if TYPE_CHECKING:  # torch is imported after the ranks were started
     from torch.distributed import TCPStore

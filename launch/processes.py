@@ -1,21 +1,28 @@
-"""The processes of the ranks that one launcher started: how they end, and that none is left.
+"""The processes of the ranks that one launcher started: how they run, how they end, and why a job failed.
 
-Each rank leads a session and a process group of its own, so Ctrl-C reaches the launcher alone. A process that ended is
-not reaped before its whole group was killed: until then neither id can belong to another process.
+Each rank leads a session and a process group, so Ctrl-C reaches the launcher alone. A process that ended is not reaped
+before its whole group was killed: until then neither id can belong to another process.
+Guarantees: no process of a rank is left. The rank that failed first is named, not a rank that only lost a peer; what
+happened after the launcher's first signal does not count. `end_with_parent` ends a rank within `PARENT_LOOK_S` of its
+launcher, at once on Linux, also after SIGKILL.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NamedTuple
 
-from ringattn.launch.failures import Exit
+from ringattn.errors import RingError
 
 LOOK_S = 0.05
 """Seconds between two looks at the processes."""
@@ -101,3 +108,117 @@ class RankProcesses:
                 if code:
                     self.exits.append(Exit(rank, code, lived_s))
         return bool(self._running)
+
+
+# --- why a job failed ------------------------------------------------------------------------------------------------
+
+
+TAIL_LINES = 20
+FOLLOWERS = ("PeerLostError", "DeadlineError", "TransportError", "ClosedError")
+"""Errors of ranks that only lost a peer."""
+REMEDIES: dict[int, str] = {
+    signal.SIGKILL: "If nobody did that, it was the kernel, because memory ran out (`dmesg` says so): use fewer "
+    "tokens, or more ranks on more machines",
+    signal.SIGBUS: "Mostly a file or shared memory ended before its mapping: look for a full disk or a full /dev/shm",
+    signal.SIGTERM: "This command did not send it; look for a job scheduler or a user who did",
+}
+"""What to do after a signal that the launcher did not send."""
+
+
+class Exit(NamedTuple):
+    """How the process of a rank ended. `code`: as `subprocess` has it, -N for signal N. `lived_s`: when it was last
+    seen alive, in seconds of `time.time`."""
+
+    rank: int
+    code: int
+    lived_s: float
+
+
+class RanksError(RingError):
+    """The processes of a job failed or did not end in time. The message names the rank and shows its traceback.
+
+    `kind`: the name of the first rank's error; "timeout", "killed", "exit" or "nodes" where no rank could report.
+    `refused`: whether a rank refused its input, so that the same will fail again.
+    """
+
+    def __init__(self, message: str, kind: str = "exit", refused: bool = False) -> None:
+        super().__init__(message)
+        self.kind, self.refused = kind, refused
+
+
+def root_cause(folder: Path, exits: Sequence[Exit]) -> RanksError:
+    """The first failure: of the reports `folder`/failure-RANK.json and of `exits`, the ranks that ended with an error.
+
+    The earliest error that is no consequence of another rank's, or the earliest death by a signal. A `DeadlineError`
+    from before that death wins over it: the ring has then named the silent rank already.
+    """
+    reports = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("failure-*.json")]
+    reports.sort(key=lambda report: report["time_s"])
+    causes = [report for report in reports if report["kind"] not in FOLLOWERS]
+    reporting = {report["rank"] for report in reports}
+    deaths = sorted(
+        (ended for ended in exits if ended.code < 0 and ended.rank not in reporting), key=lambda ended: ended.lived_s
+    )
+    if deaths:
+        earlier = [report for report in reports if report["time_s"] < deaths[0].lived_s]
+        causes = [report for report in earlier if report in causes or report["kind"] == "DeadlineError"]
+        if not causes:
+            return _death(folder, deaths[0])
+    if reports:
+        return _reported((causes or reports)[0])
+    first = min(exits, key=lambda ended: ended.lived_s)
+    return RanksError(
+        f"rank {first.rank} ended without a Python error (exit code {first.code})" + _tail(folder, first.rank), "exit"
+    )
+
+
+def _death(folder: Path, death: Exit) -> RanksError:
+    number = -death.code
+    name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
+    remedy = f". {REMEDIES[number]}" if number in REMEDIES else ""
+    return RanksError(f"rank {death.rank} was killed ({name}){remedy}{_tail(folder, death.rank)}", "killed")
+
+
+def _reported(report: dict[str, Any]) -> RanksError:
+    message = f"rank {report['rank']} failed first: {report['kind']}: {report['message']}"
+    if report["refused"]:
+        return RanksError(message, report["kind"], refused=True)
+    tail = "\n".join(report["traceback"].splitlines()[-TAIL_LINES:])
+    return RanksError(f"{message}\n{tail}", report["kind"])
+
+
+def _tail(folder: Path, rank: int) -> str:
+    """The last lines that a rank wrote to standard error, where a crash leaves its only words."""
+    lines = (folder / f"errors-{rank}.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    return "".join(f"\n{line}" for line in lines[-TAIL_LINES:])
+
+
+# --- a process that ends with its parent -----------------------------------------------------------------------------
+
+
+LAUNCHER = "RINGATTN_LAUNCHER"
+"""Variable with the process id of the launcher, which starts the ranks."""
+PARENT_LOOK_S = 1.0
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Send this process the signal `number` when the process `parent`, which started it, has ended, or if it has."""
+    if not _asked_the_kernel(number):
+        threading.Thread(target=_watch, args=(parent, number), daemon=True).start()
+    if os.getppid() != parent:  # it ended before the kernel knew what to do
+        os.kill(os.getpid(), number)
+
+
+def _asked_the_kernel(number: int) -> bool:
+    """Whether the kernel will send the signal; only Linux can."""
+    try:
+        return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0
+    except (OSError, AttributeError):
+        return False
+
+
+def _watch(parent: int, number: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_LOOK_S)
+    os.kill(os.getpid(), number)

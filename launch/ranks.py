@@ -21,10 +21,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from ringattn.errors import InputError
-from ringattn.launch.failures import Exit, RanksError, root_cause
 from ringattn.launch.nodes import ALONE, Meeting, Nodes, meeting
-from ringattn.launch.parent import LAUNCHER
-from ringattn.launch.processes import RankProcesses
+from ringattn.launch.processes import LAUNCHER, Exit, RankProcesses, RanksError, root_cause
 
 
 class Place(NamedTuple):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError
-from ringattn.launch.parent import LAUNCHER, end_with_parent
+from ringattn.launch.processes import LAUNCHER, end_with_parent
 from ringattn.observe.files import write_file
 
 

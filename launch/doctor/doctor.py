@@ -21,8 +21,8 @@ import torch
 
 import ringattn
 from ringattn.errors import RingError
-from ringattn.launch.doctor import facts, network, probes, speeds
-from ringattn.launch.doctor.network_facts import network_facts
+from ringattn.launch.doctor import facts, network, probes
+from ringattn.launch.doctor.network import network_facts
 from ringattn.launch.doctor.probes import ERROR, LEVELS, NOTE, OK, WARNING, Finding
 from ringattn.launch.doctor.ranks import examine
 from ringattn.launch.options import option
@@ -145,7 +145,7 @@ def _under_torchrun(say: Say, timeout_s: float) -> tuple[list[dict[str, Any]], l
 
 def judged(answers: Sequence[dict[str, Any]]) -> list[Finding]:
     """The findings about ranks that have met."""
-    return [*probes.meeting(answers), *probes.exchange(answers), *speeds.speeds(answers), *speeds.other_nodes(answers)]
+    return [*probes.meeting(answers), *probes.exchange(answers), *probes.speeds(answers), *probes.other_nodes(answers)]
 
 
 def _apart(error: Exception) -> Finding:

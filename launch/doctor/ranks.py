@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ringattn.launch.doctor.facts import installed, nccl_library
-from ringattn.launch.doctor.network import network
-from ringattn.launch.doctor.network_facts import network_facts
+from ringattn.launch.doctor.network import network, network_facts
 from ringattn.planner.cluster import Links
 from ringattn.ring import Ring
 from ringattn.testing import dense_attention

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError
-from ringattn.launch.measure.own_cluster import FILE, hardware
+from ringattn.launch.measure.environment import CALIBRATION_FILE, hardware
 from ringattn.launch.options import help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
@@ -33,7 +33,7 @@ class CalibrateConfig:
     """What is measured."""
 
     ranks: int = option(2, "ranks, each a process of one thread, on a GPU of its own with nccl", least=2)
-    out: str = option(FILE, "file to write (JSON)", writes="file")
+    out: str = option(CALIBRATION_FILE, "file to write (JSON)", writes="file")
     transport: str = option("auto", "what carries messages", choices=("auto", "shm", "gloo", "nccl"))
     dtype: str | None = option(
         None,
@@ -71,7 +71,8 @@ def main(argv: Sequence[str]) -> int:
     if not nccl and described["constants"]["cores"] < processors:
         print(f"only {described['constants']['cores']} of {processors} processors were free: calibrate again when "
               "nothing else runs, unless that is a limit of this machine")  # fmt: skip
-    use = "predictions in this folder are made with it" if config.out == FILE else f"use it as cluster={out}"
+    here = config.out == CALIBRATION_FILE
+    use = "predictions in this folder are made with it" if here else f"use it as cluster={out}"
     print(f"written to {out}; {use}")
     return 0
 

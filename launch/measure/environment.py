@@ -1,10 +1,12 @@
-"""The class of machine and the versions that a measurement was made with, and which commit of this package.
+"""The machine at hand: its class, the versions of packages, the commit of this package, and the calibrated constants.
 
-Guarantees: no machine, user or path is named.
+Guarantees: no machine, user or path is named. A prediction for which no cluster was named is for this machine, or there
+is no prediction.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -12,6 +14,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from ringattn.planner.cluster import CALIBRATED, Cluster
 
 PACKAGES = ("torch", "numpy", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "hydra-core")
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -68,3 +72,31 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+# --- constants of this machine ---------------------------------------------------------------------------------------
+
+
+CALIBRATION_FILE = CALIBRATED
+"""What `ringattn calibrate` writes if it is not told otherwise."""
+NOT_CALIBRATED = (
+    "none: this machine is not calibrated; run `ringattn calibrate` here, or name other machines, as cluster=h100"
+)
+
+
+def own_cluster() -> Cluster | None:
+    """This machine's constants; None where it was not calibrated, or where the file is of another kind of machine.
+
+    Raises `InputError` for a file that `RINGATTN_CALIBRATION` names and that cannot be read.
+    """
+    from ringattn.transport.location import VARIABLE, own_calibration  # imports torch
+
+    found = json.loads(own_calibration(os.environ.get(VARIABLE)) or "{}")
+    return Cluster(**found["constants"]) if "constants" in found else None
+
+
+def hardware() -> str:
+    """The class of this machine, without its name."""
+    from ringattn.transport import location  # imports torch
+
+    return location.hardware()

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError, RingError
 from ringattn.launch.config import composed_as, run_application
-from ringattn.launch.failures import RanksError
 from ringattn.launch.measure.environment import code_version
 from ringattn.launch.measure.points import hash_of, make_record
 from ringattn.launch.measure.run import met_in_job, run_here
 from ringattn.launch.measure.run_config import RunConfig, from_spec, spec_of, words_of
 from ringattn.launch.options import option
+from ringattn.launch.processes import RanksError
 from ringattn.observe.files import write_file
 
 if TYPE_CHECKING:

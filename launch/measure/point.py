@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringattn.errors import OutOfMemoryError, RingError
 from ringattn.explain import Explanation
-from ringattn.launch.measure.environment import environment
+from ringattn.launch.measure.environment import environment, own_cluster
 from ringattn.launch.measure.exactness import (
     DTYPES,
     absolute_error,
@@ -27,7 +27,6 @@ from ringattn.launch.measure.exactness import (
     reference_and_bounds,
     sequence_of,
 )
-from ringattn.launch.measure.own_cluster import own_cluster
 from ringattn.launch.measure.run_config import RunConfig, from_spec
 from ringattn.launch.memory import PeakMemory
 from ringattn.observe.memory import is_shortage

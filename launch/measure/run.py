@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError, RingError
 from ringattn.launch.config import composed_as, is_for_hydra, keys_of, run_application, swept
-from ringattn.launch.failures import RanksError
-from ringattn.launch.measure.own_cluster import NONE
+from ringattn.launch.measure.environment import NOT_CALIBRATED
 from ringattn.launch.measure.run_config import RunConfig, load_run, resolved, spec_of, words_of
 from ringattn.launch.nodes import Nodes
 from ringattn.launch.options import help_text
+from ringattn.launch.processes import RanksError
 from ringattn.launch.ranks import (
     Place,
     agreed_ranks,
@@ -178,7 +178,7 @@ def table(config: RunConfig, facts: Mapping[str, Any]) -> str:
             if predicted := facts["predicted"]:
                 rows.append(("  predicted", f"{predicted[f'{name}_ms']:.3g} ms on {predicted['cluster']}"))
     if not facts["predicted"]:
-        rows.append(("predicted", NONE))
+        rows.append(("predicted", NOT_CALIBRATED))
     rows += [
         (
             "tokens/s",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ringattn.core.dilation import OFFSETS
 from ringattn.errors import InputError
 from ringattn.launch.calls import TORCH_DTYPES, MaskedCallConfig, tokens_option
-from ringattn.launch.measure.own_cluster import NONE, own_cluster
+from ringattn.launch.measure.environment import NOT_CALIBRATED, own_cluster
 from ringattn.launch.options import DTYPES, MOST, help_text, option
 from ringattn.launch.outputs import writing
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, cluster_named
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     explanation = explanation_of(config)
     print(explanation)
     if not explanation.predicts:
-        print(f"predicted: {NONE}")
+        print(f"predicted: {NOT_CALIBRATED}")
     if config.operations:
         passes = (explanation.forward, explanation.backward)
         print("\n" + "\n\n".join(to_text(schedule) for schedule in passes if schedule is not None))

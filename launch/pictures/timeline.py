@@ -105,8 +105,7 @@ def record_rank(ring: Ring, config: TimelineConfig) -> Track:
     """This rank's recording of the last call of several; rank 0 prints its progress."""
     import torch
 
-    from ringattn.launch.pictures.alignment import clock_offset
-    from ringattn.launch.pictures.trace import Track
+    from ringattn.launch.pictures.trace import Track, clock_offset
 
     seq = ring.sequence(
         config.length, cu_seqlens=config.cu_seqlens_at(config.length), layout=config.layout,

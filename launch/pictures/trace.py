@@ -1,22 +1,71 @@
-"""Recordings of all ranks as one trace, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Recordings of all ranks on one time axis, as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One process a rank, in it one thread a lane, and a thread for whole passes; arrows lead from the exchange that sends to
-the one that receives; a counter shows the bytes under way. Predicted ranks are processes of their own, each pass
-beginning where the first measured rank begins it.
+Each rank is a process of the trace with a thread for each lane, and a thread for whole passes. Arrows lead from the
+exchange that sends to the exchange that receives; a counter shows the bytes under way. Predicted ranks are further
+processes; each predicted pass starts when the first measured rank starts it. Ranks of several hosts read different
+clocks: `clock_offset` estimates the difference.
 Format: "Trace Event Format", Google, 2016; times in microseconds.
 """
 
 from __future__ import annotations
 
+import json
+import socket
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ringattn.core.span import COMM, COMPUTE, Span, overlap
 from ringattn.errors import InputError
-from ringattn.launch.pictures.alignment import Offset
 from ringattn.observe.spans import Link, RecordedPass, Recording
+
+ROUNDS = 8
+
+
+class Offset(NamedTuple):
+    """What to add to this rank's microseconds to get rank 0's, and by how much that may be wrong."""
+
+    offset_us: float
+    uncertainty_us: float
+
+
+def host_clock() -> str:
+    """Names the clock that `time.perf_counter()` reads: equal on ranks that share it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def clock_offset(
+    agree: Callable[[bytes], list[bytes]],
+    rank: int,
+    now: Callable[[], float] = time.perf_counter,
+    clock: str | None = None,
+) -> Offset:
+    """This rank's offset to rank 0. All ranks call it together.
+
+    `agree` gathers every rank's payload, by rank (`Transport.all_gather_bytes`); `now` is in
+    seconds; `clock` None: `host_clock`.
+    """
+    name, rounds = host_clock() if clock is None else clock, []
+    for _ in range(ROUNDS):
+        entered = now()
+        agree(b"")
+        rounds.append((entered, now()))
+    told = [json.loads(one) for one in agree(json.dumps({"clock": name, "rounds": rounds}).encode())]
+    first, mine = told[0], told[rank]
+    pairs = list(zip(first["rounds"], mine["rounds"], strict=True))
+    least = max(first_entered - left for (first_entered, _), (_, left) in pairs)
+    most = min(first_left - entered for (_, first_left), (entered, _) in pairs)
+    # Containers of one host may be given clocks that differ; then 0 is not possible.
+    if first["clock"] == mine["clock"] and least <= 0 <= most:
+        return Offset(0.0, 0.0)
+    return Offset((least + most) / 2 * 1e6, (most - least) / 2 * 1e6)
+
 
 PASSES = "passes"
 LANES = {PASSES: 0, COMPUTE: 1, COMM: 2}

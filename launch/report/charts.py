@@ -22,8 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ringattn.launch.report.metrics import Curve, Metric, metrics_of
-from ringattn.launch.report.points import Sweep
-from ringattn.launch.report.series import Panel, Series, scaling
+from ringattn.launch.report.points import Panel, Series, Sweep, scaling
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("P", "✚"))

@@ -18,8 +18,7 @@ from rich.table import Table as RichTable
 
 from ringattn.errors import InputError
 from ringattn.launch.outputs import writing
-from ringattn.launch.report.points import Sweep, differing, read_sweep
-from ringattn.launch.report.series import series_of
+from ringattn.launch.report.points import Sweep, differing, read_sweep, series_of
 from ringattn.launch.report.tables import Table, commands, environments_of, facts_of, tables_of
 from ringattn.observe.files import write_file
 

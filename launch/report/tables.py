@@ -9,8 +9,19 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ringattn.launch.report.metrics import overlap_name, predicted_ms, prediction_words
-from ringattn.launch.report.points import AXES, BESIDE, CHOICES, Point, Sweep, differing, flat
-from ringattn.launch.report.series import Series, by_size, groups_of, scaling
+from ringattn.launch.report.points import (
+    AXES,
+    BESIDE,
+    CHOICES,
+    Point,
+    Series,
+    Sweep,
+    by_size,
+    differing,
+    flat,
+    groups_of,
+    scaling,
+)
 
 BEST, UNKNOWN = "★", "–"
 MIB = 2**20

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.failures import RanksError
 from ringattn.launch.options import help_text
-from ringattn.launch.parent import end_with_parent
+from ringattn.launch.processes import RanksError, end_with_parent
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
 from ringattn.launch.train.config import TrainConfig, check_sizes, check_switches, load_train, unreached
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ringattn import Ring
-from ringattn.launch.doctor.network_facts import network_facts
+from ringattn.launch.doctor.network import network_facts
 from ringattn.launch.measure import check
 from ringattn.launch.measure.check import CheckConfig, check_rank
 from ringattn.planner.cluster import LinkClass

@@ -26,10 +26,10 @@ from ringattn.launch.doctor.network import (
     mtu,
     named,
     network,
+    network_facts,
     ports,
     rails,
 )
-from ringattn.launch.doctor.network_facts import network_facts
 from ringattn.launch.doctor.probes import ERROR, LEVELS, NOTE, OK, WARNING, Finding
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 from ringattn.launch import nodes, processes
-from ringattn.launch.failures import Exit, RanksError, root_cause
 from ringattn.launch.nodes import ALONE, Meeting, Nodes, meeting
-from ringattn.launch.processes import RankProcesses
+from ringattn.launch.processes import Exit, RankProcesses, RanksError, root_cause
 from ringattn.launch.ranks import _environment, run_ranks_in_processes
 from tests.contract.ports import free_port
 

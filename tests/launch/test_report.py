@@ -12,9 +12,8 @@ import pytest
 from ringattn.cli import main
 from ringattn.launch.report import page as report_page
 from ringattn.launch.report.charts import COLORS, charts_of
-from ringattn.launch.report.points import read_sweep
+from ringattn.launch.report.points import LINES, SINGLE, STRONG, panels_of, read_sweep, scaling, series_of
 from ringattn.launch.report.report import summary_of
-from ringattn.launch.report.series import LINES, SINGLE, STRONG, panels_of, scaling, series_of
 from ringattn.launch.report.tables import BEST, UNKNOWN, Table, results, shared_options
 from tests.launch.sweep_records import ENVIRONMENT, Record, folder, grid, quiet, record, strong, weak
 

@@ -8,9 +8,8 @@ import pytest
 
 from ringattn.errors import InputError
 from ringattn.launch.pictures.simulate import main
-from ringattn.launch.report.page import page_of
+from ringattn.launch.report.page import page_of, simulations
 from ringattn.launch.report.points import read_sweep
-from ringattn.launch.report.simulated import simulations
 from tests.launch.sweep_records import folder, strong
 
 

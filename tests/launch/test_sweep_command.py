@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from ringattn.errors import RingError
-from ringattn.launch.failures import RanksError
 from ringattn.launch.measure import jobs, run_config, sweep
 from ringattn.launch.measure.points import MEASURED, STATUSES, Folder, hash_of, make_record, opened, read_points
 from ringattn.launch.measure.run_config import RunConfig, load_run
+from ringattn.launch.processes import RanksError
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {

@@ -15,7 +15,6 @@ from matplotlib.colors import to_rgb
 from ringattn import InputError, Ring
 from ringattn.cli import main
 from ringattn.core.span import COMM, COMPUTE, Span
-from ringattn.launch.pictures.alignment import clock_offset
 from ringattn.launch.pictures.timeline import (
     TimelineConfig,
     predicted_spans,
@@ -25,7 +24,7 @@ from ringattn.launch.pictures.timeline import (
     write_tracks,
 )
 from ringattn.launch.pictures.timeline_picture import ATTEND, EXPOSED, MESSAGES, draw_timeline
-from ringattn.launch.pictures.trace import Track
+from ringattn.launch.pictures.trace import Track, clock_offset
 from ringattn.observe.spans import RecordedPass
 from ringattn.planner.cluster import CLUSTERS
 from ringattn.testing import run_ranks

@@ -15,9 +15,8 @@ import torch
 
 from ringattn import InputError, Ring
 from ringattn.core.span import COMM, COMPUTE, Span
-from ringattn.launch.pictures import alignment
-from ringattn.launch.pictures.alignment import Offset, clock_offset
-from ringattn.launch.pictures.trace import LANES, Track, chrome_trace
+from ringattn.launch.pictures import trace as pictures_trace
+from ringattn.launch.pictures.trace import LANES, Offset, Track, chrome_trace, clock_offset
 from ringattn.observe.spans import RecordedPass
 from ringattn.testing import run_ranks
 
@@ -192,6 +191,6 @@ def test_without_a_boot_id_the_host_names_its_clock(monkeypatch: pytest.MonkeyPa
     def missing(*_: Any, **__: Any) -> str:
         raise FileNotFoundError
 
-    monkeypatch.setattr(alignment.Path, "read_text", missing)
-    monkeypatch.setattr(alignment.socket, "gethostname", lambda: "node7")
-    assert alignment.host_clock() == "node7"
+    monkeypatch.setattr(pictures_trace.Path, "read_text", missing)
+    monkeypatch.setattr(pictures_trace.socket, "gethostname", lambda: "node7")
+    assert pictures_trace.host_clock() == "node7"

@@ -249,9 +249,10 @@ def parent_of_any(process: Path) -> int | None:
 def test_a_process_ends_with_its_parent(kernel: bool) -> None:
     """The kernel's signal, and the look at the parent where there is no such kernel; also if it had ended before."""
     child = (
-        "import sys, time\nfrom ringattn.launch import parent\n"
-        f"parent._asked_the_kernel = parent._asked_the_kernel if {kernel} else lambda number: False\n"
-        "parent.LOOK_S = 0.05\nparent.end_with_parent(int(sys.argv[1]))\nprint('lives', flush=True)\ntime.sleep(60)"
+        "import sys, time\nfrom ringattn.launch import processes\n"
+        f"processes._asked_the_kernel = processes._asked_the_kernel if {kernel} else lambda number: False\n"
+        "processes.PARENT_LOOK_S = 0.05\nprocesses.end_with_parent(int(sys.argv[1]))\n"
+        "print('lives', flush=True)\ntime.sleep(60)"
     )
     starts = (
         "import os, subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', sys.argv[1], str(os.getpid())],"

@@ -17,8 +17,7 @@ import torch
 
 from ringattn import cli
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError
-from ringattn.launch.doctor.divergence import divergences, first_unfinished
-from ringattn.launch.doctor.flight import main, read_records
+from ringattn.launch.doctor.flight import divergences, first_unfinished, main, read_records
 from ringattn.observe.flight import (
     CAPACITY,
     CAPTURED,

@@ -13,7 +13,7 @@ import pytest
 from ringattn.cli import main
 from ringattn.errors import InputError
 from ringattn.launch.capacity.hardware import PRESETS
-from ringattn.launch.measure.own_cluster import hardware
+from ringattn.launch.measure.environment import hardware
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, UNITS, Cluster, LinkClass, Links, cluster_named
 
 GOOD: dict[str, Any] = {"name": "mine", "flops": 1e12, "bandwidth": 10**9, "latency_s": 0, "cores": None}

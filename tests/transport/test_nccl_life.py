@@ -19,8 +19,7 @@ from torch.distributed import HashStore
 
 from ringattn import Ring
 from ringattn.errors import ClosedError, DeadlineError, PeerLostError, RingError
-from ringattn.launch.doctor.divergence import divergences
-from ringattn.launch.doctor.flight import read_records
+from ringattn.launch.doctor.flight import divergences, read_records
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.nccl import supervisor, transport

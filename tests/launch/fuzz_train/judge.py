@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from ringattn.errors import InputError, NonFiniteError, RingError
-from ringattn.launch.failures import Exit, root_cause
+from ringattn.launch.processes import Exit, root_cause
 from ringattn.launch.train import loop, mesh
 from ringattn.launch.train.checkpoints import RUN, named
 from ringattn.launch.train.config import TrainConfig

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 
 from ringattn.launch import worker
-from ringattn.launch.parent import LAUNCHER
+from ringattn.launch.processes import LAUNCHER
 from ringattn.launch.train import loop
 from ringattn.launch.train.config import TrainConfig
 from tests.contract.forking import forked
