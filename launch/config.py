@@ -157,11 +157,12 @@ def check_key(override: Override, schema: Any, several: bool = False) -> None:
             raise InputError(f"{override.input_line}: choose one of {', '.join(presets)}")
     elif key not in known:
         raise no_such_key(key, [*(group for group in groups(schema) if presets_of(group)), *known])
-    elif several and override.is_choice_sweep():
-        # Hydra composes every job before the first job runs, and does not know the choices.
+    elif several and (override.is_choice_sweep() or not override.is_sweep_override()):
+        # Hydra does not know the choices: it would show a wrong one, or run the jobs before it.
         limits = next(field.metadata for leaf, _, field in leaves(schema()) if leaf == key)
-        for value in override.sweep_string_iterator():
-            check_choice(key, str(value), limits)
+        for value in override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]:
+            if value is not None:
+                check_choice(key, str(value), limits)
 
 
 # --- Hydra's own application -----------------------------------------------------------------------------------------

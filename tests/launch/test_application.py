@@ -137,8 +137,8 @@ def test_the_signs(ranks: StandIn) -> None:
             "mask.kind=full: this key has another name here; write mask",
             marks=pytest.mark.slow,
         ),
-        pytest.param("--cfg job schedule=rign", "schedule=rign: choose one of auto, ring", marks=pytest.mark.slow),
-        pytest.param("-m schedule=ring,rign", "schedule=rign: choose one of auto, ring", marks=pytest.mark.slow),
+        ("--cfg job schedule=rign", "schedule=rign: choose one of auto, ring"),
+        ("-m schedule=ring,rign", "schedule=rign: choose one of auto, ring"),
         pytest.param(
             "++tokens=x",
             "tokens=x: is no length; write 131072, 128k, 128Ki, 1M",
