@@ -16,10 +16,9 @@ import torch
 
 from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
-from ringattn.launch.capacity.fitting import longest_tokens
+from ringattn.launch.capacity.fitting import estimate, flops_of, longest_tokens, ring_bytes
 from ringattn.launch.capacity.hardware import GIB, Hardware, hardware
 from ringattn.launch.capacity.model_shapes import ModelShape, model_shape
-from ringattn.launch.capacity.step_time import estimate, flops_of, ring_bytes
 from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
 from ringattn.launch.train.config import ModelConfig, TrainConfig
 from ringattn.launch.train.data import VOCABULARY, BatchPart

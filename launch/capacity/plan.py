@@ -1,7 +1,7 @@
-"""`ringattn plan`: how many bytes each rank needs to train a model, what fits, and what to turn on when it does not.
+"""`ringattn plan`: the bytes that each rank needs to train a model, what fits, and what to turn on when it does not.
 
-Nothing is run: the formulas are those of `ringattn.launch.capacity.training_bytes`, the staging buffers those of the
-real placement.
+Nothing is run: the formulas are those of `ringattn.launch.capacity.training_bytes`, the buffers of attention those of
+the real plan.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from rich.console import Console
 from ringattn.errors import InputError
 from ringattn.launch.calls import schedule_option
 from ringattn.launch.capacity import hardware as machines
-from ringattn.launch.capacity.activations import PRECISIONS, RECOMPUTE, SAVED
 from ringattn.launch.capacity.fitting import (
     Advice,
+    StepTime,
     advice,
     bytes_per_token,
+    estimate,
     longest_tokens,
     rounding_saves,
     smallest_ring,
@@ -29,12 +30,21 @@ from ringattn.launch.capacity.fitting import (
 )
 from ringattn.launch.capacity.hardware import GIB, Hardware
 from ringattn.launch.capacity.model_shapes import BLOCKS, PRESETS, ModelShape, model_shape
-from ringattn.launch.capacity.slots import KINDS, AttentionSetup
-from ringattn.launch.capacity.step_time import StepTime, estimate
-from ringattn.launch.capacity.training_bytes import DATA, OFFLOADS, OPTIMIZERS, TrainingSetup, training_bytes
+from ringattn.launch.capacity.training_bytes import (
+    DATA,
+    KINDS,
+    OFFLOADS,
+    OPTIMIZERS,
+    PRECISIONS,
+    RECOMPUTE,
+    SAVED,
+    AttentionSetup,
+    TrainingSetup,
+    training_bytes,
+)
 from ringattn.launch.config import load
 from ringattn.launch.options import MOST, help_text, option
-from ringattn.launch.outputs import writing
+from ringattn.launch.outputs import save_picture, writing
 from ringattn.observe.files import write_file
 
 PURPOSE = """\
@@ -116,8 +126,6 @@ def main(argv: Sequence[str]) -> int:
             write_file(Path(config.json), json.dumps(found, indent=1) + "\n")
         print(f"written into {config.json}")
     if config.picture:
-        from ringattn.launch.capacity.picture import draw_capacity
-
         with writing("picture", config.picture):
             draw_capacity(found, config.picture)
         print(f"drawn into {config.picture}")
@@ -289,3 +297,53 @@ def _limits(found: dict[str, Any], ring: int) -> str:
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:,.2f}"
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+INK, LIMIT = "#22303c", "#c0392b"
+VISIBLE = 1 / 1000
+"""Share of the longest bar below which a component is left out."""
+
+
+def draw_capacity(found: dict[str, Any], path: str | Path) -> None:
+    """Write a PNG of what `plan` returned: a bar as given, one after all steps, and the memory's line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    bars = {"as given": found["bytes_by_component"]}
+    if found["steps"]:
+        bars["after the steps"] = found["after_steps"]["bytes_by_component"]
+    visible = VISIBLE * max(sum(bar.values()) for bar in bars.values())
+    names = [name for name in found["bytes_by_component"] if any(bar[name] > visible for bar in bars.values())]
+    colors = plt.get_cmap("tab10")
+    figure, ax = plt.subplots(figsize=(9, 1.6 + 0.9 * len(bars)))
+    for row, parts in enumerate(bars.values()):
+        left = 0.0
+        for name in names:
+            width = parts[name] / GIB
+            color = colors(list(found["bytes_by_component"]).index(name))
+            label = None if row else name.replace("_", " ")
+            ax.barh(row, width, left=left, color=color, edgecolor="white", label=label)
+            left += width
+        ax.text(left, row, f"  {left:,.1f} GiB", va="center", fontsize=9, color=INK, zorder=3,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+    limit = found["hardware"]["memory_bytes"] / GIB
+    ax.axvline(limit, color=LIMIT, linewidth=1.5)
+    ax.annotate(f"{limit:,.0f} GiB", (limit, 1.0), xycoords=("data", "axes fraction"), color=LIMIT, ha="center",
+                va="bottom", fontsize=9)  # fmt: skip
+    ax.set_yticks(range(len(bars)), list(bars), color=INK)
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.18 * max(limit, *(sum(parts.values()) / GIB for parts in bars.values())))
+    ax.set_xlabel("GiB on one rank", color=INK)
+    ax.spines[["top", "right"]].set_visible(False)
+    run = found["run"]
+    what = f"{found['model']['name']} on {found['hardware']['name']}"
+    figure.suptitle(f"{what}: {run['tokens']:,} tokens over a ring of {run['ranks']:,}", color=INK, fontsize=11)
+    figure.legend(loc="lower center", ncols=min(len(names), 5), frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.05 + 0.08 * (len(names) > 5), 1, 0.98))
+    save_picture(figure, path, 120)
+    plt.close(figure)

@@ -11,8 +11,8 @@ import pytest
 
 from ringattn.bench import training_published
 from ringattn.bench.report import Table
+from ringattn.launch.capacity.fitting import estimate
 from ringattn.launch.capacity.hardware import hardware
-from ringattn.launch.capacity.step_time import estimate
 from ringattn.launch.train.config import ModelConfig, TrainConfig
 from ringattn.layers import offload
 

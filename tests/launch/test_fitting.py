@@ -9,31 +9,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.launch.capacity.activations import PRECISIONS
 from ringattn.launch.capacity.fitting import (
     advice,
+    attention_flops,
     bytes_per_token,
+    compute_flops,
+    estimate,
     fits,
+    flops_of,
     longest_tokens,
+    matrix_flops,
+    model_flops,
     rounding_saves,
     smallest_ring,
+    state_bytes_moved,
+    step_seconds,
     with_steps,
 )
 from ringattn.launch.capacity.hardware import GIB, Hardware, hardware
 from ringattn.launch.capacity.hardware import PRESETS as MACHINES
 from ringattn.launch.capacity.model_shapes import PRESETS, ModelShape, model_shape
-from ringattn.launch.capacity.slots import AttentionSetup
-from ringattn.launch.capacity.step_time import (
-    attention_flops,
-    compute_flops,
-    estimate,
-    flops_of,
-    matrix_flops,
-    model_flops,
-    state_bytes_moved,
-    step_seconds,
-)
-from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
+from ringattn.launch.capacity.training_bytes import PRECISIONS, AttentionSetup, TrainingSetup, training_bytes
 
 SMALL = ModelShape(2, 96, 6, 2, 200, 256, True)
 LONG = TrainingSetup(model_shape("1.3B"), 8 * 65536, 8)

@@ -15,8 +15,7 @@ from ringattn.launch.capacity.fitting import fits
 from ringattn.launch.capacity.hardware import GIB, hardware
 from ringattn.launch.capacity.model_shapes import ModelShape, model_shape
 from ringattn.launch.capacity.plan import PlanConfig, machine_of, plan, run_of, shape_of
-from ringattn.launch.capacity.slots import AttentionSetup
-from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
+from ringattn.launch.capacity.training_bytes import AttentionSetup, TrainingSetup, training_bytes
 from ringattn.launch.config import load
 
 

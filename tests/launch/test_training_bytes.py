@@ -9,23 +9,27 @@ import pytest
 import torch
 
 from ringattn.errors import InputError
-from ringattn.launch.capacity.activations import PRECISIONS, head_kept, layer_parts
 from ringattn.launch.capacity.fitting import longest_tokens
 from ringattn.launch.capacity.hardware import hardware
-from ringattn.launch.capacity.model_shapes import ModelShape, model_shape
-from ringattn.launch.capacity.shares import bubble, in_flight, share_of
-from ringattn.launch.capacity.slots import AttentionSetup, _planned, ring_slots_bytes, staging_bytes
+from ringattn.launch.capacity.model_shapes import ModelShape, bubble, in_flight, model_shape, share_of
 from ringattn.launch.capacity.training_bytes import (
     GATHERED_LAYERS,
+    PRECISIONS,
+    AttentionSetup,
     TrainingSetup,
+    _planned,
     activation_bytes,
     cast_bytes,
     data_bytes,
     gradient_bytes,
+    head_kept,
     host_bytes,
+    layer_parts,
     moments,
     optimizer_bytes,
     parameter_bytes,
+    ring_slots_bytes,
+    staging_bytes,
     training_bytes,
 )
 from ringattn.launch.train.config import ModelConfig, TrainConfig
