@@ -82,7 +82,7 @@ def test_another_compiler_changes_the_digest(tree: Path, monkeypatch: pytest.Mon
     [
         ("compile gate", ["attention_forward.py", "attention_backward.py", "configs.json", "compiling.py"]),
         ("compile gate of Gluon", ["attention_gluon_kernel.py", "simulator.py"]),
-        ("engine in the interpreter", ["tables.py", "triton.py", "attention_forward.py", "engine_scenarios.py"]),
+        ("engine in the interpreter", ["triton.py", "attention_forward.py", "engine_scenarios.py"]),
         ("row kernels in the interpreter", ["merge.py", "quantize.py", "rows.py", "qkv_projection.py", "fp8_shim.py"]),
     ],
 )

@@ -51,6 +51,24 @@ def test_calls_that_were_agreed_on_are_not_agreed_again() -> None:
     assert results(on_rings(world, body)) == [[1, 1, 1, 1, 3]] * 2
 
 
+def test_a_failure_that_a_launch_has_raised_is_not_raised_again_by_close() -> None:
+    def body(ring: NcclTransport) -> str:
+        slots = ring.allocate(1024).view(2, 512)
+
+        def launch(calls: Any, stream: int, watch: Callable[[], None]) -> None:
+            ring.supervisor.fail(PeerLostError("rank 1 is gone"))
+            watch()
+
+        ring.communicator.launch = launch  # type: ignore[method-assign]
+        with pytest.raises(PeerLostError, match="rank 1 is gone"):
+            around(ring, slots[0], slots[1]).start()
+        with pytest.raises(ClosedError):
+            ring.check()
+        return "failed once"  # `on_gpus` closes the ring
+
+    assert results(on_gpus(SimWorld(2, any_memory=True), body)) == ["failed once"] * 2
+
+
 def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimWorld(2, any_memory=True)
 

@@ -172,7 +172,7 @@ class NcclTransport(StreamTransport):
     def launch(self, calls: Sequence[PeerCall]) -> None:
         """Put one group on the communication stream; `NcclHop` does the rest."""
         try:
-            self.communicator.launch(calls, self.stream.cuda_stream, self.supervisor.raise_failure)
+            self.communicator.launch(calls, self.stream.cuda_stream, self.check)
         except NcclError as error:
             if error.status in (Status.REMOTE_ERROR, Status.SYSTEM_ERROR):  # a connection broke: some peer is at fault
                 self.supervisor.fail(BrokenCommunicatorError(str(error)), attribute=True)
