@@ -396,7 +396,11 @@ class Ring(Runtime):
         branches = None
         if is_dilated:
             branches = Dilated(*check(segment_lengths or (), dilation_rates or ()), checked.causal, offset, layer)
+        elif offset != "mod" or layer is not None:
+            raise InputError("offset= and layer= are of dilated attention; give segment_lengths= too")
         if q is not None:
+            if batch != 1 or (q_heads, head_dim, dtype) != (None, None, None):
+                raise InputError("explain reads batch, heads, head_dim and dtype from q; give q= or these, not both")
             batch, _, q_heads, head_dim = q.shape
             dtype = q.dtype
         if q_heads is None or head_dim is None:

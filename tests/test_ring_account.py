@@ -138,6 +138,21 @@ def test_explain_takes_numbers_instead_of_tensors() -> None:
                 ring.explain(seq, **bad)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"offset": "block"}, "offset= and layer= are of dilated attention"),
+        ({"layer": 1}, "offset= and layer= are of dilated attention"),
+        ({"q": torch.zeros(1, 8, 2, 8), "q_heads": 4}, "give q= or these, not both"),
+        ({"q": torch.zeros(1, 8, 2, 8), "batch": 2}, "give q= or these, not both"),
+        ({"q": torch.zeros(1, 8, 2, 8), "dtype": "float16"}, "give q= or these, not both"),
+    ],
+)
+def test_explain_refuses_what_it_would_ignore(arguments: dict[str, Any], words: str) -> None:
+    with Ring() as ring, pytest.raises(InputError, match=words):
+        ring.explain(ring.sequence(8), **{**({} if "q" in arguments else {"q_heads": 2, "head_dim": 8}), **arguments})
+
+
 def test_explain_names_a_better_layout() -> None:
     def body(ring: Ring) -> tuple[str | None, ...]:
         seqs = [ring.sequence(64, layout=layout) for layout in ("contiguous", "zigzag")]
