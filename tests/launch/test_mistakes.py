@@ -105,7 +105,7 @@ def test_a_host_that_nobody_can_reach() -> None:
 
 @pytest.mark.slow
 def test_a_node_that_waits_alone() -> None:
-    done = ringattn("run", "nnodes=2", f"rdzv_endpoint=127.0.0.1:{free_port()}", "transport.timeout_s=2", *SMALL)
+    done = ringattn("run", "nnodes=2", f"rdzv_endpoint=127.0.0.1:{free_port()}", "timeout_s=2", *SMALL)
     assert done.returncode == 1 and "nodes [1] of 2 did not arrive within 2 s: start `ringattn run`" in done.stderr
 
 

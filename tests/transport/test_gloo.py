@@ -251,6 +251,7 @@ def exits_mid_exchange(rank: int, world_size: int, members: list[int]) -> str:
     handle = ring.exchange(
         [Message(after, torch.ones(16), "kv")], [Message(before, torch.zeros(16), "kv") for _ in range(2)]
     )
+    ring.all_gather_bytes(b"")  # all have posted their exchange
     if rank == 3:
         os._exit(1)
     start = time.monotonic()
