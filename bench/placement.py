@@ -1,4 +1,4 @@
-"""Where packed documents lie: balance of pairs, rows sent and predicted times of each layout, beside lower bounds.
+"""Packed documents: balance of pairs, rows sent and predicted times of each layout.
 
 `python -m ringattn.bench.placement`. Lengths are drawn from a published distribution; nothing runs. A row counts once
 for each rank that reads it. The gate compares `ringattn.core.documents` with the tiles and read sets of the planner.
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from ringattn.bench.gate import GateError
 from ringattn.bench.options import parse
-from ringattn.bench.placement_bound import fewest_rows
 from ringattn.bench.report import RESULTS, Say, Table, finish, progress
 from ringattn.core.documents import load_of, placed, placed_at_once
 from ringattn.core.layout import LAYOUTS, make_layout
@@ -40,9 +39,6 @@ exps/dist_attn/benchmark/datasets/default/doc_length_distribution.csv, commit 2c
 
 AT_ONCE = "documents, at once"
 """The layout "documents" where it is placed for schedules that bring all rows at once, the others for steps."""
-
-MOST_UNEVEN = 1.05
-"""The bound is that of placements about as even as ours: rows of layouts less even than this are not compared."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +117,11 @@ def placed_by(cuts: tuple[int, ...], layout: str, ranks: int, options: Placement
 
 
 def open_gate(cuts: tuple[int, ...], ranks: int, options: PlacementOptions) -> None:
-    """Raise `GateError` unless pairs and rows are those of the planner, and the bound is none of too many rows."""
+    """Raise `GateError` unless pairs and rows are those of the planner."""
     for layout, shards in (("documents", placed(cuts, ranks)), (AT_ONCE, placed_at_once(cuts, ranks))):
         load, problem = load_of(cuts, shards), problem_of(cuts, layout, ranks, options)
         if list(load.pairs) != pairs_of(problem) or sum(load.sent) != rows_of(problem):
             raise GateError(f"{ranks} ranks, {layout}: pairs or rows differ from the planner's")
-    if fewest_rows(cuts, ranks, max(load.pairs)) > sum(load.sent):
-        raise GateError(f"{ranks} ranks: fewer rows than the lower bound")
 
 
 def main(words: Sequence[str]) -> dict[str, Any]:
@@ -146,46 +140,24 @@ def _measure(longest: int, options: PlacementOptions, data: dict[str, Any], say:
         f"Packed documents, {options.tokens} tokens, {told}; {options.seeds} sequences drawn. Pairs: the greatest "
         "share over the mean, of the worst sequence; others: means. Predicted for "
         f"{options.cluster}, {options.heads}:{options.kv_heads} heads of {options.head_dim}, causal",
-        ("ranks", "layout", "pairs", "rows read", "rows sent", "over the bound", "forward ms", "backward ms"),
+        ("ranks", "layout", "pairs", "rows read", "rows sent", "forward ms", "backward ms"),
     )
     for ranks in options.ranks:
         found: dict[str, list[Placed]] = {name: [] for name in (*LAYOUTS, AT_ONCE)}
-        bounds: list[int] = []
         for seed in range(options.seeds):
             say(f"{ranks} ranks, {told}: sequence {seed + 1} of {options.seeds}")
             cuts = drawn(options.tokens, seed, longest)
             open_gate(cuts, ranks, options)
             for name, all_placed in found.items():
                 all_placed.append(placed_by(cuts, name, ranks, options))
-            bounds.append(fewest_rows(cuts, ranks, max(load_of(cuts, placed_at_once(cuts, ranks)).pairs)))
-        table.rows.append(_uneven(ranks, longest, options, data))
         for name, lines in found.items():
             balance, read = max(line.balance for line in lines), mean(line.read for line in lines)
-            comparable = any(bounds) and balance <= MOST_UNEVEN
-            over = f"{read / mean(bounds):.3f}" if comparable else ""
             ms = (mean(line.forward_ms for line in lines), mean(line.backward_ms for line in lines))
             sent = mean(line.sent for line in lines)
-            figures = (f"{balance:.3f}", f"{read:.0f}", f"{sent:.0f}", over, *(f"{one:.2f}" for one in ms))
+            figures = (f"{balance:.3f}", f"{read:.0f}", f"{sent:.0f}", *(f"{one:.2f}" for one in ms))
             table.rows.append((str(ranks), name, *figures))
-        table.rows.append((str(ranks), "lower bound", "1.000", f"{mean(bounds):.0f}", "", "", "", ""))
-        data[f"{longest} {ranks}"] = {"bounds": bounds, **{n: [one._asdict() for one in ls] for n, ls in found.items()}}
+        data[f"{longest} {ranks}"] = {name: [line._asdict() for line in lines] for name, lines in found.items()}
     return table
-
-
-def _uneven(ranks: int, longest: int, options: PlacementOptions, data: dict[str, Any]) -> tuple[str, ...]:
-    """Rows where pairs may be `MOST_UNEVEN`, beside the bound of placements that are: no layout, so nothing else."""
-    loads, bounds = [], []
-    for seed in range(options.seeds):
-        cuts = drawn(options.tokens, seed, longest)
-        loads.append(load_of(cuts, placed_at_once(cuts, ranks, MOST_UNEVEN)))
-        bounds.append(fewest_rows(cuts, ranks, max(MOST_UNEVEN * sum(loads[-1].pairs) / ranks, max(loads[-1].pairs))))
-    rows = [sum(load.sent) for load in loads]
-    if any(below > sent for below, sent in zip(bounds, rows, strict=True)):
-        raise GateError(f"{ranks} ranks: fewer rows than the lower bound")
-    data[f"{longest} {ranks} uneven"] = {"bounds": bounds, "rows": rows}
-    balance = max(max(load.pairs) * ranks / sum(load.pairs) for load in loads)
-    over = f"{sum(rows) / sum(bounds):.3f}" if any(bounds) else ""
-    return (str(ranks), f"{AT_ONCE}, less even", f"{balance:.3f}", f"{mean(rows):.0f}", "", over, "", "")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ringattn.bench import published_points as points
-from ringattn.bench import training_published
 from ringattn.bench.options import parse
 from ringattn.bench.published_model import Call, gather_s, heads_s, kernel_s, ring_s
 from ringattn.bench.published_points import MACHINES, RANKS, Kernel
@@ -140,16 +139,12 @@ def degree_rows() -> Iterator[Row]:
 
 def training_rows() -> Iterator[Row]:
     """End to end, by `ringattn plan`, with the constants of the same presets."""
-    for point in training_published.points():
-        if point.source not in (training_published.TITAN, training_published.NEMO) or "405B" in point.name:
-            continue
-        machine = hardware(point.machine)
-        step = estimate(point.run, machine)
-        if point.tokens_s:
-            ranks = point.run.ranks * point.run.tensor_ranks * point.run.pipeline_ranks
-            yield Row(8, "H100 torchtitan", point.name, step.tokens_s / ranks, point.tokens_s, "tokens/s")
-        else:
-            yield Row(8, "B200 NeMo", point.name, step.mfu_full * machine.flops / 1e12, point.tflops, "TFLOP/s")
+    for name, setup, tokens_s in points.TITAN_ROWS:
+        step = estimate(setup, hardware("h100"))
+        yield Row(8, "H100 torchtitan", name, step.tokens_s / setup.ranks, tokens_s, "tokens/s")
+    name, setup, tflops = points.NEMO_ROW
+    machine = hardware("b200")
+    yield Row(8, "B200 NeMo", name, estimate(setup, machine).mfu_full * machine.flops / 1e12, tflops, "TFLOP/s")
 
 
 def kernel_rows() -> Iterator[Row]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from ringattn.launch.capacity.model_shapes import model_shape
+from ringattn.launch.capacity.training_bytes import TrainingSetup
 from ringattn.planner.cluster import CLUSTERS, Cluster
 
 MAGI = "SandAI-org/MagiAttention, cp_benchmark, charts of v1.1.0 (February 2026), read off"
@@ -195,3 +197,20 @@ YUNCHANG_ROWS: dict[tuple[str, int, int, int, int, int], dict[int, float]] = {
     ("L20", 32768, 32, 128, 8, 1): {8: 14.3, 4: 32.8, 2: 62.8, 1: 58.4},
 }
 """Forward passes a second by Ulysses degree, zigzag; machine, tokens, heads, head_dim, K/V heads, batch; 8 GPUs."""
+
+LLAMA = model_shape("llama3-8b")
+TITAN_ROWS = [
+    (
+        f"8B, 8 GPUs, CP{ranks}",
+        TrainingSetup(LLAMA, 32768 * ranks, ranks, zero_degree=8, zero_stage=3, recompute="full"),
+        tokens_s,
+    )
+    for ranks, tokens_s in ((1, 3890), (2, 2540), (4, 1071), (8, 548))
+]
+"""A training step of Llama-3 8B, and tokens/s of one GPU: H100 96 GB at 500 W, Float8 products, full recompute."""
+NEMO_ROW = (
+    "8B, TP4 CP16, 1M, recompute full taken",
+    TrainingSetup(LLAMA, 2**20, 16, tensor_ranks=4, zero_stage=1, zero_degree=64, recompute="full"),
+    1608,
+)
+"""TFLOP/s of one B200, masked pairs counted, FP8 products."""

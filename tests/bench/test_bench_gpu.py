@@ -12,9 +12,12 @@ from typing import Any, ClassVar
 import pytest
 
 pytest.importorskip("triton")
-from ringattn.bench import kernel_jobs, kernels
+from triton.runtime.driver import driver
+
+from ringattn.bench import kernel_code, kernel_jobs, kernels
 from ringattn.bench.crash_proof import JobFailed
 from ringattn.bench.kernel_baselines import KernelBaseline
+from ringattn.kernels.launch_call import LaunchCall
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,6 +34,22 @@ def rehearsed(module: str, folder: Path, *words: str, code: str | None = None) -
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_a_kernel_is_compiled_anew_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton keeps what it compiled by device, and the stub device has the same number for every GPU."""
+
+    class Kernel:
+        def __init__(self) -> None:
+            self.device_caches: dict[int, int] = {}
+
+        def warmup(self, grid: tuple[int]) -> int:
+            return self.device_caches.setdefault(0, driver.active.get_current_target().arch)
+
+    monkeypatch.setattr(driver, "_active", None)
+    monkeypatch.setattr(kernel_code, "read", lambda kernel: kernel)
+    call = LaunchCall(Kernel(), (1,), (), {})
+    assert [kernel_code.code_of(call, arch) for arch in (90, 100)] == [90, 100]
 
 
 SIZES = ("tokens=64", "total=64", "heads=2", "head_dim=16", "steps=2", "step_tokens=32")
