@@ -230,5 +230,5 @@ def test_a_killed_process_is_named(tmp_path: Path) -> None:
 def test_the_library_is_called_as_the_plan_says() -> None:
     world = SimWorld(3)
     for rank, planned in enumerate(results(on_rings(world, in_order, ring={"engine": "plain"}))):
-        called = [[call.op.title(), call.peer, call.nbytes] for call in world.calls(rank)]
+        called = [[call.kind.title(), call.peer, call.nbytes] for call in world.calls(rank)]
         assert called[4:] == 2 * planned and len(planned) > 20

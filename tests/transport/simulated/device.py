@@ -64,9 +64,9 @@ class SimEvent:
 class SimDevice:
     """The GPU of `rank`."""
 
-    def __init__(self, world: SimWorld, rank: int, uuid: str | None = None) -> None:
+    def __init__(self, world: SimWorld, rank: int) -> None:
         self.torch_device = torch.device("cpu")
-        self.uuid = uuid or f"GPU-{rank}"
+        self.uuid = f"GPU-{rank}"
         self._world, self._rank = world, rank
         self._compute = SimStream(world, rank, COMPUTE)
         self._current = threading.local()

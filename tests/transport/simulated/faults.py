@@ -6,7 +6,6 @@ its later calls, on every thread, and its device and its store are silent.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,16 +40,6 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Delay:
-    """Call `call` of `function` takes `delay_s` longer."""
-
-    rank: int
-    function: str
-    delay_s: float
-    call: int = 0
-
-
-@dataclass(frozen=True)
 class Answer:
     """Call `call` of `function` does nothing and returns, or raises, `status`."""
 
@@ -60,16 +49,7 @@ class Answer:
     call: int = 0
 
 
-@dataclass(frozen=True)
-class AsyncError:
-    """From its call `polls` (from 0) on, `state` answers `status` for every communicator of `rank`."""
-
-    rank: int
-    polls: int
-    status: Status
-
-
-Fault = Die | Stall | Delay | Answer | AsyncError
+Fault = Die | Stall | Answer
 
 
 class Script:
@@ -93,23 +73,12 @@ class Script:
             call = self._calls[rank, function]
             self._calls[rank, function] += 1
         for fault in self._faults:
-            if isinstance(fault, AsyncError) or isinstance(fault, Die) or fault.rank != rank:
+            if isinstance(fault, Die) or (fault.rank, fault.function, fault.call) != (rank, function, call):
                 continue
-            if (fault.function, fault.call) != (function, call):
-                continue
-            if isinstance(fault, Stall):
-                self._stall(rank)
-            elif isinstance(fault, Delay):
-                time.sleep(fault.delay_s)
-            else:
+            if isinstance(fault, Answer):
                 return fault.status
+            self._stall(rank)
         return None
-
-    def asynchronous(self, rank: int) -> Status | None:
-        """The error that the current call of `state` must find, None for none."""
-        polled = self._calls[rank, "state"] - 1
-        found = (each for each in self._faults if isinstance(each, AsyncError) and each.rank == rank)
-        return next((fault.status for fault in found if polled >= fault.polls), None)
 
     def ending_group(self, rank: int) -> None:
         """Die before the hop that is about to be launched."""

@@ -10,13 +10,34 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import NamedTuple
 
 from ringattn.transport.nccl.binding import UNIQUE_ID_BYTES, Capability, CommConfig, NcclError, Status
 from tests.transport.simulated.checks import Checks
 from tests.transport.simulated.communicators import Communicator, Phase
 from tests.transport.simulated.entries import COMPUTE, Launch, Op
-from tests.transport.simulated.group import OpenGroup, QueuedCall, check_group
 from tests.transport.simulated.world import SimWorld
+
+
+class QueuedCall(NamedTuple):
+    """A send or receive that waits for the end of its group."""
+
+    comm: Communicator
+    op: Op
+    stream: str
+
+
+class OpenGroup(threading.local):
+    """The group that a thread has open: each thread has one of its own."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.calls: list[QueuedCall] = []
+
+    def take(self) -> list[QueuedCall]:
+        """Return all queued calls and empty the queue."""
+        calls, self.calls = self.calls, []
+        return calls
 
 
 class SimLibrary:
@@ -52,13 +73,6 @@ class SimLibrary:
             comm = world.registry.join(unique_id, world_size, self._rank, rank, config)
             return self._opened("init", comm)
 
-    def split(self, comm: int, color: int, key: int, config: CommConfig) -> int:
-        """A second communicator for tests, over the ranks of `comm` that pass the same `color`, ordered by `key`."""
-        self._checks.enter("split")
-        self._checks.config(config)
-        with self._world.changed, self._checks.inside("split", comm) as parent:
-            return self._opened("split", self._world.registry.split(parent, color, key, config))
-
     def state(self, comm: int) -> int:
         """See `Binding.state`. A group goes on its stream when this says SUCCESS."""
         if (answer := self._world.script.enter(self._rank, "state")) is not None:
@@ -67,8 +81,6 @@ class SimLibrary:
             end = self._checks.known("state", comm)
             if end is None:
                 return Status.INVALID_ARGUMENT
-            if (error := self._world.script.asynchronous(self._rank)) is not None:
-                end.fail(error, "an asynchronous error")
             if end.error is not Status.SUCCESS:
                 return end.error
             if not self._arrived(end) or not self._connected(end):
@@ -180,16 +192,13 @@ class SimLibrary:
                 end.user = None
             if any(end.gone for end in ends):  # aborted by another thread while the group was open
                 return Status.INVALID_USAGE
-            if (fault := check_group(calls)) is not None:
-                self._checks.broken("group_end", fault)
-                return Status.INVALID_USAGE
             group = world.next_group(self._rank)
             for end in ends:
                 mine = [call for call in calls if call.comm is end]
                 captured = world.capturing(self._rank)
                 launch = Launch(self._rank, mine[0].stream, end, tuple(call.op for call in mine), group, captured)
                 if not captured:
-                    world.number(launch)
+                    end.number(launch)
                 if end.config.blocking or not world.polls:
                     world.submit(launch)
                 else:

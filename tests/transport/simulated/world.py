@@ -11,30 +11,79 @@ Not covered: the bindings' calls (`library.py`), torch (`device.py`).
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from tests.transport.simulated.communicators import Communicator, Registry
-from tests.transport.simulated.entries import COMPUTE, Entry, Launch, Range, Touch, Wait
+from tests.transport.simulated.entries import COMPUTE, Entry, Launch, Op, Range, Record, Touch, Wait
 from tests.transport.simulated.faults import Fault, Script
-from tests.transport.simulated.graph import Graph
-from tests.transport.simulated.hosts import Hosts, Waiter
 from tests.transport.simulated.memory import Memory
-from tests.transport.simulated.order import LaunchOrder
 from tests.transport.simulated.queues import Queues
 
 if TYPE_CHECKING:
     from tests.transport.simulated.device import SimDevice
 
 
-class PeerCall(NamedTuple):
-    """One send or recv as it was launched. `op`: send or recv."""
+class Deadlock(AssertionError):
+    """A wait reached the world's limit."""
 
-    op: str
-    peer: int
-    nbytes: int
+
+class Waiter(NamedTuple):
+    """A blocked thread. `ready`: whether it may go on; `needs`: the entries that it waits for."""
+
+    rank: int
+    what: str
+    ready: Callable[[], bool]
+    needs: Callable[[], Iterable[Entry]]
+
+
+class Graph:
+    """A CUDA graph: what one rank issued during a capture, kept to be issued again. Alive until `reset`.
+
+    A capture runs nothing of what the streams are given; a replay issues it in the captured order. The caller's own
+    compute is host code here: it runs once, at the capture, and a replay only repeats what it told the trace.
+    Source: CUDA programming guide, "Stream capture"; NCCL user guide, "Using NCCL with CUDA graphs".
+    """
+
+    def __init__(self, world: SimWorld, rank: int) -> None:
+        self.rank = rank
+        self._world = world
+        self._entries: list[Entry] = []
+        self._alive = True
+
+    def add(self, entry: Entry) -> None:
+        """Capture one entry."""
+        if isinstance(entry, Wait) and entry.record not in self._entries:
+            self._world.violate(self.rank, f"{entry} that was recorded outside of the capture")
+        self._entries.append(entry)
+
+    def uses(self, comm: Communicator) -> bool:
+        """Whether the graph lives and launches on `comm`: then the communicator cannot end."""
+        return self._alive and any(isinstance(entry, Launch) and entry.comm is comm for entry in self._entries)
+
+    def replay(self) -> None:
+        """Issue everything again, from the thread that computes; its waits of the compute stream block."""
+        world, fresh = self._world, {}
+        for entry in self._entries:
+            if isinstance(entry, Record):
+                fresh[entry] = Record(self.rank, entry.stream, captured=False)
+                world.issue(fresh[entry])
+            elif isinstance(entry, Wait):
+                world.issue(Wait(self.rank, entry.stream, fresh.get(entry.record, entry.record)))
+            elif isinstance(entry, Touch):
+                world.issue(Touch(self.rank, entry.stream, entry.reads, entry.writes, entry.label, entry.held))
+            elif isinstance(entry, Launch):
+                launch = entry.again(world.next_group(self.rank))
+                launch.comm.number(launch)
+                world.submit(launch)
+
+    def reset(self) -> None:
+        """Destroy the graph."""
+        self._alive = False
 
 
 class SimWorld:
@@ -43,8 +92,7 @@ class SimWorld:
     `polls`: answers IN_PROGRESS of `state` before SUCCESS, after opening, splitting, finalizing and each group.
     `lazy`: bytes move only when a host blocks on an event or queries it, and then only those that the event needs, so a
     missing wait reads old bytes. `connects`: a launch is in progress until each of its peers has launched something to
-    this rank, now or before. `supervised`, `limit_s`: see `Hosts`. `any_memory`, `memory_bytes`: see
-    `Memory`.
+    this rank, now or before. No wait outlasts `limit_s`. `any_memory`, `memory_bytes`: see `Memory`.
     """
 
     def __init__(
@@ -53,9 +101,7 @@ class SimWorld:
         *,
         polls: int = 2,
         lazy: bool = False,
-        supervised: bool = True,
         limit_s: float = 30.0,
-        allow_duplicates: bool = False,
         connects: bool = False,
         any_memory: bool = False,
         memory_bytes: int | None = None,
@@ -69,13 +115,11 @@ class SimWorld:
         self.dead: set[int] = set()
         self.memory = Memory(any_memory, memory_bytes)
         self.script = Script(self, faults)
-        uuid_of = None if allow_duplicates else lambda process: self.devices[process].uuid
-        self.registry = Registry(polls, self.violate, uuid_of)
-        self._hosts = Hosts(world_size, limit_s, supervised, self.dead, self.settle, self.report)
-        self.changed, self.run = self._hosts.changed, self._hosts.run
+        self.registry = Registry(polls, self.violate)
+        self.changed = threading.Condition()
+        self._waiters: list[Waiter] = []
         self._lazy = lazy
         self._queues = Queues(self.memory, self.violate, self.dead)
-        self._order = LaunchOrder()
         self._launched_to: set[tuple[int, int]] | None = set() if connects else None
         self._capturing: dict[int, Graph] = {}
         self._graphs: list[Graph] = []
@@ -83,10 +127,9 @@ class SimWorld:
 
     # --- what tests ask ----------------------------------------------------------------------------------------------
 
-    def calls(self, rank: int) -> list[PeerCall]:
+    def calls(self, rank: int) -> list[Op]:
         """The sends and receives of `rank` in the order in which they were launched."""
-        launches = (entry for entry in self.trace[rank] if isinstance(entry, Launch))
-        return [PeerCall(op.kind, op.peer, op.nbytes) for launch in launches for op in launch.ops]
+        return [op for entry in self.trace[rank] if isinstance(entry, Launch) for op in entry.ops]
 
     @contextmanager
     def capture(self, rank: int) -> Iterator[Graph]:
@@ -122,7 +165,7 @@ class SimWorld:
             edges: defaultdict[int, set[int]] = defaultdict(set)
             for rank in range(self.world_size):
                 said = ["died"] if rank in self.dead else []
-                said += [f"host: {waiter.what}" for waiter in self._hosts.waiters if waiter.rank == rank]
+                said += [f"host: {waiter.what}" for waiter in self._waiters if waiter.rank == rank]
                 for head in self._queues.heads(rank):
                     said.append(f"stream {head.stream}: {head}")
                     if isinstance(head, Launch):
@@ -182,12 +225,6 @@ class SimWorld:
                 self._queues.compute(entry)
             entry.complete = True
 
-    def number(self, launch: Launch) -> None:
-        """Give a launch its place in the order of its communicator: its group has ended."""
-        launch.comm.number(launch)
-        if (fault := self._order.inverted(launch)) is not None:
-            self.violate(launch.rank, fault)
-
     def submit(self, launch: Launch) -> None:
         """Put a launch on its stream, or into the graph that is being captured."""
         with self.changed:
@@ -215,7 +252,20 @@ class SimWorld:
         self, rank: int, what: str, ready: Callable[[], bool], needs: Callable[[], Iterable[Entry]] = tuple
     ) -> None:
         """Hold the calling thread until `ready()`. Raises `Deadlock`, and `Died` when the rank dies meanwhile."""
-        self._hosts.block(Waiter(rank, what, ready, needs))
+        waiter, until = Waiter(rank, what, ready, needs), time.monotonic() + self.limit_s
+        with self.changed:
+            self._waiters.append(waiter)
+            try:
+                while True:
+                    self.settle(needs())
+                    if ready():
+                        return
+                    self.script.check_alive(rank)
+                    if (left_s := until - time.monotonic()) <= 0:
+                        raise Deadlock(f"rank {rank}: {what}: not within {self.limit_s} s\n{self.report()}")
+                    self.changed.wait(left_s)
+            finally:
+                self._waiters.remove(waiter)
 
     def _put(self, entry: Entry) -> None:
         """On its stream, where it may be what a waiting host needs."""
