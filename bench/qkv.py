@@ -24,7 +24,7 @@ from ringattn.bench.crash_proof import Budget, JobFailed, Worker
 from ringattn.bench.device_clock import device_facts, device_us
 from ringattn.bench.options import parse
 from ringattn.bench.report import Table, finish, keep, progress
-from ringattn.layers.projection import Backend, project_kv, project_q
+from ringattn.layers.projection import Backend, project
 from ringattn.layers.rotary import Rotation, rotation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,8 +115,9 @@ def ours(backend: Backend) -> Forward:
         x, weight, q_norm, k_norm, turn, message, *_ = given
         dim, cut = given.head_dim, given.cut
         into = message[..., :dim], message[..., dim:]
-        k, v = project_kv(x, weight[cut:], None, dim, norm=k_norm, turn=turn, into=into, backend=backend)
-        q = project_q(x, weight[:cut], None, dim, norm=q_norm, turn=turn, backend=backend)
+        finish: dict[str, Any] = {"norms": (q_norm, k_norm), "turns": (turn, turn), "backend": backend}
+        k, v = project(x, weight[cut:], None, 0, (len(weight) - cut) // dim // 2, dim, into=into, **finish)
+        (q,) = project(x, weight[:cut], None, cut // dim, 0, dim, **finish)
         return q, k, v
 
     return forward

@@ -145,7 +145,7 @@ def check_switches(config: TrainConfig, device_type: str) -> None:
             "use int8 or fp8, or recompute=full"
         )
     if config.recompute == "offloaded":
-        from ringattn.layers.offload import check_device
+        from ringattn.layers.tiled import check_device
 
         check_device(device_type, "recompute=offloaded")
         if config.saved_activations != "keep":

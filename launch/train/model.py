@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringattn.launch.train.config import ModelConfig, head_dim
-from ringattn.layers.offload import inputs_on_host
 from ringattn.layers.projection import project_qkv
 from ringattn.layers.rotary import Rope
-from ringattn.layers.tiled import Tiling, tiled
+from ringattn.layers.tiled import Tiling, inputs_on_host, tiled
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q (batch, tokens, heads, head_dim), k and v (batch, tokens, kv_heads, head_dim) -> like q; causal."""

@@ -104,8 +104,8 @@ class RingAttention(Layer):
         dropout_p = self.options.dropout_p if self.training else 0.0
         return replace(self.options, sinks=self.sinks, dropout_p=dropout_p, dropout_seed=dropout_seed)
 
-    def _facts(self) -> dict[str, object]:
-        """See `Layer._facts`: the options that differ from their defaults."""
+    def extra_repr(self) -> str:
+        """Return the options that differ from their defaults, for a printed model."""
         return shown(self.options)
 
 

@@ -1,4 +1,4 @@
-"""What the layers share: their printed options, the weights of projections, and projections that overlap with messages.
+"""What the layers share: printed options, memory, and the weights of projections, which overlap with messages.
 
 If all K and V of a rank leave in one message, they are projected straight into it, and copied out of it for the rank's
 own use while it travels. Queries are projected meanwhile. If queries travel too, they are made before anything leaves.
@@ -7,7 +7,7 @@ Guarantees: the results and gradients of projecting first and attending then; re
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from ringattn.core.dilation import Dilated
 from ringattn.core.mask import AttentionMask
 from ringattn.engine.base import KV
 from ringattn.errors import InputError
-from ringattn.layers.projection import Backend, check_projection, project_kv, project_q, project_qkv, stored_dtype
+from ringattn.layers.projection import check_projection, project, project_qkv, stored_dtype
 from ringattn.layers.rotary import Rope, Rotation
 from ringattn.options import AttentionOptions
 from ringattn.runtime.records import LocalTensors
@@ -31,26 +31,15 @@ def check_sequence(seq: object) -> None:
         raise InputError(f"seq must come from ring.sequence(...), got {type(seq).__name__}")
 
 
-def shown(options: AttentionOptions) -> dict[str, object]:
-    """Return the options that a printed model shows: those that differ from their defaults, a mask as its text."""
-    changed = options.changed().items()
-    return {name: value.text if isinstance(value, AttentionMask) else value for name, value in changed}
+def shown(options: AttentionOptions, **others: object) -> str:
+    """Return the layer's line of a printed model: `others`, and options that differ from their defaults."""
+    facts = others | options.changed()
+    texts = {name: value.text if isinstance(value, AttentionMask) else value for name, value in facts.items()}
+    return ", ".join(f"{name}={value!r}" for name, value in texts.items())
 
 
 class Layer(nn.Module):
-    """What each layer says of itself: its options in a printed model, and its memory."""
-
-    def _facts(self) -> dict[str, object]:
-        """The options that a printed model shows, by name; none for layers whose parts show them."""
-        return {}
-
-    def extra_repr(self) -> str:
-        """The options, in the layer's line of a printed model.
-
-        Returns:
-            `name=value` of each.
-        """
-        return ", ".join(f"{name}={value!r}" for name, value in self._facts().items())
+    """What each layer reports about its memory."""
 
     def own_memory(self) -> dict[str, int]:
         """Bytes of the layer's weights.
@@ -139,12 +128,53 @@ class Projections(Layer):
         return {"parameter_bytes": parameter_bytes, "kv_bytes_per_token": kv_bytes}
 
     def _attended(self, x: Tensor, seq: Sequence, options: AttentionOptions, dilated: Dilated | None = None) -> Tensor:
-        """Return the heads' outputs. Keys and values are projected first, and travel while queries are projected."""
-        return projected_attention(
-            x, self.in_proj_weight, self.in_proj_bias, seq, Heads(self.num_heads, self.num_kv_heads, self.head_dim),
-            q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps, rope=self.rope,
-            options=options, dilated=dilated,
-        )  # fmt: skip
+        """Return the heads' outputs, (batch, tokens, q_heads, head_dim). A collective call.
+
+        Keys and values are projected first, and travel while queries are projected. `dilated`: the branches of dilated
+        attention. Raises what `project_qkv` and `Ring.attention` raise.
+        """
+        ring, weight, bias, norms = seq.ring, self.in_proj_weight, self.in_proj_bias, (self.q_norm, self.k_norm)
+        cut = [self.num_heads * self.head_dim, 2 * self.num_kv_heads * self.head_dim]
+        turns: tuple[Rotation | None, Rotation | None] = (None, None)
+
+        def described() -> AttentionCall:
+            nonlocal turns
+            dtype, rank = stored_dtype(x), f"rank {ring.rank}: "
+            check_shard(x, seq, self.embed_dim)
+            try:
+                check_projection(x, weight, bias, norms, sum(cut), self.head_dim)
+            except InputError as error:
+                raise InputError(f"{rank}{error}") from error
+            check_recordable(rank, {"x": x, "weight": weight})
+            check_sinks(rank, options.sinks, self.num_heads, x.device)
+            if self.rope is not None:
+                turns = self.rope.turns(seq.positions().to(x.device), self.head_dim, dtype, seq.length)
+            sizes = x.shape[0], self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim
+            return call_of(ring, seq, None, sizes, dtype, x.device, options, dilated)
+
+        # What q, k and v are made of, after the first message has left.
+        inputs = {"x": x, "weight": weight, "bias": bias, "q_norm": self.q_norm, "k_norm": self.k_norm}
+        call = agreed(ring, described, options.sinks, inputs | {"sinks": options.sinks})
+        # One split, so that the two gradients are put together by one copy.
+        (q_weight, kv_weight), (q_bias, kv_bias) = weight.split(cut), (None, None) if bias is None else bias.split(cut)
+        finish: dict[str, Any] = {"norms": norms, "norm_eps": self.norm_eps, "turns": turns}
+        keys_values: tuple[Tensor, ...] = ()
+        in_message = False
+
+        def make(into: KV | None) -> LocalTensors:
+            nonlocal keys_values, in_message
+            in_message, places = into is not None, None if into is None else (into.k, into.v)
+            keys_values = project(x, kv_weight, kv_bias, 0, self.num_kv_heads, self.head_dim, into=places, **finish)
+            return LocalTensors(*(part.detach().transpose(0, 1) for part in keys_values))
+
+        executor = ring.executor_of(call, backward=False)
+        if call.problem.batch and executor.begins_with_keys:
+            ring.begin(executor, make)
+        else:
+            make(None)
+        (q,) = project(x, q_weight, q_bias, self.num_heads, 0, self.head_dim, **finish)
+        k, v = (part.clone() for part in keys_values) if in_message else keys_values  # the message is the ring's memory
+        return apply_attention(ring, call, q, k, v, options.sinks)[0]
 
     def _projected(self, x: Tensor, seq: Sequence) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, before anything travels. Raises `InputError` unless x is this rank's shard."""
@@ -155,84 +185,6 @@ class Projections(Layer):
             positions=None if self.rope is None else seq.positions().to(x.device),
             length=seq.length,
         )  # fmt: skip
-
-
-# --- projections that overlap with the exchange ----------------------------------------------------------------------
-
-
-class Heads(NamedTuple):
-    """Query heads, K/V heads, and elements of each."""
-
-    query: int
-    kv: int
-    dim: int
-
-
-def projected_attention(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seq: Sequence,
-    heads: Heads,
-    *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    rope: Rope | None = None,
-    backend: Backend = "auto",
-    options: AttentionOptions = AttentionOptions(),  # noqa: B008
-    dilated: Dilated | None = None,
-) -> Tensor:
-    """Self-attention (batch, tokens, q_heads, head_dim) of x (batch, tokens, model), this rank's shard of `seq`.
-
-    `weight`, `bias`, `q_norm`, `k_norm`, `norm_eps`, `rope` and `backend` are those of `project_qkv`, with the
-    sequence's own positions. `dilated`: the branches of dilated attention. A collective call that raises what
-    `project_qkv` and `Ring.attention` raise.
-    """
-    ring = seq.ring
-    turns: list[Rotation | None] = [None, None]
-
-    def described() -> AttentionCall:
-        dtype = stored_dtype(x)
-        rows = (heads.query + 2 * heads.kv) * heads.dim
-        check_shard(x, seq, weight.shape[-1])
-        try:
-            check_projection(x, weight, bias, (q_norm, k_norm), rows, heads.dim, backend)
-        except InputError as error:
-            raise InputError(f"rank {ring.rank}: {error}") from error
-        check_recordable(f"rank {ring.rank}: ", {"x": x, "weight": weight})
-        check_sinks(f"rank {ring.rank}: ", options.sinks, heads.query, x.device)
-        if rope is not None:
-            turns[:] = rope.turns(seq.positions().to(x.device), heads.dim, dtype, seq.length)
-        sizes = x.shape[0], heads.query, heads.kv, heads.dim, heads.dim
-        return call_of(ring, seq, None, sizes, dtype, x.device, options, dilated)
-
-    # What q, k and v are made of, after the first message has left.
-    inputs = {"x": x, "weight": weight, "bias": bias, "q_norm": q_norm, "k_norm": k_norm, "sinks": options.sinks}
-    call = agreed(ring, described, options.sinks, inputs)
-    # One split, so that the two gradients are put together by one copy.
-    cut = [heads.query * heads.dim, 2 * heads.kv * heads.dim]
-    (q_weight, kv_weight), (q_bias, kv_bias) = weight.split(cut), (None, None) if bias is None else bias.split(cut)
-    q_turn, k_turn = turns
-    made: list[Tensor] = []
-    lent = False
-
-    def make(into: KV | None) -> LocalTensors:
-        nonlocal lent
-        lent, where = into is not None, None if into is None else (into.k, into.v)
-        made[:] = project_kv(
-            x, kv_weight, kv_bias, heads.dim, norm=k_norm, norm_eps=norm_eps, turn=k_turn, into=where, backend=backend
-        )
-        return LocalTensors(*(one.detach().transpose(0, 1) for one in made))
-
-    executor = ring.executor_of(call, backward=False)
-    if call.problem.batch and executor.begins_with_keys:
-        ring.begin(executor, make)
-    else:
-        make(None)
-    q = project_q(x, q_weight, q_bias, heads.dim, norm=q_norm, norm_eps=norm_eps, turn=q_turn, backend=backend)
-    k, v = (one.clone() for one in made) if lent else made  # the message is the ring's memory
-    return apply_attention(ring, call, q, k, v, options.sinks)[0]
 
 
 def check_shard(x: Tensor, seq: Sequence, model: int) -> None:

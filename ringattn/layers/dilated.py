@@ -139,9 +139,10 @@ class Dilation(Layer):
         for warning in found:
             warnings.warn(warning, stacklevel=3)
 
-    def _facts(self) -> dict[str, object]:
-        """See `Layer._facts`."""
-        return asdict(self.pairs) | {"grad": self.grad, "tail": self.tail} | shown(replace(self.options, causal=False))
+    def extra_repr(self) -> str:
+        """Return the branches and the options that differ from their defaults, for a printed model."""
+        options = replace(self.options, causal=False)  # which the branches show
+        return shown(options, **asdict(self.pairs), grad=self.grad, tail=self.tail)
 
 
 class RingDilatedAttention(Dilation):

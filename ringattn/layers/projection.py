@@ -1,6 +1,8 @@
 """Projects tokens to queries, keys and values: one weight, optional bias, QK normalization and rotary positions.
 
 Keys and values can be made first and straight into a message, so that an exchange runs while the queries are made.
+The Triton kernels are imported when they are first used, because Triton is optional. The matrix products of their
+backward pass are torch's.
 Guarantees: norm and rotation are computed in float32 (float64 for float64 inputs) whatever the dtype; rotations follow
 *global* positions, so any layout is right; every backend is differentiable, once.
 """
@@ -48,53 +50,48 @@ def project_qkv(
     """
     if (rope is None) != (positions is None):
         raise InputError("rope and positions come together: give both, or neither")
-    q_turn, k_turn = None, None
+    turns: tuple[Rotation | None, Rotation | None] = (None, None)
     if rope is not None and positions is not None:
-        q_turn, k_turn = rope.turns(positions, head_dim, stored_dtype(x), length)
-    spec = _Spec(head_dim, heads, kv_heads, norm_eps, q_turn, k_turn)
-    q, k, v = _project(x, weight, bias, q_norm, k_norm, spec, backend)
+        turns = rope.turns(positions, head_dim, stored_dtype(x), length)
+    q, k, v = project(
+        x, weight, bias, heads, kv_heads, head_dim, norms=(q_norm, k_norm), norm_eps=norm_eps, turns=turns,
+        backend=backend,
+    )  # fmt: skip
     return q, k, v
 
 
-def project_q(
+def project(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    heads: int,
+    kv_heads: int,
     head_dim: int,
     *,
-    norm: Tensor | None = None,
+    norms: tuple[Tensor | None, Tensor | None] = (None, None),
     norm_eps: float = 1e-6,
-    turn: Rotation | None = None,
-    backend: Backend = "auto",
-) -> Tensor:
-    """The queries' part of `project_qkv`: `weight` (heads * head_dim, model)."""
-    spec = _Spec(head_dim, weight.shape[0] // head_dim, 0, norm_eps, turn, turn)
-    return _project(x, weight, bias, norm, None, spec, backend)[0]
-
-
-def project_kv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    head_dim: int,
-    *,
-    norm: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    turn: Rotation | None = None,
-    rows: Tensor | None = None,
+    turns: tuple[Rotation | None, Rotation | None] = (None, None),
     into: tuple[Tensor, Tensor] | None = None,
     backend: Backend = "auto",
-) -> tuple[Tensor, Tensor]:
-    """The keys' and values' part of `project_qkv`: `weight` (2 * kv_heads * head_dim, model), keys first.
+) -> tuple[Tensor, ...]:
+    """Return q, k and v; with 0 `heads` only k and v, with 0 `kv_heads` only q. See `project_qkv`.
 
-    `rows`: (kept,) int64, the tokens of x to project; `turn` is then of these. `into`: where K and V are written, two
-    row-first views (rows, batch, kv_heads, head_dim) of x's dtype, of any strides but the last, which is 1. The
-    returned tensors are then views of them, (batch, rows, kv_heads, head_dim); who writes there again before the
-    backward pass spoils nothing of this function.
+    `norms`, `turns`: of queries and of keys. `into`: where K and V are written, two row-first views (rows, batch,
+    kv_heads, head_dim) of x's dtype, of any strides except the last, which is 1. The returned tensors are then views of
+    them, (batch, rows, kv_heads, head_dim). Writing there again before the backward pass changes no gradient.
     """
-    spec = _Spec(head_dim, 0, weight.shape[0] // head_dim // 2, norm_eps, turn, turn, rows, into)
-    k, v = _project(x, weight, bias, None, norm, spec, backend)
-    return k, v
+    spec = _Spec(heads, kv_heads, head_dim, norm_eps, *turns, into)
+    norms = norms[0] if heads else None, norms[1] if kv_heads else None
+    check_projection(x, weight, bias, norms, spec.columns, head_dim, backend)
+    if _is_cast(x):
+        dtype = stored_dtype(x)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    _check_places(x, spec)
+    if backend == "auto":
+        backend = backend_for(x, head_dim)
+    if backend == "plain":
+        return _plain(x, weight, bias, *norms, spec)
+    return _KernelProjection.apply(x, weight, bias, *norms, spec, backend)
 
 
 def stored_dtype(x: Tensor) -> torch.dtype:
@@ -117,27 +114,18 @@ def backend_for(x: Tensor, head_dim: int) -> Backend:
 class _Spec(NamedTuple):
     """What is not differentiated of a projection. 0 `heads` leaves the queries out, 0 `kv_heads` keys and values."""
 
-    head_dim: int
     heads: int
     kv_heads: int
+    head_dim: int
     eps: float
     q_turn: Rotation | None
     k_turn: Rotation | None
-    rows: Tensor | None = None
-    into: tuple[Tensor, Tensor] | None = None
+    into: tuple[Tensor, Tensor] | None
 
     @property
     def columns(self) -> int:
         """Columns of the projection."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
-
-    def tokens(self, x: Tensor) -> int:
-        """How many tokens of x to project."""
-        return x.shape[1] if self.rows is None else len(self.rows)
-
-    def kept(self, x: Tensor) -> Tensor:
-        """The tokens of x to project."""
-        return x if self.rows is None else x.index_select(1, self.rows)
 
     def places(self) -> tuple[Tensor, ...]:
         """The memory of `into` as (batch, tokens, kv_heads, head_dim) tensors."""
@@ -149,30 +137,6 @@ class _Spec(NamedTuple):
         )
 
 
-def _project(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    spec: _Spec,
-    backend: Backend,
-) -> tuple[Tensor, ...]:
-    """q, k and v, or those of them that `spec` wants."""
-    check_projection(x, weight, bias, (q_norm, k_norm), spec.columns, spec.head_dim, backend)
-    if _is_cast(x):
-        dtype = stored_dtype(x)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    _check_places(x, spec)
-    if backend == "auto":
-        backend = backend_for(x, spec.head_dim)
-    if backend == "plain":
-        return _plain(x, weight, bias, q_norm, k_norm, spec)
-    from ringattn.layers.projection_kernels import KernelProjection
-
-    return KernelProjection.apply(x, weight, bias, q_norm, k_norm, spec, backend)
-
-
 def check_projection(
     x: Tensor,
     weight: Tensor,
@@ -180,7 +144,7 @@ def check_projection(
     norms: Sequence[Tensor | None],
     columns: int,
     head_dim: int,
-    backend: str,
+    backend: str = "auto",
 ) -> None:
     """Raise `InputError` unless x can be projected to so many columns. Dtypes need not be alike under autocast."""
     if x.dim() != 3 or weight.shape != (columns, x.shape[2]):
@@ -203,14 +167,15 @@ def check_projection(
 
 
 def _check_places(x: Tensor, spec: _Spec) -> None:
-    """Raise `InputError` unless the rotation and the places fit the tokens of x."""
-    turn = spec.k_turn
-    if turn is not None and turn.cos.shape != (spec.tokens(x), spec.head_dim // 2):
-        raise InputError(
-            f"{spec.tokens(x)} tokens with heads of {spec.head_dim} need a rotation of shape "
-            f"({spec.tokens(x)}, {spec.head_dim // 2}), got {tuple(turn.cos.shape)}"
-        )
-    place = (spec.tokens(x), x.shape[0], spec.kv_heads, spec.head_dim)
+    """Raise `InputError` unless the rotations and the places fit the tokens of x."""
+    batch, tokens, _ = x.shape
+    for turn in (spec.q_turn, spec.k_turn):
+        if turn is not None and turn.cos.shape != (tokens, spec.head_dim // 2):
+            raise InputError(
+                f"{tokens} tokens with heads of {spec.head_dim} need a rotation of shape "
+                f"({tokens}, {spec.head_dim // 2}), got {tuple(turn.cos.shape)}"
+            )
+    place = (tokens, batch, spec.kv_heads, spec.head_dim)
     for view in spec.into or ():
         if view.shape != place or view.dtype != x.dtype or view.stride(3) != 1:
             raise InputError(
@@ -219,11 +184,14 @@ def _check_places(x: Tensor, spec: _Spec) -> None:
             )
 
 
+# --- plain torch -----------------------------------------------------------------------------------------------------
+
+
 def _plain(
     x: Tensor, weight: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, spec: _Spec
 ) -> tuple[Tensor, ...]:
     """The reference, in plain torch."""
-    raw = F.linear(spec.kept(x), weight, bias).unflatten(-1, (-1, spec.head_dim))
+    raw = F.linear(x, weight, bias).unflatten(-1, (-1, spec.head_dim))
     q, k, v = raw.split((spec.heads, spec.kv_heads, spec.kv_heads), 2)
     q, k = _turned(q, q_norm, spec.eps, spec.q_turn), _turned(k, k_norm, spec.eps, spec.k_turn)
     if spec.into is not None:
@@ -242,7 +210,7 @@ def _turned(heads: Tensor, norm: Tensor | None, eps: float, turn: Rotation | Non
 
 
 class _Put(torch.autograd.Function):
-    """Copy heads to their place and hand it out as if it were they."""
+    """Copy heads to their place and return the place instead."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, place: Tensor) -> Tensor:
@@ -252,3 +220,87 @@ class _Put(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+# --- Triton kernels --------------------------------------------------------------------------------------------------
+# Keys and values are launched before the queries. A norm keeps its product for the backward pass, or computes it again
+# where the kernel never wrote one.
+
+
+class _KernelProjection(torch.autograd.Function):
+    """The projection by kernels; `spec` holds the sizes, `backend` is "epilogue" or "fused"."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        spec: _Spec,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        from ringattn.kernels.qkv_epilogue import epilogue_call
+        from ringattn.kernels.qkv_projection import projection_call
+
+        size = x.shape[:2]
+        places: tuple[Tensor, ...] = (x.new_empty(*size, spec.heads, spec.head_dim),) if spec.heads else ()
+        if spec.into is not None:
+            places += spec.places()
+        elif spec.kv_heads:
+            places += tuple(x.new_empty(*size, spec.kv_heads, spec.head_dim) for _ in range(2))
+        raws = []
+        for rows, finish in _groups(places, q_norm, k_norm, spec):
+            raw, b = None, None if bias is None else bias[rows]
+            if backend == "fused":
+                projection_call(_dense(x), _dense(weight[rows]), b, finish).run()
+            else:
+                raw = F.linear(x, weight[rows], b)
+                epilogue_call(raw, finish).run()
+            raws.append(raw if finish.norm is not None else None)
+        ctx.spec = spec
+        ctx.save_for_backward(x, weight, bias, q_norm, k_norm, *raws)
+        return places
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from ringattn.kernels.qkv_epilogue import epilogue_grad_call, norm_parts
+
+        x, weight, bias, q_norm, k_norm, *raws = ctx.saved_tensors
+        draw = x.new_empty(*x.shape[:2], ctx.spec.columns)
+        dnorms = []
+        groups = _groups(tuple(_dense(grad) for grad in grads), q_norm, k_norm, ctx.spec)
+        for (rows, finish), raw in zip(groups, raws, strict=True):
+            parts, norm = None, finish.norm
+            if norm is not None:
+                parts = norm_parts(finish)
+                if raw is None:
+                    raw = F.linear(x, weight[rows], None if bias is None else bias[rows])
+            epilogue_grad_call(raw, finish, draw[..., rows], parts).run()
+            dnorms.append(None if parts is None else parts.sum((0, 1)).to(norm.dtype))
+        dweight = draw.flatten(0, 1).T @ x.flatten(0, 1)
+        dbias = None if bias is None else draw.sum((0, 1), dtype=torch.float32).to(bias.dtype)
+        dq_norm, dk_norm = None if q_norm is None else dnorms[-1], None if k_norm is None else dnorms[0]
+        return draw @ weight, dweight, dbias, dq_norm, dk_norm, None, None
+
+
+def _groups(
+    places: tuple[Tensor, ...], q_norm: Tensor | None, k_norm: Tensor | None, spec: _Spec
+) -> list[tuple[slice, Any]]:
+    """What is made by one launch each, in order: rows of the weight, and their `Finish`."""
+    from ringattn.kernels.qkv_epilogue import Finish
+
+    cut = spec.heads * spec.head_dim
+    groups = []
+    if spec.kv_heads:
+        groups.append((slice(cut, None), Finish(places[-2], places[-1], k_norm, spec.eps, *(spec.k_turn or ()))))
+    if spec.heads:
+        groups.append((slice(0, cut), Finish(places[0], None, q_norm, spec.eps, *(spec.q_turn or ()))))
+    return groups
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x with a contiguous last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -19,7 +19,7 @@ from ringattn.adapters import transformers as adapter
 from ringattn.bench.processes import run_in_processes
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.launch.train.mesh import join_process_group
-from ringattn.layers import offload
+from ringattn.layers import tiled
 from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
@@ -40,8 +40,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         moved.append(x.numel())
         return x.detach().numpy().copy()
 
-    monkeypatch.setattr(offload, "to_host", to_host)
-    monkeypatch.setattr(offload, "from_host", torch.from_numpy)
+    monkeypatch.setattr(tiled, "to_host", to_host)
+    monkeypatch.setattr(tiled, "from_host", torch.from_numpy)
     monkeypatch.setattr("ringattn.adapters.transformers.memory.check_device", lambda device, option: None)
     return moved
 

@@ -25,7 +25,7 @@ from ringattn.launch.train.config import ModelConfig, TrainConfig, check_switche
 from ringattn.launch.train.data import BatchPart
 from ringattn.launch.train.model import Transformer
 from ringattn.launch.train.switches import EIGHT_BIT, SavedActivations, pack_rows, unpack_rows
-from ringattn.layers import offload
+from ringattn.layers import tiled
 from ringattn.testing import run_ranks
 
 TINY = TrainConfig(tokens=61, batch=2, steps=4, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
@@ -290,8 +290,8 @@ def test_offload_moves_activations_and_changes_nothing(monkeypatch: pytest.Monke
 
 def test_offloaded_checkpoints_move_inputs_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
-    to_host = offload.to_host
-    monkeypatch.setattr(offload, "to_host", lambda x: (moved.append(x.numel()), to_host(x))[1])
+    to_host = tiled.to_host
+    monkeypatch.setattr(tiled, "to_host", lambda x: (moved.append(x.numel()), to_host(x))[1])
     change = {"recompute": "offloaded", "tiled_mlp_tokens": 7, "chunked_loss_tokens": 7}
     torch.testing.assert_close(gradients(replace(TINY, **change)), gradients(TINY), rtol=1e-12, atol=1e-15)
     assert moved == [TINY.batch * TINY.tokens * TINY.model.dim] * TINY.model.layers

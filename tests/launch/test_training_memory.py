@@ -20,7 +20,7 @@ from ringattn.launch.capacity.training_bytes import TrainingSetup, training_byte
 from ringattn.launch.train import loop
 from ringattn.launch.train.config import ModelConfig, TrainConfig, load_train
 from ringattn.launch.train.data import BatchPart
-from ringattn.layers import offload
+from ringattn.layers import tiled
 from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 
@@ -103,8 +103,8 @@ def predicted_bytes(config: TrainConfig) -> float:
 )  # fmt: skip
 def test_the_planner_says_what_a_switch_leaves(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # Host memory of a GPU: what waits there is in no storage of the device.
-    monkeypatch.setattr(offload, "to_host", lambda x: x.detach().numpy().copy())
-    monkeypatch.setattr(offload, "from_host", lambda waiting: torch.from_numpy(waiting).clone())
+    monkeypatch.setattr(tiled, "to_host", lambda x: x.detach().numpy().copy())
+    monkeypatch.setattr(tiled, "from_host", lambda waiting: torch.from_numpy(waiting).clone())
     config = replace(BIG, **change)
     assert peak_bytes(config) == pytest.approx(predicted_bytes(config), rel=0.1)
 

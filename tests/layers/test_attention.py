@@ -1,8 +1,11 @@
-"""The layers: many ranks are one rank, torch's own layer is one of them, refusals come to every rank."""
+"""Layers with projections: many ranks are one rank, keys leave first, torch's own layer, refusals on every rank."""
 
 from __future__ import annotations
 
 import re
+import threading
+from collections import defaultdict
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -17,7 +20,11 @@ from ringattn import (
     RingMultiheadDilatedAttention,
     masks,
 )
-from ringattn.errors import InputError, UnsupportedError
+from ringattn.errors import ClosedError, InputError, RingError, UnsupportedError
+from ringattn.layers import base
+from ringattn.layers.projection import project, project_qkv
+from ringattn.layers.rotary import Rope
+from ringattn.runtime import executor as executor_module
 from ringattn.testing import dense_attention, dense_dilated_attention, run_ranks
 from tests.face import errors
 
@@ -28,18 +35,11 @@ SEED = torch.randn(2, TOKENS, EMBED, dtype=torch.float64, generator=torch.Genera
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal-rope": {"causal": True, "rope": "neox"},
-    "llm": {
-        "num_kv_heads": 2,
-        "bias": False,
-        "qk_norm": True,
-        "rope": "neox",
-        "rope_base": 500.0,
-        "causal": True,
-        "head_dim": 10,
-    },
-    "gpt-oss": {"num_kv_heads": 1, "bias": True, "rope": "interleaved", "window": (5, 0), "sinks": True},
+    "llm": {"num_kv_heads": 2, "bias": False, "qk_norm": True, "rope": "neox", "rope_base": 500.0, "causal": True,
+            "head_dim": 10},
+    "gpt-oss": {"num_kv_heads": 1, "rope": "interleaved", "window": (5, 0), "sinks": True},
     "gemma": {"softcap": 2.0, "scale": 0.3, "causal": True, "qk_norm": True, "norm_eps": 0.1},
-}
+}  # fmt: skip
 
 
 def layer(**options: Any) -> RingMultiheadAttention:
@@ -64,8 +64,7 @@ def trained(ring: Ring, options: dict[str, Any], layout: str) -> dict[str, Tenso
     return {"out": seq.gather(out.detach()), "x": x.grad, **{k: grad for k, grad in grads.items() if grad is not None}}
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "contiguous"), (3, "zigzag"), (2, "striped")])
 @pytest.mark.parametrize("name", LAYERS)
 def test_many_ranks_are_one(name: str, world_size: int, layout: str) -> None:
     (reference,) = run_ranks(1, lambda ring: trained(ring, LAYERS[name], "contiguous"))
@@ -75,25 +74,128 @@ def test_many_ranks_are_one(name: str, world_size: int, layout: str) -> None:
             torch.testing.assert_close(mine[key], value, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["causal-rope", "llm", "gpt-oss"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_leaves_float64_as_torchs_layers_do(name: str, dtype: torch.dtype) -> None:
-    made = layer(**LAYERS[name])
-    with torch.autocast("cpu", dtype):
-        assert nn.Linear(EMBED, 2).double()(X).dtype == torch.float64
+# --- projections while keys travel -----------------------------------------------------------------------------------
+
+
+def projected_before(made: RingMultiheadAttention, x: Tensor, seq: Any, rope: Rope) -> Tensor:
+    """The heads' outputs of a causal layer, projected first."""
+    q, k, v = project_qkv(
+        x, made.in_proj_weight, made.in_proj_bias, HEADS, made.num_kv_heads, made.head_dim, q_norm=made.q_norm,
+        k_norm=made.k_norm, rope=rope, positions=seq.positions(), length=TOKENS,
+    )  # fmt: skip
+    schedule, sinks = made.attention.options.schedule, made.attention.sinks
+    return seq.ring.attention(q, k, v, seq, causal=True, sinks=sinks, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all_gather", "direct", "all_to_all"])
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "contiguous"), (2, "zigzag"), (3, "contiguous"), (3, "striped")])
+def test_as_if_projected_before(ranks: int, layout: str, schedule: str) -> None:
+    rope = Rope(xpos_scale=16.0)
+
+    def body(ring: Ring) -> list[list[Tensor]]:
+        made = layer(num_kv_heads=2, qk_norm=True, sinks=True, causal=True, rope="neox", schedule=schedule)
+        made.rope = rope
+        seq, results = ring.sequence(TOKENS, layout=layout), []
+        for on_the_way in (True, False, True):
+            x = seq.shard(X).clone().requires_grad_()
+            out = made(x, seq) if on_the_way else made.out_proj(projected_before(made, x, seq, rope).flatten(2))
+            results.append([out.detach(), *torch.autograd.grad(out.sum(), [x, *made.parameters()])])
+        return results
+
+    for found, expected, again in run_ranks(ranks, body, engine="plain", poison=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("window", "wire", "straight"), [(None, None, True), ((5, 0), None, False), (None, "int8", False)], ids=str
+)
+def test_keys_leave_before_queries_are_made(
+    window: tuple[int, int] | None, wire: str | None, straight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And from where they were made, if all of them leave in one message as they are."""
+    events: dict[int, list[str]] = defaultdict(list)
+
+    def noted(work: Any, event: Any) -> Any:
+        def wrapped(*facts: Any, **options: Any) -> Any:
+            events[threading.get_ident()].append(event(*facts) if callable(event) else event)
+            return work(*facts, **options)
+
+        return wrapped
+
+    projected = noted(project, lambda x, weight, bias, heads, *_: "queries" if heads else "keys")
+    monkeypatch.setattr(base, "project", projected)
+    monkeypatch.setattr(executor_module, "pack", noted(executor_module.pack, "pack"))
+
+    def body(ring: Ring) -> list[str]:
+        seq = ring.sequence(30, layout="contiguous")
+        ring.transport.exchange = noted(ring.transport.exchange, "leave")  # type: ignore[method-assign]
+        made = RingMultiheadAttention(16, 2, causal=True, window=window, schedule="ring")
+        made(torch.ones(1, 10, 16), seq)
+        return events[threading.get_ident()]
+
+    for rank, order in enumerate(run_ranks(3, body, engine="plain", kv_wire_dtype=wire)):
+        begun = order[: order.index("queries") + 1]
+        sends = rank < 2  # with a causal mask nobody reads the last rank's keys
+        packs = ["pack"] if sends and not straight else []
+        assert begun == ["keys", *packs, *(["leave"] if rank or sends else []), "queries"], order
+
+
+def test_keys_that_cannot_be_made_end_the_ring_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's projection breaks after the ranks have agreed: nobody waits."""
+
+    def broken(x: Tensor, *given: Any, **options: Any) -> tuple[Tensor, ...]:
+        if not x.any():
+            raise MemoryError("no room for the keys")
+        return project(x, *given, **options)
+
+    monkeypatch.setattr(base, "project", broken)
+
+    def body(ring: Ring) -> BaseException:
+        seq = ring.sequence(TOKENS)
+        with pytest.raises((RingError, MemoryError)) as caught:
+            layer()(seq.shard(X) * min(ring.rank, 1), seq)
+        with pytest.raises(ClosedError):
+            ring.barrier()
+        return caught.value
+
+    raised = run_ranks(3, body, engine="plain", timeout_s=20.0)
+    assert all("no room for the keys" in str(error) for error in raised)
+
+
+@pytest.mark.parametrize(
+    ("weight", "told"),
+    [("in_proj_weight", "need a weight"), ("in_proj_bias", "bias must have"), ("k_norm", "norm's weight")],
+)
+def test_weights_that_do_not_fit_are_refused_on_all_ranks(weight: str, told: str) -> None:
+    def body(ring: Ring) -> str:
+        made, seq = layer(qk_norm=True), ring.sequence(TOKENS)
+        if ring.rank == 1:
+            setattr(made, weight, nn.Parameter(getattr(made, weight)[1:].detach()))
+        with pytest.raises(InputError) as caught:
+            made(seq.shard(X), seq)
+        ring.barrier()  # it lives on
+        return str(caught.value)
+
+    assert all("rank 1" in error and told in error for error in run_ranks(3, body, engine="plain"))
+
+
+def test_autocast_leaves_float64_as_torchs_layers_do() -> None:
+    made = layer(**LAYERS["llm"])
 
     def autocast(ring: Ring, enabled: bool) -> Tensor:
         seq = ring.sequence(TOKENS)
-        with torch.autocast("cpu", dtype, enabled=enabled):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            assert nn.Linear(EMBED, 2).double()(X).dtype == torch.float64
             out: Tensor = made(seq.shard(X), seq)
             return out
 
-    for ranks in (1, 2):
-        found, wanted = (run_ranks(ranks, lambda ring, on=on: autocast(ring, on)) for on in (True, False))
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    found, wanted = (run_ranks(2, lambda ring, on=on: autocast(ring, on)) for on in (True, False))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-# --- beside torch.nn.MultiheadAttention ------------------------------------------------------------------------------
+# --- next to torch.nn.MultiheadAttention ------------------------------------------------------------------------------
 
 MASKS: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor | None]] = {
     "full": ({}, {}, None),
@@ -177,11 +279,6 @@ def test_what_a_call_of_torchs_layer_takes_is_refused_on_all(called: dict[str, A
         layer()(X, X)
 
 
-def test_device_and_dtype() -> None:
-    made = RingMultiheadAttention(EMBED, HEADS, sinks=True, qk_norm=True, device="meta", dtype=torch.bfloat16)
-    assert {(weight.device.type, weight.dtype) for weight in made.parameters()} == {("meta", torch.bfloat16)}
-
-
 def test_state_is_plain_and_new_layers_are_drawn_well() -> None:
     made = RingMultiheadAttention(EMBED, HEADS, 2, bias=True, qk_norm=True, sinks=True)
     shapes = {name: tuple(weight.shape) for name, weight in made.state_dict().items()}
@@ -193,6 +290,8 @@ def test_state_is_plain_and_new_layers_are_drawn_well() -> None:
     assert all(made.get_parameter(name).unique().tolist() == [1.0] for name in ("q_norm", "k_norm"))
     assert not any(made.get_parameter(name).any() for name in ("in_proj_bias", "out_proj.bias", "attention.sinks"))
     assert set(RingMultiheadAttention(EMBED, HEADS, bias=False).state_dict()) == {"in_proj_weight", "out_proj.weight"}
+    placed = RingMultiheadAttention(EMBED, HEADS, sinks=True, qk_norm=True, device="meta", dtype=torch.bfloat16)
+    assert {(weight.device.type, weight.dtype) for weight in placed.parameters()} == {("meta", torch.bfloat16)}
 
 
 def test_attention_alone_keeps_its_options() -> None:
@@ -236,45 +335,55 @@ def test_a_layer_refuses_wrong_options_when_it_is_made(options: dict[str, Any], 
         layer(**options)
 
 
-def test_sinks_are_a_parameter_of_a_layer() -> None:
+def test_options_that_belong_elsewhere() -> None:
     with pytest.raises(InputError, match="sinks: they are a parameter of this layer; give sink_heads"):
         RingAttention(sinks=torch.ones(2))  # type: ignore[call-arg]
+    with pytest.raises(InputError, match="dropout_seed: it belongs to a call"):
+        RingAttention(dropout_p=0.1, dropout_seed=1)
+    with pytest.raises(InputError, match="this layer calls it dropout"):
+        RingMultiheadAttention(EMBED, HEADS, dropout_p=0.1)
+    with pytest.raises(InputError, match=r"this layer has no dropout; call ring\.dilated_attention"):
+        RingDilatedAttention([4], [1], dropout_p=0.1)
 
 
-def test_a_seed_of_one_rank_that_is_no_number_is_refused_on_all() -> None:
-    def body(ring: Ring) -> None:
+def test_a_seed_or_sinks_of_one_rank_are_refused_on_all() -> None:
+    def seeded(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)
         layer(dropout=0.1)(seq.shard(X), seq, dropout_seed="1" if ring.rank == 1 else 1)  # type: ignore[arg-type]
 
-    raised = errors(body)
-    assert all(
-        isinstance(error, InputError) and "dropout_seed must be a whole number" in str(error) for error in raised
-    )
-
-
-def test_sinks_that_a_layer_cannot_have_are_refused_on_all() -> None:
-    def body(ring: Ring) -> None:
+    def with_sinks(ring: Ring) -> None:
         made, seq = layer(sinks=True), ring.sequence(TOKENS)
         if ring.rank == 1:
             made.attention.sinks = nn.Parameter(torch.zeros(HEADS, dtype=torch.int64), requires_grad=False)
         made(seq.shard(X), seq)
 
-    found = errors(body)
-    assert all(isinstance(error, InputError) and "sinks are torch.int64" in str(error) for error in found)
+    for body, told in ((seeded, "dropout_seed must be a whole number"), (with_sinks, "sinks are torch.int64")):
+        assert all(isinstance(error, InputError) and told in str(error) for error in errors(body))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_no_batch_gives_no_output_and_gradients_of_zero(ranks: int) -> None:
-    def body(ring: Ring) -> None:
-        made, seq = layer(sinks=True, causal=True), ring.sequence(TOKENS)
-        x = seq.shard(X[:0]).clone().requires_grad_()
-        out = made(x, seq)
-        assert out.shape == x.shape
-        grads = torch.autograd.grad(out.sum(), [x, *made.parameters()])
-        assert not any(grad.any() for grad in grads) and grads[0].shape == x.shape
-        assert ring.counters()["bytes_sent"] == 0
+def test_dropout_in_training_mode_with_the_seed_of_the_call() -> None:
+    # Made once: ranks are threads here, and draw from one generator.
+    made = layer(dropout=0.4, causal=True)
 
-    run_ranks(ranks, body)
+    def body(ring: Ring) -> list[Tensor]:
+        seq, drops = ring.sequence(TOKENS), deepcopy(made)
+        mine = seq.shard(X)
+        found = [drops(mine, seq, dropout_seed=seed) for seed in (5, 5, 6)]
+        with pytest.raises(InputError, match=r"dropout_p=0\.4 needs a dropout_seed, the same on all ranks"):
+            drops(mine, seq)
+        core, q = RingAttention(causal=True, dropout_p=0.4), mine.unflatten(2, (HEADS, -1))
+        dropping = {"causal": True, "dropout_p": 0.4, "dropout_seed": 5}
+        found += [core(q, q, q, seq, dropout_seed=5), ring.attention(q, q, q, seq, **dropping)]
+        drops.eval(), core.eval()
+        found += [drops(mine, seq), core(q, q, q, seq), ring.attention(q, q, q, seq, causal=True)]
+        return [seq.gather(one.detach().flatten(2)) for one in found]
+
+    alone, shared = run_ranks(1, body)[0], run_ranks(3, body)[0]
+    for one, other in zip(alone, shared, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    first, again, another, core, call, off, core_off, call_off = alone
+    assert torch.equal(first, again) and not torch.allclose(first, another) and not torch.allclose(first, off)
+    assert torch.equal(core, call) and torch.equal(core_off, call_off) and not torch.allclose(core, core_off)
 
 
 @pytest.mark.parametrize(

@@ -198,23 +198,10 @@ def test_state_loads_both_ways_and_from_other_layers() -> None:
 
 def test_new_layers_are_drawn_well() -> None:
     made = MultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, num_kv_heads=2, qk_norm=True, layer_norm=True)
-
-    def check() -> None:
-        assert made.in_proj_weight.std().item() == pytest.approx((2 / (48 + EMBED)) ** 0.5, rel=0.1)
-        assert made.out_proj.weight.abs().max().item() <= EMBED**-0.5
-        assert all(
-            made.get_parameter(one).unique().tolist() == [1] for one in ("q_norm", "k_norm", "layer_norm.weight")
-        )
-        assert not any(made.get_parameter(one).any() for one in ("in_proj_bias", "out_proj.bias", "layer_norm.bias"))
-
-    check()
     drawn(made)
     made.reset_parameters()
-    check()
-    placed = MultiheadDilatedAttention(
-        EMBED, HEADS, LENGTHS, RATES, qk_norm=True, layer_norm=True, device="meta", dtype=torch.bfloat16
-    )
-    assert {(one.device.type, one.dtype) for one in placed.parameters()} == {("meta", torch.bfloat16)}
+    assert made.in_proj_weight.std().item() == pytest.approx((2 / (48 + EMBED)) ** 0.5, rel=0.1)
+    assert made.layer_norm.weight.unique().tolist() == [1] and not made.layer_norm.bias.any()
 
 
 def test_xpos_too_short_for_the_sequence_is_refused_on_all() -> None:
@@ -254,20 +241,9 @@ def test_memory_info() -> None:
     assert layer.get_memory_info()["plans"] == 1
     over_ranks = RingMultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, num_kv_heads=2, dtype=torch.bfloat16)
     assert over_ranks.get_memory_info() == own
-
-    def after_a_call(ring: Ring) -> dict[str, int]:
-        seq = ring.sequence(TOKENS, layout="striped")
-        over_ranks(seq.shard(X.bfloat16()), seq)
-        assert over_ranks.get_memory_info(seq) == {**own, **ring.memory_info()}
+    with Ring() as ring:
+        seq = ring.sequence(TOKENS)
         assert RingDilatedAttention(LENGTHS, RATES).get_memory_info(seq) == ring.memory_info()
-        return over_ranks.get_memory_info(seq)
-
-    assert all(info["pool_bytes"] > 0 and info["plans"] == 1 for info in run_ranks(2, after_a_call))
-    q = X.unflatten(2, (4, 6))
-    attend = DilatedAttention(LENGTHS, RATES)
-    attend(q, q, q)
-    alone = dict.fromkeys(attend.ring.memory_info(), 0) | {"world_size": 1, "plans": 1, "pool_reuses": 1}
-    assert attend.get_memory_info() == alone
 
 
 # --- warnings and refusals -------------------------------------------------------------------------------------------
@@ -285,38 +261,29 @@ def test_branches_that_cannot_reach_every_query_are_warned_of_once() -> None:
         warnings.simplefilter("error")
         attend(q, q, q)
         layer(X.float())
+        DilatedAttention(LENGTHS, RATES)(q, q, q)  # which reaches every query
     with pytest.warns(UserWarning, match=r"no branch has r=1: 50 % of the rows"):
         RingMultiheadDilatedAttention(EMBED, HEADS, (4,), (2,))
 
 
-def test_what_covers_is_not_warned_of() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        single()(X)
-        MultiheadDilatedAttention(EMBED, HEADS, (5, 12), (1, 3))(X.float())
-        DilatedAttention(LENGTHS, RATES)(*[X.unflatten(2, (4, 6))] * 3)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "told"),
-    [
+@pytest.mark.parametrize("options", [{}, {"grad": "detached", "rope": "neox"}])
+def test_a_wrong_input_of_one_rank_is_refused_on_all(options: dict[str, Any]) -> None:
+    wrong: list[tuple[Callable[[Tensor], Tensor], str]] = [
         (lambda x: x[:, 1:], r"rank 1: x must be \(batch, 8, 24\), .* got \(2, 7, 24\); pass seq.shard"),
-        (lambda x: x[..., 1:], r"rank 1: x must be \(batch, 8, 24\), .* got \(2, 8, 23\)"),
         (lambda x: x[0], r"rank 1: x must be \(batch, 8, 24\), .* got \(8, 24\)"),
         (lambda x: x.half(), "x is torch.float16, the weight is torch.float32"),
-    ],
-)
-@pytest.mark.parametrize("options", [{}, {"rope": "neox"}, {"grad": "detached", "rope": "neox"}])
-def test_a_wrong_input_of_one_rank_is_refused_on_all(options: dict[str, Any], spoil: Any, told: str) -> None:
-    def body(ring: Ring) -> None:
-        layer = RingMultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, **options)
-        seq = ring.sequence(TOKENS)
-        x = seq.shard(X.float())
-        layer(spoil(x) if ring.rank == 1 else x, seq)
+    ]
+    for spoil, told in wrong:
 
-    found = errors(body)
-    assert all(isinstance(error, InputError) for error in found)
-    assert "rank 1 refused" in str(found[0]) and re.search(told, str(found[1]))
+        def body(ring: Ring, spoil: Callable[[Tensor], Tensor] = spoil) -> None:
+            layer = RingMultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, **options)
+            seq = ring.sequence(TOKENS)
+            x = seq.shard(X.float())
+            layer(spoil(x) if ring.rank == 1 else x, seq)
+
+        found = errors(body)
+        assert all(isinstance(error, InputError) for error in found)
+        assert "rank 1 refused" in str(found[0]) and re.search(told, str(found[1]))
 
 
 @pytest.mark.parametrize(
@@ -336,11 +303,6 @@ def test_a_wrong_input_of_a_layer_alone(x: Any, told: str) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads; got 3 and 4"),
-        ({"num_kv_heads": 0}, "num_kv_heads must divide"),
-        ({"num_heads": 5}, "embed_dim 24 is no multiple of num_heads 5"),
-        ({"rope": "gptj"}, "use neox or interleaved"),
-        ({"rope": "neox", "head_dim": 5}, "even head_dim, got 5"),
         ({"xpos_scale": 512.0}, "xpos_scale=512.0 needs rotary positions"),
         ({"rope": "neox", "xpos_scale": -1.0}, "xpos_scale must be a positive number"),
         ({"dilation_rates": (1,)}, "every branch needs"),

@@ -11,13 +11,8 @@ from torch import Tensor
 
 from ringattn.errors import InputError
 from ringattn.layers import projection
-from ringattn.layers.projection import (
-    backend_for,
-    project_kv,
-    project_q,
-    project_qkv,
-)
-from ringattn.layers.rotary import Rope, rotate, rotation
+from ringattn.layers.projection import backend_for, project, project_qkv
+from ringattn.layers.rotary import Rope, rotation
 
 BATCH, TOKENS, MODEL, HEADS, KV_HEADS, DIM = 2, 11, 24, 4, 2, 8
 POSITIONS = torch.randperm(1000, generator=torch.Generator().manual_seed(3))[:TOKENS]
@@ -81,26 +76,13 @@ def test_like_its_definition(bias: bool, norm: bool, rope: Rope | None) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-def test_keys_first_and_queries_second_is_the_same() -> None:
-    given = weights()
-    x, weight, bias, cut = given["x"], given["weight"], given["bias"], HEADS * DIM
-    q, k, v = project_qkv(
-        x, weight, bias, HEADS, KV_HEADS, DIM,
-        q_norm=given["q_norm"], k_norm=given["k_norm"], rope=Rope(), **PLACED,
-    )  # fmt: skip
-    turn = rotation(POSITIONS, DIM, 10_000.0, torch.float64)
-    k_first, v_first = project_kv(x, weight[cut:], bias[cut:], DIM, norm=given["k_norm"], turn=turn)
-    q_second = project_q(x, weight[:cut], bias[:cut], DIM, norm=given["q_norm"], turn=turn)
-    torch.testing.assert_close((q_second, k_first, v_first), (q, k, v), rtol=1e-12, atol=1e-12)
-
-
 def test_a_message_is_written_and_later_used_again() -> None:
     x, weight = leaf(BATCH, TOKENS, MODEL), leaf(2 * KV_HEADS * DIM, MODEL)
     record = torch.full((TOKENS, BATCH, KV_HEADS, 2 * DIM), float("nan"), dtype=torch.float64)
     into = record[..., :DIM], record[..., DIM:]
-    k, v = project_kv(x, weight, None, DIM, into=into)
+    k, v = project(x, weight, None, 0, KV_HEADS, DIM, into=into)
     assert k.data_ptr() == into[0].data_ptr() and v.data_ptr() == into[1].data_ptr()
-    fresh = project_kv(x, weight, None, DIM)
+    fresh = project(x, weight, None, 0, KV_HEADS, DIM)
     assert torch.equal(record.transpose(0, 1), torch.cat(fresh, -1))
     record.zero_()  # the next layer's message
     mine = torch.autograd.grad((k, v), (x, weight), [torch.ones_like(k)] * 2)
@@ -108,35 +90,14 @@ def test_a_message_is_written_and_later_used_again() -> None:
     assert all(torch.equal(one, other) for one, other in zip(mine, reference, strict=True))
 
 
-def test_kept_rows_only() -> None:
-    x, weight, rows = leaf(BATCH, TOKENS, MODEL), leaf(2 * KV_HEADS * DIM, MODEL), torch.tensor([9, 0, 4])
-    turn = rotation(POSITIONS, DIM, 1e4, torch.float64)
-    k, v = project_kv(x, weight, None, DIM, turn=turn)
-    kept = turn._replace(cos=turn.cos[rows], sin=turn.sin[rows])
-    torch.testing.assert_close(
-        project_kv(x, weight, None, DIM, turn=kept, rows=rows), (k[:, rows], v[:, rows]), rtol=1e-12, atol=1e-12
-    )
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_scores_depend_on_distances_only(interleaved: bool) -> None:
-    x, y = leaf(2, 1, 1, 1, DIM).detach()
-
-    def score(of_x: int, of_y: int) -> float:
-        turn = [rotation(torch.tensor([at]), DIM, 1e4, x.dtype, interleaved) for at in (of_x, of_y)]
-        return (rotate(x, *turn[0]) * rotate(y, *turn[1])).sum().item()
-
-    assert score(1_000_005, 1_000_002) == pytest.approx(score(5, 2), rel=1e-9)
-    assert score(5, 2) != pytest.approx(score(5, 3), rel=1e-3)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norm_and_rotation_round_once(dtype: torch.dtype) -> None:
     x, norm = leaf(1, TOKENS, 16).detach().to(dtype), leaf(16).detach().to(dtype)
     unit, far = torch.eye(16, dtype=dtype), POSITIONS + 1_000_000
-    q = project_q(x, unit, None, 16, norm=norm, turn=rotation(far, 16, 1e4, torch.float32))
-    turn = rotation(far, 16, 1e4, torch.float64)
-    exact = project_q(x.double(), unit.double(), None, 16, norm=norm.double(), turn=turn)
+    turn, wide_turn = (rotation(far, 16, 1e4, wide) for wide in (torch.float32, torch.float64))
+    (q,) = project(x, unit, None, 1, 0, 16, norms=(norm, None), turns=(turn, None))
+    wide = x.double(), unit.double(), None
+    (exact,) = project(*wide, 1, 0, 16, norms=(norm.double(), None), turns=(wide_turn, None))
     assert q.dtype == dtype
     half_step = exact.abs() * torch.finfo(dtype).eps / 2
     assert ((q.double() - exact).abs() <= half_step + 1e-6).all()  # 1e-6: what float32 does on the way
@@ -189,7 +150,7 @@ def test_refusals(change: dict[str, Any], told: str) -> None:
 )
 def test_places_that_do_not_fit(view: Tensor) -> None:
     fits = torch.zeros(3, 1, 2, 8)
-    project_kv(X, W, None, 8, into=(fits, fits.clone()))
+    project(X, W, None, 0, 2, 8, into=(fits, fits.clone()))
     for into in ((fits, view), (view, fits)):
         with pytest.raises(InputError, match=r"into must be two \(3, 1, 2, 8\) views of torch.float32"):
-            project_kv(X, W, None, 8, into=into)
+            project(X, W, None, 0, 2, 8, into=into)

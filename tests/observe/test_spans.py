@@ -14,13 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn import InputError, PeerLostError, Ring, UnsupportedError
+from ringattn import InputError, PeerLostError, Ring, RingMultiheadAttention, UnsupportedError
 from ringattn.bench import recording as bench_recording
 from ringattn.bench.clock import Sample
 from ringattn.bench.recording import PASSES
 from ringattn.core.span import COMM, COMPUTE, Span, exposed, overlap, total_us, under_way
 from ringattn.engine.plain import PlainEngine
-from ringattn.layers.base import Heads, projected_attention
 from ringattn.observe import spans
 from ringattn.observe.spans import Recording
 from ringattn.runtime.executor import PassProfiler
@@ -135,9 +134,9 @@ def test_spans_of_several_passes_count_from_the_first() -> None:
 def test_projecting_queries_while_keys_travel_is_work() -> None:
     def body(ring: Ring) -> Recording:
         seq = ring.sequence(TOKENS)
-        x, weight = torch.ones(1, seq.counts[ring.rank], 16), torch.ones(3 * 2 * 8, 16)
-        with ring.recording() as recording:
-            projected_attention(x, weight, None, seq, Heads(2, 2, 8))
+        layer = RingMultiheadAttention(16, 2)
+        with ring.recording() as recording, torch.no_grad():
+            layer(torch.ones(1, seq.counts[ring.rank], 16), seq)
         return recording
 
     for recording in run_ranks(2, body):

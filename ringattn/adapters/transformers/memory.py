@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ringattn.adapters.transformers.calls import AROUND, WatchedLoss
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.layers.offload import check_device, inputs_on_host
-from ringattn.layers.tiled import Tiling, tiled
+from ringattn.layers.tiled import Tiling, check_device, inputs_on_host, tiled
 
 FEED_FORWARDS = ("mlp", "feed_forward")
 """What decoder layers of transformers call theirs."""

@@ -13,7 +13,7 @@ from ringattn.core.geometry import StridedRange
 from ringattn.errors import InputError
 from ringattn.kernels.qkv_epilogue import Finish, epilogue_call, epilogue_grad_call, norm_parts
 from ringattn.kernels.qkv_projection import projection_call
-from ringattn.layers.projection import project_kv, project_q, project_qkv
+from ringattn.layers.projection import project, project_qkv
 from ringattn.layers.rotary import Rope, rotate, rotation
 from tests.kernels.interpreter_rows.canary import Canaries, error, random
 
@@ -85,18 +85,18 @@ def test_half_precision_errs_no_more_than_plain_torch(case: str, backend: str, d
 
 
 @pytest.mark.parametrize("backend", ["plain", "epilogue", "fused"])
-def test_kept_rows_go_into_a_message(canaries: Canaries, backend: str) -> None:
-    dim, rows = 32, torch.tensor([36, 3, 4, 20, 0])
+def test_keys_and_values_go_into_a_message(canaries: Canaries, backend: str) -> None:
+    dim = 32
     x, weight = random(BATCH, TOKENS, MODEL).requires_grad_(), random(2 * KV_HEADS * dim, MODEL).requires_grad_()
-    turn = rotation(positions()[rows], dim, 1e4, torch.float32)
-    record = canaries.out((5, BATCH, KV_HEADS, 2 * dim), torch.float32, dense=True)
+    turn = rotation(positions(), dim, 1e4, torch.float32)
+    record = canaries.out((TOKENS, BATCH, KV_HEADS, 2 * dim), torch.float32, dense=True)
     into = record[..., :dim], record[..., dim:]
-    k, v = project_kv(x, weight, None, dim, turn=turn, rows=rows, into=into, backend=backend)
+    k, v = project(x, weight, None, 0, KV_HEADS, dim, turns=(None, turn), into=into, backend=backend)
     assert k.data_ptr() == into[0].data_ptr() and v.data_ptr() == into[1].data_ptr()
 
     wide_x, wide_w = (one.detach().double().requires_grad_() for one in (x, weight))
-    wide_turn = rotation(positions()[rows], dim, 1e4, torch.float64)
-    raw = (wide_x[:, rows] @ wide_w.T).unflatten(-1, (-1, dim))
+    wide_turn = rotation(positions(), dim, 1e4, torch.float64)
+    raw = (wide_x @ wide_w.T).unflatten(-1, (-1, dim))
     reference = rotate(raw[:, :, :KV_HEADS], *wide_turn), raw[:, :, KV_HEADS:]
     seeds = random(*k.shape, seed=1), random(*v.shape, seed=2)
     mine = [k, v, *torch.autograd.grad((k, v), (x, weight), seeds)]
@@ -105,29 +105,21 @@ def test_kept_rows_go_into_a_message(canaries: Canaries, backend: str) -> None:
     assert torch.equal(record.transpose(0, 1), torch.cat((k, v), -1))
 
 
-@pytest.mark.parametrize("backend", ["plain", "epilogue", "fused"])
 @pytest.mark.parametrize("run", [StridedRange(1, 12, 3), StridedRange(5, 4, 8)], ids=str)
-def test_dilated_rows_by_list_and_by_slice(run: StridedRange, backend: Any) -> None:
+def test_dilated_rows_by_list_and_by_slice(run: StridedRange) -> None:
     """A run of rows as a list, also one that lies in a wider table, and as a view of x, is the same."""
-    dim, x, weight = (
-        32,
-        random(BATCH, TOKENS, MODEL).requires_grad_(),
-        random(2 * KV_HEADS * 32, MODEL).requires_grad_(),
-    )
+    dim, x, weight = 32, random(BATCH, TOKENS, MODEL), random(2 * KV_HEADS * 32, MODEL)
     rows = torch.arange(run.start, run.stop, run.stride)
-    turn, norm = rotation(positions()[rows], dim, 1e4, torch.float32), random(dim)
-    seeds = random(BATCH, run.count, KV_HEADS, dim, seed=1), random(BATCH, run.count, KV_HEADS, dim, seed=2)
 
-    def made(of: Tensor, rows: Tensor | None) -> list[Tensor]:
-        k, v = project_kv(of, weight, None, dim, norm=norm, turn=turn, rows=rows, backend=backend)
-        return [k, v, *torch.autograd.grad((k, v), (x, weight), seeds)]
+    def projected(of: Tensor, rows: Tensor | None) -> tuple[Tensor, ...]:
+        places = [torch.empty(BATCH, run.count, KV_HEADS, dim) for _ in range(2)]
+        projection_call(of, weight, None, Finish(*places, None), rows).run()
+        return tuple(places)
 
-    by_slice = made(x[:, run.start : run.stop : run.stride], None)
-    in_a_table = torch.stack((rows, torch.full_like(rows, 1 << 40)), 1)[:, 0]
-    for by_list in (made(x, rows), made(x, in_a_table)):
-        assert all(error(one, other) < FP32 for one, other in zip(by_list, by_slice, strict=True))
-        # Other products are of torch, which may take another kernel for other strides.
-        assert backend != "fused" or all(map(torch.equal, by_list[:2], by_slice[:2]))
+    by_slice = projected(x[:, run.start : run.stop : run.stride], None)
+    in_a_table = torch.stack((rows, torch.full_like(rows, 1 << 40)), 1)[:, 0].contiguous()
+    for by_list in (projected(x, rows), projected(x, in_a_table)):
+        assert all(map(torch.equal, by_list, by_slice))
 
 
 @pytest.mark.parametrize("style", ["neox", "interleaved"])
@@ -167,7 +159,7 @@ def test_nothing_is_read_or_written_beside(canaries: Canaries, dim: int, style: 
 @pytest.mark.parametrize("backend", ["epilogue", "fused"])
 def test_no_tokens_at_all(backend: str) -> None:
     x, weight = torch.zeros(1, 0, 16, requires_grad=True), random(64, 16).requires_grad_()
-    q = project_q(x, weight, None, 32, norm=torch.ones(32), backend=backend)
+    (q,) = project(x, weight, None, 2, 0, 32, norms=(torch.ones(32), None), backend=backend)
     assert q.shape == (1, 0, 2, 32)
     (dweight,) = torch.autograd.grad(q.sum(), weight)
     assert not dweight.any()
@@ -175,21 +167,31 @@ def test_no_tokens_at_all(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["epilogue", "fused"])
 def test_what_the_kernels_cannot_do(backend: Any) -> None:
+    wide = random(1, 3, 16, dtype=torch.float64), random(32, 16, dtype=torch.float64)
     with pytest.raises(InputError, match="backend='plain'"):
-        project_q(random(1, 3, 16, dtype=torch.float64), random(32, 16, dtype=torch.float64), None, 16, backend=backend)
+        project(*wide, None, 2, 0, 16, backend=backend)
     with pytest.raises(InputError, match="odd head_dim"):
-        project_q(random(1, 3, 16), random(30, 16), None, 15, backend=backend)
+        project(random(1, 3, 16), random(30, 16), None, 2, 0, 15, backend=backend)
     x = random(1, 3, 16).requires_grad_()
-    q = project_q(x, random(32, 16), None, 16, backend=backend)
+    (q,) = project(x, random(32, 16), None, 2, 0, 16, backend=backend)
     (dx,) = torch.autograd.grad(q.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
 
 
 @pytest.mark.parametrize("backend", ["plain", "epilogue", "fused"])
+def test_queries_alone_give_no_gradient_to_the_norm_of_keys(backend: Any) -> None:
+    x, weight, q_norm, k_norm = random(1, 3, 16), random(64, 16), *(random(16).requires_grad_() for _ in range(2))
+    for heads, kv_heads, own, other in ((4, 0, q_norm, k_norm), (0, 2, k_norm, q_norm)):
+        parts = project(x, weight, None, heads, kv_heads, 16, norms=(q_norm, k_norm), backend=backend)
+        mine, none = torch.autograd.grad(sum(part.sum() for part in parts), (own, other), allow_unused=True)
+        assert mine.any() and none is None
+
+
+@pytest.mark.parametrize("backend", ["plain", "epilogue", "fused"])
 def test_autocast_gives_its_own_dtype(backend: Any) -> None:
     x, weight, bias = random(1, 3, 16), random(32, 16), random(32)
     with torch.autocast(x.device.type, torch.bfloat16):
-        q = project_q(x, weight, bias, 16, norm=torch.ones(16), backend=backend)
+        (q,) = project(x, weight, bias, 2, 0, 16, norms=(torch.ones(16), None), backend=backend)
     narrow = [one.bfloat16() for one in (x, weight, bias)]
-    assert torch.equal(q, project_q(*narrow, 16, norm=torch.ones(16), backend=backend))
+    assert torch.equal(q, *project(*narrow, 2, 0, 16, norms=(torch.ones(16), None), backend=backend))
