@@ -16,7 +16,7 @@ import triton
 from triton.runtime import driver
 
 from ringattn.bench.launch import StubDriver
-from ringattn.kernels.launch_call import LaunchCall
+from ringattn.kernels.launch import LaunchCall
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 REGISTERS = 65_536

@@ -16,7 +16,7 @@ from ringattn.bench.kernel_baselines import Inputs, implementation, made_inputs,
 from ringattn.core.geometry import CAUSAL, FULL, StridedRange, Tile, TokenRange
 from ringattn.engine.base import KV, Softmax
 from ringattn.engine.triton import TritonEngine
-from ringattn.kernels.merge import merge_call
+from ringattn.kernels.rows import merge_call
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from ringattn.engine.base import KV, BackwardInputs, Output, Softmax, SoftmaxSta
 from ringattn.engine.triton import TritonEngine
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.configs import configs_for
-from ringattn.kernels.launch import Kept
-from ringattn.kernels.launch_call import LaunchCall, Table
+from ringattn.kernels.launch import Kept, LaunchCall, Table
 
 CALLS = 200
 

@@ -23,7 +23,7 @@ from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
 from ringattn.engine.blocks import Blocks, Ints, key_blocks, query_blocks
 from ringattn.kernels.attention_tiles import H100, Gpu, section_of
-from ringattn.kernels.launch_call import BlockColumn, EntryColumn
+from ringattn.kernels.launch import BlockColumn, EntryColumn
 
 HEADS, DIM, RANKS, WINDOW, DOCUMENTS = 16, 128, 4, 1024, 16
 SIDES = "query", "key"

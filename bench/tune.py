@@ -28,7 +28,7 @@ from ringattn.core.geometry import CAUSAL, FULL, StridedRange, Tile, TokenRange
 from ringattn.engine.base import KV, BackwardInputs, Softmax
 from ringattn.engine.triton import TritonEngine, architecture, kept
 from ringattn.kernels.configs import Configs, configs_for, put_config
-from ringattn.kernels.launch_call import Config
+from ringattn.kernels.launch import Config
 
 
 def with_config(case: Case, config: Config) -> TritonEngine:

@@ -22,7 +22,7 @@ from ringattn.bench.tune_order import promising
 from ringattn.engine.triton import architecture
 from ringattn.kernels import configs as configs_module
 from ringattn.kernels.configs import configs_for
-from ringattn.kernels.launch_call import Config
+from ringattn.kernels.launch import Config
 
 
 @dataclass(frozen=True)

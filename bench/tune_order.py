@@ -6,7 +6,7 @@ accumulators in registers. It orders and rejects nothing; only times decide.
 
 from __future__ import annotations
 
-from ringattn.kernels.launch_call import Config
+from ringattn.kernels.launch import Config
 
 REGISTERS, SHARED_BYTES = 208, 232_448
 """Of a thread, less what addresses, masks and row sums take; of a block."""

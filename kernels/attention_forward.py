@@ -8,23 +8,36 @@ those of one launch over the same keys. A pass begins without reading a state an
 dtype of q: the flags of each block say which.
 The grid is as large as its caller says, each program taking every n-th block: a launch can leave multiprocessors free.
 Independent of positions, ranks, steps and of where the table comes from.
+The specialized form has a producer warp, split off by Triton's compiler (sm_90): the same meaning and bits as with
+descriptors, for q, k and v that are `describable` and tables of `one_entry_each`. Not tuned, never run on a GPU.
 """
 
 from __future__ import annotations
 
+from typing import Unpack
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.attention_alibi import adds_raw, bias_of, biased, steps_of
-from ringattn.kernels.attention_dropout import Dropout, arguments, draw_of, dropped
+from ringattn.kernels.attention_options import (
+    CallOptions,
+    adds_raw,
+    bias_of,
+    biased,
+    draw_of,
+    dropped,
+    shared_arguments,
+    shared_constants,
+    steps_of,
+)
 from ringattn.kernels.attention_tiles import (
     ENTRY_COLUMNS,
     LN_2,
     LOG2_E,
     LOWEST,
     banded,
-    compiled_with,
     ends_of,
     entries_of,
     grid_of,
@@ -37,13 +50,15 @@ from ringattn.kernels.attention_tiles import (
     rows_and_band,
     rows_in,
     rows_of,
+    run_of,
     section_for,
     state_beside,
     store_rows,
     strides_of,
     visits,
 )
-from ringattn.kernels.launch_call import VARYING, Config, LaunchCall, Table, padded
+from ringattn.kernels.configs import Configs, configs_for
+from ringattn.kernels.launch import VARYING, BlockColumn, Config, LaunchCall, Table
 
 
 @triton.jit
@@ -212,25 +227,10 @@ def _forward(
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    table: Table,
-    config: Config,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    group: int = 1,
-    first_kv_head: int = 0,
-    result: Tensor | None = None,
-    sinks: Tensor | None = None,
-    weights: Tensor | None = None,
-    slopes: Tensor | None = None,
-    dropout: Dropout | None = None,
-    programs: int | None = None,
-) -> LaunchCall:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor, table: Table, config: Config, *,
+    result: Tensor | None = None, sinks: Tensor | None = None, weights: Tensor | None = None,
+    **options: Unpack[CallOptions],
+) -> LaunchCall:  # fmt: skip
     """The launch that updates the softmax state (`out`, `lse`) by the table's pairs, in place.
 
     `q`, `k`, `v`: (rows, batch, heads, dim), any strides with a contiguous last dimension, float32 or half. `out`:
@@ -241,27 +241,99 @@ def forward(
     takes weight and gives no value: lse = sink, out 0. A LAST block writes `result`, like `out` in the dtype of q, and
     `lse`, and leaves `out` alone. Without `result` no block may be LAST; `out` may be None where all blocks are both.
     `weights`: like `lse`, with its strides; the state is then raw, `out` unnormalized, `lse` the peak of the base-2
-    logits and `weights` the sum of 2 ** (logit - peak). `slopes`: of ALiBi, float32, one for each query head of the
-    call; distances are those of `table.places`. `dropout`: by the places of pairs that `table.positions` has; a raw
-    state is not yet divided by what is kept. `programs`: the size of the grid, by default a program a block.
+    logits and `weights` the sum of 2 ** (logit - peak). A raw state is not yet divided by what dropout keeps.
     The form "descriptors" needs `describable` k and v.
     Raises ValueError without `out` and `result`.
     """
     state, strides = state_beside(out, result, lse)
-    in_scale, out_scale = logit_scales(scale, softcap)
-    blocks, batches = table.blocks.shape[0], q.shape[1]
+    softcap, batches = options.get("softcap"), q.shape[1]
+    in_scale, out_scale = logit_scales(options["scale"], softcap)
+    section = section_for(table, k, v, sharing=options.get("group", 1))
     args = (
-        q, k, v, state, lse, weights, result, sinks, table.blocks, table.entries, table.places, slopes, table.positions,
-        *arguments(dropout), blocks, table.slots, batches, section_for(table, k, v, sharing=group), group,
-        first_kv_head, in_scale, out_scale,
-        *strides_of(q, k, v),
-        *strides, *lse.stride(),
+        q, k, v, state, lse, weights, result, sinks, *shared_arguments(table, batches, section, options), in_scale,
+        out_scale, *strides_of(q, k, v), *strides, *lse.stride(),
     )  # fmt: skip
-    d_k, d_v, factor = q.shape[3], v.shape[3], in_scale if softcap is None else out_scale
-    meta = {
-        "D_K": d_k, "D_V": d_v, "PAD_K": padded(d_k), "PAD_V": padded(d_v), "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n, "SOFTCAP": softcap is not None, "DESCRIBED": config.form != "pointers",
-        "RAW_PEAK": keeps_order(factor) and (slopes is None or adds_raw(factor)), "TOGETHER": table.together,
-        **compiled_with(config),
-    }  # fmt: skip
-    return LaunchCall(_forward, grid_of(table, batches, programs), args, meta, seed_at=13 if dropout else None)
+    factor = in_scale if softcap is None else out_scale
+    raw_peak = keeps_order(factor) and (options.get("slopes") is None or adds_raw(factor))
+    meta = {**shared_constants(q, v, config, table, options), "RAW_PEAK": raw_peak}
+    grid = grid_of(table, batches, options.get("programs"))
+    return LaunchCall(_forward, grid, args, meta, seed_at=13 if options.get("dropout") else None)
+
+
+# --- the specialized form --------------------------------------------------------------------------------------------
+
+
+BLOCKS = {64: Config(128, 128, 4, 2, "specialized"), 128: Config(128, 64, 4, 2, "specialized")}
+"""By head dimension, each serving those below it. The compiler splits four warps and 128 rows, and nothing else."""
+
+
+@triton.jit(do_not_specialize=VARYING)
+def specialized_kernel(
+    q, k, v, out, lse, weights, result, sinks, blocks, entries, places, slopes, positions,
+    seed_low, seed_high, threshold, kept, block_count, slots, batches, section, group, first_kv_head, scale, softcap,
+    q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
+    v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, out_row: tl.int64, out_batch: tl.int64, out_head: tl.int64,
+    result_row: tl.int64, result_batch: tl.int64, result_head: tl.int64,
+    lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
+    D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
+        block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
+        rows, live = rows_in(block, idle, BLOCK_M)
+        begins, ends = ends_of(block)
+        kv_head = head // group - first_kv_head
+        q_base = q + batch * q_batch + head * q_head
+        # The producer warp brings the query rows as well, so they come by a descriptor.
+        q_source = rows_of(q_base, q_row, run_of(block), D_K, PAD_K, BLOCK_M, DESCRIBED)
+        q_rows = read_block(q_source, 0, BLOCK_M, D_K, PAD_K, BLOCK_M, DESCRIBED)
+        out_base = out + batch * out_batch + head * out_head
+        lse_rows = batch * lse_batch + head * lse_head + rows * lse_row
+        acc, peak, weight = opening(
+            out_base, lse, weights, sinks, None, head, live, begins, rows * out_row, lse_rows, D_V, PAD_V
+        )
+
+        k_base = k + batch * k_batch + kv_head * k_head
+        v_base = v + batch * v_batch + kv_head * v_head
+        first, _ = entries_of(block)
+        # One entry a block: the compiler does not split a loop whose state comes from another around it.
+        at_entry = entries + first * ENTRY_COLUMNS
+        entry, band = rows_and_band(at_entry)
+        start, _, _, end = visits(at_entry)
+        k_source = rows_of(k_base, k_row, entry, D_K, PAD_K, BLOCK_N, DESCRIBED)
+        v_source = rows_of(v_base, v_row, entry, D_V, PAD_V, BLOCK_N, DESCRIBED)
+        for at in tl.range(start, end, warp_specialize=True):
+            # Masked at every block, since the compiler does not split a loop that holds a branch either.
+            acc, peak, weight = update(
+                acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, True, scale, softcap, None, None,
+                D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK, TOGETHER,
+            )  # fmt: skip
+        closing(
+            acc, peak, weight, out_base, lse, weights, result, None, block, batch, head, idle, ends, out_row,
+            result_row, result_batch, result_head, lse_batch, lse_head, lse_row, D_V, PAD_V, BLOCK_M,
+        )  # fmt: skip
+
+
+def one_entry_each(blocks: Tensor) -> bool:
+    """Whether every block of a table's `blocks` meets one entry, as this kernel needs it."""
+    return bool((blocks[:, BlockColumn.END_ENTRY] - blocks[:, BlockColumn.FIRST_ENTRY] == 1).all())
+
+
+def specialized(call: LaunchCall) -> LaunchCall:
+    """By this kernel what `call`, a launch that `attention_forward.forward` gave for one of `BLOCKS`, does."""
+    return call._replace(kernel=specialized_kernel)
+
+
+def specialized_configs(arch: int, dtype: torch.dtype, dim: int) -> Configs:
+    """One of `BLOCKS` for the forward kernel, and the entry with descriptors for the others.
+
+    Arguments are those of `configs_for`. Raises LookupError where there is none.
+    """
+    width = next((one for one in BLOCKS if dim <= one), None)
+    if arch != 90 or dtype not in (torch.float16, torch.bfloat16) or width is None:
+        raise LookupError(
+            f"form 'specialized' is for sm_90, half precision and head dimensions to {max(BLOCKS)}, "
+            f"not sm_{arch}, {dtype} and {dim}"
+        )
+    return configs_for(arch, dtype, dim, "descriptors")._replace(forward=BLOCKS[width])

@@ -4,8 +4,8 @@ The products are transposed, S^T = K.Q^T and dP^T = V.dO^T, as in FlashAttention
 `mainloop_bwd_sm90`): a warpgroup's weights and score gradients then have its keys as rows, and stay in its registers as
 left operands of dV += P^T.dO and dK += dS^T.Q. One warp brings K and V of a block once, and blocks of queries with
 their gradients by TMA, each with the base-2 lse and delta of its rows beside it.
-Guarantees: what `attention_gluon_kernel` does for its buffers; no atomics, the same bits for the same table.
-`attention_gluon_backward.gluon_backward_takes` says which calls it may be given.
+Guarantees: what `attention_gluon_forward` does for its buffers; no atomics, the same bits for the same table.
+`attention_gluon.gluon_backward_takes` says which calls it may be given.
 """
 
 from __future__ import annotations
@@ -15,10 +15,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ringattn.kernels.attention_gluon_grad_parts import CONSUMERS, deliver, masked, products
-from ringattn.kernels.attention_gluon_parts import bring, described, landed, seen, slot_of, visited, work_of
-from ringattn.kernels.attention_tiles import ENTRY_COLUMNS, LOG2_E, rows_and_band, run_of, visits
-from ringattn.kernels.launch_call import VARYING
+from ringattn.kernels.attention_gluon_parts import (
+    CONSUMERS,
+    bring,
+    deliver,
+    described,
+    landed,
+    masked,
+    products,
+    seen,
+    slot_of,
+    visited,
+    work_of,
+)
+from ringattn.kernels.attention_tiles import ENTRY_COLUMNS, LOG2_E, query_heads, rows_and_band, run_of, visits
+from ringattn.kernels.launch import VARYING
 
 
 @gluon.jit
@@ -83,11 +94,12 @@ def _produce(
             items += 1
             for index in range(first, last):
                 entry = entries + index * ENTRY_COLUMNS
-                # The entry holds queries here, and columns 11 and 12 the query heads that read this K/V head.
+                # The entry holds queries here: those of the query heads that read this K/V head.
                 rows = rows_and_band(entry)[0]
                 start, full, full_end, end = visits(entry)
-                first_head = kv_head * group + gl.load(entry + 11)
-                for served in range(gl.load(entry + 12)):
+                before, reading = query_heads(entry)
+                first_head = kv_head * group + before
+                for served in range(reading):
                     head = first_head + served
                     # A descriptor is made where the one before it lay, which loads under way may still read.
                     landed(turn, q_full, SLOTS)
@@ -159,7 +171,7 @@ def _attend(
         entry = entries + index * ENTRY_COLUMNS
         start, full, full_end, end = visits(entry)
         # All query heads of the K/V head that read it, one after another in one program: no atomics.
-        for _ in range(gl.load(entry + 12)):
+        for _ in range(query_heads(entry)[1]):
             # Full blocks need no block number: it is only read for the mask.
             for _ in range(full_end - full):
                 dk, dv = _update(
@@ -235,7 +247,7 @@ def grad_kv_kernel(
     lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
     DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """What `attention_gluon_backward.grad_kv_gluon` launches, with the warps of one consumer; others are added here.
+    """What `attention_gluon.grad_kv_gluon` launches, with the warps of one consumer; others are added here.
 
     Each of the 384 threads starts with 168 registers; the producer's warpgroup keeps 24, so that each consumer has 240.
     """

@@ -2,8 +2,8 @@
 
 One warp brings a block's rows of q and dout once, and blocks of K and V, by TMA. A warpgroup computes S = Q.K^T and
 dP = dO.V^T of its queries, and keeps the score gradients in its registers as the left operand of dQ += dS.K.
-Guarantees: what `attention_gluon_kernel` does for its buffers; no atomics, the same bits for the same table.
-`attention_gluon_backward.gluon_backward_takes` says which calls it may be given.
+Guarantees: what `attention_gluon_forward` does for its buffers; no atomics, the same bits for the same table.
+`attention_gluon.gluon_backward_takes` says which calls it may be given.
 """
 
 from __future__ import annotations
@@ -13,10 +13,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ringattn.kernels.attention_gluon_grad_parts import CONSUMERS, deliver, masked, products
-from ringattn.kernels.attention_gluon_parts import bring, described, landed, places, seen, slot_of, visited, work_of
+from ringattn.kernels.attention_gluon_parts import (
+    CONSUMERS,
+    bring,
+    deliver,
+    described,
+    landed,
+    masked,
+    places,
+    products,
+    seen,
+    slot_of,
+    visited,
+    work_of,
+)
 from ringattn.kernels.attention_tiles import ENTRY_COLUMNS, LOG2_E, rows_and_band, run_of, visits
-from ringattn.kernels.launch_call import VARYING
+from ringattn.kernels.launch import VARYING
 
 
 @gluon.jit
@@ -187,7 +199,7 @@ def grad_q_kernel(
     lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
     DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """What `attention_gluon_backward.grad_q_gluon` launches, with the warps of one consumer; the others are added here.
+    """What `attention_gluon.grad_q_gluon` launches, with the warps of one consumer; the others are added here.
 
     Each of the 384 threads starts with 168 registers; the producer's warpgroup keeps 24, so that each consumer has 240.
     """

@@ -15,12 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.launch_call import FIRST, LAST, Config, Table
+from ringattn.kernels.launch import FIRST, LAST, BlockColumn, Config, EntryColumn, Table
 
-# A block: first row, row stride, rows, first head, heads, first entry, one past the last, flags.
-BLOCK_COLUMNS = tl.constexpr(8)
-# An entry: first row, row stride, rows, own step, other step, lo, hi, four block numbers, first head, heads.
-ENTRY_COLUMNS = tl.constexpr(16)
+# Columns of blocks and entries. The first three are the same: first row, row stride, rows.
+_FIRST_ROW, _ROW_STRIDE, _ROWS = map(tl.constexpr, range(3))
+_FIRST_HEAD, _HEADS = tl.constexpr(BlockColumn.FIRST_HEAD), tl.constexpr(BlockColumn.HEADS)
+_FIRST_ENTRY, _END_ENTRY = tl.constexpr(BlockColumn.FIRST_ENTRY), tl.constexpr(BlockColumn.END_ENTRY)
+_FLAGS, BLOCK_COLUMNS = tl.constexpr(BlockColumn.FLAGS), tl.constexpr(BlockColumn.COUNT)
+_OWN_STEP, _OTHER_STEP, _LO, _HI = map(tl.constexpr, range(EntryColumn.OWN_STEP, EntryColumn.HI + 1))
+_FIRST_VISIBLE, _END_VISIBLE = tl.constexpr(EntryColumn.FIRST_VISIBLE), tl.constexpr(EntryColumn.END_VISIBLE)
+_FIRST_FULL, _END_FULL = tl.constexpr(EntryColumn.FIRST_FULL), tl.constexpr(EntryColumn.END_FULL)
+_FIRST_Q_HEAD, _Q_HEADS = tl.constexpr(EntryColumn.FIRST_Q_HEAD), tl.constexpr(EntryColumn.Q_HEADS)
+ENTRY_COLUMNS = tl.constexpr(EntryColumn.COUNT)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -109,9 +115,9 @@ def item_of(blocks, item, block_count, slots, batches, section):
     within = item - block_count * before
     block = blocks + within // width * BLOCK_COLUMNS
     place = before + within % width
-    slot, heads = place % slots, tl.load(block + 4)
+    slot, heads = place % slots, tl.load(block + _HEADS)
     # The grid has `slots` items for every block; those past the block's heads do nothing.
-    head = tl.load(block + 3) + tl.minimum(slot, heads - 1)
+    head = tl.load(block + _FIRST_HEAD) + tl.minimum(slot, heads - 1)
     return block, (place // slots).to(tl.int64), head.to(tl.int64), slot >= heads
 
 
@@ -122,7 +128,8 @@ def run_of(block):
     Volatile, so that asking again after a long loop computes anew: the addresses of a whole block are tens of
     registers of each thread, which the compiler else keeps through the loop.
     """
-    return tl.load(block, volatile=True), tl.load(block + 1, volatile=True), tl.load(block + 2, volatile=True)
+    first = tl.load(block + _FIRST_ROW, volatile=True)
+    return first, tl.load(block + _ROW_STRIDE, volatile=True), tl.load(block + _ROWS, volatile=True)
 
 
 @triton.jit
@@ -137,28 +144,36 @@ def rows_in(block, idle, ROWS: tl.constexpr):
 @triton.jit
 def entries_of(block):
     """(first entry, one past the last one)."""
-    return tl.load(block + 5), tl.load(block + 6)
+    return tl.load(block + _FIRST_ENTRY), tl.load(block + _END_ENTRY)
 
 
 @triton.jit
 def ends_of(block):
     """Whether the block is the first of its rows in the pass, and whether it is the last."""
-    flags = tl.load(block + 7)
+    flags = tl.load(block + _FLAGS)
     return (flags & _FIRST) != 0, (flags & _LAST) != 0
 
 
 @triton.jit
 def rows_and_band(entry):
     """Of an entry: (first row, row stride, rows), and (own step, other step, lo, hi)."""
-    rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    return rows, (tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6))
+    rows = tl.load(entry + _FIRST_ROW), tl.load(entry + _ROW_STRIDE), tl.load(entry + _ROWS)
+    steps = tl.load(entry + _OWN_STEP), tl.load(entry + _OTHER_STEP)
+    return rows, (steps[0], steps[1], tl.load(entry + _LO), tl.load(entry + _HI))
 
 
 @triton.jit
 def visits(entry):
     """Of an entry's blocks of rows: the first visible and full ones, one past the last full and visible ones."""
     # start <= full <= full_end <= end, in blocks of the entry:  start | edge | full .. full_end | edge | end
-    return tl.load(entry + 7), tl.load(entry + 8), tl.load(entry + 9), tl.load(entry + 10)
+    start, full = tl.load(entry + _FIRST_VISIBLE), tl.load(entry + _FIRST_FULL)
+    return start, full, tl.load(entry + _END_FULL), tl.load(entry + _END_VISIBLE)
+
+
+@triton.jit
+def query_heads(entry):
+    """The first query head of an entry of queries, beyond own head * group, and how many there are."""
+    return tl.load(entry + _FIRST_Q_HEAD), tl.load(entry + _Q_HEADS)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ringattn.kernels.launch_call import Config
+from ringattn.kernels.launch import Config
 
 TABLE = Path(__file__).with_name("configs.json")
 
@@ -40,7 +40,7 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 def configs_for(arch: int, dtype: torch.dtype, dim: int, form: str | None = None) -> Configs:
     """The entry for `arch` (90 for sm_90), inputs of `dtype` and the greater of the two head dimensions.
 
-    `form`: one of `launch_call.FORMS`; by default "descriptors" for half precision where there is an entry, and else
+    `form`: one of `launch.FORMS`; by default "descriptors" for half precision where there is an entry, and else
     "pointers", which serves every tensor. Other forms keep their block sizes beside their kernels.
     Raises LookupError, naming what there is, for anything else.
     """

@@ -1,34 +1,40 @@
-"""Moves rows of K, V or gradients between strided tensors: pack, unpack, gather, scatter, scatter with add.
+"""Kernels over rows of (rows, batch, heads, dim): copies, delta, the merge of softmax states, eight bits for the wire.
 
-Rows at a constant stride need no list: slice the tensor (`x[start:stop:step]`) and move all rows of the slice.
-Guarantees: the dtype is converted on the way; an addition is done in the wider dtype and rounded once; deterministic.
+Each launch gives a program BLOCK_ROWS rows of one head. Strides of the tensors are free but the last, which is 1.
+Guarantees: deterministic, no atomics.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.launch_call import LaunchCall
+from ringattn.kernels.launch import LaunchCall
 
 BLOCK_ROWS = 32
+OF_ROWS = ("dlse_batch", "dlse_head", "delta_batch", "delta_head")  # strides that are so many rows
+OF_STATES = ("lse_batch", "lse_head", "part_lse_batch", "part_lse_head")  # the same
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest number of each eight-bit dtype."""
+OF_SCALES = ("scales_row", "scales_batch")  # strides that are so many heads
 
 
-def move_rows_call(
-    source: Tensor, into: Tensor, *, gather: Tensor | None = None, scatter: Tensor | None = None, add: bool = False
-) -> LaunchCall:
-    """into[scatter] = source[gather], or += with `add`.
+def _launch(kernel: Any, tensors: tuple[Any, ...], rows: int, like: Tensor, strides: tuple[int, ...], warps: int = 4,
+            **constants: Any) -> LaunchCall:  # fmt: skip
+    """The launch of `kernel` over `rows` rows of the batches and heads of `like`."""
+    _, batch, heads, dim = like.shape
+    meta = {"DIM": dim, "WIDTH": triton.next_power_of_2(dim), **constants, "BLOCK_ROWS": BLOCK_ROWS}
+    grid = (triton.cdiv(rows, BLOCK_ROWS) * batch * heads,)
+    return LaunchCall(kernel, grid, (*tensors, rows, heads, *strides), {**meta, "num_warps": warps, "num_stages": 1})
 
-    `source`, `into`: (rows, batch, heads, dim), any strides but the last, which is 1. `gather`, `scatter`: (count,)
-    int64, contiguous, rows of `source` and of `into`; None for all rows in order. No row may come twice in `scatter`.
-    """
-    count = len(gather) if gather is not None else source.shape[0]
-    _, batch, heads, dim = source.shape
-    args = (source, into, gather, scatter, count, heads, *source.stride()[:3], *into.stride()[:3])
-    meta = {"DIM": dim, "WIDTH": triton.next_power_of_2(dim), "ADD": add, "BLOCK_ROWS": BLOCK_ROWS}
-    grid = (triton.cdiv(count, BLOCK_ROWS) * batch * heads,)
-    return LaunchCall(move_rows, grid, args, {**meta, "num_warps": 8, "num_stages": 1})
+
+def _rows_of(*tensors: Tensor) -> tuple[int, ...]:
+    """The (row, batch, head) strides of each."""
+    return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
 @triton.jit
@@ -38,6 +44,24 @@ def corners(rows, heads, BLOCK_ROWS: tl.constexpr):
     # program = head + heads * (block of rows + blocks * batch)
     row = (tl.program_id(0) // heads % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     return row, (tl.program_id(0) // heads // blocks).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+
+
+# --- copies of rows --------------------------------------------------------------------------------------------------
+
+
+def move_rows_call(
+    source: Tensor, into: Tensor, *, gather: Tensor | None = None, scatter: Tensor | None = None, add: bool = False
+) -> LaunchCall:
+    """into[scatter] = source[gather], or += with `add`: pack, unpack, gather, scatter, scatter with add.
+
+    `source`, `into`: (rows, batch, heads, dim). The dtype is converted on the way; an addition is done in the wider
+    dtype and rounded once. `gather`, `scatter`: (count,) int64, contiguous, rows of `source` and of `into`; None for
+    all rows in order. No row may come twice in `scatter`. Rows at a constant stride need no list: slice the tensor
+    (`x[start:stop:step]`) and move all rows of the slice.
+    """
+    count = len(gather) if gather is not None else source.shape[0]
+    tensors = source, into, gather, scatter
+    return _launch(move_rows, tensors, count, source, _rows_of(source, into), warps=8, ADD=add)
 
 
 @triton.jit(do_not_specialize=["count", "heads"])
@@ -66,3 +90,155 @@ def move_rows(
         # Added in the wider of the two dtypes, rounded by the store.
         value += tl.load(to, mask=inside)
     tl.store(to, value.to(into.dtype.element_ty), mask=inside)
+
+
+# --- the row sums of a backward pass ---------------------------------------------------------------------------------
+
+
+def delta_call(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor) -> LaunchCall:
+    """Write delta: the sum of dout * out over a head, less the gradient of lse; products and sums in float32.
+
+    `dout`, `out`: (rows, batch, heads, dim). `dlse`, `delta`: (batch, heads, rows) float32, any strides; `dlse` None
+    where lse has no gradient.
+    """
+    strides = *_rows_of(dout, out), *(delta if dlse is None else dlse).stride(), *delta.stride()
+    return _launch(row_sums, (dout, out, dlse, delta), dout.shape[0], dout, strides)
+
+
+@triton.jit(do_not_specialize=["rows", "heads", *OF_ROWS])
+def row_sums(
+    dout, out, dlse, delta, rows, heads,
+    dout_row, dout_batch, dout_head, out_row, out_batch, out_head, dlse_batch, dlse_head,
+    dlse_row, delta_batch, delta_head, delta_row,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_ROWS rows of one head."""
+    row, batch, head = corners(rows, heads, BLOCK_ROWS)
+    held = row < rows
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = held[:, None] & (column < DIM)
+    of_dout = dout + batch * dout_batch + head * dout_head + (row * dout_row)[:, None] + column
+    of_out = out + batch * out_batch + head * out_head + (row * out_row)[:, None] + column
+    wide = tl.load(of_dout, mask=inside, other=0.0).to(tl.float32)
+    total = tl.sum(wide * tl.load(of_out, mask=inside, other=0.0).to(tl.float32), 1)
+    if dlse is not None:
+        total -= tl.load(dlse + batch * dlse_batch + head * dlse_head + row * dlse_row, mask=held, other=0.0)
+    tl.store(delta + batch * delta_batch + head * delta_head + row * delta_row, total, mask=held)
+
+
+# --- the merge of two softmax states ---------------------------------------------------------------------------------
+
+
+def merge_call(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> LaunchCall:
+    """Merge the softmax state `(part_out, part_lse)` into `(out, lse)`, over different keys, in place.
+
+    The algebra of `ringattn/engine/softmax_state.py`: with m = logaddexp(lse, part_lse), out becomes
+    out * exp(lse - m) + part_out * exp(part_lse - m), and lse becomes m, in natural logarithms. A row that neither has
+    seen stays (0, -inf). `out`, `part_out`: (rows, batch, heads, dim) float32. `lse`, `part_lse`: (batch, heads, rows)
+    float32, any strides.
+    """
+    strides = *_rows_of(out), *lse.stride(), *_rows_of(part_out), *part_lse.stride()
+    return _launch(merge, (out, lse, part_out, part_lse), out.shape[0], out, strides)
+
+
+@triton.jit
+def share(lse, merged):
+    """exp(lse - merged), 0 where nothing was seen."""
+    return tl.where(lse == float("-inf"), 0.0, tl.exp(lse - merged))
+
+
+@triton.jit(do_not_specialize=["rows", "heads", *OF_STATES])
+def merge(
+    out, lse, part_out, part_lse, rows, heads,
+    out_row, out_batch, out_head, lse_batch, lse_head, lse_row,
+    part_row, part_batch, part_head, part_lse_batch, part_lse_head, part_lse_row,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_ROWS rows of one head."""
+    row, batch, head = corners(rows, heads, BLOCK_ROWS)
+    held = row < rows
+    at_lse = lse + batch * lse_batch + head * lse_head + row * lse_row
+    old = tl.load(at_lse, mask=held, other=float("-inf"))
+    new = tl.load(
+        part_lse + batch * part_lse_batch + head * part_lse_head + row * part_lse_row, mask=held, other=float("-inf")
+    )
+    top = tl.maximum(old, new)
+    # -inf minus -inf is not a number; a row without a key takes 0 as its maximum and log(0) gives its -inf back.
+    top = tl.where(top == float("-inf"), 0.0, top)
+    merged = top + tl.log(tl.exp(old - top) + tl.exp(new - top))
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = held[:, None] & (column < DIM)
+    at_out = out + batch * out_batch + head * out_head + (row * out_row)[:, None] + column
+    mine = tl.load(at_out, mask=inside, other=0.0)
+    theirs = tl.load(
+        part_out + batch * part_batch + head * part_head + (row * part_row)[:, None] + column, mask=inside, other=0.0
+    )
+    tl.store(at_out, mine * share(old, merged)[:, None] + theirs * share(new, merged)[:, None], mask=inside)
+    tl.store(at_lse, merged, mask=held)
+
+
+# --- K and V in eight bits for the wire ------------------------------------------------------------------------------
+# There is one float32 scale for each token and head, amax / the largest number of the code, where amax is the largest
+# magnitude of the token's head; no scale is below 2^-126. int8: values rounded to the nearest step. fp8: e4m3 (OCP
+# OFP8: 3 mantissa bits, largest 448, smallest normal 2^-6).
+# Guarantees: |x - restored| <= scale / 2 = amax / 254 for int8; <= |x| * 2^-4 + scale * 2^-10 for fp8 (half a unit in
+# the last place of a normal, and of a subnormal value); beyond that only float32 rounding, below 2^-13 of the bound.
+# For magnitudes up to 3.4e38: the largest float32 may come back as infinity. A head that is not finite comes back as
+# NaN, never as numbers. The same bits as `ringattn.runtime.records` computes in plain torch.
+
+
+def quantize_call(x: Tensor, values: Tensor, scales: Tensor) -> LaunchCall:
+    """Quantize x (rows, batch, heads, dim) into `values`, alike in int8 or float8_e4m3fn, and `scales`.
+
+    `scales`: (rows, batch, heads) float32, any strides. Triton has float8_e4m3fn from sm_89 on.
+    """
+    constants = {"LARGEST": LARGEST[values.dtype], "ROUND": values.dtype == torch.int8}
+    return _launch(quantize, (x, values, scales), x.shape[0], x, _rows_of(x, values, scales), **constants)
+
+
+def restore_call(values: Tensor, scales: Tensor, x: Tensor) -> LaunchCall:
+    """The inverse of `quantize_call`: x gets values * scales, in its own dtype."""
+    return _launch(restore, (x, values, scales), x.shape[0], x, _rows_of(x, values, scales))
+
+
+@triton.jit(do_not_specialize=["rows", "heads", *OF_SCALES])
+def quantize(
+    x, values, scales, rows, heads,
+    x_row, x_batch, x_head, values_row, values_batch, values_head, scales_row, scales_batch, scales_head,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_ROWS rows of one head."""
+    row, batch, head = corners(rows, heads, BLOCK_ROWS)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = (row < rows)[:, None] & (column < DIM)
+    source = x + batch * x_batch + head * x_head + (row * x_row)[:, None] + column
+    full = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    # Not below the smallest normal number, so that the division is defined for zeros and accurate for tiny values.
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(full), 1), LARGEST), 1.1754943508222875e-38)
+    # A maximum may drop NaN; the sum of x * 0 is 0 for finite x and NaN for any other.
+    scale += tl.sum(full * 0.0, 1)
+    steps = tl.div_rn(full, scale[:, None])  # `/` may err in the last place on a GPU
+    if ROUND:
+        # The cast to int8 truncates.
+        steps = tl.floor(steps + 0.5)
+    to = values + batch * values_batch + head * values_head + (row * values_row)[:, None] + column
+    tl.store(to, steps.to(values.dtype.element_ty), mask=inside)
+    tl.store(scales + batch * scales_batch + head * scales_head + row * scales_row, scale, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "heads", *OF_SCALES])
+def restore(
+    x, values, scales, rows, heads,
+    x_row, x_batch, x_head, values_row, values_batch, values_head, scales_row, scales_batch, scales_head,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_ROWS rows of one head."""
+    row, batch, head = corners(rows, heads, BLOCK_ROWS)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = (row < rows)[:, None] & (column < DIM)
+    source = values + batch * values_batch + head * values_head + (row * values_row)[:, None] + column
+    scale = tl.load(scales + batch * scales_batch + head * scales_head + row * scales_row, mask=row < rows, other=0.0)
+    # One product in float32, rounded once by the store.
+    full = tl.load(source, mask=inside).to(tl.float32) * scale[:, None]
+    to = x + batch * x_batch + head * x_head + (row * x_row)[:, None] + column
+    tl.store(to, full.to(x.dtype.element_ty), mask=inside)

@@ -81,9 +81,9 @@ def test_another_compiler_changes_the_digest(tree: Path, monkeypatch: pytest.Mon
     ("group", "needed"),
     [
         ("compile gate", ["attention_forward.py", "attention_backward.py", "configs.json", "compiling.py"]),
-        ("compile gate of Gluon", ["attention_gluon_kernel.py", "simulator.py"]),
+        ("compile gate of Gluon", ["attention_gluon_forward.py", "simulator.py"]),
         ("engine in the interpreter", ["triton.py", "attention_forward.py", "engine_scenarios.py"]),
-        ("row kernels in the interpreter", ["merge.py", "quantize.py", "rows.py", "qkv_projection.py", "fp8_shim.py"]),
+        ("row kernels in the interpreter", ["rows.py", "qkv.py", "fp8_shim.py"]),
     ],
 )
 def test_groups_read_their_kernels(group: str, needed: list[str]) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from ringattn.core.geometry import StridedRange, Tile, TokenRange
 from ringattn.engine.base import Softmax
 from ringattn.errors import UnsupportedError
-from ringattn.kernels.launch_call import FIRST, LAST, BlockColumn, EntryColumn
+from ringattn.kernels.launch import FIRST, LAST, BlockColumn, EntryColumn
 
 Ints = np.ndarray
 """An integer array."""
@@ -31,7 +31,7 @@ LIMIT = 1 << 30
 
 
 class Blocks(NamedTuple):
-    """A block table on the host, int32: the columns are those of `ringattn.kernels.launch_call.Table`.
+    """A block table on the host, int32: the columns are those of `ringattn.kernels.launch.Table`.
 
     Blocks with most to do come first.
     """

@@ -13,11 +13,19 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import UnsupportedError
-from ringattn.kernels.attention_gluon import CONFIG, DIMS, gluon_lacks, gluon_missing, gluon_takes
-from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q, gluon_backward_takes
+from ringattn.kernels.attention_gluon import (
+    CONFIG,
+    DIMS,
+    GRAD_KV,
+    GRAD_Q,
+    gluon_backward_takes,
+    gluon_lacks,
+    gluon_missing,
+    gluon_takes,
+)
 from ringattn.kernels.attention_tiles import describable
 from ringattn.kernels.configs import ARCHITECTURES, Configs, configs_for
-from ringattn.kernels.launch_call import Config
+from ringattn.kernels.launch import Config
 
 Options = Sequence[str]
 """Names of the options of the softmax that a call uses."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,19 +34,28 @@ from ringattn.engine.forms import (
 )
 from ringattn.engine.philox import KEYS_OF_A_COUNTER, threshold
 from ringattn.errors import UnsupportedError
-from ringattn.kernels.attention_alibi import STEEPEST
-from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
-from ringattn.kernels.attention_dropout import Dropout, seed_words
-from ringattn.kernels.attention_forward import forward
-from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
-from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q, grad_kv_gluon, grad_q_gluon
+from ringattn.kernels.attention_backward import grad_kv, grad_q
+from ringattn.kernels.attention_forward import forward, one_entry_each, specialized, specialized_configs
+from ringattn.kernels.attention_gluon import CONFIG, GRAD_KV, GRAD_Q, forward_gluon, grad_kv_gluon, grad_q_gluon
+from ringattn.kernels.attention_options import STEEPEST, CallOptions, Dropout, seed_words
 from ringattn.kernels.attention_tiles import grid_of
 from ringattn.kernels.configs import ARCHITECTURES, DIMS, Configs, configs_for, with_dropout
-from ringattn.kernels.delta import delta_call
-from ringattn.kernels.experimental.attention_specialized import one_entry_each, specialized, specialized_configs
-from ringattn.kernels.launch import Kept, Operands, Repeat, layouts, usable
-from ringattn.kernels.launch_call import DESCRIPTORS, FIRST, LAST, BlockColumn, Config, LaunchCall, Table
-from ringattn.kernels.scratch import DESCRIPTOR_BYTES
+from ringattn.kernels.launch import (
+    DESCRIPTOR_BYTES,
+    DESCRIPTORS,
+    FIRST,
+    LAST,
+    BlockColumn,
+    Config,
+    Kept,
+    LaunchCall,
+    Operands,
+    Repeat,
+    Table,
+    layouts,
+    usable,
+)
+from ringattn.kernels.rows import delta_call
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -72,7 +81,7 @@ class TritonEngine(Accumulating):
     ) -> None:
         """`configs`: block sizes for every call; by default the table's for its device, dtype and head dimensions.
 
-        `form`: one of `ringattn.kernels.launch_call.FORMS`, by default the best that can do a call (see `forms`).
+        `form`: one of `ringattn.kernels.launch.FORMS`, by default the best that can do a call (see `forms`).
         `deterministic`: False takes the fused backward, which adds dQ in whatever order. `sm_margin`: multiprocessors
         left to an exchange meanwhile.
         """
@@ -186,7 +195,7 @@ class TritonEngine(Accumulating):
                 # Key blocks read q and dout block by block, so these are what a descriptor must be able to read.
                 by_key = loadable(table.grad_fused, q, dout)
                 keys = work.whole.by_key(by_key, q.device).steps[work.step]
-                return [grad_fused(*rows, dq, dk, dv, keys, by_key, results=results, **facts)]
+                return [grad_kv(*rows, dk, dv, keys, by_key, results=results, dq=dq, **facts)]
             configs = self._gradient_configs(q, v.shape[3], options)
             configs = gradients_readable(configs, table, (q, k, v, dout), architecture(q.device), options, self._named)
             queries = work.whole.by_query(configs.grad_q, q.device).steps[work.step]
@@ -317,25 +326,15 @@ def _uninitialized(q: Tensor, dim: int, alone: bool) -> Output:
     return Output(q.new_empty(shape, dtype=torch.float32).transpose(0, 1), result)
 
 
-class _Facts(TypedDict):
-    """What a kernel is told beside tensors."""
-
-    scale: float
-    softcap: float | None
-    group: int
-    first_kv_head: int
-    slopes: Tensor | None
-    dropout: Dropout | None
-
-
-def _facts(kv: KV, work: TritonWork) -> _Facts:
+def _facts(kv: KV, work: TritonWork) -> CallOptions:
+    """The keywords of a launch."""
     softmax, slopes, p = work.whole.softmax, work.whole.slopes(kv.k.device), work.whole.softmax.dropout_p
     # The seed comes with each launch.
     dropout = None if p is None else Dropout(0, threshold(p), 1 - p)
-    return _Facts(
-        scale=softmax.scale, softcap=softmax.softcap, group=softmax.group, first_kv_head=kv.first_head, slopes=slopes,
-        dropout=dropout,
-    )  # fmt: skip
+    return {
+        "scale": softmax.scale, "softcap": softmax.softcap, "group": softmax.group, "first_kv_head": kv.first_head,
+        "slopes": slopes, "dropout": dropout,
+    }  # fmt: skip
 
 
 def _options(works: Sequence[TritonWork]) -> Options:

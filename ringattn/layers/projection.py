@@ -241,8 +241,7 @@ class _KernelProjection(torch.autograd.Function):
         spec: _Spec,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        from ringattn.kernels.qkv_epilogue import epilogue_call
-        from ringattn.kernels.qkv_projection import projection_call
+        from ringattn.kernels.qkv import epilogue_call, projection_call
 
         size = x.shape[:2]
         places: tuple[Tensor, ...] = (x.new_empty(*size, spec.heads, spec.head_dim),) if spec.heads else ()
@@ -266,7 +265,7 @@ class _KernelProjection(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from ringattn.kernels.qkv_epilogue import epilogue_grad_call, norm_parts
+        from ringattn.kernels.qkv import epilogue_grad_call, norm_parts
 
         x, weight, bias, q_norm, k_norm, *raws = ctx.saved_tensors
         draw = x.new_empty(*x.shape[:2], ctx.spec.columns)
@@ -290,7 +289,7 @@ def _groups(
     places: tuple[Tensor, ...], q_norm: Tensor | None, k_norm: Tensor | None, spec: _Spec
 ) -> list[tuple[slice, Any]]:
     """What is made by one launch each, in order: rows of the weight, and their `Finish`."""
-    from ringattn.kernels.qkv_epilogue import Finish
+    from ringattn.kernels.qkv import Finish
 
     cut = spec.heads * spec.head_dim
     groups = []

@@ -201,11 +201,11 @@ def from_row(kv: KV, row: int, step: int = 1) -> KV:
 def quantize(x: Tensor, values: Tensor, scales: Tensor) -> None:
     """x (rows, batch, heads, dim) as `values`, alike in int8 or float8_e4m3fn, times `scales` (rows, batch, heads).
 
-    What `ringattn.kernels.quantize` does and promises about errors: by its kernel on CUDA, elsewhere in plain torch
+    What `ringattn.kernels.rows` does and promises about errors: by its kernel on CUDA, elsewhere in plain torch
     with the same bits.
     """
     if _kernel_serves(x.device, values.dtype):
-        from ringattn.kernels.quantize import quantize_call
+        from ringattn.kernels.rows import quantize_call
 
         quantize_call(x, values, scales).run()
         return
@@ -222,7 +222,7 @@ def quantize(x: Tensor, values: Tensor, scales: Tensor) -> None:
 def restore(values: Tensor, scales: Tensor, x: Tensor) -> None:
     """The inverse of `quantize`: x gets values * scales, rounded to its own dtype."""
     if _kernel_serves(x.device, values.dtype):
-        from ringattn.kernels.quantize import restore_call
+        from ringattn.kernels.rows import restore_call
 
         restore_call(values, scales, x).run()
         return

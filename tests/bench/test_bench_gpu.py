@@ -17,7 +17,7 @@ from triton.runtime.driver import driver
 from ringattn.bench import kernel_code, kernel_jobs, kernels
 from ringattn.bench.crash_proof import JobFailed
 from ringattn.bench.kernel_baselines import KernelBaseline
-from ringattn.kernels.launch_call import LaunchCall
+from ringattn.kernels.launch import LaunchCall
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,7 @@ from ringattn.bench.tune_kept import Case, Timed
 from ringattn.bench.tune_kept import TuneKeptOptions as TuneOptions
 from ringattn.bench.tune_order import cost, promising
 from ringattn.engine.plain import PlainEngine
-from ringattn.kernels.launch_call import Config
+from ringattn.kernels.launch import Config
 from tests.bench.test_bench_gpu import rehearsed
 
 TUNED = ["dims=64", "forms=pointers", "kernels=forward,grad_kv", "limit=3", "workers=0"]

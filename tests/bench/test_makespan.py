@@ -17,12 +17,12 @@ import torch
 pytest.importorskip("triton", reason="the order is that of the kernels, which are Triton's")
 from ringattn.bench import makespan as model
 from ringattn.bench.makespan import GPUS, HEADS, items_of, least, makespan, measured, order, ratio, step_of, strided
-from ringattn.kernels import launch_call
+from ringattn.kernels import launch
 from ringattn.kernels.attention_tiles import H100, section_for, section_of
-from ringattn.kernels.launch_call import Table
+from ringattn.kernels.launch import Table
 from tests.kernels.gluon_gate.values import language, pointer, value
 
-TILES = (Path(launch_call.__file__).parent / "attention_tiles.py").read_text(encoding="utf-8")
+TILES = (Path(launch.__file__).parent / "attention_tiles.py").read_text(encoding="utf-8")
 RESULTS = Path(model.__file__).parent / "results/cpu/makespan.json"
 
 

@@ -17,12 +17,10 @@ from ringattn.engine.base import KV, BackwardInputs, Softmax
 from ringattn.engine.triton import TritonEngine
 from ringattn.errors import UnsupportedError
 from ringattn.kernels import attention_gluon
-from ringattn.kernels.attention_gluon import CONFIG, gluon_missing
-from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q
+from ringattn.kernels.attention_forward import specialized_configs, specialized_kernel
+from ringattn.kernels.attention_gluon import CONFIG, GRAD_KV, GRAD_Q, gluon_missing
 from ringattn.kernels.configs import configs_for
-from ringattn.kernels.experimental.attention_specialized import forward_kernel as specialized_kernel
-from ringattn.kernels.experimental.attention_specialized import specialized_configs
-from ringattn.kernels.launch_call import Config, LaunchCall
+from ringattn.kernels.launch import Config, LaunchCall
 from tests.contract.engine_scenarios import strip
 
 HALF = torch.bfloat16

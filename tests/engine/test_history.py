@@ -10,7 +10,7 @@ import pytest
 
 from ringattn.core.geometry import FULL, StridedRange, Tile
 from ringattn.engine.blocks import Blocks, flagged, query_blocks
-from ringattn.kernels.launch_call import FIRST, LAST, BlockColumn
+from ringattn.kernels.launch import FIRST, LAST, BlockColumn
 from tests.contract.engine_scenarios import SCENARIOS, random_scenario, strip
 
 

@@ -12,7 +12,7 @@ from ringattn.engine.base import Engine, Softmax
 from ringattn.engine.select import choose
 from ringattn.engine.triton import PassTables, TritonEngine
 from ringattn.errors import UnsupportedError
-from ringattn.kernels.launch_call import Config
+from ringattn.kernels.launch import Config
 from tests.contract.engine_scenarios import SCENARIOS
 from tests.kernels.interpreted import outcomes_of
 

@@ -13,9 +13,8 @@ from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
 from ringattn.engine.blocks import flagged, query_blocks
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.triton import TritonEngine
-from ringattn.kernels.attention_forward import forward
-from ringattn.kernels.experimental.attention_specialized import one_entry_each, specialized
-from ringattn.kernels.launch_call import Config, Table
+from ringattn.kernels.attention_forward import forward, one_entry_each, specialized
+from ringattn.kernels.launch import Config, Table
 
 HEADS, SCALE = 4, 0.1
 

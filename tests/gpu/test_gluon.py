@@ -66,8 +66,7 @@ class Found(NamedTuple):
 
 def attended(case: Case, kernel: Any, config: Any, inputs: Sequence[Tensor], **how: Any) -> Found:
     """All launches of a pass; rows and keys that no tile holds are NaN before."""
-    from ringattn.kernels.launch import Kept
-    from ringattn.kernels.launch_call import Table
+    from ringattn.kernels.launch import Kept, Table
 
     q, keys, values = inputs
     kept, made = Kept(), [query_blocks(step, config.block_m, config.block_n) for step in case.steps]

@@ -35,7 +35,7 @@ def rows_of(case: Case, q: Tensor, keys: Tensor, values: Tensor, dout: Tensor) -
     """lse and delta of the pass, by the Triton kernel in float32."""
     from ringattn.kernels.attention_forward import forward
     from ringattn.kernels.configs import configs_for
-    from ringattn.kernels.launch_call import Table
+    from ringattn.kernels.launch import Table
 
     config = configs_for(90, torch.float32, q.shape[3]).forward
     out = torch.zeros(q.shape, device=q.device)
@@ -51,7 +51,7 @@ def differentiated(
     case: Case, launches: Launches, inputs: Sequence[Tensor], per_row: Sequence[Tensor], **how: Any
 ) -> list[Tensor]:
     """dQ, dK and dV of all steps, in float32, added to zeros."""
-    from ringattn.kernels.launch_call import Table
+    from ringattn.kernels.launch import Table
 
     q, keys, values, dout = inputs
     by_query, query_config, by_key, key_config = launches
@@ -76,7 +76,7 @@ def triton_launches(dtype: torch.dtype, dim: int) -> Launches:
 
 
 def gluon_launches(dim: int) -> Launches:
-    from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q, grad_kv_gluon, grad_q_gluon
+    from ringattn.kernels.attention_gluon import GRAD_KV, GRAD_Q, grad_kv_gluon, grad_q_gluon
 
     return grad_q_gluon, GRAD_Q[dim], grad_kv_gluon, GRAD_KV[dim]
 

@@ -61,8 +61,8 @@ class TestScenarios(EngineContract):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_carried_steps_equal_one_launch_bitwise(dtype: str, form: str, steps: int) -> None:
     from ringattn.engine.triton import architecture
+    from ringattn.kernels.attention_forward import specialized_configs
     from ringattn.kernels.configs import configs_for
-    from ringattn.kernels.experimental.attention_specialized import specialized_configs
     from tests.gpu.kernel_checks import carried_steps
 
     facts = architecture(torch.device("cuda")), HALVES[dtype], 128

@@ -26,7 +26,7 @@ from tests.contract.engine_scenarios import SCENARIOS, Scenario, Step, random_sc
 pytest.importorskip("triton", reason="the kernels are Triton's")
 from ringattn.kernels import attention_gluon, attention_tiles
 from ringattn.kernels.attention_gluon import CONFIG, forward_gluon, gluon_missing, gluon_takes
-from ringattn.kernels.launch_call import FIRST, LAST, Config, Table
+from ringattn.kernels.launch import FIRST, LAST, Config, Table
 from tests.kernels.gluon_gate.compiling import exponentials_under_products, hasty_arrivals
 from tests.kernels.gluon_gate.simulator import MODULES, Fault, simulate, source_of
 from tests.kernels.once import once, written_by

@@ -23,9 +23,8 @@ from ringattn.engine.blocks import Blocks, flagged, key_blocks, query_blocks
 from tests.contract.engine_scenarios import Scenario, random_scenario, simple, strip
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from ringattn.kernels.attention_gluon import gluon_missing
-from ringattn.kernels.attention_gluon_backward import gluon_backward_takes, grad_kv_gluon, grad_q_gluon
-from ringattn.kernels.launch_call import FIRST, LAST, Config, Table
+from ringattn.kernels.attention_gluon import gluon_backward_takes, gluon_missing, grad_kv_gluon, grad_q_gluon
+from ringattn.kernels.launch import FIRST, LAST, Config, Table
 from tests.kernels.gluon_gate.compiling_backward import hasty_arrivals
 from tests.kernels.gluon_gate.simulator import Fault, simulate, source_of
 from tests.kernels.once import once, written_by

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ringattn.kernels.attention_forward import specialized_configs
 from ringattn.kernels.configs import configs_for
-from ringattn.kernels.experimental.attention_specialized import specialized_configs
 from tests.kernels.interpreted import outcomes_of
 
 pytestmark = pytest.mark.alone

@@ -26,9 +26,7 @@ from triton.runtime import _allocation, driver
 from ringattn.bench.launch import StubDriver
 from ringattn.kernels import configs, launch
 from ringattn.kernels.configs import configs_for, put_config
-from ringattn.kernels.launch import Kept, Repeat, layouts
-from ringattn.kernels.launch_call import Config, LaunchCall
-from ringattn.kernels.scratch import allocate
+from ringattn.kernels.launch import Config, Kept, LaunchCall, Repeat, allocate, layouts
 from tests.kernels.compile_gate.purpose import product
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,11 +114,11 @@ def test_how_many_blocks_a_multiprocessor_holds(changed: dict[str, int], residen
 def test_programs_count_on_a_counter_of_their_stream(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """0 at each launch; launches that may overlap have their own: of other streams, and of graphs that are captured."""
     stub.launched, found, call = [], [], call_with()
-    monkeypatch.setattr("ringattn.kernels.scratch._counters", {})
+    monkeypatch.setattr("ringattn.kernels.launch._counters", {})
     repeat = Kept().repeat(call._replace(counter=call.args[2]), call.args[:2])
     for stream, captured in ((7, False), (7, False), (8, False), (7, True), (7, True)):
         stub.stream = stream
-        monkeypatch.setattr("ringattn.kernels.scratch.capturing", lambda captured=captured: captured)
+        monkeypatch.setattr("ringattn.kernels.launch.capturing", lambda captured=captured: captured)
         repeat(call.args[:2])
         found.append(stub.launched[-1][9 + 2])
     assert found[0] is found[1] and len({id(x) for x in (*found, call.args[2])}) == 5

@@ -37,7 +37,7 @@ def through(x: Tensor, code: str) -> Tensor:
 
 
 def bound(x: Tensor, code: str) -> Tensor:
-    """What `ringattn.kernels.quantize` promises; for half inputs and the rounding to their own dtype."""
+    """What `ringattn.kernels.rows` promises; for half inputs and the rounding to their own dtype."""
     wide, largest = x.double().abs(), x.double().abs().amax(-1, keepdim=True)
     step = (largest / LARGEST[code]).clamp_min(2.0**-126)
     found = (step / 2).expand_as(wide) if code == "int8" else wide * 2.0**-4 + step * 2.0**-10

@@ -9,15 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
-from ringattn.kernels.attention_dropout import Dropout
-from ringattn.kernels.attention_forward import forward
-from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
+from ringattn.kernels.attention_backward import grad_kv, grad_q
+from ringattn.kernels.attention_forward import BLOCKS, forward, specialized, specialized_configs
+from ringattn.kernels.attention_gluon import CONFIG, GRAD_KV, GRAD_Q, forward_gluon, grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.attention_gluon import DIMS as GLUON_DIMS
-from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q, grad_kv_gluon, grad_q_gluon
+from ringattn.kernels.attention_options import Dropout
 from ringattn.kernels.configs import ARCHITECTURES, DIMS, configs_for, with_dropout
-from ringattn.kernels.experimental.attention_specialized import BLOCKS, specialized, specialized_configs
-from ringattn.kernels.launch_call import FORMS, PLACES, POSITIONS, LaunchCall, Table
+from ringattn.kernels.launch import FORMS, PLACES, POSITIONS, LaunchCall, Table
 from tests.kernels.compile_gate import purpose
 
 DTYPES = {"half": torch.bfloat16, "single": torch.float32}
@@ -153,7 +151,7 @@ def call_of(name: str) -> LaunchCall:
             *seed, *grads, table, config, scale=scale, softcap=softcap, results=results, slopes=slopes,
             dropout=dropout,
         )  # fmt: skip
-    return grad_fused(*seed, _rows(d_k), *grads, table, config, scale=scale, softcap=softcap, results=results)
+    return grad_kv(*seed, *grads, table, config, dq=_rows(d_k), scale=scale, softcap=softcap, results=results)
 
 
 def _rows(dim: int, dtype: torch.dtype = torch.float32) -> Tensor:

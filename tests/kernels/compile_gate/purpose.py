@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ringattn.kernels.launch_call import LaunchCall
+from ringattn.kernels.launch import LaunchCall
 
 
 @triton.jit

@@ -28,13 +28,9 @@ from triton.runtime import driver
 from ringattn.bench.kernel_code import read
 from ringattn.bench.launch import StubDriver
 from ringattn.bench.sass import instructions
-from ringattn.kernels.delta import delta_call
-from ringattn.kernels.launch_call import LaunchCall
-from ringattn.kernels.merge import merge_call
-from ringattn.kernels.qkv_epilogue import Finish, epilogue_call, epilogue_grad_call, norm_parts
-from ringattn.kernels.qkv_projection import projection_call
-from ringattn.kernels.quantize import quantize_call, restore_call
-from ringattn.kernels.rows import move_rows_call
+from ringattn.kernels.launch import LaunchCall
+from ringattn.kernels.qkv import Finish, epilogue_call, epilogue_grad_call, norm_parts, projection_call
+from ringattn.kernels.rows import delta_call, merge_call, move_rows_call, quantize_call, restore_call
 from tests.kernels.compile_gate import loops
 from tests.kernels.compile_gate.compiling import AT_ONCE, MATRIX, RANKED, golden_tables, write_golden
 

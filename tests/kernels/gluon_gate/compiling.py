@@ -19,7 +19,7 @@ from torch import Tensor
 from ringattn.bench.kernel_code import code_of
 from ringattn.bench.sass import product_loops
 from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
-from ringattn.kernels.launch_call import LaunchCall, Table
+from ringattn.kernels.launch import LaunchCall, Table
 
 OPCODES = ("HGMMA", "HMMA", "UTMALDG", "USETMAXREG", "SYNCS", "LDL", "STL")
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ringattn.bench.kernel_code import code_of
 from ringattn.bench.sass import Loop, product_loops
-from ringattn.kernels.attention_gluon_backward import GRAD_KV, GRAD_Q, grad_kv_gluon, grad_q_gluon
-from ringattn.kernels.launch_call import LaunchCall, Table
+from ringattn.kernels.attention_gluon import GRAD_KV, GRAD_Q, grad_kv_gluon, grad_q_gluon
+from ringattn.kernels.launch import LaunchCall, Table
 from tests.kernels.gluon_gate.compiling import OPCODES
 
 CASES = tuple(f"{kernel}/{dim}" for kernel in ("grad_kv", "grad_q") for dim in (64, 128))

@@ -23,14 +23,14 @@ from unittest.mock import patch
 import numpy as np
 from torch import Tensor
 
-from ringattn.kernels import launch_call
-from ringattn.kernels.launch_call import LaunchCall
+from ringattn.kernels import launch
+from ringattn.kernels.launch import LaunchCall
 from tests.kernels.gluon_gate.values import Pointer, Value, counted, language, pointer, value
 
-KERNELS = Path(launch_call.__file__).parent
+KERNELS = Path(launch.__file__).parent
 MODULES = (
-    "attention_tiles", "attention_gluon_parts", "attention_gluon_items", "attention_gluon_update",
-    "attention_gluon_kernel", "attention_gluon_grad_parts", "attention_gluon_grad_kv", "attention_gluon_grad_q",
+    "attention_tiles", "attention_gluon_parts", "attention_gluon_forward", "attention_gluon_grad_kv",
+    "attention_gluon_grad_q",
 )  # fmt: skip
 """What a kernel may consist of, each after those that it imports."""
 

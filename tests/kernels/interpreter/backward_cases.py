@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels import attention_tiles
-from ringattn.kernels.attention_backward import grad_fused, grad_kv, grad_q
+from ringattn.kernels.attention_backward import grad_kv, grad_q
 from ringattn.kernels.attention_tiles import section_for
-from ringattn.kernels.launch_call import FIRST, LAST
+from ringattn.kernels.launch import FIRST, LAST
 from tests.kernels.interpreter.kernel_cases import (
     ALL,
     DTYPES,
@@ -162,7 +162,7 @@ def test_dk_and_dv_begin_and_end_as_their_blocks_say(form: str, fused: bool) -> 
     def launch(sums: tuple[Tensor, Tensor] | tuple[None, None], results: tuple[Tensor, Tensor], flags: int) -> None:
         table = by_key(runs, config, flags)
         if fused:
-            grad_fused(*at, dq, *sums, table, config, scale=SCALE, group=GROUP, results=results).run()
+            grad_kv(*at, *sums, table, config, scale=SCALE, group=GROUP, results=results, dq=dq).run()
         else:
             grad_kv(*at, *sums, table, config, scale=SCALE, group=GROUP, results=results).run()
 
@@ -239,7 +239,7 @@ def test_one_fused_launch_is_two(pairs: Pairs, form: str) -> None:
     table = by_key(pairs, config)
     grad_q(*at, split.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP).run()
     grad_kv(*at, split.dk, split.dv, table, config, scale=SCALE, group=GROUP).run()
-    grad_fused(*at, fused.dq, fused.dk, fused.dv, table, config, scale=SCALE, group=GROUP).run()
+    grad_kv(*at, fused.dk, fused.dv, table, config, scale=SCALE, group=GROUP, dq=fused.dq).run()
     assert torch.equal(split.dk, fused.dk) and torch.equal(split.dv, fused.dv)
     close(fused.dq, split.dq.double(), 5e-7)
     inputs.memory.check()
@@ -252,7 +252,7 @@ def test_a_fused_launch_adds_nothing_for_keys_beyond_a_run() -> None:
     reference, grads = inputs.reference(), grads_of(inputs)
     at = seeds(inputs, reference)
     assert (reference["lse"] < -200).all()
-    grad_fused(*at, *grads[:3], by_key(inputs.pairs, config), config, scale=SCALE, group=GROUP).run()
+    grad_kv(*at, *grads[1:3], by_key(inputs.pairs, config), config, scale=SCALE, group=GROUP, dq=grads[0]).run()
     assert grads.dq.isfinite().all()
 
 
@@ -265,7 +265,7 @@ def test_rows_whose_logits_are_all_minus_infinity_add_nothing(pairs: Pairs, form
     at, table = seeds(inputs, reference), by_key(pairs, config)
     grad_q(*at, split.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP).run()
     grad_kv(*at, split.dk, split.dv, table, config, scale=SCALE, group=GROUP).run()
-    grad_fused(*at, fused.dq, fused.dk, fused.dv, table, config, scale=SCALE, group=GROUP).run()
+    grad_kv(*at, fused.dk, fused.dv, table, config, scale=SCALE, group=GROUP, dq=fused.dq).run()
     for grads in (split, fused):
         assert not grads.dq[SILENT].any()
         for name in ("dq", "dk", "dv"):

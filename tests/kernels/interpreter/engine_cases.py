@@ -24,10 +24,9 @@ from ringattn.engine.select import choose
 from ringattn.engine.triton import TritonEngine
 from ringattn.errors import UnsupportedError
 from ringattn.kernels import attention_tiles
-from ringattn.kernels.attention_forward import forward
+from ringattn.kernels.attention_forward import forward, specialized, specialized_kernel
 from ringattn.kernels.configs import Configs
-from ringattn.kernels.experimental.attention_specialized import forward_kernel, specialized
-from ringattn.kernels.launch_call import Config, LaunchCall, Table
+from ringattn.kernels.launch import Config, LaunchCall, Table
 from tests import philox
 from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_scenarios import SCENARIOS, Scenario, random_scenario, simple, strip
@@ -221,7 +220,7 @@ def test_a_specialized_engine_has_the_bits_of_descriptors(monkeypatch: pytest.Mo
             engine.attend(q, KV(*kv), state, work)
         results.append((state.out.finalized(q.dtype), state.lse))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True)) and results[0][1].isfinite().all()
-    assert [call.kernel for call in launches] == [forward_kernel] * 2
+    assert [call.kernel for call in launches] == [specialized_kernel] * 2
     several = engine.prepare([tiles[:1], tiles[1:]], Softmax(SCALE), 48, 2)
     with pytest.raises(UnsupportedError, match=r"form='specialized': .*several runs of keys"):
         engine.begin(several, q, 16, None)

@@ -17,10 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels.attention_forward import forward
+from ringattn.kernels.attention_forward import forward, one_entry_each, specialized
 from ringattn.kernels.attention_tiles import describable, grid_of
-from ringattn.kernels.experimental.attention_specialized import one_entry_each, specialized
-from ringattn.kernels.launch_call import FIRST, LAST, Config
+from ringattn.kernels.launch import FIRST, LAST, Config
 from tests.kernels.interpreter.bf16_shim import bf16
 from tests.kernels.interpreter.kernel_inputs import (
     GROUP,

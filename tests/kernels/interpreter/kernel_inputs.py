@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.kernels.launch_call import Config, Table
+from ringattn.kernels.launch import Config, Table
 
 NAN = float("nan")
 SCALE, GROUP, HEADS = 0.3, 2, 4

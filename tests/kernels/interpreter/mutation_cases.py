@@ -15,14 +15,14 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ringattn.kernels import attention_backward, launch_call
+from ringattn.kernels import attention_backward, launch
 from tests.kernels.interpreter import backward_cases, kernel_cases
 from tests.kernels.interpreter.kernel_cases import ALL, MANY, WINDOW, seed
 
 __all__ = ["seed"]
 
-KERNELS = Path(launch_call.__file__).parent
-FORWARD, BACKWARD = "attention_forward", "attention_backward_kernels"
+KERNELS = Path(launch.__file__).parent
+FORWARD, BACKWARD = "attention_forward", "attention_backward"
 
 
 class Wrong(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringattn.kernels.delta import delta_call
+from ringattn.kernels.rows import delta_call
 from tests.kernels.interpreter_rows.canary import Canaries, error, random
 
 

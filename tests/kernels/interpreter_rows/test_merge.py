@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringattn.engine.softmax_state import merge_
-from ringattn.kernels.merge import merge_call
+from ringattn.kernels.rows import merge_call
 from tests.kernels.interpreter_rows.canary import Canaries, error, random
 
 

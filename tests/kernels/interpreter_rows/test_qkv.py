@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ringattn.core.geometry import StridedRange
 from ringattn.errors import InputError
-from ringattn.kernels.qkv_epilogue import Finish, epilogue_call, epilogue_grad_call, norm_parts
-from ringattn.kernels.qkv_projection import projection_call
+from ringattn.kernels.qkv import Finish, epilogue_call, epilogue_grad_call, norm_parts, projection_call
 from ringattn.layers.projection import project, project_qkv
 from ringattn.layers.rotary import Rope, rotate, rotation
 from tests.kernels.interpreter_rows.canary import Canaries, error, random

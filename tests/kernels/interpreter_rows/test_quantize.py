@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels.quantize import LARGEST, quantize_call, restore_call
+from ringattn.kernels.rows import LARGEST, quantize_call, restore_call
 from ringattn.runtime import records
 from tests.kernels.interpreter_rows.canary import Canaries, random
 
