@@ -190,8 +190,9 @@ def _forward(
     lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    TOGETHER: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
+    """SPLIT: with a producer warp, by Triton's compiler; then a block has one entry and rows come by descriptors."""
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
         rows, live = rows_in(block, idle, BLOCK_M)
@@ -199,7 +200,12 @@ def _forward(
         # The held K/V may begin at a later head than 0.
         kv_head = head // group - first_kv_head
         q_base = q + batch * q_batch + head * q_head
-        q_rows = load_rows(q_base, rows * q_row, live, D_K, PAD_K)
+        if SPLIT:
+            # The producer warp brings the query rows as well, so they come by a descriptor.
+            q_source = rows_of(q_base, q_row, run_of(block), D_K, PAD_K, BLOCK_M, DESCRIBED)
+            q_rows = read_block(q_source, 0, BLOCK_M, D_K, PAD_K, BLOCK_M, DESCRIBED)
+        else:
+            q_rows = load_rows(q_base, rows * q_row, live, D_K, PAD_K)
         out_base = out + batch * out_batch + head * out_head
         lse_rows = batch * lse_batch + head * lse_head + rows * lse_row
         acc, peak, weight = opening(
@@ -209,17 +215,31 @@ def _forward(
         k_base = k + batch * k_batch + kv_head * k_head
         v_base = v + batch * v_batch + kv_head * v_head
         first, last = entries_of(block)
-        factor = softcap if SOFTCAP else scale
-        for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
-            alibi = None if slopes is None else bias_of(places, index, slopes, head, factor, RAW_PEAK)
-            draw = None
-            if positions is not None:
-                draw = draw_of(positions, index, head, batch, seed_low, seed_high, threshold)
-            acc, peak, weight = _update_entry(
-                acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entries + index * ENTRY_COLUMNS, scale,
-                softcap, alibi, draw, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
-                TOGETHER,
-            )  # fmt: skip
+        if SPLIT:
+            # One entry a block: the compiler does not split a loop whose state comes from another around it.
+            at_entry = entries + first * ENTRY_COLUMNS
+            entry, band = rows_and_band(at_entry)
+            start, _, _, end = visits(at_entry)
+            k_source = rows_of(k_base, k_row, entry, D_K, PAD_K, BLOCK_N, DESCRIBED)
+            v_source = rows_of(v_base, v_row, entry, D_V, PAD_V, BLOCK_N, DESCRIBED)
+            for at in tl.range(start, end, warp_specialize=True):
+                # Masked at every block, since the compiler does not split a loop that holds a branch either.
+                acc, peak, weight = update(
+                    acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, True, scale, softcap, None, None,
+                    D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK, TOGETHER,
+                )  # fmt: skip
+        else:
+            factor = softcap if SOFTCAP else scale
+            for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
+                alibi = None if slopes is None else bias_of(places, index, slopes, head, factor, RAW_PEAK)
+                draw = None
+                if positions is not None:
+                    draw = draw_of(positions, index, head, batch, seed_low, seed_high, threshold)
+                acc, peak, weight = _update_entry(
+                    acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entries + index * ENTRY_COLUMNS, scale,
+                    softcap, alibi, draw, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
+                    TOGETHER,
+                )  # fmt: skip
         closing(
             acc, peak, weight, out_base, lse, weights, result, kept, block, batch, head, idle, ends, out_row,
             result_row, result_batch, result_head, lse_batch, lse_head, lse_row, D_V, PAD_V, BLOCK_M,
@@ -242,7 +262,7 @@ def forward(
     `lse`, and leaves `out` alone. Without `result` no block may be LAST; `out` may be None where all blocks are both.
     `weights`: like `lse`, with its strides; the state is then raw, `out` unnormalized, `lse` the peak of the base-2
     logits and `weights` the sum of 2 ** (logit - peak). A raw state is not yet divided by what dropout keeps.
-    The form "descriptors" needs `describable` k and v.
+    The form "descriptors" needs `describable` k and v, "specialized" one of `BLOCKS`, q too and `one_entry_each`.
     Raises ValueError without `out` and `result`.
     """
     state, strides = state_beside(out, result, lse)
@@ -256,6 +276,7 @@ def forward(
     factor = in_scale if softcap is None else out_scale
     raw_peak = keeps_order(factor) and (options.get("slopes") is None or adds_raw(factor))
     meta = {**shared_constants(q, v, config, table, options), "RAW_PEAK": raw_peak}
+    meta["SPLIT"] = config.form == "specialized"
     grid = grid_of(table, batches, options.get("programs"))
     return LaunchCall(_forward, grid, args, meta, seed_at=13 if options.get("dropout") else None)
 
@@ -267,62 +288,9 @@ BLOCKS = {64: Config(128, 128, 4, 2, "specialized"), 128: Config(128, 64, 4, 2, 
 """By head dimension, each serving those below it. The compiler splits four warps and 128 rows, and nothing else."""
 
 
-@triton.jit(do_not_specialize=VARYING)
-def specialized_kernel(
-    q, k, v, out, lse, weights, result, sinks, blocks, entries, places, slopes, positions,
-    seed_low, seed_high, threshold, kept, block_count, slots, batches, section, group, first_kv_head, scale, softcap,
-    q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
-    v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, out_row: tl.int64, out_batch: tl.int64, out_head: tl.int64,
-    result_row: tl.int64, result_batch: tl.int64, result_head: tl.int64,
-    lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
-    D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):  # fmt: skip
-    for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
-        block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
-        rows, live = rows_in(block, idle, BLOCK_M)
-        begins, ends = ends_of(block)
-        kv_head = head // group - first_kv_head
-        q_base = q + batch * q_batch + head * q_head
-        # The producer warp brings the query rows as well, so they come by a descriptor.
-        q_source = rows_of(q_base, q_row, run_of(block), D_K, PAD_K, BLOCK_M, DESCRIBED)
-        q_rows = read_block(q_source, 0, BLOCK_M, D_K, PAD_K, BLOCK_M, DESCRIBED)
-        out_base = out + batch * out_batch + head * out_head
-        lse_rows = batch * lse_batch + head * lse_head + rows * lse_row
-        acc, peak, weight = opening(
-            out_base, lse, weights, sinks, None, head, live, begins, rows * out_row, lse_rows, D_V, PAD_V
-        )
-
-        k_base = k + batch * k_batch + kv_head * k_head
-        v_base = v + batch * v_batch + kv_head * v_head
-        first, _ = entries_of(block)
-        # One entry a block: the compiler does not split a loop whose state comes from another around it.
-        at_entry = entries + first * ENTRY_COLUMNS
-        entry, band = rows_and_band(at_entry)
-        start, _, _, end = visits(at_entry)
-        k_source = rows_of(k_base, k_row, entry, D_K, PAD_K, BLOCK_N, DESCRIBED)
-        v_source = rows_of(v_base, v_row, entry, D_V, PAD_V, BLOCK_N, DESCRIBED)
-        for at in tl.range(start, end, warp_specialize=True):
-            # Masked at every block, since the compiler does not split a loop that holds a branch either.
-            acc, peak, weight = update(
-                acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, True, scale, softcap, None, None,
-                D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK, TOGETHER,
-            )  # fmt: skip
-        closing(
-            acc, peak, weight, out_base, lse, weights, result, None, block, batch, head, idle, ends, out_row,
-            result_row, result_batch, result_head, lse_batch, lse_head, lse_row, D_V, PAD_V, BLOCK_M,
-        )  # fmt: skip
-
-
 def one_entry_each(blocks: Tensor) -> bool:
     """Whether every block of a table's `blocks` meets one entry, as this kernel needs it."""
     return bool((blocks[:, BlockColumn.END_ENTRY] - blocks[:, BlockColumn.FIRST_ENTRY] == 1).all())
-
-
-def specialized(call: LaunchCall) -> LaunchCall:
-    """By this kernel what `call`, a launch that `attention_forward.forward` gave for one of `BLOCKS`, does."""
-    return call._replace(kernel=specialized_kernel)
 
 
 def specialized_configs(arch: int, dtype: torch.dtype, dim: int) -> Configs:

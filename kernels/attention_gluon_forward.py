@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ringattn.kernels.attention_gluon_parts import (
     CONSUMERS,
+    barriers_for,
     bring,
     described,
     hand,
@@ -346,21 +347,10 @@ def forward_kernel(
     q_buffers = gl.allocate_shared_memory(dtype, [Q_SLOTS, BLOCK_M, DIM], q_layout)
     k_buffers = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, DIM], kv_layout)
     v_buffers = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, DIM], kv_layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     # Full: one arrival, the producer's. Empty: one of each consumer.
-    for slot in gl.static_range(Q_SLOTS):
-        mbarrier.init(q_full.index(slot), count=1)
-        mbarrier.init(q_empty.index(slot), count=CONSUMERS)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(k_full.index(slot), count=1)
-        mbarrier.init(k_empty.index(slot), count=CONSUMERS)
-        mbarrier.init(v_full.index(slot), count=1)
-        mbarrier.init(v_empty.index(slot), count=CONSUMERS)
+    q_full, q_empty = barriers_for(Q_SLOTS, 1), barriers_for(Q_SLOTS, CONSUMERS)
+    k_full, k_empty = barriers_for(SLOTS, 1), barriers_for(SLOTS, CONSUMERS)
+    v_full, v_empty = barriers_for(SLOTS, 1), barriers_for(SLOTS, CONSUMERS)
     handed = hand(CONSUMERS)
     # The barriers are visible to TMA before any role begins.
     hopper.fence_async_shared()
@@ -376,27 +366,12 @@ def forward_kernel(
     lower: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    upper, state, tables, sizes, state_strides, scale, buffers, barriers, handed,
-                    DIM, BLOCK_N, SLOTS, RAW_PEAK,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    lower, state, tables, sizes, state_strides, scale, buffers, barriers, handed,
-                    DIM, BLOCK_N, SLOTS, RAW_PEAK,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    inputs, out, tables, counter, all_sizes, strides, out_strides, buffers, barriers, handed,
-                    DIM, BLOCK_N, SLOTS,
-                ),
-            ),
+            (_consume, (upper, state, tables, sizes, state_strides, scale, buffers, barriers, handed,
+                        DIM, BLOCK_N, SLOTS, RAW_PEAK)),
+            (_consume, (lower, state, tables, sizes, state_strides, scale, buffers, barriers, handed,
+                        DIM, BLOCK_N, SLOTS, RAW_PEAK)),
+            (_produce, (inputs, out, tables, counter, all_sizes, strides, out_strides, buffers, barriers, handed,
+                        DIM, BLOCK_N, SLOTS)),
         ],
         [4, 1],
         [224, 56],

@@ -5,7 +5,7 @@ The products are transposed, S^T = K.Q^T and dP^T = V.dO^T, as in FlashAttention
 left operands of dV += P^T.dO and dK += dS^T.Q. One warp brings K and V of a block once, and blocks of queries with
 their gradients by TMA, each with the base-2 lse and delta of its rows beside it.
 Guarantees: what `attention_gluon_forward` does for its buffers; no atomics, the same bits for the same table.
-`attention_gluon.gluon_backward_takes` says which calls it may be given.
+`attention_gluon.gluon_takes` says which calls it may be given.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ringattn.kernels.attention_gluon_parts import (
     CONSUMERS,
+    barriers_for,
     bring,
     deliver,
     described,
@@ -263,16 +264,10 @@ def grad_kv_kernel(
     delta_buffers = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_M], row_layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    dout_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    q_full, dout_full, empty = barriers_for(SLOTS, 2), barriers_for(SLOTS, 2), barriers_for(SLOTS, CONSUMERS)
     # Full: the arrival of the copy and, for query rows, of their lse and delta. Empty: one of each consumer.
     mbarrier.init(kv_full, count=1)
     mbarrier.init(kv_empty, count=CONSUMERS)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(q_full.index(slot), count=2)
-        mbarrier.init(dout_full.index(slot), count=2)
-        mbarrier.init(empty.index(slot), count=CONSUMERS)
     # The barriers are visible to TMA before any role begins.
     hopper.fence_async_shared()
 

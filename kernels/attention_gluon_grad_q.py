@@ -3,7 +3,7 @@
 One warp brings a block's rows of q and dout once, and blocks of K and V, by TMA. A warpgroup computes S = Q.K^T and
 dP = dO.V^T of its queries, and keeps the score gradients in its registers as the left operand of dQ += dS.K.
 Guarantees: what `attention_gluon_forward` does for its buffers; no atomics, the same bits for the same table.
-`attention_gluon.gluon_backward_takes` says which calls it may be given.
+`attention_gluon.gluon_takes` says which calls it may be given.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ringattn.kernels.attention_gluon_parts import (
     CONSUMERS,
+    barriers_for,
     bring,
     deliver,
     described,
@@ -212,16 +213,10 @@ def grad_q_kernel(
     v_buffers = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, DIM], kv_layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    k_full, v_full, empty = barriers_for(SLOTS, 1), barriers_for(SLOTS, 1), barriers_for(SLOTS, CONSUMERS)
     # Full: one arrival, the producer's. Empty: one of each consumer.
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=CONSUMERS)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(k_full.index(slot), count=1)
-        mbarrier.init(v_full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=CONSUMERS)
     # The barriers are visible to TMA before any role begins.
     hopper.fence_async_shared()
 

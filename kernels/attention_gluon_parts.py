@@ -52,6 +52,15 @@ def described(base, first, stride, distance, count, buffer):
 
 
 @gluon.jit
+def barriers_for(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    """A barrier for each of SLOTS buffers, of which a phase ends with so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(barriers.index(slot), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
 def landed(turn, full, SLOTS: gl.constexpr):
     """Wait until all loads of the turns before `turn` have ended: no descriptor is being read any more."""
     # The last use of each slot; a new barrier counts as having finished the phase before its first.
@@ -148,12 +157,7 @@ def received(turn, handed, WARPS: gl.constexpr):
 def hand(READERS: gl.constexpr):
     """(places for items, and their barriers: full, empty) of a program with so many consumers."""
     items = gl.allocate_shared_memory(gl.int32, [PLACES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(PLACES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=READERS)
-    return items, full, empty
+    return items, barriers_for(PLACES, 1), barriers_for(PLACES, READERS)
 
 
 # --- the backward kernels --------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def quantize_call(x: Tensor, values: Tensor, scales: Tensor) -> LaunchCall:
 
     `scales`: (rows, batch, heads) float32, any strides. Triton has float8_e4m3fn from sm_89 on.
     """
-    constants = {"LARGEST": LARGEST[values.dtype], "ROUND": values.dtype == torch.int8}
+    constants: dict[str, Any] = {"LARGEST": LARGEST[values.dtype], "ROUND": values.dtype == torch.int8}
     return _launch(quantize, (x, values, scales), x.shape[0], x, _rows_of(x, values, scales), **constants)
 
 

@@ -18,7 +18,6 @@ from ringattn.kernels.attention_gluon import (
     DIMS,
     GRAD_KV,
     GRAD_Q,
-    gluon_backward_takes,
     gluon_lacks,
     gluon_missing,
     gluon_takes,
@@ -89,7 +88,7 @@ def gradients_readable(
     The table's blocks of dQ have as many queries as Gluon's, so flags hold. Raises UnsupportedError as the above.
     """
     q, k, v, dout = rows
-    if configs.grad_q.form == "gluon" and (why := gluon_backward_takes(q, k, v, dout, arch, options)):
+    if configs.grad_q.form == "gluon" and (why := gluon_takes(q, k, v, arch, options, dout)):
         if named:
             raise _refused(why)
         configs = table

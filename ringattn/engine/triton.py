@@ -35,7 +35,7 @@ from ringattn.engine.forms import (
 from ringattn.engine.philox import KEYS_OF_A_COUNTER, threshold
 from ringattn.errors import UnsupportedError
 from ringattn.kernels.attention_backward import grad_kv, grad_q
-from ringattn.kernels.attention_forward import forward, one_entry_each, specialized, specialized_configs
+from ringattn.kernels.attention_forward import forward, one_entry_each, specialized_configs
 from ringattn.kernels.attention_gluon import CONFIG, GRAD_KV, GRAD_Q, forward_gluon, grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.attention_options import STEEPEST, CallOptions, Dropout, seed_words
 from ringattn.kernels.attention_tiles import grid_of
@@ -143,8 +143,7 @@ class TritonEngine(Accumulating):
                         first_kv_head=facts["first_kv_head"], result=result, sinks=sinks,
                     )
                 ]  # fmt: skip
-            call = forward(q, k, v, out, lse, table, config, result=result, sinks=sinks, **_facts(kv, work))
-            return [specialized(call) if config.form == "specialized" else call]
+            return [forward(q, k, v, out, lse, table, config, result=result, sinks=sinks, **_facts(kv, work))]
 
         operands = (q, kv.k, kv.v, state.lse, *state.out, state.sinks)
         self._launch(work, kv, operands, describe, state.dropout_seed)

@@ -17,7 +17,7 @@ from ringattn.engine.base import KV, BackwardInputs, Softmax
 from ringattn.engine.triton import TritonEngine
 from ringattn.errors import UnsupportedError
 from ringattn.kernels import attention_gluon
-from ringattn.kernels.attention_forward import specialized_configs, specialized_kernel
+from ringattn.kernels.attention_forward import specialized_configs
 from ringattn.kernels.attention_gluon import CONFIG, GRAD_KV, GRAD_Q, gluon_missing
 from ringattn.kernels.configs import configs_for
 from ringattn.kernels.launch import Config, LaunchCall
@@ -128,7 +128,7 @@ def test_specialized_by_name_is_refused_what_it_cannot_run(launched: Recorded) -
     blocks = specialized_configs(90, HALF, 128)
     for engine in (TritonEngine(form="specialized"), TritonEngine(blocks)):
         attended(engine, rows(), rows(), rows())
-        assert [call.kernel for call in launched.calls] == [specialized_kernel] * 2
+        assert [call.meta["SPLIT"] for call in launched.calls] == [True] * 2
         launched.calls.clear()
         works = engine.prepare([TILES, MANY_RUNS], Softmax(0.1, 1), 256, 2)
         with pytest.raises(UnsupportedError, match=r"form='specialized': .*several runs of keys.*; leave the form to"):

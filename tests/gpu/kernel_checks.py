@@ -13,7 +13,7 @@ from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
 from ringattn.engine.blocks import flagged, query_blocks
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.triton import TritonEngine
-from ringattn.kernels.attention_forward import forward, one_entry_each, specialized
+from ringattn.kernels.attention_forward import forward, one_entry_each
 from ringattn.kernels.launch import Config, Table
 
 HEADS, SCALE = 4, 0.1
@@ -61,7 +61,7 @@ def carried_steps(config: Config, dtype: torch.dtype, device: str, rows: int, di
         for table in tables_of(launches, config, n, device):
             assert config.form != "specialized" or one_entry_each(table.blocks)
             call = forward(q, k, v, out, lse, table, config, scale=SCALE, result=result, weights=weights)
-            (specialized(call) if config.form == "specialized" else call).run()
+            call.run()
         found += [result, lse]
     return found
 

@@ -23,7 +23,7 @@ from ringattn.engine.blocks import Blocks, flagged, key_blocks, query_blocks
 from tests.contract.engine_scenarios import Scenario, random_scenario, simple, strip
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from ringattn.kernels.attention_gluon import gluon_backward_takes, gluon_missing, grad_kv_gluon, grad_q_gluon
+from ringattn.kernels.attention_gluon import gluon_missing, gluon_takes, grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.launch import FIRST, LAST, Config, Table
 from tests.kernels.gluon_gate.compiling_backward import hasty_arrivals
 from tests.kernels.gluon_gate.simulator import Fault, simulate, source_of
@@ -262,14 +262,14 @@ WRONG = {
     "dout is read before it is there": ("    mbarrier.wait(dout_full.index(slot), parity)\n", ""),
     "k is read before it is there": ("    mbarrier.wait(k_full.index(slot), parity)\n", ""),
     "v is read before it is there": ("    mbarrier.wait(v_full.index(slot), parity)\n", ""),
-    "lse may come after q": ("init(q_full.index(slot), count=2)", "init(q_full.index(slot), count=1)"),
+    "lse may come after q": ("empty = barriers_for(SLOTS, 2)", "empty = barriers_for(SLOTS, 1)"),
     "lse is not announced": ("    mbarrier.arrive(q_full.index(slot))\n", ""),
     "delta is announced with lse": (
         "    mbarrier.arrive(q_full.index(slot))\n    mbarrier.arrive(dout_full.index(slot))\n",
         "    mbarrier.arrive(q_full.index(slot))\n    mbarrier.arrive(q_full.index(slot))\n",
     ),
     "phases never turn": ("turn // SLOTS & 1", "turn * 0"),
-    "one consumer frees for both": ("count=CONSUMERS", "count=1"),
+    "one consumer frees for both": ("SLOTS, CONSUMERS)", "SLOTS, 1)"),
     "scores are not waited for": ("warpgroup_mma_wait(1, deps=(s,))", "warpgroup_mma_wait(2, deps=(s,))"),
     "dP is not waited for": ("warpgroup_mma_wait(1, deps=(dp,))", "warpgroup_mma_wait(2, deps=(dp,))"),
     "dP of dQ is not waited for": ("warpgroup_mma_wait(0, deps=(dp,))", "warpgroup_mma_wait(1, deps=(dp,))"),
@@ -294,8 +294,8 @@ WRONG = {
     "the blocks on the left are not met": ("for edge in range(start,", "for edge in range(full,"),
     "the blocks on the right are those on the left": ("edge + (full_end - full)", "edge"),
     "columns are counted in eights": ("eight = cols - of_eight", "eight = cols"),
-    "one query head of the group": ("for served in range(gl.load(entry + 12))", "for served in range(1)"),
-    "the first query head of the group": ("kv_head * group + gl.load(entry + 11)", "kv_head * group"),
+    "one query head of the group": ("for served in range(reading)", "for served in range(1)"),
+    "the first query head of the group": ("kv_head * group + before", "kv_head * group"),
     "heads from 0 on": ("held = kv_head - first_kv_head", "held = kv_head"),
     "a FIRST block reads": ("mask=inside & (begins == 0)", "mask=inside"),
     "a LAST block writes the sum": ("mask=inside & (ends == 0)", "mask=inside"),
@@ -374,7 +374,7 @@ def test_the_gate_reads_code() -> None:
     [
         ({}, None),
         ({"arch": 100}, "is for sm_90, not sm_100"),
-        ({"options": ("alibi_slopes",)}, "the Gluon backward has no alibi_slopes"),
+        ({"options": ("alibi_slopes",)}, "the Gluon kernel has no alibi_slopes"),
         ({"v": rows_like(dim=64), "dout": rows_like(dim=64)}, "64 or 128, .*not 128 and 64"),
         ({"q": rows_like(torch.float32)}, "torch.float32"),
         ({"dout": torch.zeros(8, 1, 2, 129, dtype=torch.bfloat16)[..., :128]}, "multiples of 16 bytes"),
@@ -382,7 +382,7 @@ def test_the_gate_reads_code() -> None:
 )
 def test_what_it_takes(case: dict[str, Any], why: str | None) -> None:
     facts: dict[str, Any] = {name: rows_like() for name in ("q", "k", "v", "dout")} | {"arch": 90} | case
-    found = gluon_backward_takes(**facts)
+    found = gluon_takes(**facts)
     assert found is None if why is None else re.search(why, str(found))
 
 

@@ -139,8 +139,7 @@ def test_documents_compile_nothing_anew(form: str, counted: Counted) -> None:
     # One of each kernel, and of what it is not given. The sums of `delta` are launched without a handle.
     kinds = {(name, nones) for (name, _), nones in counted.kernels.items()}
     names = {name for name, _ in kinds}
-    forward = {"gluon": "forward_kernel", "specialized": "specialized_kernel"}.get(form, "_forward")
-    assert forward in names and len(names) >= 4
+    assert ("forward_kernel" if form == "gluon" else "_forward") in names and len(names) >= 4
     assert seen[-1] == (len(kinds), len(kinds) - 1), seen[-1]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.attention_backward import grad_kv, grad_q
-from ringattn.kernels.attention_forward import BLOCKS, forward, specialized, specialized_configs
+from ringattn.kernels.attention_forward import BLOCKS, forward, specialized_configs
 from ringattn.kernels.attention_gluon import CONFIG, GRAD_KV, GRAD_Q, forward_gluon, grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.attention_gluon import DIMS as GLUON_DIMS
 from ringattn.kernels.attention_options import Dropout
@@ -129,11 +129,10 @@ def call_of(name: str) -> LaunchCall:
     if kernel == "forward":
         weights = torch.zeros(1, 16, 64) if variant == "raw" else None
         sinks = torch.zeros(16) if variant == "sinks" else None
-        call = forward(
+        return forward(
             *rows, _rows(d_v), lse, table, config, scale=scale, softcap=softcap,
             result=_rows(d_v, dtype), sinks=sinks, weights=weights, slopes=slopes, dropout=dropout,
         )  # fmt: skip
-        return specialized(call) if name in EXPERIMENTAL else call
     seed = *rows, _rows(d_v, dtype), lse, delta
     if kernel == "grad_q":
         result = _rows(d_k, dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from ringattn.engine.select import choose
 from ringattn.engine.triton import TritonEngine
 from ringattn.errors import UnsupportedError
 from ringattn.kernels import attention_tiles
-from ringattn.kernels.attention_forward import forward, specialized, specialized_kernel
+from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.configs import Configs
 from ringattn.kernels.launch import Config, LaunchCall, Table
 from tests import philox
@@ -205,11 +206,11 @@ def test_a_specialized_engine_has_the_bits_of_descriptors(monkeypatch: pytest.Mo
     """Where a block meets one run of keys; a pass that has a step of two is refused before it begins."""
     launches: list[LaunchCall] = []
 
-    def recorded(call: LaunchCall) -> LaunchCall:
-        launches.append(specialized(call))
+    def recorded(*args: Any, **options: Any) -> LaunchCall:
+        launches.append(forward(*args, **options))
         return launches[-1]
 
-    monkeypatch.setattr("ringattn.engine.triton.specialized", recorded)
+    monkeypatch.setattr("ringattn.engine.triton.forward", recorded)
     (q, kv), tiles = random_inputs(torch.float16, 48, 128), ring_tiles(4)
     results = []
     for form in ("descriptors", "specialized"):
@@ -220,7 +221,7 @@ def test_a_specialized_engine_has_the_bits_of_descriptors(monkeypatch: pytest.Mo
             engine.attend(q, KV(*kv), state, work)
         results.append((state.out.finalized(q.dtype), state.lse))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True)) and results[0][1].isfinite().all()
-    assert [call.kernel for call in launches] == [specialized_kernel] * 2
+    assert [call.meta["SPLIT"] for call in launches] == [False, False, True, True]
     several = engine.prepare([tiles[:1], tiles[1:]], Softmax(SCALE), 48, 2)
     with pytest.raises(UnsupportedError, match=r"form='specialized': .*several runs of keys"):
         engine.begin(several, q, 16, None)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels.attention_forward import forward, one_entry_each, specialized
+from ringattn.kernels.attention_forward import forward, one_entry_each
 from ringattn.kernels.attention_tiles import describable, grid_of
 from ringattn.kernels.launch import FIRST, LAST, Config
 from tests.kernels.interpreter.bf16_shim import bf16
@@ -90,11 +90,10 @@ def attended(inputs: Inputs, state: State, form: str, flags: int, **options: Any
     table = options.pop("table", None) or by_query(pairs, config, flags)
     given = {"out": state.out, "result": state.result} | options
     out = given.pop("out")
-    call = forward(
+    forward(
         inputs.q, inputs.k, inputs.v, out, state.lse, table, config, scale=SCALE, group=GROUP, weights=state.weights,
         **given,
-    )  # fmt: skip
-    (specialized(call) if form == "specialized" else call).run()
+    ).run()  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ["pointers", "descriptors"])
