@@ -26,14 +26,14 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from ringattn.kernels.attention_gluon import gluon_missing, gluon_takes, grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.launch import FIRST, LAST, Config, Table
 from tests.kernels.gluon_gate.compiling_backward import hasty_arrivals
-from tests.kernels.gluon_gate.simulator import Fault, simulate, source_of
+from tests.kernels.gluon_gate.simulator import MODULES, Fault, simulate, source_of
 from tests.kernels.once import once, written_by
 from tests.kernels.test_attention_gluon import PLAIN, SCALE, SEEING, Pass, _counts, rows_like
 
 ROOT = Path(__file__).resolve().parents[2]
 NAN = float("nan")
 pytestmark = pytest.mark.unchanged("Gluon backward")
-SOURCES = tuple(f"attention_gluon_{part}" for part in ("parts", "grad_parts", "grad_kv", "grad_q"))
+SOURCES = MODULES[1:]
 HALF, SINGLE, LEAST = 2.0**-11, 2.0**-18, 2.0**-25
 """Relative errors of a float16 and of a weight computed in float32, and the absolute one of the smallest float16."""
 
