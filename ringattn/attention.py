@@ -21,8 +21,8 @@ from ringattn.options import AttentionOptions
 from ringattn.planner.choose import choose_route
 from ringattn.planner.plan import OwnSums
 from ringattn.runtime.activation import attended, unseen
-from ringattn.runtime.arithmetic import BackwardArithmetic, ForwardArithmetic
 from ringattn.runtime.consistency import GradientNeeds, Inputs, anchor
+from ringattn.runtime.executor import BackwardArithmetic, ForwardArithmetic
 from ringattn.runtime.records import LocalTensors
 from ringattn.runtime.runtime import AttentionCall, Runtime
 from ringattn.sequence import Sequence

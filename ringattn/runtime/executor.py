@@ -10,14 +10,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringattn.core.bounded_cache import held_bytes
 from ringattn.core.geometry import StridedRange
-from ringattn.engine.base import KV, Engine, Sizes, Softmax, Visit
+from ringattn.engine.base import KV, BackwardInputs, Engine, Output, Sizes, Softmax, SoftmaxState, Visit
+from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import UnsupportedError
 from ringattn.observe.memory import is_shortage, out_of_memory_error
 from ringattn.observe.spans import (
@@ -44,9 +45,8 @@ from ringattn.planner.plan import (
     record_elements,
     record_layout_of,
 )
-from ringattn.runtime.arithmetic import serving_bytes
 from ringattn.runtime.pool import Pool
-from ringattn.runtime.records import TORCH_DTYPE, BufferRef, LocalTensors, PackedBuffer, add, from_row, pack
+from ringattn.runtime.records import TORCH_DTYPE, BufferRef, LocalTensors, PackedBuffer, Rows, add, from_row, pack
 from ringattn.schedule.content import HeadRows, size
 from ringattn.schedule.ops import Kind
 from ringattn.transport.base import Hop, Message, Transport, WorkHandle
@@ -59,29 +59,6 @@ class Counters:
     passes: int = 0
     messages: int = 0
     bytes_sent: int = 0
-
-
-class Arithmetic(Protocol):
-    """What is computed in a pass, on the rank's own tensors; `work` is what the engine has prepared."""
-
-    @property
-    def local(self) -> Mapping[Kind, LocalTensors]:
-        """By kind: Q, KV; GRAD_OUT and DKV backward; OUT, or DQ, where others add to them."""
-        ...
-
-    def attend(self, kv: KV, dkv: KV | None, work: Any, final: bool = False) -> None:
-        """Attend with the local queries to some keys and values; backward adds to their gradients `dkv`.
-
-        `final`: these are the result at once, in the inputs' dtype.
-        """
-        ...
-
-    def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], at: int) -> None:
-        """Attend with received queries to received keys, all as one head: the `at`-th of the works on these queries.
-
-        The last fills OUT, or DQ; all add to DKV. GRAD_OUT is there for the first.
-        """
-        ...
 
 
 class _Bound(NamedTuple):
@@ -127,8 +104,8 @@ class Executor:
         self._begun = False
         self.step: int | None = None
         """The plan step that is running."""
-        self._ticket: WorkHandle | None = None
-        self._watch: PassProfiler | None = None
+        self._exchange: tuple[int, WorkHandle | None] | None = None
+        self._watch = PassProfiler(plan, None, None)
 
     def workspace_bytes(self) -> int:
         """What the piece of work that allocates most allocates at once and gives back, see `Engine.workspace_bytes`."""
@@ -167,7 +144,7 @@ class Executor:
         transport: Transport,
         pool: Pool,
         make: Callable[[KV | None], LocalTensors],
-        watch: PassProfiler | None = None,
+        watch: PassProfiler,
     ) -> LocalTensors:
         """Begin a pass early: its first messages carry the local K and V that `make` returns, and `run` continues.
 
@@ -179,8 +156,7 @@ class Executor:
         self._begin_pass(transport, pool)
         self._watch = watch
         try:
-            if watch is not None:
-                watch.begin(PROJECT)
+            watch.begin(PROJECT)
             message = self._own_message()
             buffers = self._buffers(transport, pool)
             local = make(
@@ -188,8 +164,7 @@ class Executor:
             )
             # Nothing is in flight yet; `run` goes on with the work of this step.
             self._launch(0, {Kind.KV: local}, filled=message)
-            if watch is not None:
-                watch.project()
+            watch.project()
         # `run` is not going to be called, so its `finally` cannot give the pool back.
         except BaseException:
             self._end_pass(transport, pool)
@@ -203,13 +178,13 @@ class Executor:
         pool: Pool,
         counters: Counters,
         arithmetic: Arithmetic,
+        watch: PassProfiler,
         kept: Tensor | None = None,
         keep: bool = False,
-        watch: PassProfiler | None = None,
     ) -> Tensor | None:
         """One pass. `keep`: return what its backward gets as `kept`; None where the plan has nothing of the kind.
 
-        `watch` is told what the pass does now; a pass that has begun goes on with the watch it began with.
+        `watch` records what the pass does; a pass that has begun goes on with the one it began with.
         """
         # Cleared first: after a failure below the next pass must not take itself for begun.
         begun, self._begun = self._begun, False
@@ -218,8 +193,7 @@ class Executor:
             self._watch = watch
         watch = self._watch
         try:
-            if watch is not None:
-                (watch.resume if begun else watch.begin)()
+            (watch.resume if begun else watch.begin)()
             local, buffers = arithmetic.local, self._buffers(transport, pool)
             # What is kept, as bytes: copied in before a backward pass, concatenated after a forward pass.
             held = [buffers[buffer].flat.view(torch.uint8) for buffer in self.plan.kept]
@@ -258,8 +232,7 @@ class Executor:
             self._wait()
             # A copy: the arena belongs to the next pass.
             kept = torch.cat(held) if keep and held else None
-            if watch is not None:
-                watch.done()
+            watch.done()
         finally:
             self._end_pass(transport, pool)
         # Past `finally`: a pass that raised is not counted.
@@ -311,18 +284,14 @@ class Executor:
                 source = local[self.plan.buffers[gather.into].kind] if own else buffers[gather.source]
                 pack(source, buffers[gather.into])
         # The hop was bound once, with its tensors.
-        hop = self._bound.hops[number]
-        if self._watch is not None:
-            self._ticket = self._watch.depart(number, hop)
-        else:
-            self._ticket = hop.start() if hop is not None else None
+        self._exchange = number, self._watch.depart(number, self._bound.hops[number])
 
     def _wait(self) -> None:
         """Wait for the messages in flight."""
         # Cleared first: what has failed once is not waited for again.
-        ticket, self._ticket = self._ticket, None
-        if ticket is not None:
-            ticket.wait()
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            self._watch.arrive(*exchange)
 
     def _begin_pass(self, transport: Transport, pool: Pool) -> None:
         # First: the pool may write to its memory, where a pass on another stream of the caller may still work.
@@ -334,9 +303,7 @@ class Executor:
             pool.end_pass()
         finally:
             transport.end_pass()
-        if self._watch is not None:
-            self._watch.leave()
-            self._watch = None
+        self._watch.leave()
 
     def _own_message(self) -> int | None:
         """The buffer that the first step packs with all of the own K and V in their own dtype, if there is one."""
@@ -394,31 +361,178 @@ class Executor:
         return sends, recvs
 
 
+# --- the arithmetic of a pass: what the executor asks for, on one call's tensors by its engine ------------------------
+# Both classes have `local`, the rank's own tensors by kind: Q, KV; GRAD_OUT and DKV backward; OUT, or DQ, where others
+# add to them. `attend`: attend with the local queries to some keys and values; backward adds to their gradients `dkv`;
+# `final`: these are the result at once, in the inputs' dtype. `attend_received`: attend with received queries to
+# received keys, all as one head: the `at`-th of the works on these queries. The last fills OUT, or DQ; all add to DKV;
+# GRAD_OUT is there for the first.
+
+
+class ForwardArithmetic:
+    """Own queries into `state`. Tensors are row-first, (rows, batch, heads, dim)."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        works: Sequence[Any],
+        q: Tensor,
+        local: LocalTensors,
+        sinks: Tensor | None,
+        dropout_seed: int = 0,
+    ) -> None:
+        """`local`: the own K and V."""
+        self.engine, self.q, self._dropout_seed = engine, q, dropout_seed
+        self.value_dim = local.values[1].x.shape[3]
+        # All works at once: the engine may find which launches are the first and the last on their rows.
+        self.state = engine.begin(works, q, self.value_dim, sinks)._replace(dropout_seed=dropout_seed)
+        self._received: dict[int, SoftmaxState] = {}
+        self.local = {Kind.Q: LocalTensors(q), Kind.KV: local}
+        # Outputs of other ranks are merged into what is carried; without it, none arrive.
+        if self.state.out.carried is not None:
+            self.local[Kind.OUT] = LocalTensors(self.state.out.carried, scalars=(_row_first(self.state.lse),))
+
+    def attend(self, kv: KV, _: KV | None, work: Any, final: bool = False) -> None:
+        """Into the state."""
+        self.engine.attend(self.q, kv, self.state, work)
+
+    def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], at: int) -> None:
+        """As `attend`, into a state of its own, which is handed out after the last of the works."""
+        # Received rows are all one head: each (row, head) of a shard is a row here.
+        q = _only(received[Kind.Q]).x
+        if not at:
+            # No sinks: the owner of the queries counts them, once.
+            begun = self.engine.begin(works, q, self.value_dim, None)
+            self._received[id(works)] = begun._replace(dropout_seed=self._dropout_seed)
+        state = self._received[id(works)]
+        self.engine.attend(q, _keys(received[Kind.KV]), state, works[at])
+        if Kind.OUT not in received:
+            return
+        del self._received[id(works)]
+        out = _only(received[Kind.OUT])
+        assert state.out.carried is not None
+        out.x.copy_(state.out.carried)
+        # The lse goes back in the record of its output: the owner merges by it.
+        out.scalars[0].copy_(_row_first(state.lse))
+
+
+class BackwardArithmetic:
+    """Gradients of own queries into `dq`, of own keys and values into the local DKV."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        works: Sequence[Any],
+        q: Tensor,
+        local: LocalTensors,
+        seed: BackwardInputs,
+        grads: LocalTensors,
+    ) -> None:
+        """`local`: the own K and V; `grads`: the accumulators of their gradients, or the gradients, see `OwnSums`."""
+        self.engine, self.q, self.seed = engine, q, seed
+        self.value_dim = seed.dout.shape[3]
+        self.dq: Output = engine.begin_grad(works, q, self.value_dim)
+        self._received: dict[int, tuple[BackwardInputs, Output]] = {}
+        # lse and delta travel beside dout, so a receiver needs no output.
+        scalars = _row_first(seed.lse), _row_first(seed.delta)
+        grad_out = LocalTensors(seed.dout, scalars=scalars)
+        self.local = {Kind.Q: LocalTensors(q), Kind.KV: local, Kind.GRAD_OUT: grad_out, Kind.DKV: grads}
+        # As forward: dQ of other ranks is added to what is carried.
+        if self.dq.carried is not None:
+            self.local[Kind.DQ] = LocalTensors(self.dq.carried)
+
+    def attend(self, kv: KV, dkv: KV | None, work: Any, final: bool = False) -> None:
+        """Into dq and dkv."""
+        sums, result = (None, dkv) if final else (dkv, None)
+        self.engine.attend_grad(self.q, kv, self.seed, self.dq, sums, work, result)
+
+    def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], at: int) -> None:
+        """As `attend`, with the seed that came: delta stands for the output, see `BackwardInputs`."""
+        q = _only(received[Kind.Q]).x
+        if not at:
+            # Not the own dQ: these queries belong to other ranks, to whom it is sent.
+            into = self.engine.begin_grad(works, q, self.value_dim)
+            seed = _seed(_only(received[Kind.GRAD_OUT]))._replace(dropout_seed=self.seed.dropout_seed)
+            self._received[id(works)] = seed, into
+        seed, into = self._received[id(works)]
+        self.engine.attend_grad(q, _keys(received[Kind.KV]), seed, into, _keys(received[Kind.DKV]), works[at])
+        if Kind.DQ not in received:
+            return
+        del self._received[id(works)]
+        assert into.carried is not None
+        _only(received[Kind.DQ]).x.copy_(into.carried)
+
+
+def _seed(came: Rows) -> BackwardInputs:
+    # They lie beside each other in a record, row by row; the engines want each by itself, for longer than the record
+    # lives. A single row is contiguous in the record already, so it takes a clone to copy it.
+    dout, lse, delta = (
+        x.clone(memory_format=torch.contiguous_format)
+        for x in (came.x, *(one.permute(1, 2, 0) for one in came.scalars))
+    )
+    # delta = sum(dout * out) - dlse: out = 0 and dlse = -delta stand for the output that stayed away.
+    return BackwardInputs(dout, torch.zeros_like(dout), lse, -delta, delta)
+
+
+def serving_bytes(sizes: Sizes, backward: bool) -> int:
+    """What `attend_received` holds from the first to the last of its works, beside the engine's calls.
+
+    A state; backward its inputs' copies, zeros and dQ.
+    """
+    rows, item = sizes.rows * sizes.batch * sizes.heads, accumulator_dtype(sizes.dtype).itemsize
+    if not backward:
+        # out and lse of each row.
+        return rows * (sizes.value_dim + 1) * item
+    # dout and zeros in the inputs' dtype; dQ, lse, delta and -delta in the accumulator's.
+    return rows * (2 * sizes.value_dim * sizes.dtype.itemsize + (sizes.head_dim + 3) * item)
+
+
+def _row_first(x: Tensor) -> Tensor:
+    """(batch, heads, rows) as (rows, batch, heads)."""
+    return x.permute(2, 0, 1)
+
+
+def _only(records: PackedBuffer) -> Rows:
+    """The only value of records with one head."""
+    ((value,),) = records.parts.values()
+    return value
+
+
+def _keys(records: PackedBuffer) -> KV:
+    """K and V of records with one head."""
+    ((k, v),) = records.parts.values()
+    return KV(k.x, v.x)
+
+
+Arithmetic = ForwardArithmetic | BackwardArithmetic
+
+
 # --- recording and profiling of a pass -------------------------------------------------------------------------------
 
 
 class PassProfiler:
-    """One pass. Marks moments where there is a recording, and names ranges where somebody profiles."""
+    """One pass. Marks moments if there is a recording, and names ranges if a profiler runs; else it does neither."""
 
     def __init__(self, plan: Plan, recording: Recording | None, ranges: ProfilerRanges | NvtxRanges | None) -> None:
         self._plan, self._recording, self._ranges = plan, recording, ranges
         self._pass = "backward" if plan.backward else "forward"
         self._marks = Marks(plan, [], [])
+        self._posted: Exchange | None = None
 
     def begin(self, phase: str = PACK) -> None:
         """The pass begins, with PACK or PROJECT."""
         self._enter(phase, 0)
 
-    def depart(self, number: int, hop: Hop | None) -> WorkHandle:
+    def depart(self, number: int, hop: Hop | None) -> WorkHandle | None:
         """Start the messages of a plan step, if it has any; then its work begins."""
-        ticket, exchange = None, None
+        handle = self._posted = None
         if hop is not None:
             posted = self._enter(POST, number)
-            ticket = hop.start()
+            handle = hop.start()
             if self._recording is not None:
-                exchange = Exchange(self._plan.steps[number], posted, self._recording.clock.departed(), None)
+                self._posted = Exchange(self._plan.steps[number], posted, self._recording.clock.departed(), None)
         self._enter(WORK, number)
-        return _Watched(self, number, ticket, exchange)
+        return handle
 
     def project(self) -> None:
         """The first step's messages have left, and its work has not begun, as `depart` took for granted."""
@@ -430,15 +544,16 @@ class PassProfiler:
         """Now it does."""
         self._enter(WORK, 0)
 
-    def arrive(self, number: int, ticket: WorkHandle | None, exchange: Exchange | None) -> None:
+    def arrive(self, number: int, handle: WorkHandle | None) -> None:
         """Wait for a step's messages, if it has any; then the packing of the next step's begins."""
-        if ticket is not None:
+        if handle is not None:
             self._enter(WAIT, number)
-            ticket.wait()
+            handle.wait()
         waited = self._enter(PACK, number + 1)
-        if exchange is not None and self._recording is not None:
-            arrival = self._recording.clock.arrived(ticket) if exchange.arrival is None else exchange.arrival
-            self._marks.exchanges.append(exchange._replace(arrival=arrival, waited=waited))
+        if self._posted is not None and self._recording is not None:
+            known = self._posted.arrival
+            arrival = self._recording.clock.arrived(handle) if known is None else known
+            self._marks.exchanges.append(self._posted._replace(arrival=arrival, waited=waited))
 
     def done(self) -> None:
         """The pass has ended well."""
@@ -462,26 +577,8 @@ class PassProfiler:
         return mark
 
 
-class _Watched:
-    """The ticket of a step, of whose wait the watch hears."""
-
-    __slots__ = ("_exchange", "_number", "_ticket", "_watch")
-
-    def __init__(self, watch: PassProfiler, number: int, ticket: WorkHandle | None, exchange: Exchange | None) -> None:
-        self._watch, self._number, self._ticket, self._exchange = watch, number, ticket, exchange
-
-    @property
-    def arrived_s(self) -> float | None:
-        """See `WorkHandle.arrived_s`."""
-        return None if self._ticket is None else self._ticket.arrived_s
-
-    def wait(self) -> None:
-        """See `WorkHandle.wait`."""
-        self._watch.arrive(self._number, self._ticket, self._exchange)
-
-
-def profiler_of(plan: Plan, recording: Recording | None) -> PassProfiler | None:
-    """The watch over one pass, None where nobody looks. Raises `UnsupportedError` in the capture of a CUDA graph."""
+def profiler_of(plan: Plan, recording: Recording | None) -> PassProfiler:
+    """The profiler of one pass. Raises `UnsupportedError` for a recording during the capture of a CUDA graph."""
     ranges: ProfilerRanges | NvtxRanges | None = None
     if recording is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
@@ -492,4 +589,4 @@ def profiler_of(plan: Plan, recording: Recording | None) -> PassProfiler | None:
         ranges = NvtxRanges()
     elif torch.autograd._profiler_enabled():
         ranges = ProfilerRanges()
-    return None if recording is None and ranges is None else PassProfiler(plan, recording, ranges)
+    return PassProfiler(plan, recording, ranges)

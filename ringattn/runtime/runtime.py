@@ -310,7 +310,7 @@ class Runtime(RankGroup):
         watch = profiler_of(executor.plan, self._recording)
         with self.guarded():
             self._make_room(executor)
-            return executor.run(self.transport, self.pool, self._counters, arithmetic, kept, keep, watch)
+            return executor.run(self.transport, self.pool, self._counters, arithmetic, watch, kept, keep)
 
     @contextmanager
     def accounted(self, executor: Executor) -> Iterator[None]:
