@@ -2,7 +2,8 @@
 
 `python -m ringattn.bench.recording length_tokens=4096 repeats=60`. Off is timed twice a round: what its two halves
 differ by is what this run cannot tell apart, and where that is more than the bar, times decide nothing. So the recorder
-is also timed alone, for the same steps without their work and messages, on and off. Recordings are read after the clock has stopped.
+is also timed alone, for the same steps without their work and messages, on and off. Recordings are read after the clock
+has stopped.
 """
 
 from __future__ import annotations
