@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 
 WINDOW_TOKENS = 5
 
@@ -98,20 +96,9 @@ def with_lora(model: Any) -> Any:
     return wrapped
 
 
-class Encoder(torch.nn.Module):
-    """An encoder with a loss, in the form of a language model."""
-
-    def __init__(self, attention: str) -> None:
-        super().__init__()
-        config = BertConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-        self.bert = filled(BertModel(config, add_pooling_layer=False))
-        self.bert.set_attn_implementation(attention)
-        self.config = self.bert.config
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, **labels: Any) -> Any:
-        hidden = self.bert(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask)[0]
-        real = hidden * attention_mask[..., None]
-        return CausalLMOutput(loss=real.sin().sum() / 100, logits=hidden)
+def bert_config(**other: Any) -> BertConfig:
+    """A small encoder without dropout."""
+    return BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **other,
+    )  # fmt: skip

@@ -1,20 +1,15 @@
-"""Language models of transformers over ranks that are processes, against eager attention in one process.
+"""Models of transformers over ranks against one process: batches, float64 throughout, and the largest error of a step.
 
-`python -m tests.adapters.ranks FOLDER` imports transformers once and forks: a reference process, 2 ranks, then 4.
 Everything is computed in float64, also where a model rounds to float32 on the way (norms, rotary positions, eager's
 softmax, routers, the loss), on both sides alike: rounding would hide errors below 1e-7.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +17,16 @@ from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import create_masks_for_generate
 
 from ringattn import Ring, Sequence
-from ringattn.adapters.transformers import prepare, register
-from tests.adapters.models import MODELS, tiny_model
-from tests.adapters.processes import forked, forked_ranks, worst_error
+from ringattn.adapters.transformers import prepare, shard_batch
+from ringattn.adapters.transformers.batches import WHOLE
+from ringattn.testing import run_ranks
+from tests.adapters.models import tiny_model
+from tests.adapters.processes import worst_error
 
 TOKENS = 27
 DOCUMENTS = [0, 4, 17, 27]
-LAYOUTS = ("zigzag", "contiguous")
-WORLDS = (2, 4)
+Batch = dict[str, Tensor]
+"""Inputs of a model by name, whole: input_ids, labels (-100 where there is none) and others."""
 
 
 class InDouble(TorchFunctionMode):
@@ -57,68 +54,38 @@ def in_double() -> Iterator[None]:
         Tensor.float = found[1]  # type: ignore[method-assign]
 
 
-class Batch(NamedTuple):
-    """A whole batch: tokens and labels (rows, tokens), -100 where there is none; mask: 1 for real tokens."""
-
-    tokens: Tensor
-    labels: Tensor
-    mask: Tensor | None = None
-    documents: list[int] | None = None
-
-    @property
-    def labels_count(self) -> int:
-        return int((self.labels[:, 1:] != -100).sum())
-
-
-def batches() -> dict[str, Batch]:
-    """plain, packed documents, and padding before, after and on both sides of a row."""
-    tokens = torch.randint(3, 64, (4, TOKENS), generator=torch.Generator().manual_seed(1))
-    packed = tokens[:1].clone()
-    packed[:, DOCUMENTS[:-1]] = -100
-    mask = torch.ones_like(tokens)
-    mask[0, :6], mask[1, -9:], mask[2, :3], mask[2, -2:] = 0, 0, 0, 0
-    labels = torch.where(mask.bool() & mask.roll(1, 1).bool(), tokens, -100)
-    return {
-        "plain": Batch(tokens[:2], tokens[:2].clone()),
-        "packed": Batch(tokens[:1], packed, documents=DOCUMENTS),
-        "padded": Batch(torch.where(mask.bool(), tokens, 0), labels, mask),
-    }
-
-
 def restarting(documents: list[int]) -> Tensor:
     """Positions that count from 0 in every document, (1, tokens)."""
     return torch.cat([torch.arange(stop - start) for start, stop in pairwise(documents)])[None]
 
 
-def one_process(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits and loss of the whole batch."""
-    places = None if batch.documents is None else restarting(batch.documents)
-    mask: Any = batch.mask
-    if places is not None and model.config.model_type == "gpt_oss":  # alone it makes its masks without the positions
-        mask = create_masks_for_generate(model.config, batch.tokens[..., None].double(), None, None, places)
-    out = model(
-        input_ids=batch.tokens, labels=batch.labels, attention_mask=mask, num_items_in_batch=batch.labels_count,
-        position_ids=places,
-    )  # fmt: skip
-    return out.logits, out.loss
+def batches() -> dict[str, Batch]:
+    """Two plain rows, a row of packed documents, and rows with padding before, after and on both sides."""
+    tokens = torch.randint(3, 64, (4, TOKENS), generator=torch.Generator().manual_seed(1))
+    packed = tokens[:1].clone()
+    packed[:, DOCUMENTS[:-1]] = -100
+    mask = torch.ones_like(tokens)
+    mask[0, :6], mask[1, -9:], mask[2, :3], mask[2, -2:] = 0, 0, 0, 0
+    real = mask.bool()
+    padded = {"input_ids": torch.where(real, tokens, 0), "labels": torch.where(real & real.roll(1, 1), tokens, -100)}
+    return {
+        "plain": {"input_ids": tokens[:2], "labels": tokens[:2].clone()},
+        "packed": {"input_ids": tokens[:1], "labels": packed, "position_ids": restarting(DOCUMENTS)},
+        "padded": {**padded, "attention_mask": mask},
+    }
 
 
-def over_ranks(model: Any, batch: Batch, seq: Sequence, dropout_seed: int | None = None) -> tuple[Tensor, Tensor]:
-    """The same from this rank's shard: all logits, this rank's part of the loss."""
-    shifted = seq.shard_labels(batch.labels)
-    with seq.ring.activate(seq, dropout_seed=dropout_seed):
-        out = model(
-            input_ids=seq.shard(batch.tokens), position_ids=seq.positions(per_document=True)[None],
-            attention_mask=None if batch.mask is None else seq.shard(batch.mask),
-            labels=shifted, shift_labels=shifted, num_items_in_batch=batch.labels_count,
-        )  # fmt: skip
-    return seq.gather(out.logits.detach()), out.loss
+ROW = batches()["plain"]["input_ids"][:1]
+
+
+def labels_of(batch: Mapping[str, Tensor]) -> int:
+    """How many labels count."""
+    return int((batch["labels"][:, 1:] != -100).sum())
 
 
 def forward(seq: Sequence, model: Any, **inputs: Any) -> Any:
     """One row over ranks, with other inputs where they are given."""
-    tokens = batches()["plain"].tokens[:1]
-    given = {"input_ids": seq.shard(tokens), "position_ids": seq.positions()[None], **inputs}
+    given = {"input_ids": seq.shard(ROW), "position_ids": seq.positions()[None], **inputs}
     with seq.ring.activate(seq):
         return model(**given)
 
@@ -135,60 +102,128 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def reference(folder: Path) -> None:
-    """Save what one process with eager attention computes."""
-    found = {}
+def summed_gradients(ring: Ring, model: Any, loss: Tensor) -> dict[str, Tensor]:
+    """Every parameter's gradient, summed over the ranks."""
+    grads = gradients(model, loss)
+    ring.all_reduce(list(grads.values()))
+    return grads
+
+
+def step(
+    model: Any, given: Mapping[str, Any], labels: int, seq: Sequence | None = None, dropout_seed: int | None = None
+) -> dict[str, Tensor]:
+    """Logits, the loss over `labels` and all gradients, whole; `seq`: of which `given` are this rank's inputs."""
+    with nullcontext() if seq is None else seq.ring.activate(seq, dropout_seed=dropout_seed):
+        out = model(**given, num_items_in_batch=labels)
+    if dropout_seed is not None:
+        torch.rand(5)  # the generator goes on between forward and backward
+    logits, found = out.logits.detach(), {"loss": out.loss.detach().clone(), **gradients(model, out.loss)}
+    if seq is not None:
+        logits = seq.gather(logits)
+        seq.ring.all_reduce(list(found.values()))
+    return {"logits": logits, **found}
+
+
+def one_process(model: Any, whole: Mapping[str, Any]) -> dict[str, Tensor]:
+    """`step` of one process."""
+    given = {name: x for name, x in whole.items() if name not in WHOLE}  # eager attention has no use for lengths
+    if "position_ids" in whole and model.config.model_type == "gpt_oss":  # alone it makes masks without positions
+        embeds = whole["input_ids"][..., None].double()
+        given["attention_mask"] = create_masks_for_generate(model.config, embeds, None, None, whole["position_ids"])
+    return step(model, given, labels_of(whole))
+
+
+def over_ranks(
+    ring: Ring, model: Any, whole: Mapping[str, Any], true: Mapping[str, Tensor], layout: str = "zigzag",
+    dropout_seed: int | None = None,
+) -> float:  # fmt: skip
+    """The largest error of a step over ranks, relative to the largest number of its tensor, at least 1.
+
+    What a model returns at padded tokens is not compared.
+    """
+    seq, mine = shard_batch(ring, whole, layout=layout, model=model)
+    found, mask = step(model, mine, labels_of(whole), seq, dropout_seed), whole.get("attention_mask")
+    assert found.keys() == true.keys()
+    real = slice(None) if mask is None else mask.bool()
+    pairs = [(found[name][real], true[name][real]) if name == "logits" else (found[name], true[name]) for name in true]
+    return worst_error(pairs, floor=1.0)
+
+
+def far_from_one(
+    make: Callable[[], Any], whole: Mapping[str, Tensor], *, train: Callable[[Any], Any] = lambda model: model,
+    layout: str = "zigzag", ranks: int = 2,
+) -> float:  # fmt: skip
+    """See `over_ranks`. `whole`: the batch, with labels. `train`: what is done to either model before."""
     with InDouble():
-        for name in MODELS:
-            model = tiny_model(name, "eager")
-            for kind, batch in batches().items():
-                logits, loss = one_process(model, batch)
-                found[name, kind] = logits.detach(), loss.detach(), gradients(model, loss)
-    torch.save(found, folder / "reference.pt")
+        true = one_process(train(make()), whole)
+
+    def body(ring: Ring) -> float:
+        with InDouble():
+            return over_ranks(ring, prepare(train(make())), whole, true, layout)
+
+    return max(run_ranks(ranks, body))
 
 
-def errors(ring: Ring, folder: Path) -> Iterator[tuple[str, float]]:
-    """For each model, batch and layout the greatest relative error of logits, loss and gradients, and whose it is."""
-    register()
-    true = torch.load(folder / "reference.pt")
-    for name in MODELS:
-        model = prepare(tiny_model(name, "ringattn"))
-        for number, (kind, batch) in enumerate(batches().items()):
-            layout = LAYOUTS[(number + ring.world_size // 2) % 2]  # the two world sizes take turns
-            seq = ring.sequence(TOKENS, cu_seqlens=batch.documents, layout=layout)
-            logits, loss = over_ranks(model, batch, seq)
-            grads = gradients(model, loss)
-            total = loss.detach().clone()
-            ring.all_reduce([total, *grads.values()])
-            true_logits, true_loss, true_grads = true[name, kind]
-            real = slice(None) if batch.mask is None else batch.mask.bool()
-            pairs = {"logits": (logits[real], true_logits[real]), "loss": (total, true_loss)}
-            pairs |= {of: (grads[of], true_grads[of]) for of in true_grads}
-            for of, (mine, theirs) in pairs.items():
-                yield f"{name} {kind} {layout} {of}", worst_error([(mine, theirs)], floor=1.0)
+def logits(out: Any) -> Tensor:
+    """The first output that is there."""
+    found: Tensor = out[0]
+    return found
 
 
-def rank(folder: Path, number: int) -> dict[str, float]:
-    """Return the errors of one rank."""
-    with Ring(timeout_s=60.0) as ring, InDouble():
-        return dict(errors(ring, folder))
+def far_off(
+    make: Callable[[], Any], whole: Mapping[str, Tensor], *, score: Callable[[Any], Tensor] = logits,
+    layout: str = "zigzag", told: bool = True, call: Callable[..., Any] = lambda model, given: model(**given),
+) -> float:  # fmt: skip
+    """The largest difference of a gradient from one process, relative to that parameter's own largest.
+
+    `score`: a model's output to one number a token, (rows, tokens) or with more dimensions. `told`: whether
+    `shard_batch` gets the model. `call`: how the model is called, (model, inputs) -> output.
+    """
+    tokens = next(iter(whole.values())).shape[1]
+    mask = whole.get("attention_mask")
+
+    def weights(seq_shard: Callable[[Tensor], Tensor], of: Tensor) -> Tensor:
+        """As many random numbers as there are in `of`, the same for a token wherever it lies; 0 for padding."""
+        rest = of.shape[2:]
+        noise = torch.randn(of.shape[0], tokens, *rest, generator=torch.Generator().manual_seed(3), dtype=of.dtype)
+        real = torch.ones(of.shape[0], tokens) if mask is None else mask.expand(of.shape[0], -1)
+        return seq_shard(noise * real.to(of.dtype).reshape(*real.shape, *(1 for _ in rest)))
+
+    with InDouble():
+        model = make()
+        found = score(call(model, whole))
+        true = gradients(model, (found * weights(lambda x: x, found)).sum())
+
+    def body(ring: Ring) -> dict[str, Tensor]:
+        with InDouble():
+            ours = prepare(make())
+            seq, mine = shard_batch(ring, whole, layout=layout, **({"model": ours} if told else {}))
+            with ring.activate(seq):
+                states = score(call(ours, mine))
+            return summed_gradients(ring, ours, (states * weights(seq.shard, states)).sum())
+
+    grads = run_ranks(2, body, timeout_s=20.0)[0]
+    assert any(bool(grad.any()) for grad in true.values())
+    floor = 1e-3 * max(grad.abs().max().item() for grad in true.values())
+    return worst_error(((grads[name], true[name]) for name in true), floor)
 
 
-def save_errors(folder: Path, rank: Callable[[int], dict[str, float]]) -> None:
-    """Save the errors of the first rank of each world in `folder`."""
-    for world_size in WORLDS:
-        found = forked_ranks(world_size, rank)[0]
-        (folder / f"errors-{world_size}.json").write_text(json.dumps(found), encoding="utf-8")
+def far_off_compiled(make: Callable[[str], Any], row: Tensor, documents: list[int]) -> float:
+    """The largest relative error of logits and gradients of a compiled model over two ranks.
 
+    One process is not compiled and sees each document alone. `make`: the model of an attention; `row`: (1, tokens).
+    """
+    alone = make("sdpa")
+    found = torch.cat([alone(input_ids=row[:, a:b]).logits for a, b in pairwise(documents)], 1)
+    true = {"logits": found.detach(), **gradients(alone, found.sin().sum())}
 
-def main(folder: Path) -> None:
-    """The reference, then all ranks of each world size."""
-    torch.set_num_threads(1)
-    for name in MODELS:
-        tiny_model(name, "eager")  # imported here, so that no process that is forked has to
-    forked(partial(reference, folder))
-    save_errors(folder, partial(rank, folder))
+    def body(ring: Ring) -> dict[str, Tensor]:
+        model, seq = prepare(make("eager")), ring.sequence(cu_seqlens=documents)
+        with ring.activate(seq):
+            compiled = torch.compile(model, backend="aot_eager")
+            logits = compiled(input_ids=seq.shard(row), position_ids=seq.positions(per_document=True)[None]).logits
+        grads = summed_gradients(ring, model, logits.sin().sum())
+        return {**grads, "logits": seq.gather(logits.detach())}
 
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    floor = 1e-3 * max(x.abs().max().item() for x in true.values())
+    return worst_error(((found[name], true[name]) for found in run_ranks(2, body) for name in true), floor)

@@ -26,13 +26,20 @@ from ringattn.adapters.transformers import prepare, shard_batch
 from ringattn.adapters.trl import RingSFTTrainer
 from ringattn.testing import run_ranks
 from tests.adapters import trainer as plain_trainer
-from tests.adapters.compare import far_from_one, far_off_compiled
 from tests.adapters.models import tiny_model, with_lora
 from tests.adapters.processes import forked, forked_ranks, worst_error
-from tests.adapters.ranks import DOCUMENTS, batches, gradients, in_double
+from tests.adapters.ranks import (
+    DOCUMENTS,
+    batches,
+    far_from_one,
+    far_off_compiled,
+    gradients,
+    in_double,
+    summed_gradients,
+)
 from tests.adapters.sharded import far_off_sharded
 from tests.adapters.trainer import as_on_accelerators, whole
-from tests.adapters.version_cells import checkpointed, eager, packed, plain
+from tests.adapters.version_cells import checkpointed, eager
 
 RANKS = 2
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
@@ -183,9 +190,8 @@ def adapters(folder: Path) -> None:
                 model = models_made[ring.rank]
                 seq, mine = shard_batch(ring, batch)
                 with ring.activate(seq):
-                    grads = gradients(model, model(**mine, num_items_in_batch=(tokens.shape[1] - 1) * 2).loss)
-                ring.all_reduce(list(grads.values()))
-                return grads
+                    loss = model(**mine, num_items_in_batch=(tokens.shape[1] - 1) * 2).loss
+                return summed_gradients(ring, model, loss)
 
             grads = run_ranks(RANKS, body, timeout_s=20.0)[0]
             learned = [name for name, grad in true.items() if grad.any()]
@@ -252,14 +258,14 @@ def modes(folder: Path) -> None:
     forked(partial(plain_trainer.alone, folder, *trainers))
     trained = plain_trainer.over_processes(folder, RANKS, *trainers)
     found = {name: max(trained[name]["weights"].values()) for name in trainers}
-    make = eager("llama")
-    found["FSDP2"] = far_off_sharded(lambda: with_lora(make()), packed())
-    found["plain"] = far_from_one(make, plain(), train=with_lora)
-    found["packed"] = far_from_one(make, packed(), train=with_lora)
-    found["checkpointing"] = far_from_one(make, packed(), train=lambda model: checkpointed(with_lora(model)))
+    make, packed = eager("llama"), batches()["packed"]
+    found["FSDP2"] = far_off_sharded(lambda: with_lora(make()), packed)
+    found["plain"] = far_from_one(make, batches()["plain"], train=with_lora)
+    found["packed"] = far_from_one(make, packed, train=with_lora)
+    found["checkpointing"] = far_from_one(make, packed, train=lambda model: checkpointed(with_lora(model)))
     found["compile"] = far_off_compiled(
         lambda attention: with_lora(tiny_model("llama", attention, num_hidden_layers=1)),
-        batches()["packed"].tokens[:, :24], [*DOCUMENTS[:-1], 24],
+        packed["input_ids"][:, :24], [*DOCUMENTS[:-1], 24],
     )  # fmt: skip
     (folder / "modes.json").write_text(json.dumps(found), encoding="utf-8")
 

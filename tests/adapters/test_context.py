@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -87,19 +86,6 @@ def test_nothing_active_is_local_only_while_no_ring_is_shared() -> None:
     assert sequence_of() is None  # those rings are closed
 
 
-def test_a_wrong_shard_of_one_rank_is_refused_on_all_at_once() -> None:
-    """13 tokens, and both ranks padded to 7: one of them rightly."""
-
-    def body(ring: Ring) -> str:
-        x = torch.zeros(1, 7, 1, 8)
-        with ring.activate(ring.sequence(13)), pytest.raises(InputError) as raised:
-            attend(sequence_of(), x, x, x)
-        return str(raised.value)
-
-    for told in run_ranks(2, body, timeout_s=20.0):
-        assert "q has 7 tokens, this rank owns 6 of 13" in told
-
-
 def test_activate_refuses_a_sequence_of_another_ring() -> None:
     with Ring() as one, Ring() as two, pytest.raises(InputError, match="activate takes a sequence of this ring"):
         one.activate(two.sequence(4))
@@ -135,57 +121,6 @@ def test_autocast_casts_alone_and_over_a_ring(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "other", "told"])
-def test_recomputation_finds_its_sequence_outside_of_the_with(kind: str) -> None:
-    def body(ring: Ring) -> tuple[Tensor, int]:
-        module, seq = Attending(), ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag")
-        with ring.activate(seq):
-            loss = checkpointed(kind)(module, seq.shard(tokens()).requires_grad_()).sum()
-        with ring.activate(ring.sequence(16)):  # another one: it must not be taken
-            loss.backward()
-        return summed(ring, module), len(module.seen)
-
-    for grad, runs in run_ranks(2, body):
-        assert runs == 2
-        torch.testing.assert_close(grad, reference(tokens(), DOCUMENTS), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "other", "told"])
-def test_two_forward_passes_before_two_backward_passes(kind: str) -> None:
-    def body(ring: Ring) -> Tensor:
-        module = Attending()
-        losses = []
-        for seed, documents in enumerate((DOCUMENTS, None)):
-            seq = ring.sequence(16, cu_seqlens=documents, layout="zigzag")
-            with ring.activate(seq):
-                losses.append(checkpointed(kind)(module, seq.shard(tokens(seed)).requires_grad_()).sum())
-        for loss in losses:
-            loss.backward()
-        return summed(ring, module)
-
-    for grad in run_ranks(2, body):
-        torch.testing.assert_close(grad, reference(tokens(), DOCUMENTS) + reference(tokens(1)), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "other"])
-def test_two_lengths_with_equal_token_counts_on_one_rank_only(kind: str) -> None:
-    """13 and 14 tokens: rank 0 has 7 of both, rank 1 has 6 and 7."""
-
-    def body(ring: Ring) -> Tensor:
-        module, loss = Attending(), torch.zeros((), dtype=torch.float64)
-        for length in (13, 14):
-            seq = ring.sequence(length, layout="zigzag")
-            assert seq.counts == (7, length - 7)
-            with ring.activate(seq):
-                loss = loss + checkpointed(kind)(module, seq.shard(tokens()[:, :length]).requires_grad_()).sum()
-        loss.backward()
-        return summed(ring, module)
-
-    expected = reference(tokens()[:, :13]) + reference(tokens()[:, :14])
-    for grad in run_ranks(2, body, timeout_s=20.0):
-        torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "other", "told"])
 def test_the_graph_keeps_the_sequence_of_a_region_and_frees_it(kind: str) -> None:
     def body(ring: Ring) -> Tensor:
         module, x = Attending(), ring.sequence(16, layout="zigzag").shard(tokens()).requires_grad_()
@@ -207,108 +142,6 @@ def test_the_graph_keeps_the_sequence_of_a_region_and_frees_it(kind: str) -> Non
         torch.testing.assert_close(grad, reference(tokens(), DOCUMENTS), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_the_sequence_of_the_first_of_two_passes_is_not_that_of_the_last(frozen: bool) -> None:
-    """One variable holds both sequences in turn; with `frozen`, the queries need no gradient."""
-
-    class Frozen(Attending):
-        def forward(self, x: Tensor) -> Tensor:
-            h = x[:, :, None].detach()
-            return attend(sequence_of(), h, h, h * self.weight, causal=True).flatten(2).sin()
-
-    def body(ring: Ring) -> Tensor:
-        module, losses = (Frozen() if frozen else Attending()), []
-        for documents in (DOCUMENTS, [0, 8, 16]):
-            seq = ring.sequence(16, cu_seqlens=documents, layout="zigzag")
-            with ring.activate(seq):
-                x = seq.shard(tokens()).requires_grad_()
-                losses.append(checkpointed("other" if frozen else "reentrant")(module, x).sum())
-            module.seen.clear()
-        gc.collect()
-        losses[0].backward()
-        return summed(ring, module)
-
-    module = Attending()
-    if frozen:
-        h = tokens()[:, :, None]
-        values = h * module.weight
-        dense_attention(h, h, values, causal=True, cu_seqlens=DOCUMENTS)[0].flatten(2).sin().sum().backward()
-        expected = module.weight.grad
-    else:
-        expected = reference(tokens(), DOCUMENTS)
-    for grad in run_ranks(2, body):
-        torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_ranks_that_share_a_function_do_not_stand_in_each_others_way() -> None:
-    def attends(x: Tensor) -> Tensor:
-        return attend(sequence_of(), x, x, x, causal=True).sin()
-
-    def body(ring: Ring) -> Tensor:
-        seq = ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag")
-        x = seq.shard(tokens())[:, :, None].requires_grad_()
-        with ring.activate(seq):
-            loss = checkpoint(attends, x, use_reentrant=False).sum()
-        loss.backward()
-        assert x.grad is not None
-        return seq.gather(x.grad)
-
-    x = tokens()[:, :, None].requires_grad_()
-    dense_attention(x, x, x, causal=True, cu_seqlens=DOCUMENTS)[0].sin().sum().backward()
-    for _ in range(2):  # threads of the second world may have the numbers of the first's
-        for grad in run_ranks(2, body):
-            torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_local_calls_of_threads_that_ended_are_not_those_of_threads_with_their_numbers() -> None:
-    def attends(x: Tensor) -> Tensor:
-        return attend(sequence_of(), x, x, x, causal=True).sin()
-
-    def body(ring: Ring) -> tuple[int, Tensor]:
-        seq = ring.sequence(16, layout="zigzag")
-        x = seq.shard(tokens())[:, :, None].requires_grad_()
-        # Every world but the first attends over its ring.
-        with ring.activate(seq if numbers else None):
-            loss = checkpoint(attends, x, use_reentrant=False).sum()
-        loss.backward()
-        assert x.grad is not None
-        return threading.get_ident(), seq.gather(x.grad)
-
-    x = tokens()[:, :, None].requires_grad_()
-    dense_attention(x, x, x, causal=True)[0].sin().sum().backward()
-    numbers: set[int] = set()
-    for _ in range(20):
-        world = run_ranks(2, body)
-        if numbers:
-            for _, grad in world:
-                torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=1e-12)
-        if numbers & {number for number, _ in world}:
-            return
-        numbers |= {number for number, _ in world}
-    pytest.skip("no thread had the number of one that had ended")
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "other", "told"])
-def test_steps_with_other_documents_and_evaluations_between_them(kind: str) -> None:
-    """The caller keeps the sequences of earlier steps, and evaluates through the same checkpoint."""
-
-    def body(ring: Ring) -> Tensor:
-        module, kept = Attending(), []
-        for step, documents in enumerate((None, DOCUMENTS, [0, 8, 16])):
-            seq = ring.sequence(16, cu_seqlens=documents, layout="zigzag")
-            kept.append(seq)
-            module.zero_grad()
-            with ring.activate(seq):
-                loss = checkpointed(kind)(module, seq.shard(tokens(step)).requires_grad_()).sum()
-            with torch.no_grad(), ring.activate(kept[0]):
-                checkpointed(kind)(module, kept[0].shard(tokens()))
-            loss.backward()
-        return summed(ring, module)
-
-    for grad in run_ranks(2, body):
-        torch.testing.assert_close(grad, reference(tokens(2), [0, 8, 16]), rtol=1e-12, atol=1e-12)
-
-
 def test_local_attention_is_found_again_too() -> None:
     def body(ring: Ring) -> tuple[Tensor, list[Sequence | None]]:
         module = Attending()
@@ -324,17 +157,6 @@ def test_local_attention_is_found_again_too() -> None:
 
 
 # --- sequences -------------------------------------------------------------------------------------------------------
-
-
-def test_positions_restart_in_each_document() -> None:
-    def body(ring: Ring) -> tuple[Tensor, Tensor]:
-        seq = ring.sequence(cu_seqlens=[0, 3, 3, 12, 16], layout="zigzag")
-        places = torch.tensor([*range(3), *range(9), *range(4)])
-        assert torch.equal(ring.sequence(16).positions(per_document=True), ring.sequence(16).positions())
-        return seq.positions(per_document=True), seq.shard(places, 0)
-
-    for found, expected in run_ranks(3, body):
-        assert found.dtype == torch.int64 and torch.equal(found, expected)
 
 
 def test_the_same_tokens_cut_otherwise() -> None:

@@ -91,23 +91,6 @@ def test_layers_and_steps_have_seeds_of_their_own(ranks: int) -> None:
             close(one, other)
 
 
-def test_the_share_that_is_kept() -> None:
-    """Of equal weights and values of one, a row is the share of its keys that is kept, over 1 - p."""
-    tokens, calls = 64, 8
-    q, v = torch.zeros(1, 4, tokens, 4, dtype=torch.float64), torch.ones(1, 4, tokens, 4, dtype=torch.float64)
-
-    def body(ring: Ring) -> Tensor:
-        seq = ring.sequence(tokens)
-        with ring.activate(seq, dropout_seed=3):
-            rows = [ring_sdpa(*(seq.shard(x, 2) for x in (q, q, v)), dropout_p=P)[..., 0] for _ in range(calls)]
-        return seq.gather(torch.stack(rows), 3)
-
-    found = run_ranks(2, body)[0] * (1 - P)
-    pairs = calls * 4 * tokens * tokens
-    assert abs(float(found.mean()) - (1 - P)) < 5 * (P * (1 - P) / pairs) ** 0.5
-    assert len(found.unique(dim=0)) == calls
-
-
 def test_seeds_that_are_forgotten_and_marks_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dropout, "DRAWN_SEEDS", 2)
     monkeypatch.setattr(dropout, "KEPT_CALLS", 3)

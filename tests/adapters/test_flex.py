@@ -155,6 +155,9 @@ def test_exact() -> None:
     assert check(MASKS["causal"][0], 2, "zigzag") < 1e-12
     assert check(MASKS["all three"][0], 3, "striped", seq_cuts=[0, 19, 37]) < 1e-12
     assert check(prefixes, 3, "zigzag", seq_cuts=[0, 5, 37]) < 1e-12
+    assert check(causal, 2, "zigzag", score_mod=capped, scale=0.7) < 1e-12
+    packed = and_masks(causal, documents(CUTS))
+    assert check(packed, 3, "contiguous", score_mod=lambda s, *at: capped(s, *at) - (at[2] - at[3]) / 8) < 1e-12
 
 
 def test_rows_with_documents_of_their_own() -> None:
@@ -168,10 +171,6 @@ def test_rows_with_documents_of_their_own() -> None:
 
 def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return 2.5 * torch.tanh(score / 2.5)
-
-
-def test_softcap_and_scale() -> None:
-    assert check(causal, 2, "zigzag", score_mod=capped, scale=0.7) < 1e-12
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -297,30 +296,6 @@ def test_calls_are_refused_on_all_ranks() -> None:
 
 
 # --- kept results ----------------------------------------------------------------------------------------------------
-
-
-def test_what_was_found_is_kept_until_what_it_reads_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, calls = torch.arange(TOKENS) // 10, list[Any]()
-    real = flex.found_masks
-
-    def counted(*args: Any) -> Any:
-        calls.append(args)
-        return real(*args)
-
-    monkeypatch.setattr(flex, "found_masks", counted)
-
-    def same(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return ids[q] == ids[k]
-
-    mask = block_mask(same, BLOCK_SIZE=64)
-    q, k, v, _ = drawn(kv_heads=4)
-    with Ring() as ring, ring.activate(ring.sequence(TOKENS)):
-        first = flex_attention(q, k, v, block_mask=mask)
-        assert torch.equal(flex_attention(q, k, v, block_mask=mask), first) and len(calls) == 1
-        ids.copy_(torch.arange(TOKENS) // 12)  # the table of one block stays right
-        other = flex_attention(q, k, v, block_mask=mask)
-        assert len(calls) == 2
-        torch.testing.assert_close(other, dense(q, k, v, same)[0], rtol=1e-12, atol=1e-12)
 
 
 # --- torch's own, and local ------------------------------------------------------------------------------------------

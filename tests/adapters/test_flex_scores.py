@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import and_masks, noop_mask
+from torch.nn.attention.flex_attention import noop_mask
 
 from ringattn import Ring, UnsupportedError
 from ringattn.adapters import flex, flex_functions
 from ringattn.adapters.flex import FoundMask, FoundScore, found_score
-from tests.adapters.test_flex import CUTS, TOKENS, Mod, block_mask, capped, causal, check, dense, documents, drawn
+from tests.adapters.test_flex import CUTS, TOKENS, Mod, block_mask, capped, causal, dense, drawn
 
 HEADS = 4
 SLOPES = torch.tensor([0.5, 0.3, 2.0**-8, -0.1])
@@ -132,16 +132,6 @@ def test_all_pairs_are_compared(monkeypatch: pytest.MonkeyPatch, exception: str)
             assert found(mod, mask).alibi_slopes == tuple(SLOPES.double().tolist())
     with pytest.raises(UnsupportedError, match="where ALiBi with its slope"):
         found(almost)
-
-
-@pytest.mark.parametrize(("ranks", "layout"), [(2, "zigzag"), (3, "contiguous")])
-def test_exact(ranks: int, layout: str) -> None:
-    """Out, lse and gradients, after a softcap, in documents."""
-
-    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return capped(s, b, h, q, k) + SLOPES[h].double() * (k - q)
-
-    assert check(and_masks(causal, documents(CUTS)), ranks, layout, score_mod=mod) < 1e-12
 
 
 def test_what_was_found_is_kept_for_each_mask_until_the_slopes_change(monkeypatch: pytest.MonkeyPatch) -> None:

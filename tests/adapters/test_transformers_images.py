@@ -15,8 +15,8 @@ import transformers
 from ringattn import InputError, Ring
 from ringattn.adapters.transformers import prepare, shard_batch
 from ringattn.testing import run_ranks
-from tests.adapters.compare import far_off
 from tests.adapters.models import filled
+from tests.adapters.ranks import far_off
 
 IMAGE, VIDEO = 60, 61
 TEXT = {

@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from ringattn import Ring
 from ringattn.adapters import transformers as adapter
+from ringattn.adapters.transformers import shard_batch
 from ringattn.bench.processes import run_in_processes
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.launch.train.mesh import join_process_group
@@ -24,7 +25,7 @@ from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
 from tests.adapters.processes import worst_error
-from tests.adapters.ranks import TOKENS, Batch, InDouble, batches, gradients
+from tests.adapters.ranks import InDouble, batches, gradients, labels_of, summed_gradients
 
 adapter.register()
 EXACT = 1e-12
@@ -46,10 +47,12 @@ def host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return moved
 
 
-def step(model: Any, batch: Batch, **changes: Any) -> tuple[Any, dict[str, Tensor]]:
+PLAIN = batches()["plain"]
+
+
+def called(model: Any, **changes: Any) -> tuple[Any, dict[str, Tensor]]:
     """The output of one process's call with labels, and all gradients."""
-    given = {"labels": batch.labels, "num_items_in_batch": batch.labels_count, **changes}
-    out = model(input_ids=batch.tokens, **given)
+    out = model(**{**PLAIN, "num_items_in_batch": labels_of(PLAIN), **changes})
     return out, gradients(model, out.loss)
 
 
@@ -60,55 +63,48 @@ def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2", "granite", "phi3"])  # softcap, scales, one gate_up
 def test_one_process_has_the_same_loss_and_gradients(name: str) -> None:
-    batch = batches()["plain"]
     with InDouble():
-        true, _ = step(adapter.prepare(tiny_model(name, "ringattn")), batch)
+        true, _ = called(adapter.prepare(tiny_model(name, "ringattn")))
         model = adapter.prepare(tiny_model(name, "ringattn"), **ALL).train()
         for given in ({}, {"num_items_in_batch": None}):  # a sum over all ranks' labels, and transformers' own mean
-            wanted = step(adapter.prepare(tiny_model(name, "ringattn")), batch, **given)
-            out, found = step(model, batch, **given)
+            wanted = called(adapter.prepare(tiny_model(name, "ringattn")), **given)
+            out, found = called(model, **given)
             torch.testing.assert_close(out.loss, wanted[0].loss, rtol=EXACT, atol=0)
             assert worst(found, wanted[1]) < EXACT
             assert out.logits is None and "logits" not in out
-        without = model(input_ids=batch.tokens)
+        without = model(input_ids=PLAIN["input_ids"])
         torch.testing.assert_close(without.logits, true.logits, rtol=EXACT, atol=EXACT)
 
 
 def test_checkpoints_on_the_host_change_no_bit(host: list[int]) -> None:
-    batch = batches()["plain"]
-    true, grads = step(adapter.prepare(tiny_model("llama", "ringattn")).train(), batch)
+    true, grads = called(adapter.prepare(tiny_model("llama", "ringattn")).train())
     model = adapter.prepare(tiny_model("llama", "ringattn"), offload_checkpoints=True).train()
-    out, found = step(model, batch)
+    out, found = called(model)
     assert torch.equal(out.loss, true.loss) and all(torch.equal(found[of], grads[of]) for of in grads)
-    assert host == [batch.tokens.numel() * model.config.hidden_size] * model.config.num_hidden_layers
+    assert host == [PLAIN["input_ids"].numel() * model.config.hidden_size] * model.config.num_hidden_layers
     again = adapter.prepare(tiny_model("llama", "ringattn"), **ALL, offload_checkpoints=True).train()
-    assert worst(step(again, batch)[1], grads) < 1e-6  # transformers' own loss is rounded to float32
+    assert worst(called(again)[1], grads) < 1e-6  # transformers' own loss is rounded to float32
 
 
-def loss_over(ring: Ring, model: Any, batch: Batch) -> Tensor:
+def loss_over(ring: Ring, model: Any) -> Tensor:
     """This rank's part of the loss."""
-    seq = ring.sequence(TOKENS, layout="zigzag")
-    shifted = seq.shard_labels(batch.labels)
+    seq, mine = shard_batch(ring, PLAIN, layout="zigzag")
     with ring.activate(seq):
-        loss: Tensor = model(
-            input_ids=seq.shard(batch.tokens), position_ids=seq.positions()[None], labels=shifted,
-            shift_labels=shifted, num_items_in_batch=batch.labels_count,
-        ).loss  # fmt: skip
+        loss: Tensor = model(**mine, num_items_in_batch=labels_of(PLAIN)).loss
     return loss
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_two_ranks_have_the_loss_and_gradients_of_one(name: str) -> None:
-    batch = batches()["plain"]
     with InDouble():
-        true, grads = step(tiny_model(name, "eager"), batch)
+        true, grads = called(tiny_model(name, "eager"))
 
     def body(ring: Ring) -> float:
         with InDouble():
             model = adapter.prepare(tiny_model(name, "ringattn"), **ALL)
-            loss = loss_over(ring, model, batch)
-            total, found = loss.detach().clone(), gradients(model, loss)
-            ring.all_reduce([total, *found.values()])
+            loss = loss_over(ring, model)
+            total, found = loss.detach().clone(), summed_gradients(ring, model, loss)
+            ring.all_reduce([total])
         return max(worst(found, grads), abs(total.item() / true.loss.item() - 1))
 
     assert max(run_ranks(2, body)) < EXACT
@@ -122,9 +118,9 @@ def sharded_on_rank(ring: Ring) -> float:
 def sharded_error(ring: Ring, heads_alone: bool) -> float:
     """The same with the head in the model's group of weights, or in one of its own."""
     join_process_group(ring, "fsdp")
-    mesh, batch = init_device_mesh("cpu", (ring.world_size,)), batches()["plain"]
+    mesh = init_device_mesh("cpu", (ring.world_size,))
     plain = adapter.prepare(tiny_model("llama", "ringattn").double())
-    true = gradients(plain, loss_over(ring, plain, batch))
+    true = gradients(plain, loss_over(ring, plain))
     ring.all_reduce(list(true.values()))
     model = adapter.prepare(tiny_model("llama", "ringattn").double(), **ALL).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -135,7 +131,7 @@ def sharded_error(ring: Ring, heads_alone: bool) -> float:
         part.set_force_sum_reduction_for_comms(True)
     for _ in range(2):  # weights are gathered anew in each step
         model.zero_grad()
-        loss_over(ring, model, batch).backward()
+        loss_over(ring, model).backward()
     return worst({of: p.grad.full_tensor() for of, p in model.named_parameters()}, true)
 
 
@@ -146,10 +142,9 @@ def test_sharded_weights_learn_the_same() -> None:
 
 
 def test_float32_and_bfloat16_stay_within_their_rounding() -> None:
-    batch = batches()["plain"]
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
-        true, grads = step(adapter.prepare(tiny_model("llama", "ringattn").to(dtype)), batch)
-        out, found = step(adapter.prepare(tiny_model("llama", "ringattn").to(dtype), **ALL), batch)
+        true, grads = called(adapter.prepare(tiny_model("llama", "ringattn").to(dtype)))
+        out, found = called(adapter.prepare(tiny_model("llama", "ringattn").to(dtype), **ALL))
         assert abs(out.loss.item() / true.loss.item() - 1) < bound and worst(found, grads) < bound
 
 
@@ -159,8 +154,7 @@ def test_lora_beneath_learns_the_same() -> None:
     for one in (model, plain):
         for name, weight in one.named_parameters():
             weight.requires_grad_("down_proj" in name)
-    batch = batches()["plain"]
-    (_, found), (_, true) = step(model, batch), step(plain, batch)
+    (_, found), (_, true) = called(model), called(plain)
     assert worst(found, true) < 1e-6 and all(x.abs().max() > 0 for of, x in found.items() if "down_proj" in of)
 
 
@@ -193,9 +187,7 @@ def test_experts_are_refused_and_the_model_stays_as_it_was(name: str) -> None:
     model = tiny_model(name, "ringattn")
     with pytest.raises(UnsupportedError, match=r"^tiled_mlp: .*\(experts"):
         adapter.prepare(model, **ALL)
-    assert (
-        adapter.prepare(model)(input_ids=batches()["plain"].tokens, labels=batches()["plain"].labels).logits is not None
-    )
+    assert adapter.prepare(model)(input_ids=PLAIN["input_ids"], labels=PLAIN["labels"]).logits is not None
 
 
 @pytest.mark.parametrize(
@@ -214,23 +206,22 @@ def test_numbers_of_tokens(options: dict[str, Any], said: str) -> None:
 def test_a_second_prepare_keeps_the_first_or_is_refused() -> None:
     model = adapter.prepare(tiny_model("llama", "ringattn"), chunked_loss=7)
     adapter.prepare(adapter.prepare(model), chunked_loss=7)
-    batch = batches()["plain"]
-    assert step(model, batch)[0].logits is None
+    assert called(model)[0].logits is None
     with pytest.raises(InputError, match="chunked_loss=8: this model was prepared with chunked_loss=7"):
         adapter.prepare(model, chunked_loss=8)
 
 
 def test_copies_of_a_model_save_memory_too() -> None:
-    model, batch = adapter.prepare(tiny_model("llama", "ringattn"), **ALL), batches()["plain"]
+    model = adapter.prepare(tiny_model("llama", "ringattn"), **ALL)
     copied = copy.deepcopy(model)
     assert adapter.prepare(copied, **ALL) is copied
     assert list(inspect.signature(copied.forward).parameters)[:2] == ["input_ids", "attention_mask"]
-    (out, grads), (again, found) = step(model, batch), step(copied, batch)
+    (out, grads), (again, found) = called(model), called(copied)
     assert again.logits is None and torch.equal(out.loss, again.loss)
     assert all(torch.equal(found[of], grads[of]) for of in grads)
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    assert step(copied, batch)[0].loss == again.loss != step(model, batch)[0].loss
+    assert called(copied)[0].loss == again.loss != called(model)[0].loss
 
 
 def test_no_loss_of_another_kind() -> None:
@@ -243,39 +234,33 @@ def test_no_loss_of_another_kind() -> None:
 
 
 def test_logits_that_are_looked_at_are_refused() -> None:
-    model, batch = adapter.prepare(tiny_model("llama", "ringattn"), chunked_loss=7), batches()["plain"]
+    model = adapter.prepare(tiny_model("llama", "ringattn"), chunked_loss=7)
     with pytest.raises(InputError, match="return_dict=False"):
-        model(input_ids=batch.tokens, labels=batch.labels, return_dict=False)
+        model(input_ids=PLAIN["input_ids"], labels=PLAIN["labels"], return_dict=False)
     with pytest.raises(InputError, match=r"chunked_loss: 52 labels for 54 tokens"):
-        model(input_ids=batch.tokens, labels=batch.labels, shift_labels=batch.labels[:, 1:])
+        model(input_ids=PLAIN["input_ids"], labels=PLAIN["labels"], shift_labels=PLAIN["labels"][:, 1:])
     chunks = model.loss_function.loss
     chunks.has_labels = True
     logits = model.lm_head(torch.zeros(1, 2, 32))
     for look in (lambda: logits[..., 0], lambda: logits.argmax(-1), lambda: torch.softmax(logits, -1),
                  lambda: logits * torch.ones(64)):  # fmt: skip
         with pytest.raises(UnsupportedError, match=r"^chunked_loss: .* of them is asked for"):
-            chunks(look(), batch.labels, 64)
+            chunks(look(), PLAIN["labels"], 64)
     assert not hasattr(logits, "dtype")
 
 
 def test_checkpoints_have_nowhere_to_go_on_a_cpu_and_stay_on() -> None:
-    model, batch = (
-        adapter.prepare(tiny_model("llama", "ringattn"), offload_checkpoints=True).train(),
-        batches()["plain"],
-    )
+    model = adapter.prepare(tiny_model("llama", "ringattn"), offload_checkpoints=True).train()
     with pytest.raises(InputError, match=r"^offload_checkpoints=True: .* on a CPU"):
-        step(model, batch)
-    model.eval()(input_ids=batch.tokens)
+        called(model)
+    model.eval()(input_ids=PLAIN["input_ids"])
     model.train().gradient_checkpointing_disable()
     with pytest.raises(InputError, match=r"^offload_checkpoints=True: gradient checkpointing was turned off"):
-        step(model, batch)
+        called(model)
 
 
 def test_a_trainer_that_sets_checkpoints_again_leaves_them_on_the_host(host: list[int]) -> None:
-    model, batch = (
-        adapter.prepare(tiny_model("llama", "ringattn"), offload_checkpoints=True).train(),
-        batches()["plain"],
-    )
+    model = adapter.prepare(tiny_model("llama", "ringattn"), offload_checkpoints=True).train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    step(model, batch)
-    assert host == [batch.tokens.numel() * 32] * 2
+    called(model)
+    assert host == [PLAIN["input_ids"].numel() * 32] * 2

@@ -18,10 +18,9 @@ from ringattn import InputError, Ring, Sequence
 from ringattn.adapters import transformers as adapter
 from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
-from tests.adapters.compare import far_off_compiled
 from tests.adapters.hosts import record
-from tests.adapters.models import Encoder, filled, tiny_model
-from tests.adapters.ranks import TOKENS, batches, forward, llama, restarting
+from tests.adapters.models import bert_config, filled, tiny_model
+from tests.adapters.ranks import ROW, TOKENS, far_off_compiled, forward, llama, restarting
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS = {**SMALL, "intermediate_size": 48, "num_attention_heads": 4}
@@ -30,7 +29,6 @@ BART = {
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, "dropout": 0.0,
 }  # fmt: skip
-ROW = batches()["plain"].tokens[:1]
 
 adapter.register()
 
@@ -213,7 +211,7 @@ def test_logits_of_whole_rows(make: Callable[[], Any]) -> None:
 
 def test_what_was_pooled_of_one_rank_is_left_out() -> None:
     def make() -> Any:
-        return transformers.BertModel(Encoder("eager").config).double().eval()
+        return transformers.BertModel(bert_config()).double().eval()
 
     def body(ring: Ring) -> None:
         model, seq = filled(adapter.prepare(make())), ring.sequence(TOKENS)

@@ -20,9 +20,8 @@ from ringattn import InputError, Ring, Sequence
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.torch_ops import ring_attention
 from ringattn.testing import run_ranks
-from tests.adapters.compare import far_off
 from tests.adapters.models import filled, tiny_model
-from tests.adapters.ranks import InDouble, gradients, llama
+from tests.adapters.ranks import InDouble, far_off, gradients, llama
 from tests.adapters.test_transformers_models import HEADS, refused
 from tests.adapters.test_transformers_refusals import experts
 

@@ -27,9 +27,8 @@ from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers import shard_batch
 from ringattn.adapters.transformers.positions import counts_by_itself
 from ringattn.testing import run_ranks
-from tests.adapters.compare import far_off
 from tests.adapters.models import filled, tiny_model
-from tests.adapters.ranks import InDouble, forward, restarting
+from tests.adapters.ranks import InDouble, far_off, forward, restarting
 from tests.adapters.test_transformers_models import refused
 
 DOCUMENTS = [0, 4, 17, 27]

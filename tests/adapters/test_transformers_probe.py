@@ -24,8 +24,8 @@ from ringattn.adapters.transformers.positions import counts_by_itself, image_pla
 from ringattn.runtime.activation import activate
 from ringattn.testing import run_ranks
 from tests.adapters import test_transformers_images as images
-from tests.adapters.compare import far_off
 from tests.adapters.models import MODELS, tiny_model
+from tests.adapters.ranks import far_off
 from tests.adapters.test_transformers_places import COUNTING, counting, ids, opt, padded, rotary
 
 FAMILIES: dict[str, Callable[[], Any]] = {

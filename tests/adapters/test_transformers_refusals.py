@@ -20,8 +20,8 @@ from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers.attention import mask_spec, refuse_options
 from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
-from tests.adapters.models import Encoder, filled, tiny_model
-from tests.adapters.ranks import TOKENS, batches, forward, llama
+from tests.adapters.models import bert_config, filled, tiny_model
+from tests.adapters.ranks import ROW, TOKENS, forward, llama
 
 adapter.register()
 
@@ -87,13 +87,13 @@ def test_documents_that_the_sequence_does_not_know() -> None:
 
 def test_labels_of_which_the_model_would_make_another_loss() -> None:
     def call(seq: Sequence, make: Callable[[], Any] = llama, **others: Any) -> None:
-        forward(seq, adapter.prepare(make()), labels=seq.shard_labels(batches()["plain"].tokens[:1]), **others)
+        forward(seq, adapter.prepare(make()), labels=seq.shard_labels(ROW), **others)
 
     def masked() -> Any:
-        return transformers.BertForMaskedLM(Encoder("eager").config)
+        return transformers.BertForMaskedLM(bert_config())
 
     def shifted(seq: Sequence) -> Tensor:
-        return seq.shard_labels(batches()["plain"].tokens[:1])
+        return seq.shard_labels(ROW)
 
     refused(lambda ring, seq: call(seq), r"labels without shift_labels.*seq\.shard_labels")
     refused(lambda ring, seq: call(seq, shift_labels=shifted(seq)), "labels without num_items_in_batch make a mean")
@@ -152,7 +152,7 @@ def text_of_siglip(attention: str) -> Any:
 
 @pytest.mark.parametrize("prepared", ["text", "copied"])
 def test_text_whose_name_is_that_of_a_tower_goes_through_the_ring(prepared: str) -> None:
-    tokens, places = batches()["plain"].tokens[:1], torch.arange(TOKENS)[None]
+    tokens, places = ROW, torch.arange(TOKENS)[None]
     true = text_of_siglip("eager")(input_ids=tokens, position_ids=places).last_hidden_state
 
     def body(ring: Ring) -> float:
@@ -266,7 +266,7 @@ def test_attention_dropout_is_no_matter_in_evaluation() -> None:
     def make(attention: str) -> Any:
         return tiny_model("llama", attention, attention_dropout=0.1).eval()
 
-    tokens = batches()["plain"].tokens[:1]
+    tokens = ROW
     true = make("eager")(input_ids=tokens).logits
 
     def body(ring: Ring) -> float:
@@ -322,7 +322,7 @@ def test_a_model_whose_attention_cannot_be_set() -> None:
 def test_nothing_active_while_ranks_share() -> None:
     def body(ring: Ring) -> None:
         with pytest.raises(InputError, match="no sequence is active"):
-            llama()(input_ids=batches()["plain"].tokens)
+            llama()(input_ids=ROW)
 
     run_ranks(2, body)
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import DataCollatorWithFlattening, LlamaConfig
 
 from ringattn import InputError, Ring
@@ -25,41 +24,31 @@ from ringattn.adapters.context import recompute_context
 from ringattn.adapters.transformers import prepare
 from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer
 from ringattn.testing import run_ranks
-from tests.adapters.compare import far_from_one, far_off, far_off_compiled
 from tests.adapters.models import tiny_model, with_lora
 from tests.adapters.processes import forked
-from tests.adapters.ranks import DOCUMENTS, TOKENS, InDouble, batches, forward, restarting
+from tests.adapters.ranks import (
+    DOCUMENTS,
+    TOKENS,
+    InDouble,
+    batches,
+    far_from_one,
+    far_off,
+    far_off_compiled,
+    forward,
+)
 from tests.adapters.sharded import far_off_sharded
 from tests.adapters.trainer import RingTrainer, alone, over_processes
 
 Cell = Callable[[], float]
-
-
-def plain() -> dict[str, Tensor]:
-    """Two rows."""
-    tokens = batches()["plain"].tokens
-    return {"input_ids": tokens, "labels": tokens.clone()}
-
-
-def packed() -> dict[str, Tensor]:
-    """Three documents in a row, which their positions tell."""
-    batch = batches()["packed"]
-    return {"input_ids": batch.tokens, "labels": batch.labels, "position_ids": restarting(DOCUMENTS)}
+PLAIN, PACKED, PADDED = batches().values()
 
 
 def flattened() -> dict[str, Any]:
     """The same documents as the host's collator packs them, with their cumulative lengths."""
-    row = batches()["packed"].tokens[0].tolist()
+    row = batches()["packed"]["input_ids"][0].tolist()
     texts = [{"input_ids": row[start:stop]} for start, stop in pairwise(DOCUMENTS)]
     made: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(texts)
     return made
-
-
-def padded() -> dict[str, Tensor]:
-    """Four rows with padding before, after and on both sides."""
-    batch = batches()["padded"]
-    assert batch.mask is not None
-    return {"input_ids": batch.tokens, "labels": batch.labels, "attention_mask": batch.mask}
 
 
 def eager(name: str, **other: Any) -> Callable[[], Any]:
@@ -145,13 +134,13 @@ def preferred(folder: Path) -> float:
 
 def compiled() -> float:
     """Of a model of one layer; the ranks have as many tokens, so that nothing is compiled for two lengths."""
-    return far_off_compiled(partial(tiny_model, "llama", num_hidden_layers=1), packed()["input_ids"][:, :24],
+    return far_off_compiled(partial(tiny_model, "llama", num_hidden_layers=1), PACKED["input_ids"][:, :24],
                             [*DOCUMENTS[:-1], 24])  # fmt: skip
 
 
 def generated() -> float:
     """How many tokens differ that a prepared model generates from padded prompts inside `activate(None)`."""
-    prompts = {"input_ids": padded()["input_ids"][[0, 3]], "attention_mask": padded()["attention_mask"][[0, 3]]}
+    prompts = {"input_ids": PADDED["input_ids"][[0, 3]], "attention_mask": PADDED["attention_mask"][[0, 3]]}
     options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "eos_token_id": None}
     with InDouble():
         true = tiny_model("llama", "eager").eval().generate(**prompts, **options)
@@ -168,26 +157,26 @@ FORKED: dict[str, Callable[[Path], float]] = {
     "Trainer, 3 steps, packed": trained,
     "TRL's SFTTrainer, 3 steps, packed": fine_tuned,
     "TRL's DPOTrainer": preferred,
-    "FSDP2, 2 steps, packed": lambda folder: far_off_sharded(eager("llama"), packed()),
+    "FSDP2, 2 steps, packed": lambda folder: far_off_sharded(eager("llama"), PACKED),
 }
 """Those whose processes are forked from this one, which has no threads until they are done."""
 
 EXACT: dict[str, Cell] = {
-    "Llama": lambda: far_from_one(eager("llama"), plain()),
-    "Llama, padded rows": lambda: far_from_one(eager("llama"), padded()),
-    "Llama, packed, `position_ids`": lambda: far_from_one(eager("llama"), packed()),
+    "Llama": lambda: far_from_one(eager("llama"), PLAIN),
+    "Llama, padded rows": lambda: far_from_one(eager("llama"), PADDED),
+    "Llama, packed, `position_ids`": lambda: far_from_one(eager("llama"), PACKED),
     "Llama, packed, `cu_seq_lens_q`": lambda: far_from_one(eager("llama"), flattened()),
-    "Mistral: window, GQA": lambda: far_from_one(eager("mistral"), plain()),
-    "Mistral, packed": lambda: far_from_one(eager("mistral"), packed()),
-    "Gemma 2: windows in turn, softcap": lambda: far_from_one(eager("gemma2"), packed()),
-    "GPT-OSS: sinks, experts": lambda: far_from_one(eager("gpt_oss"), plain()),
-    "Llama 4: chunks, packed": lambda: far_from_one(eager("llama4_text", attn_temperature_tuning=False), packed()),
-    "gradient checkpointing": lambda: far_from_one(eager("mistral"), packed(), train=checkpointed),
-    "LoRA of PEFT": lambda: far_from_one(eager("llama"), packed(), train=with_lora),
+    "Mistral: window, GQA": lambda: far_from_one(eager("mistral"), PLAIN),
+    "Mistral, packed": lambda: far_from_one(eager("mistral"), PACKED),
+    "Gemma 2: windows in turn, softcap": lambda: far_from_one(eager("gemma2"), PACKED),
+    "GPT-OSS: sinks, experts": lambda: far_from_one(eager("gpt_oss"), PLAIN),
+    "Llama 4: chunks, packed": lambda: far_from_one(eager("llama4_text", attn_temperature_tuning=False), PACKED),
+    "gradient checkpointing": lambda: far_from_one(eager("mistral"), PACKED, train=checkpointed),
+    "LoRA of PEFT": lambda: far_from_one(eager("llama"), PACKED, train=with_lora),
     "`torch.compile`, packed": compiled,
-    "RoPE `dynamic`": lambda: far_off(partial(rotary, "dynamic"), {"input_ids": plain()["input_ids"]}),
+    "RoPE `dynamic`": lambda: far_off(partial(rotary, "dynamic"), {"input_ids": PLAIN["input_ids"]}),
     "`generate` inside `activate(None)`": generated,
-    "RoPE `longrope`": lambda: far_off(partial(rotary, "longrope"), {"input_ids": plain()["input_ids"]}),
+    "RoPE `longrope`": lambda: far_off(partial(rotary, "longrope"), {"input_ids": PLAIN["input_ids"]}),
 }
 
 
