@@ -2,7 +2,8 @@
 
 Writes cells.json to the folder: for each cell the largest relative error, or the text of what it raised. Needs trl,
 peft and datasets, which `tests.adapters.environments` installs. One process computes without checkpoints, without
-`torch.compile` and with dense or eager attention. Everything is computed in float64.
+`torch.compile` and with eager attention. Everything is computed in float64. Loops over `ring_attention` and `attend`
+are those of `tests.adapters.test_recomputation`.
 """
 
 from __future__ import annotations
@@ -18,21 +19,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from ringattn import Ring
 from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.transformers import prepare, shard_batch
-from ringattn.testing import dense_attention
 from tests.adapters.models import tiny_model
 from tests.adapters.processes import forked, forked_ranks, worst_error
 from tests.adapters.ranks import in_double, restarting
-from tests.adapters.test_recomputation import Attending, run_region
 from tests.adapters.trainer import RingTrainer
 
-LOOPS = "attention", "transformers"
-"""Own training loops: over `ring_attention` and `attend`, and over a model of transformers."""
+LOOP = "transformers"
+"""An own training loop over a model of transformers."""
 TRAINERS = "RingTrainerMixin", "RingParallelismConfig", "RingSFTTrainer"
 DATA = "plain", "packed", "changing"
 KINDS = "reentrant", "non-reentrant"
@@ -62,7 +61,7 @@ class Cell(NamedTuple):
         return " | ".join(str(value) for value in self)
 
 
-CELLS = [Cell(*values) for values in product(LOOPS, KINDS, COMPILED, DATA, PASSES)]
+CELLS = [Cell(*values) for values in product([LOOP], KINDS, COMPILED, DATA, PASSES)]
 CELLS += [Cell(*values) for values in product(TRAINERS, KINDS, COMPILED, DATA)]
 
 
@@ -91,7 +90,7 @@ def run_loop(cell: Cell, ring: Ring | None) -> list[Tensor]:
     Backward runs the last pass first, under no activation, then under another sequence, then under `activate(None)`.
     """
     weights = list(make_model(*cell[:3])[0].parameters())
-    loss_of = partial(attention_loss if cell.host == "attention" else transformers_loss, cell, ring)
+    loss_of = partial(transformers_loss, cell, ring)
     results = []
     for step in range(STEPS):
         losses = [loss_of(cell.passes * step + index) for index in range(cell.passes)]
@@ -112,30 +111,6 @@ def run_loop(cell: Cell, ring: Ring | None) -> list[Tensor]:
     return results
 
 
-class Stack(nn.Module):
-    """Two checkpointed regions that attend: the first in one operator, the second with a graph break."""
-
-    def __init__(self, kind: str, compiled: str) -> None:
-        super().__init__()
-        self.regions = nn.ModuleList([Attending("ring_attention"), Attending("attend")])
-        self.kind = kind
-        if compiled == "inside":
-            for region in self.regions:
-                region.compile(backend=BACKEND)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for region in self.regions:
-            x = run_region(self.kind, region, x)
-        return x
-
-    def dense(self, x: Tensor, cuts: list[int]) -> Tensor:
-        """The same on one process."""
-        for weight in self.parameters():
-            h = (x * weight)[:, :, None]
-            x = dense_attention(h, h, h, causal=True, cu_seqlens=cuts)[0].flatten(2).sin() + x
-        return x
-
-
 @cache
 def make_model(host: str, kind: str, compiled: str) -> tuple[Any, Any, Any]:
     """The model, what a training loop calls, and the weights to begin with.
@@ -143,28 +118,16 @@ def make_model(host: str, kind: str, compiled: str) -> tuple[Any, Any, Any]:
     Cells share it, because compiling is the most of their work.
     """
     torch._dynamo.reset()
-    model: Any = Stack(kind, compiled) if host == "attention" else tiny_model("llama", "eager", num_hidden_layers=1)
-    if host == "transformers" and kind != "plain":
+    model: Any = tiny_model("llama", "eager", num_hidden_layers=1)
+    if host == LOOP and kind != "plain":
         model.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
         prepare(model)
-    if host != "attention" and compiled == "inside":
+    if compiled == "inside":
         for layer in model.model.layers:
             layer.self_attn.compile(backend=BACKEND)
             layer.mlp.compile(backend=BACKEND)
-    step = torch.compile(model, backend=BACKEND) if compiled == "around" and host in LOOPS else model
+    step = torch.compile(model, backend=BACKEND) if compiled == "around" and host == LOOP else model
     return model, step, copy.deepcopy(model.state_dict())
-
-
-def attention_loss(cell: Cell, ring: Ring | None, number: int) -> Tensor:
-    """The sum of the outputs of row `number`."""
-    model, step, _ = make_model(*cell[:3])
-    cuts = documents(cell.data, number)
-    x = torch.randn(1, cuts[-1], 8, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-    if ring is None:
-        return model.dense(x, cuts).sum()
-    seq = ring.sequence(cuts[-1], cu_seqlens=cuts, layout="zigzag")
-    with ring.activate(seq):
-        return step(seq.shard(x).requires_grad_()).sum()
 
 
 def transformers_loss(cell: Cell, ring: Ring | None, number: int) -> Tensor:
@@ -238,7 +201,7 @@ def run_cell(folder: Path, cell: Cell, ring: Ring | None) -> list[Tensor]:
     with in_double():
         model, _, weights = make_model(*cell[:3])
         model.load_state_dict(weights)
-        return run_loop(cell, ring) if cell.host in LOOPS else train(folder, cell, ring)
+        return run_loop(cell, ring) if cell.host == LOOP else train(folder, cell, ring)
 
 
 def compute_references(folder: Path, cells: list[Cell]) -> None:

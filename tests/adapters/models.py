@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 
 WINDOW_TOKENS = 5
@@ -102,3 +103,8 @@ def bert_config(**other: Any) -> BertConfig:
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **other,
     )  # fmt: skip
+
+
+def made(of: str, config: str, **options: Any) -> Any:
+    """A model of transformers by the names of its class and of its configuration."""
+    return filled(getattr(transformers, of)(getattr(transformers, config)(**options)))

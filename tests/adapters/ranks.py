@@ -11,12 +11,13 @@ from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import create_masks_for_generate
 
-from ringattn import Ring, Sequence
+from ringattn import InputError, Ring, Sequence
 from ringattn.adapters.transformers import prepare, shard_batch
 from ringattn.adapters.transformers.batches import WHOLE
 from ringattn.testing import run_ranks
@@ -93,6 +94,17 @@ def forward(seq: Sequence, model: Any, **inputs: Any) -> Any:
 def llama(**other: Any) -> Any:
     """A small model that attends through the ring, its inputs not checked."""
     return tiny_model("llama", "ringattn", **other)
+
+
+def refused(call: Callable[[Sequence], Any], match: str, error: type[Exception] = InputError) -> None:
+    """`call` raises this on both of two ranks, and none waits for the deadline."""
+
+    def body(ring: Ring) -> None:
+        with pytest.raises(error, match=match):
+            call(ring.sequence(TOKENS, layout="contiguous"))
+        ring.barrier()
+
+    run_ranks(2, body, timeout_s=20.0)
 
 
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:

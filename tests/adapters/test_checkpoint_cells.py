@@ -18,10 +18,8 @@ from tests.adapters.test_trl import ROOT, run_with_trl
 
 TOLERANCE = 1e-11
 QUICK = [
-    Cell("attention", "reentrant", "none", "packed", 3),
-    Cell("attention", "non-reentrant", "none", "changing", 3),
-    Cell("attention", "reentrant", "inside", "packed", 2),
-    Cell("transformers", "reentrant", "none", "packed", 2),
+    Cell("transformers", "reentrant", "none", "packed", 3),
+    Cell("transformers", "non-reentrant", "inside", "changing", 2),
     Cell("RingTrainerMixin", "reentrant", "none", "packed"),
     Cell("RingParallelismConfig", "reentrant", "none", "packed"),
 ]
@@ -48,6 +46,6 @@ def test_some_cells(tmp_path: Path) -> None:
 def test_packed_cells(tmp_path: Path) -> None:
     """Every host, kind and compiler setting. The other data and passes take too long; the module computes them."""
     cells = [cell for cell in CELLS if cell.data == "packed" and cell.passes in (1, 3)]
-    assert len(CELLS) == 162 and len(cells) == 42
+    assert len(CELLS) == 108 and len(cells) == 30
     run_with_trl("-m", "tests.adapters.checkpoint_cells", str(tmp_path), *map(str, cells), timeout_s=580.0)
     check(tmp_path, cells)

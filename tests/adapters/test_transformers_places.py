@@ -28,10 +28,8 @@ from ringattn.adapters.transformers import shard_batch
 from ringattn.adapters.transformers.positions import counts_by_itself
 from ringattn.testing import run_ranks
 from tests.adapters.models import filled, tiny_model
-from tests.adapters.ranks import InDouble, far_off, forward, restarting
-from tests.adapters.test_transformers_models import refused
+from tests.adapters.ranks import DOCUMENTS, InDouble, far_off, forward, refused, restarting
 
-DOCUMENTS = [0, 4, 17, 27]
 ORIGINAL = 16
 """Tokens from which a rotary embedding of the tests takes other frequencies."""
 
@@ -108,7 +106,7 @@ def test_rotary_embeddings_of_a_checkpointed_model(reentrant: bool) -> None:
             out = checkpoint(lambda x: model(inputs_embeds=x, **given).logits, embeds, use_reentrant=reentrant)
             out.sum().backward()
 
-    refused(call, r"Phi3RotaryEmbedding again, .* checkpoint layers", InputError)
+    refused(call, r"Phi3RotaryEmbedding again, .* checkpoint layers")
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
@@ -209,7 +207,7 @@ def test_embeddings_that_hold_their_places_already(kind: str) -> None:
         with seq.ring.activate(seq):
             return adapter.prepare(make())(inputs_embeds=seq.shard(embeds), position_ids=seq.positions()[None] + 2)
 
-    refused(shifted, "position_ids are", InputError)
+    refused(shifted, "position_ids are")
 
 
 @pytest.mark.parametrize("name", [*COUNTING, "OPT"])

@@ -1,9 +1,10 @@
-"""What models of transformers may ask of a ring, what is refused on all ranks, and what a mask of theirs means."""
+"""Models and inputs of transformers that do not fit a ring: refused on all ranks, never silently local."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,268 +18,120 @@ from transformers import masking_utils
 
 from ringattn import DisagreementError, InputError, Ring, Sequence
 from ringattn.adapters import transformers as adapter
+from ringattn.adapters.transformers import prepare
 from ringattn.adapters.transformers.attention import mask_spec, refuse_options
 from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
-from tests.adapters.models import bert_config, filled, tiny_model
-from tests.adapters.ranks import ROW, TOKENS, forward, llama
+from tests.adapters.hosts import record
+from tests.adapters.models import bert_config, filled, made, tiny_model
+from tests.adapters.ranks import (
+    ROW,
+    TOKENS,
+    InDouble,
+    far_off_compiled,
+    forward,
+    gradients,
+    llama,
+    refused,
+    restarting,
+    summed_gradients,
+)
 
 adapter.register()
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+HEADS = {**SMALL, "intermediate_size": 48, "num_attention_heads": 4}
+CALM = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+BART = {
+    "vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, "dropout": 0.0,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "head_dim": 4,
+    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "num_key_value_heads": 4,
+    "moe_intermediate_size": 24, "index_topk": 4, "index_head_dim": 8, "index_n_heads": 2, "first_k_dense_replace": 2,
+    "use_cache": False,
+}  # fmt: skip
+ESM = {"pad_token_id": 1, "mask_token_id": 62, "token_dropout": True, "position_embedding_type": "rotary", **CALM}
 
 
-def refused(call: Callable[[Ring, Sequence], Any], match: str, kind: type[Exception] = InputError) -> None:
-    """`call` raises this on both of two ranks."""
+def fnet() -> Any:
+    return made("FNetForMaskedLM", "FNetConfig", **SMALL, intermediate_size=48)
 
+
+def experts(routed: bool) -> Any:
+    return made("MixtralForCausalLM", "MixtralConfig", vocab_size=64, hidden_size=32, intermediate_size=24,
+                num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
+                output_router_logits=routed, pad_token_id=0, experts_implementation="eager")  # fmt: skip
+
+
+def two_berts() -> Any:
+    parts = [bert_config(use_cache=False) for _ in range(2)]
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    return filled(transformers.EncoderDecoderModel(config))
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+MIXING: dict[str, tuple[Callable[[], Any], str]] = {
+    "no attention": (fnet, "no attention of FNet.* went through the ring"),
+    "a state": (partial(made, "MambaForCausalLM", "MambaConfig", **SMALL, state_size=8, use_cache=False),
+                "MambaConfig has layers that carry a state"),
+    "layers with a state": (partial(tiny_model, "qwen3_next", "ringattn"), "linear_attention"),
+    "chosen tokens": (partial(made, "DeepseekV32ForCausalLM", "DeepseekV32Config", **HEADS, **LATENT),
+                      r"choose tokens \(indexed_attention\)"),
+    "mask tokens": (partial(made, "EsmForMaskedLM", "EsmConfig", **HEADS, **ESM), r"config\.token_dropout=False"),
+    "neighbors": (partial(made, "MobileBertModel", "MobileBertConfig", **HEADS, **CALM, intra_bottleneck_size=32),
+                  r"config\.trigram_input=False"),
+    "scaled queries": (partial(tiny_model, "llama4_text", "ringattn"), "attn_temperature_tuning=False"),
+    "places of a shard": (partial(made, "BartForCausalLM", "BartConfig", **BART),
+                          "models of BartAttention take no position_ids"),
+    "a picked token": (
+        partial(made, "SplinterForQuestionAnswering", "SplinterConfig", **HEADS, **CALM, question_token_id=5),
+        r"SplinterForQuestionAnswering takes question_positions.* pick .*seq\.gather",
+    ),
+    "classes": (partial(made, "LlamaForSequenceClassification", "LlamaConfig", **HEADS, pad_token_id=0),
+                r"ForSequenceClassification makes logits of a whole row, .* pool seq\.gather"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MIXING)
+def test_models_that_mix_tokens_otherwise(what: str) -> None:
+    make, match = MIXING[what]
+    refused(lambda seq: forward(seq, prepare(make())), match)
+
+
+def test_models_that_are_not_prepared() -> None:
+    def call(seq: Sequence, model: Any) -> None:
+        model.set_attn_implementation("ringattn")
+        forward(seq, model)
+
+    refused(lambda seq: call(seq, MIXING["places of a shard"][0]()), "models of BartAttention take no position_ids")
+    refused(lambda seq: call(seq, tiny_model("qwen3_next", "eager")), "linear_attention")
+
+
+def test_after_a_refusal_the_same_ring_and_model_go_on() -> None:
     def body(ring: Ring) -> None:
-        with pytest.raises(kind, match=match):
-            call(ring, ring.sequence(TOKENS, layout="contiguous"))
+        seq, other, model = ring.sequence(TOKENS), prepare(fnet()), prepare(llama())
+        before = forward(seq, model).logits
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match="no attention of FNet"):
+                forward(seq, other)
+        assert torch.equal(forward(seq, model).logits, before)
 
     run_ranks(2, body, timeout_s=10.0)
 
 
-# --- inputs ---------------------------------------------------------------------------------------------------------
+def test_layers_of_another_kind_before_the_first_attention() -> None:
+    """They run first, and would make errors of their own out of packed documents."""
+    cuts = torch.tensor([0, 10, TOKENS])
 
+    def call(seq: Sequence) -> None:
+        model = prepare(tiny_model("qwen3_next", "eager", layer_types=["linear_attention", "full_attention"]))
+        packed = seq.with_documents(tuple(cuts.tolist()))
+        forward(packed, model, cu_seq_lens_q=cuts, position_ids=seq.shard(restarting(cuts.tolist())))
 
-def test_positions_that_look_local() -> None:
-    local = torch.arange(14)[None]
-    wrong = r"position_ids are 0, 1, 2, 3, 4, 5, ..., this rank's tokens .* have 14, .*seq\.positions\(\)"
-    refused(lambda ring, seq: forward(seq, llama(), position_ids=None), wrong)
-    refused(lambda ring, seq: forward(seq, adapter.prepare(llama()), position_ids=None), "position_ids are missing")
-    refused(lambda ring, seq: forward(seq, adapter.prepare(llama()), position_ids=local[:, : seq.counts[ring.rank]]),
-            wrong)  # fmt: skip
-
-
-def test_positions_of_a_padded_row() -> None:
-    """Counted from the first real token they are right, one further they are not."""
-
-    def call(seq: Sequence, shift: int) -> None:
-        mask = torch.ones(1, TOKENS, dtype=torch.int64)
-        mask[:, :3] = 0
-        places = (mask.cumsum(1) - 1).clamp(min=0) + shift
-        forward(seq, llama(), attention_mask=seq.shard(mask), position_ids=seq.shard(places))
-
-    run_ranks(2, lambda ring: call(ring.sequence(TOKENS), 0))
-    refused(lambda ring, seq: call(seq, 1), "position_ids are")
-
-
-def test_positions_that_attention_does_not_get() -> None:
-    """Llama 4 hands none on; `prepare` does, for one model and one call."""
-
-    def make() -> Any:
-        return tiny_model("llama4_text", "ringattn", attn_temperature_tuning=False)
-
-    def call(ring: Ring, seq: Sequence) -> None:
-        forward(seq, adapter.prepare(make()))
-        forward(seq, make())
-
-    refused(call, r"no position_ids came to Llama4TextAttention.*prepare\(model\)")
-
-
-def test_documents_that_the_sequence_does_not_know() -> None:
-    def packed(seq: Sequence, **others: Any) -> None:
-        places = torch.cat([torch.arange(10), torch.arange(17)])[None]
-        forward(seq, llama(), position_ids=seq.shard(places), **others)
-
-    refused(lambda ring, seq: packed(seq), r"position_ids are .*ring\.sequence\(cu_seqlens=")
-    cuts = torch.tensor([0, 10, 27])
-    refused(lambda ring, seq: forward(seq, llama(), cu_seq_lens_q=cuts), r"cu_seq_lens_q cuts at \(0, 10, 27\)")
-    run_ranks(2, lambda ring: packed(ring.sequence(cu_seqlens=cuts, layout="zigzag"), cu_seq_lens_q=cuts))
-
-
-def test_labels_of_which_the_model_would_make_another_loss() -> None:
-    def call(seq: Sequence, make: Callable[[], Any] = llama, **others: Any) -> None:
-        forward(seq, adapter.prepare(make()), labels=seq.shard_labels(ROW), **others)
-
-    def masked() -> Any:
-        return transformers.BertForMaskedLM(bert_config())
-
-    def shifted(seq: Sequence) -> Tensor:
-        return seq.shard_labels(ROW)
-
-    refused(lambda ring, seq: call(seq), r"labels without shift_labels.*seq\.shard_labels")
-    refused(lambda ring, seq: call(seq, shift_labels=shifted(seq)), "labels without num_items_in_batch make a mean")
-
-    def routed(seq: Sequence, given: bool) -> Any:
-        options = {"shift_labels": shifted(seq), "num_items_in_batch": 26}
-        if given:
-            return call(seq, lambda: experts(False), output_router_logits=True, **options)
-        return call(seq, lambda: experts(True), **options)
-
-    for given in (False, True):
-        refused(lambda ring, seq, given=given: routed(seq, given), "output_router_logits beside labels: Mixtral")
-    refused(lambda ring, seq: call(seq, masked), "BertForMaskedLM would make its loss of this rank's tokens alone")
-
-
-def experts(routed: bool) -> Any:
-    small = tiny_model("llama", "eager").config
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=2, output_router_logits=routed, pad_token_id=small.pad_token_id,
-        experts_implementation="eager",
-    )  # fmt: skip
-    return filled(transformers.MixtralForCausalLM(config))
-
-
-def test_what_one_rank_alone_gets_wrong() -> None:
-    """All ranks raise, none waits for the deadline."""
-
-    def prepared(ring: Ring, seq: Sequence) -> None:
-        forward(seq, adapter.prepare(llama()), **({"position_ids": None} if ring.rank else {}))
-
-    def masked(ring: Ring, seq: Sequence) -> None:
-        tokens = seq.counts[ring.rank]
-        forward(seq, llama(), attention_mask=torch.zeros(1, 1, tokens, tokens) if ring.rank else None)
-
-    def dropped(ring: Ring, seq: Sequence) -> None:
-        forward(seq, llama(attention_dropout=0.1 if ring.rank else 0.0))
-
-    refused(prepared, "position_ids are missing")
-    refused(masked, "a mask of its own")
-    refused(dropped, r"attention dropout is 0\.1")
-
-
-# --- text or tower ---------------------------------------------------------------------------------------------------
-
-
-def text_of_siglip(attention: str) -> Any:
-    config = transformers.SiglipTextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=32, projection_size=32,
-    )  # fmt: skip
-    model = filled(transformers.SiglipTextModel(config))
-    model.set_attn_implementation(attention)
-    return model
-
-
-@pytest.mark.parametrize("prepared", ["text", "copied"])
-def test_text_whose_name_is_that_of_a_tower_goes_through_the_ring(prepared: str) -> None:
-    tokens, places = ROW, torch.arange(TOKENS)[None]
-    true = text_of_siglip("eager")(input_ids=tokens, position_ids=places).last_hidden_state
-
-    def body(ring: Ring) -> float:
-        model, seq = adapter.prepare(text_of_siglip("ringattn")), ring.sequence(TOKENS)
-        model = deepcopy(model) if prepared == "copied" else model
-        out = forward(seq, model)
-        return (seq.gather(out.last_hidden_state.detach()) - true).abs().max().item()
-
-    assert max(run_ranks(2, body)) < 1e-5  # rounded to float32 in eager attention
-
-
-def test_what_may_be_text_is_refused_where_it_was_not_prepared() -> None:
-    refused(lambda ring, seq: forward(seq, text_of_siglip("ringattn")), r"may be a tower .*prepare\(model\) once")
-    lone = torch.tensor([[3, 4, 5]])
-
-    def whole(ring: Ring) -> None:
-        model, seq, places = text_of_siglip("ringattn"), ring.sequence(TOKENS), torch.arange(3)[None]
-        out = forward(seq, model, input_ids=lone, position_ids=places).last_hidden_state
-        alone = text_of_siglip("sdpa")(input_ids=lone, position_ids=places).last_hidden_state
-        torch.testing.assert_close(out, alone)
-        with pytest.raises(InputError, match="no sequence is active"):
-            model(input_ids=lone)
-
-    run_ranks(2, whole, timeout_s=10.0)
-
-
-def test_masks_that_have_no_form_here() -> None:
-    holes, whole = torch.ones(1, TOKENS, dtype=torch.int64), torch.ones(1, TOKENS, dtype=torch.int64)
-    holes[:, 5] = 0
-    refused(lambda ring, seq: forward(seq, llama(), attention_mask=seq.shard(holes)), "row 0 has holes")
-    refused(lambda ring, seq: forward(seq, llama(), attention_mask=whole), "14 queries meet 27 keys|13 queries meet 27")
-    four = torch.zeros(1, 1, 14, 14)
-    refused(lambda ring, seq: forward(seq, llama(), attention_mask=four), "a mask of its own")
-
-    def one_alone(ring: Ring, seq: Sequence) -> None:
-        mask = seq.shard(whole) if ring.rank == 0 else None
-        forward(seq, llama(), attention_mask=mask)
-
-    refused(one_alone, "the ranks do not ask for the same", DisagreementError)
-
-
-def test_a_mask_in_the_arithmetic_of_a_model() -> None:
-    """What a model does with a table by itself: refused by name, whatever function it is."""
-    spec = mask_spec(q_length=9, kv_length=9, mask_function=masking_utils.causal_mask_function, batch_size=1)
-    table: Any = spec
-    scores = torch.zeros(1, 2, 9, 9)
-    uses: list[Callable[[], Any]] = [
-        lambda: scores + table, lambda: table + scores, lambda: torch.cat([table, scores], -1), lambda: 1.0 - table,
-        lambda: table * -1e4, lambda: ~table, lambda: scores.masked_fill(table, 0.0),
-        lambda: scores * table, lambda: table == 0, lambda: table > 0, lambda: len(table), lambda: bool(table),
-        lambda: torch.where(table, scores, 0),
-    ]  # fmt: skip
-    for number, use in enumerate(uses):
-        with pytest.raises(UnsupportedError, match="reads its mask as a table"):
-            pytest.fail(f"use {number} gave {use()}")
-
-
-def test_a_model_that_adds_its_mask_by_itself() -> None:
-    """GIT's text, whose tower goes through the interface."""
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    vision = {**small, "image_size": 32, "patch_size": 16}
-    kind = transformers.GitForCausalLM  # imported here, and not by two threads at once
-    config = transformers.GitConfig(vision_config=vision, vocab_size=64, max_position_embeddings=64, **small,
-                                    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
-    refused(lambda ring, seq: forward(seq, adapter.prepare(kind(deepcopy(config)).double())),
-            "reads its mask as a table .*keep its own attn_implementation", UnsupportedError)  # fmt: skip
-
-
-def test_functions_of_a_mask_that_are_not_known() -> None:
-    def prefix(batch: Any, head: Any, q: Any, k: Any) -> Any:
-        return k < 3
-
-    spec = masking_utils.create_causal_mask(llama().config, torch.zeros(1, 9, 4), None, None, or_mask_function=prefix)
-    assert any("prefix" in name for name in spec.unknown)
-    with Ring() as ring, pytest.raises(UnsupportedError, match=r"made with .*prefix, .*or_mask, which is neither"):
-        spec.rows(ring.sequence(9), lambda rows: None)
-    blocks = masking_utils.create_causal_mask(
-        llama().config, torch.zeros(1, 9, 4), None, None, block_sequence_ids=torch.zeros(1, 9, dtype=torch.int64)
-    )
-    assert any("blockwise_overlay" in name for name in blocks.unknown)
-
-
-def test_options_that_attention_over_ranks_has_not() -> None:
-    refused(lambda ring, seq: forward(seq, llama(attention_dropout=0.1)), "attention dropout is 0.1")
-    refused(lambda ring, seq: forward(seq, llama(), output_attentions=True), "output_attentions", UnsupportedError)
-    bias = torch.zeros(1, 4, 14, 14)
-    refused(lambda ring, seq: forward(seq, llama(), position_bias=bias), "adds a bias", UnsupportedError)
-
-
-@pytest.mark.parametrize(
-    ("config", "dropout", "told"),
-    [
-        (transformers.LlamaConfig(attention_dropout=0.2), 0.2, r"config\.attention_dropout=0\.0, or call model"),
-        (transformers.GPT2Config(attn_pdrop=0.1), 0.1, r"config\.attn_pdrop=0\.0, or call model\.eval\(\)"),
-        (transformers.BertConfig(attention_probs_dropout_prob=0.3), 0.3, r"config\.attention_probs_dropout_prob=0\.0"),
-        (transformers.XGLMConfig(dropout=0.4, attention_dropout=0.0), 0.4, r"config\.dropout=0\.0"),
-        (None, 0.5, r"config\.attention_dropout=0\.0"),
-    ],
-)
-def test_the_refusal_of_attention_dropout_says_what_to_set(config: Any, dropout: float, told: str) -> None:
-    module = torch.nn.Module()
-    module.config = config
-    with pytest.raises(
-        InputError,
-        match=rf"attention dropout is {dropout}, .*activate\(seq, dropout_seed=step\).*; or make the .*{told}",
-    ):
-        refuse_options(module, dropout, {})
-
-
-def test_attention_dropout_is_no_matter_in_evaluation() -> None:
-    def make(attention: str) -> Any:
-        return tiny_model("llama", attention, attention_dropout=0.1).eval()
-
-    tokens = ROW
-    true = make("eager")(input_ids=tokens).logits
-
-    def body(ring: Ring) -> float:
-        model, seq = adapter.prepare(make("ringattn")), ring.sequence(TOKENS)
-        with pytest.raises(InputError, match=r"attention dropout is 0\.1"):
-            forward(seq, model.train())
-        return (seq.gather(forward(seq, model.eval()).logits.detach()) - true).abs().max().item()
-
-    assert max(run_ranks(2, body)) < 1e-5  # rounded to float32 in eager attention
-
-
-SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    refused(call, r"Qwen3NextConfig has layers that carry a state .*linear_attention")
 
 
 @pytest.mark.parametrize(
@@ -293,55 +146,302 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_atten
 def test_models_that_add_alibi_by_themselves(kind: str, told: str, attention: str) -> None:
     """Also those that were made with our name, which they take, and which does not reach their attention."""
     alibi = {"alibi": True} if kind == "falcon" else {}
-    config = transformers.AutoConfig.for_model(kind, **SMALL, **alibi)
+    config = transformers.AutoConfig.for_model(kind, **SMALL, num_attention_heads=4, **alibi)
     if (kind, attention) == ("falcon", "ringattn"):  # transformers has no such class of attention for it
         with pytest.raises(KeyError, match="ringattn"):
             transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         return
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with pytest.raises(UnsupportedError, match=told + r".*alibi_slopes=\.\.\."):
-        adapter.prepare(model)
+        prepare(model)
     assert model.config._attn_implementation == attention  # as it was
     others = "reads its mask as a table" if attention == "ringattn" else "no attention went over the ring"
-    refused(lambda ring, seq: forward(seq, model), others)
-
-
-def test_layers_that_carry_a_state() -> None:
-    refused(lambda ring, seq: forward(seq, tiny_model("qwen3_next", "ringattn")), "linear_attention", UnsupportedError)
-    refused(lambda ring, seq: forward(seq, adapter.prepare(tiny_model("llama4_text", "ringattn"))),
-            "attn_temperature_tuning=False", UnsupportedError)  # fmt: skip
+    refused(lambda seq: forward(seq, model), others)
 
 
 def test_a_model_whose_attention_cannot_be_set() -> None:
     model = tiny_model("llama", "eager")
     model.set_attn_implementation = lambda *_: None  # what it does, beside a warning, for such a model
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM did not let its attention be set"):
-        adapter.prepare(model)
+        prepare(model)
+
+
+def t5_gemma() -> Any:
+    part = {**HEADS, "head_dim": 8, "num_key_value_heads": 2}
+    return transformers.T5GemmaForConditionalGeneration(transformers.T5GemmaConfig(encoder=part, decoder=part))
+
+
+@pytest.mark.parametrize(("make", "named"), [(two_berts, "BertModel"), (t5_gemma, "T5GemmaEncoder")])
+def test_an_encoder_with_a_configuration_of_its_own(make: Any, named: str) -> None:
+    """Its tokens are this rank's: attending like a tower, it would see no others."""
+    with pytest.raises(
+        UnsupportedError, match=f"reads its text with {named}, .* by themselves, .* as encoder_hidden_states"
+    ):
+        prepare(make())
+
+
+def test_encoder_and_decoder_by_themselves() -> None:
+    """What the refusal advises."""
+    wanted = ROW.flip(1)
+    with InDouble():
+        model = two_berts()
+        true = gradients(model, model(input_ids=ROW, decoder_input_ids=wanted).logits.sin().sum())
+
+    def body(ring: Ring) -> dict[str, Tensor]:
+        with InDouble():
+            ours, seq = two_berts(), ring.sequence(TOKENS)
+            prepare(ours.encoder)
+            prepare(ours.decoder)
+            places = {"position_ids": seq.positions()[None]}
+            with ring.activate(seq):
+                states = ours.encoder(input_ids=seq.shard(ROW), **places).last_hidden_state
+                seen = {"encoder_hidden_states": states, "encoder_attention_mask": torch.ones(states.shape[:2])}
+                logits = ours.decoder(input_ids=seq.shard(wanted), **places, **seen).logits
+            return summed_gradients(ring, ours, logits.sin().sum())
+
+    grads = run_ranks(2, body, timeout_s=20.0)[0]
+    for name, grad in true.items():
+        assert (grads[name] - grad).abs().max() <= 1e-9 * max(1.0, grad.abs().max().item()), name
+    assert grads["encoder.embeddings.word_embeddings.weight"].any()
+
+
+# --- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def test_positions_that_look_local() -> None:
+    local = torch.arange(14)[None]
+    wrong = r"position_ids are 0, 1, 2, 3, 4, 5, ..., this rank's tokens .* have 14, .*seq\.positions\(\)"
+    refused(lambda seq: forward(seq, llama(), position_ids=None), wrong)
+    refused(lambda seq: forward(seq, prepare(llama()), position_ids=None), "position_ids are missing")
+    refused(lambda seq: forward(seq, prepare(llama()), position_ids=local[:, : seq.counts[seq.ring.rank]]), wrong)
+
+
+def test_positions_of_a_padded_row() -> None:
+    """Counted from the first real token they are right, one further they are not."""
+
+    def call(seq: Sequence, shift: int) -> None:
+        mask = torch.ones(1, TOKENS, dtype=torch.int64)
+        mask[:, :3] = 0
+        places = (mask.cumsum(1) - 1).clamp(min=0) + shift
+        forward(seq, llama(), attention_mask=seq.shard(mask), position_ids=seq.shard(places))
+
+    run_ranks(2, lambda ring: call(ring.sequence(TOKENS), 0))
+    refused(lambda seq: call(seq, 1), "position_ids are")
+
+
+def test_positions_that_attention_does_not_get() -> None:
+    """Llama 4 hands none on; `prepare` does, for one model and one call."""
+
+    def call(seq: Sequence) -> None:
+        models = [tiny_model("llama4_text", "ringattn", attn_temperature_tuning=False) for _ in range(2)]
+        forward(seq, prepare(models[0]))
+        forward(seq, models[1])
+
+    refused(call, r"no position_ids came to Llama4TextAttention.*prepare\(model\)")
+
+
+def test_documents_that_the_sequence_does_not_know() -> None:
+    cuts = torch.tensor([0, 10, 27])
+
+    def packed(seq: Sequence, **others: Any) -> None:
+        forward(seq, llama(), position_ids=seq.shard(restarting(cuts.tolist())), **others)
+
+    refused(packed, r"position_ids are .*ring\.sequence\(cu_seqlens=")
+    refused(lambda seq: forward(seq, llama(), cu_seq_lens_q=cuts), r"cu_seq_lens_q cuts at \(0, 10, 27\)")
+    run_ranks(2, lambda ring: packed(ring.sequence(cu_seqlens=cuts, layout="zigzag"), cu_seq_lens_q=cuts))
+
+
+@pytest.mark.parametrize(
+    ("prepared", "wrong", "named"),
+    [
+        (True, ["input_ids", "position_ids"], "input_ids"),
+        (True, ["position_ids"], "position_ids"),
+        (False, ["input_ids", "position_ids"], "attention"),
+    ],
+)
+def test_tokens_that_one_rank_did_not_shard(prepared: bool, wrong: list[str], named: str) -> None:
+    whole = {"input_ids": ROW, "position_ids": torch.arange(TOKENS)[None]}
+
+    def call(seq: Sequence) -> Any:
+        inputs = {name: whole[name] for name in wrong} if seq.ring.rank else {}
+        return forward(seq, prepare(llama()) if prepared else llama(), **inputs)
+
+    refused(call, rf"{named} has 27 tokens, this rank has 1[34] of .*pass seq\.shard")
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_text_shorter_than_the_ring(prepared: bool) -> None:
+    def body(ring: Ring) -> None:
+        seq, model = ring.sequence(3), prepare(llama()) if prepared else llama()
+        if not prepared and not seq.counts[ring.rank]:
+            return  # transformers itself cannot be called there; the others must not wait for it
+        with ring.activate(seq), pytest.raises(InputError, match="rank 3 has no token"):
+            model(input_ids=seq.shard(ROW[:, :3]), position_ids=seq.positions()[None])
+
+    run_ranks(4, body, timeout_s=10.0)
+
+
+def test_labels_of_which_the_model_would_make_another_loss() -> None:
+    def call(seq: Sequence, model: Any, *without: str, **others: Any) -> None:
+        shifted = seq.shard_labels(ROW)
+        given = {"labels": shifted, "shift_labels": shifted, "num_items_in_batch": 26, **others}
+        forward(seq, prepare(model), **{name: x for name, x in given.items() if name not in without})
+
+    wanted = ["shift_labels", "num_items_in_batch"]
+    refused(lambda seq: call(seq, llama(), *wanted), r"labels without shift_labels.*seq\.shard_labels")
+    refused(lambda seq: call(seq, llama(), *wanted[1:]), "labels without num_items_in_batch make a mean")
+    routers = "output_router_logits beside labels: Mixtral"
+    refused(lambda seq: call(seq, experts(True)), routers)
+    refused(lambda seq: call(seq, experts(False), output_router_logits=True), routers)
+    whisper = partial(made, "WhisperForCausalLM", "WhisperConfig", **BART, num_mel_bins=8, max_target_positions=64,
+                      decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)  # fmt: skip
+    refused(lambda seq: call(seq, whisper()), "WhisperForCausalLM made its loss by itself, .*leave labels out")
+    alone = "would make its loss of this rank's tokens alone"
+    refused(lambda seq: call(seq, transformers.BertForMaskedLM(bert_config())), f"BertForMaskedLM {alone}")
+    refused(lambda seq: call(seq, MIXING["classes"][0]()), alone)
+
+
+def test_what_one_rank_alone_gets_wrong() -> None:
+    """All ranks raise, none waits for the deadline."""
+
+    def masked(seq: Sequence) -> None:
+        tokens = seq.counts[seq.ring.rank]
+        forward(seq, llama(), attention_mask=torch.zeros(1, 1, tokens, tokens) if seq.ring.rank else None)
+
+    refused(lambda seq: forward(seq, prepare(llama()), **({"position_ids": None} if seq.ring.rank else {})),
+            "position_ids are missing")  # fmt: skip
+    refused(masked, "a mask of its own")
+    refused(lambda seq: forward(seq, llama(attention_dropout=0.1 * seq.ring.rank)), r"attention dropout is 0\.1")
+
+
+def test_options_that_attention_over_ranks_has_not() -> None:
+    refused(lambda seq: forward(seq, llama(), output_attentions=True), "output_attentions")
+    refused(lambda seq: forward(seq, llama(), position_bias=torch.zeros(1, 4, 14, 14)), "adds a bias")
+
+
+@pytest.mark.parametrize(
+    ("config", "dropout", "told"),
+    [
+        (transformers.LlamaConfig(attention_dropout=0.2), 0.2, r"config\.attention_dropout=0\.0, or call model"),
+        (transformers.GPT2Config(attn_pdrop=0.1), 0.1, r"config\.attn_pdrop=0\.0, or call model\.eval\(\)"),
+        (transformers.XGLMConfig(dropout=0.4, attention_dropout=0.0), 0.4, r"config\.dropout=0\.0"),
+        (None, 0.5, r"config\.attention_dropout=0\.0"),
+    ],
+)
+def test_the_refusal_of_attention_dropout_says_what_to_set(config: Any, dropout: float, told: str) -> None:
+    module = torch.nn.Module()
+    module.config = config
+    says = rf"attention dropout is {dropout}, .*activate\(seq, dropout_seed=step\).*; or make the .*{told}"
+    with pytest.raises(InputError, match=says):
+        refuse_options(module, dropout, {})
 
 
 def test_nothing_active_while_ranks_share() -> None:
-    def body(ring: Ring) -> None:
-        with pytest.raises(InputError, match="no sequence is active"):
-            llama()(input_ids=ROW)
+    refused(lambda seq: llama()(input_ids=ROW), "no sequence is active")
 
-    run_ranks(2, body)
+
+def test_what_was_pooled_of_one_rank_is_left_out() -> None:
+    def body(ring: Ring) -> None:
+        model, seq = filled(prepare(transformers.BertModel(bert_config()).double().eval())), ring.sequence(TOKENS)
+        out = forward(seq, model)
+        assert out.pooler_output is None and "pooler_output" not in out and len(out.to_tuple()) == 1
+        with pytest.raises(InputError, match="return_dict=False"):
+            forward(seq, model, return_dict=False)
+        with ring.activate(None):
+            assert model(input_ids=ROW).pooler_output is not None
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+# --- text or tower ---------------------------------------------------------------------------------------------------
+
+
+def text_of_siglip(attention: str) -> Any:
+    model = made("SiglipTextModel", "SiglipTextConfig", **HEADS, max_position_embeddings=32, projection_size=32)
+    model.set_attn_implementation(attention)
+    return model
+
+
+@pytest.mark.parametrize("prepared", ["text", "copied"])
+def test_text_whose_name_is_that_of_a_tower_goes_through_the_ring(prepared: str) -> None:
+    places = torch.arange(TOKENS)[None]
+    true = text_of_siglip("eager")(input_ids=ROW, position_ids=places).last_hidden_state
+
+    def body(ring: Ring) -> float:
+        model, seq = prepare(text_of_siglip("ringattn")), ring.sequence(TOKENS)
+        out = forward(seq, deepcopy(model) if prepared == "copied" else model)
+        return (seq.gather(out.last_hidden_state.detach()) - true).abs().max().item()
+
+    assert max(run_ranks(2, body)) < 1e-5  # rounded to float32 in eager attention
+
+
+def test_what_may_be_text_is_refused_where_it_was_not_prepared() -> None:
+    refused(lambda seq: forward(seq, text_of_siglip("ringattn")), r"may be a tower .*prepare\(model\) once")
+    lone = {"input_ids": torch.tensor([[3, 4, 5]]), "position_ids": torch.arange(3)[None]}
+
+    def whole(ring: Ring) -> None:
+        out = forward(ring.sequence(TOKENS), text_of_siglip("ringattn"), **lone).last_hidden_state
+        torch.testing.assert_close(out, text_of_siglip("sdpa")(**lone).last_hidden_state)
+
+    run_ranks(2, whole, timeout_s=10.0)
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_mask_takes_no_table() -> None:
-    tokens = 1 << 40
-    for function in (
-        masking_utils.causal_mask_function,
-        masking_utils.sliding_window_causal_mask_function(4096),
-        masking_utils.bidirectional_mask_function,
-    ):
-        spec = mask_spec(q_length=tokens, kv_length=tokens, mask_function=function, local_size=4096, batch_size=1)
-        assert not spec.unknown
-        assert not hasattr(spec, "dtype")
+def test_masks_that_have_no_form_here() -> None:
+    holes, whole = torch.ones(1, TOKENS, dtype=torch.int64), torch.ones(1, TOKENS, dtype=torch.int64)
+    holes[:, 5] = 0
+    refused(lambda seq: forward(seq, llama(), attention_mask=seq.shard(holes)), "row 0 has holes")
+    refused(lambda seq: forward(seq, llama(), attention_mask=whole), "14 queries meet 27 keys|13 queries meet 27")
+    refused(lambda seq: forward(seq, llama(), attention_mask=torch.zeros(1, 1, 14, 14)), "a mask of its own")
+
+    def one_alone(seq: Sequence) -> None:
+        forward(seq, llama(), attention_mask=seq.shard(whole) if seq.ring.rank == 0 else None)
+
+    refused(one_alone, "the ranks do not ask for the same", DisagreementError)
+
+
+def test_a_mask_in_the_arithmetic_of_a_model() -> None:
+    """What a model does with a table by itself: refused by name, whatever function it is."""
+    tokens = 1 << 40  # no table is made
+    table: Any = mask_spec(
+        q_length=tokens, kv_length=tokens, mask_function=masking_utils.causal_mask_function, batch_size=1
+    )
+    scores = torch.zeros(1, 2, 9, 9)
+    uses: list[Callable[[], Any]] = [
+        lambda: scores + table, lambda: table + scores, lambda: torch.cat([table, scores], -1), lambda: 1.0 - table,
+        lambda: table * -1e4, lambda: ~table, lambda: scores.masked_fill(table, 0.0),
+        lambda: scores * table, lambda: table == 0, lambda: table > 0, lambda: len(table), lambda: bool(table),
+        lambda: torch.where(table, scores, 0), lambda: table.dtype,
+    ]  # fmt: skip
+    for number, use in enumerate(uses):
         with pytest.raises(UnsupportedError, match="reads its mask as a table"):
-            spec.dtype  # noqa: B018
+            pytest.fail(f"use {number} gave {use()}")
+    assert not hasattr(table, "dtype")
+
+
+def test_a_model_that_adds_its_mask_by_itself() -> None:
+    """GIT's text, whose tower goes through the interface."""
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = {**small, "image_size": 32, "patch_size": 16}
+    make = partial(made, "GitForCausalLM", "GitConfig", vision_config=vision, vocab_size=64,
+                   max_position_embeddings=64, **small, **CALM)  # fmt: skip
+    make()  # imported here, and not by two threads at once
+    refused(lambda seq: forward(seq, prepare(make())), "reads its mask as a table .*keep its own attn_implementation")
+
+
+def test_functions_of_a_mask_that_are_not_known() -> None:
+    def prefix(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return k < 3
+
+    spec = masking_utils.create_causal_mask(llama().config, torch.zeros(1, 9, 4), None, None, or_mask_function=prefix)
+    with Ring() as ring, pytest.raises(UnsupportedError, match=r"made with .*prefix, .*or_mask, which is neither"):
+        spec.rows(ring.sequence(9), lambda rows: None)
+    blocks = masking_utils.create_causal_mask(
+        llama().config, torch.zeros(1, 9, 4), None, None, block_sequence_ids=torch.zeros(1, 9, dtype=torch.int64)
+    )
+    assert any("blockwise_overlay" in name for name in blocks.unknown)
 
 
 def dense(spec: Any, seq: Sequence) -> Tensor:
@@ -383,3 +483,25 @@ def test_real_tokens_meet_whom_the_host_lets_them_meet(kind: str, padded: bool) 
     theirs = spec.local(may_be_none=False)
     assert theirs is not None
     assert torch.equal(mine[mask], theirs[:, 0][mask])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["added", "bool"])
+def test_a_table_as_mask_where_attention_is_local(name: str, kind: str) -> None:
+    seen = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril().triu(-3)
+    added = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+    true = tiny_model(name, "eager")(input_ids=ROW[:, :9], attention_mask=added).logits
+    mine = tiny_model(name, "ringattn")(input_ids=ROW[:, :9], attention_mask=added if kind == "added" else seen).logits
+    assert (mine - true).abs().max() < 1e-5 * true.abs().max()  # eager attention rounds to float32
+
+
+# --- compiled --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_compiled_model_over_two_ranks_equals_one_process() -> None:
+    """Attention and its checks are left out of the graph."""
+    worst = far_off_compiled(partial(tiny_model, "llama", num_hidden_layers=1), ROW, [0, 10, 27])
+    assert worst <= 1e-10
+    words = "logits and gradients of packed documents, compiled, float64"
+    record("transformers", transformers.__version__, "compile", "exact", ranks=2, worst=worst, words=words)
