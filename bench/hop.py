@@ -26,7 +26,7 @@ from ringattn.bench.gate import GateError
 from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, Table, finish, progress, spread
 from ringattn.errors import UnsupportedError
-from ringattn.transport.base import Message
+from ringattn.transport.base import Message, Opening
 from ringattn.transport.device import Event, Stream
 from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Binding
@@ -179,8 +179,8 @@ def open_pair(binding: Binding) -> list[NcclTransport]:
 
     def live(rank: int) -> None:
         rings[rank] = NcclTransport.open(
-            store, rank, 2, 20.0, binding=binding, gpu=NoDevice(rank), options=NcclOptions(register=False),
-            locations=[Location("none", None, each, 0) for each in range(2)], nccl_id="none",
+            Opening(store, rank, 2, 20.0, interface=None, locations=[Location("none", None, n, 0) for n in range(2)]),
+            binding=binding, gpu=NoDevice(rank), options=NcclOptions(register=False), nccl_id="none",
         )  # fmt: skip
 
     _on_both(live)

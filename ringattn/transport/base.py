@@ -10,19 +10,26 @@ that is started later.
 from __future__ import annotations
 
 import _thread
+import atexit
 import ctypes
 import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 
-from ringattn.errors import ClosedError, InputError, RingError, UnsupportedError
+from ringattn.errors import ClosedError, DisagreementError, InputError, RingError, TransportError, UnsupportedError
 from ringattn.observe.flight import FlightRecord, MessageRecord, leave_records
+from ringattn.transport.control_store import GRACE_S, ControlStore
+from ringattn.transport.deadline import Deadline
+from ringattn.transport.health.health import Health
 from ringattn.transport.location import Location
 
 COMPARED = "compared"
@@ -136,6 +143,59 @@ class Transport(Protocol):
         ...
 
 
+@dataclass
+class Opening:
+    """One rank's end of a ring that opens: what every transport needs. Two transports of one rank share it.
+
+    Args:
+        store: Fresh, of this ring alone.
+        timeout_s: Every wait of the open ring ends within it.
+        flight_dir: The folder for this rank's flight record after a failure, made if need be. None: no record is left.
+        interface: The network interface that the user named (GLOO_SOCKET_IFNAME). Empty: the one that routes to the
+            store's host. None: the neighbours exchange no datagrams.
+        job_size: Ranks that share the store. None: those of this ring.
+        locations: Of all ranks; empty where they are not known.
+        deadline: Of the opening. None: `timeout_s` from now.
+        name: Of the transport, for the flight record.
+    """
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    timeout_s: float
+    flight_dir: Path | None = None
+    interface: str | None = ""
+    job_size: int | None = None
+    locations: Sequence[Location] = ()
+    deadline: Deadline | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self.until = self.deadline or Deadline(self.timeout_s)
+
+    @cached_property
+    def control(self) -> ControlStore:
+        """This rank's view of the store."""
+        return ControlStore(self.store, self.rank, self.world_size, self.timeout_s)
+
+    def leave_store(self) -> None:
+        """Let go of the thread of `control`, for a ring that needs the store only to open and for its heartbeats."""
+        self.__dict__.pop("control", None)
+
+    @cached_property
+    def health(self) -> Health:
+        """This rank's liveness, for all its transports."""
+        control = self.control.until(self.until.plus(GRACE_S))
+        return Health(control, job_size=self.job_size, interface=self.interface)
+
+    @cached_property
+    def record(self) -> FlightRecord:
+        """This rank's flight record, for all its transports. On SIGTERM it is left in `flight_dir`."""
+        record = FlightRecord(self.rank, self.world_size, self.name)
+        leave_records(record, self.flight_dir)
+        return record
+
+
 class Rebound:
     """A `Hop` for transports that gain nothing from binding: it remembers the messages."""
 
@@ -209,6 +269,22 @@ class Ending(ProcessBound):
         """See `ProcessBound`: nothing is left to close or to abort."""
         self._end = self._end or ClosedError(FORKED)
 
+    def close_at_exit(self) -> None:
+        """Close in good order when the process ends with the ring open."""
+        raise NotImplementedError
+
+
+closed_at_exit: WeakValueDictionary[int, Ending] = WeakValueDictionary()
+"""Transports on devices that are open, by their `id`, in the order in which they opened."""
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close the rings that are still open: a ring over two transports before these. In a fork they have ended."""
+    for ring in reversed(list(closed_at_exit.values())):
+        with suppress(RuntimeError, OSError):
+            ring.close_at_exit()
+
 
 def close_dropped(transport: Transport) -> None:
     """Close the transport of a ring that was garbage collected. The finalizer of the ring, which returns at once."""
@@ -221,6 +297,9 @@ def close_dropped(transport: Transport) -> None:
     # `Thread.start` takes a lock of `threading`, inside which a collection may run, so another thread calls it.
     thread = threading.Thread(target=close, name=f"ringattn-dropped-{transport.rank}", daemon=True)
     _thread.start_new_thread(thread.start, ())
+
+
+AnyFailure = TypeVar("AnyFailure", bound=TransportError | DisagreementError)
 
 
 class HostTransport(Ending):
@@ -257,17 +336,22 @@ class HostTransport(Ending):
 
 
 class ProcessTransport(HostTransport):
-    """A host transport between processes, each of which leaves a flight record in `flight_dir` when it fails."""
+    """A host transport between processes, each of which leaves a flight record when it fails."""
 
-    def __init__(self, flights: FlightRecord, flight_dir: Path | None) -> None:
-        self._flights, self._flight_dir = flights, flight_dir
-        leave_records(flights, flight_dir)
+    def __init__(self, opening: Opening) -> None:
+        self.rank, self.world_size, self.locations = opening.rank, opening.world_size, tuple(opening.locations)
+        self.opening, self.health, self.record = opening, opening.health, opening.record
+
+    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
+        """See `Transport.announce`. The heartbeat says which call this rank makes."""
+        self.health.call = call
+        return False
 
     def abort(self, cause: BaseException) -> None:
         """See `Transport.abort`. Where a flight record was left is a note of `cause`."""
         if self._end is None:
             # A ring that was closed has not failed and leaves no record.
-            if not isinstance(cause, ClosedError) and (left := self._recorded(f"{type(cause).__name__}: {cause}")):
+            if not isinstance(cause, ClosedError) and (left := self._recorded(cause)):
                 cause.add_note(left)
             self._fail(cause)
 
@@ -275,12 +359,20 @@ class ProcessTransport(HostTransport):
         """Tell the other ranks, and let go of everything."""
         raise NotImplementedError
 
-    def _recorded(self, cause: str) -> str:
-        """Leave the flight record where one is wanted; returns where it lies, empty where none is wanted."""
-        if self._flight_dir is None:
+    def _failed(self, error: AnyFailure) -> AnyFailure:
+        """End this transport. Returns the error, with where the flight record lies."""
+        left = self._recorded(error)
+        failure = type(error)(f"{error}; {left}") if left else error
+        self._fail(failure)
+        return failure
+
+    def _recorded(self, cause: BaseException) -> str:
+        """Leave the flight record where one is wanted. Returns where it lies, empty where none is wanted."""
+        folder = self.opening.flight_dir
+        if folder is None:
             return ""
         try:
-            return f"flight record of rank {self.rank}: {self._flights.dump(self._flight_dir, cause)}"
+            return f"flight record of rank {self.rank}: {self.record.dump(folder, f'{type(cause).__name__}: {cause}')}"
         except OSError as error:
             return f"rank {self.rank} could not write its flight record: {error}"
 

@@ -14,15 +14,13 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
 from ringattn.errors import RingError, UnsupportedError
-from ringattn.observe.flight import DONE, FAILED, RUNNING, Flight, FlightRecord, leave_records
-from ringattn.transport.base import Ending, Message, Operation, listed
-from ringattn.transport.location import Location
+from ringattn.observe.flight import DONE, FAILED, RUNNING, Flight
+from ringattn.transport.base import Ending, Message, Opening, Operation, listed
 
 RELAXED = 2
 """`cudaStreamCaptureModeRelaxed`."""
@@ -196,13 +194,14 @@ class StreamTransport(Ending, ABC):
     """
 
     name: str
-    locations: tuple[Location, ...] = ()
+    watch: StreamWatch[Any]
     stream: Stream
     order: PassOrder
 
-    def __init__(self, rank: int, world_size: int, gpu: Device, record: FlightRecord, timeout_s: float) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, gpu.torch_device
-        self.gpu, self.record, self._timeout_s = gpu, record, timeout_s
+    def __init__(self, opening: Opening, gpu: Device) -> None:
+        self.opening, self.gpu, self.device = opening, gpu, gpu.torch_device
+        self.rank, self.world_size, self.locations = opening.rank, opening.world_size, tuple(opening.locations)
+        self.record = opening.record
 
     @abstractmethod
     def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> StreamHop:
@@ -220,9 +219,19 @@ class StreamTransport(Ending, ABC):
         """See `Transport.end_pass`."""
         self.order.end()
 
-    @abstractmethod
     def check(self) -> None:
         """Raise `ClosedError` if this ring has ended, and before that, once, what ended it."""
+        self._check_open()
+        # The first time the failure itself, later `ClosedError` with it as the cause.
+        try:
+            self.watch.raise_failure()
+        except RingError as failure:
+            self._end = bare(failure)
+            self._failure_raised()
+            raise
+
+    def _failure_raised(self) -> None:
+        """The caller gets what has ended this ring."""
 
 
 class StreamHop(ABC):
@@ -303,30 +312,25 @@ class StreamWatch(ABC, Generic[AnyHandle]):
     patience_s: float
     """How long a caller waits until the first failure has its words."""
 
-    def __init__(
-        self,
-        rank: int,
-        gpu: Device,
-        record: FlightRecord,
-        timeout_s: float,
-        flight_dir: Path | None,
-        leave: Callable[[str], None],
-    ) -> None:
+    def __init__(self, opening: Opening, gpu: Device, leave: Callable[[str], None] | None) -> None:
         """`leave` is called with the reason when even an abort is stuck, and ends the process."""
         self.failure: BaseException | None = None
         self.handles: deque[AnyHandle] = deque()
         self.free: deque[tuple[Event, Event]] = deque()
         self.ended = threading.Event()
         """Set when the aborts after a failure have ended or are stuck."""
-        leave_records(record, flight_dir)
-        self._rank, self._gpu, self._record = rank, gpu, record
-        self._timeout_s, self._flight_dir, self._leave = timeout_s, flight_dir, leave
+        self._opening, self._rank, self._record = opening, opening.rank, opening.record
+        self._gpu, self._leave = gpu, leave or end_process
         self._unwaited: list[AnyHandle] = []
         self._ticking = threading.Lock()
         # Taken by the first failure and never given back: locked means failed.
         self._first = threading.Lock()
         self._told, self._stopped = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._live, name=f"ringattn-watch-{rank}", daemon=True)
+        self._thread = threading.Thread(target=self._live, name=f"ringattn-watch-{self._rank}", daemon=True)
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._opening.timeout_s
 
     @property
     def oldest(self) -> AnyHandle | None:
@@ -387,10 +391,11 @@ class StreamWatch(ABC, Generic[AnyHandle]):
 
     def _write_record(self, failure: BaseException, *others: BaseException) -> None:
         """Where the record is, is a note of `failure`, which later calls raise, and of the others."""
-        if self._flight_dir is None:
+        folder = self._opening.flight_dir
+        if folder is None:
             return
         try:
-            note = f"flight record: {self._record.dump(self._flight_dir, str(failure))}"
+            note = f"flight record: {self._record.dump(folder, str(failure))}"
             for error in (failure, *others):
                 error.add_note(note)
         except OSError as trouble:

@@ -19,23 +19,20 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError, TransportError
 from ringattn.observe.files import descriptor_shortage
-from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord
-from ringattn.transport.base import Message, Operation, ProcessTransport, listed, never_destroy, operations
-from ringattn.transport.control_store import GRACE_S, ControlStore, bounded, host_of
+from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight
+from ringattn.transport.base import Message, Opening, Operation, ProcessTransport, listed, never_destroy, operations
+from ringattn.transport.control_store import GRACE_S, bounded, host_of
 from ringattn.transport.deadline import Deadline, InterruptibleCalls
-from ringattn.transport.health.health import END_S, Health
+from ringattn.transport.health.health import END_S
 from ringattn.transport.health.verdict import Place, Waits
 from ringattn.transport.location import ADVICE, Address, devices, find_address, reachable
 
-PUBLISH_S = 0.2
-"""How long a rank that fails tries to publish why."""
 INTERRUPT = timedelta(milliseconds=1)
 STOP_S = 0.2
 """How long a rank that fails waits for its heartbeat to end."""
@@ -103,80 +100,48 @@ class GlooTransport(ProcessTransport):
     name = "gloo"
     device = torch.device("cpu")
 
-    def __init__(
-        self,
-        group: dist.ProcessGroupGloo,
-        control: ControlStore,
-        health: Health,
-        timeout_s: float,
-        flight_dir: Path | None = None,
-        record: FlightRecord | None = None,
-    ) -> None:
-        self.rank = group.rank()
-        self.world_size = group.size()
-        super().__init__(record or FlightRecord(self.rank, self.world_size, self.name), flight_dir)
+    def __init__(self, opening: Opening, group: dist.ProcessGroupGloo) -> None:
+        """Takes over a connected group; see `open`."""
+        super().__init__(opening)
         self._group: dist.ProcessGroupGloo | None = group
-        self._control = control
-        self._timeout_s = timeout_s
         self._all_gathers = 0
         # Gloo keeps a connection for as long as any handle on it lives, so the end must reach all of them.
         self._in_flight: set[_Operation] = set()
         self._calls = InterruptibleCalls()
         self._waiting: GlooWorkHandle | None = None
-        self.health = health
         self.health.attach(self, self._place, self._interrupt)
 
     @classmethod
-    def open(
-        cls,
-        store: dist.Store,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-        flight_dir: Path | None = None,
-        interface: str = "",
-        job_size: int | None = None,
-        record: FlightRecord | None = None,
-        health: Health | None = None,
-        *,
-        deadline: Deadline | None = None,
-    ) -> GlooTransport:
-        """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
+    def open(cls, opening: Opening) -> GlooTransport:
+        """Connect this rank with all others.
 
-        A failure leaves this rank's flight record in `flight_dir`, which is made if need be. `interface`: what the user
-        has set as GLOO_SOCKET_IFNAME; without it the interface that routes to the store's host. `job_size` ranks share
-        the store; None: those of this ring do. `record` and `health`: those that another transport of this rank uses,
-        too. `deadline`: of the opening; None: `timeout_s` from now. Raises `DeadlineError` that names the ranks which
-        did not arrive, or the addresses that could not be reached.
+        Raises `DeadlineError` that names the ranks which did not arrive, or the addresses that could not be reached.
         """
-        deadline, opened = deadline or Deadline(timeout_s), f"rank {rank} opened a ring of {world_size}: "
-        control = ControlStore(store, rank, world_size, timeout_s)
+        opening.name = opening.name or cls.name
+        rank, timeout_s, deadline, control = opening.rank, opening.timeout_s, opening.until, opening.control
+        opened = f"rank {rank} opened a ring of {opening.world_size}: "
         try:
             mine = bounded(
-                lambda: find_address(store, interface),
+                lambda: find_address(opening.store, opening.interface or ""),
                 deadline.plus(GRACE_S),
-                f"the name of {host_of(store)} is not resolved within {timeout_s} s",
+                f"the name of {host_of(opening.store)} is not resolved within {timeout_s} s",
             )
             # Before connecting, which waits for all: so an error can tell who is missing.
             addresses = [Address.parse(text) for text in control.gather("arrived", mine.text(), deadline)]
         except DeadlineError as error:
-            said = str(error).removeprefix(f"rank {rank}: ").replace(" at 'arrived'", "")
-            raise DeadlineError(opened + said) from error
-        if troubles := [f"rank {other}: {one.trouble}" for other, one in enumerate(addresses) if one.trouble]:
+            reason = str(error).removeprefix(f"rank {rank}: ").replace(" at 'arrived'", "")
+            raise DeadlineError(opened + reason) from error
+        if troubles := [f"rank {peer}: {each.trouble}" for peer, each in enumerate(addresses) if each.trouble]:
             raise InputError(f"{opened}{'; '.join(troubles)}")
-        addresses = [reachable(other, addresses) for other in range(world_size)]
-        listed_addresses = ", ".join(f"rank {other} at {one}" for other, one in enumerate(addresses))
+        addresses = [reachable(peer, addresses) for peer in range(opening.world_size)]
+        listed_addresses = ", ".join(f"rank {peer} at {each}" for peer, each in enumerate(addresses))
         late = (
             f"{opened}all ranks arrived, but could not connect within {timeout_s} s ({listed_addresses}); if one of "
             f"these cannot be reached by all others, {ADVICE}"
         )
         try:
             # The store's host may stop meanwhile, and gloo's own deadline does not bound its calls of the store.
-            group = bounded(
-                lambda: _connect(store.clone(), rank, world_size, deadline.left_s, addresses[rank]),  # type: ignore[attr-defined]
-                deadline.plus(GRACE_S),
-                late,
-            )
+            group = bounded(lambda: _connect(opening, addresses[rank]), deadline.plus(GRACE_S), late)
         except RuntimeError as error:
             try:
                 control.until(Deadline(PROBE_S)).holds("arrived/0")
@@ -188,8 +153,7 @@ class GlooTransport(ProcessTransport):
             control.combine("connected", b"", lambda every: b"", deadline)
         except DeadlineError as error:
             raise DeadlineError(opened + str(error).removeprefix(f"rank {rank}: ")) from error
-        health = health or Health(control, job_size=job_size, interface=interface)
-        return cls(group, control, health, timeout_s, flight_dir, record)
+        return cls(opening, group)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` on CPU, uninitialised."""
@@ -233,8 +197,8 @@ class GlooTransport(ProcessTransport):
         if self._end is None:
             # Before the connections fall, so that a peer that still waits finds who closed.
             self.health.closed = True
-            self._control.leave()
-            self._flights.over = True
+            self.opening.control.leave()
+            self.record.over = True
             self._drop(ClosedError(f"rank {self.rank} closed its ring"))
 
     def leave_to_parent(self) -> None:
@@ -257,7 +221,7 @@ class GlooTransport(ProcessTransport):
             self._check_cause(where)
         parts = tuple(operation.record() for operation in posted)
         # What sends and receives nothing is no exchange, and is not recorded.
-        flight = self._flights.begin(lane, parts, self.name) if parts else Flight(0, lane, parts)
+        flight = self.record.begin(lane, parts, self.name) if parts else Flight(0, lane, parts)
         handle = GlooWorkHandle(self, posted, flight, where)
         for operation in posted:
             try:
@@ -271,16 +235,11 @@ class GlooTransport(ProcessTransport):
         flight.state, flight.started_s = RUNNING, time.time()
         return handle
 
-    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
-        """See `Transport.announce`. The heartbeat says which call this rank makes."""
-        self.health.call = call
-        return super().announce(call, digest, words, gradients)
-
     def _finish(self, handle: GlooWorkHandle, until: float | None = None) -> None:
         """Wait for every operation; the first that fails ends this transport."""
         self._check_open()
         # One deadline for all operations of the exchange, not one for each.
-        deadline = until if until is not None else time.monotonic() + self._timeout_s
+        deadline = until if until is not None else time.monotonic() + self.opening.timeout_s
         self._waiting = handle
         self._check_cause(handle.where)  # a cause that is published after this interrupts the wait
         waited: list[_Operation] = []
@@ -305,11 +264,7 @@ class GlooTransport(ProcessTransport):
     def _check_cause(self, where: str) -> None:
         """End this transport if another rank has published a cause. Raises `PeerLostError`."""
         if (cause := self.health.cause) is not None:
-            message = f"rank {self.rank} must stop{where}: {cause}"
-            left = self._recorded(f"PeerLostError: {message}")
-            failure = PeerLostError(f"{message}; {left}" if left else message)
-            self._fail(failure)
-            raise failure
+            raise self._failed(PeerLostError(f"rank {self.rank} must stop{where}: {cause}"))
 
     def _failure(
         self, failed: _Operation, handle: GlooWorkHandle, error: RuntimeError, deadline: float | None
@@ -323,24 +278,21 @@ class GlooTransport(ProcessTransport):
             pending = [operation for operation in handle.operations if _unfinished(operation)]
             late = sorted({operation.peer for operation in pending})
             message = (
-                f"rank {self.rank}{handle.where}: no answer from ranks {late} within {self._timeout_s} s; "
-                f"pending: {listed(pending)}; {self.health.explain(late, waited_s=self._timeout_s)}"
+                f"rank {self.rank}{handle.where}: no answer from ranks {late} within {self.opening.timeout_s} s; "
+                f"pending: {listed(pending)}; {self.health.explain(late, waited_s=self.opening.timeout_s)}"
             )
         else:
-            waited_s = 0.0 if deadline is None else self._timeout_s - (deadline - time.monotonic())
+            waited_s = 0.0 if deadline is None else self.opening.timeout_s - (deadline - time.monotonic())
             said = self.health.explain(
-                [failed.peer], waited_s=waited_s, timeout_s=self._timeout_s, lost=(failed.peer, str(error))
+                [failed.peer], waited_s=waited_s, timeout_s=self.opening.timeout_s, lost=(failed.peer, str(error))
             )
             message = f"{failed}{handle.where}: {said}"
         message += f"; {words}" if (words := descriptor_shortage()) else ""
-        left = self._recorded(f"{kind.__name__}: {message}")
-        failure = kind(f"{message}; {left}" if left else message)
-        self._fail(failure)
-        return failure
+        return self._failed(kind(message))
 
     def _place(self) -> Place:
         """Where this rank is. Called from the health thread."""
-        at, waiting = self._flights.where(), self._waiting
+        at, waiting = self.record.where(), self._waiting
         if waiting is None:
             return Place.make(at, self.health.call)
         return Place.make(at, self.health.call, Waits.PEERS, {operation.peer for operation in waiting.operations})
@@ -381,11 +333,10 @@ def _unfinished(operation: _Operation) -> bool:
     return False
 
 
-def _connect(
-    store: dist.Store, rank: int, world_size: int, timeout_s: float, address: Address
-) -> dist.ProcessGroupGloo:
+def _connect(opening: Opening, address: Address) -> dist.ProcessGroupGloo:
     """Gloo's group, connected. Waits for the other ranks, and without end for a store whose host is stopped."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = devices(address.own, address.interface)
-    options._timeout = timedelta(seconds=max(timeout_s, 0.1))
-    return dist.ProcessGroupGloo(store, rank, world_size, options)
+    options._timeout = timedelta(seconds=max(opening.until.left_s, 0.1))
+    store = opening.store.clone()  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(store, opening.rank, opening.world_size, options)

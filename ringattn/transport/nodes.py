@@ -13,31 +13,22 @@ device share one hardware queue.
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed import Store
 
 from ringattn.errors import ClosedError, DisagreementError, TransportError, UnsupportedError
-from ringattn.observe.flight import FlightRecord
-from ringattn.transport.base import Ending, Hop, Message, Transport, WorkHandle
-from ringattn.transport.control_store import GRACE_S, ControlStore
-from ringattn.transport.deadline import Deadline
+from ringattn.transport.base import Ending, Hop, Message, Opening, Transport, WorkHandle, closed_at_exit
 from ringattn.transport.gloo import GlooTransport
-from ringattn.transport.health.health import Health
-from ringattn.transport.location import Location, node_of, sharing_obstacle
+from ringattn.transport.location import node_of, sharing_obstacle
 from ringattn.transport.nccl.transport import EXIT_LINGER_S, NcclTransport
 from ringattn.transport.peer.transport import PeerTransport
 from ringattn.transport.shared.transport import ShmTransport
 
-_open: weakref.WeakSet[DeviceNodesTransport] = weakref.WeakSet()
 BEFORE_PAINT_S = 0.2
 """What the aborts of NCCL have before waits inside the node are let loose, behind which it may have more to send."""
 
@@ -150,13 +141,13 @@ class NodesTransport(Ending):
         self.inside.abort(cause)
         self.between.abort(cause)
 
-    def close(self) -> None:
-        """See `Transport.close`."""
+    def close(self, linger_s: float | None = None) -> None:
+        """See `Transport.close`. `linger_s`: how long to wait for the other ranks where closing does, see NCCL's."""
         if self._end is None:
             with self.joint():
                 self.between.drain()  # what it moves lies in memory that closing inside gives back
                 self.inside.close()
-                self.close_between()
+                self.between.close() if linger_s is None else self.between.close(linger_s)  # type: ignore[call-arg]
             self._end = ClosedError(f"rank {self.rank} closed its ring")
 
     @contextmanager
@@ -168,10 +159,6 @@ class NodesTransport(Ending):
         except (TransportError, DisagreementError) as error:
             self.abort(error)
             raise
-
-    def close_between(self) -> None:
-        """Close the transport between nodes."""
-        self.between.close()
 
     def before_start(self) -> None:
         """Refuse what one of the transports refuses, before the other has started."""
@@ -240,59 +227,28 @@ class DeviceNodesTransport(NodesTransport):
         inside.group.health.attach(inside.group, watch.place)
         watch.before_paint = lambda: supervisor.ended.wait(BEFORE_PAINT_S)
         supervisor.beside = watch
-        self.linger_s: float | None = None
-        """How long closing waits for the other ranks. None: the deadline."""
-        _open.add(self)
+        closed_at_exit[id(self)] = self
+
+    def close_at_exit(self) -> None:
+        """See `Ending.close_at_exit`: closing waits briefly for the other ranks."""
+        self.close(EXIT_LINGER_S)
 
     def before_start(self) -> None:
         """See `NodesTransport.before_start`."""
         self.inside.refuse_capture()
 
-    def close_between(self) -> None:
-        """See `NodesTransport.close_between`."""
-        self.between.close(self.linger_s)
 
+def open_shm_and_gloo(opening: Opening) -> HostNodesTransport:
+    """This rank's end of a ring on CPUs of several machines.
 
-def open_shm_and_gloo(
-    store: Store,
-    rank: int,
-    timeout_s: float,
-    locations: Sequence[Location],
-    *,
-    flight_dir: Path | None = None,
-    interface: str = "",
-    job_size: int | None = None,
-    deadline: Deadline | None = None,
-) -> HostNodesTransport:
-    """This rank's end of a ring on CPUs of several machines; `locations`: of all ranks.
-
-    Raises `UnsupportedError` on all ranks alike, and what `ShmTransport.open` and `GlooTransport.open` raise, whose
-    arguments the others are.
+    Raises `UnsupportedError` on all ranks alike, and what `ShmTransport.open` and `GlooTransport.open` raise.
     """
-    if why := sharing_obstacle(locations):
-        raise UnsupportedError(f"rank {rank}: transport='shm' cannot join these ranks: {why}; use gloo")
-    size, node = len(locations), node_of(rank, locations)
-    record = FlightRecord(rank, size, f"{ShmTransport.name}+{GlooTransport.name}")
-    control = ControlStore(store, rank, size, timeout_s).until((deadline or Deadline(timeout_s)).plus(GRACE_S))
-    health = Health(control, job_size=job_size, interface=interface)
-    inside = ShmTransport.open(
-        store, rank, size, timeout_s, flight_dir, members=node, record=record, health=health, deadline=deadline
-    )
+    if why := sharing_obstacle(opening.locations):
+        raise UnsupportedError(f"rank {opening.rank}: transport='shm' cannot join these ranks: {why}; use gloo")
+    opening.name = f"{ShmTransport.name}+{GlooTransport.name}"
+    inside = ShmTransport.open(opening, node_of(opening.rank, opening.locations))
     try:
-        between = GlooTransport.open(
-            store, rank, size, timeout_s, flight_dir, interface, job_size, record, health, deadline=deadline
-        )
+        return HostNodesTransport(inside, GlooTransport.open(opening))
     except BaseException as error:
         inside.abort(error)
         raise
-    between.locations = tuple(locations)
-    return HostNodesTransport(inside, between)
-
-
-@atexit.register
-def _close_all() -> None:
-    """Close the rings that are still open, before their transports are closed one by one. In a fork they have ended."""
-    for ring in list(_open):
-        with suppress(RuntimeError, OSError):
-            ring.linger_s = EXIT_LINGER_S
-            ring.close()

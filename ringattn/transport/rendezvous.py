@@ -17,13 +17,11 @@ import torch
 import torch.distributed as dist
 
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.observe.flight import FlightRecord
-from ringattn.transport.base import Transport
+from ringattn.transport.base import Opening, Transport
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.device import CudaDevice, Device
 from ringattn.transport.gloo import GlooTransport
-from ringattn.transport.health.health import Health
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import (
     VARIABLE,
@@ -70,11 +68,9 @@ def open_transport(
     with refusals_published(group):
         _check_names(transport, nccl)
     meeting = Meeting.of(group, timeout_s, os.environ)
-    store, rank, world_size, deadline = meeting.store, meeting.rank, meeting.world_size, meeting.deadline
+    rank, world_size, deadline = meeting.rank, meeting.world_size, meeting.deadline
     if world_size == 1 and transport != "nccl":
         return LocalWorld(1, timeout_s).transport(0)
-    folder = os.environ.get("RINGATTN_FLIGHT_DIR")
-    flight_dir = Path(folder) if folder else None
     # A rank without a GPU tells the others so when peer opens.
     on_gpu = transport == "nccl" or (transport in ("auto", "peer") and torch.cuda.is_available())
     try:
@@ -87,25 +83,29 @@ def open_transport(
         gpu = _gpu_index(rank) if on_gpu else None
         own = own_calibration(os.environ.get(VARIABLE)) if calibrated else None
         locations = _located(meeting.control, gpu, deadline, own)
+        folder = os.environ.get("RINGATTN_FLIGHT_DIR")
+        opening = Opening(
+            meeting.store,
+            rank,
+            world_size,
+            timeout_s,
+            flight_dir=Path(folder) if folder else None,
+            interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
+            job_size=job_size(world_size),
+            locations=locations,
+            deadline=deadline,
+        )
         if transport == "peer":
-            control = ControlStore(store, rank, world_size, timeout_s)
-            return _open_peer(control, store, timeout_s, nccl, flight_dir, gpu, locations)
+            return _open_peer(opening, nccl, gpu)
         if gpu is not None:
-            return _open_nccl(store, rank, timeout_s, nccl or NcclOptions(), flight_dir, gpu, locations)
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+            if one_machine(locations):
+                opening.interface = "lo"
+            return _open_nccl(opening, nccl or NcclOptions(), gpu)
         if transport == "shm" and not one_machine(locations):
-            return open_shm_and_gloo(
-                store, rank, timeout_s, locations,
-                flight_dir=flight_dir, interface=interface, job_size=job_size(world_size), deadline=deadline,
-            )  # fmt: skip
+            return open_shm_and_gloo(opening)
         if transport == "shm" or (transport == "auto" and obstacle(locations) is None):
-            shared = ShmTransport.open(store, rank, world_size, timeout_s, flight_dir, locations, deadline=deadline)
-            shared.locations = locations
-            return shared
-        jobs = job_size(world_size)
-        opened = GlooTransport.open(store, rank, world_size, timeout_s, flight_dir, interface, jobs, deadline=deadline)
-        opened.locations = locations
-        return opened
+            return ShmTransport.open(opening)
+        return GlooTransport.open(opening)
     except Exception as error:  # the others wait for this rank already
         failure = meeting.fail(error)
         if failure is error:
@@ -142,18 +142,9 @@ def _located(
     return locations
 
 
-def _open_nccl(
-    store: dist.Store,
-    rank: int,
-    timeout_s: float,
-    options: NcclOptions,
-    flight_dir: Path | None,
-    gpu: int,
-    locations: tuple[Location, ...],
-    record: FlightRecord | None = None,
-    health: Health | None = None,
-) -> NcclTransport:
+def _open_nccl(opening: Opening, options: NcclOptions, gpu: int) -> NcclTransport:
     """NCCL on this process's GPU."""
+    rank, locations = opening.rank, opening.locations
     if unfit := mismatch(torch.version.cuda):
         warnings.warn(f"rank {rank}: {unfit}", stacklevel=4)
     binding = open_binding(options)
@@ -170,38 +161,15 @@ def _open_nccl(
     nccl_id = os.environ.get("NCCL_HOSTID", locations[rank].host)
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # then NCCL lets ranks share a GPU
         nccl_id += f"/{rank}"
-    ring = NcclTransport.open(
-        store,
-        rank,
-        len(locations),
-        timeout_s,
-        binding=binding,
-        gpu=CudaDevice(gpu),
-        options=options,
-        locations=locations,
-        nccl_id=nccl_id,
-        flight_dir=flight_dir,
-        job_size=job_size(len(locations)),
-        interface="lo" if one_machine(locations) else os.environ.get("GLOO_SOCKET_IFNAME", ""),
-        ras=ras_address(os.environ, binding.version),
-        record=record,
-        health=health,
-    )
+    ras = ras_address(os.environ, binding.version)
+    ring = NcclTransport.open(opening, binding=binding, gpu=CudaDevice(gpu), options=options, nccl_id=nccl_id, ras=ras)
     ring.look_around = late.look
     return ring
 
 
-def _open_peer(
-    control: ControlStore,
-    store: dist.Store,
-    timeout_s: float,
-    options: NcclOptions | None,
-    flight_dir: Path | None,
-    gpu: int | None,
-    locations: tuple[Location, ...],
-) -> Transport:
+def _open_peer(opening: Opening, options: NcclOptions | None, gpu: int | None) -> Transport:
     """Copy engines of this process's GPU, and NCCL to other nodes."""
-    spans = not one_machine(locations)
+    spans = not one_machine(opening.locations)
     if options is not None and not spans:
         raise InputError(f"nccl={options} was given, and transport='peer' takes no such options inside one node")
 
@@ -213,23 +181,20 @@ def _open_peer(
         torch.cuda.current_stream(gpu).synchronize()  # the context is there from here on
         driver = CudaDriver(gpu)
         for warning in peer_warnings(os.environ, driver):
-            warnings.warn(f"rank {control.rank}: {warning}", stacklevel=7)
+            warnings.warn(f"rank {opening.rank}: {warning}", stacklevel=7)
         return driver, device
 
     if not spans:
-        return open_peer(control, locations, make, timeout_s, flight_dir=flight_dir)
-    record = FlightRecord(control.rank, len(locations), f"{PeerTransport.name}+{NcclTransport.name}")
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    health = Health(control, job_size=job_size(len(locations)), interface=interface)
-    inside = open_peer(control, locations, make, timeout_s, flight_dir=flight_dir, record=record, health=health)
+        # Shared pages join all ranks, so that the neighbours need no datagrams.
+        return open_peer(replace(opening, interface=None, job_size=None), make)
+    opening.name = f"{PeerTransport.name}+{NcclTransport.name}"
+    inside = open_peer(opening, make)
     assert gpu is not None  # of a rank without, all were refused
     try:
-        options = options or NcclOptions()
-        between = _open_nccl(store, control.rank, timeout_s, options, flight_dir, gpu, locations, record, health)
+        return DeviceNodesTransport(inside, _open_nccl(opening, options or NcclOptions(), gpu))
     except BaseException as error:
         inside.abort(error)
         raise
-    return DeviceNodesTransport(inside, between)
 
 
 def job_size(world_size: int) -> int:

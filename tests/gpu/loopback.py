@@ -14,9 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
+from torch.distributed import HashStore
 
 from ringattn import Ring
-from ringattn.transport.base import Message
+from ringattn.transport.base import Message, Opening
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.device import Device, Event
 from ringattn.transport.local import LocalTransport, LocalWorkHandle, LocalWorld, _Operation
@@ -39,9 +40,9 @@ class LoopbackWorld(LocalWorld):
         self.gpu, self.synchronize = gpu, synchronize
         self.stream = gpu.new_stream()
         config = CommConfig(blocking=blocking, max_ctas=4, name="loopback")
-        self.lane = Communicator(binding, gpu, 0, 1, config, timeout_s)
+        self.lane = Communicator(Opening(HashStore(), 0, 1, timeout_s), binding, gpu, config)
         self.lane.open(binding.unique_id(), self._never)
-        self.slots = RingMemory(binding, gpu, [self.lane], registered)
+        self.slots = RingMemory(binding, gpu, self.lane, registered)
         self.group_sizes: list[int] = []
         self._batch: list[tuple[_Operation, _Operation]] = []
         self._ready: dict[int, Event] = {}

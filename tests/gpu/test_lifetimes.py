@@ -15,6 +15,7 @@ import torch
 from torch.distributed import HashStore
 
 from ringattn.observe.memory import is_shortage
+from ringattn.transport.base import Opening
 from ringattn.transport.device import CudaDevice
 from ringattn.transport.location import my_location
 from ringattn.transport.nccl.binding import NcclError
@@ -65,8 +66,8 @@ class Gpu:
     def open(self, timeout_s: float) -> NcclTransport:
         """See `Machine.open`."""
         return NcclTransport.open(
-            HashStore(), 0, 1, timeout_s, binding=self.binding, gpu=CudaDevice(0), options=NcclOptions(),
-            locations=[my_location(0)], nccl_id="one",
+            Opening(HashStore(), 0, 1, timeout_s, interface=None, locations=[my_location(0)]),
+            binding=self.binding, gpu=CudaDevice(0), options=NcclOptions(), nccl_id="one",
         )  # fmt: skip
 
     def read_late(self, ring: NcclTransport, slots: torch.Tensor, late_s: float) -> Callable[[], bool]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from ringattn import Ring
 from ringattn.launch.doctor.network import network_facts
@@ -20,6 +21,7 @@ from ringattn.launch.measure import check
 from ringattn.launch.measure.check import CheckConfig, check_rank
 from ringattn.planner.cluster import LinkClass
 from ringattn.transport import location as nvml
+from ringattn.transport.base import Opening
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.device import CudaDevice, Device
 from ringattn.transport.location import my_location
@@ -58,7 +60,7 @@ def gpu() -> Device:
 
 @pytest.fixture
 def lane(binding: Binding, gpu: Device) -> Iterator[Communicator]:
-    made = Communicator(binding, gpu, 0, 1, CommConfig(), 60.0)
+    made = Communicator(Opening(HashStore(), 0, 1, 60.0), binding, gpu, CommConfig())
     made.open(binding.unique_id(), nothing)
     yield made
     made.close(Deadline(10.0))
@@ -143,7 +145,7 @@ def test_cost_of_a_hop_on_the_host(blocking: bool, binding: Binding, gpu: Device
     """Microseconds of the host: a group of one send and one receive, with both events."""
     if not blocking and Capability.NONBLOCKING not in binding.capabilities:
         pytest.skip(f"{binding.name} has no non-blocking communicators")
-    lane = Communicator(binding, gpu, 0, 1, CommConfig(blocking=blocking), 60.0)
+    lane = Communicator(Opening(HashStore(), 0, 1, 60.0), binding, gpu, CommConfig(blocking=blocking))
     lane.open(binding.unique_id(), nothing)
     stream, buffers = gpu.new_stream(), [gpu.empty(1 << 20) for _ in range(2)]
     calls = [
@@ -164,7 +166,7 @@ def test_cost_of_a_hop_on_the_host(blocking: bool, binding: Binding, gpu: Device
 @pytest.mark.parametrize("blocking", [False, True], ids=["nonblocking", "blocking"])
 def test_a_hop_is_captured_and_replayed(blocking: bool, gpu: Device) -> None:
     binding = open_binding(NcclOptions())
-    lane = Communicator(binding, gpu, 0, 1, CommConfig(blocking=blocking), 60.0)
+    lane = Communicator(Opening(HashStore(), 0, 1, 60.0), binding, gpu, CommConfig(blocking=blocking))
     lane.open(binding.unique_id(), nothing)
     sent, came = gpu.empty(1 << 16), gpu.empty(1 << 16)
     calls = [PeerCall(True, sent.data_ptr(), 1 << 16, 0), PeerCall(False, came.data_ptr(), 1 << 16, 0)]

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from ringattn.bench.many import PARTS, ManyOptions
 from ringattn.bench.options import parse
+from ringattn.transport.base import Opening
 from ringattn.transport.nccl.binding import CommConfig
 from ringattn.transport.nccl.communicator import Communicator
 from tests.gpu import kept
@@ -188,7 +190,7 @@ def test_every_part_ends_by_itself(machine: Path) -> None:
 def test_bytes_of_every_size() -> None:
     world = SimWorld(1, any_memory=True)
     library, gpu = SimLibrary(world, 0), SimDevice(world, 0)
-    lane = Communicator(library, gpu, 0, 1, CommConfig(), 20.0)
+    lane = Communicator(Opening(HashStore(), 0, 1, 20.0), library, gpu, CommConfig())
     lane.open(library.unique_id(), nothing)
     bytes_of_every_size(lane, gpu, (1, 4096, 70_000))
     assert world.violations == []

@@ -29,7 +29,7 @@ from ringattn.observe.flight import (
     FlightRecord,
     MessageRecord,
 )
-from ringattn.transport.base import Message
+from ringattn.transport.base import Message, Opening
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.shared.transport import ShmTransport
 from tests.contract.meeting import rendezvous_store
@@ -295,7 +295,7 @@ def processes() -> Iterator[Processes]:
 
 
 def opened(rank: int, world_size: int, folder: Path | None) -> GlooTransport:
-    ring = GlooTransport.open(rendezvous_store(rank, world_size, 60.0), rank, world_size, 20.0, folder)
+    ring = GlooTransport.open(Opening(rendezvous_store(rank, world_size, 60.0), rank, world_size, 20.0, folder))
     ring.all_gather_bytes(b"")  # all are there
     return ring
 
@@ -306,7 +306,7 @@ def never_sends(rank: int, world_size: int, folder: Path) -> str:
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     kv = torch.zeros(16)
     ring.exchange([Message(after, kv, "step 0: KV")], [Message(before, torch.zeros(16), "step 0: KV")]).wait()
-    ring._timeout_s = 2.0
+    ring.opening.timeout_s = 2.0
     if rank == 1:
         time.sleep(5.0)
     with pytest.raises((DeadlineError, PeerLostError)) as caught:
@@ -336,7 +336,7 @@ def test_the_records_of_a_stalled_ring_name_the_rank(processes: Processes, tmp_p
 
 def lengths_differ(rank: int, world_size: int, folder: Path) -> None:
     ring = opened(rank, world_size, folder)
-    ring._timeout_s = 1.0
+    ring.opening.timeout_s = 1.0
     kv = torch.zeros(16 if rank == 0 else 32)
     if rank != 2:
         messages = [Message(1 - rank, kv, "kv")]
@@ -382,13 +382,15 @@ def test_only_failures_leave_a_record_and_only_where_asked(processes: Processes,
 
 def leaves_early(rank: int, world_size: int, folder: Path) -> None:
     """Answers of unlike lengths are gathered; then all end, or rank 1 ends before the second gathering."""
-    ring = ShmTransport.open(rendezvous_store(rank, world_size, 60.0), rank, world_size, 20.0, folder / "together")
+    ring = ShmTransport.open(
+        Opening(rendezvous_store(rank, world_size, 60.0), rank, world_size, 20.0, folder / "together")
+    )
     assert [*map(len, ring.all_gather_bytes(b"x" * (rank + 1) * 10_000))] == [10_000, 20_000, 30_000]
     ring.abort(ValueError("refused by all"))
     store = rendezvous_store(rank, world_size, 60.0)
-    ring = ShmTransport.open(store, rank, world_size, 20.0, folder / "apart")
+    ring = ShmTransport.open(Opening(store, rank, world_size, 20.0, folder / "apart"))
     ring.all_gather_bytes(b"x" * rank)
-    ring.group.timeout_s = 0.5
+    ring.opening.timeout_s = 0.5
     if rank == 1:
         store.wait(["left/0", "left/2"])
         ring.abort(ValueError("did not come"))

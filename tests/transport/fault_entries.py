@@ -30,7 +30,7 @@ def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
         open_gate(ring)
         transport = ring.transport
         assert isinstance(transport, GlooTransport)
-        control = transport._control
+        control = transport.opening.control
         if life == 0:
             for key, value in POISON.items():
                 raw.set(stems[0] + key, value)

@@ -15,18 +15,12 @@ from torch.distributed import HashStore
 
 from ringattn import Ring
 from ringattn.errors import RingError
-from ringattn.observe.flight import FlightRecord
-from ringattn.transport import nodes
-from ringattn.transport.base import Message
-from ringattn.transport.control_store import ControlStore
-from ringattn.transport.health.health import Health
+from ringattn.transport.base import Message, Opening, closed_at_exit
 from ringattn.transport.location import Location
-from ringattn.transport.nccl import transport as nccl_transport
 from ringattn.transport.nccl.binding import Capability
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.transport import NcclTransport
 from ringattn.transport.nodes import DeviceNodesTransport
-from ringattn.transport.peer import transport as peer_transport
 from ringattn.transport.peer.opening import open_peer
 from tests.transport.peers.sim_driver import SimGpu
 from tests.transport.simulated.device import SimDevice
@@ -57,17 +51,13 @@ def open_on(
     flight_dir: Path | None = None,
 ) -> NcclTransport:
     """The transport of one rank."""
+    locations = [Location("node", "node", each, 0) for each in range(world.world_size)]
     return NcclTransport.open(
-        store,
-        rank,
-        world.world_size,
-        timeout_s,
+        Opening(store, rank, world.world_size, timeout_s, flight_dir, interface=None, locations=locations),
         binding=SimLibrary(world, rank, capabilities),
         gpu=SimDevice(world, rank),
         options=options or NcclOptions(),
-        locations=[Location("node", "node", each, 0) for each in range(world.world_size)],
         nccl_id="node",
-        flight_dir=flight_dir,
         leave=lambda why: world.script.check_alive(rank),
     )
 
@@ -88,7 +78,7 @@ def on_gpus(
     def opened(rank: int, store: Any) -> NcclTransport:
         ring = open_on(world, rank, store, **opening)
         if deadline_s is not None:
-            set_deadline(ring, deadline_s)
+            ring.opening.timeout_s = deadline_s
         return ring
 
     return _run(world, opened, body, [Outcome() for _ in range(world.world_size)], hard_s)
@@ -127,12 +117,6 @@ def _run(
     hanging = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     assert not hanging, f"ranks {hanging} hang\n{world.report()}"
     return outcomes
-
-
-def set_deadline(ring: NcclTransport, deadline_s: float) -> None:
-    """Replace the deadline of a ring that is open."""
-    ring._timeout_s = ring.supervisor._timeout_s = ring._all_gather._timeout_s = deadline_s
-    ring.communicator._timeout_s = deadline_s
 
 
 def results(outcomes: list[Outcome]) -> list[Any]:
@@ -204,18 +188,14 @@ def open_on_nodes(
     world: SimWorld, rank: int, store: Any, layout: tuple[int, ...], gpu: SimGpu, flight_dir: Path | None = None
 ) -> DeviceNodesTransport:
     """The transport of one rank, with waits of 20 s."""
-    locations, record = places(layout), FlightRecord(rank, len(layout), "peer+nccl")
-    control = ControlStore(store, rank, len(layout))
-    health = Health(control)
-    inside = open_peer(
-        control, locations, lambda: (gpu.driver, gpu), 20.0,
-        flight_dir=flight_dir, rounds=1, record=record, health=health,
-    )  # fmt: skip
+    opening = Opening(
+        store, rank, len(layout), 20.0, flight_dir, interface=None, locations=places(layout), name="peer+nccl"
+    )
+    inside = open_peer(opening, lambda: (gpu.driver, gpu), rounds=1)
     try:
         between = NcclTransport.open(
-            store, rank, len(layout), 20.0, binding=SimLibrary(world, rank, EVERYTHING), gpu=SimDevice(world, rank),
-            options=NcclOptions(), locations=locations, nccl_id=f"{layout[rank]}", flight_dir=flight_dir,
-            leave=lambda why: world.script.check_alive(rank), record=record, health=health,
+            opening, binding=SimLibrary(world, rank, EVERYTHING), gpu=SimDevice(world, rank), options=NcclOptions(),
+            nccl_id=f"{layout[rank]}", leave=lambda why: world.script.check_alive(rank),
         )  # fmt: skip
     except BaseException as error:
         inside.abort(error)
@@ -239,10 +219,7 @@ def on_nodes(
     def opened(rank: int, store: Any) -> DeviceNodesTransport:
         ring = open_on_nodes(world, rank, store, layout, gpus[rank], flight_dir)
         if deadline_s is not None:
-            inside = ring.inside
-            set_deadline(ring.between, deadline_s)
-            inside._timeout_s = inside.lane._timeout_s = inside.watch._timeout_s = deadline_s
-            inside.group.timeout_s = deadline_s
+            ring.inside.opening.timeout_s = deadline_s
         return ring
 
     def live(ring: DeviceNodesTransport) -> Any:
@@ -268,9 +245,8 @@ def lose(ring: DeviceNodesTransport, hangs_up: bool) -> None:
         world.dead.add(ring.rank)
         world.changed.notify_all()
     inside._closing.acquire()  # and nothing at the end of this process
-    peer_transport._open.discard(inside)
-    nccl_transport._open.discard(ring.between)
-    nodes._open.discard(ring)
+    for transport in (inside, ring.between, ring):
+        closed_at_exit.pop(id(transport), None)
     if hangs_up:
         inside.group._service.close()
     raise Died(f"rank {ring.rank} is lost")

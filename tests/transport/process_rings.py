@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import HashStore
 
-from ringattn.transport.base import Transport
+from ringattn.transport.base import Opening, Transport
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.health.health import Health
 from ringattn.transport.location import Location
@@ -31,22 +31,25 @@ def locations(nodes: tuple[int, ...]) -> list[Location]:
 
 def meet_gloo(rank: int, world_size: int, members: list[int], timeout_s: float) -> GlooTransport:
     """A gloo ring of the processes `members`."""
-    ring = GlooTransport.open(store_of(rank, world_size, members), members.index(rank), len(members), 20.0)
-    ring._timeout_s = timeout_s
+    store = store_of(rank, world_size, members)
+    ring = GlooTransport.open(Opening(store, members.index(rank), len(members), 20.0))
+    ring.opening.timeout_s = timeout_s
     return ring
 
 
 def meet_shm(rank: int, world_size: int, members: list[int], timeout_s: float) -> ShmTransport:
     """A ring over shared memory of the processes `members`."""
-    ring = ShmTransport.open(store_of(rank, world_size, members), members.index(rank), len(members), 20.0)
-    ring.group.timeout_s = timeout_s
+    store = store_of(rank, world_size, members)
+    ring = ShmTransport.open(Opening(store, members.index(rank), len(members), 20.0))
+    ring.opening.timeout_s = timeout_s
     return ring
 
 
 def meet_nodes(rank: int, world_size: int, nodes: tuple[int, ...], timeout_s: float) -> HostNodesTransport:
     """A ring over both of the first processes, one for each entry of `nodes`."""
-    ring = open_shm_and_gloo(store_of(rank, world_size, list(range(len(nodes)))), rank, 20.0, locations(nodes))
-    ring.inside.group.timeout_s = ring.between._timeout_s = timeout_s
+    store = store_of(rank, world_size, list(range(len(nodes))))
+    ring = open_shm_and_gloo(Opening(store, rank, len(nodes), 20.0, locations=locations(nodes)))
+    ring.inside.opening.timeout_s = timeout_s
     return ring
 
 
@@ -73,7 +76,9 @@ def on_node_threads(nodes: tuple[int, ...], body: Callable[[HostNodesTransport],
     store = HashStore()
 
     def live(rank: int) -> Any:
-        ring = open_shm_and_gloo(store.clone(), rank, 30.0, locations(nodes), interface="lo")
+        ring = open_shm_and_gloo(
+            Opening(store.clone(), rank, len(nodes), 30.0, interface="lo", locations=locations(nodes))
+        )
         try:
             return body(ring)
         finally:

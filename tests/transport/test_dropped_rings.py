@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringattn import Ring
-from ringattn.transport.base import Transport
+from ringattn.transport.base import Opening, Transport
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.location import Location
 from ringattn.transport.nodes import open_shm_and_gloo
@@ -26,11 +26,11 @@ SETTLE_S = 20.0
 def opened(rank: int, world_size: int, name: str) -> Transport:
     store = rendezvous_store(rank, world_size, 60.0)
     if name == "gloo":
-        return GlooTransport.open(store, rank, world_size, 60.0)
+        return GlooTransport.open(Opening(store, rank, world_size, 60.0))
     if name == "shm":
-        return ShmTransport.open(store, rank, world_size, 60.0)
+        return ShmTransport.open(Opening(store, rank, world_size, 60.0))
     nodes = [Location(f"host-{node}", f"boot/{node}", 1, 1) for node in (0, 0, 1)]
-    return open_shm_and_gloo(store, rank, 60.0, nodes)
+    return open_shm_and_gloo(Opening(store, rank, 3, 60.0, locations=nodes))
 
 
 def counted() -> tuple[int, int, int]:

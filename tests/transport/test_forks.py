@@ -14,7 +14,7 @@ PROGRAM = """
 import gc, os, signal, sys
 import torch, ringattn
 from ringattn.errors import ClosedError
-from ringattn.transport.base import Message
+from ringattn.transport.base import Message, Opening
 from tests.contract.meeting import rendezvous_store
 from ringattn.transport.location import Location
 from ringattn.transport.nodes import open_shm_and_gloo
@@ -22,7 +22,7 @@ from ringattn.transport.nodes import open_shm_and_gloo
 rank, transport = int(os.environ["RANK"]), sys.argv[1]
 if transport == "shm+gloo":
     nodes = [Location(f"host-{node}", f"boot/{node}", os.getpid(), os.getuid()) for node in (0, 0, 1)]
-    transport = open_shm_and_gloo(rendezvous_store(rank, 3, 60.0), rank, 60.0, nodes)
+    transport = open_shm_and_gloo(Opening(rendezvous_store(rank, 3, 60.0), rank, 3, 60.0, locations=nodes))
 ring = ringattn.Ring(transport=transport, timeout_s=60.0)
 seq = ring.sequence(24)
 q = torch.ones(1, 8, 1, 4)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError
 from ringattn.transport import control_store, gloo
-from ringattn.transport.base import Message
+from ringattn.transport.base import Message, Opening
 from ringattn.transport.control_store import group_store
 from ringattn.transport.gloo import GlooTransport, _Operation
 from tests.contract import transport_contract as contract
@@ -45,7 +45,7 @@ def opened_before_the_last(rank: int, world_size: int) -> bool:
 
     gloo_connect = gloo._connect
     with patch.object(gloo, "_connect", slowly if rank == 0 else gloo_connect):
-        ring = GlooTransport.open(dist.PrefixStore("slowly", store), rank, world_size, 20.0)
+        ring = GlooTransport.open(Opening(dist.PrefixStore("slowly", store), rank, world_size, 20.0))
     early = not store.check(["rank 0 has connected"])
     ring.close()
     return early
@@ -95,7 +95,7 @@ def beside_the_users_groups(rank: int, world_size: int) -> None:
         for ring in (before, after):
             contract.shift_around(ring)
             assert summed() == 3.0
-        default = [GlooTransport.open(*group_store(), 20.0) for _ in range(2)]
+        default = [GlooTransport.open(Opening(*group_store(), 20.0)) for _ in range(2)]
         for ring in default:
             assert (ring.rank, ring.world_size) == (rank, world_size)
             contract.shift_around(ring)
@@ -104,7 +104,7 @@ def beside_the_users_groups(rank: int, world_size: int) -> None:
             with pytest.raises(InputError, match=r"rank 1 is not in the group of ranks \[0, 2\]"):
                 group_store(pair)
         else:
-            ring = GlooTransport.open(*group_store(pair), 20.0)
+            ring = GlooTransport.open(Opening(*group_store(pair), 20.0))
             assert (ring.rank, ring.world_size) == ([0, None, 1][rank], 2)
             assert ring.all_gather_bytes(bytes([rank])) == [b"\x00", b"\x02"]
             ring.abort(ValueError("only this one"))
@@ -158,7 +158,7 @@ def opens_with_one_missing(rank: int, world_size: int) -> None:
         store.wait(["test 0", "test 2"])
         start = time.monotonic()
         with pytest.raises(DeadlineError, match=rf"rank {rank} opened a ring of 3: ranks \[1\] did not arrive"):
-            GlooTransport.open(store, rank, world_size, 2.0)
+            GlooTransport.open(Opening(store, rank, world_size, 2.0))
         assert time.monotonic() - start < 7.0
 
 

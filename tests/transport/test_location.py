@@ -22,6 +22,7 @@ from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster, LinkClass
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
 from ringattn.transport import gloo, location
+from ringattn.transport.base import Opening
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.gloo import GlooTransport
@@ -233,7 +234,7 @@ def opened(stores: list[dist.Store], timeout_s: float, interface: str = "") -> l
 
     def one(rank: int) -> Any:
         try:
-            return GlooTransport.open(stores[rank], rank, len(stores), timeout_s, interface=interface)
+            return GlooTransport.open(Opening(stores[rank], rank, len(stores), timeout_s, interface=interface))
         except (DeadlineError, InputError) as error:
             return error
 

@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 from ringattn import Ring
 from ringattn.errors import ClosedError, DeadlineError, PeerLostError, RingError
 from ringattn.launch.doctor.flight import divergences, read_records
-from ringattn.transport.control_store import ControlStore
+from ringattn.transport.base import Opening
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.nccl import supervisor, transport
 from ringattn.transport.nccl.bootstrap import StoreAllGather
@@ -237,7 +237,7 @@ def test_a_store_that_stands_still_stops_no_deadline() -> None:
 
     def live(rank: int) -> None:
         ring = open_on(world, rank, Frozen(store.clone(), stopped, going))
-        ring._timeout_s = ring.supervisor._timeout_s = 1.0
+        ring.opening.timeout_s = 1.0
         slots = ring.allocate(1024).view(2, 512)
         around(ring, slots[0], slots[1]).start().wait()
         if rank == 0:
@@ -472,9 +472,10 @@ def test_close_waits_for_a_store_that_stands_still_no_longer_than_it_is_told() -
 
 
 def test_a_rank_that_arrived_and_closed_meanwhile_is_not_missing() -> None:
-    control = ControlStore(HashStore(), 0, 2)
+    opening = Opening(HashStore(), 0, 2, 20.0)
+    control = opening.control
     watched: Any = SimpleNamespace(raise_failure=lambda: None, missing=frozenset({1}), closed={1})
-    gather = StoreAllGather(control, watched, 20.0)
+    gather = StoreAllGather(opening, watched)
     gather._next_look = Deadline(60.0)
     with pytest.raises(PeerLostError, match="rank 1 closed its ring"):
         gather._watch("all_gather/0")

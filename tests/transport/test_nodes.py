@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from ringattn import Ring
 from ringattn.errors import DisagreementError, InputError, TransportError, UnsupportedError
 from ringattn.launch.doctor.ranks import examine
 from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
-from ringattn.transport.base import Message
+from ringattn.transport.base import Message, Opening
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import Location
 from ringattn.transport.nccl.options import NcclOptions
@@ -58,8 +59,8 @@ def test_a_record_says_which_way_each_message_took(tmp_path: Path) -> None:
             hop.start().wait()
         assert [came[peer][0].item() for peer in peers] == peers
         ring.all_gather_bytes(b"")
-        record = ring.inside._flights
-        assert record is ring.between._flights and record.transport == ring.name == "shm+gloo"
+        record = ring.inside.record
+        assert record is ring.between.record and record.transport == ring.name == "shm+gloo"
         left = json.loads(record.dump(tmp_path / str(ring.rank), "no cause").read_text())
         assert {one["transport"] for one in left["flights"]} == {"shm", "gloo"}
         return [(one.transport, part.op, part.peer) for one in record.entries() if one.lane == 0 for part in one.parts]
@@ -137,7 +138,7 @@ def test_an_exchange_over_both_has_one_deadline(processes: Processes) -> None:
 def test_ranks_that_share_no_memory_are_refused(locations: list[Location], words: str) -> None:
     for rank in range(len(locations)):
         with pytest.raises(UnsupportedError, match=words):
-            open_shm_and_gloo(None, rank, 1.0, locations)  # type: ignore[arg-type]
+            open_shm_and_gloo(Opening(HashStore(), rank, len(locations), 1.0, locations=locations))
 
 
 def aborts_far_away(ring: HostNodesTransport) -> str:
@@ -272,4 +273,4 @@ def test_explain_and_doctor_say_which_way() -> None:
 
 def test_options_of_nccl_are_refused_where_no_message_takes_it() -> None:
     with pytest.raises(InputError, match="takes no such options inside one node"):
-        _open_peer(None, None, 1.0, NcclOptions(), None, 0, tuple(locations((0, 0))))  # type: ignore[arg-type]
+        _open_peer(Opening(HashStore(), 0, 2, 1.0, locations=locations((0, 0))), NcclOptions(), 0)

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from ringattn.errors import RingError, UnsupportedError
-from ringattn.observe.flight import FAILED, Flight, FlightRecord
+from ringattn.observe.flight import FAILED, Flight
 from ringattn.planner.cluster import LinkClass
-from ringattn.transport.base import Message
+from ringattn.transport.base import Message, Opening
 from ringattn.transport.location import Location
 from ringattn.transport.peer.driver import (
     OUT_OF_MEMORY,
@@ -208,18 +209,17 @@ class Rank:
         words = SimpleNamespace(store=self._store, load=lambda word, peer=0: 0)
         page = SimpleNamespace(segment=SimpleNamespace(address=0, nbytes=64), load=lambda word, peer=0: 0)
         self.group: Any = SimpleNamespace(
-            rank=0, ranks=(0, 1), own=words, pages={0: page, 1: page}, fail=self._poison, trouble=self._check
-        )
+            opening=Opening(HashStore(), 0, 2, 1.0), rank=0, ranks=(0, 1), own=words, pages={0: page, 1: page},
+            fail=self._poison, trouble=self._check,
+        )  # fmt: skip
         self.gpu: Any = SimpleNamespace(
             activate=lambda: None, new_stream=lambda: SimpleNamespace(cuda_stream=0, wait_event=lambda event: None),
             current_stream=lambda: None, new_event=lambda: FakeEvent(self.steps, EndStep.AWAIT_COMPUTED),
         )  # fmt: skip
         driver = driver or SimpleNamespace(attribute=lambda which: 0, register=lambda address, nbytes: 0)
-        self.lane = Lane(driver, self.gpu, self.group, 1.0)
+        self.lane = Lane(driver, self.gpu, self.group)
         self.lane.imports.drop = lambda: self.steps.append(EndStep.UNMAP)  # type: ignore[method-assign]
-        self.watch = Watch(
-            self.group, self.lane, self.gpu, FlightRecord(0, 2, "peer"), 1.0, None, lambda why: None
-        )  # fmt: skip
+        self.watch = Watch(self.group, self.lane, self.gpu, lambda why: None)
         self.poisoning = threading.Event()
         self.poisoning.set()
 

@@ -22,7 +22,7 @@ from ringattn.errors import (
     RingError,
     UnsupportedError,
 )
-from ringattn.transport.control_store import ControlStore
+from ringattn.transport.base import Opening
 from ringattn.transport.shared import group as group_module
 from ringattn.transport.shared.group import ARENA, GREETING, GREETING_WORDS, NAME, Service, SharedGroup
 from ringattn.transport.shared.page import (
@@ -236,7 +236,7 @@ def on_ranks(body: Callable[[SharedGroup], Any], world_size: int = 3, timeout_s:
 
     def live(rank: int) -> None:
         try:
-            group = SharedGroup.open(ControlStore(store, rank, world_size), rank, world_size, timeout_s)
+            group = SharedGroup.open(Opening(store, rank, world_size, timeout_s, interface=None))
             try:
                 results[rank] = body(group)
             finally:
@@ -323,7 +323,7 @@ def test_a_page_of_another_version_is_refused_on_all_ranks(monkeypatch: pytest.M
 def test_who_does_not_open_is_named() -> None:
     store = HashStore()
     with pytest.raises(DeadlineError, match=r"\[1\]"):
-        SharedGroup.open(ControlStore(store, 0, 2), 0, 2, 0.3)
+        SharedGroup.open(Opening(store, 0, 2, 0.3, interface=None))
 
 
 def test_the_first_cause_is_told_by_all_however_many_fail() -> None:

@@ -22,7 +22,7 @@ from ringattn.bench import shm_ways
 from ringattn.errors import ClosedError, DisagreementError, PeerLostError, RingError, TransportError
 from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
 from ringattn.observe.flight import DONE, FAILED
-from ringattn.transport.base import Message
+from ringattn.transport.base import Message, Opening
 from ringattn.transport.shared import transport as shm_transport
 from ringattn.transport.shared.page import LOG_ENTRIES, Segment
 from ringattn.transport.shared.transport import ShmTransport
@@ -182,7 +182,7 @@ def suffers(
         if notes is not None:
             if point != "in_a_wait":  # a wait that began long before would end with the victim still alive
                 comes_up(notes / "stops")
-            ring._group.timeout_s = SHORT_S
+            ring.opening.timeout_s = SHORT_S
         with pytest.raises(TransportError) as caught:
             pass_on(ring)
         told_s = time.monotonic()
@@ -272,7 +272,7 @@ def opens_and_closes(rank: int, world_size: int, times: int) -> tuple[list[int],
     gc.collect()
     gc.freeze()  # torch alone is half a million objects, which every collection would look at
     for n in range(times):
-        ring = ShmTransport.open(dist.PrefixStore(f"opening {n}", store), rank, 2, LONG_S)
+        ring = ShmTransport.open(Opening(dist.PrefixStore(f"opening {n}", store), rank, 2, LONG_S))
         after, before = contract.neighbors(ring)
         sent, into = ring.allocate(1 << 12), ring.allocate(1 << 12)
         ring.exchange([Message(after, sent)], [Message(before, into)]).wait()
@@ -323,7 +323,7 @@ def on_both(body: Callable[[int], Any]) -> list[Any]:
 @pytest.fixture
 def pair() -> Iterator[list[ShmTransport]]:
     store = HashStore()
-    rings = on_both(lambda rank: ShmTransport.open(store, rank, 2, 10.0))
+    rings = on_both(lambda rank: ShmTransport.open(Opening(store, rank, 2, 10.0)))
     yield rings
     for ring in rings:
         ring.close()
@@ -510,15 +510,15 @@ def test_a_copy_of_a_sender_that_ended_meanwhile_does_not_count(
 
 def test_a_failure_leaves_flight_records(tmp_path: Any) -> None:
     store = HashStore()
-    rings = on_both(lambda rank: ShmTransport.open(store, rank, 2, 0.3, tmp_path / str(rank)))
+    rings = on_both(lambda rank: ShmTransport.open(Opening(store, rank, 2, 0.3, tmp_path / str(rank))))
     into = torch.zeros(4)
     assert passed_on(rings, torch.ones(4), into, "kv 0") == [None, None]
-    assert [entry.state for entry in rings[0]._flights.entries()] == [DONE]
+    assert [entry.state for entry in rings[0].record.entries()] == [DONE]
     errors = on_both(lambda rank: rings[rank].exchange([], [Message(1 - rank, into, "kv 1")]).wait())
     for rank, error in enumerate(errors):
         assert isinstance(error, RingError) and f"flight record of rank {rank}: {tmp_path / str(rank)}" in str(error)
         assert (tmp_path / str(rank) / f"flight-{rank}.json").exists()
-        assert [entry.state for entry in rings[rank]._flights.entries()] == [DONE, FAILED]
+        assert [entry.state for entry in rings[rank].record.entries()] == [DONE, FAILED]
 
 
 def test_a_long_message_keeps_its_bits_whatever_mode_its_buffer_was_made_in(

@@ -18,6 +18,7 @@ PROGRAM = """
 import os, signal, sys
 import torch, ringattn
 from tests.contract.meeting import rendezvous_store
+from ringattn.transport.base import Opening
 from ringattn.transport.location import Location
 from ringattn.transport.nodes import open_shm_and_gloo
 
@@ -29,7 +30,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of 
 rank, transport = int(os.environ["RANK"]), sys.argv[1]
 if transport == "shm+gloo":
     nodes = [Location(f"host-{node}", f"boot/{node}", os.getpid(), os.getuid()) for node in (0, 0, 1)]
-    transport = open_shm_and_gloo(rendezvous_store(rank, 3, 60.0), rank, 60.0, nodes)
+    transport = open_shm_and_gloo(Opening(rendezvous_store(rank, 3, 60.0), rank, 3, 60.0, locations=nodes))
 ring = ringattn.Ring(transport=transport, timeout_s=60.0)
 ring.barrier()
 print("ready", flush=True)

@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 from ringattn.errors import DeadlineError, PeerLostError, RingError
 from ringattn.transport import meeting, rendezvous
-from ringattn.transport.base import Message
+from ringattn.transport.base import Message, Opening
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.health.feeds import ANSWER_S
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.contract.meeting import rendezvous_store
 from tests.contract.processes import Processes
 from tests.transport.attribution import names_as_culprit
-from tests.transport.nccl_rings import open_on, set_deadline
+from tests.transport.nccl_rings import open_on
 from tests.transport.simulated.world import SimWorld
 from tests.transport.store_hosts import StoreHost
 
@@ -47,9 +47,9 @@ def raised(call: Callable[[], Any], kinds: tuple[type[RingError], ...] = (Deadli
 
 
 def rings(host: StoreHost, name: str) -> list[GlooTransport]:
-    made = both(lambda rank: GlooTransport.open(dist.PrefixStore(name, host.client()), rank, 2, 20.0))
+    made = both(lambda rank: GlooTransport.open(Opening(dist.PrefixStore(name, host.client()), rank, 2, 20.0)))
     for ring in made:
-        ring._timeout_s = DEADLINE_S
+        ring.opening.timeout_s = DEADLINE_S
     return made
 
 
@@ -80,7 +80,7 @@ def test_leaving_ends_in_time(host: StoreHost, leave: str) -> None:
 def test_opening_ends_in_time(host: StoreHost) -> None:
     stores = [dist.PrefixStore("open", host.client()) for _ in range(2)]
     host.stop()
-    opened = both(lambda rank: raised(lambda: GlooTransport.open(stores[rank], rank, 2, DEADLINE_S)))
+    opened = both(lambda rank: raised(lambda: GlooTransport.open(Opening(stores[rank], rank, 2, DEADLINE_S))))
     for rank, (text, seconds) in enumerate(opened):
         assert seconds < WITHIN_S
         assert text.startswith(f"rank {rank} opened a ring of 2: {UNANSWERED.format(port=host.port)}")
@@ -105,7 +105,7 @@ def test_connecting_ends_in_time(host: StoreHost) -> None:
     stores = [dist.PrefixStore("connect", host.client()) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "ProcessGroupGloo", Stops)
-        opened = both(lambda rank: raised(lambda: GlooTransport.open(stores[rank], rank, 2, DEADLINE_S)))
+        opened = both(lambda rank: raised(lambda: GlooTransport.open(Opening(stores[rank], rank, 2, DEADLINE_S))))
     for text, seconds in opened:
         assert seconds < WITHIN_S
         assert UNANSWERED.format(port=host.port) in text
@@ -118,7 +118,7 @@ def nccl_rings(host: StoreHost, name: str) -> list[NcclTransport]:
     world = SimWorld(2)
     made = both(lambda rank: open_on(world, rank, dist.PrefixStore(name, host.client())))
     for ring in made:
-        set_deadline(ring, DEADLINE_S)
+        ring.opening.timeout_s = DEADLINE_S
     return made
 
 
@@ -165,9 +165,9 @@ def test_opening_nccl_ends_in_time(host: StoreHost) -> None:
 def stops_the_host(rank: int, world_size: int) -> tuple[str, float]:
     """Rank 0, which hosts the store, is stopped with a message to it under way; the survivors' (message, seconds)."""
     store = rendezvous_store(rank, world_size, 60.0)
-    ring = GlooTransport.open(store, rank, world_size, 20.0)
+    ring = GlooTransport.open(Opening(store, rank, world_size, 20.0))
     pid = int(ring.all_gather_bytes(str(os.getpid()).encode())[0])
-    ring._timeout_s = 2.0
+    ring.opening.timeout_s = 2.0
     if rank == 0:
         os.kill(pid, signal.SIGSTOP)
         return "", 0.0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from ringattn.errors import DeadlineError, DisagreementError, InputError, PeerLostError, RingError
+from ringattn.transport.base import Opening
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.location import Location
@@ -130,11 +131,11 @@ class StoreAllGather:
     keeps the bytes of two of them at most.
     """
 
-    def __init__(self, control: ControlStore, supervisor: Supervisor, timeout_s: float) -> None:
-        self._control, self._supervisor, self._timeout_s = control, supervisor, timeout_s
+    def __init__(self, opening: Opening, supervisor: Supervisor) -> None:
+        self._opening, self._control, self._supervisor = opening, opening.control, supervisor
         self._number = 0
         # All ranks that wait look for the missing ones, so that they ask less often the more they are.
-        self._look_s = max(LOOK_S, LOOK_PER_RANK_S * control.world_size)
+        self._look_s = max(LOOK_S, LOOK_PER_RANK_S * opening.world_size)
         self._next_look = Deadline(0.0)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -144,7 +145,7 @@ class StoreAllGather:
         supervisor.where, supervisor.gathering = f"all-gather {self._number}", True
         self._next_look = Deadline(self._look_s)
         try:
-            answers = control.gather(stem, payload, Deadline(self._timeout_s), lambda: self._watch(stem))
+            answers = control.gather(stem, payload, Deadline(self._opening.timeout_s), lambda: self._watch(stem))
             if self._number:  # every rank has reached this one, so the one before is read no more
                 control.forget(f"all_gather/{self._number - 1}")
         except DeadlineError as error:
@@ -166,7 +167,7 @@ class StoreAllGather:
         except RuntimeError as unanswered:
             return str(unanswered)
         self._supervisor.missing = frozenset(missing)
-        return f"no answer from ranks {missing} within {self._timeout_s} s"
+        return f"no answer from ranks {missing} within {self._opening.timeout_s} s"
 
     def _watch(self, stem: str) -> None:
         """Raise a failure of the ring, or that a missing rank has closed. The supervisor compares calls."""

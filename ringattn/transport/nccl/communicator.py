@@ -16,7 +16,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from ringattn.errors import ClosedError, DeadlineError, RingError
-from ringattn.transport.deadline import Deadline, wait_until
+from ringattn.transport.base import Opening
+from ringattn.transport.deadline import Deadline, Request, wait_until
 from ringattn.transport.device import Device
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, NcclError, Status
 
@@ -51,16 +52,14 @@ class PeerCall(NamedTuple):
 class Communicator:
     """The communicator of `rank` in a ring of `world_size`. Opened, used and closed by one thread at a time."""
 
-    def __init__(
-        self, binding: Binding, device: Device, rank: int, world_size: int, config: CommConfig, timeout_s: float
-    ) -> None:
+    def __init__(self, opening: Opening, binding: Binding, device: Device, config: CommConfig) -> None:
         # Where NCCL cannot open without blocking, a thread of its own bounds the open.
         if not config.blocking and Capability.NONBLOCKING not in binding.capabilities:
             config = config._replace(blocking=True)
         self.state = State.NEW
         self.handle = 0
-        self.rank, self.world_size, self.config = rank, world_size, config
-        self._binding, self._device, self._timeout_s = binding, device, timeout_s
+        self.rank, self.config = opening.rank, config
+        self._opening, self._binding, self._device = opening, binding, device
         # A fork has another process id: it is refused before it reaches NCCL.
         self.pid = os.getpid()
         # Taken without waiting: a second thread is an error of the caller and is told so.
@@ -71,7 +70,38 @@ class Communicator:
 
     def open(self, unique_id: bytes, watch: FailureCheck) -> None:
         """Join the communicator of `unique_id`. Raises `DeadlineError`, `NcclError`, and what `watch` raises."""
-        self._begin("init", lambda: self._binding.init(self.world_size, unique_id, self.rank, self.config), watch)
+        if self.state is not State.NEW:
+            raise RingError(f"rank {self.rank}: a communicator opens once, and this one is {self.state.value}")
+        self.state = State.OPENING
+        world_size, deadline = self._opening.world_size, Deadline(self._opening.timeout_s)
+
+        def make() -> int:
+            # The current device is a matter of each thread.
+            self._device.activate()
+            return self._binding.init(world_size, unique_id, self.rank, self.config)
+
+        try:
+            with self._using:
+                if self.config.blocking:
+                    # On a thread that is left behind if it never returns: nothing else bounds a blocking open.
+                    request = Request(make)
+                    threading.Thread(target=request.serve, name="ringattn-open", daemon=True).start()
+                    if not wait_until(lambda: request.done, deadline, watch):
+                        raise DeadlineError(
+                            f"rank {self.rank}: init of the communicator did not end in {deadline.timeout_s} s"
+                        )
+                    self.handle = request.result()
+                else:
+                    self.handle = make()
+                    # A non-blocking init returns at once and is in progress until all ranks have joined.
+                    self._settle("init", Status.IN_PROGRESS, watch, deadline)
+                # An abort meanwhile has set FAILED, which must stay.
+                if self.state is State.OPENING:
+                    self.state = State.READY
+            watch()
+        except BaseException:
+            self.abort()
+            raise
 
     def launch(self, calls: Sequence[PeerCall], stream: int, watch: FailureCheck) -> None:
         """Put one hop on a stream: all `calls` in one group. Returns when NCCL has taken it, not when it has run.
@@ -165,51 +195,9 @@ class Communicator:
             wait_until(lambda: self._binding.state(handle) != Status.IN_PROGRESS, deadline)
         self._binding.destroy(handle)
 
-    def _begin(self, what: str, make: Callable[[], int], watch: FailureCheck) -> None:
-        """From new to ready."""
-        if self.state is not State.NEW:
-            raise RingError(f"rank {self.rank}: a communicator opens once, and this one is {self.state.value}")
-        self.state = State.OPENING
-        deadline = Deadline(self._timeout_s)
-        try:
-            with self._using:
-                if self.config.blocking:
-                    self.handle = self._open_blocking(what, make, deadline, watch)
-                else:
-                    self.handle = make()
-                    # A non-blocking init returns at once and is in progress until all ranks have joined.
-                    self._settle(what, Status.IN_PROGRESS, watch, deadline)
-                # An abort meanwhile has set FAILED, which must stay.
-                if self.state is State.OPENING:
-                    self.state = State.READY
-            watch()
-        except BaseException:
-            self.abort()
-            raise
-
-    def _open_blocking(self, what: str, make: Callable[[], int], deadline: Deadline, watch: FailureCheck) -> int:
-        """`make()` on a thread that is left behind if it never returns: nothing else bounds a blocking open."""
-        made: list[int] = []
-        failed: list[BaseException] = []
-
-        def body() -> None:
-            try:
-                # The current device is a matter of each thread.
-                self._device.activate()
-                made.append(make())
-            except BaseException as error:  # raised again below
-                failed.append(error)
-
-        threading.Thread(target=body, name="ringattn-open", daemon=True).start()
-        if not wait_until(lambda: bool(made or failed), deadline, watch):
-            raise DeadlineError(f"rank {self.rank}: {what} of the communicator did not end in {self._timeout_s} s")
-        if failed:
-            raise failed[0]
-        return made[0]
-
     def _settle(self, where: str, status: int, watch: FailureCheck, deadline: Deadline | None = None) -> None:
         """Wait until the communicator has done what was asked; only then may its streams be given other work."""
-        deadline = deadline or Deadline(self._timeout_s)
+        deadline = deadline or Deadline(self._opening.timeout_s)
         current, handle = status, self.handle
 
         def finalized() -> bool:

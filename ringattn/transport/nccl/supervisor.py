@@ -14,19 +14,17 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from hashlib import sha256
-from pathlib import Path
 from typing import Any, Protocol
 
 from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError
-from ringattn.observe.flight import FlightRecord
-from ringattn.transport.base import COMPARED
+from ringattn.transport.base import COMPARED, Opening
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.device import Device, StreamHop, StreamWatch, StreamWorkHandle, bare
 from ringattn.transport.health.feeds import INTERVAL_S
-from ringattn.transport.health.health import PUBLISH_S, Health
+from ringattn.transport.health.health import PUBLISH_S
 from ringattn.transport.health.verdict import STUCK_S, Place, Waits
 from ringattn.transport.nccl.communicator import Communicator
 
@@ -56,26 +54,22 @@ class Beside(Protocol):
 
 
 class Supervisor(StreamWatch[StreamWorkHandle]):
-    """The watch of one rank. `communicators` may be filled after it has started: opening is watched too."""
+    """The watch of one rank, which watches the opening too."""
 
     interval_s = INTERVAL_S
     stop_s = 0.3
 
     def __init__(
         self,
-        control: ControlStore,
-        communicators: Sequence[Communicator],
+        opening: Opening,
+        communicator: Communicator,
         gpu: Device,
-        record: FlightRecord,
         calls: CallHistory,
-        timeout_s: float,
-        flight_dir: Path | None,
-        leave: Callable[[str], None],
-        health: Health,
-        ras: str | None = None,
+        leave: Callable[[str], None] | None,
+        ras: str | None,
     ) -> None:
         """See `StreamWatch`. `ras`: the address of NCCL's RAS, None where it has none."""
-        super().__init__(control.rank, gpu, record, timeout_s, flight_dir, leave)
+        super().__init__(opening, gpu, leave)
         self.where = "opening"
         self.launching: tuple[StreamHop, float] | None = None
         """The hop that NCCL is being given, and since when on the monotonic clock."""
@@ -84,13 +78,14 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
         self.leaving: frozenset[int] = frozenset()
         """Ranks that have not closed, while this one waits for all to close."""
         self.gathering = False
-        self.stuck: list[Communicator] = []
+        self.stuck = False
+        """The abort of the communicator does not end."""
         self.beside: Beside | None = None
         """Another transport of this rank, which ends with this one."""
-        self._communicators, self._calls = communicators, calls
-        self._others = {rank for rank in control.everyone() if rank != control.rank}
-        self._control, self.health, self._ras = control, health, ras
-        health.calls = calls.told
+        self._communicator, self._calls, self._ras = communicator, calls, ras
+        self._others = set(range(opening.world_size)) - {opening.rank}
+        self.health = opening.health
+        self.health.calls = calls.told
         self.patience_s = 2 * self.tell_s
         self._standing: tuple[StreamWorkHandle | None, float] = None, 0.0
 
@@ -107,7 +102,7 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
     def leave(self, deadline: Deadline) -> None:
         """Say that this rank has closed its ring: it waits for no message any more."""
         self.health.closed = True
-        self._control.until(deadline).leave()
+        self._opening.control.until(deadline).leave()
 
     def all_closed(self, control: ControlStore) -> Callable[[], bool]:
         """Whether all ranks have closed; asked again and again, those that have not are watched."""
@@ -151,26 +146,21 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
             self.ended.wait(ABORT_GRACE_S)
             return
         unasked = threading.current_thread() is self._thread
-        aborting = threading.Thread(target=self._abort_all, args=(unasked,), name="ringattn-abort", daemon=True)
+        aborting = threading.Thread(target=self._abort, args=(unasked,), name="ringattn-abort", daemon=True)
         # Aborts begin before the explanation: they free kernels that wait for a peer.
         if self.beside is None:
             aborting.start()
         words = ""
         if attribute:
             late = isinstance(error, DeadlineError)
-            waited_s = self._timeout_s if late else 0.0
-            said = [
+            reasons = [
                 self.health.explain(
-                    self._waited_for(),
-                    waited_s=waited_s,
-                    timeout_s=self._timeout_s,
-                    missing=self.missing,
-                    at_deadline=late,
-                )
-            ]
-            if self._ras and late:
-                said.append(ras_report(self._ras))
-            words = "".join(f"; {phrase}" for phrase in said if phrase)
+                    self._waited_for(), waited_s=self._timeout_s if late else 0.0, timeout_s=self._timeout_s,
+                    missing=self.missing, at_deadline=late,
+                ),
+                ras_report(self._ras) if self._ras and late else "",
+            ]  # fmt: skip
+            words = "".join(f"; {reason}" for reason in reasons if reason)
         self.failure = _said(error, words)
         self.health.publish(self.failure if words else error)
         if self.beside is not None:
@@ -203,22 +193,14 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
             return Place.make(self.where, call, Waits.COMPUTE, awaited)
         return Place.make(self.where, call, Waits.PEERS if handles or self.gathering else Waits.HOST, awaited)
 
-    def _abort_all(self, unasked: bool) -> None:
+    def _abort(self, unasked: bool) -> None:
         """`unasked`: no caller of the ring has met the failure, so nobody would end the process if this is stuck."""
-        threads = [threading.Thread(target=self._abort, args=(each,), daemon=True) for each in self._communicators]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        self.stuck = not self._communicator.abort()
         self.ended.set()
         # Kernels still wait on the GPU and nothing can stop them: only the end of the process does.
         if self.stuck and unasked:
             self._told.wait(self.patience_s)
             self._leave(f"rank {self._rank}: the abort is stuck, so the process ends after: {self.failure}")
-
-    def _abort(self, communicator: Communicator) -> None:
-        if not communicator.abort():
-            self.stuck.append(communicator)
 
     # --- on the thread -----------------------------------------------------------------------------------------------
 
@@ -237,9 +219,8 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
         for rank, beat in health.beats().items():
             if beat.calls is not None and (difference := self._calls.differs(beat.calls)) is not None:
                 raise DisagreementError(f"rank {rank} and rank {self._rank} do not ask for the same: {difference}")
-        for communicator in self._communicators:
-            if (broken := communicator.error()) is not None:
-                raise BrokenCommunicatorError(f"rank {self._rank}: {broken}{self._pending()}")
+        if (broken := self._communicator.error()) is not None:
+            raise BrokenCommunicatorError(f"rank {self._rank}: {broken}{self._pending()}")
         self.tick()
         self._hold_launch()
         self._hold_exchange()

@@ -9,26 +9,21 @@ kept.
 
 from __future__ import annotations
 
-import atexit
 import math
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import torch
-import torch.distributed as dist
 
 from ringattn.errors import ClosedError, DeadlineError, PeerLostError, RingError
-from ringattn.observe.flight import CAPTURED, LAUNCHING, POSTED, FlightRecord
+from ringattn.observe.flight import CAPTURED, LAUNCHING, POSTED
 from ringattn.observe.memory import is_shortage
-from ringattn.transport.base import Message, Operation, operations
-from ringattn.transport.control_store import ControlStore
+from ringattn.transport.base import Message, Opening, Operation, closed_at_exit, operations
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.device import (
     Arrived,
@@ -38,10 +33,7 @@ from ringattn.transport.device import (
     StreamTransport,
     StreamWorkHandle,
     bare,
-    end_process,
 )
-from ringattn.transport.health.health import Health
-from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Binding, Capability, NcclError, Status
 from ringattn.transport.nccl.bootstrap import Arrival, StoreAllGather, all_ready, meet, share_unique_id
 from ringattn.transport.nccl.communicator import ABORT_S, Communicator, PeerCall, State
@@ -56,8 +48,6 @@ GRACE_S = 5.0
 ANSWER_S = 0.5
 """How long after the end of its patience a rank that closes waits for an answer of the store."""
 
-_open: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
-
 
 class NcclTransport(StreamTransport):
     """One rank of a ring over NCCL. Made by `open`."""
@@ -66,68 +56,48 @@ class NcclTransport(StreamTransport):
 
     def __init__(
         self,
-        control: ControlStore,
+        opening: Opening,
         binding: Binding,
         gpu: Device,
         options: NcclOptions,
-        timeout_s: float,
-        flight_dir: Path | None,
-        leave: Callable[[str], None],
-        health: Health,
-        ras: str | None = None,
-        record: FlightRecord | None = None,
+        leave: Callable[[str], None] | None,
+        ras: str | None,
     ) -> None:
         """Not connected yet; see `open`."""
-        record = record or FlightRecord(control.rank, control.world_size, self.name)
-        super().__init__(control.rank, control.world_size, gpu, record, timeout_s)
-        self.options = options
-        self.stream = gpu.new_stream()
-        self._control, self._binding = control, binding
-        # Shared with the supervisor and the memory; filled when ranks have met.
-        self._communicators: list[Communicator] = []
+        super().__init__(opening, gpu)
+        self.options, self.stream = options, gpu.new_stream()
+        self._binding = binding
+        self.communicator = Communicator(opening, binding, gpu, config_of(options, binding.capabilities))
+        """The communicator that hops run on."""
         self._calls = CallHistory()
-        self.supervisor = Supervisor(
-            control, self._communicators, gpu, record, self._calls, timeout_s, flight_dir, leave, health, ras
-        )
-        self._memory = RingMemory(binding, gpu, self._communicators, self.can_register, self.rank)
+        self.watch = self.supervisor = Supervisor(opening, self.communicator, gpu, self._calls, leave, ras)
+        self._memory = RingMemory(binding, gpu, self.communicator, self.can_register, self.rank)
         self.order = self._memory.order
-        self._all_gather = StoreAllGather(control, self.supervisor, timeout_s)
+        self._all_gather = StoreAllGather(opening, self.supervisor)
         self.look_around: Callable[[], None] = lambda: None  # at each call of the ring
 
     @classmethod
     def open(
         cls,
-        store: dist.Store,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
+        opening: Opening,
         *,
         binding: Binding,
         gpu: Device,
         options: NcclOptions,
-        locations: Sequence[Location],
         nccl_id: str,
-        flight_dir: Path | None = None,
         leave: Callable[[str], None] | None = None,
-        job_size: int | None = None,
-        interface: str | None = None,
         ras: str | None = None,
-        record: FlightRecord | None = None,
-        health: Health | None = None,
     ) -> NcclTransport:
-        """Connect `rank` with all others through a fresh `store`; every later wait ends within `timeout_s` too.
+        """Connect this rank with all others.
 
-        `locations`: of all ranks; `nccl_id`: what NCCL takes for this host. `leave` ends the process when even an
-        abort is stuck. `job_size`, `interface`: see `Health`; `ras`: the address of NCCL's RAS, None where it has none.
-        `record` and `health`: those that another transport of this rank uses, too.
-        Raises `DeadlineError` that names the ranks which did not arrive,
-        `InputError` when the ranks do not fit together, `NcclError`.
+        `nccl_id`: what NCCL takes for this host. `leave` ends the process when even an abort is stuck. `ras`: the
+        address of NCCL's RAS, None where it has none.
+        Raises `DeadlineError` that names the ranks which did not arrive, `InputError` when the ranks do not fit
+        together, `NcclError`.
         """
         gpu.activate()
-        control, leave = ControlStore(store, rank, world_size, timeout_s), leave or end_process
-        health = health or Health(control, job_size=job_size, interface=interface)
-        ring = cls(control, binding, gpu, options, timeout_s, flight_dir, leave, health, ras, record)
-        ring.locations = tuple(locations)
+        opening.name = opening.name or cls.name
+        ring = cls(opening, binding, gpu, options, leave, ras)
         try:
             # Before the ranks meet: a stuck open must be seen, too.
             ring.supervisor.start()
@@ -138,18 +108,13 @@ class NcclTransport(StreamTransport):
         except BaseException as error:
             ring.abort(error)
             raise
-        _open.add(ring)
+        closed_at_exit[id(ring)] = ring
         return ring
 
     @property
     def can_register(self) -> bool:
         """Whether staging buffers are NCCL's own registered memory."""
         return self.options.register and {Capability.MEMORY, Capability.REGISTER} <= self._binding.capabilities
-
-    @property
-    def communicator(self) -> Communicator:
-        """The communicator that hops run on."""
-        return self._communicators[-1]
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` on the GPU, for long use: NCCL's own registered memory where it can be."""
@@ -205,16 +170,6 @@ class NcclTransport(StreamTransport):
         """
         self._arrive(math.inf)
 
-    def check(self) -> None:
-        """See `StreamTransport.check`."""
-        self._check_open()
-        # The first time the failure itself, later `ClosedError` with it as the cause.
-        try:
-            self.supervisor.raise_failure()
-        except RingError as failure:
-            self._end = bare(failure)
-            raise
-
     def abort(self, cause: BaseException) -> None:
         """See `Transport.abort`."""
         if self.forked:
@@ -224,7 +179,7 @@ class NcclTransport(StreamTransport):
         computed = self._memory.computed()
         self.supervisor.fail(cause)
         self.supervisor.stop()
-        _open.discard(self)
+        closed_at_exit.pop(id(self), None)
         self._end_memory(computed)
 
     def _attributed(self, error: DeadlineError) -> BaseException:
@@ -233,6 +188,10 @@ class NcclTransport(StreamTransport):
         failure = self.supervisor.failure or error
         self.abort(failure)
         return bare(failure)
+
+    def close_at_exit(self) -> None:
+        """See `Ending.close_at_exit`: briefly and without a hang."""
+        self.close(EXIT_LINGER_S)
 
     def close(self, linger_s: float | None = None) -> None:
         """See `Transport.close`. Waits for the others up to `linger_s`, None for the deadline, then leaves alone.
@@ -244,7 +203,7 @@ class NcclTransport(StreamTransport):
         if self._end is not None:
             return
         self.gpu.activate()  # the thread that closes a dropped ring has not used it
-        patience_s = self._timeout_s if linger_s is None else linger_s
+        patience_s = self.opening.timeout_s if linger_s is None else linger_s
         try:
             self._arrive(math.inf if linger_s is None else linger_s)
         except RingError as error:
@@ -257,13 +216,13 @@ class NcclTransport(StreamTransport):
         self._end, self.record.over = ClosedError(f"rank {self.rank} closed its ring"), True
         together, lost = False, None
         try:
-            asked = self.supervisor.all_closed(self._control.until(linger.plus(ANSWER_S)))
-            together = wait_until(asked, linger, self.supervisor.raise_failure, self._control.naps_s)
+            asked = self.supervisor.all_closed(self.opening.control.until(linger.plus(ANSWER_S)))
+            together = wait_until(asked, linger, self.supervisor.raise_failure, self.opening.control.naps_s)
         except RuntimeError as error:  # a rank has failed, or the store's host is gone: then this rank waits for none
             lost = error if isinstance(error, PeerLostError) and NOT_CLOSED in str(error) else None
         self.supervisor.stop()
         self.supervisor.tick()  # lets go of the last buffers
-        _open.discard(self)
+        closed_at_exit.pop(id(self), None)
         # A communicator that does not end, or compute that does not, may still touch its memory: it is left alone.
         if self._free(together) and self._memory.wait(computed, patience_s):
             self._memory.free()
@@ -285,15 +244,15 @@ class NcclTransport(StreamTransport):
         if not wait_until(lambda: handle.ready.query() or handle.done.query(), Deadline(ready_s), self.check):
             raise DeadlineError(f"rank {self.rank}: the GPU was still computing after {ready_s} s, before {handle.hop}")
         # Longer than the supervisor waits, so that its failure, with the rank at fault, is raised.
-        if not wait_until(handle.done.query, Deadline(self._timeout_s + GRACE_S), self.check):
-            raise DeadlineError(f"rank {self.rank}: an exchange did not end within {self._timeout_s} s")
+        if not wait_until(handle.done.query, Deadline(self.opening.timeout_s + GRACE_S), self.check):
+            raise DeadlineError(f"rank {self.rank}: an exchange did not end within {self.opening.timeout_s} s")
 
     def _quiet(self) -> bool:
         """Whether neither an exchange nor the caller's streams touch memory without a view any more; waits for it."""
         # Exchanges first, then what the caller has put on its stream behind them.
         self.drain()
         self.supervisor.tick()
-        return self._memory.wait(self._memory.computed(), self._timeout_s)
+        return self._memory.wait(self._memory.computed(), self.opening.timeout_s)
 
     def _end_memory(self, computed: Callable[[], bool]) -> None:
         """Give all memory back when nothing can touch it any more. Returns at once."""
@@ -304,7 +263,7 @@ class NcclTransport(StreamTransport):
                 say(self.rank, "a communicator does not end, so memory of the ring is not given back")
                 return False
             self.supervisor.let_go()
-            return self._memory.wait(computed, self._timeout_s)
+            return self._memory.wait(computed, self.opening.timeout_s)
 
         self._memory.end(f"ringattn-memory-{self.rank}", quiet)
 
@@ -320,16 +279,14 @@ class NcclTransport(StreamTransport):
 
     def _meet(self, nccl_id: str) -> None:
         """From the store to a warm communicator."""
-        control, watch, deadline = self._control, self.supervisor.raise_failure, Deadline(self._timeout_s)
+        opening, watch = self.opening, self.supervisor.raise_failure
+        control, deadline = opening.control, Deadline(opening.timeout_s)
         mine = Arrival(
             self.rank, nccl_id, self.gpu.uuid, self._binding.version, _version(), self.can_register, self.options
         )
         meet(control, mine, self.locations, deadline, watch)
         unique_id = share_unique_id(control, self._binding.unique_id, deadline, watch)
-        config = config_of(self.options, self._binding.capabilities)
-        communicator = Communicator(self._binding, self.gpu, self.rank, self.world_size, config, self._timeout_s)
-        self._communicators.append(communicator)
-        communicator.open(unique_id, watch)
+        self.communicator.open(unique_id, watch)
         # Before ranks are ready: the first message connects peers, and may take long.
         self._warm_up()
         all_ready(control, deadline, watch)
@@ -347,15 +304,12 @@ class NcclTransport(StreamTransport):
         self.drain()
 
     def _free(self, together: bool) -> bool:
-        """End the communicators; alone only by abort, for a collective would wait for ever. Whether all have ended."""
+        """End the communicator; alone only by abort, for a collective would wait for ever. Whether it has ended."""
         aborted = self._aborted()
-        ended = [
-            communicator.close(Deadline(CLOSE_S)) if together else communicator.abort()
-            for communicator in self._communicators
-        ]
-        if not aborted or not all(ended):
+        ended = self.communicator.close(Deadline(CLOSE_S)) if together else self.communicator.abort()
+        if not aborted or not ended:
             say(self.rank, "a communicator does not end; is a CUDA graph of it still alive?")
-        return aborted and all(ended)
+        return aborted and ended
 
 
 def _version() -> str:
@@ -364,14 +318,6 @@ def _version() -> str:
         return version("ringattn")
     except PackageNotFoundError:
         return "a checkout"
-
-
-@atexit.register
-def _close_all() -> None:
-    """Close the rings that are still open, briefly and without a hang. In a fork they have ended."""
-    for ring in list(_open):
-        with suppress(RuntimeError, OSError):
-            ring.close(EXIT_LINGER_S)
 
 
 # --- hops ------------------------------------------------------------------------------------------------------------
@@ -476,11 +422,11 @@ class _View:
 
 
 class _Piece:
-    """One allocation. `plain`: torch's memory, None for NCCL's."""
+    """One allocation. `plain`: torch's memory, None for NCCL's; `registration`: its handle, where it is registered."""
 
     def __init__(self, plain: torch.Tensor | None) -> None:
         self.plain = plain
-        self.registrations: list[tuple[Communicator, int]] = []
+        self.registration: int | None = None
 
 
 class RingMemory:
@@ -492,16 +438,11 @@ class RingMemory:
     """
 
     def __init__(
-        self,
-        binding: Binding,
-        device: Device,
-        communicators: Sequence[Communicator],
-        registered: bool,
-        rank: int = 0,
+        self, binding: Binding, device: Device, communicator: Communicator, registered: bool, rank: int = 0
     ) -> None:
         self.registered, self.order = registered, PassOrder(device)
         self._rank = rank
-        self._binding, self._device, self._communicators = binding, device, communicators
+        self._binding, self._device, self._communicator = binding, device, communicator
         self._pieces: dict[int, _Piece] = {}
         # Addresses whose last view has gone. A queue that a destructor may write to, whatever its thread holds.
         self._unused: SimpleQueue[int] = SimpleQueue()
@@ -551,9 +492,7 @@ class RingMemory:
         # A view's end only notes the address: giving back here could call NCCL from any thread, at any time.
         weakref.finalize(view, self._unused.put, pointer).atexit = False
         if self.registered:
-            for communicator in self._communicators:
-                handle = self._binding.register(communicator.handle, pointer, nbytes)
-                piece.registrations.append((communicator, handle))
+            piece.registration = self._binding.register(self._communicator.handle, pointer, nbytes)
         return self._device.wrap(pointer, nbytes, view)
 
     def free(self) -> None:
@@ -604,10 +543,9 @@ class RingMemory:
 
     def _give_back(self, pointer: int) -> None:
         piece = self._pieces.pop(pointer)
-        # Communicators that have ended took their registrations with them.
-        for communicator, handle in piece.registrations:
-            if communicator.state is State.READY:
-                self._binding.deregister(communicator.handle, handle)
+        # A communicator that has ended took its registrations with it.
+        if piece.registration is not None and self._communicator.state is State.READY:
+            self._binding.deregister(self._communicator.handle, piece.registration)
         # Last: NCCL may not hold a registration of memory that is gone.
         if piece.plain is None:
             self._binding.mem_free(pointer)

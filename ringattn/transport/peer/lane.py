@@ -46,14 +46,14 @@ class Bound(Protocol):
 class Lane:
     """Runs the exchanges of one rank one after another."""
 
-    def __init__(self, driver: Driver, gpu: Device, group: SharedGroup, timeout_s: float) -> None:
+    def __init__(self, driver: Driver, gpu: Device, group: SharedGroup) -> None:
         self.stream = gpu.new_stream()
         self.numbers = PairNumbers()
         self.imports = Imports(driver, self._pull, lambda rank: group.pages[rank].load(pages.FREED))
         self.newest: Event | None = None
         self.awaited: frozenset[int] = frozenset()
         """The rank whose start this one's host waits for."""
-        self._driver, self._gpu, self._group, self._timeout_s = driver, gpu, group, timeout_s
+        self._driver, self._gpu, self._group = driver, gpu, group
         self._ended = False
         # Held while operations are enqueued, which nothing blocks but a queue of the driver's that is full.
         self._enqueuing = threading.Lock()
@@ -172,7 +172,7 @@ class Lane:
             own.store(pages.ARRIVAL, PAINTED, rank)
 
     def _pull(self, rank: int, arena: int) -> int:
-        return self._group.pull(rank, arena, time.monotonic() + self._timeout_s)
+        return self._group.pull(rank, arena, time.monotonic() + self._group.timeout_s)
 
     def _log(self, hop: Bound, step: steps.LogStart, watch: Callable[[], None]) -> None:
         """Put up one end of a message, so that the other end finds it."""
@@ -212,10 +212,10 @@ class Lane:
                 # The deadline counts from the moment that this rank is ready, as for what is under way.
                 if entry is None and not began and here.query():
                     began = time.monotonic()
-                if entry is None and began and time.monotonic() - began >= self._timeout_s:
-                    said = group.health.explain([send.peer], waited_s=self._timeout_s)
+                if entry is None and began and time.monotonic() - began >= group.timeout_s:
+                    said = group.health.explain([send.peer], waited_s=group.timeout_s)
                     raise DeadlineError(
-                        f"rank {group.rank}: no answer from ranks [{send.peer}] within {self._timeout_s:g} s, which "
+                        f"rank {group.rank}: no answer from ranks [{send.peer}] within {group.timeout_s:g} s, which "
                         f"has not started to receive; pending: {send}; {said}"
                     )
                 return entry is not None

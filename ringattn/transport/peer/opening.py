@@ -10,19 +10,16 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ringattn.errors import RingError, UnsupportedError
-from ringattn.observe.flight import FlightRecord
 from ringattn.planner.cluster import LinkClass
-from ringattn.transport.base import Message
+from ringattn.transport.base import Message, Opening
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.device import Device
-from ringattn.transport.health.health import Health
 from ringattn.transport.location import Location, links_of, node_of, sharing_obstacle
 from ringattn.transport.peer.arena import ArenaPlace
 from ringattn.transport.peer.driver import FLOOR_VERSION, Attribute, Driver, DriverError
@@ -107,44 +104,39 @@ def warnings_of(environ: Mapping[str, str], driver: Driver) -> list[str]:
 
 
 def open_peer(
-    control: ControlStore,
-    locations: Sequence[Location],
+    opening: Opening,
     make: Callable[[], tuple[Driver, Device]],
-    timeout_s: float,
     *,
-    flight_dir: Path | None = None,
     leave: Callable[[str], None] | None = None,
     rounds: int = ROUNDS,
-    record: FlightRecord | None = None,
-    health: Health | None = None,
 ) -> PeerTransport:
-    """This rank's end, for messages to the ranks of its node. Every later wait ends within `timeout_s`, too.
+    """This rank's end, for messages to the ranks of its node.
 
-    All ranks of `control`, which are at `locations`, call it at once. `make` gives this rank's driver and device, or
-    raises why there is none. `rounds`: exchanges of the self-test. `record` and `health`: those that another transport
-    of this rank uses, too.
+    All ranks of the ring call it at once. `make` gives this rank's driver and device, or raises why there is none.
+    `rounds`: exchanges of the self-test.
     Raises `UnsupportedError` on all ranks where one cannot, `DeadlineError` that names the ranks which are missing.
     """
+    opening.name = opening.name or PeerTransport.name
     mine, made = facts_of(make)
-    answers = control.gather("peer/facts", json.dumps(asdict(mine)).encode(), Deadline(timeout_s))
+    answers = opening.control.gather("peer/facts", json.dumps(asdict(mine)).encode(), Deadline(opening.timeout_s))
     facts = [Facts(**json.loads(answer)) for answer in answers]
-    if why := refusal(facts, locations):
+    if why := refusal(facts, opening.locations):
         raise UnsupportedError(f"transport='peer' cannot join these ranks: {why}; {ANSWER}")
     driver, gpu = made
-    record = record or FlightRecord(control.rank, control.world_size, PeerTransport.name)
     ring: PeerTransport | None = None
-    node = node_of(control.rank, locations)
-    group = SharedGroup.open(control, control.rank, control.world_size, timeout_s, health, members=node)
+    opening.until = Deadline(opening.timeout_s)
+    node = node_of(opening.rank, opening.locations)
+    group = SharedGroup.open(opening, node)
     try:
         problem = ""
         try:
-            ring = PeerTransport(group, record, driver, gpu, timeout_s, flight_dir=flight_dir, leave=leave)
+            ring = PeerTransport(group, driver, gpu, leave)
         except DriverError as error:
             problem = f"registering the shared pages: {error}"
-        until = Deadline(timeout_s)
+        until = Deadline(opening.timeout_s)
 
         def all_can(step: str, problem: str) -> None:
-            _all_can(control, f"peer/{step}", problem, until, group.check)
+            _all_can(opening.control, f"peer/{step}", problem, until, group.check)
 
         all_can("registered", problem)
         assert ring is not None
@@ -156,7 +148,8 @@ def open_peer(
         else:
             ring.abort(error)
         raise
-    ring.locations = tuple(locations)
+    if len(node) == opening.world_size:
+        opening.leave_store()
     return ring
 
 

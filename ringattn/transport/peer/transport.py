@@ -8,14 +8,12 @@ spoiled. A wait orders streams and returns at once: call `drain` before results 
 
 from __future__ import annotations
 
-import atexit
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 
@@ -29,8 +27,8 @@ from ringattn.errors import (
     TransportError,
     UnsupportedError,
 )
-from ringattn.observe.flight import LAUNCHING, POSTED, Flight, FlightRecord
-from ringattn.transport.base import Message, Operation, listed, operations
+from ringattn.observe.flight import LAUNCHING, POSTED, Flight
+from ringattn.transport.base import Message, Operation, closed_at_exit, listed, operations
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.device import (
     Arrived,
@@ -42,7 +40,6 @@ from ringattn.transport.device import (
     StreamWatch,
     StreamWorkHandle,
     bare,
-    end_process,
 )
 from ringattn.transport.health.verdict import STUCK_S, Place, Waits
 from ringattn.transport.peer.arena import Arena, ArenaPlace
@@ -51,8 +48,6 @@ from ringattn.transport.peer.lane import ABORT_S, MOST_TO_ONE_PEER, NEVER, Lane
 from ringattn.transport.peer.program import push_exchange
 from ringattn.transport.shared.group import SharedGroup
 from ringattn.transport.shared.page import FREED
-
-_open: weakref.WeakSet[PeerTransport] = weakref.WeakSet()
 
 
 class PeerTransport(StreamTransport):
@@ -63,31 +58,27 @@ class PeerTransport(StreamTransport):
     watch: Watch
 
     def __init__(
-        self,
-        group: SharedGroup,
-        record: FlightRecord,
-        driver: Driver,
-        gpu: Device,
-        timeout_s: float,
-        *,
-        flight_dir: Path | None = None,
-        leave: Callable[[str], None] | None = None,
+        self, group: SharedGroup, driver: Driver, gpu: Device, leave: Callable[[str], None] | None = None
     ) -> None:
         """Takes over an open group, which it closes with itself. `leave` ends the process when an abort is stuck."""
-        super().__init__(group.rank, group.world_size, gpu, record, timeout_s)
+        super().__init__(group.opening, gpu)
         self.group, self.driver = group, driver
         self._all_gathers = 0
         self._closing = threading.Lock()
         gpu.activate()
-        self.lane = Lane(driver, gpu, group, timeout_s)
+        self.lane = Lane(driver, gpu, group)
         self.stream = self.lane.stream
         self.order = PassOrder(gpu)
         self.arena = Arena(driver, gpu, group.share, self._freed, self._emptied)
         self.staging = Staging(self)
-        self.watch = Watch(group, self.lane, gpu, record, timeout_s, flight_dir, leave or end_process)
+        self.watch = Watch(group, self.lane, gpu, leave)
         group.place = self.watch.place
         self.watch.start()
-        _open.add(self)
+        closed_at_exit[id(self)] = self
+
+    def close_at_exit(self) -> None:
+        """See `Ending.close_at_exit`."""
+        self.close()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` that the other ranks can map, for long use: it takes whole pages of 2 MiB."""
@@ -129,7 +120,7 @@ class PeerTransport(StreamTransport):
         label = f"rank {self.rank} in all-gather {self._all_gathers}"
         self._all_gathers += 1
         try:
-            until = time.monotonic() + self._timeout_s
+            until = time.monotonic() + self.opening.timeout_s
             return self.group.all_gather(payload, self.watch.raise_failure, lambda: label, until)
         except (TransportError, DisagreementError) as error:
             # The watch may have seen it first, and does not know of the all-gather.
@@ -159,15 +150,8 @@ class PeerTransport(StreamTransport):
             self.watch.fail(kind(f"rank {self.rank}: {words}"))
         self.check()
 
-    def check(self) -> None:
-        """See `StreamTransport.check`."""
-        self._check_open()
-        try:
-            self.watch.raise_failure()
-        except RingError as failure:
-            self._end = bare(failure)
-            self._finish(failed=True)
-            raise
+    def _failure_raised(self) -> None:
+        self._finish(failed=True)
 
     def abort(self, cause: BaseException) -> None:
         """See `Transport.abort`."""
@@ -195,7 +179,7 @@ class PeerTransport(StreamTransport):
         """Give everything back, once: behind the abort where the ring has failed, on a thread that waits for it."""
         if not self._closing.acquire(blocking=False):
             return
-        _open.discard(self)
+        closed_at_exit.pop(id(self), None)
         if failed:
             threading.Thread(target=self._clear, args=(True,), name=f"ringattn-end-{self.rank}", daemon=True).start()
         else:
@@ -241,14 +225,6 @@ class PeerTransport(StreamTransport):
     def _emptied(self) -> None:
         self._quiet()
         self.gpu.release_cached()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Close the rings that are still open. In a fork they have ended."""
-    for ring in list(_open):
-        with suppress(RuntimeError, OSError):
-            ring.close()
 
 
 # --- hops ------------------------------------------------------------------------------------------------------------
@@ -386,18 +362,9 @@ class Watch(StreamWatch[PeerWorkHandle]):
     # The caller may overwrite what is being sent as soon as it has the error: the poison comes first.
     patience_s = ABORT_S
 
-    def __init__(
-        self,
-        group: SharedGroup,
-        lane: Lane,
-        gpu: Device,
-        record: FlightRecord,
-        timeout_s: float,
-        flight_dir: Path | None,
-        leave: Callable[[str], None],
-    ) -> None:
+    def __init__(self, group: SharedGroup, lane: Lane, gpu: Device, leave: Callable[[str], None] | None) -> None:
         """See `StreamWatch`."""
-        super().__init__(group.rank, gpu, record, timeout_s, flight_dir, leave)
+        super().__init__(group.opening, gpu, leave)
         self.drained = False
         """The abort has ended, so nothing of this rank is under way."""
         self.report: Callable[[BaseException], None] = self.end

@@ -21,12 +21,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, RingError, TransportError, UnsupportedError
-from ringattn.transport.control_store import GRACE_S, ControlStore, first_cause
-from ringattn.transport.deadline import Deadline
-from ringattn.transport.health.health import Health
+from ringattn.transport.base import Opening
+from ringattn.transport.control_store import first_cause
 from ringattn.transport.health.verdict import ENDED, Beat, Place
 from ringattn.transport.shared import page as pages
 from ringattn.transport.shared.page import (
@@ -245,29 +244,18 @@ LENGTH_BYTES = 8
 class SharedGroup:
     """One rank's view. Used by one thread at a time, besides `trouble`, `fail` and the group's own thread."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        pages: dict[int, Page],
-        service: Service,
-        timeout_s: float,
-        health: Health,
-    ) -> None:
+    def __init__(self, opening: Opening, pages: dict[int, Page], service: Service) -> None:
         """`pages`: by the ranks of the group, in their order; may still be filled in."""
-        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
-        self.ranks, self.own, self.pages = tuple(pages), pages[rank], pages
-        own = self.own
-        self.facts: list[dict[str, Any]] = []
-        self.health = health
+        self.opening, self.rank, self.world_size = opening, opening.rank, opening.world_size
+        self.ranks, self.own, self.pages = tuple(pages), pages[self.rank], pages
+        self.health = opening.health
         self.place: Callable[[], Place] = lambda: Place("opening")
         """Where this rank is, for its heartbeats."""
         self.gone: set[int] = set()
         """Ranks whose process has ended without closing the ring."""
         self._service = service
-        self._mine = [own.index(word, rank) for word in range(GATHERED + 1)]
-        self._alarm = own.index(ALARM)
-        self._bell = own.index(BELL)
+        self._mine = [self.own.index(word, self.rank) for word in range(GATHERED + 1)]
+        self._alarm, self._bell = self.own.index(ALARM), self.own.index(BELL)
         self._rings = itertools.count(1)
         self._turn = 0
         self._lock = threading.Lock()
@@ -275,45 +263,35 @@ class SharedGroup:
         self.pid = os.getpid()
         self._thread: threading.Thread | None = None
 
-    @classmethod
-    def open(
-        cls,
-        control: ControlStore,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-        health: Health | None = None,
-        facts: dict[str, Any] | None = None,
-        members: Sequence[int] | None = None,
-        deadline: Deadline | None = None,
-    ) -> SharedGroup:
-        """Meet all ranks by `deadline`; `facts` of every rank are in `SharedGroup.facts` afterwards.
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of a wait."""
+        return self.opening.timeout_s
 
-        `health`: this rank's, if it has other transports; None: a new one. `members`: the ranks of this machine, which
-        form the group, None: all. `deadline`: None: `timeout_s` from now. Every rank of the ring opens a group at once,
-        its own.
+    @classmethod
+    def open(cls, opening: Opening, members: Sequence[int] | None = None) -> SharedGroup:
+        """Meet all ranks. Every rank of the ring opens a group at once, that of its machine.
+
+        `members`: the ranks of this machine, which form the group, None: all.
         Raises `UnsupportedError` on all ranks of the ring where one cannot, `DeadlineError` that names the ranks which
         are missing.
         """
-        ranks = tuple(range(world_size)) if members is None else tuple(members)
-        deadline = deadline or Deadline(timeout_s)
-        service, own, problem = None, None, ""
-        health = health or Health(control.until(deadline.plus(GRACE_S)))
+        rank, ranks = opening.rank, tuple(range(opening.world_size)) if members is None else tuple(members)
+        service, own, problem, nonce = None, None, "", b""
         try:
             segment = Segment.create(f"page-{rank}", Page.size(len(ranks)))
             own = Page(segment, ranks)
             service = Service(rank)
+            nonce = service.nonce
             service.share(segment)
-            own.write_header(_header(rank, len(ranks), service.nonce))
+            own.write_header(_header(rank, len(ranks), nonce))
         except (OSError, AttributeError, RingError) as error:
             problem = f"{type(error).__name__}: {error}"
         try:
-            offers = _gather(control, "shared/offer", deadline, {
-                "problem": problem, "uid": os.getuid(), "pid": os.getpid(), "facts": facts or {},
-                "name": service.name if service else "", "nonce": service.nonce.hex() if service else "",
-            })  # fmt: skip
+            name = service.name if service else ""
+            offers = _gather(opening, "shared/offer", {"problem": problem, "name": name, "nonce": nonce.hex()})
             assert own is not None and service is not None
-            return cls._connected(control, ranks, rank, own, service, offers, deadline, health)
+            return cls._connected(opening, ranks, own, service, offers)
         except BaseException:
             if service is not None:
                 service.close()
@@ -321,31 +299,23 @@ class SharedGroup:
 
     @classmethod
     def _connected(
-        cls,
-        control: ControlStore,
-        ranks: tuple[int, ...],
-        rank: int,
-        own: Page,
-        service: Service,
-        offers: list[dict[str, Any]],
-        deadline: Deadline,
-        health: Health,
+        cls, opening: Opening, ranks: tuple[int, ...], own: Page, service: Service, offers: list[dict[str, str]]
     ) -> SharedGroup:
         """Map every page, and agree that everybody has: a word that is stored before is lost for its reader."""
-        until = time.monotonic() + deadline.left_s
-        group = cls(rank, len(offers), dict.fromkeys(ranks, own), service, deadline.timeout_s, health)
-        group.facts = [{**offer["facts"], "uid": offer["uid"], "pid": offer["pid"]} for offer in offers]
+        until = time.monotonic() + opening.until.left_s
+        group = cls(opening, dict.fromkeys(ranks, own), service)
         group._start()
         try:
             problem = ""
             try:
                 for peer in ranks:
-                    if peer != rank:
-                        service.connect(peer, offers[peer]["name"], bytes.fromhex(offers[peer]["nonce"]), until)
-                        group.pages[peer] = group._page_of(peer, bytes.fromhex(offers[peer]["nonce"]), until)
+                    if peer != opening.rank:
+                        nonce = bytes.fromhex(offers[peer]["nonce"])
+                        service.connect(peer, offers[peer]["name"], nonce, until)
+                        group.pages[peer] = group._page_of(peer, nonce, until)
             except (OSError, RingError) as error:
                 problem = f"the page of rank {peer}: {type(error).__name__}: {error}"
-            _gather(control, "shared/mapped", deadline, {"problem": problem})
+            _gather(opening, "shared/mapped", {"problem": problem})
         except BaseException:
             group.drop()
             raise
@@ -604,10 +574,11 @@ def _pid_namespace() -> int:
         return 0
 
 
-def _gather(control: ControlStore, name: str, deadline: Deadline, mine: dict[str, Any]) -> list[dict[str, Any]]:
+def _gather(opening: Opening, name: str, mine: dict[str, str]) -> list[dict[str, str]]:
     """Every rank's answer. Raises `UnsupportedError` on all ranks alike where one reports a problem."""
-    answers = [json.loads(each) for each in control.gather(name, json.dumps(mine).encode(), deadline)]
+    gathered = opening.control.gather(name, json.dumps(mine).encode(), opening.until)
+    answers: list[dict[str, str]] = [json.loads(each) for each in gathered]
     if problems := {rank: answer["problem"] for rank, answer in enumerate(answers) if answer["problem"]}:
-        told = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
-        raise UnsupportedError(f"the ranks cannot share memory: {told}; transport='gloo' does without")
+        reasons = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
+        raise UnsupportedError(f"the ranks cannot share memory: {reasons}; transport='gloo' does without")
     return answers

@@ -19,17 +19,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import replace
 
 import torch
-from torch.distributed import Store
 
 from ringattn.errors import ClosedError, DisagreementError, TransportError, UnsupportedError
-from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, FlightRecord, MessageRecord
-from ringattn.transport.base import Message, Operation, ProcessTransport, listed, operations
-from ringattn.transport.control_store import ControlStore
-from ringattn.transport.deadline import Deadline
-from ringattn.transport.health.health import Health
+from ringattn.observe.flight import CONTROL_LANE, DONE, FAILED, RUNNING, Flight, MessageRecord
+from ringattn.transport.base import Message, Opening, Operation, ProcessTransport, listed, operations
 from ringattn.transport.health.verdict import Place, Waits
 from ringattn.transport.location import Location
 from ringattn.transport.shared.group import SharedGroup
@@ -114,9 +110,9 @@ class ShmTransport(ProcessTransport):
     name = "shm"
     device = torch.device("cpu")
 
-    def __init__(self, group: SharedGroup, flights: FlightRecord, flight_dir: Path | None = None) -> None:
-        self.rank, self.world_size = group.rank, group.world_size
-        super().__init__(flights, flight_dir)
+    def __init__(self, opening: Opening, group: SharedGroup) -> None:
+        """Takes over an open group; see `open`."""
+        super().__init__(opening)
         self._group = group
         group.place = self._place
         self._all_gathers = 0
@@ -135,34 +131,25 @@ class ShmTransport(ProcessTransport):
         self._credits = {peer: group.own.index(CREDIT, peer) for peer in ranks}
 
     @classmethod
-    def open(
-        cls,
-        store: Store,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-        flight_dir: Path | None = None,
-        locations: Sequence[Location] = (),
-        *,
-        members: Sequence[int] | None = None,
-        record: FlightRecord | None = None,
-        health: Health | None = None,
-        deadline: Deadline | None = None,
-    ) -> ShmTransport:
-        """Meet all ranks through a fresh `store`; every later wait ends within `timeout_s` too, and needs no store.
+    def open(cls, opening: Opening, members: Sequence[int] | None = None) -> ShmTransport:
+        """Meet all ranks; a wait of the open ring needs no store.
 
-        A failure leaves this rank's flight record in `flight_dir`, which is made if need be; `locations` of all ranks
-        are checked first. `members`: the only ranks that it exchanges with, None: all; `record` and `health`: those
-        that another transport of this rank uses, too; `deadline`: see `SharedGroup.open`.
+        `members`: the only ranks that it exchanges with, None: all, whose locations are checked first.
         Raises `UnsupportedError` on all ranks where one cannot share memory, `DeadlineError` that names the ranks
         which did not arrive.
         """
-        if why := obstacle(locations):
-            raise UnsupportedError(f"rank {rank}: transport='shm' needs one machine and one user: {why}; use gloo")
-        control = ControlStore(store, rank, world_size, timeout_s)
-        flights = record or FlightRecord(rank, world_size, cls.name)
-        group = SharedGroup.open(control, rank, world_size, timeout_s, health, members=members, deadline=deadline)
-        return cls(group, flights, flight_dir)
+        opening.name = opening.name or cls.name
+        if members is None:
+            # Shared pages join all ranks, so that the neighbours need no datagrams.
+            opening = replace(opening, deadline=opening.until, interface=None, job_size=None)
+            if why := obstacle(opening.locations):
+                raise UnsupportedError(
+                    f"rank {opening.rank}: transport='shm' needs one machine and one user: {why}; use gloo"
+                )
+        ring = cls(opening, SharedGroup.open(opening, members))
+        if members is None:
+            opening.leave_store()
+        return ring
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` in memory that the other ranks can read. Raises `MemoryError`."""
@@ -185,7 +172,7 @@ class ShmTransport(ProcessTransport):
         # Both ends, or every answer would count as one that nobody took. An answer may have any length: its first part.
         others = [peer for peer in self._group.ranks if peer != self.rank]
         parts = tuple(MessageRecord(op, peer, GATHER_BYTES, 0, where) for op in ("send", "recv") for peer in others)
-        flight = self._flights.begin(CONTROL_LANE, parts, self.name)
+        flight = self.record.begin(CONTROL_LANE, parts, self.name)
         self._all_gathers += 1
         self._awaited = lambda: others
         try:
@@ -197,11 +184,6 @@ class ShmTransport(ProcessTransport):
             self._awaited = None
         flight.state, flight.done_s = DONE, time.time()
         return answers
-
-    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
-        """See `Transport.announce`. The heartbeat says which call this rank makes."""
-        self._group.health.call = call
-        return super().announce(call, digest, words, gradients)
 
     @property
     def group(self) -> SharedGroup:
@@ -231,7 +213,7 @@ class ShmTransport(ProcessTransport):
         """See `Transport.close`. A peer that still waits for this rank gets `PeerLostError`."""
         if self._end is None:
             self._group.leave()
-            self._flights.over = True
+            self.record.over = True
             self._drop(ClosedError(f"rank {self.rank} closed its ring"))
 
     def _start(
@@ -243,7 +225,7 @@ class ShmTransport(ProcessTransport):
         except (TransportError, DisagreementError) as error:
             raise self._failed(error) from None
         # What sends and receives nothing is no exchange, and is not recorded.
-        flight = self._flights.begin(DATA_LANE, parts, self.name) if parts else Flight(0, DATA_LANE, parts)
+        flight = self.record.begin(DATA_LANE, parts, self.name) if parts else Flight(0, DATA_LANE, parts)
         handle = ShmWorkHandle(self, flight)
         for operation in recvs:
             self._received[operation.peer] += 1
@@ -334,15 +316,8 @@ class ShmTransport(ProcessTransport):
 
     def _place(self) -> Place:
         """Where this rank is. Called from the health thread."""
-        at, call, awaited = self._flights.where(), self._group.health.call, self._awaited
+        at, call, awaited = self.record.where(), self.health.call, self._awaited
         return Place.make(at, call) if awaited is None else Place.make(at, call, Waits.PEERS, awaited())
-
-    def _failed(self, error: TransportError | DisagreementError) -> TransportError | DisagreementError:
-        """End this transport; the error, with where the flight record lies."""
-        left = self._recorded(f"{type(error).__name__}: {error}")
-        failure = type(error)(f"{error}; {left}") if left else error
-        self._fail(failure)
-        return failure
 
     def _fail(self, cause: BaseException) -> None:
         """Tell the others first: from then on none of them takes a copy of this rank's buffers for good."""

@@ -7,6 +7,7 @@ import socket
 from dataclasses import replace
 from typing import Any
 
+from ringattn.transport.base import Opening
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.location import Location, gather_locations, machine_id
@@ -29,14 +30,14 @@ def meet(
     gpu: SimGpu | None = None,
     where: Location | None = None,
     rounds: int = 2,
-    **opening: Any,
 ) -> PeerTransport:
     """A ring of all processes, opened when all are there, with waits of `timeout_s`."""
     store = store_of(rank, world_size, list(range(world_size)))
     gpu = gpu or SimGpu()
     control = ControlStore(store, rank, world_size)
     locations = gather_locations(control, where or location(), Deadline(20.0))
-    ring = open_peer(control, locations, lambda: (gpu.driver, gpu), 20.0, rounds=rounds, **opening)
+    opening = Opening(store, rank, world_size, 20.0, interface=None, locations=locations)
+    ring = open_peer(opening, lambda: (gpu.driver, gpu), rounds=rounds)
     # Shorter than a busy machine may need to open.
-    ring._timeout_s = ring.lane._timeout_s = ring.watch._timeout_s = ring.group.timeout_s = timeout_s
+    ring.opening.timeout_s = timeout_s
     return ring
