@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from ringattn.planner.choose import choose_route, without_collector
 from ringattn.planner.classes import (
     MOST_GROUPED,
     SERVED,
-    Classes,
+    Learned,
     check_reach,
     classes_of,
     group_of,
@@ -32,7 +32,7 @@ from ringattn.planner.classes import (
     routes_on,
 )
 from ringattn.planner.cluster import Cluster
-from ringattn.planner.recurrence import AT_ONCE, AtOnce, PassTimes, at_once_of, counts_of, play, play_at_once
+from ringattn.planner.recurrence import PassTimes, play
 from ringattn.planner.simulate import Disturbance, Timeline, simulate
 from ringattn.planner.work import attention_s
 from ringattn.schedule.opening import Opening
@@ -42,8 +42,6 @@ PLANNED = 16
 """Up to so many ranks, each has its own plan; classes are learned from more."""
 MOST_PLANNED = 64
 """As many of a schedule that classes do not serve: plans have an entry for each pair of ranks."""
-BY_CLASSES = *SERVED, *AT_ONCE
-"""Schedules that are simulated by classes of ranks."""
 PASSES = "forward", "backward"
 
 
@@ -152,11 +150,8 @@ def simulate_call(
         passes = []
         for backwards, name in enumerate(names):
             say(f"{ranks:,} ranks: {name}")
-            known, options = learned[bool(backwards)], (machines.overlap, machines.disturbance, trace)
-            if isinstance(known, AtOnce):
-                passes.append(play_at_once(known, machines.cluster, ranks, *options))
-            else:
-                passes.append(play(known, machines.cluster, ranks, *options))
+            options = machines.overlap, machines.disturbance, trace
+            passes.append(play(learned[bool(backwards)], machines.cluster, ranks, *options))
         spans = [{rank: spans_of(marks) for rank, marks in one.traced.items()} for one in passes]
         held = np.max([learned[bool(n)].held_spread(ranks) for n in range(len(names))], axis=0)
     problem = call.problem(used, ranks)
@@ -169,7 +164,7 @@ def simulate_call(
 
 def _each_planned(call: Call, cluster: Cluster, ranks: int) -> bool:
     """Whether every rank's plan is made: of few ranks, and where classes do not serve."""
-    if ranks <= PLANNED or call.schedule.partition(":")[0] not in BY_CLASSES or cluster.cores is not None:
+    if ranks <= PLANNED or call.schedule.partition(":")[0] not in SERVED or cluster.cores is not None:
         return True
     group = group_of(call.problem(ranks * 2, ranks), call.schedule, cluster)
     return 1 < group <= MOST_GROUPED and ranks <= learned_from(call.schedule, ranks // group, 0, group)[1]
@@ -178,7 +173,7 @@ def _each_planned(call: Call, cluster: Cluster, ranks: int) -> bool:
 def _by_plans(
     call: Call, machines: Machines, tokens: int, ranks: int, passes: int, trace: Sequence[int]
 ) -> tuple[list[PassTimes], list[dict[int, tuple[Span, ...]]], np.ndarray]:
-    if ranks > MOST_PLANNED and (call.schedule.partition(":")[0] not in BY_CLASSES or machines.cluster.cores):
+    if ranks > MOST_PLANNED and (call.schedule.partition(":")[0] not in SERVED or machines.cluster.cores):
         whose = f"cluster={machines.cluster.name!r}, whose ranks share processors,"
         what = f"schedule={call.schedule!r}" if machines.cluster.cores is None else whose
         why = ""
@@ -187,7 +182,7 @@ def _by_plans(
                    "work: many ranks take schedule='ulysses_ring'.")  # fmt: skip
         raise UnsupportedError(
             f"ranks={ranks}: {what} is simulated with a plan for each rank, up to {MOST_PLANNED}.{why} Simulate fewer, "
-            f"or by classes of ranks: schedules {', '.join(BY_CLASSES)} on clusters with a processor for each rank"
+            f"or by classes of ranks: schedules {', '.join(SERVED)} on clusters with a processor for each rank"
         )
     problem = call.problem(tokens, ranks)
     chosen = route_named(call.schedule)
@@ -215,17 +210,13 @@ def _times(timeline: Timeline, sent: Sequence[int]) -> PassTimes:
 
 
 @lru_cache(maxsize=4)
-def _learned(
-    call: Call, cluster: Cluster, shard: int, quarter: int, opening: Opening, group: int
-) -> Mapping[bool, Classes] | Mapping[bool, AtOnce]:
+def _learned(call: Call, cluster: Cluster, shard: int, quarter: int, opening: Opening, group: int) -> Learned:
     """The classes of ranks with shards of so many tokens."""
     reach = _reach(call, shard)
 
     def problem_of(count: int) -> Problem:
         return call.problem(shard * count, count)
 
-    if call.schedule in AT_ONCE:
-        return at_once_of(problem_of, call.schedule, cluster, quarter, reach, opening)
     # A window reaches other ranks from shards of another length.
     alike = [] if call.windowed else _other_lengths(call, cluster, quarter, opening, group)
     found = classes_of(problem_of, call.schedule, cluster, quarter, reach, group, opening, alike[0] if alike else None)
@@ -234,7 +225,7 @@ def _learned(
 
 
 @lru_cache(maxsize=16)
-def _other_lengths(*_: object) -> list[dict[bool, Classes]]:
+def _other_lengths(*_: object) -> list[Learned]:
     """Where the classes of the first length of shards are kept, for calls that differ in the length alone."""
     return []
 
@@ -246,8 +237,7 @@ def _begins(call: Call, cluster: Cluster, shard: int, ranks: int, group: int) ->
         return call.problem(shard * count, count)
 
     quarter, reach = ranks // group % 4, _reach(call, shard)
-    once = call.schedule in AT_ONCE
-    counts = counts_of(reach, quarter) if once else learned_from(call.schedule, quarter, reach, group)
+    counts = learned_from(call.schedule, quarter, reach, group)
     routes = routes_on(problem_of, call.schedule, cluster, counts, group, None)
     return quarter, opening_on(problem_of, routes, cluster, ranks)
 

@@ -15,27 +15,30 @@ Not covered: that plans of more ranks agree too. It is assumed; the tests compar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product
 from math import isclose
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ringattn.core.problem import Problem
 from ringattn.errors import UnsupportedError
 from ringattn.planner.candidates import check_extent
-from ringattn.planner.choose import choose_route, opening_beyond, opening_facts, plan_once
+from ringattn.planner.choose import choose_route, opening_beyond, opening_facts, plan_of, plan_once
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.plan import Plan, PlanStep
 from ringattn.planner.work import packing_s, step_s
 from ringattn.schedule.opening import Opening
 from ringattn.schedule.routes import Route, route_named
 
-SERVED = "ring", "direct", "sub_rings", "bidirectional", "double_ring", "ulysses_ring", "pass_q", "balanced"
-"""Schedules of which a rank sends a few messages a step, to ranks that follow from the step."""
+AT_ONCE = ("all_gather",)
+"""Schedules that exchange everything in one step, see `AtOnce`."""
+SERVED = "ring", "direct", "sub_rings", "bidirectional", "double_ring", "ulysses_ring", "pass_q", "balanced", *AT_ONCE
+"""Schedules that are simulated by classes: of the others a rank sends a few messages a step, to ranks that follow from
+the step."""
 HALVED = "direct", "bidirectional", "pass_q", "balanced"
 """Schedules in which what lies half a ring away makes a difference."""
 NEAR = 3
@@ -51,6 +54,15 @@ CLOSE = 1e-9
 """Relative difference of two times that are the same but for rounding."""
 
 
+Times = np.ndarray
+"""Seconds, or bytes, by rank."""
+Way = tuple[int, int]
+"""How many groups and places behind a sender its receiver lies."""
+Messages = Iterable[tuple[Way, Times | float]]
+"""Of a step: bytes from each rank to the one `way` behind it, one number if all are alike. A tuple, or made anew each
+time where there are too many to keep."""
+
+
 class Target(NamedTuple):
     """To which rank a message goes: so many groups on, `offset` and `turns` times the turn, and places inside of it."""
 
@@ -58,8 +70,8 @@ class Target(NamedTuple):
     offset: int
     place: int = 0
 
-    def way(self, turn: int, groups: int) -> tuple[int, int]:
-        """How many groups and places behind the sender the receiver lies."""
+    def way(self, turn: int, groups: int) -> Way:
+        """The way in a turn."""
         return (self.turns * turn + self.offset) % groups, self.place
 
 
@@ -68,11 +80,11 @@ TARGETS = tuple(Target(turns, offset) for turns, most in ((0, 1), (1, 2), (-1, 2
 
 
 class Cell(NamedTuple):
-    """What a rank does in a step. `sends`: bytes to each rank, named by how many (groups, places) it lies behind."""
+    """What a rank does in a step. `sends`: bytes by way."""
 
     packing_s: float = 0.0
     work_s: float = 0.0
-    sends: tuple[tuple[tuple[int, int], int], ...] = ()
+    sends: tuple[tuple[Way, int], ...] = ()
 
 
 class Row(NamedTuple):
@@ -83,10 +95,7 @@ class Row(NamedTuple):
 
     packing_s: np.ndarray
     work_s: np.ndarray
-    sent: np.ndarray
     sends: dict[Target, np.ndarray | float]
-    packs: bool
-    works: bool
 
 
 class Stretch(NamedTuple):
@@ -175,8 +184,31 @@ class Classes:
         """What ranks hold, as `spread`: the same on any number of `ranks`."""
         return spread(self.held_bytes)
 
-    def stretches(self, number: int, ranks: int) -> list[Stretch]:
-        """What all groups do in a step of the pass. Raises `UnsupportedError` for a class that was not seen."""
+    def step(self, number: int, ranks: int) -> tuple[Times, Times, Messages]:
+        """Return seconds of packing and of work by rank, and the messages, of a step of the pass.
+
+        Raises `UnsupportedError` for a class that was not seen.
+        """
+        stretches, groups = self._stretches(number, ranks), ranks // self.group
+        turn = self.steps_of(ranks).place(number)[1]
+
+        def by_rank(values: Sequence[Times | float]) -> Times:
+            into = np.empty((groups, self.group))
+            for value, (first, end, _) in zip(values, stretches, strict=True):
+                into[first:end] = value
+            return into.reshape(-1)
+
+        packing, work = (by_rank([getattr(one.row, name) for one in stretches]) for name in ("packing_s", "work_s"))
+        messages: dict[Way, Times | float] = {}
+        for target in dict.fromkeys(target for one in stretches for target in one.row.sends):
+            values = [one.row.sends.get(target, 0.0) for one in stretches]
+            # In most steps of most schedules all ranks send as much, and one number says it.
+            alike = all(isinstance(value, float) and value == values[0] for value in values)
+            nbytes, way = values[0] if alike else by_rank(values), target.way(turn, groups)
+            messages[way] = messages[way] + nbytes if way in messages else nbytes
+        return packing, work, tuple(messages.items())
+
+    def _stretches(self, number: int, ranks: int) -> list[Stretch]:
         ends_near, steps, groups = self._ends_near, self.steps_of(ranks), ranks // self.group
         phase, turn, inner = steps.place(number)
         lines = self._lines(turn, groups)
@@ -223,9 +255,8 @@ class Classes:
                 for target, nbytes in sent:
                     sends.setdefault(target, np.zeros(self.group))[place] = nbytes
             packing, work = (np.array([one[n] for one in told]) for n in (0, 1))
-            sent_in_all = sum(sends.values(), np.zeros(self.group))
             by_target = {to: float(of[0]) if (of == of[0]).all() else of for to, of in sends.items()}
-            self._rows[told] = Row(packing, work, sent_in_all, by_target, bool(packing.any()), bool(work.any()))
+            self._rows[told] = Row(packing, work, by_target)
         return self._rows[told]
 
     def _lines(self, turn: int, groups: int) -> tuple[int, ...]:
@@ -305,8 +336,8 @@ def classes_of(
     reach: int = 0,
     group: int = 1,
     opening: Opening | None = None,
-    like: Mapping[bool, Classes] | None = None,
-) -> dict[bool, Classes]:
+    like: Mapping[bool, Any] | None = None,
+) -> Learned:
     """The classes of both passes (backward: True), for numbers of groups that are `quarter` modulo 4.
 
     `problem_of(n)`: the call on n ranks, with shards of the same equal lengths for each n. `reach`: how many shards a
@@ -328,6 +359,8 @@ def classes_of(
             f"too large to be planned; name groups of up to {MOST_GROUPED}, as {name}:8"
         )
     counts = learned_from(schedule, quarter, reach, group)
+    if name in AT_ONCE:
+        return _at_once_of(problem_of, schedule, cluster, counts, reach, opening)
     halves = name in HALVED and not reach
     near = (
         [NEAR + reach] * (9 if halves else 4) if group == 1 else [one - (-reach // group) for one in GROUPED[name][0]]
@@ -358,6 +391,8 @@ def plans_of_group(problem: Problem, route: Route, ranks: range, passes: int = 2
     del groups
 
 
+Learned = dict[bool, "Classes"] | dict[bool, "AtOnce"]
+"""By pass, backward: True."""
 Routes = dict[int, Route]
 """By number of ranks."""
 
@@ -384,16 +419,21 @@ def opening_on(problem_of: Callable[[int], Problem], routes: Routes, cluster: Cl
     return opening_beyond(fewer, problem_of(ranks), cluster)
 
 
-def learned_from(schedule: str, quarter: int, reach: int, group: int) -> tuple[int, int]:
-    """The two numbers of ranks that classes are learned from."""
+def learned_from(schedule: str, quarter: int, reach: int, group: int) -> tuple[int, ...]:
+    """Return the numbers of ranks that classes are learned from: two, or three for schedules of one step."""
+    name, step = schedule.partition(":")[0], 4
     if group > 1:
         # Lines cross on a group or between two.
-        least = GROUPED[schedule.partition(":")[0]][1] - 6 * (-reach // group)
-        least += (quarter - least) % 2
-        return least * group, (least + 2) * group
-    least = (12 if schedule in HALVED and not reach else 6) * (NEAR + reach) + 2
-    least += (quarter - least) % 4  # lines cross at a quarter of the ranks, on a rank or between two
-    return least, least + 4
+        least, step = GROUPED[name][1] - 6 * (-reach // group), 2
+    elif name in AT_ONCE:
+        # The least has each class of pairs. Whether buffers of one step fit between those of another depends on the
+        # ranks modulo 4.
+        least = 3 * (NEAR + reach) + 3
+    else:
+        # Lines cross at a quarter of the ranks, on a rank or between two.
+        least = (12 if name in HALVED and not reach else 6) * (NEAR + reach) + 2
+    least += (quarter - least) % step
+    return tuple((least + more * step) * group for more in range(3 if name in AT_ONCE else 2))
 
 
 # --- steps of a pass, by turn of the schedule ------------------------------------------------------------------------
@@ -443,3 +483,136 @@ def group_of(problem: Problem, schedule: str, cluster: Cluster) -> int:
     ranks = problem.world_size
     nodes = tuple(map(cluster.node_of, range(ranks)))
     return route_named(schedule, ranks).on_nodes(nodes).group_size(problem)
+
+
+# --- schedules that exchange everything in one step, learned from plans of three small numbers of ranks --------------
+# The work of a rank in a step grows with the number of ranks, so its seconds and buffers lie on a plane over
+# (rank, ranks). What it sends to one other rank does not grow. Both depend on the distance of the ranks to the
+# first and last rank, and to each other:
+#        sender                           f, l: first and last `near` ranks, each a class of its own
+#         |  f f f f f f l                =: sender and receiver less than `near` apart, by distance
+#         |  f = . . . . l                .: all others, before and behind the sender
+#         |  f . = . . . l
+#         |  l l l l l l l
+#         +---------------- receiver
+# Plans of three numbers of ranks must agree with what was learned, or the schedule is refused. That plans of more ranks
+# agree too is assumed; the tests compare numbers of ranks that were not learned from.
+
+
+class AtOnce:
+    """One pass of such a schedule, learned from plans of some numbers of ranks; see `Classes`."""
+
+    group = 1
+
+    def __init__(self, near: int, steps_of: Callable[[int], Steps]) -> None:
+        """Knows nothing yet."""
+        self.near, self.steps_of, self._steps = near, steps_of, steps_of(2).in_all
+        self._planes: dict[tuple[str, int, int, int], np.ndarray] = {}
+        self._sent: dict[tuple[int, ...], int] = {}
+        self._held = np.zeros((2, 101))
+
+    def learn(self, plans_of: dict[int, tuple[Plan, ...]], cluster: Cluster) -> None:
+        """Take over what all ranks do. Raises `UnsupportedError` where it does not lie on planes."""
+        told: dict[tuple[str, int, int, int], list[tuple[int, int, float]]] = {}
+        for ranks, plans in plans_of.items():
+            for rank, plan in enumerate(plans):
+                where = self._end(rank, ranks)
+                values = {(name, n): 0.0 for name in ("packing", "work") for n in range(self._steps)}
+                sent: dict[tuple[int, int], int] = {}
+                for step in plan.steps:
+                    values["packing", step.number] = packing_s(plan, step, cluster)
+                    values["work", step.number] = step_s(plan, step, cluster)
+                    for send in step.sends:
+                        pair = step.number, send.peer
+                        sent[pair] = sent.get(pair, 0) + send.elements * plan.element_bytes(send.buffer)
+                for name, number in values:
+                    told.setdefault((name, number, *where), []).append((rank, ranks, values[name, number]))
+                for number in range(self._steps):
+                    for peer in range(ranks):
+                        pair_key = (number, *self._pair(rank, peer, ranks))
+                        if self._sent.setdefault(pair_key, sent.get((number, peer), 0)) != sent.get((number, peer), 0):
+                            raise unlike(plan, f"in step {number} of {ranks} ranks, rank {rank} sends rank {peer} more "
+                                               "or less than others send that lie alike")  # fmt: skip
+        for key, points in told.items():
+            at = np.array([(rank, ranks, 1.0) for rank, ranks, _ in points])
+            values_of = np.array([value for *_, value in points])
+            plane = np.linalg.lstsq(at, values_of, rcond=None)[0]
+            if np.abs(at @ plane - values_of).max() > CLOSE * np.abs(values_of).max():
+                raise unlike(plans_of[max(plans_of)][0], f"{key[0]} of step {key[1]} does not grow evenly with ranks")
+            self._planes[key] = plane
+        counts = np.array(list(plans_of), float)
+        self._held = np.polynomial.polynomial.polyfit(
+            counts, [spread([plan.arena_bytes + plan.kept_bytes for plan in plans]) for plans in plans_of.values()], 1
+        )
+
+    def held_spread(self, ranks: int) -> np.ndarray:
+        """What ranks hold, as `spread`: on lines over the number of ranks."""
+        return self._held[0] + ranks * self._held[1]
+
+    def step(self, number: int, ranks: int) -> tuple[Times, Times, Messages]:
+        """See `Classes.step`."""
+        packing, work = (self._seconds(name, number, ranks) for name in ("packing", "work"))
+        some = any(nbytes for key, nbytes in self._sent.items() if key[0] == number)
+        return packing, work, _AllPairs(self, number, ranks) if some else ()
+
+    def _seconds(self, name: str, number: int, ranks: int) -> Times:
+        every, near = np.arange(ranks), self.near
+        found = np.empty(ranks)
+        for first, last in [*((n, n) for n in (*range(near), *range(ranks - near, ranks))), (near, ranks - near - 1)]:
+            a, b, c = self._planes[name, number, *self._end(first, ranks)]
+            found[first : last + 1] = a * every[first : last + 1] + b * ranks + c
+        return found
+
+    def sent(self, number: int, distance: int, ranks: int, into: Times) -> None:
+        """Bytes from each rank to the one so far behind it."""
+        near = self.near
+        # Those in the middle, before and behind the last rank; then all that lie near to an end.
+        for first, end in ((near, ranks - distance - near), (ranks - distance + near, ranks - near)):
+            if first < end:
+                into[first:end] = self._sent[number, *self._pair(first, (first + distance) % ranks, ranks)]
+        for first in (0, ranks - near, ranks - distance - near, ranks - distance):
+            for rank in range(max(0, first), min(ranks, first + near)):
+                into[rank] = self._sent[number, *self._pair(rank, (rank + distance) % ranks, ranks)]
+
+    def _end(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Where a rank lies to the ends."""
+        return min(rank, self.near), min(ranks - 1 - rank, self.near)
+
+    def _pair(self, rank: int, peer: int, ranks: int) -> tuple[int, ...]:
+        """Where two ranks lie to the ends and to each other."""
+        return *self._end(rank, ranks), *self._end(peer, ranks), max(-self.near, min(self.near, peer - rank))
+
+
+class _AllPairs:
+    """The messages of a step in which all ranks send to each other, by distance."""
+
+    def __init__(self, learned: AtOnce, number: int, ranks: int) -> None:
+        self._learned, self._number, self._ranks = learned, number, ranks
+
+    def __iter__(self) -> Iterator[tuple[Way, Times]]:
+        nbytes = np.empty(self._ranks)
+        for distance in range(1, self._ranks):
+            self._learned.sent(self._number, distance, self._ranks, nbytes)
+            if nbytes.any():
+                yield (distance, 0), nbytes
+
+
+def _at_once_of(
+    problem_of: Callable[[int], Problem],
+    schedule: str,
+    cluster: Cluster,
+    counts: tuple[int, ...],
+    reach: int,
+    opening: Opening | None,
+) -> dict[bool, AtOnce]:
+    """Return both passes; arguments are as of `classes_of`, `counts` the numbers of ranks to learn from."""
+    found = {}
+    routes = routes_on(problem_of, schedule, cluster, counts, 1, opening)
+    for backward in (False, True):
+        plans = {
+            count: tuple(plan_of(problem_of(count), route, rank, backward) for rank in range(count))
+            for count, route in routes.items()
+        }
+        found[backward] = AtOnce(NEAR + reach, lambda ranks, backward=backward: steps_of(schedule, ranks, backward))  # type: ignore[misc]
+        found[backward].learn(plans, replace(cluster, message_sms=0.0))
+    return found

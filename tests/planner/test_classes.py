@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from ringattn.core.mask import Banded
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.planner.choose import choose_route, facts_beyond, opening_facts, plan_of
-from ringattn.planner.classes import Classes, classes_of, group_of, opening_on, routes_on
+from ringattn.planner.classes import Learned, classes_of, group_of, opening_on, routes_on
 from ringattn.planner.cluster import CLUSTERS, Cluster, Links
 from ringattn.planner.plan import Plan
-from ringattn.planner.recurrence import AT_ONCE, AtOnce, at_once_of, play, play_at_once
+from ringattn.planner.recurrence import play
 from ringattn.planner.simulate import Disturbance, simulate
 
 SHARD = 64
@@ -42,13 +43,9 @@ def problem_of(ranks: int, mask: Mask, shard: int = SHARD, heads: int = 4) -> Pr
 
 
 @lru_cache
-def classes(
-    schedule: str, mask: Mask, quarter: int, cluster: Cluster = NODES, group: int = 1
-) -> dict[bool, Classes] | dict[bool, AtOnce]:
+def classes(schedule: str, mask: Mask, quarter: int, cluster: Cluster = NODES, group: int = 1) -> Learned:
     """Learned once."""
     reach = 0 if mask[2] is None else -(-max(mask[2]) // (SHARD // (1 + (mask[0] == "zigzag"))))
-    if schedule in AT_ONCE:
-        return at_once_of(lambda ranks: problem_of(ranks, mask), schedule, cluster, quarter, reach)
     return classes_of(lambda ranks: problem_of(ranks, mask), schedule, cluster, quarter, reach, group)
 
 
@@ -61,7 +58,7 @@ def plans(schedule: str, mask: Mask, ranks: int, backward: bool, cluster: Cluste
 
 
 @lru_cache
-def full_ring_with_free_links() -> Classes:
+def full_ring_with_free_links() -> Any:
     """A forward pass."""
     return classes_of(lambda ranks: problem_of(ranks, PLAIN[0]), "ring", FREE, 0)[False]
 
@@ -75,11 +72,7 @@ def check(
         planned = plans(schedule, mask, ranks, backward, cluster)
         wanted = simulate(planned, cluster, overlap, disturbance)
         learned = classes(schedule, mask, ranks // group % 4, cluster, group)[backward]
-        options = {"overlap": overlap, "disturbance": disturbance, "trace": (0, 7, ranks - 1)}
-        if isinstance(learned, AtOnce):
-            found = play_at_once(learned, cluster, ranks, **options)  # type: ignore[arg-type]
-        else:
-            found = play(learned, cluster, ranks, **options)  # type: ignore[arg-type]
+        found = play(learned, cluster, ranks, overlap, disturbance, (0, 7, ranks - 1))
         assert found.total_s * 1e6 == pytest.approx(wanted.total_us, rel=1e-9)
         for times, expected in ((found.busy_s, wanted.busy_us), (found.waiting_s, wanted.waiting_us),
                                 (found.exposed_s, wanted.exposed_us)):  # fmt: skip
@@ -111,8 +104,8 @@ def test_ulysses_in_nodes_and_a_ring_of_them_by_classes(mask: Mask) -> None:
 def test_shards_of_another_length_are_learned_from_fewer_ranks() -> None:
     """The cells of one length are not those of another; who sends to whom is, or it is refused."""
     schedule, mask, ranks, longer = "double_ring:2", PLAIN[1], 26, 96
-    known: dict[bool, Classes] = classes(schedule, mask, 1, NODES, 2)  # type: ignore[assignment]
-    found = classes_of(lambda n: problem_of(n, mask, longer), schedule, NODES, 1, 0, 2, like=known)
+    known: Any = classes(schedule, mask, 1, NODES, 2)
+    found: Any = classes_of(lambda n: problem_of(n, mask, longer), schedule, NODES, 1, 0, 2, like=known)
     assert sum(len(one._cells) for one in found.values()) == sum(len(one._cells) for one in known.values())
     problem = problem_of(ranks, mask, longer)
     planned = tuple(plan_of(problem, choose_route(problem, schedule, NODES), rank, True) for rank in range(ranks))
