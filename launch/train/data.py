@@ -160,13 +160,10 @@ def windows(text: Tensor, step: int, batch: int, tokens: int, seed: int) -> Tens
     """Draw the batch of a step: int64 (batch, tokens), windows of `text` at random positions.
 
     The positions depend on (seed, step) alone, so every rank draws the same and a run can start at any step.
-    Raises `InputError` if the text is shorter than one window.
+    `load` has refused a text that is shorter than one window.
     """
-    positions = len(text) - tokens + 1
-    if positions < 1:
-        raise InputError(f"tokens={tokens}: the text has only {len(text)} bytes; choose a longer file with text=PATH")
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    starts = torch.randint(positions, (batch, 1), generator=generator)
+    starts = torch.randint(len(text) - tokens + 1, (batch, 1), generator=generator)
     return text[starts + torch.arange(tokens)].long()
 
 

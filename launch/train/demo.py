@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ringattn.explain import Explanation
     from ringattn.launch.pictures.curves import CurveDistance
     from ringattn.launch.train.config import TrainConfig
-    from ringattn.ring import Ring
 
 BOUNDS = {"fp32": 1e-4, "fp64": 1e-9}
 """Largest relative difference of two losses of the same step.
@@ -143,28 +142,16 @@ def _check(console: Console, verbose: bool) -> bool:
 
 
 def explain(config: TrainConfig, ranks: int) -> Explanation:
-    """What one attention call of the configured run does; planned by threads, nothing is computed."""
+    """Return what one attention call of the configured run does; only plans it, on threads."""
+    from ringattn.launch.pictures.show import ExplainConfig, explanation_of
     from ringattn.launch.train.config import head_dim
-    from ringattn.testing import run_ranks
 
-    def of_rank(ring: Ring) -> Explanation | None:
-        if ring.rank:
-            return None
-        seq = ring.sequence(config.tokens, layout=config.layout)
-        return ring.explain(
-            seq,
-            batch=config.batch,
-            q_heads=config.model.heads,
-            kv_heads=config.model.kv_heads,
-            head_dim=head_dim(config.model),
-            dtype={"fp32": "float32", "fp64": "float64", "bf16": "bfloat16"}[config.dtype],
-            causal=True,
-            schedule=config.schedule,
-        )
-
-    explanation = run_ranks(ranks, of_rank)[0]
-    assert explanation is not None
-    return explanation
+    model = config.model
+    call = ExplainConfig(
+        config.tokens, config.batch, model.heads, model.kv_heads, head_dim(model), config.dtype,
+        layout=config.layout, schedule=config.schedule, ranks=ranks,
+    )  # fmt: skip
+    return explanation_of(call)
 
 
 def _write(

@@ -12,7 +12,6 @@ labels or tokens takes part.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import asdict, replace
@@ -20,8 +19,7 @@ from functools import partial
 from math import isfinite
 from pathlib import Path
 from statistics import median
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +28,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from ringattn import Ring, Sequence
 from ringattn.core.dilation import check
@@ -124,7 +121,6 @@ def _trained(
     checkpoints = checkpoints_of(everyone, config, text, lock)
     curve = checkpoints.resume(model, optimizer) if checkpoints else Curve()
     first_step, step_s = len(curve.losses), []
-    scheduler = make_scheduler(optimizer, config, first_step)
     tokens = config.batch * config.tokens
     title = f"{everyone.world_size} x {config.dtype}"
     with TrainingProgress(title, config.steps if lines else 0, lines) as progress:
@@ -135,6 +131,7 @@ def _trained(
                     f"{config.steps} steps; raise limit_s"
                 )
             started = time.perf_counter()
+            set_learning_rate(optimizer, config, step)
             name = f"step {step + 1} of {config.steps}"
             loss = backward(ring, everyone, drawn(ring, replica, text, step, config), model, config, name).item()
             norm = clip(model, config)
@@ -143,7 +140,6 @@ def _trained(
                 curve.skipped_steps.append(step)
             else:
                 update(model, optimizer)
-            advance(scheduler)
             curve.grad_norms.append(None if error else norm)
             curve.losses.append(None if error else loss)
             step_s.append(time.perf_counter() - started)
@@ -204,22 +200,12 @@ def warm_up(ring: Ring, everyone: RankGroup, text: Documents, config: TrainConfi
 # --- one step --------------------------------------------------------------------------------------------------------
 
 
-def make_scheduler(optimizer: Optimizer, config: TrainConfig, first_step: int) -> LambdaLR:
-    """Return the schedule of the learning rate, a linear warm-up, set for `first_step`."""
+def set_learning_rate(optimizer: Optimizer, config: TrainConfig, step: int) -> None:
+    """Set the learning rate of `step` (from 0): a linear warm-up from 0, also after a resume with other keys."""
+    rate = config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
     for group in optimizer.param_groups:
-        group["initial_lr"] = config.learning_rate  # of this run: a checkpoint may have another
-
-    def warmed_up(step: int) -> float:
-        return min(1.0, (step + 1) / max(1, config.warmup_steps))
-
-    return LambdaLR(optimizer, warmed_up, last_epoch=first_step - 1)
-
-
-def advance(scheduler: LambdaLR) -> None:
-    """Set the learning rate of the next step, also after a step that was skipped, about which torch would warn."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        scheduler.step()
+        # torchao's optimizers hold the rate in a tensor, which must stay the same object.
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
 
 
 def clip(model: Transformer, config: TrainConfig) -> float:
@@ -356,44 +342,29 @@ def local_loss(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
 # --- progress --------------------------------------------------------------------------------------------------------
 
 
-class TrainingProgress:
-    """A context manager that shows the steps of one run, `title` in front of each line.
+class TrainingProgress(Progress):
+    """Shows the steps of one run, `title` in front of each line.
 
     A live bar on a terminal; anywhere else about `lines` plain lines. The caller decides which rank shows anything.
     """
 
     def __init__(self, title: str, steps: int, lines: int = LINES) -> None:
         self.title, self.steps, self.lines = title, steps, lines
-        console = Console()
-        self._bar = (
-            Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"),
-                TimeRemainingColumn(),
-                console=console,
-            )
-            if console.is_terminal
-            else None
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
         )
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-            self._task = self._bar.add_task(self.title, total=self.steps, figures="")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        super().__init__(*columns, TimeRemainingColumn(), disable=not Console().is_terminal)
+        self._run = self.add_task(title, total=steps, figures="")
 
     def done(self, step: int, loss: float | None, tokens_per_s: float, skipped: int = 0) -> None:
         """Show the end of step number `step` (from 0); `loss` is None if it is among the `skipped` steps so far."""
         figures = f"loss {'skipped' if loss is None else f'{loss:.4f}'}  {tokens_per_s:,.0f} tokens/s"
         figures += f"  {skipped} skipped" if skipped else ""
         every = max(1, self.steps // max(1, self.lines))
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step + 1, figures=figures)
+        if not self.disable:
+            self.update(self._run, completed=step + 1, figures=figures)
         elif step == self.steps - 1 or (self.lines > 1 and (step == 0 or (step + 1) % every == 0)):
             print(f"{self.title}  step {step + 1}/{self.steps}  {figures}", flush=True)

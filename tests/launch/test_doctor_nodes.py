@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ringattn.bench.rails import RailedNodes
+from ringattn.errors import UnsupportedError
 from ringattn.launch.doctor import doctor
 from ringattn.launch.doctor import ranks as doctor_ranks
 from ringattn.launch.doctor.probes import ERROR, NOTE, OK, WARNING, Finding
@@ -101,78 +96,22 @@ def test_order_and_other_nodes_are_told() -> None:
 
 # --- two hosts -------------------------------------------------------------------------------------------------------
 
-MBIT = 200
-
-
-class Hosts:
-    """Two network namespaces, joined by a pair of interfaces that pass so many Mbit/s each way."""
-
-    def __init__(self) -> None:
-        self.names = [f"doctor-{os.getpid()}-{side}" for side in "ab"]
-
-    def command(self, *words: str) -> None:
-        subprocess.run(words, check=True, capture_output=True, timeout=20)
-
-    def open(self) -> None:
-        for name in self.names:
-            self.command("ip", "netns", "add", name)
-        ends = [f"rd{os.getpid() % 100000}{side}" for side in "ab"]
-        self.command("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for number, (name, end) in enumerate(zip(self.names, ends, strict=True), 1):
-            self.command("ip", "link", "set", end, "netns", name)
-            inside = "ip", "-n", name
-            self.command(*inside, "addr", "add", f"10.77.0.{number}/24", "dev", end)
-            self.command(*inside, "link", "set", end, "up")
-            self.command(*inside, "link", "set", "lo", "up")
-            self.command("tc", "-n", name, "qdisc", "add", "dev", end, "root", "tbf", "rate", f"{MBIT}mbit",
-                         "burst", "256kb", "latency", "200ms")  # fmt: skip
-
-    def close(self) -> None:
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """The names of two hosts."""
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        pytest.skip("needs ip and tc of iproute2 for network namespaces")
-    made = Hosts()
-    try:
-        made.open()
-    except subprocess.CalledProcessError as error:
-        made.close()
-        pytest.skip(f"network namespaces are not permitted here: {error.stderr.decode().strip()}")
-    yield made.names
-    made.close()
+BYTES_S = 25e6
 
 
 @pytest.mark.slow
-def test_two_hosts_with_a_slow_link_between(hosts: list[str], tmp_path: Path) -> None:
-    placed = [hosts[0], hosts[1], hosts[0]]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "3", "MASTER_ADDR": "10.77.0.1",
-                   "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1"}  # fmt: skip
-    started = []
-    for rank, host in enumerate(placed):
-        command = ["ip", "netns", "exec", host, sys.executable, "-m", "ringattn", "doctor", "--json"]
-        out = (tmp_path / f"{rank}.out").open("w")
-        started.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT if rank else None, cwd=tmp_path,
-                                        env={**environment, "RANK": str(rank), "LOCAL_RANK": "0"},
-                                        start_new_session=True))  # fmt: skip
+def test_two_hosts_with_a_slow_link_between() -> None:
     try:
-        codes = [one.wait(150) for one in started]
-    finally:
-        for one in started:
-            if one.poll() is None:
-                os.killpg(one.pid, signal.SIGKILL)
-    assert codes == [0, 0, 0], [(tmp_path / f"{rank}.out").read_text()[-2000:] for rank in range(3)]
-    document = json.loads((tmp_path / "0.out").read_text())
-    pairs = {(one["rank"], pair["peer"]): pair for one in document["ranks"] for pair in one["pairs"]}
-    inside, between = pairs[0, 2], pairs[0, 1]
+        hosts = RailedNodes(2, BYTES_S)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    with hosts:
+        answers = hosts.run("ringattn.launch.doctor.ranks:examine", {}, print, "auto")
+    pairs = {(one["rank"], pair["peer"]): pair for one in answers for pair in one["pairs"]}
+    inside, between = pairs[0, 1], pairs[0, 2]
     assert (inside["link"], inside["across"]) == ("host memory", False)
     assert (between["link"], between["across"]) == ("network", True)
-    line = MBIT * 1e6 / 8
-    assert line / 10 < between["bandwidth"] < 1.5 * line  # the burst passes at once
+    assert BYTES_S / 10 < between["bandwidth"] < 1.5 * BYTES_S  # the burst passes at once
     assert inside["bandwidth"] > 4 * between["bandwidth"]
-    told = {one["topic"]: one for one in document["findings"]}
-    assert "between nodes 0.0" in told["links"]["text"] and "a factor of" in told["links"]["text"]
+    told = {finding.topic: finding for finding in doctor.judged(answers)}
+    assert "between nodes 0.0" in told["links"].text and "a factor of" in told["links"].text

@@ -12,17 +12,11 @@ from hypothesis import strategies as st
 from ringattn.launch.capacity.fitting import (
     advice,
     attention_flops,
-    bytes_per_token,
     compute_flops,
-    estimate,
     fits,
-    flops_of,
     longest_tokens,
     matrix_flops,
-    model_flops,
-    rounding_saves,
     smallest_ring,
-    state_bytes_moved,
     step_seconds,
     with_steps,
 )
@@ -32,7 +26,6 @@ from ringattn.launch.capacity.model_shapes import PRESETS, ModelShape, model_sha
 from ringattn.launch.capacity.training_bytes import PRECISIONS, AttentionSetup, TrainingSetup, training_bytes
 
 SMALL = ModelShape(2, 96, 6, 2, 200, 256, True)
-LONG = TrainingSetup(model_shape("1.3B"), 8 * 65536, 8)
 
 runs = st.builds(
     TrainingSetup,
@@ -83,11 +76,6 @@ def test_the_smallest_ring_is_the_smallest(name: str, zero: int, tokens: int) ->
     assert smallest_ring(replace(run, model=model_shape("405B"), zero_stage=0), 80 * GIB) is None
 
 
-def test_bytes_per_token_are_the_slope() -> None:
-    run = TrainingSetup(model_shape("125M"), 10**5, transients=False)
-    assert bytes_per_token(run) == 34 * 12 * 768 + 4 * 768 + 4 * 12 * 12 + 24
-
-
 # --- advice, time, hardware ------------------------------------------------------------------------------------------
 
 
@@ -112,15 +100,6 @@ def test_advice_ends_where_it_fits_and_keeps_the_arithmetic_first() -> None:
     assert [step.switch.value for step in advice(set_already, machine)] == ["offloaded"]
 
 
-def test_what_changes_the_arithmetic_is_offered_and_not_taken() -> None:
-    run = TrainingSetup(model_shape("7B"), 10**5)
-    saved = rounding_saves(run)
-    assert saved["optimizer=adamw8bit"] == (8 - 2 - 8 / 256) * run.model.parameters
-    assert saved["saved_activations=int8"] > 0.4 * training_bytes(run).peak.activations
-    assert not {step.switch.key for step in advice(run, hardware("h100"))} & {"optimizer", "saved_activations"}
-    assert rounding_saves(replace(run, optimizer="lion", saved_activations="fp8")) == {}
-
-
 def test_operations_of_a_step() -> None:
     run = TrainingSetup(model_shape("7B"), 4096, chunked_loss_tokens=0)
     products = 2 * (run.model.parameters - 32000 * 4096 - 65 * 4096) * 4096  # no products with the embedding and norms
@@ -131,45 +110,6 @@ def test_operations_of_a_step() -> None:
     layers = products - 2 * 32000 * 4096 * 4096
     again = {one: compute_flops(replace(run, recompute=one)) - compute_flops(run) for one in ("selective", "full")}
     assert again == {"selective": layers, "full": layers + attention_flops(run)}
-
-
-def test_tiles_cost_a_forward_only_where_nothing_else_runs_again() -> None:
-    run = TrainingSetup(model_shape("7B"), 4096)
-    feeds = 2 * 32 * 3 * 4096 * 11008 * 4096
-    again = {one: replace(run, recompute=one) for one in ("none", "selective", "full", "offloaded")}
-    more = {of: compute_flops(replace(one, tiled_mlp_tokens=512)) - compute_flops(one) for of, one in again.items()}
-    assert more == {"none": feeds, "selective": 0, "full": 0, "offloaded": 0}
-
-
-def test_a_step_at_the_rates_that_are_reached() -> None:
-    machine = hardware("h100")
-    run = TrainingSetup(model_shape("7B"), 65536, 8, zero_stage=3)
-    step, work = estimate(run, machine), flops_of(run)
-    assert step.products == work.products / 720e12
-    assert step.attention == work.attention_forward / 648e12 + work.attention_backward / 561e12
-    assert step.ring == step.state == step.host == step.bubble == 0  # all behind arithmetic
-    assert step.seconds == pytest.approx(step.products + step.attention)
-    assert step.tokens_s == pytest.approx(65536 / step.seconds)
-    assert step.mfu == pytest.approx(model_flops(run) / step.seconds / 989e12)
-    half, whole = model_flops(run), model_flops(run, half=False)
-    assert whole - half == pytest.approx(3 * attention_flops(run), rel=1e-4)  # twice the pairs
-    cut = replace(run, tensor_ranks=8, pipeline_ranks=4, micro_batches=6)
-    slower = estimate(cut, machine)
-    assert slower.products == pytest.approx(6 * step.products / 32)
-    assert slower.bubble == pytest.approx(3 / 6 * (slower.products + slower.attention + slower.tensor + slower.ring))
-    assert slower.tensor == pytest.approx(6 * 8 * 8 * 8192 * 4096 * 2 * 7 / 8 / 371e9)
-    # Few tokens hide no weights: gathered twice and scattered once, over NVLink.
-    short = estimate(replace(run, tokens=64), machine)
-    assert short.products + short.attention + short.state == pytest.approx(state_bytes_moved(run) / 371e9)
-    assert estimate(run, machine.with_peak(2 * 989e12)).products == step.products / 2
-    assert machine.with_link(1e9).reached.link_bytes_s == 1e9
-
-
-def test_sharing_weights_moves_half_as_much_again() -> None:
-    moved = [state_bytes_moved(replace(LONG, zero_stage=stage)) for stage in range(4)]
-    assert moved[0] == moved[1] == moved[2] == 4 * LONG.model.parameters * 7 / 8
-    assert moved[3] == 1.5 * moved[0]
-    assert state_bytes_moved(replace(LONG, ranks=1)) == 0
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "window"])

@@ -18,6 +18,23 @@ from ringattn.launch.capacity.plan import PlanConfig, machine_of, plan, run_of, 
 from ringattn.launch.capacity.training_bytes import AttentionSetup, TrainingSetup, training_bytes
 from ringattn.launch.config import load
 
+PLANS = Path(__file__).with_name("plans.json")
+"""Plans by the words that ask for them; `python -m tests.launch.test_plan_command` writes the file again."""
+
+
+def plan_of(words: str) -> dict[str, Any]:
+    """What the command writes for these words."""
+    config = load(words.split(), PlanConfig)
+    found: dict[str, Any] = json.loads(json.dumps(plan(config, machine_of(config))))
+    return found
+
+
+@pytest.mark.parametrize("words", json.loads(PLANS.read_text()))
+def test_plans_are_those_recorded(words: str) -> None:
+    recorded = json.loads(PLANS.read_text())[words]
+    found = plan_of(words)
+    assert {key for key in recorded if found[key] != recorded[key]} == set() and found.keys() == recorded.keys()
+
 
 def planned(tmp_path: Path, *words: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the JSON."""
@@ -178,3 +195,7 @@ def test_the_ring_of_the_recommended_settings_where_none_fits_as_it_is(tmp_path:
     recommended = TrainingSetup(model_shape("7B"), 10**6, ring, framework_bytes=GIB, **found["hardware"]["recommended"])
     assert fits(recommended, limit) and not fits(replace(recommended, ranks=ring - 1), limit)
     assert found["after_steps"]["total_bytes"] <= limit
+
+
+if __name__ == "__main__":
+    PLANS.write_text(json.dumps({words: plan_of(words) for words in json.loads(PLANS.read_text())}, indent=1) + "\n")

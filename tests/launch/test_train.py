@@ -11,14 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ringattn import Ring
@@ -78,24 +76,6 @@ def test_ranks_without_tokens_take_part() -> None:
     assert losses(config, 5) == pytest.approx(losses(config, 1), rel=1e-10)
 
 
-def mean_of_means(ring_size: int) -> Callable[[Tensor, Tensor, int], Tensor]:
-    """The rule that looks right: every rank's own mean, averaged over the ranks."""
-
-    def rule(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=loop.IGNORE) / ring_size
-
-    return rule
-
-
-def test_a_mean_of_means_is_another_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = replace(TINY, prompt_tokens=20, layout="contiguous", steps=2)
-    right = losses(config, 2)
-    monkeypatch.setattr(loop, "local_loss", mean_of_means(2))
-    wrong = losses(config, 2)
-    assert abs(wrong[0] - right[0]) / right[0] > 1e-6
-    assert abs(wrong[1] - right[1]) / right[1] > 1e-5
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_that_has_had_its_time_is_ended(world_size: int) -> None:
     def of_rank(ring: Ring) -> None:  # one rank's clock is enough
@@ -110,25 +90,6 @@ def test_a_command_that_has_had_its_time_fails(tmp_path: Path, capsys: pytest.Ca
     assert train.main(words) == 1
     assert capsys.readouterr().err.startswith("ringattn train: limit_s=0.001: ")
     assert not (tmp_path / "result.json").exists()
-
-
-def test_local_positions_are_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = losses(replace(TINY, layout="zigzag"), 2)
-    monkeypatch.setattr("ringattn.Sequence.positions", lambda seq, **_: torch.arange(seq.counts[seq.ring.rank]))
-    assert losses(replace(TINY, layout="zigzag"), 2) != pytest.approx(right, rel=1e-8)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_labels_cross_the_borders_of_shards(layout: str) -> None:
-    tokens = torch.arange(100, 117).repeat(2, 1)
-
-    def of_rank(ring: Ring) -> tuple[Tensor, Tensor]:
-        seq = ring.sequence(17, layout=layout)
-        return seq.positions(), seq.shard_labels(tokens, ignore_index=loop.IGNORE)
-
-    for positions, labels in run_ranks(4, of_rank):
-        expected = torch.where(positions == 16, loop.IGNORE, positions + 101)
-        assert torch.equal(labels, expected.expand(2, -1))
 
 
 def test_ranks_start_from_rank_0s_weights() -> None:
@@ -183,13 +144,6 @@ def test_two_processes_train_like_threads(tmp_path: Path, alone: list[float]) ->
     assert result["tokens_of_rank"] == [31, 30]
     assert len(result["memory_growth_bytes"]) == 2 and min(result["memory_growth_bytes"]) > 0
     assert result["config"]["model"]["dim"] == 32 and result["counters"]["bytes_sent"] > 0
-
-
-@pytest.mark.slow
-def test_bad_options_start_nothing(tmp_path: Path) -> None:
-    done = ringattn("ranks=2", "text=nowhere.txt", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "ringattn train: training\nringattn train: text=nowhere.txt: No such file or directory\n"
 
 
 def all_end(pids: list[int]) -> bool:

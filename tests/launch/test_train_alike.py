@@ -69,6 +69,14 @@ def test_other_documents_of_the_same_tokens_are_another_text(monkeypatch: pytest
         assert str(error).startswith("text=: rank 1 reads other tokens or documents than rank 0")
 
 
+def test_a_folder_that_rank_0_cannot_write_is_refused_on_all(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    config = replace(TINY, out=str(tmp_path / "taken"), checkpoint_every_steps=1)
+    first, second = refusals(config, config)
+    assert str(first).startswith(f"out={config.out}: cannot be written (File exists)")
+    assert str(second).startswith(f"rank 0 refused the call, so all ranks do: out={config.out}: ")
+
+
 @pytest.mark.parametrize("change", [{"text": "nowhere.txt"}, {"tokens": 10**9}, {"replicas": 2}], ids=str)
 def test_what_one_rank_cannot_load_is_refused_on_all(change: dict[str, Any]) -> None:
     first, second = refusals(TINY, replace(TINY, **change))

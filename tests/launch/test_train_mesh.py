@@ -20,6 +20,7 @@ from ringattn.launch.train import loop, train
 from ringattn.launch.train.config import ModelConfig, TrainConfig, load_train
 from ringattn.launch.train.data import BatchPart
 from ringattn.launch.train.mesh import agreed_ranks_of_ring
+from ringattn.launch.train.model import Transformer
 from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalWorld
@@ -186,6 +187,7 @@ def test_four_processes_in_every_shape_train_like_one(tmp_path: Path) -> None:
         replace(mesh, sharding="zero3", **CLIPPED),
         replace(mesh, sharding="zero3", **FEW_LABELS),
         replace(mesh, sharding="zero2", **DILATED),
+        replace(mesh, sharding="zero3", chunked_loss_tokens=7, tiled_mlp_tokens=7, saved_activations="int8"),
         # FSDP reduces float64 in another way than these.
         replace(mesh, sharding="zero2", dtype="fp32", micro_batch=1, steps=2),
         replace(mesh, sharding="zero3", dtype="bf16", steps=2),
@@ -193,11 +195,16 @@ def test_four_processes_in_every_shape_train_like_one(tmp_path: Path) -> None:
     spec = {"runs": [asdict(run) for run in runs], "counted": asdict(replace(mesh, sharding="zero3", micro_batch=1))}
     answers = run_ranks_in_processes("tests.launch.train_entries:train_and_count", spec, 4, limit_s=200)
     expected = [alone(run) for run in runs]
+    weights = [weight.numel() for weight in Transformer(TINY.model, 256, torch.float64, 0).parameters()]
+    steps = 4 * len(weights)  # AdamW counts steps in a float32 for each weight
+    # Weights, gradients and two moments; every number of rows is even.
+    assert answers[0]["runs"][0]["replicated_bytes"] == 4 * 8 * sum(weights) // 4 + steps
+    assert expected[0]["replicated_bytes"] == 4 * 8 * sum(weights) + steps
     assert max(expected[4]["grad_norms"]) > 3 * CLIPPED["clip_norm"]  # clipping has something to do
     for answer in answers:
         for found, wanted in zip(answer["runs"], expected, strict=True):
             same(found, wanted)
-        assert [result["first_step"] for result in answer["runs"]] == [0, 3, 3, 3, 0, 0, 0, 0, 0, 0, 0]
+        assert [result["first_step"] for result in answer["runs"]] == [0, 3, 3, 3, 0, 0, 0, 0, 0, 0, 0, 0]
         assert answer["reductions"] == answer["sharded_parts"]  # two micro steps, one reduction of each part
     back = run_ranks(1, lambda ring: loop.train(ring, replace(TINY, resume=saved)))[0]
     assert back["first_step"] == 3

@@ -208,19 +208,6 @@ def test_the_text_is_known_by_what_it_says(tmp_path: Path) -> None:
         run(replace(config, text=str(moved)))
 
 
-def test_machines_that_do_not_share_the_folder_are_told(saved: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "join_process_group", lambda *_: None)  # these ranks are threads
-
-    def of_rank(ring: Ring) -> str:
-        config = saved if ring.rank == 0 else replace(saved, out=f"{saved.out}-of-another-machine")
-        with pytest.raises(InputError) as raised:
-            Checkpoints(ring, config, load(config)).resume(*loop.make_model(ring, config))
-        return str(raised.value)
-
-    for told in run_ranks(2, of_rank):
-        assert "rank 0 sees the checkpoint" in told and told.endswith("all machines must share this folder")
-
-
 @pytest.mark.parametrize("lacking", [[1], [0, 1]], ids=str)
 def test_a_checkpoint_that_a_machine_does_not_see_is_told_on_all(
     tmp_path: Path, saved: TrainConfig, monkeypatch: pytest.MonkeyPatch, lacking: list[int]
@@ -267,9 +254,10 @@ def test_a_folder_that_one_machine_alone_sees_is_told(saved: TrainConfig, monkey
     assert all(told.endswith("all machines must share this folder") for told in run_ranks(2, of_rank))
 
 
-def test_threads_do_not_pass_over_checkpoints(saved: TrainConfig) -> None:
-    config = replace(saved, checkpoint_every_steps=None)
-    with pytest.raises(InputError, match=r"^resume=auto: the ranks are threads"):
+@pytest.mark.parametrize(("every", "key"), [(None, "resume=auto"), (3, "checkpoint_every_steps")])
+def test_threads_neither_keep_nor_pass_over_checkpoints(saved: TrainConfig, every: int | None, key: str) -> None:
+    config = replace(saved, checkpoint_every_steps=every)
+    with pytest.raises(InputError, match=rf"^{key}: the ranks are threads"):
         run_ranks(2, lambda ring: loop.train(ring, config))
 
 
@@ -316,12 +304,6 @@ def test_a_torchrun_is_known_by_its_process(job: pytest.MonkeyPatch) -> None:
     assert ranks.torchrun_job() not in (None, mine)
     job.delenv("TORCHELASTIC_RUN_ID")
     assert ranks.torchrun_job() is None
-
-
-def test_threads_keep_no_checkpoints(tmp_path: Path) -> None:
-    config = replace(TINY, checkpoint_every_steps=1, out=str(tmp_path))
-    with pytest.raises(InputError, match=r"^checkpoint_every_steps: the ranks are threads"):
-        run_ranks(2, lambda ring: loop.train(ring, config))
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -11,23 +11,16 @@ import torch
 from ringattn.errors import InputError
 from ringattn.launch.capacity.fitting import longest_tokens
 from ringattn.launch.capacity.hardware import hardware
-from ringattn.launch.capacity.model_shapes import ModelShape, bubble, in_flight, model_shape, share_of
+from ringattn.launch.capacity.model_shapes import ModelShape, model_shape
 from ringattn.launch.capacity.training_bytes import (
-    GATHERED_LAYERS,
     PRECISIONS,
     AttentionSetup,
     TrainingSetup,
     _planned,
-    activation_bytes,
     cast_bytes,
-    data_bytes,
-    gradient_bytes,
     head_kept,
-    host_bytes,
     layer_parts,
-    moments,
     optimizer_bytes,
-    parameter_bytes,
     ring_slots_bytes,
     staging_bytes,
     training_bytes,
@@ -83,69 +76,6 @@ def test_capacity_of_80_gib_by_hand(name: str, layers: int, width: int, heads: i
 )
 def test_presets_have_the_parameters_of_the_released_models(name: str, count: int) -> None:
     assert model_shape(name).parameters == count
-
-
-def test_a_token_passes_some_of_the_experts() -> None:
-    shape = model_shape("mixtral-8x7b")
-    assert shape.layers * (shape.active_parameters + shape.layer_vectors) + shape.head_parameters == 12_879_925_248
-    dense = replace(shape, experts=0, experts_per_token=0)
-    alone, two = (layer_parts(one, PRECISIONS["bf16"]).after for one in (dense, shape))
-    # One feed-forward more, two copies of the input and two outputs, and the router's probabilities.
-    assert two.total - alone.total == 2 * (4 * 14336 + 4 * 4096) + 4 * 8
-
-
-def test_tensor_and_pipeline_ranks_share_a_model() -> None:
-    shape = model_shape("405B")
-    whole, part = share_of(shape), share_of(shape, 8, 16)
-    assert (whole.layers, whole.parameters) == (126, shape.parameters)
-    assert part.layers == 8  # of 126 / 16
-    assert part.layer == (shape.layer_parameters - 2 * 16384) / 8 + 2 * 16384
-    assert part.head == 128256 * 16384 / 8 + 16384
-    run = TrainingSetup(shape, 131072, 16, tensor_ranks=8, pipeline_ranks=16, micro_batches=16, recompute="full")
-    one = TrainingSetup(shape, 131072, 16, recompute="full")
-    assert parameter_bytes(run) == 2 * part.parameters
-    held = activation_bytes(run, 16) / activation_bytes(one)
-    assert held == pytest.approx(8 * 16 / 126 / 8)  # 16 micro batches of 8 layers of 126, in eight parts
-
-
-def test_micro_batches_in_flight_by_hand() -> None:
-    assert in_flight(1, 1, 9) == (1, 1)
-    assert in_flight(4, 1, 8) == (4, 1)
-    assert in_flight(4, 2, 8) == ((2 * 3 + 4 + 1) / 2, (4 + 1) / 2)
-    assert in_flight(4, 2, 2) == (2, 2)
-    assert bubble(4, 2, 6) == 3 / 12
-
-
-def test_presets_are_as_large_as_their_names() -> None:
-    for name, size in (("350M", 0.35e9), ("760M", 0.76e9), ("1.3B", 1.3e9)):
-        assert model_shape(name).parameters == pytest.approx(size, rel=0.02)
-
-
-def test_zero_divides_what_its_stage_says() -> None:
-    shape, degree = model_shape("7B"), 8
-    whole = TrainingSetup(shape, 8192, degree)
-    state = [(parameter_bytes(one), gradient_bytes(one), optimizer_bytes(one))
-             for one in (replace(whole, zero_stage=stage) for stage in range(4))]  # fmt: skip
-    p, layer, tables = shape.parameters, shape.layer_parameters, shape.head_parameters
-    assert state[0] == (2 * p, 2 * p, 12 * p)
-    assert state[1] == (2 * p, 2 * p, 12 * p / 8)
-    assert state[2] == (2 * p, 2 * p / 8 + 2 * (layer + tables), 12 * p / 8)
-    assert state[3] == (2 * p / 8 + 2 * (GATHERED_LAYERS * layer + tables), state[2][1], 12 * p / 8)
-    assert optimizer_bytes(replace(whole, zero_stage=1, zero_degree=64)) == 12 * p / 64
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "alone", "with_master"),
-    [("adamw", 8, 12), ("adam_mini", 4, 8), ("lion", 4, 8), ("sgd", 0, 4), ("sgd_momentum", 4, 8),
-     ("adamw8bit", 2 + 8 / 256, 6 + 8 / 256)],
-)  # fmt: skip
-def test_optimizer_bytes_of_a_parameter(optimizer: str, alone: float, with_master: float) -> None:
-    shape = model_shape("350M")
-    for precision, expected in (("fp32", alone), ("bf16_master", with_master)):
-        assert (
-            optimizer_bytes(TrainingSetup(shape, 1, precision=precision, optimizer=optimizer))
-            == expected * shape.parameters
-        )
 
 
 def test_adafactor_keeps_what_torch_keeps() -> None:
@@ -262,50 +192,6 @@ def test_one_rank_has_no_slots_and_wide_segments_travel_round() -> None:
 LONG = TrainingSetup(model_shape("1.3B"), 8 * 65536, 8)
 
 
-def test_each_switch_saves_what_it_says() -> None:
-    shape, tokens = LONG.model, LONG.rank_tokens
-    width, layers = shape.width, shape.layers
-    whole = moments(LONG)["loss"]
-
-    def saved(key: str, **settings: Any) -> float:
-        return whole.parts()[key] - moments(replace(LONG, **settings))["loss"].parts()[key]
-
-    per_layer = 34 * width + 4 * shape.heads
-    assert saved("activations", recompute="full") == tokens * layers * (per_layer - 2 * width)
-    assert saved("activations", recompute="selective") == tokens * layers * (per_layer - 10 * width - 4 * shape.heads)
-    assert saved("activations", recompute="offloaded") == tokens * (layers * per_layer - 2 * 2 * width)
-    assert host_bytes(replace(LONG, recompute="offloaded")) == tokens * layers * 2 * width
-    # 12 numbers of two bytes a width, in six rows of a layer, and two rows at the head; attention's stay as they are.
-    eight_bit = layers * (12 * width + 6 * 4) + 2 * (width + 4)
-    assert saved("activations", saved_activations="int8") == tokens * ((24 * layers + 4) * width - eight_bit)
-    assert saved("logits", chunked_loss_tokens=1024) == (tokens - 1024) * 12 * shape.vocabulary
-    assert saved("optimizer", offload="optimizer") == 12 * shape.parameters
-    assert saved("gradients", gradients_kept=False) == 2 * shape.parameters
-    assert saved("data", data="whole") == -2 * 8 * LONG.tokens
-    assert saved("framework", framework_bytes=7) == -7
-
-
-def test_what_is_offloaded_is_on_the_host() -> None:
-    run = replace(LONG, zero_stage=3, offload="parameters")
-    share = LONG.model.parameters / 8
-    assert host_bytes(run) == (12 + 2 + 2) * share
-    on_device = parameter_bytes(replace(run, offload="none")) - parameter_bytes(run)
-    assert on_device == 2 * share
-
-
-def test_recomputed_layers_live_while_their_backward_runs() -> None:
-    full = moments(replace(LONG, recompute="full", transients=False))["stored"]
-    assert full.live_layer == LONG.rank_tokens * layer_parts(LONG.model, LONG.numbers).all.total
-    assert training_bytes(replace(LONG, recompute="full")).peak.total > full.total
-
-
-def test_gradients_are_packed_and_received_where_the_state_is_not_shared() -> None:
-    short = replace(LONG, tokens=64)
-    assert training_bytes(short).moment == "reduction"
-    assert moments(short)["reduction"].gradients == 3 * 2 * LONG.model.parameters
-    assert "reduction" not in moments(replace(short, zero_stage=1))
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -341,7 +227,3 @@ def test_gradients_are_packed_and_received_where_the_state_is_not_shared() -> No
 def test_wrong_words_and_sizes_are_refused(wrong: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         wrong()
-
-
-def test_tokens_of_a_rank_take_three_integers_each() -> None:
-    assert data_bytes(LONG) == 24 * 65536

@@ -18,7 +18,7 @@ from ringattn.bench.gate import GateError
 from ringattn.launch.capacity.model_shapes import ModelShape
 from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
 from ringattn.launch.train import loop
-from ringattn.launch.train.config import ModelConfig, TrainConfig, load_train
+from ringattn.launch.train.config import ModelConfig, TrainConfig
 from ringattn.launch.train.data import BatchPart
 from ringattn.layers import tiled
 from ringattn.observe.memory import StorageMeter
@@ -42,40 +42,6 @@ def peak_bytes(config: TrainConfig) -> int:
         return storages.peak_bytes
 
     return run_ranks(1, of_rank)[0]
-
-
-@pytest.mark.parametrize(
-    ("change", "saved_of_a_block"),
-    [
-        # Normalized rows and outputs of both norms, the stream between, gate, up, silu(gate) and the product.
-        ({"recompute": "selective"}, FLOAT_BYTES * (5 * DIM + 4 * HIDDEN)),
-        # Those, and attention's queries and output.
-        ({"recompute": "full"}, FLOAT_BYTES * (7 * DIM + 4 * HIDDEN)),
-        # Selective's and the block's input become bytes, both norms' inputs twice, with twelve scales a token.
-        ({"saved_activations": "int8"}, FLOAT_BYTES * (6 * DIM + 4 * HIDDEN - 12) - (8 * DIM + 4 * HIDDEN)),
-        ({"saved_activations": "fp8"}, FLOAT_BYTES * (6 * DIM + 4 * HIDDEN - 12) - (8 * DIM + 4 * HIDDEN)),
-    ],
-)
-def test_every_block_but_the_live_one_takes_less(change: dict[str, Any], saved_of_a_block: int) -> None:
-    saved = peak_bytes(BIG) - peak_bytes(replace(BIG, **change))
-    assert saved >= (BIG.model.layers - 1) * ROWS * saved_of_a_block
-
-
-@pytest.mark.slow
-def test_recompute_and_packing_save_together() -> None:
-    # So many rows, in four sequences, that what is left of a block, its input, outweighs the gradients of its weights.
-    full = replace(BIG, batch=4, recompute="full", model=ModelConfig(8, 64, 4, 2, 64))
-    saved = peak_bytes(full) - peak_bytes(replace(full, saved_activations="int8"))
-    # Seven inputs in bytes with a scale a token; the live block's is there twice, packed and unpacked.
-    assert saved >= 4 * ROWS * (7 * (3 * DIM - FLOAT_BYTES) - (DIM + FLOAT_BYTES))
-
-
-def test_chunked_loss_holds_no_logits_of_all_tokens() -> None:
-    narrow = replace(BIG, model=ModelConfig(1, 16, 2, 1, 16))
-    saved = peak_bytes(narrow) - peak_bytes(replace(narrow, chunked_loss_tokens=ROWS // 8))
-    # At once there are log-probabilities, their gradient and that of the logits; of a chunk these, its logits, and its
-    # loss beside the sum.
-    assert saved >= (3 - 4 / 8) * ROWS * 256 * FLOAT_BYTES - FLOAT_BYTES
 
 
 def predicted_bytes(config: TrainConfig) -> float:
@@ -129,14 +95,6 @@ def test_storages_count_while_they_live() -> None:
             assert meter.live_bytes == 4000
             del one
     assert view.numel() == 50
-
-
-def test_twelve_combinations() -> None:
-    options = training_memory.TrainingMemoryOptions()
-    runs = [load_train(training_memory.words_of(run, options)) for run in training_memory.COMBINATIONS]
-    assert len({(run.recompute, run.optimizer, run.ranks) for run in runs}) == 12 == options.combinations
-    assert {run.ranks for run in runs} == {1, 2, 4} and len({run.recompute for run in runs}) == 3
-    assert all(run.model == ModelConfig(4, 256, 4, 2, 768) for run in runs)
 
 
 def test_other_losses_stop_the_benchmark() -> None:
