@@ -1,21 +1,21 @@
 """The functions of torch's flex_attention, mask_mod and score_mod: evaluation on pairs, and recordings of their code.
 
 Such a function may be any code, and may read closures, globals, attributes and memory shared with numpy. Few of these
-have a version counter, so its code alone proves nothing. `record` runs it and writes down each
-operation of torch, with the numbers and tensors among its arguments. Under vmap Python cannot branch on a position, so
-two equal recordings are the same function at all positions.
+have a version counter, so its code alone proves nothing. `record` runs it and writes down each operator of torch, with
+the numbers and tensors among its arguments. Under vmap Python cannot branch on a position, so two equal recordings are
+the same function at all positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import EllipsisType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ringattn.errors import UnsupportedError
 
@@ -181,18 +181,19 @@ def checked_tiles(tiles: dict[Any, Tiles], heads: int, trust: bool, subject: str
 # --- recordings ------------------------------------------------------------------------------------------------------
 
 
-class Recording:
-    """Operations with their arguments, and the contents of the tensors that the function brought along."""
+class Recording(NamedTuple):
+    """Operations of torch with their arguments, and the contents of the tensors that the function brought along.
 
-    def __init__(self) -> None:
-        self.operations: list[Any] = []
-        self.tensors: list[Tensor] = []
+    A tensor that the function computed is "#" and a number, in the order in which they are made; a score_mod's score,
+    row, head, query and key are #0 to #4.
+    """
+
+    operations: list[Any]
+    tensors: list[Tensor]
 
     def copied(self) -> Recording:
         """Return a recording that later changes of the tensors do not reach."""
-        copy = Recording()
-        copy.operations, copy.tensors = self.operations, [x.clone() for x in self.tensors]
-        return copy
+        return Recording(self.operations, [x.clone() for x in self.tensors])
 
     def is_same(self, other: Recording) -> bool:
         """Whether both recordings are of the same operations on tensors of the same contents."""
@@ -202,26 +203,16 @@ class Recording:
 
     def is_of_distance(self) -> bool:
         """Whether a score_mod uses its query and key in differences and comparisons of the two only."""
-        query, key = (Tensor, 3), (Tensor, 4)  # after score, row and head
-        both = ((tuple, [query, key]), (tuple, [key, query]))
+        query, key = "#3", "#4"
         *operations, result = self.operations
-        others = [
-            x for x in operations if getattr(x[0], "__name__", "") not in _OF_DISTANCE or x[1] not in both or x[2][1]
-        ]
-        return not any(_mentions(part, (query, key)) for part in (others, result))
+        for name, inputs, _ in operations:
+            of_both = name.split(".")[1] in _OF_DISTANCE and inputs in (((query, key), {}), ((key, query), {}))
+            if not of_both and {query, key} & set(tree_leaves(inputs)):
+                return False
+        return result not in (query, key)
 
 
-_OF_DISTANCE = ("sub", "rsub", "__sub__", "__rsub__", "__eq__", "__ne__", "eq", "ne", "ge", "gt", "le", "lt")
-
-
-def _mentions(encoded: Any, arguments: tuple[Any, ...]) -> bool:
-    if encoded in arguments:
-        return True
-    return isinstance(encoded, (tuple, list)) and any(_mentions(part, arguments) for part in encoded)
-
-
-class OpaqueError(Exception):
-    """An argument or operation of which it is not known what it reads."""
+_OF_DISTANCE = ("sub", "rsub", "eq", "ne", "ge", "gt", "le", "lt")
 
 
 def record(function: Function, device: torch.device, is_score: bool, *more: object) -> Recording | None:
@@ -229,102 +220,64 @@ def record(function: Function, device: torch.device, is_score: bool, *more: obje
 
     `more` is recorded as well: numbers and tensors that belong to it.
     """
-    places = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
-    score = [torch.zeros(1, dtype=torch.float64, device=device)] if is_score else []
+    arguments = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
+    if is_score:
+        arguments.insert(0, torch.zeros(1, dtype=torch.float64, device=device))
     recorder = _Recorder()
-
-    def run(*arguments: Tensor) -> Tensor:
-        recorder.number(arguments)
-        with recorder:  # inside of vmap, whose own operations are of no interest
-            result = function(*arguments)
-        recorder.recording.operations.append(recorder.encode(result))
-        return result
-
+    for argument in arguments:
+        recorder.number(argument)
     try:
-        with torch.no_grad(), TransformGetItemToIndex():
-            torch.vmap(run)(*score, *places)
+        with torch.no_grad(), TransformGetItemToIndex(), recorder:
+            result = torch.vmap(function)(*arguments)
+        recorder.operations.append(recorder.encode(result))
         if more:
-            recorder.recording.operations.append(recorder.encode(more))
+            recorder.operations.append(tree_map(recorder.encode, more))
     except Exception:  # also what the function itself raises: its evaluation reports that
         return None
-    return None if recorder.is_opaque else recorder.recording
+    return None if recorder.is_opaque else Recording(recorder.operations, recorder.tensors)
 
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), EllipsisType, torch.dtype, torch.device, torch.layout,
-          torch.memory_format)  # fmt: skip
-
-
-class _Recorder(TorchFunctionMode):
-    """Writes down each operation of torch. A tensor is a number, in the order in which they are made."""
+class _Recorder(TorchDispatchMode):
+    """Writes down each operator of torch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.recording = Recording()
+        self.operations: list[Any] = []
+        self.tensors: list[Tensor] = []
         self.numbers: dict[int, int] = {}
         self.made: list[Tensor] = []  # kept, so that no other tensor takes the id of one that is gone
         self.is_opaque = False
 
-    def __torch_function__(
-        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Record and run an operation."""
-        try:
-            inputs = _checked(operation), self.encode(args), self.encode(kwargs or {})
-            result = operation(*args, **(kwargs or {}))
-            # The dtype depends on the default dtype and on autocast, which are no arguments.
-            self.recording.operations.append((*inputs, self.number(result)))
-        except OpaqueError:
-            self.is_opaque = True  # the function may swallow the error
-            raise
+        """Record and run an operator."""
+        if not str(func).startswith("aten."):
+            self.is_opaque = True  # a user's, whose code runs unrecorded
+        inputs = tree_map(self.encode, (args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        # The dtype depends on the default dtype, which is no argument.
+        self.operations.append((str(func), inputs, [self.number(x) for x in tree_leaves(result)]))
         return result
 
-    def number(self, result: Any) -> Any:
-        """Give numbers to the tensors of a result, and return their dtypes. Raises OpaqueError for numpy's memory."""
-        if isinstance(result, (tuple, list)):
-            return [self.number(item) for item in result]
-        if not isinstance(result, Tensor):
-            return self.encode(result)
-        self.numbers[id(result)] = len(self.made)
-        self.made.append(result)
-        with torch._C.DisableTorchFunction():
-            return result.dtype
+    def number(self, x: Any) -> str:
+        """Give a number to a tensor of a result, and return its dtype."""
+        if not isinstance(x, Tensor):
+            return repr(x)
+        self.numbers[id(x)] = len(self.made)
+        self.made.append(x)
+        return str(x.dtype)
 
-    def encode(self, x: Any) -> Any:
-        """Return what two equal arguments have in common. Raises OpaqueError for what may change unseen."""
-        if isinstance(x, Tensor):
-            return self._encode_tensor(x)
-        if isinstance(x, _PLAIN):
-            return type(x), repr(x)
-        if isinstance(x, slice):
-            return slice, self.encode((x.start, x.stop, x.step))
-        if type(x) in (tuple, list, torch.Size):
-            return type(x), [self.encode(item) for item in x]
-        if type(x) is dict:
-            return dict, [(self.encode(key), self.encode(item)) for key, item in x.items()]
-        raise OpaqueError(type(x))
-
-    def _encode_tensor(self, x: Tensor) -> Any:
-        number = self.numbers.get(id(x))
-        if number is not None:
-            return Tensor, number
-        with torch._C.DisableTorchFunction():
-            is_position = torch._C._functorch.is_functorch_wrapped_tensor(x)
-            if is_position or type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided:
-                raise OpaqueError(type(x))
-            self.number(x)
-            self.recording.tensors.append(x.detach())
-            return x.dtype, x.device, tuple(x.shape), x.requires_grad
-
-
-def _checked(operation: Any) -> Any:
-    """Return a function of torch; raise OpaqueError for a user's, whose code runs unrecorded."""
-    if isinstance(operation, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        is_torchs = str(operation).startswith("aten.")
-    else:
-        is_torchs = not isinstance(operation, FunctionType) or operation.__module__.split(".")[0] == "torch"
-    if not is_torchs:
-        raise OpaqueError(operation)
-    return operation
+    def encode(self, x: Any) -> str:
+        """Return what two equal arguments have in common."""
+        if not isinstance(x, Tensor):
+            return f"{type(x).__name__} {x!r}"
+        if id(x) in self.numbers:
+            return f"#{self.numbers[id(x)]}"
+        self.is_opaque |= type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided
+        self.number(x)
+        self.tensors.append(x.detach())
+        return f"{x.dtype} {x.device} {tuple(x.shape)} {x.requires_grad}"
 
 
 def _bits(x: Tensor) -> Tensor:

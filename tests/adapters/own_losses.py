@@ -63,12 +63,6 @@ class ZLoss(AddsTerm):
         return 0.1 * (outputs.logits.logsumexp(-1)[real(inputs)] ** 2).mean()
 
 
-class Entropy(AddsTerm):
-    def term(self, outputs: Any, inputs: Any) -> Tensor:
-        logs = outputs["logits"].log_softmax(-1)
-        return 0.3 * (logs.exp() * logs).sum(-1)[real(inputs)].mean()
-
-
 class Distilled(AddsTerm):
     """Its teacher is no prepared model and sees whole texts, before and after the student."""
 
@@ -79,16 +73,6 @@ class Distilled(AddsTerm):
         shown = real(inputs)
         taught = (outputs.logits.float().double() / 2).log_softmax(-1)[shown]
         return kl_div(taught, (targets.flip(-1) / 2).softmax(-1)[shown], reduction="batchmean")
-
-
-class Shifted(AddsTerm):
-    """Views of the logits, and a change in place of a copy."""
-
-    def term(self, outputs: Any, inputs: Any) -> Tensor:
-        logits = outputs.logits[..., :-1, :].clone()
-        logits[..., 0] = 0.0
-        labels = inputs["labels"][..., 1:]
-        return 0.2 * cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=-100)
 
 
 class Hidden(Trainer):
@@ -163,9 +147,7 @@ CASES: dict[str, tuple[type[Trainer], dict[str, Any], dict[str, Any]]] = {
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {},
     ),
-    "entropy": (Entropy, {}, {}),
     "distilled": (Distilled, {}, {}),
-    "shifted": (Shifted, {}, {}),
     "hidden states": (Hidden, {}, {}),
     "twice": (Twice, {}, {}),
     "function": (Trainer, {}, {"compute_loss_func": sum_of_squares}),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -17,6 +18,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed import TCPStore
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def forked(*functions: Callable[[], None]) -> None:
@@ -55,6 +58,16 @@ def forked_ranks(count: int, rank: Callable[[int], Any]) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         forked(*(partial(run, Path(folder), number) for number in range(count)))
         return [json.loads((Path(folder) / f"{number}.json").read_text(encoding="utf-8")) for number in range(count)]
+
+
+def run_program(*arguments: str, folder: Path = ROOT, timeout_s: float = 280.0, **env: str) -> str:
+    """What `python ARGUMENTS` prints in `folder`. Raises AssertionError where it fails. `env`: more variables."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout_s
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 def worst_error(pairs: Iterable[tuple[Tensor, Tensor]], floor: float = 0.0) -> float:

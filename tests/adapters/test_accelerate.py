@@ -85,9 +85,7 @@ def test_a_trainer_gets_the_ring(tmp_path: Path, config: RingParallelismConfig) 
     ("options", "says"),
     [
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: the noise is scaled by the tokens of a row"),
-        ({"accelerator_config": {"split_batches": True}}, "split_batches would cut batches among the ranks of a ring"),
         ({"given": {"train_dataset": Stream(texts())}}, r"Stream is an IterableDataset.*\"dispatch_batches\": False"),
-        ({"given": {"eval_dataset": {"a": Stream(texts())}}}, r"Stream is an IterableDataset.*dispatch_batches"),
     ],
 )
 def test_what_is_refused_when_the_trainer_is_made(
@@ -97,23 +95,6 @@ def test_what_is_refused_when_the_trainer_is_made(
         make_trainer(tmp_path, config, **options)
 
 
-@pytest.mark.parametrize("name", ["DPOTrainer", "SFTTrainer"])
-def test_trainers_of_trl(name: str, tmp_path: Path, config: RingParallelismConfig) -> None:
-    theirs = type(name, (transformers.Trainer,), {"__module__": f"trl.trainer.{name.lower()}"})
-    with pytest.raises(UnsupportedError, match=f"TRL's {name} "):
-        make_trainer(tmp_path, config, theirs)
-
-
 def test_loops_of_ones_own(config: RingParallelismConfig) -> None:
     with pytest.raises(UnsupportedError, match="RingParallelismConfig is for a Trainer of transformers; in a loop of"):
         Accelerator(cpu=True, parallelism_config=config)
-
-
-def test_labels_after_padding(tmp_path: Path, config: RingParallelismConfig) -> None:
-    """As a tokenizer that pads on the left makes them."""
-
-    def left(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
-        return {name: x.flip(1) for name, x in padded(rows).items()}
-
-    with pytest.raises(InputError, match=r"row \d has a label that is predicted from a padded position, token \d+"):
-        make_trainer(tmp_path, config, given={"data_collator": left}).train()

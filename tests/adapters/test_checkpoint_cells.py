@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
 
 from tests.adapters.checkpoint_cells import CELLS, Cell
-from tests.adapters.test_trl import ROOT, run_with_trl
+from tests.adapters.processes import run_program
+from tests.adapters.test_trl import with_trl
 
 TOLERANCE = 1e-11
 QUICK = [
@@ -34,10 +32,7 @@ def check(folder: Path, cells: list[Cell]) -> None:
 
 def test_some_cells(tmp_path: Path) -> None:
     """Batches with as many local tokens and other documents, which each step distinguishes by the sequence alone."""
-    command = [sys.executable, "-m", "tests.adapters.checkpoint_cells", str(tmp_path), *map(str, QUICK)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_program("-m", "tests.adapters.checkpoint_cells", str(tmp_path), *map(str, QUICK), timeout_s=120.0)
     check(tmp_path, QUICK)
 
 
@@ -47,5 +42,6 @@ def test_packed_cells(tmp_path: Path) -> None:
     """Every host, kind and compiler setting. The other data and passes take too long; the module computes them."""
     cells = [cell for cell in CELLS if cell.data == "packed" and cell.passes in (1, 3)]
     assert len(CELLS) == 108 and len(cells) == 30
-    run_with_trl("-m", "tests.adapters.checkpoint_cells", str(tmp_path), *map(str, cells), timeout_s=580.0)
+    arguments = "-m", "tests.adapters.checkpoint_cells", str(tmp_path), *map(str, cells)
+    run_program(*arguments, timeout_s=580.0, **with_trl())
     check(tmp_path, cells)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +10,9 @@ from torch import Tensor
 
 from ringattn import InputError, Ring
 from ringattn.testing import dense_attention, run_ranks
-from tests.adapters import hosts
-from tests.adapters.hosts import MODES, NONE, PAGE, ROOT, Cell, merged, read, record, renewed, shown, table
+from tests.adapters.hosts import MODES, NONE, PAGE, ROOT, read, renewed, shown, table
 from tests.adapters.processes import worst_error
 from tests.contributing import example
-
-EXACT = Cell("host", "1.10", "plain", "exact", 2, 1e-9, "loss", "tests/test_a.py::test_one")
 
 
 def test_each_cell_is_of_a_test_and_on_the_page() -> None:
@@ -43,39 +38,6 @@ def test_no_cell_is_empty(host: str) -> None:
 def test_a_dash_is_of_a_host_that_there_is_and_has_a_reason() -> None:
     assert set(NONE) <= {cell.host for cell in read()}
     assert all(mode in MODES and reason for modes in NONE.values() for mode, reason in modes.items())
-    with pytest.raises(ValueError, match="diffusers has no packed"):
-        replace(EXACT, host="diffusers", mode="packed")
-
-
-def test_a_cell_is_what_its_test_said_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "LEFT", tmp_path / "left")
-    monkeypatch.setattr(hosts, "CELLS", tmp_path / "hosts.json")
-    monkeypatch.setattr(hosts, "PAGE", tmp_path / "page.md")
-    hosts.PAGE.write_text("# Page\n\n## Hosts\n\nWords.\n\n| host | old |\n|---|---|\n\n## Next\n")
-    for worst, ranks in ((1e-9, 2), (3e-8, 4)):
-        record("host", "1.10", "plain", "exact", ranks=ranks, worst=worst, words="loss")
-    record("host", "1.9", "packed", "refused", words="needs 1.10")
-    hosts.main()
-    test = "tests/adapters/test_hosts.py::test_a_cell_is_what_its_test_said_last"
-    refused = Cell("host", "1.9", "packed", "refused", 0, 0.0, "needs 1.10", test)
-    assert read() == [refused, replace(EXACT, ranks=4, worst=3e-8, test=test)]
-    head, _, old, new = hosts.PAGE.read_text(encoding="utf-8").split("## Next")[0].strip().splitlines()[-4:]
-    assert head.startswith("| host | version | plain | packed |")
-    assert old.startswith("| host | 1.9 |  | refused |") and new == f"| host | 1.10 | exact |{'  |' * 8} 3e-08 |"
-    record("host", "1.10", "plain", "exact", ranks=4, worst=2e-9, words="loss")
-    hosts.main()
-    assert [cell.worst for cell in read()] == [0.0, 2e-9]
-
-
-def test_cells_of_other_tests_stay() -> None:
-    other = replace(EXACT, test="tests/test_a.py::test_two", worst=5e-9)
-    assert merged([EXACT, other], [replace(EXACT, worst=2e-9)]) == [replace(EXACT, worst=2e-9), other]
-
-
-@pytest.mark.parametrize("wrong", [{"mode": "planar"}, {"outcome": "passed"}, {"ranks": 0}, {"words": ""}])
-def test_a_cell_says_what_it_is_of(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"has another mode|exact has ranks"):
-        replace(EXACT, **wrong)  # type: ignore[arg-type]
 
 
 def test_the_adapter_of_contributing_is_exact_and_refuses_what_it_cannot() -> None:

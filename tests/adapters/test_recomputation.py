@@ -183,14 +183,6 @@ def test_more_drawn_programs() -> None:
         check(Program.drawn(seed))
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("kind", KINDS[1:])
-@pytest.mark.parametrize("outside", [None, 1])
-def test_an_activation_inside_the_region_wins_over_one_around_it(entry: str, kind: str, outside: int | None) -> None:
-    """The region activates its own sequence; backward runs under another sequence or under none."""
-    check(Program([(1, Region(kind, inside=0))], [(0, outside)], entry))
-
-
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_nothing_is_active_around_a_region_that_activates_its_sequence(kind: str) -> None:
     def body(ring: Ring) -> Tensor:

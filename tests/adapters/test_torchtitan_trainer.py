@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.adapters.hosts import ROOT, record
+from tests.adapters.processes import run_program
 
 pytest.importorskip("torchtitan", reason="needs torchtitan")
 pytest.importorskip("spmd_types", reason="needs spmd_types, which torchtitan imports")
@@ -27,10 +25,8 @@ def trained(folder: Path, ranks: int, *cases: str) -> dict[str, Any]:
     """By case, the loss and the norm of the gradients of each step; see torchtitan_train.py."""
     file = folder / f"{ranks}.json"
     script = [str(ROOT / "tests" / "adapters" / "torchtitan_train.py"), str(file), *cases]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([*torchrun, *script], cwd=folder, env=env, capture_output=True, text=True, timeout=280)
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    run_program(*torchrun, *script, folder=folder)
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
 from tests.adapters.dropout_ranks import CASES, known, made
 from tests.adapters.models import MODELS, bert_config, filled, tiny_model
+from tests.adapters.processes import run_program
 from tests.adapters.ranks import (
     ROW,
     TOKENS,
@@ -39,7 +37,6 @@ from tests.adapters.ranks import (
 )
 from tests.doc_code import run_page
 
-ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-9
 adapter.register()
 
@@ -179,11 +176,7 @@ def test_gpt2_that_drops_over_three_ranks() -> None:
 @pytest.mark.slow
 def test_checkpointed_layers_that_drop_over_processes(tmp_path: Path) -> None:
     """Both kinds; plain, packed and padded batches over 2 and 4 ranks, logits, loss and every gradient."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.adapters.dropout_ranks", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_program("-m", "tests.adapters.dropout_ranks", str(tmp_path))
     for errors in json.loads((tmp_path / "errors.json").read_text()):
         assert len(errors) == len(CASES) and max(errors) <= 1e-10
 

@@ -7,8 +7,6 @@ import importlib.metadata
 import inspect
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -27,6 +25,7 @@ from ringattn.testing import run_ranks
 from tests.adapters.environments import environment
 from tests.adapters.hosts import ROOT, record
 from tests.adapters.models import tiny_model
+from tests.adapters.processes import run_program
 
 TOKENS = torch.arange(3, 17)[None]
 LIGER = "0.8.5"
@@ -148,11 +147,8 @@ def test_the_kernels_of_liger_over_two_ranks(tmp_path: Path) -> None:
     """Its fused loss, RMS norm, rotary positions and SwiGLU, in Triton's interpreter, in float32."""
     pytest.importorskip("triton", reason="triton is not installed")
     path = os.pathsep.join([str(environment(f"liger-kernel=={LIGER}")), str(ROOT)])
-    env = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.adapters.liger_ranks"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    env = {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    told = json.loads(run_program("-m", "tests.adapters.liger_ranks", **env).splitlines()[-1])
     assert told.pop("Liger's") == ["lce_forward", "forward", "forward", "liger_rotary_pos_emb"]
     assert told.keys() == {"plain", "packed"}
     for mode, error in told.items():

@@ -154,14 +154,6 @@ def test_places_that_a_model_counts_from_its_padding(name: str) -> None:
     assert far_off(lambda: counting(name), unmasked, layout="contiguous") < 1e-9
 
 
-@pytest.mark.parametrize("name", COUNTING)
-def test_places_beneath_a_head(name: str) -> None:
-    assert far_off(lambda: counting(name, "ForTokenClassification"), padded()) < 1e-9
-    if name != "Esm":
-        decoder = {"is_decoder": True, "use_cache": False}
-        assert far_off(lambda: counting(name, "ForCausalLM", **decoder), padded()) < 1e-9
-
-
 def test_places_that_a_model_counts_from_its_mask() -> None:
     assert far_off(opt, {"input_ids": ids(27)}) < 1e-9
     for layout in ("zigzag", "contiguous"):

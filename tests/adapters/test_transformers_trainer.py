@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +26,9 @@ from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_train
 from ringattn.errors import UnsupportedError
 from tests.adapters.hosts import record
 from tests.adapters.models import tiny_model
+from tests.adapters.processes import run_program
 from tests.adapters.trainer import CASES, RingTrainer, Stream, padded, texts
 
-ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-9
 BY_CONFIGURATION = {
     "plain": "plain by configuration",
@@ -48,11 +45,7 @@ BY_CONFIGURATION = {
 @pytest.mark.timeout(600)
 def test_trainer_over_processes(tmp_path: Path) -> None:
     """One ring of two ranks, then two: weights, losses of steps and of evaluations are those of one process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.adapters.trainer", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=560,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_program("-m", "tests.adapters.trainer", str(tmp_path), timeout_s=560.0)
     for world_size, cases in CASES.items():
         found = json.loads((tmp_path / f"trainer-{world_size}.json").read_text())
         assert tuple(found) == cases
@@ -132,11 +125,6 @@ def test_a_step_drops_by_its_number(tmp_path: Path, ring: Ring, monkeypatch: pyt
     model = tiny_model("llama", "eager", attention_dropout=0.4)
     made(tmp_path, ring, model=model, args=args).train()
     assert seeds == [seed_from(5, 2, step) for step in (0, 0, 1, 1)]
-
-
-def test_noise_of_whole_texts(tmp_path: Path, ring: Ring) -> None:
-    with pytest.raises(UnsupportedError, match="neftune_noise_alpha: the noise is scaled by the tokens of a row"):
-        made(tmp_path, ring, args={"neftune_noise_alpha": 5.0})
 
 
 def test_streams_evaluated_over_several_rings(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:

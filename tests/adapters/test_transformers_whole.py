@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +22,9 @@ from ringattn.adapters.transformers.batches import WholeTensor, whole_calls
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
 from tests.adapters.own_losses import CASES, ROUTES
+from tests.adapters.processes import run_program
 from tests.adapters.ranks import in_double
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENS = torch.randint(3, 64, (2, 13), generator=torch.Generator().manual_seed(1))
 BATCH = {"input_ids": TOKENS, "labels": TOKENS.clone()}
 TOLERANCE = 1e-10
@@ -201,11 +198,7 @@ def test_calls_that_cannot_be_made_whole() -> None:
 @pytest.mark.timeout(600)
 def test_losses_of_users_by_both_routes(tmp_path: Path) -> None:
     """Weights after two steps, losses, calls of the model in a callback and after training: those of one process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.adapters.own_losses", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=560,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_program("-m", "tests.adapters.own_losses", str(tmp_path), timeout_s=560.0)
     found = json.loads((tmp_path / "own-losses.json").read_text())
     assert set(found) == {f"{case} by {route}" for case in CASES for route in ROUTES}
     for case, errors in found.items():

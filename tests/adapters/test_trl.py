@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,10 +14,10 @@ pytest.importorskip("accelerate", reason="accelerate is not installed, which Tra
 
 from tests.adapters.environments import environment
 from tests.adapters.hosts import record
+from tests.adapters.processes import ROOT, run_program
 from tests.adapters.versions import PEFT, TRL, WITH_TRL
 from tests.doc_code import code_of, run_under_torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-9
 OF_THE_TABLE = {"padded": "plain", "packed": "packed", "sharded": "FSDP2", "compiled": "compile",
                 "checkpointed": "checkpointing"}  # fmt: skip
@@ -43,21 +41,11 @@ def with_trl() -> dict[str, str]:
     return {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
-def run_with_trl(*arguments: str, folder: Path = ROOT, timeout_s: float = 560.0) -> str:
-    """What `python ARGUMENTS` prints in `folder` where TRL and PEFT are installed."""
-    env = {**os.environ, **with_trl()}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout_s
-    )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # some 60 s where nothing runs beside it
 def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
     """Weights after three steps, every metric that SFTTrainer logs, and gradients of every kind of adapter."""
-    run_with_trl("-m", "tests.adapters.sft", str(tmp_path))
+    run_program("-m", "tests.adapters.sft", str(tmp_path), timeout_s=560.0, **with_trl())
     found = json.loads((tmp_path / "sft.json").read_text())
     worst = dict.fromkeys(("plain", "packed", "SFTTrainer", "PEFT", "FSDP2", "compile", "checkpointing"), 0.0)
     assert len(found) >= 14
@@ -103,7 +91,7 @@ def test_the_page_of_trainers_runs_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_other_trainer_of_trl_is_refused() -> None:
-    said = json.loads(run_with_trl("-m", "tests.adapters.trl_trainers").splitlines()[-1])
+    said = json.loads(run_program("-m", "tests.adapters.trl_trainers", **with_trl()).splitlines()[-1])
     assert {"DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"} <= set(said)
     for name, words in said.items():
         assert words.startswith(f"TRL's {name} "), (name, words)

@@ -8,15 +8,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from tests.adapters.environments import environment
+from tests.adapters.processes import ROOT, run_program
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "embedding-transformers.md"
 TABLE = re.compile(r"(^<!-- versions -->\n).*?(^<!-- end of versions -->$)", re.MULTILINE | re.DOTALL)
 TOLERANCE = 1e-9
@@ -55,12 +53,7 @@ def cells(version: str, folder: Path, *names: str) -> dict[str, Verdict]:
     path = os.pathsep.join([str(packages(version)), *besides, str(ROOT)])
     variables = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     variables["PYTHONDONTWRITEBYTECODE"] = ""  # pip has not compiled these packages
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.adapters.version_cells", str(folder), *names], cwd=ROOT, capture_output=True,
-        text=True, env={**os.environ, **variables}, timeout=280,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"transformers {version}: {done.stderr[-4000:]}")
+    run_program("-m", "tests.adapters.version_cells", str(folder), *names, **variables)
     found: dict[str, Verdict] = json.loads((folder / "cells.json").read_text(encoding="utf-8"))
     return found
 
