@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import subprocess
-import sys
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
 import tests.contract.forking  # noqa: F401  (which counts from then on)
 from tests.durations import BUDGET_CORE_S, RUNS, UNKNOWN_S, of_report, quick_core_s, read, renewed
-from tests.running import core_s
 
 ROOT = Path(__file__).resolve().parent.parent
 CASE = '<testcase classname="{}" name="one"><properties><property name="{}" value="{}"/></properties></testcase>'
@@ -47,19 +41,3 @@ def test_seconds_are_those_of_a_core_by_file(tmp_path: Path) -> None:
 def test_what_is_new_counts_until_it_is_measured(files: list[str], total: float) -> None:
     table = {"quick": {"a": 3.0}, "quick-alone": {"b": 4.0}, "slow": {"a": 70.0, "c": 80.0}, "slow-alone": {}}
     assert quick_core_s(table, files) == total
-
-
-def test_no_search_for_garbage_looks_at_what_is_imported() -> None:
-    assert gc.isenabled() and gc.get_freeze_count() > 100_000
-
-
-def test_processes_that_are_forked_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = sum(os.times()[:4])
-    monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", os.getpid(), raising=False)  # type: ignore[attr-defined]
-    assert core_s() == pytest.approx(2 * own, abs=0.3)  # itself, and itself as what others are forked from
-
-
-def test_processes_that_a_test_starts_count() -> None:
-    before = core_s()
-    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.2: pass"], check=True)
-    assert 0.2 <= core_s() - before < 5.0

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore
 
 from ringattn.launch.measure import check
 from tests import process_entries
-from tests.contract import ports
-from tests.contract.ports import GIVEN_AWAY, free_port
 from tests.contract.processes import Processes
 from tests.gpu.test_processes import every_schedule_is_exact
 
@@ -55,45 +50,12 @@ def test_check_is_exact_on_four_processes() -> None:
 
 
 @pytest.mark.slow
-def test_check_is_exact_on_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")  # as under a torchrun of one process
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert check.main(["dtype=fp64", "tokens=61", "combinations=pairs", "verbose=true"]) == 0
-    printed = capsys.readouterr().out
-    rows = [line for line in printed.splitlines() if line.startswith(MASKS)]
-    tried = len(list(check.paired_cases()))
-    assert len(rows) == tried and f"{tried} cases, all exact" in printed
-
-
-@pytest.mark.slow
 def test_check_is_exact_on_two_nodes(tmp_path: Path) -> None:
     # Shared memory for the first two processes, gloo to the third, opened as a user does.
     every_schedule_is_exact(tmp_path, 3, "fp64", "shm", pairs=True, nodes=[0, 0, 1])
 
 
 # Rank 2 needs what rank 1 would have handed on; rank 0 does not, and may notice only in its next call.
-
-
-def test_processes_that_are_to_meet_get_a_port_that_the_system_gives_to_nobody() -> None:
-    first, last = map(int, GIVEN_AWAY.read_text().split())
-    found = {free_port() for _ in range(20)}
-    assert len(found) > 10 and not found & set(range(first, last + 1))
-    with socket.create_server(("127.0.0.1", free_port())) as mine, pytest.MonkeyPatch.context() as patch:
-        held = mine.getsockname()[1]
-        patch.setattr(ports, "SystemRandom", lambda: SimpleNamespace(sample=lambda others, count: [held]))
-        with pytest.raises(OSError, match="no port from 10000 on is free"):
-            free_port()
-
-
-def reads(rank: int, world_size: int, name: str) -> str | None:
-    return os.environ.get(name)
-
-
-def test_processes_have_the_environment_of_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("one", None):
-        monkeypatch.setenv("RINGATTN_OF_A_TEST", value) if value else monkeypatch.delenv("RINGATTN_OF_A_TEST")
-        with Processes(1) as started:
-            assert started.run(reads, "RINGATTN_OF_A_TEST") == {0: value}
 
 
 def test_a_rank_that_exits_is_named_by_the_others() -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -118,43 +113,3 @@ def test_only_a_whole_group_that_passed_is_recorded(
     assert unchanged.main() == int(not proven)
     assert unchanged.is_unchanged("product") == proven == (unchanged.RECORD.exists())
     unchanged.digest.cache_clear()
-
-
-PASSES = "import pytest\n@pytest.mark.unchanged('product')\ndef test_one():\n    assert True\n"
-SETTINGS = """
-[tool.pytest.ini_options]
-pythonpath = ["."]
-addopts = "--import-mode=importlib"
-markers = ["unchanged(group): ", "slow: ", "alone: "]
-"""
-
-
-@pytest.mark.slow
-def test_what_is_recorded_is_left_out_until_it_changes(tmp_path: Path) -> None:
-    tests = tmp_path / "tests"
-    tests.mkdir()
-    (tests / "__init__.py").touch()
-    own = Path(unchanged.__file__)
-    shutil.copy(own.with_name("running.py"), tests)
-    (tests / "conftest.py").write_text('pytest_plugins = ("tests.running",)\n')  # without torch, eight starts of Python
-    groups = "GROUPS = {'product': ('tests/test_product.py',)}\nOTHERS = {"
-    (tests / own.name).write_text(own.read_text().replace("GROUPS = {", groups))
-    (tmp_path / "pyproject.toml").write_text(SETTINGS)
-    (tests / "test_product.py").write_text(PASSES)
-
-    def python(*words: str) -> str:
-        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-m", *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250
-        )
-        return done.stdout + done.stderr
-
-    assert "1 passed" in python("pytest", "-q", "-m", "not slow")
-    assert "product: passed" in python("tests.unchanged")
-    assert list(json.loads((tests / "unchanged.json").read_text())) == ["product"]
-    assert "1 passed" in python("pytest", "-q", "-m", "not alone and slow")
-    for more in ([], ["-n", "2"]):
-        left = python("pytest", "-q", "-m", "not alone and not slow", *more)
-        assert "left out, for nothing they read has changed since they passed: product (1)" in left
-    (tests / "test_product.py").write_text(f"{PASSES}OTHER = 1\n")
-    assert "1 passed" in python("pytest", "-q", "-m", "not alone and not slow")

@@ -50,20 +50,6 @@ def test_between(run: StridedRange, lo: int, hi: int) -> None:
     assert 0 <= indices.start and indices.count >= 0
 
 
-@given(runs, st.integers(0, 19), st.integers(0, 19), st.integers(1, 5))
-def test_pick(run: StridedRange, start: int, count: int, stride: int) -> None:
-    indices = StridedRange(start, count, stride)
-    if not count or indices.last < run.count:
-        assert list(run.pick(indices).members()) == [run.members()[i] for i in indices.members()]
-
-
-@given(runs)
-def test_last_and_stop(run: StridedRange) -> None:
-    members = list(run.members())
-    assert run.stop == (members[-1] + 1 if members else run.start)
-    assert not members or run.last == members[-1]
-
-
 @settings(max_examples=400, deadline=None)
 @given(runs, runs, bands)
 def test_count_pairs(q: StridedRange, k: StridedRange, band: Band) -> None:
@@ -75,12 +61,6 @@ def test_count_pairs_of_a_million_tokens_is_closed_form() -> None:
     assert count_pairs(run, run, CAUSAL) == (1 << 19) * ((1 << 20) + 1)
     assert count_pairs(run, StridedRange(0, 1 << 18, 4), CAUSAL) == 4 * sum(range(1, (1 << 18) + 1))
     assert count_pairs(run, run, Band(0, 9)) == 10 * (1 << 20) - 45
-
-
-@settings(max_examples=500, deadline=None)
-@given(tiles())
-def test_area_is_pairs_times_heads(tile: Tile) -> None:
-    assert tile.area() == tile.heads.count * len(row_pairs(tile))
 
 
 def test_a_band_whose_bounds_cross_holds_no_pair() -> None:

@@ -113,13 +113,6 @@ def test_auto(purpose: str, documents: tuple[int, ...] | None, name: str) -> Non
     assert make_layout("auto", 8, 2, documents, purpose) == make_layout(name, 8, 2, documents)
 
 
-def test_equal_fields_are_equal_layouts() -> None:
-    one, two = make_layout("zigzag", 10, 2), make_layout("zigzag", 10, 2, (0, 4, 10))
-    assert one == two and hash(one) == hash(two)
-    others = [make_layout("zigzag", 11, 2), make_layout("zigzag", 10, 3), make_layout("striped", 10, 2)]
-    assert all(one != other for other in others)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

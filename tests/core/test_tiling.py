@@ -90,23 +90,9 @@ TILES = [
 ]
 
 
-def test_a_table_gives_back_its_tiles() -> None:
-    table = TileTable.of(TILES)
-    assert list(table) == TILES and len(table) == 2
-    assert table.area() == sum(int(inside(tile).sum()) * tile.heads.count for tile in TILES)
-    assert list(TileTable.of([])) == []
-
-
 def test_tables_are_values() -> None:
     one, two = TileTable.of(TILES), TileTable.of(TILES)
     other = TileTable.of([TILES[0]._replace(band=FULL), TILES[1]])
     assert one == two and hash(one) == hash(two) and one != other
     with pytest.raises(ValueError, match="read-only"):
         one.q_start[0] = 1
-
-
-def test_replaced_changes_nothing_else() -> None:
-    moved = list(TileTable.of(TILES).replaced(k_row=np.array([40, 50])))
-    for before, after, row in zip(TILES, moved, (40, 50), strict=True):
-        rows = before.k.rows._replace(start=row)
-        assert after == before._replace(k=TokenRange(before.k.positions, rows))

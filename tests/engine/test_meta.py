@@ -54,10 +54,6 @@ def flash(*given: Tensor) -> tuple[Any, ...]:
     return ops._scaled_dot_product_flash_attention(*given, 0.0, False, scale=0.1)
 
 
-def efficient(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    return ops._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, False, scale=0.1)
-
-
 def on_cpu(*given: Tensor) -> tuple[Any, ...]:
     return ops._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, False, scale=0.1)
 
@@ -69,28 +65,9 @@ def test_cudnn_gives_lse_a_last_axis_of_one() -> None:
     assert shape_of(cudnn(*operands())[1]) == ((*LSE, 1), SINGLE)
 
 
-def test_efficient_attention_pads_the_rows_of_lse_to_32() -> None:
-    """37 rows become 64; the tail is nobody's."""
-    assert shape_of(efficient(*operands())[1]) == ((BATCH, HEADS, 64), SINGLE)
-
-
 def test_flash_gives_lse_as_the_engines_keep_it() -> None:
     lse = flash(*operands())[1]
     assert shape_of(lse) == (LSE, SINGLE) and lse.is_contiguous()
-
-
-def test_flash_of_documents_gives_lse_heads_first() -> None:
-    """(heads, tokens), where the public documentation says (tokens, heads)."""
-    q, kv = (torch.empty(90, heads, DIM, dtype=HALF, device="meta") for heads in (HEADS, KV_HEADS))
-    bounds = torch.empty(3, dtype=torch.int32, device="meta")
-    out, lse, *_ = ops._flash_attention_forward(q, kv, kv, bounds, bounds, 50, 50, 0.0, False, False, scale=0.1)
-    assert shape_of(out) == ((90, HEADS, DIM), HALF) and shape_of(lse) == ((HEADS, 90), SINGLE)
-
-
-def test_flash_of_rows_first_operands_still_gives_lse_heads_first() -> None:
-    q, k, v = (x.transpose(1, 2) for x in operands())
-    out, lse, *_ = ops._flash_attention_forward(q, k, v, None, None, ROWS, KEYS, 0.0, False, False, scale=0.1)
-    assert out.shape == q.shape and shape_of(lse) == (LSE, SINGLE)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(HALF, SINGLE), (SINGLE, SINGLE), (torch.float64, torch.float64)])
@@ -138,10 +115,9 @@ def test_gradients_lie_in_memory_as_their_inputs_do(op: BlockOp, memory: str) ->
 
 @pytest.mark.parametrize("memory", MEMORY)
 def test_what_lies_rows_first_whatever_it_was_given(memory: str) -> None:
-    """Gradients of the CPU op and the output of efficient attention: (batch, rows, heads, dim) underneath."""
+    """Gradients of the CPU op: (batch, rows, heads, dim) underneath."""
     q, k, v = operands(memory)
     rows_first = (ROWS * HEADS * DIM, DIM, HEADS * DIM, 1)
-    assert efficient(q, k, v)[0].stride() == rows_first
     assert CPU.backward(q, q, k, v, q, torch.empty(LSE, device="meta"), False, 0.1)[0].stride() == rows_first
 
 
@@ -150,15 +126,8 @@ def test_the_random_state_of_flash_is_two_unsigned_words() -> None:
     assert shape_of(found[6]) == ((2,), torch.uint64) and shape_of(found[7]) == ((), torch.uint64)
 
 
-def test_the_random_state_of_the_others_is_two_signed_numbers() -> None:
-    for philox in (cudnn(*operands())[6:8], efficient(*operands())[2:4]):
-        assert [shape_of(x) for x in philox] == [((), torch.int64)] * 2
-
-
-def test_without_documents_there_are_no_bounds_to_hand_on() -> None:
-    """The backwards are given None for them, and the numbers of rows and keys."""
-    for found in (flash(*operands()), cudnn(*operands())):
-        assert found[2:6] == (None, None, ROWS, KEYS)
+def test_the_random_state_of_cudnn_is_two_signed_numbers() -> None:
+    assert [shape_of(x) for x in cudnn(*operands())[6:8]] == [((), torch.int64)] * 2
 
 
 # --- what the engines make of it -------------------------------------------------------------------------------------

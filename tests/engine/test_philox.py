@@ -41,23 +41,3 @@ def test_a_position_takes_a_whole_word() -> None:
     is_dropped(near, StridedRange(0, 1), StridedRange(2**31 - 64, 64), StridedRange(2**31 - 64, 64), 1, 0.5)
     is_dropped(far, StridedRange(0, 1), StridedRange(2**32 - 64, 64), StridedRange(2**32 - 64, 64), 1, 0.5)
     assert 0.4 < (near != far).double().mean() < 0.6
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_it_draws_as_dice_would(p: float) -> None:
-    """The mean, of all and along each axis, and what neighbours on an axis have in common, within five deviations."""
-    dropped = torch.empty(4, 8, 96, 96, dtype=torch.bool)
-    every = StridedRange(0, 96)
-    is_dropped(dropped, StridedRange(0, 8), every, every, 42, p)
-    x = (dropped.double() - p) / (p * (1 - p)) ** 0.5
-    assert abs(float(x.mean())) <= 5 / x.numel() ** 0.5
-    for dim, size in enumerate(x.shape):
-        means = x.transpose(0, dim).flatten(1).mean(1) * (x.numel() / size) ** 0.5
-        assert means.abs().max() <= 5
-        for apart in (1, 2, 3, 4):
-            if apart < size:
-                one, other = x.narrow(dim, 0, size - apart), x.narrow(dim, apart, size - apart)
-                assert abs(float((one * other).mean())) <= 5 / one.numel() ** 0.5, (dim, apart)
-    another = torch.empty_like(dropped)
-    is_dropped(another, StridedRange(0, 8), every, every, 43, p)
-    assert abs(float((x * (another.double() - p) / (p * (1 - p)) ** 0.5).mean())) <= 5 / x.numel() ** 0.5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,33 +84,6 @@ def test_few_rectangles(q_count: int, k_count: int, lo: int, more: int) -> None:
     )
     stretches = min(q_count, k_count) // (more + 1)
     assert len(list(rectangles(tile))) <= 2 * stretches + 7
-
-
-def test_full_pair_is_one_rectangle() -> None:
-    assert list(rectangles(square(8, FULL))) == [Rectangle(StridedRange(0, 8), StridedRange(0, 8), False, False, HEADS)]
-    assert list(rectangles(square(8, CAUSAL, k_start=-20))) == list(rectangles(square(8, FULL)))
-
-
-def test_full_pair_of_unequal_strides_is_one_rectangle() -> None:
-    tile = Tile(
-        TokenRange(StridedRange(100, 8, 3), StridedRange(0, 8)),
-        TokenRange(StridedRange(0, 6, 2), StridedRange(0, 6)),
-        Band(0, 500),
-        HEADS,
-    )
-    assert list(rectangles(tile)) == [Rectangle(StridedRange(0, 8), StridedRange(0, 6), False, False, HEADS)]
-
-
-@pytest.mark.parametrize("square_causal_only", [False, True])
-def test_causal_square_is_one_rectangle(square_causal_only: bool) -> None:
-    made = list(rectangles(square(8, CAUSAL), square_causal_only))
-    assert made == [Rectangle(StridedRange(0, 8), StridedRange(0, 8), True, False, HEADS)]
-
-
-def test_left_edge_square_is_one_reversed_rectangle() -> None:
-    assert list(rectangles(square(8, Band(FULL.lo, 0)))) == [
-        Rectangle(StridedRange(0, 8), StridedRange(0, 8), True, True, HEADS)
-    ]
 
 
 def test_causal_below_the_diagonal_is_full_columns_and_one_causal() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from ringattn import Ring
 from ringattn.engine import flash, select
 from ringattn.engine.base import Softmax
 from ringattn.engine.plain import PlainEngine
-from ringattn.engine.select import ENGINES, Choice, choose
+from ringattn.engine.select import ENGINES, choose
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.explain import Explanation
 from ringattn.planner.cluster import CLUSTERS
@@ -194,10 +193,6 @@ def test_an_engine_that_leaves_nothing_free_is_told_of_once(monkeypatch: pytest.
         assert ring.engine_for(CUDA, HALF, 8, 8, None).name == "aten"
 
 
-def test_a_choice_is_made_once() -> None:
-    assert choose("auto", HOST, HALF, 64, 64, None) is choose("auto", HOST, HALF, 64, 64, None)
-
-
 # --- what a user reads -----------------------------------------------------------------------------------------------
 
 
@@ -216,25 +211,6 @@ def test_explain_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         told = ring.explain(seq, **facts)
         q = torch.zeros(1, 64, 2, 16)
         assert ring.explain(seq, q=q, k=q, v=q).engine_why == told.engine_why
-
-
-def test_explain_asks_for_what_the_call_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device and dtype of the tensors, both head dimensions, the engine that the ring was opened with."""
-    asked = []
-
-    def recording(*facts: object) -> Choice:
-        asked.append(facts)
-        return choose(*facts)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("ringattn.runtime.runtime.choose", recording)
-    with Ring(engine="plain") as ring:
-        monkeypatch.setattr(Ring, "device", HOST)
-        q, v = torch.zeros(1, 64, 2, 16, dtype=torch.float64), torch.zeros(1, 64, 2, 24, dtype=torch.float64)
-        ring.explain(ring.sequence(64), q=q, k=q, v=v, softcap=3.0)
-        ring.explain(ring.sequence(64), q_heads=1, head_dim=8)
-        ring.attention(q, q, v, ring.sequence(64), softcap=3.0)
-    first = ("plain", HOST, torch.float64, 16, 24, Softmax(0.25, 1, 3.0), 0)
-    assert asked == [first, ("plain", HOST, HALF, 8, 8, Softmax(1 / math.sqrt(8)), 0), first]
 
 
 def test_an_engine_may_be_given_as_an_object() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from ringattn.engine.softmax_state import accumulator_dtype, by_row, identity, merge_, weights
+from ringattn.engine.softmax_state import by_row, identity, merge_, weights
 
 Partial = tuple[Tensor, Tensor]
 NEG_INF = float("-inf")
@@ -38,13 +37,6 @@ def test_merge_is_the_softmax_over_both_sets_of_keys() -> None:
     torch.testing.assert_close(merged(over(slice(0, 3)), over(slice(3, 10))), over(slice(0, 10)), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_merge_is_commutative_and_associative(seed: int) -> None:
-    a, b, c = (partial(3 * seed + i) for i in range(3))
-    torch.testing.assert_close(merged(a, b), merged(b, a), rtol=0, atol=1e-14)
-    torch.testing.assert_close(merged(merged(a, b), c), merged(a, merged(b, c)), rtol=0, atol=1e-14)
-
-
 def test_identity_changes_no_bit_on_either_side() -> None:
     part = partial(1)
     empty = identity(6, 2, 3, 4, part[0])
@@ -66,27 +58,6 @@ def test_merge_writes_in_place_into_strided_views() -> None:
     assert (held[:, 0] == 7.0).all() and (held[:, -1] == 7.0).all()
 
 
-def test_far_apart_magnitudes_neither_overflow_nor_vanish() -> None:
-    out, lse = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1), 3e4)
-    merge_(out, lse, torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1), -3e4))
-    assert out.item() == 1.0 and lse.item() == 3e4
-    merge_(out, lse, torch.full((1, 1, 1, 1), 5.0), torch.full((1, 1, 1), 6e4))
-    assert out.item() == 5.0 and lse.item() == 6e4
-
-
 def test_weights_of_an_unseen_part_are_zero() -> None:
     assert weights(torch.tensor(NEG_INF), torch.tensor(NEG_INF)) == 0.0
     assert weights(torch.tensor(NEG_INF), torch.tensor(1.0)) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("dtype", "accumulator"),
-    [(torch.float64, torch.float64)] + [(x, torch.float32) for x in (torch.float32, torch.float16, torch.bfloat16)],
-)
-def test_identity_is_in_the_accumulator_dtype_with_batches_outermost(
-    dtype: torch.dtype, accumulator: torch.dtype
-) -> None:
-    out, lse = identity(6, 2, 3, 4, torch.zeros((), dtype=dtype))
-    assert accumulator_dtype(dtype) == out.dtype == lse.dtype == accumulator
-    assert out.shape == (6, 2, 3, 4) and out.transpose(0, 1).is_contiguous() and lse.shape == (2, 3, 6)
-    assert not out.any() and lse.isneginf().all()

@@ -1,4 +1,4 @@
-"""One GPU, one communicator of one rank: every part of a hop on the real library, with P virtual ranks.
+"""One GPU, one communicator of one rank: every part of a hop on the real library.
 
 `tests/gpu/test_rehearsal.py` runs the same bodies over the simulated library on CPU.
 """
@@ -15,10 +15,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from ringattn import Ring
 from ringattn.launch.doctor.network import network_facts
-from ringattn.launch.measure import check
-from ringattn.launch.measure.check import CheckConfig, check_rank
 from ringattn.planner.cluster import LinkClass
 from ringattn.transport import location as nvml
 from ringattn.transport.base import Opening
@@ -29,7 +26,6 @@ from ringattn.transport.nccl.binding import Binding, Capability, CommConfig
 from ringattn.transport.nccl.communicator import Communicator, PeerCall
 from ringattn.transport.nccl.options import BINDINGS, NcclOptions, open_binding
 from tests.gpu.kept import keep
-from tests.gpu.loopback import LoopbackWorld, on_loopback
 
 pytestmark = pytest.mark.gpu
 
@@ -38,11 +34,6 @@ SIZES = (4 << 10, 64 << 10, 8 << 20, 80 << 20)
 
 def nothing() -> None:
     """A watch that never raises."""
-
-
-def own_stream() -> Any:
-    """A CUDA stream of this thread's own."""
-    return torch.cuda.stream(torch.cuda.Stream())
 
 
 @pytest.fixture(params=BINDINGS)
@@ -102,42 +93,12 @@ def bytes_of_every_size(lane: Communicator, gpu: Device, sizes: tuple[int, ...] 
         assert [bool((buffer == n + 1).all()) for n, buffer in enumerate(came)] == [True] * 3, nbytes
 
 
-def every_schedule_is_exact(world: LoopbackWorld, dtype: str, streams: Any, combinations: str = "all") -> list[int]:
-    """All masks, layouts and schedules against float64; the sizes of the groups that were launched."""
-    spec = vars(CheckConfig(transport="nccl", dtype=dtype, engine="plain", tokens=101, combinations=combinations))
-    tried = list(check.cases() if combinations == "all" else check.paired_cases())
-
-    def body(ring: Ring) -> dict[str, int]:
-        return check_rank(ring, spec)
-
-    for result in on_loopback(world, body, streams, engine="plain", poison=True, timeout_s=60.0):
-        assert result == {"cases": len(tried), "failed": 0}
-    return world.group_sizes
-
-
 # --- on the GPU ------------------------------------------------------------------------------------------------------
 
 
 def test_bytes_of_every_size(lane: Communicator, gpu: Device, binding: Binding) -> None:
     bytes_of_every_size(lane, gpu)
     keep("nccl_loopback", f"bytes of every size, {binding.name}", list(SIZES))
-
-
-@pytest.mark.parametrize(("dtype", "ranks"), [("fp64", 2), ("fp64", 8), ("fp32", 4), ("bf16", 4)])
-def test_every_schedule_is_exact(dtype: str, ranks: int, gpu: Device) -> None:
-    binding = open_binding(NcclOptions())
-    world = LoopbackWorld(ranks, binding, gpu, synchronize=torch.cuda.synchronize)
-    sizes = every_schedule_is_exact(world, dtype, own_stream)
-    world.end()
-    assert max(sizes) >= 2 * ranks  # P sends and P receives in one group
-    keep("nccl_loopback", f"exact, {dtype}, {ranks} virtual ranks", {"groups": len(sizes), "largest group": max(sizes)})
-
-
-def test_plain_memory_is_exact_too(gpu: Device) -> None:
-    world = LoopbackWorld(4, open_binding(NcclOptions()), gpu, registered=False, synchronize=torch.cuda.synchronize)
-    sizes = every_schedule_is_exact(world, "fp32", own_stream)
-    world.end()
-    keep("nccl_loopback", "exact, fp32, 4 virtual ranks, plain memory", {"groups": len(sizes)})
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["nonblocking", "blocking"])

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,8 @@ from ringattn.transport.nccl.binding import CommConfig
 from ringattn.transport.nccl.communicator import Communicator
 from tests.gpu import kept
 from tests.gpu import test_processes as processes
-from tests.gpu.loopback import LoopbackWorld
 from tests.gpu.processes import in_order
-from tests.gpu.test_loopback import bytes_of_every_size, every_schedule_is_exact, nothing
+from tests.gpu.test_loopback import bytes_of_every_size, nothing
 from tests.transport.nccl_rings import on_rings, results
 from tests.transport.simulated.device import SimDevice
 from tests.transport.simulated.library import SimLibrary
@@ -194,16 +192,6 @@ def test_bytes_of_every_size() -> None:
     lane.open(library.unique_id(), nothing)
     bytes_of_every_size(lane, gpu, (1, 4096, 70_000))
     assert world.violations == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_schedule_is_exact(ranks: int) -> None:
-    world = SimWorld(1, any_memory=True)
-    loop = LoopbackWorld(ranks, SimLibrary(world, 0), SimDevice(world, 0))
-    sizes = every_schedule_is_exact(loop, "fp64", nullcontext, "pairs")
-    loop.end()
-    assert world.violations == [] and max(sizes) >= 2 * ranks
 
 
 @pytest.mark.slow

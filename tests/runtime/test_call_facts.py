@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -18,9 +17,6 @@ from ringattn.runtime.consistency import facts_of
 from ringattn.runtime.runtime import AttentionCall
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
-from tests.contract.processes import Processes
-from tests.transport.nccl_rings import on_rings
-from tests.transport.simulated.world import SimWorld
 
 RANKS, TOKENS = 4, 64
 X = torch.randn(1, TOKENS, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -69,38 +65,6 @@ def test_schedules_that_differ_between_ranks(usual: str, odd: str, fact: str) ->
     assert [line.split(":")[0].strip() for line in lines] == [f"rank {rank}" for rank in range(RANKS)]
     assert all(fact in line and "heads" not in line for line in lines)
     assert len({line.partition(fact)[2] for line in lines}) == 2 and lines[0][8:] == lines[1][8:] == lines[3][8:]
-
-
-def _on_process(rank: int, world_size: int, transport: str, schedules: tuple[str, str]) -> str:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    with Ring(transport=transport, timeout_s=20.0) as ring:
-        assert ring.transport.name == transport
-        return _differing(schedules)(ring)
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with Processes(RANKS) as made:
-        yield made
-
-
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_grids_that_differ_between_processes(transport: str, processes: Processes) -> None:
-    errors = processes.run(_on_process, transport, ("double_ring:2", "double_ring:4"))
-    assert all(
-        "rank 2: call 1: double_ring attention of 64 tokens: schedule.grid" in error for error in errors.values()
-    )
-
-
-def test_grids_that_differ_on_a_gpu() -> None:
-    def body(ring: Ring) -> str:
-        schedules = "double_ring:2", "double_ring:4"
-        with pytest.raises(DisagreementError) as caught:
-            attend(ring, schedules[ring.rank == 2])
-        return str(caught.value)
-
-    outcomes = on_rings(SimWorld(RANKS), body, ring={"engine": "plain"})
-    assert all("schedule.grid" in outcome.result for outcome in outcomes)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import DisagreementError, Ring, RingMultiheadAttention, Sequence
+from ringattn import DisagreementError, Ring, Sequence
 from ringattn.adapters.torch_ops import ring_attention
 from ringattn.testing import run_ranks
-from tests.contract.processes import Processes
 from tests.transport.nccl_rings import on_rings, results
 from tests.transport.simulated.world import SimWorld
 
@@ -117,26 +115,6 @@ def test_what_a_forward_pass_keeps_is_there_on_a_rank_that_needs_no_gradient() -
     torch.testing.assert_close(gradient, value.grad[:, rows], rtol=1e-10, atol=1e-10)
 
 
-def _on_process(rank: int, world_size: int, transport: str) -> Any:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    with Ring(transport=transport, timeout_s=20.0) as ring:
-        assert ring.transport.name == transport
-        return ring.sequence(TOKENS).positions(), step(ring, ENTRIES["attention"], ("", "kv", "q")[rank])
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with Processes(RANKS) as made:
-        yield made
-
-
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_gradients_are_those_of_one_process_between_processes(transport: str, processes: Processes) -> None:
-    found = processes.run(_on_process, transport)
-    rows, shards = zip(*(found[rank] for rank in range(RANKS)), strict=True)
-    check(("", "kv", "q"), list(rows), list(shards))
-
-
 def test_nobody_needs_gradients_and_no_output_carries_a_graph() -> None:
     def body(ring: Ring) -> bool:
         seq = ring.sequence(TOKENS)
@@ -145,28 +123,6 @@ def test_nobody_needs_gradients_and_no_output_carries_a_graph() -> None:
         return any(out.requires_grad for out in outs)
 
     assert run_ranks(RANKS, body) == [False] * RANKS
-
-
-def test_a_frozen_layer_with_inputs_that_train_on_one_rank() -> None:
-    layer = RingMultiheadAttention(16, 4, num_kv_heads=2, causal=True, bias=False).double().requires_grad_(False)
-    x = torch.randn(1, TOKENS, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-    def body(ring: Ring) -> Any:
-        seq = ring.sequence(TOKENS)
-        shard = seq.shard(x).requires_grad_(ring.rank == 1)
-        (layer(shard, seq) ** 2).sum().backward()
-        return seq.positions(), shard.grad
-
-    leaf = x.clone().requires_grad_()
-    q, k, v = (leaf @ layer.in_proj_weight.T).unflatten(2, (-1, 4)).split((4, 2, 2), 2)
-    scores = torch.einsum("bnhd,bmhd->bhnm", q, k.repeat_interleave(2, 2)) / 4**0.5
-    weights = scores.masked_fill(torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
-    heads = torch.einsum("bhnm,bmhd->bnhd", weights, v.repeat_interleave(2, 2)).flatten(2)
-    ((heads @ layer.out_proj.weight.T) ** 2).sum().backward()
-    for rank, (rows, gradient) in enumerate(run_ranks(RANKS, body)):
-        assert (gradient is not None) == (rank == 1)
-        if gradient is not None and leaf.grad is not None:
-            torch.testing.assert_close(gradient, leaf.grad[:, rows], rtol=1e-10, atol=1e-10)
 
 
 def test_the_gradient_of_a_gather_that_one_rank_needs() -> None:

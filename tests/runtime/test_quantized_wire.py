@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import DisagreementError, InputError, Ring
+from ringattn import InputError, Ring
 from ringattn.core.layout import make_layout
 from ringattn.core.problem import EIGHT_BIT
 from ringattn.planner.choose import plan_of
@@ -122,13 +122,6 @@ def test_half_inputs_err_no_more_than_alone(dtype: torch.dtype, code: str) -> No
 
 
 @each_code
-def test_same_call_same_bits(code: str) -> None:
-    first, *others = schedules(MASKS["causal"], 4, "zigzag", code, ["ring", "ring", "ring"])
-    others.append(schedules(MASKS["causal"], 4, "zigzag", code, ["ring"])[0])
-    assert all(torch.equal(first[name], again[name]) for again in others for name in first)
-
-
-@each_code
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_never_lost(code: str, bad: float) -> None:
     def body(ring: Ring) -> Tensor:
@@ -142,27 +135,10 @@ def test_what_is_not_finite_is_never_lost(code: str, bad: float) -> None:
 
 # --- what it does to results -----------------------------------------------------------------------------------------
 
-EACH = {
-    "int8": 1 / 254,
-    "float8_e4m3fn": 2.0**-4 + 2.0**-10 / 448,
-}  # greatest error of a value, over its head's largest
 MEASURED = {
     "int8": {"out": 0.0049, "dq": 0.0069, "dk": 0.0057, "dv": 0.0034},
     "float8_e4m3fn": {"out": 0.021, "dq": 0.031, "dk": 0.024, "dv": 0.0155},
 }
-
-
-@each_code
-@pytest.mark.parametrize("loud", [0.1, 1.0, 4.0])
-def test_outputs_err_within_what_the_decision_states(code: str, loud: float) -> None:
-    trial = Trial(causal=True, heads=(4, 2), dims=(16, 16), scale=loud / 4)
-    given, exact = inputs(trial, torch.float32), reference(trial, torch.float32)
-    found = schedules(trial, 4, "zigzag", code, ["ring"])[0]
-    k, v = (x.double().abs().amax((1, 3)).repeat_interleave(2, 1)[:, None] for x in (given.k, given.v))
-    scores = loud / 4 * given.q.double().abs().sum(-1) * k * EACH[code]  # (batch, tokens, heads)
-    assert ((found["lse"] - exact["lse"]).abs() <= scores.transpose(1, 2) + SINGLE).all()
-    limit = (EACH[code] + 2 * torch.tanh(scores / 2)) * v + SINGLE
-    assert ((found["out"] - exact["out"]).abs() <= limit[..., None]).all()
 
 
 @each_code
@@ -229,19 +205,6 @@ def test_explain_tells_of_it(code: str) -> None:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_disagree() -> None:
-    def body(ring: Ring) -> None:
-        if ring.rank == 2:
-            ring.kv_wire_dtype = "float8_e4m3fn"
-        attend(ring)
-
-    for error in errors(body, kv_wire_dtype="int8"):
-        assert isinstance(error, DisagreementError)
-        lines = str(error).splitlines()[1:]
-        assert ["kv_wire_dtype 'int8'" in line for line in lines] == [True, True, False]
-        assert "kv_wire_dtype 'float8_e4m3fn'" in lines[2]
-
-
 def test_float64_is_refused_on_all_ranks() -> None:
     def body(ring: Ring) -> None:
         attend(ring, lambda _, a: a.update({name: a[name].double() for name in "qkv"}))
@@ -256,7 +219,3 @@ def test_other_dtypes_are_refused(dtype: Any) -> None:
         Ring(kv_wire_dtype=dtype)
     with pytest.raises(InputError, match=r"kv_wire_dtype .* is not supported; use one of int8, float8_e4m3fn"):
         replace(CASE, kv_wire_dtype=str(dtype).removeprefix("torch."))
-
-
-def test_it_is_in_the_digest() -> None:
-    assert len({replace(CASE, kv_wire_dtype=dtype).digest for dtype in (None, *EIGHT_BIT)}) == 3
