@@ -21,6 +21,7 @@ from ringattn.transport.control_store import BoundedStore, ControlStore, bounded
 from ringattn.transport.deadline import Deadline
 from tests.contract.meeting import rendezvous_store
 from tests.transport.store_hosts import StoreHost
+from tests.transport.threads import on_each_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL_S = 0.3
@@ -191,16 +192,11 @@ class CountingStore:
         return getattr(self._store, name)
 
 
-def gathered(stores: list[Any], payload: Callable[[int], bytes], timeout_s: float = 20.0) -> list[Any]:
-    def one(rank: int) -> Any:
-        control = ControlStore(stores[rank], rank, len(stores))
-        try:
-            return control.gather("facts", payload(rank), Deadline(timeout_s))
-        except DeadlineError as error:
-            return str(error)
+def gathered(stores: list[Any], payload: Callable[[int], bytes]) -> list[Any]:
+    def gather(rank: int) -> Any:
+        return ControlStore(stores[rank], rank, len(stores)).gather("facts", payload(rank), Deadline(20.0))
 
-    with ThreadPoolExecutor(len(stores)) as pool:
-        return list(pool.map(one, range(len(stores))))
+    return on_each_rank(len(stores), gather)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError
+from ringattn.errors import DeadlineError, InputError, PeerLostError
 from ringattn.transport import control_store, gloo
 from ringattn.transport.base import Message, Opening
 from ringattn.transport.control_store import group_store
@@ -221,104 +220,3 @@ def test_no_wait_ends_before_its_deadline(timeout_s: float) -> None:
     assert asked.ends >= deadline
     assert asked.timeout.microseconds % 1000 == 0
     assert timedelta(0) < asked.timeout <= timedelta(seconds=max(timeout_s, 0.0) + 0.001)
-
-
-def cause_in_a_wait(rank: int, world_size: int) -> None:
-    ring = meet(rank, world_size, list(range(world_size)), 20.0)
-    ring.all_gather_bytes(b"")
-    if rank == 0:
-        start = time.monotonic()
-        with pytest.raises(PeerLostError, match=r"recv from rank 1.*rank 2 failed first: ValueError: no heads"):
-            contract.receive(ring, 1)
-        assert time.monotonic() - start < 4.0  # far below its deadline, far above what a busy machine needs
-    elif rank == 1:
-        time.sleep(5.0)
-    else:
-        time.sleep(0.5)  # rank 0 waits for rank 1 already
-        ring.abort(ValueError("no heads"))
-
-
-def test_a_cause_ends_a_wait_for_another_rank(processes: Processes) -> None:
-    processes.run(cause_in_a_wait)
-
-
-# --- sudden ends -----------------------------------------------------------------------------------------------------
-
-
-def exits_mid_exchange(rank: int, world_size: int, members: list[int]) -> str:
-    ring = meet(rank, world_size, members, 20.0)
-    after, before = contract.neighbors(ring)
-    handle = ring.exchange(
-        [Message(after, torch.ones(16), "kv")], [Message(before, torch.zeros(16), "kv") for _ in range(2)]
-    )
-    ring.all_gather_bytes(b"")  # all have posted their exchange
-    if rank == 3:
-        os._exit(1)
-    start = time.monotonic()
-    with pytest.raises(PeerLostError) as caught:
-        handle.wait()
-    assert time.monotonic() - start < 8.0
-    with pytest.raises(ClosedError, match="is gone"):
-        ring.exchange([], [])
-    return str(caught.value)
-
-
-def exit_is_named_by_all(mortals: Processes) -> None:
-    told = mortals.run(exits_mid_exchange, mortals.ranks, exits=3)
-    assert sorted(told) == [0, 1, 2]
-    for rank, text in told.items():
-        assert f"rank {rank} recv from rank {(rank - 1) % 4} 'kv' (64 bytes of torch.float32)" in text
-        assert "rank 3 is gone" in text and "rank 3 is silent (stopped, stuck, gone or out of reach)" in text
-
-
-def exits_mid_write(rank: int, world_size: int, members: list[int]) -> str:
-    ring = meet(rank, world_size, members, 3.0)
-    last = len(members) - 1
-    big = torch.zeros(2**26)
-    if ring.rank == last:
-        ring.exchange([], [Message(0, big, "big")])
-        os._exit(1)
-    start = time.monotonic()
-    message = ""
-    if ring.rank == 0:
-        with pytest.raises((DeadlineError, PeerLostError)) as caught:
-            ring.exchange([Message(last, big, "big")], []).wait()
-        message = str(caught.value)
-    assert time.monotonic() - start < 6.0
-    ring.close()
-    return message
-
-
-def exit_mid_write_is_named_in_time(mortals: Processes) -> None:
-    told = mortals.run(exits_mid_write, mortals.ranks, exits=mortals.ranks[-1])
-    assert f"rank 0 send to rank {len(told)} 'big' ({2**28} bytes of torch.float32)" in told[0]
-    assert f"rank {len(told)} is silent (stopped, stuck, gone or out of reach)" in told[0]
-
-
-def loses_the_host(rank: int, world_size: int, members: list[int]) -> str:
-    ring = meet(rank, world_size, members, 20.0)
-    ring.all_gather_bytes(b"")
-    if rank == 0:
-        os._exit(1)
-    start = time.monotonic()
-    with pytest.raises(PeerLostError) as caught:
-        contract.receive(ring, 0, "kv 5")
-    assert time.monotonic() - start < 8.0
-    ring.close()
-    return str(caught.value)
-
-
-def lost_store_is_said(mortals: Processes) -> None:
-    told = mortals.run(loses_the_host, mortals.ranks, exits=0)
-    assert "rank 1 recv from rank 0 'kv 5' (64 bytes of torch.float32)" in told[1]
-    for text in told.values():
-        assert "the store's host (rank 0" in text and "is gone" in text
-
-
-@pytest.mark.slow
-def test_ranks_that_exit_are_named() -> None:
-    """One set of processes, which die one after another; rank 0, the store's host, is the last."""
-    with Processes(4) as mortals:
-        exit_is_named_by_all(mortals)
-        exit_mid_write_is_named_in_time(mortals)
-        lost_store_is_said(mortals)

@@ -7,7 +7,6 @@ import json
 import re
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +47,7 @@ from ringattn.transport.location import (
     recognise,
     torch_gpu,
 )
+from tests.transport.threads import on_each_rank
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:
@@ -231,15 +231,10 @@ def test_links_of_ranks_on_cpu(machines: Any, nodes: tuple[int, ...], inside: Li
 
 def opened(stores: list[dist.Store], timeout_s: float, interface: str = "") -> list[Any]:
     """Each rank's transport, or what it raised."""
-
-    def one(rank: int) -> Any:
-        try:
-            return GlooTransport.open(Opening(stores[rank], rank, len(stores), timeout_s, interface=interface))
-        except (DeadlineError, InputError) as error:
-            return error
-
-    with ThreadPoolExecutor(len(stores)) as pool:
-        return list(pool.map(one, range(len(stores))))
+    ranks = len(stores)
+    return on_each_rank(
+        ranks, lambda rank: GlooTransport.open(Opening(stores[rank], rank, ranks, timeout_s, interface=interface))
+    )
 
 
 def test_the_address_is_that_of_the_route_to_the_store() -> None:

@@ -31,6 +31,7 @@ from tests.transport.nccl_rings import around, attend, failure, on_gpus, on_ring
 from tests.transport.simulated.faults import Died, Stall
 from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import SimWorld
+from tests.transport.threads import on_each_rank
 
 # --- life ------------------------------------------------------------------------------------------------------------
 
@@ -104,18 +105,6 @@ def test_a_second_thread_is_refused() -> None:
     assert len(refused) == 1 and "two threads use one ring at once" in refused[0]
 
 
-def test_memory_is_given_back_and_communicators_end_once() -> None:
-    world = SimWorld(3)
-
-    def body(ring: NcclTransport) -> None:
-        for nbytes in (512, 4096, 1 << 16):  # each replaces the one before
-            slots = ring.allocate(2 * nbytes).view(2, nbytes)
-            around(ring, slots[0], slots[1]).start().wait()
-
-    results(on_gpus(world, body))
-    assert world.violations == []
-
-
 def test_a_close_that_is_alone_aborts_soon() -> None:
     world = SimWorld(2, any_memory=True)
     store, seconds, said = HashStore(), {}, []
@@ -134,11 +123,7 @@ def test_a_close_that_is_alone_aborts_soon() -> None:
             said.append(failure(lambda: around(ring, slots[0], slots[1]).start().wait()))
             ring.abort(ValueError("done"))
 
-    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    assert on_each_rank(2, live) == [None, None]
     assert 0.4 < seconds[0] < 2.0
     assert "rank 0 closed its ring" in said[0] and named_at_fault(said[0]) == set()
 
@@ -163,20 +148,11 @@ def test_a_failure_nobody_was_told_of_is_raised_by_close() -> None:
 
 def test_a_missing_rank_is_named_at_opening() -> None:
     world = SimWorld(3)
-    store, said = HashStore(), {}
-
-    def live(rank: int) -> None:
-        with pytest.raises(RingError) as caught:
-            open_on(world, rank, store.clone(), timeout_s=0.6)
-        said[rank] = str(caught.value)
-
-    threads = [threading.Thread(target=live, args=(rank,)) for rank in (0, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert all("ranks [1] did not arrive" in message for message in said.values()) and len(said) == 2
-    assert set.union(*map(named_at_fault, said.values())) <= {1}, said
+    store = HashStore()
+    errors = on_each_rank(3, lambda rank: open_on(world, rank, store.clone(), timeout_s=0.6) if rank != 1 else None)
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, RingError) and "ranks [1] did not arrive" in str(error)
+        assert named_at_fault(str(error)) <= {1}
 
 
 def test_a_rank_that_dies_while_opening_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,11 +225,7 @@ def test_a_store_that_stands_still_stops_no_deadline() -> None:
             going.wait(30)
         ring.abort(ValueError("done"))
 
-    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    assert on_each_rank(2, live) == [None, None]
     words, took_s = said[0]
     assert "no answer from ranks [1] within 1.0 s" in words and "did not answer" in words
     assert took_s < 1.0 + 2.0 and named_at_fault(words) == set(), words
@@ -442,11 +414,7 @@ def test_close_blames_nobody_for_a_store_that_stands_still() -> None:
         except BaseException as error:
             said[rank] = error
 
-    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    assert on_each_rank(2, live) == [None, None]
     assert said == {} and world.violations == []
 
 
@@ -462,11 +430,7 @@ def test_close_waits_for_a_store_that_stands_still_no_longer_than_it_is_told() -
         ring.close(linger_s=0.5)
         took_s[rank] = time.monotonic() - began_s
 
-    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    assert on_each_rank(2, live) == [None, None]
     going.set()
     assert len(took_s) == 2 and max(took_s.values()) < 8.0, took_s
 

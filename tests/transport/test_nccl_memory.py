@@ -252,24 +252,6 @@ def test_a_failure_inside_of_a_pass_gives_all_memory_back() -> None:
     assert world.violations == []
 
 
-def test_a_ring_that_failed_and_was_not_closed_gives_all_memory_back() -> None:
-    world, rings = SimWorld(2), []
-
-    def body(transport: NcclTransport) -> None:
-        ring = Ring(transport=transport, engine="plain")
-        rings.append(ring)
-        attend(ring)
-        ring.engine = Breaking(ring.rank)
-        for _ in range(3):
-            attend(ring)
-
-    outcomes = on_gpus(world, body)
-    assert [type(outcome.error) for outcome in outcomes] == [PeerLostError, ValueError]
-    outcomes.clear()
-    assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(2)))
-    assert world.violations == [] and not any(ring.is_open for ring in rings)
-
-
 @MEMORY
 def test_a_failure_gives_no_memory_back_under_compute(register: bool) -> None:
     world, readers, found = SimWorld(2), [], []

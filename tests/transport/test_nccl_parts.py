@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +28,7 @@ from ringattn.transport.nccl.supervisor import KEPT, CallHistory
 from tests.transport.nccl_rings import on_gpus, results
 from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import SimWorld
+from tests.transport.threads import on_each_rank
 
 
 def arrival(rank: int, **changes: Any) -> Arrival:
@@ -44,21 +44,9 @@ def nothing() -> None:
 
 
 def together(ranks: int, body: Callable[[ControlStore], Any]) -> list[Any]:
-    """`body(control)` on a thread a rank; results or errors by rank."""
-    store, results = HashStore(), [None] * ranks
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = body(ControlStore(store.clone(), rank, ranks))
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return results
+    """`body(control)` on a thread for each rank; results or errors by rank."""
+    store = HashStore()
+    return on_each_rank(ranks, lambda rank: body(ControlStore(store.clone(), rank, ranks)))
 
 
 # --- meeting ---------------------------------------------------------------------------------------------------------

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import signal
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,73 +168,6 @@ def unlike_labels(ring: HostNodesTransport) -> str:
 def test_a_disagreement_inside_one_node_reaches_the_other() -> None:
     for said in on_node_threads(EVEN, unlike_labels):
         assert "two ends of one message do not match" in said and "'k'" in said and "'v'" in said
-
-
-# --- killed and stopped ----------------------------------------------------------------------------------------------
-
-DEADLINE_S = 2.0
-
-
-def pass_on(ring: HostNodesTransport, agreeing: bool) -> None:
-    """Exchange with both neighbors, or agree, again and again: until an error."""
-    after, before = contract.neighbors(ring)
-    sent, into = ring.allocate(1 << 16), ring.allocate(1 << 16)
-    while True:
-        if agreeing:
-            ring.all_gather_bytes(b"")
-        else:
-            ring.exchange([Message(after, sent, "hop")], [Message(before, into, "hop")]).wait()
-
-
-def suffers(rank: int, world_size: int, victim: int, kill: bool, agreeing: bool = False) -> tuple[str, float]:
-    """What this rank is told after `victim` was killed or stopped in mid-pass, and when."""
-    ring = meet_nodes(rank, world_size, EVEN, DEADLINE_S)
-    ring.all_gather_bytes(b"")
-    happened: list[float] = []
-
-    def act() -> None:
-        happened.append(time.monotonic())
-        if not kill:  # somebody has to wake it
-            subprocess.Popen(["sh", "-c", f"sleep {DEADLINE_S + 4.0}; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGKILL if kill else signal.SIGSTOP)
-
-    if rank == victim:
-        threading.Timer(0.5, act).start()
-    with pytest.raises(TransportError) as caught:
-        pass_on(ring, agreeing)
-    told_s = happened[0] if rank == victim else time.monotonic()
-    contract.assert_dead(ring, re.escape(str(caught.value)))
-    return str(caught.value), told_s
-
-
-def assert_named(told: dict[int, tuple[str, float]], victim: int) -> None:
-    for rank in set(told) - {victim}:
-        message = told[rank][0]
-        blamed = {int(one) for one in re.findall(r"rank (\d+) is (?:gone|silent)", message)}
-        assert blamed == named_at_fault(message) == {victim}, (rank, message)
-
-
-@pytest.mark.alone
-@pytest.mark.slow
-@pytest.mark.parametrize(("victim", "agreeing"), [(0, False), (0, True), (1, False), (2, True)])
-def test_a_stopped_rank_is_named_on_both_nodes(processes: Processes, victim: int, agreeing: bool) -> None:
-    told = processes.run(suffers, victim, False, agreeing)
-    if victim == 0:  # it hosts the store, so only its own node knows more
-        assert "rank 0 is silent" in told[1][0]
-        assert not set.union(*(named_at_fault(told[rank][0]) for rank in (1, 2, 3))) - {0}, told
-    else:
-        assert_named(told, victim)
-    for rank in set(told) - {victim}:
-        assert told[rank][1] - told[victim][1] < DEADLINE_S + 4.0  # the bar of 2 s is for a quiet machine
-
-
-@pytest.mark.alone
-@pytest.mark.slow
-def test_a_killed_rank_is_named_on_both_nodes() -> None:
-    for victim in (1, 3):
-        with Processes(4) as mortals:
-            mortals.run(there, hard_s=180.0)
-            assert_named(mortals.run(suffers, victim, True, exits=victim), victim)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------

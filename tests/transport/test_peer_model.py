@@ -1,4 +1,4 @@
-"""The order of operations of `peer` and `shm`, in every order that a machine may run them, and each way to break it."""
+"""The order of operations of `peer`, in every order that a machine may run them, and each way to break it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import pytest
 
@@ -34,22 +33,14 @@ from ringattn.transport.peer.program import (
     Write,
     push_exchange,
 )
-from tests.transport.peer_model.clocks import races
-from tests.transport.peer_model.explore import drawn, explore
+from tests.transport.peer_model.explore import explore
 from tests.transport.peer_model.machine import Machine
 from tests.transport.peer_model.mutations import (
     MUTATIONS,
     Mutation,
-    arrivals_on_caller,
-    block_before,
-    changed,
-    exact,
-    flags_of_each,
-    mapped,
     three,
     two,
 )
-from tests.transport.peer_model.pull_mutations import PULL, PULL_MUTATIONS
 from tests.transport.peer_model.scenarios import ahead, other_order, ring, star, two_messages
 from tests.transport.peer_model.scripts import Protocol
 from tests.transport.peer_model.state import Violation
@@ -64,7 +55,7 @@ def failing(protocol: Protocol, fault: str) -> Protocol:
     return replace(protocol, machine={**protocol.machine, "fault": fault})
 
 
-@pytest.mark.parametrize("protocol", [PUSH, ONE_QUEUE, PULL], ids=["push", "one queue", "pull"])
+@pytest.mark.parametrize("protocol", [PUSH, ONE_QUEUE], ids=["push", "one queue"])
 @pytest.mark.parametrize(
     "use",
     [two, three, partial(ring, world=2, hops=2, passes=2), partial(star, world=3), two_messages, ahead, other_order],
@@ -79,7 +70,6 @@ def test_every_order_holds(use: Use, protocol: Protocol) -> None:
     ("protocol", "ranks", "hops", "passes", "fault"),
     [
         *((PUSH, 2, 1, 2, fault) for fault in FAULTS),
-        *((PULL, 2, 2, 1, fault) for fault in FAULTS),
         (PUSH, 2, 2, 1, "raise"),
         (PUSH, 2, 2, 1, "die"),
         (ONE_QUEUE, 2, 2, 1, "raise"),
@@ -89,7 +79,6 @@ def test_every_order_holds(use: Use, protocol: Protocol) -> None:
         pytest.param(PUSH, 3, 1, 1, "die", marks=slow),
         pytest.param(PUSH, 3, 1, 1, "raise", marks=slow),
         pytest.param(ONE_QUEUE, 3, 2, 1, "raise", marks=slow),
-        *(pytest.param(PULL, 3, 1, 1, fault, marks=slow) for fault in FAULTS),
     ],
 )
 def test_a_rank_that_fails_at_any_time_spoils_no_result_and_holds_up_nobody(
@@ -99,61 +88,17 @@ def test_a_rank_that_fails_at_any_time_spoils_no_result_and_holds_up_nobody(
     assert explore(machine) > explore(ring(protocol, ranks, hops, passes))
 
 
-@pytest.mark.parametrize("mutation", [*MUTATIONS, *PULL_MUTATIONS], ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_each_mistake_goes_wrong_in_some_order(mutation: Mutation) -> None:
     with pytest.raises(Violation) as found:
         explore(mutation.use(mutation.broken))
     assert found.value.rule == mutation.rule
 
 
-@pytest.mark.parametrize("name", sorted({mutation.name for mutation in [*MUTATIONS, *PULL_MUTATIONS]}))
+@pytest.mark.parametrize("name", sorted({mutation.name for mutation in MUTATIONS}))
 def test_the_page_on_tests_names_each_mistake(name: str) -> None:
     page = Path(__file__).parents[2] / "docs" / "testing.md"
     assert f"| {name} |" in page.read_text(encoding="utf-8")
-
-
-# --- what is no mistake ----------------------------------------------------------------------------------------------
-
-
-def test_at_least_lets_two_messages_have_a_flag_each() -> None:
-    assert explore(two_messages(Protocol(change=flags_of_each))) > 100
-
-
-def test_equal_would_do_while_a_pair_has_one_flag_an_exchange() -> None:
-    # The lane of the waiting rank stands there before the next flag can be raised; only an abort's paint is another.
-    assert explore(two(Protocol(change=partial(mapped, exact)))) > 100
-
-
-def test_a_wait_on_the_callers_stream_is_safe_only_with_several_queues() -> None:
-    assert explore(two(changed(arrivals_on_caller))) > 50
-
-
-@pytest.mark.parametrize("op", [Write, Wait])
-@pytest.mark.parametrize("kind", list(WordKind))
-def test_a_host_that_blocks_between_the_phases_loses_only_time(kind: WordKind, op: type) -> None:
-    assert explore(two(changed(block_before, kind, op))) > 50
-
-
-# --- larger rings, and the reductions --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("protocol", [PUSH, ONE_QUEUE, PULL], ids=["push", "one queue", "pull"])
-def test_eight_ranks_have_no_race_in_orders_drawn_by_chance(protocol: Protocol) -> None:
-    machine = ring(protocol, 8, 7)
-    events, end = drawn(machine, seed=0)
-    assert machine.stuck(end) == "" and races(machine, events) == []
-
-
-@pytest.mark.parametrize(
-    "mutation",
-    [each for each in MUTATIONS if each.rule == "ordered" and each.use is two and not each.broken.first_words],
-    ids=lambda mutation: mutation.name,
-)
-def test_clocks_find_the_race_of_a_mistake_in_any_order(mutation: Mutation) -> None:
-    machine = ring(mutation.broken, 4, 3)
-    for seed in range(2):
-        found = races(machine, drawn(machine, seed)[0])
-        assert any("copy message" in str(race) for race in found)
 
 
 @pytest.mark.parametrize(
@@ -162,24 +107,11 @@ def test_clocks_find_the_race_of_a_mistake_in_any_order(mutation: Mutation) -> N
         (partial(ring, world=2, hops=1), PUSH),
         pytest.param(partial(ring, world=2, hops=2), PUSH, marks=slow),
         pytest.param(partial(ring, world=2, hops=1), failing(PUSH, "die"), marks=slow),
-        pytest.param(partial(ring, world=2, hops=1), failing(PULL, "raise"), marks=slow),
     ],
 )
 def test_orders_that_are_left_out_matter_to_nothing(use: Use, protocol: Protocol) -> None:
     every = replace(protocol, machine={**protocol.machine, "reduced": False})
     assert explore(use(every)) > 2 * explore(use(protocol))
-
-
-@slow
-@pytest.mark.parametrize(
-    "mutation", [each for each in MUTATIONS if not each.broken.machine], ids=lambda each: each.name
-)
-def test_a_mistake_is_found_among_all_orders_too(mutation: Mutation) -> None:
-    broken = replace(mutation.broken, machine={"reduced": False})
-    with pytest.raises(Violation) as found:
-        explore(mutation.use(broken))
-    # A flag before its data lets a rank also close beside its copies: which comes first is chance.
-    assert found.value.rule in (mutation.rule, "mapped")
 
 
 def credit(src: int, dst: int) -> Word:
@@ -254,79 +186,3 @@ def test_programs_need_neither_torch_nor_a_driver(module: ModuleType) -> None:
         for name in names
     )
     assert not any(name.startswith("ringattn.") and ".shared" not in name for name in names)
-
-
-TOLD = ("word", "bell", "wake")
-HOLDS = ("read", "ask", "sleep")
-ROUNDS = 2
-"""How often each rank tells."""
-
-
-class Moment(NamedTuple):
-    """Who stands where; `asleep` until somebody wakes."""
-
-    holder: int
-    seen: int
-    asleep: bool
-    bell: int
-    words: tuple[int, ...]
-    tellers: tuple[int, ...]
-
-
-def lost(tells: tuple[str, ...] = TOLD, holds: tuple[str, ...] = HOLDS, ranks: int = 2, reused: bool = False) -> bool:
-    """Whether some order leaves the holder asleep with everything told."""
-    first = Moment(0, 0, False, 0, (0,) * ranks, (0,) * ranks)
-    seen, todo = {first}, [first]
-    while todo:
-        now = todo.pop()
-        after = [_tell(now, rank, tells, reused) for rank in range(ranks) if now.tellers[rank] < ROUNDS * len(tells)]
-        holding = not now.asleep and now.holder < len(holds)
-        if holding:
-            after.append(_hold(now, holds))
-        if not after and now.asleep:
-            return True
-        todo += [moment for moment in after if moment not in seen]
-        seen.update(after)
-    return False
-
-
-def _tell(now: Moment, rank: int, tells: tuple[str, ...], reused: bool) -> Moment:
-    at = now.tellers[rank]
-    ring, step = at // len(tells) + 1, tells[at % len(tells)]
-    now = now._replace(tellers=tuple(at + 1 if other == rank else each for other, each in enumerate(now.tellers)))
-    if step == "word":
-        return now._replace(words=tuple(ring if other == rank else each for other, each in enumerate(now.words)))
-    if step == "bell":
-        # As `SharedGroup.ring`: no two values of any rank are alike.
-        return now._replace(bell=1 if reused else ring * len(now.words) + rank)
-    return now._replace(asleep=False)
-
-
-def _hold(now: Moment, holds: tuple[str, ...]) -> Moment:
-    step, onward = holds[now.holder], now._replace(holder=(now.holder + 1) % len(holds))
-    if step == "read":
-        return onward._replace(seen=now.bell)
-    if step == "ask":
-        return now._replace(holder=len(holds)) if min(now.words) == ROUNDS else onward
-    return onward._replace(asleep=now.bell == now.seen)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_no_order_loses_a_wake(ranks: int) -> None:
-    assert not lost(ranks=ranks)
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        {"holds": ("ask", "read", "sleep")},
-        {"tells": ("bell", "word", "wake")},
-        {"tells": ("word", "wake", "bell")},
-        {"tells": ("word", "bell")},
-        {"tells": ("word", "wake")},
-        {"reused": True},
-    ],
-    ids=["bell read after asking", "bell before word", "wake before bell", "no wake", "no bell", "one value for all"],
-)
-def test_each_mistake_loses_a_wake_in_some_order(mistake: dict) -> None:
-    assert lost(**mistake)

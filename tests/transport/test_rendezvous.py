@@ -32,6 +32,7 @@ from ringattn.transport.nccl.transport import NcclTransport
 from tests.transport.simulated.device import SimDevice
 from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import SimWorld
+from tests.transport.threads import on_each_rank
 
 
 @pytest.fixture
@@ -177,19 +178,10 @@ def test_what_auto_has_chosen_is_refused_and_not_replaced(gpus: list[int], monke
     here, store = my_location(), dist.HashStore()
     monkeypatch.setattr(opening, "_located", lambda *_: (here, here))
     monkeypatch.setattr(meeting, "group_store", lambda group, timeout_s: (store, group, 2))
-    errors = []
-
-    def live(rank: int) -> None:
-        with pytest.raises(UnsupportedError) as caught:
-            opening.open_transport(rank, "auto", 10.0)
-        errors.append(str(caught.value))
-
-    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-    assert len(errors) == 2 and errors[0] == errors[1]
+    failures = on_each_rank(2, lambda rank: opening.open_transport(rank, "auto", 10.0))
+    assert [type(failure) for failure in failures] == [UnsupportedError] * 2
+    errors = list(map(str, failures))
+    assert errors[0] == errors[1]
     for words in ("rank 0: OSError", "rank 1: OSError", "memfd_create", "transport='gloo' does without"):
         assert words in errors[0]
 
@@ -237,30 +229,22 @@ def opened_on(
     calibrated: bool = False,
 ) -> tuple[list[Any], list[str]]:
     """What each rank got from opening gloo, a thread a rank, each on the node of its letter; then the warnings."""
-    store, results = dist.HashStore(), [None] * len(nodes)
-    placed = threading.local()
+    store, placed = dist.HashStore(), threading.local()
 
     def here(gpu: int | None) -> Location:
         if error := (fails or {}).get(placed.rank):
             raise error
         return Location(f"host-{nodes[placed.rank]}", nodes[placed.rank], placed.rank, 0)
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         placed.rank = rank
-        try:
-            results[rank] = opening.open_transport(rank, "gloo", timeout_s, calibrated=calibrated)  # type: ignore[call-overload]
-        except Exception as error:
-            results[rank] = error  # type: ignore[call-overload]
+        return opening.open_transport(rank, "gloo", timeout_s, calibrated=calibrated)
 
     monkeypatch.setattr(opening, "my_location", here)
     monkeypatch.setattr(meeting, "group_store", lambda group, timeout_s: (store.clone(), group, len(nodes)))
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(nodes))]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout_s + 10)
+        results = on_each_rank(len(nodes), run)
     return results, [str(warning.message) for warning in caught]
 
 

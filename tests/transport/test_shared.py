@@ -41,6 +41,7 @@ from ringattn.transport.shared.page import (
     wake,
     words_of,
 )
+from tests.transport.threads import on_each_rank
 
 
 def mappings() -> int:
@@ -232,25 +233,16 @@ def test_another_user_is_turned_away(served: Service, monkeypatch: pytest.Monkey
 
 def on_ranks(body: Callable[[SharedGroup], Any], world_size: int = 3, timeout_s: float = 10.0) -> dict[int, Any]:
     """What `body(group)` returns or raises on each rank of a group of threads."""
-    store, results = HashStore(), {}
+    store = HashStore()
 
-    def live(rank: int) -> None:
+    def live(rank: int) -> Any:
+        group = SharedGroup.open(Opening(store, rank, world_size, timeout_s, interface=None))
         try:
-            group = SharedGroup.open(Opening(store, rank, world_size, timeout_s, interface=None))
-            try:
-                results[rank] = body(group)
-            finally:
-                group.leave()
-        except Exception as error:
-            results[rank] = error
+            return body(group)
+        finally:
+            group.leave()
 
-    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    assert sorted(results) == list(range(world_size))
-    return results
+    return dict(enumerate(on_each_rank(world_size, live)))
 
 
 def gathered(group: SharedGroup, payload: bytes = b"") -> list[bytes]:
@@ -318,12 +310,6 @@ def test_a_page_of_another_version_is_refused_on_all_ranks(monkeypatch: pytest.M
     results = on_ranks(lambda group: None)
     assert {type(error) for error in results.values()} == {UnsupportedError}
     assert all("the page of rank 1" in str(error) and "version" in str(error) for error in results.values())
-
-
-def test_who_does_not_open_is_named() -> None:
-    store = HashStore()
-    with pytest.raises(DeadlineError, match=r"\[1\]"):
-        SharedGroup.open(Opening(store, 0, 2, 0.3, interface=None))
 
 
 def test_the_first_cause_is_told_by_all_however_many_fail() -> None:
@@ -479,13 +465,3 @@ def test_a_stopped_rank_that_hands_nothing_out_is_silent_and_not_gone() -> None:
     told = on_ranks(body, world_size=2)[0]
     assert told.startswith("recv 'kv': no answer from ranks [1] within 10 s") and "gone (" not in told
     assert "rank 1 is silent (stopped, stuck, gone or out of reach), last heard in 'opening'" in told
-
-
-def test_groups_leave_no_descriptor_and_no_mapping() -> None:
-    on_ranks(gathered)
-    gc.collect()
-    before, mapped = descriptors(), mappings()
-    for _ in range(5):
-        assert on_ranks(gathered)[0] == [b""] * 3
-    gc.collect()
-    assert descriptors() <= before and mappings() <= mapped

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,10 @@ from ringattn.transport.shared.transport import ShmTransport
 from tests.contract import transport_contract as contract
 from tests.contract.meeting import rendezvous_store
 from tests.contract.processes import Processes
-from tests.contract.stopping import stop_until_told
+from tests.transport.attribution import named_at_fault
 from tests.transport.process_rings import meet_shm as meet
 from tests.transport.test_shared import descriptors, mappings, segments
+from tests.transport.threads import on_each_rank
 
 
 @pytest.fixture(scope="module")
@@ -117,141 +116,32 @@ def test_bare_copies_are_the_neighbors_bytes_and_take_as_long_as_on_the_slowest_
         processes.run(check_copies, "own")
 
 
-# --- killed and stopped ----------------------------------------------------------------------------------------------
+# --- killed -----------------------------------------------------------------------------------------------------------
 
-SHORT_S = 2.0
 LONG_S = 30.0
 
 
-def pass_on(ring: ShmTransport) -> None:
-    """Shift messages around and agree, again and again: until an error."""
-    after, before = contract.neighbors(ring)
-    sent, into = ring.allocate(1 << 16), ring.allocate(1 << 16)
-    while True:
-        for hop in range(3):
-            ring.exchange([Message(after, sent, f"hop {hop}")], [Message(before, into, f"hop {hop}")]).wait()
-        ring.all_gather_bytes(b"")
+def dies_with_a_child(rank: int, world_size: int) -> tuple[str, str, list[str]]:
+    """Rank 2 is killed while its forked child lives, which must not stand in for it.
 
-
-def at_once(ring: ShmTransport, act: Callable[[], None]) -> None:
-    act()
-
-
-def after_a_start(ring: ShmTransport, act: Callable[[], None]) -> None:
-    after, before = contract.neighbors(ring)
-    ring.exchange(
-        [Message(after, torch.ones(1 << 16, dtype=torch.uint8), "hop 0")],
-        [Message(before, torch.ones(1 << 16, dtype=torch.uint8), "hop 0")],
-    )
-    act()
-
-
-def in_a_wait(ring: ShmTransport, act: Callable[[], None]) -> None:
-    threading.Timer(0.3, act).start()
-    pass_on(ring)
-
-
-def in_an_agreement(ring: ShmTransport, act: Callable[[], None]) -> None:
-    threading.Timer(0.3, act).start()
-    while True:
-        ring.all_gather_bytes(b"")
-
-
-def with_a_child(ring: ShmTransport, act: Callable[[], None]) -> None:
-    # A forked child must not stand in for its parent.
-    if os.fork() == 0:
-        time.sleep(20.0)
-        os._exit(0)
-    act()
-
-
-def comes_up(note: Path) -> None:
-    until = time.monotonic() + LONG_S
-    while not note.exists():
-        assert time.monotonic() < until, note
-        time.sleep(0.01)
-
-
-def suffers(
-    rank: int, world_size: int, members: list[int], victim: int, point: str, notes: Path | None = None
-) -> tuple[str, float]:
-    """What this rank is told after `victim` was killed, or stopped until all others left a note, and when."""
-    ring = meet(rank, world_size, members, LONG_S)
-    ring.all_gather_bytes(b"")
-    if rank != victim:
-        if notes is not None:
-            if point != "in_a_wait":  # a wait that began long before would end with the victim still alive
-                comes_up(notes / "stops")
-            ring.opening.timeout_s = SHORT_S
-        with pytest.raises(TransportError) as caught:
-            pass_on(ring)
-        told_s = time.monotonic()
-        if notes is not None:
-            (notes / str(rank)).touch()
-        with pytest.raises(ClosedError):
-            ring.exchange([], [])
-        return str(caught.value), told_s
-    happened: list[float] = []
-
-    def act() -> None:
-        happened.append(time.monotonic())
-        if notes is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        else:
-            stop_until_told(len(members) - 1, notes)
-
-    try:
-        globals()[point](ring, act)
-        pass_on(ring)
-    except TransportError as error:
-        return str(error), happened[0]
-
-
-def assert_named(told: dict[int, tuple[str, float]], victim: int, members: list[int], kill: bool) -> None:
-    """Every survivor names the victim, and no other as gone or silent."""
-    place = members.index(victim)
-    for rank in set(members) - {victim}:
-        blamed = set(re.findall(r"rank (\d+) is (gone|silent)", told[rank][0]))
-        assert blamed == {(str(place), "gone" if kill else "silent")}, told[rank]
-        if not kill:
-            waited_s = told[rank][1] - told[victim][1]
-            assert waited_s < SHORT_S + 4.0, waited_s  # the bar of 2 s more is the benchmark's, on a quiet machine
-
-
-SLOW_POINTS = at_once, after_a_start, in_an_agreement
-
-
-@pytest.mark.parametrize("point", [in_a_wait, *(pytest.param(point, marks=pytest.mark.slow) for point in SLOW_POINTS)])
-def test_a_stopped_rank_is_named_by_all(processes: Processes, point: Callable[..., None], tmp_path: Path) -> None:
-    # Rank 0, which hosts the store: nothing asks it.
-    told = processes.run(suffers, [0, 1, 2], 0, point.__name__, tmp_path)
-    assert_named(told, 0, [0, 1, 2], kill=False)
-    assert "DeadlineError" in told[0][0], told[0]  # continued, it hears why the ring has ended
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_named_by_all_and_nothing_is_left() -> None:
-    """One set of processes, which are killed one after another, and at last all at once."""
-    with Processes(6) as mortals:
-        for victim, point in ((5, with_a_child), (4, in_a_wait), (3, after_a_start), (2, in_an_agreement)):
-            members = list(mortals.ranks)
-            told = mortals.run(suffers, members, victim, point.__name__, exits=victim)
-            assert_named(told, victim, members, kill=True)
-        sockets = {name for name, files in mortals.run(fills_memory, [0, 1]).values() if files == []}
-        assert len(sockets) == 2 and sockets <= listening()
-    assert not sockets & listening()
-
-
-def fills_memory(rank: int, world_size: int, members: list[int]) -> tuple[str, list[str]]:
-    """A ring with an arena that stays: its socket, and all files that could outlive this process."""
-    ring = meet(rank, world_size, members, LONG_S)
+    Returns what this rank's error says, its socket, and all its files that could outlive this process.
+    """
+    ring = meet(rank, world_size, list(range(world_size)), LONG_S)
     kept.extend((ring, ring.allocate(1 << 24)))
     ring.all_gather_bytes(b"")
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     targets = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
     places = [line.split(maxsplit=5)[5] for line in maps if len(line.split()) > 5] + targets
     assert any(place.startswith("/memfd:ringattn-arena") for place in places)
-    return ring._group._service.name, [place for place in places if place.startswith(("/dev/shm", "/tmp/ringattn"))]
+    if rank == 2:
+        if os.fork() == 0:
+            time.sleep(20.0)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(TransportError) as caught:
+        ring.all_gather_bytes(b"")
+    files = [place for place in places if place.startswith(("/dev/shm", "/tmp/ringattn"))]
+    return str(caught.value), ring.group._service.name, files
 
 
 kept: list[object] = []
@@ -261,6 +151,14 @@ def listening() -> set[str]:
     """Random names of ringattn's sockets."""
     lines = Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()
     return {line.partition("@ringattn-")[2] for line in lines}
+
+
+def test_a_rank_that_is_killed_beside_its_child_is_named_and_nothing_is_left() -> None:
+    with Processes(contract.WORLD_SIZE) as mortals:
+        answers = mortals.run(dies_with_a_child, exits=2).values()
+    for message, name, files in answers:
+        assert named_at_fault(message) == {2} and "is gone" in message
+        assert name not in listening() and files == []
 
 
 # --- long lives ------------------------------------------------------------------------------------------------------
@@ -302,28 +200,10 @@ def test_200_openings_leave_nothing() -> None:
             assert max(open_files[1:]) <= open_files[0], open_files
 
 
-def on_both(body: Callable[[int], Any]) -> list[Any]:
-    """What `body(rank)` returns or raises."""
-    results: dict[int, Any] = {}
-
-    def live(rank: int) -> None:
-        try:
-            results[rank] = body(rank)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    return [results[0], results[1]]
-
-
 @pytest.fixture
 def pair() -> Iterator[list[ShmTransport]]:
     store = HashStore()
-    rings = on_both(lambda rank: ShmTransport.open(Opening(store, rank, 2, 10.0)))
+    rings = on_each_rank(2, lambda rank: ShmTransport.open(Opening(store, rank, 2, 10.0)))
     yield rings
     for ring in rings:
         ring.close()
@@ -333,7 +213,7 @@ def passed_on(pair: list[ShmTransport], sent: torch.Tensor, into: torch.Tensor, 
     """Rank 0 sends, rank 1 receives; what the two waits raise."""
     receive = pair[1].exchange([], [Message(0, into, label)])
     send = pair[0].exchange([Message(1, sent, label)], [])
-    return on_both(lambda rank: (send, receive)[rank].wait())
+    return on_each_rank(2, lambda rank: (send, receive)[rank].wait())
 
 
 def random_bytes(count: int) -> torch.Tensor:
@@ -380,7 +260,7 @@ def test_a_plain_buffer_may_be_bound_once_and_changed_between_starts(pair: list[
     for n in range(5):
         sent.fill_(n)
         handles = send.start(), receive.start()
-        on_both(lambda rank, handles=handles: handles[rank].wait())
+        on_each_rank(2, lambda rank, handles=handles: handles[rank].wait())
         assert bool((into == n).all())
     assert mappings_of_stages(pair[0]) == 1
 
@@ -394,7 +274,7 @@ def test_more_messages_than_the_log_holds(pair: list[ShmTransport]) -> None:
     sent, into = torch.arange(count), torch.zeros(count, dtype=torch.int64)
     receive = pair[1].exchange([], [Message(0, into[n : n + 1], f"n {n}") for n in range(count)])
     send = pair[0].exchange([Message(1, sent[n : n + 1], f"n {n}") for n in range(count)], [])
-    assert on_both(lambda rank: (send, receive)[rank].wait()) == [None, None]
+    assert on_each_rank(2, lambda rank: (send, receive)[rank].wait()) == [None, None]
     assert torch.equal(sent, into)
 
 
@@ -409,7 +289,7 @@ def test_waits_in_the_other_order_are_no_deadlock(pair: list[ShmTransport]) -> N
         for handle in (send, receive) if rank else (receive, send):
             handle.wait()
 
-    assert on_both(body) == [None, None]
+    assert on_each_rank(2, body) == [None, None]
     assert [buffer[0].item() for buffer in into] == [2.0, 1.0]
 
 
@@ -469,7 +349,7 @@ def test_ends_that_differ_are_named_on_both_ranks(
 ) -> None:
     receive = pair[1].exchange([], [Message(0, received, labels[1])])
     send = pair[0].exchange([Message(1, sent, labels[0])], [])
-    for error in on_both(lambda rank: (send, receive)[rank].wait()):
+    for error in on_each_rank(2, lambda rank: (send, receive)[rank].wait()):
         assert isinstance(error, DisagreementError)
         assert f"rank 1 recv from rank 0 '{labels[1]}' ({received.nbytes} bytes of {received.dtype})" in str(error)
         assert f"rank 0 sends it '{labels[0]}' ({sent.nbytes} bytes of {sent.dtype})" in str(error)
@@ -482,7 +362,7 @@ def test_ends_may_say_where_a_message_goes_and_comes_from(pair: list[ShmTranspor
     into = torch.zeros(4)
     receive = pair[1].exchange([], [Message(0, into, "step 1: KV0 from rank 0")])
     send = pair[0].exchange([Message(1, torch.ones(4), "step 1: KV0 to rank 1")], [])
-    assert on_both(lambda rank: (send, receive)[rank].wait()) == [None, None]
+    assert on_each_rank(2, lambda rank: (send, receive)[rank].wait()) == [None, None]
     assert into.tolist() == [1.0] * 4
 
 
@@ -510,11 +390,11 @@ def test_a_copy_of_a_sender_that_ended_meanwhile_does_not_count(
 
 def test_a_failure_leaves_flight_records(tmp_path: Any) -> None:
     store = HashStore()
-    rings = on_both(lambda rank: ShmTransport.open(Opening(store, rank, 2, 0.3, tmp_path / str(rank))))
+    rings = on_each_rank(2, lambda rank: ShmTransport.open(Opening(store, rank, 2, 0.3, tmp_path / str(rank))))
     into = torch.zeros(4)
     assert passed_on(rings, torch.ones(4), into, "kv 0") == [None, None]
     assert [entry.state for entry in rings[0].record.entries()] == [DONE]
-    errors = on_both(lambda rank: rings[rank].exchange([], [Message(1 - rank, into, "kv 1")]).wait())
+    errors = on_each_rank(2, lambda rank: rings[rank].exchange([], [Message(1 - rank, into, "kv 1")]).wait())
     for rank, error in enumerate(errors):
         assert isinstance(error, RingError) and f"flight record of rank {rank}: {tmp_path / str(rank)}" in str(error)
         assert (tmp_path / str(rank) / f"flight-{rank}.json").exists()

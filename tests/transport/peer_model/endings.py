@@ -1,6 +1,6 @@
 """What a host does when a ring drains, fails or closes, in the order that its transport does it.
 
-Peer: `PeerTransport.drain`, `Watch.fail` with `Lane.abort`, and `PeerTransport.close`. shm: `ShmTransport._fail`.
+`PeerTransport.drain`, `Watch.fail` with `Lane.abort`, and `PeerTransport.close`.
 """
 
 from __future__ import annotations
@@ -29,5 +29,3 @@ the caller gets the error and may overwrite what is being sent. Other ranks may 
 number, so it is painted until nothing of this rank waits. Only then can no copy touch what is unmapped. A start that
 has begun to enqueue is let finish before that; none begins after it."""
 CLOSE = (*DRAIN, EndStep.UNMAP)
-PULL_ABORT = (EndStep.POISON, EndStep.UNMAP)
-"""The host's own waits look at poison words and deadlines, so nothing needs painting."""

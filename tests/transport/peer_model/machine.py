@@ -14,7 +14,6 @@ from tests.transport.peer_model.endings import EndStep
 from tests.transport.peer_model.state import (
     CALLER,
     CALM,
-    HOST,
     LANE,
     LAUNCHED,
     NOBODY,
@@ -38,7 +37,6 @@ class Machine(Threads):
         self._drains = EndStep.PAINT in order and order.index(EndStep.PAINT) < order.index(EndStep.UNMAP)
         # Whatever is written over a painted word is painted again: all orders come to the same end.
         self._confluent = self.reduced and self._drains and not self.paint_once and self.guarded and not self._exact()
-        self._immediate = any(op.immediate for ops in self.threads for op in ops)
         self._calm = not self.fault and self._monotone()
 
     def moves(self, state: State) -> Iterator[tuple[str, State]]:
@@ -100,14 +98,12 @@ class Machine(Threads):
                 continue
             if life == Life.RUNS:
                 self._innocent(state, rank)
-                if not self._copying(state, rank) and (self.raises_early or phase > self._told):
+                if self.raises_early or phase > self._told:
                     yield f"rank {rank} raises", self._raise(state, rank)
             yield from self._abort_step(state, rank, phase)
 
     def _abort_step(self, state: State, rank: int, phase: int) -> Iterator[tuple[str, State]]:
         """The supervisor's next step, and the painting that goes on beside it."""
-        if self._copying(state, rank):
-            return
         onward = state._replace(phase=put(state.phase, rank, phase + 1))
         if phase <= len(self._steps):
             step, page = self._steps[phase - 1]
@@ -175,7 +171,7 @@ class Machine(Threads):
             for thread in range(len(self.threads)):
                 while state.at[thread] < len(self.threads[thread]):
                     kind = self.threads[thread][state.at[thread]].kind
-                    quiet = kind == Kind.PASS and not (self._immediate and thread % 3 == HOST)
+                    quiet = kind == Kind.PASS
                     if not (quiet or (self._calm and kind in CALM)) or not self.enabled(state, thread):
                         break
                     state, moved = self.run(state, thread), True
@@ -188,7 +184,7 @@ class Machine(Threads):
         """Steps of an abort that no other rank can tell from none; and bytes that nobody can report any more."""
         for rank in range(self.world):
             phase = state.phase[rank]
-            if not 0 < phase <= len(self._steps) or state.life[rank] >= Life.DEAD or self._copying(state, rank):
+            if not 0 < phase <= len(self._steps) or state.life[rank] >= Life.DEAD:
                 continue
             step, page = self._steps[phase - 1]
             if (
@@ -201,12 +197,7 @@ class Machine(Threads):
             landing = tuple((where, tag if tag == LAUNCHED else 0) for where, tag in state.landing)
             state = state._replace(slots=(0,) * self.slots, spoiled=0, landing=landing)
             for rank, life in enumerate(state.life):
-                if (
-                    life == Life.RUNS
-                    and self.guarded
-                    and state.phase[rank] > self._told
-                    and not self._copying(state, rank)
-                ):
+                if life == Life.RUNS and self.guarded and state.phase[rank] > self._told:
                     self._innocent(state, rank)
                     state = state._replace(life=put(state.life, rank, Life.RAISED))
         return state

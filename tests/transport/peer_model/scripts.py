@@ -28,7 +28,6 @@ from ringattn.transport.peer.program import (
 )
 from tests.transport.peer_model.endings import CLOSE, DRAIN, EndStep
 from tests.transport.peer_model.machine import Machine
-from tests.transport.peer_model.pull import pull_exchange
 from tests.transport.peer_model.state import CALLER, HOST, LANE, At, Kind, Op
 
 NEVER: At = (0, 1 << 30)
@@ -84,7 +83,6 @@ class BoundHop:
 class Protocol:
     """How exchanges run, and what is broken about it."""
 
-    exchange: Callable[[int, Sequence[int], Sequence[int]], Program] = push_exchange
     change: Change = lambda program: program
     one_queue: bool = False
     drain: tuple[EndStep, ...] = DRAIN
@@ -98,11 +96,6 @@ class Protocol:
     machine: dict[str, object] = field(default_factory=dict)
     """Options of the machine."""
 
-    @property
-    def pulls(self) -> bool:
-        """Whether a rank is one thread, which also copies."""
-        return self.exchange is pull_exchange
-
 
 @dataclass(frozen=True)
 class Draft:
@@ -111,7 +104,6 @@ class Draft:
     op: Op
     name: Hashable = None
     after: tuple[Hashable, ...] = ()
-    source: Hashable = None
     target: Hashable = None
 
 
@@ -133,17 +125,13 @@ class Script:
     def kernel(self, what: str, reads: Sequence[tuple[int, int]] = (), writes: Sequence[tuple[int, int]] = ()) -> None:
         """Work of the caller's stream: slots that must hold these tags, and slots that get them."""
         reads, writes = ([(self.model.slot(self.rank, each), tag) for each, tag in part] for part in (reads, writes))
-        draft = Draft(Op(Kind.KERNEL, what, reads=tuple(reads), writes=tuple(writes)))
-        if self.model.protocol.pulls:
-            self._host(draft)
-        else:
-            self._enqueue([(CALLER, draft)])
+        self._enqueue([(CALLER, Draft(Op(Kind.KERNEL, what, reads=tuple(reads), writes=tuple(writes))))])
 
     def start(self, hop: BoundHop) -> int:
         """Start an exchange; what `wait` needs."""
         protocol = self.model.protocol
         peers = [each.peer for each in hop.sends], [each.peer for each in hop.recvs]
-        program = protocol.change(protocol.exchange(self.rank, *peers))
+        program = protocol.change(push_exchange(self.rank, *peers))
         self._started.append((hop, program, self.numbers.bases(program)))
         self._run(program.start, len(self._started) - 1)
         self.numbers.advance(program)
@@ -184,7 +172,7 @@ class Script:
             return [(LANE, self._memop(op, number)) for op in step.ops]
         if isinstance(step, OnCaller):
             return [(CALLER, self._memop(step.op, number))]
-        if isinstance(step, Copy) and not self.model.protocol.pulls:
+        if isinstance(step, Copy):
             return [(LANE, self._copy(step, number))]
         if isinstance(step, RecordEvent | WaitEvent):
             key = ("event", self.rank, number, step.event)
@@ -201,16 +189,9 @@ class Script:
         elif isinstance(step, FindBuffer):
             other, message = step.dst if step.src == self.rank else step.src, self._number(step, number)
             key = ("log", other, step.pair, message)
-            op = Op(Kind.PASS, f"find message {message} at rank {other}", immediate=self.model.protocol.pulls)
-            self._host(Draft(op, after=(key,)))
+            self._host(Draft(Op(Kind.PASS, f"find message {message} at rank {other}"), after=(key,)))
         elif isinstance(step, HostBlock):
             self._host(Draft(Op(Kind.PASS, "block in start", (self.model.end(self.rank, LANE),))))
-        elif isinstance(step, Write | Wait):
-            self._host(self._memop(step, number))
-        elif isinstance(step, Copy):
-            self._host(self._copy(step, number))
-        elif isinstance(step, EndStep):
-            self._host_step(step)
         else:
             raise TypeError(step)
 
@@ -218,7 +199,7 @@ class Script:
         what = step.name.lower()
         if step is EndStep.AWAIT_DONE:
             keys = tuple(("event", self.rank, number, Event.DONE) for number in range(len(self._started)))
-            self._host(Draft(Op(Kind.PASS, what), after=() if self.model.protocol.pulls else keys))
+            self._host(Draft(Op(Kind.PASS, what), after=keys))
         elif step is EndStep.AWAIT_COMPUTED:
             self._host(Draft(Op(Kind.PASS, what, (self.model.end(self.rank, CALLER),))))
         else:
@@ -234,11 +215,8 @@ class Script:
     def _copy(self, step: Copy, number: int) -> Draft:
         hop, message = self._started[number][0], self._number(step, number)
         op = Op(Kind.COPY, f"copy message {message} to rank {step.dst}", detached=isinstance(step, LooseCopy))
-        if step.src == self.rank:
-            own = self.model.slot(self.rank, hop.sends[step.message].slot)
-            return Draft(op._replace(source=own), target=(step.dst, step.pair, message))
-        own = self.model.slot(self.rank, hop.recvs[step.message].slot)
-        return Draft(op._replace(target=own), source=(step.src, step.pair, message))
+        source = self.model.slot(self.rank, hop.sends[step.message].slot)
+        return Draft(op._replace(source=source), target=(step.dst, step.pair, message))
 
     def _memop(self, op: Write | Wait, number: int) -> Draft:
         value, word = self._number(op, number), self.model.word(op.word)
@@ -311,8 +289,6 @@ class Model:
 
     def _placed(self, draft: Draft, places: dict[Hashable, At]) -> Op:
         op = draft.op._replace(needs=(*draft.op.needs, *(places.get(key, NEVER) for key in draft.after)))
-        if draft.source is not None:
-            op = op._replace(source=self._found(*draft.source))  # type: ignore[misc]
         if draft.target is not None:
             op = op._replace(target=self._found(*draft.target))  # type: ignore[misc]
         return op

@@ -50,8 +50,6 @@ class Op(NamedTuple):
     writes: tuple[tuple[int, int], ...] = ()
     source: int = -1
     target: int = -1
-    immediate: bool = False
-    """What it needs must have run when its thread comes to it."""
     detached: bool = False
     """The copy is not ordered with what follows on its thread."""
 

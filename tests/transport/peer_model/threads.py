@@ -80,12 +80,8 @@ class Threads:
             return False
         if thread % 3 == HOST and (life != Life.RUNS or (state.phase[rank] and self.guarded)):
             return False
-        if thread % 3 == HOST and self._copying(state, rank):
-            return False
         for where, position in op.needs:
             if state.at[where] <= position:
-                if op.immediate:
-                    raise Violation("found", f"rank {rank} stands at: {op.what}, and it is not there")
                 return False
         if op.kind == Kind.WAIT:
             return self.satisfied(state, op)
@@ -131,8 +127,6 @@ class Threads:
         state = state._replace(landing=tuple(other for other in state.landing if other != each))
         if tag == LAUNCHED:
             return self._begin(state, (thread, at), op)
-        if thread % 3 == HOST and state.slots[op.source] != tag:
-            tag = TORN  # overwritten while it was read
         return state._replace(slots=put(state.slots, op.target, tag))
 
     def _begin(self, state: State, where: At, op: Op) -> State:
@@ -157,11 +151,6 @@ class Threads:
         """Whether the rank has said that everything is well up to this kernel and further."""
         at = state.at[rank * 3]
         return any(op.needs[0][1] < success < at for success in self._successes[rank]) if op.needs else False
-
-    @staticmethod
-    def _copying(state: State, rank: int) -> bool:
-        """Whether the host itself is in a copy."""
-        return any(where[0] == rank * 3 + HOST for where, _ in state.landing)
 
     def queued(self, state: State, thread: int) -> list[Op]:
         """What the host has enqueued on a stream and has not run."""

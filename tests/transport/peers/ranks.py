@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
 import time
 from typing import Any
@@ -168,43 +167,6 @@ def unlike_ends(rank: int, world_size: int, what: str) -> str:
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
-
-
-def struck(rank: int, world_size: int, kind: str, point: str, culprit: int, deadline_s: float) -> dict[str, Any]:
-    """One rank is killed or stopped at some point of a run; what the others raise, and when."""
-    gpu = SimGpu()
-    ring = meet(rank, world_size, deadline_s, gpu=gpu)
-    caller = gpu.caller = gpu.new_stream()
-    room = ring.allocate(4 << 16).view(4, -1)
-    ring.all_gather_bytes(b"")
-    strikes = rank == culprit
-
-    def strike() -> None:
-        # The strike of a stream's thread takes the whole process, too.
-        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-
-    began = time.monotonic()
-    try:
-        for number in range(200):
-            if strikes and number == 3:
-                if point == "before start":
-                    strike()
-                if point == "in a copy":
-                    gpu.driver.copy_began = strike
-                if point == "computing":
-                    caller.compute(strike)
-            handle = around(ring, room[number % 2], room[2 + number % 2], f"hop {number}")
-            if strikes and number == 3 and point == "after start":
-                strike()
-            handle.wait()
-            if number % 3 == 0:
-                ring.drain()
-        ring.drain()
-        return {"kind": "nothing", "message": "", "after_s": time.monotonic() - began}
-    except RingError as error:
-        return {
-            "kind": type(error).__name__, "message": str(error), "after_s": time.monotonic() - began, "left": ended(gpu)
-        }  # fmt: skip
 
 
 def ended(gpu: SimGpu) -> dict[str, int]:
