@@ -18,12 +18,13 @@ from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import create_masks_for_generate
 
 from ringattn import InputError, Ring, Sequence
-from ringattn.adapters.transformers import prepare, shard_batch
+from ringattn.adapters.transformers import prepare, register, shard_batch
 from ringattn.adapters.transformers.batches import WHOLE
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
 from tests.adapters.processes import worst_error
 
+register()
 TOKENS = 27
 DOCUMENTS = [0, 4, 17, 27]
 Batch = dict[str, Tensor]

@@ -38,7 +38,6 @@ from tests.adapters.ranks import (
 from tests.doc_code import run_page
 
 TOLERANCE = 1e-9
-adapter.register()
 
 
 # --- the same as one process -----------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from tests.adapters.models import tiny_model
 from tests.adapters.processes import worst_error
 from tests.adapters.ranks import InDouble, batches, gradients, labels_of, summed_gradients
 
-adapter.register()
 EXACT = 1e-12
 ALL = {"tiled_mlp": 5, "chunked_loss": 7}
 

@@ -17,7 +17,6 @@ import transformers
 from transformers import masking_utils
 
 from ringattn import DisagreementError, InputError, Ring, Sequence
-from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers import prepare
 from ringattn.adapters.transformers.attention import mask_spec, refuse_options
 from ringattn.errors import UnsupportedError
@@ -37,7 +36,6 @@ from tests.adapters.ranks import (
     summed_gradients,
 )
 
-adapter.register()
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS = {**SMALL, "intermediate_size": 48, "num_attention_heads": 4}
 CALM = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}

@@ -21,7 +21,7 @@ from accelerate.data_loader import IterableDatasetShard
 from ringattn import InputError, Ring
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.dropout import seed_from
-from ringattn.adapters.transformers.batches import WholeTensor
+from ringattn.adapters.transformers.batches import WholeOutput
 from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer
 from ringattn.errors import UnsupportedError
 from tests.adapters.hosts import record
@@ -219,12 +219,12 @@ def test_a_loss_that_is_set_later(tmp_path: Path, ring: Ring) -> None:
 
     def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         outputs = model(**inputs)
-        seen.append(outputs.logits)
+        seen.append(outputs)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     trainer.compute_loss = compute_loss
     trainer.train()
-    assert all(isinstance(logits, WholeTensor) for logits in seen) and seen
+    assert all(isinstance(outputs, WholeOutput) for outputs in seen) and seen
 
 
 def test_metrics_beside_a_loss_of_the_users(tmp_path: Path, ring: Ring) -> None:

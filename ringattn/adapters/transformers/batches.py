@@ -2,7 +2,8 @@
 
 `shard_batch` turns a whole batch, the same on every rank, into this rank's inputs. Inside `whole_calls` a model shards
 the batch that it is called with, and returns outputs of the whole batch on every rank: the loss at once, logits and
-hidden states when they are first read. So code that was written for one process computes the value of one process.
+each hidden state when they are first read from the outputs. So code that was written for one process computes the value
+of one process.
 
 Guarantees: the loss and gradients of one process. Labels are shifted before they are sharded. The backward of a whole
 output sums the gradients of all ranks, so the mean over ranks of each parameter's gradient (DDP, FSDP) is that of one
@@ -12,8 +13,10 @@ process. An output that cannot be made whole raises when it is used.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -202,103 +205,60 @@ def _are_of_rows(places: Tensor, mask: Tensor | None) -> bool:
 # --- Whole batches and whole outputs ----------------------------------------------------------------------------------
 
 
-class _Shard:
-    """This rank's tokens of an output, (rows, tokens, ...), gathered at the first read. A collective call then."""
+class _Later:
+    """An output of this rank's tokens, (rows, tokens, ...), that is gathered when it is first read. Collective then."""
 
     def __init__(self, seq: Sequence, local: Tensor) -> None:
-        self.seq = seq
-        self.local = local.detach().requires_grad_(local.requires_grad)
+        self.seq, self.local = seq, local
         self.gathered: Tensor | None = None
 
-    def whole(self) -> Tensor:
-        """Return the whole output, with a graph that leads to `local`."""
+    def read(self) -> Tensor:
+        """Return the whole output, the same tensor at each call, so that changes of it in place are seen."""
         if self.gathered is None:
             with torch.enable_grad():
                 self.gathered = self.seq.gather(self.local, dim=1)
         return self.gathered
 
 
-_OF_SHAPE = frozenset(
-    "size dim ndimension numel nelement __len__ stride is_contiguous is_floating_point is_complex get_device "
-    "register_hook retain_grad __hash__ __repr__".split()
-)
-"""Functions of a tensor that need no values."""
-
-_READING = frozenset("data T mT H mH real imag grad".split())
-"""Properties of a tensor that need its values, or are tensors."""
+def _read(output: Any) -> Any:
+    return output.read() if isinstance(output, _Later) else output
 
 
-class WholeTensor(Tensor):
-    """A tensor of a whole batch whose values are gathered when they are first read; its shape is known before."""
+class _WholeTuple(tuple[Any, ...]):
+    """Outputs of several layers, each gathered when it is first read."""
 
-    shard: _Shard
-    plain: Tensor | None
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return tuple(map(_read, found)) if isinstance(index, slice) else _read(found)
 
-    @staticmethod
-    def __new__(cls, shard: _Shard) -> WholeTensor:
-        local = shard.local
-        shape = (local.shape[0], shard.seq.length, *local.shape[2:])
-        self: WholeTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        self.shard, self.plain = shard, None
-        return self
-
-    def read(self) -> Tensor:
-        """Return an ordinary tensor in its place, the same at each call, so that changes of it in place are seen."""
-        if self.plain is None:
-            with torch.enable_grad():
-                self.plain = _Read.apply(self)
-        return self.plain
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_property = func.__name__ == "__get__" and func.__self__.__name__ not in _READING
-        if is_property or func.__name__ in _OF_SHAPE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(cls, cls.read, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # Reached from C++ alone, which passes `__torch_function__` by.
-        for declared, value in zip(func._schema.arguments, args, strict=False):
-            if isinstance(value, cls) and declared.alias_info is not None and declared.alias_info.is_write:
-                raise UnsupportedError(
-                    f"{func.__name__} would change an output of a model over a ring in place from C++; give it a copy, "
-                    "such as outputs.logits.clone()"
-                )
-        args, kwargs = tree_map_only(cls, lambda x: x.shard.whole().detach(), (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"WholeTensor({tuple(self.shape)}, {self.dtype})"
+    def __iter__(self) -> Iterator[Any]:
+        return map(_read, super().__iter__())
 
 
-class _Gather(torch.autograd.Function):
-    """From this rank's tokens to a `WholeTensor`; the gradient is the sum of all ranks' gradients of these tokens."""
+class WholeOutput(OrderedDict[str, Any]):
+    """A model's outputs of the whole batch, each gathered when it is first read. Stands before a class of outputs."""
 
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, seq: Sequence) -> Tensor:
-        ctx.shard = _Shard(seq, local)
-        return WholeTensor(ctx.shard)
+    def __getattribute__(self, name: str) -> Any:
+        return _read(super().__getattribute__(name))
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        shard = ctx.shard
-        return torch.autograd.grad(shard.whole(), shard.local, grad, retain_graph=True)[0], None
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return _read(OrderedDict.__getitem__(self, key))
+        return _WholeTuple(OrderedDict.values(self))[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def values(self) -> Any:
+        return [*_WholeTuple(OrderedDict.values(self))]
+
+    def items(self) -> Any:
+        return [*zip(self.keys(), self.values(), strict=True)]
 
 
-class _Read(torch.autograd.Function):
-    """From a `WholeTensor` to a tensor of its values."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: WholeTensor) -> Tensor:
-        return whole.shard.whole().detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+@cache
+def _whole_class(kind: Any) -> Any:
+    return type(kind.__name__, (WholeOutput, kind), {"__module__": kind.__module__})
 
 
 class _Sum(torch.autograd.Function):
@@ -347,27 +307,24 @@ for _operator in (
     setattr(NotWhole, f"__{_operator}__", NotWhole._refuse)
 
 
-def whole(outputs: Any) -> Any:
-    """Return `outputs` with the values of each `WholeTensor` in it."""
-    return tree_map_only(WholeTensor, lambda x: x.read().detach(), outputs)
-
-
 def _whole_outputs(seq: Sequence, out: Any) -> Any:
     """Return a model's outputs of the whole batch, given those of this rank's tokens."""
-    items = {name: _whole_output(name, seq, x) for name, x in out.items()}
-    fields = getattr(type(out), "__dataclass_fields__", {})
-    if "logits" in fields and items.get("logits") is None:
-        items["logits"] = NotWhole("logits")  # of chunked_loss, which makes none
-    return type(out)(**items)
+    kind: Any = type(out)
+    found = _whole_class(kind)(**out)
+    for name, x in out.items():
+        found[name] = _whole_output(name, seq, x)
+    if "logits" in getattr(type(out), "__dataclass_fields__", {}) and "logits" not in out:
+        found["logits"] = NotWhole("logits")  # of chunked_loss, which makes none
+    return found
 
 
 def _whole_output(name: str, seq: Sequence, x: Any) -> Any:
     if isinstance(x, tuple | list):
-        return type(x)(_whole_output(name, seq, part) for part in x)
+        return _WholeTuple(_whole_output(name, seq, part) for part in x)
     if isinstance(x, Tensor) and name == "loss" and x.dim() == 0:
         return _Sum.apply(x, seq.ring)
     if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == seq.counts[seq.ring.rank]:
-        return _Gather.apply(x, seq)
+        return _Later(seq, x)
     return None if x is None else NotWhole(name)
 
 

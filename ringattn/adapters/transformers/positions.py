@@ -125,7 +125,9 @@ def _counting(model: Any) -> _Counting | None:
 def _lookups(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
     """What a forward pass looks up in each of its tables, one after the other."""
     copied = probe_copy(model)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), activate(None), _Lookups() as lookups:
+    # The copy is in evaluation mode, and the probe ends before dropout, so no random number is drawn. Keeping the
+    # generator's state here would be a deadlock of torch's: two threads wait for the generator and for Python's lock.
+    with torch.no_grad(), activate(None), _Lookups() as lookups:
         try:
             copied(**given)
         except ProbeEndedError:

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.transformers import prepare, prepared_models
-from ringattn.adapters.transformers.batches import WholeTensor, shard_batch, whole, whole_calls
+from ringattn.adapters.transformers.batches import WholeOutput, shard_batch, whole_calls
 from ringattn.adapters.transformers.calls import stands_around
 from ringattn.adapters.transformers.checks import base_of
 from ringattn.adapters.transformers.memory import refuse_logits
@@ -296,7 +296,7 @@ class RingTrainerMixin:
     def _gather_tokens(self, found: Any) -> Any:
         """Outputs of this rank's tokens, (rows, tokens, ...), of the whole sequence."""
         if found is None or self._seq is None:
-            return whole(found)
+            return tree_map_only(Tensor, Tensor.detach, found)
         if isinstance(found, list | tuple):
             return type(found)(self._gather_tokens(one) for one in found)
         tokens = self._seq.counts[self.ring.rank]
@@ -391,7 +391,7 @@ class ShardLoss:
         self.loss = loss
 
     def __call__(self, outputs: Any, labels: Any, shift_labels: bool = False, num_items_in_batch: Any = None) -> Any:
-        if isinstance(outputs["logits"] if isinstance(outputs, dict) else outputs[0], WholeTensor):
+        if isinstance(outputs, WholeOutput):
             return self.loss(outputs, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
         if num_items_in_batch is None:
             raise UnsupportedError(
