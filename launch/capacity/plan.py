@@ -15,7 +15,6 @@ from typing import Any
 from rich.console import Console
 
 from ringattn.errors import InputError
-from ringattn.launch.calls import schedule_option
 from ringattn.launch.capacity import hardware as machines
 from ringattn.launch.capacity.fitting import (
     Advice,
@@ -31,15 +30,10 @@ from ringattn.launch.capacity.fitting import (
 from ringattn.launch.capacity.hardware import GIB, Hardware
 from ringattn.launch.capacity.model_shapes import BLOCKS, PRESETS, ModelShape, model_shape
 from ringattn.launch.capacity.training_bytes import (
-    DATA,
     KINDS,
-    OFFLOADS,
-    OPTIMIZERS,
-    PRECISIONS,
-    RECOMPUTE,
-    SAVED,
     AttentionSetup,
     TrainingSetup,
+    TrainingSwitches,
     training_bytes,
 )
 from ringattn.launch.config import load
@@ -56,8 +50,8 @@ Examples: ringattn plan preset=1.3B hardware=a100-80 ranks=8 tokens=1000000
 
 
 @dataclass
-class PlanConfig:
-    """One training run to plan. Sizes count the whole sequence."""
+class PlannedCall:
+    """The model, the machine and the call; the first keys of the help. Sizes count the whole sequence."""
 
     preset: str = option("1.3B", "model: " + ", ".join(PRESETS), names=tuple(PRESETS))
     hardware: str = option("h100", "accelerator: " + ", ".join(machines.PRESETS), names=tuple(machines.PRESETS))
@@ -68,25 +62,12 @@ class PlanConfig:
     window_tokens: int = option(0, "window: keys that a query sees, its own included", least=0, most=MOST)
     segment_lengths: list[int] | None = option(None, "dilated: tokens of each branch's segments, as [2048,8192]")
     dilation_rates: list[int] | None = option(None, "dilated: every how-manieth row each branch keeps, as [1,4]")
-    schedule: str = schedule_option()
-    precision: str = option("bf16_master", "of weights and activations; master: fp32 copy", choices=tuple(PRECISIONS))
-    optimizer: str = option("adamw", "whose state is kept", choices=OPTIMIZERS)
-    recompute: str = option("none", "what backward computes again", choices=RECOMPUTE)
-    saved_activations: str = option("keep", "how saved activations are held", choices=SAVED)
-    zero_stage: int = option(0, "ranks share 1: optimizer state, 2: and gradients, 3: and weights (FSDP)", least=0)
-    zero_degree: int | None = option(
-        None, "ranks that share it (the FSDP group); the ring's if not set", least=1, most=MOST
-    )
-    tensor_ranks: int = option(1, "ranks that cut every matrix (TP); each has a place in a ring", least=1, most=MOST)
-    pipeline_ranks: int = option(1, "ranks that have stages of layers (PP)", least=1, most=MOST)
-    pipeline_chunks: int = option(1, "stages of each of them, interleaved", least=1, most=MOST)
-    micro_batches: int = option(1, "of batch sequences each, one after another in a step", least=1, most=MOST)
-    offload: str = option("none", "what waits in host memory", choices=OFFLOADS)
-    chunked_loss_tokens: int = option(0, "tokens whose logits exist at once; 0: all", least=0, most=MOST)
-    tiled_mlp_tokens: int = option(0, "of a rank's tokens, in a feed-forward at once; 0: all", least=0, most=MOST)
-    data: str = option("shard", "of the tokens each rank holds its own, or the whole batch", choices=DATA)
-    gradients_kept: bool = option(True, "gradients live through the step, as when they accumulate")
-    transients: bool = option(True, "count also what lives for a moment")
+
+
+@dataclass
+class PlanConfig(TrainingSwitches, PlannedCall):
+    """One training run to plan."""
+
     framework_gib: float = option(1.0, "allowance for driver, NCCL and allocator, not measured", least=0.0, most=MOST)
     recommended: bool = option(False, "start from the hardware's recommended settings; other keys still count")
     layers: int | None = option(None, "instead of the preset's: transformer blocks", least=1, most=MOST)
@@ -160,14 +141,11 @@ def run_of(config: PlanConfig) -> TrainingSetup:
     if config.mask == "window" and config.window_tokens < 2:
         raise InputError(f"window_tokens={config.window_tokens}: a window has at least 2, the query's own key included")
     attention = AttentionSetup(config.mask, max(0, config.window_tokens - 1), *branches)
-    same = {one.name for one in fields(TrainingSetup)} & {one.name for one in fields(PlanConfig)} - {
-        "attention",
-        "ranks",
-    }
+    switches = {switch.name: getattr(config, switch.name) for switch in fields(TrainingSwitches)}
+    framework_bytes = int(config.framework_gib * GIB)
     return TrainingSetup(
-        model=shape_of(config), attention=attention, ranks=config.ranks or 1,
-        framework_bytes=int(config.framework_gib * GIB), **{key: getattr(config, key) for key in same},
-    )  # fmt: skip
+        shape_of(config), config.tokens, config.ranks or 1, config.batch, attention, framework_bytes, **switches
+    )
 
 
 def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
@@ -197,7 +175,7 @@ def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
         "run": {key: one for key, one in asdict(run).items() if key != "model"},
         "fits": account.peak.total <= machine.memory_bytes,
         "moment": account.moment,
-        "bytes_by_component": account.peak.parts(),
+        "bytes_by_component": account.peak._asdict(),
         "bytes_by_moment": account.totals,
         "total_bytes": account.peak.total,
         "bytes_per_token": bytes_per_token(run),
@@ -210,7 +188,7 @@ def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
         "step": _step_time(estimate(run, machine)),
         "rates": asdict(machine.reached),
         "after_steps": {"step": _step_time(estimate(eased, machine)),
-                        "bytes_by_component": after.peak.parts(), "total_bytes": after.peak.total,
+                        "bytes_by_component": after.peak._asdict(), "total_bytes": after.peak.total,
                         "longest_tokens": longest_tokens(eased, machine.memory_bytes),
                         "smallest_ring": smallest_ring(eased, machine.memory_bytes)},
     }  # fmt: skip

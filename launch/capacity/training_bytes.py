@@ -17,7 +17,7 @@ Guarantees: every figure is a formula of sizes, in a function that gives its sou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,9 +26,10 @@ from ringattn.core.layout import make_layout
 from ringattn.core.mask import Mask, make_mask
 from ringattn.core.problem import ITEM_BYTES, Problem
 from ringattn.errors import InputError, one_of
+from ringattn.launch.calls import schedule_option
 from ringattn.launch.capacity.model_shapes import ModelShape, Share, in_flight, share_of
+from ringattn.launch.options import MOST, check_limits, option
 from ringattn.planner.choose import choose_route, plan_of
-from ringattn.schedule.routes import route_named
 
 # --- activations ------------------------------------------------------------------------------------------------------
 
@@ -168,13 +169,13 @@ class Stored(NamedTuple):
 
 
 def stored(shape: ModelShape, precision: Precision, recompute: str, tiled: bool = False) -> Stored:
-    """What a recomputation policy (see `RECOMPUTE`) keeps of one token in one layer. Raises `InputError` if unknown."""
+    """What a recomputation policy (see `RECOMPUTE`) keeps of one token in one layer."""
     parts, nothing = layer_parts(shape, precision, tiled), NOTHING
     own_input = rows(precision, shape.width)
     # What the first norm keeps of its input is that input, unless it was made wider.
     shared = own_input.floats if shape.block == "swiglu" and precision.activation == precision.wide else 0
     again = parts.all._replace(floats=parts.all.floats - shared)
-    match one_of(recompute, RECOMPUTE, "recompute"):
+    match recompute:
         case "none":
             return Stored(parts.all, nothing, nothing)
         case "selective":
@@ -190,8 +191,8 @@ SAVED = ("keep", "int8", "fp8")
 
 
 def held_bytes(kept: Kept, saved: str) -> int:
-    """Bytes of one token of `kept`, held as `saved` says (see `SAVED`). Raises `InputError` if unknown."""
-    return kept.total if one_of(saved, SAVED, "saved_activations") == "keep" else kept.packed + kept.other
+    """Bytes of one token of `kept`, held as `saved` says (see `SAVED`)."""
+    return kept.total if saved == "keep" else kept.packed + kept.other
 
 
 def head_kept(shape: ModelShape, precision: Precision) -> Kept:
@@ -312,33 +313,23 @@ class StagingBytes(NamedTuple):
         return max(self.forward, self.backward)
 
 
-def staging_bytes(
-    attention: AttentionSetup,
-    length: int,
-    ranks: int,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: str,
-    schedule: str = "auto",
-) -> StagingBytes:
-    """The slots of one call over `length` tokens on the rank that needs most, in bytes."""
-    if schedule != "auto":
-        route_named(schedule)
+def staging_bytes(run: TrainingSetup) -> StagingBytes:
+    """The slots of one layer's attention on the rank that needs most, in bytes."""
+    attention, ranks, shape = run.attention, run.ranks, run.model
     if ranks == 1:
         return StagingBytes(0, 0, 0, "none")
-    per_rank = -(-length // ranks)
+    heads, kv_heads = shape.heads // run.tensor_ranks, shape.kv_heads // run.tensor_ranks
+    per_rank = -(-run.tokens // ranks)
     if ranks > MOST_RANKS and max(attention.segment_lengths, default=0) > MOST_RANKS * per_rank:
-        slots = ring_slots_bytes(per_rank, kv_heads * head_dim, dtype, causal=False)
-        return StagingBytes(slots[0] * batch, slots[1] * batch, 0, "ring")
-    facts = heads, kv_heads, head_dim, dtype, schedule
+        forward, backward = ring_slots_bytes(per_rank, kv_heads * shape.head_dim, run.numbers.dtype, causal=False)
+        return StagingBytes(forward * run.batch, backward * run.batch, 0, "ring")
+    facts = heads, kv_heads, shape.head_dim, run.numbers.dtype, run.schedule
     if per_rank <= ROWS_PER_RANK and ranks <= MOST_RANKS:
-        planned, grown = _planned(attention, length, ranks, *facts), float(batch)
+        planned, grown = _planned(attention, run.tokens, ranks, *facts), float(run.batch)
     else:
         rows, some = min(ROWS_PER_RANK, per_rank), min(ranks, MOST_RANKS)
         cut = per_rank / rows
-        planned, grown = _planned(attention.scaled(cut, rows), rows * some, some, *facts), cut * batch
+        planned, grown = _planned(attention.scaled(cut, rows), rows * some, some, *facts), cut * run.batch
     return StagingBytes(planned.forward * grown, planned.backward * grown, planned.kept * grown, planned.route)
 
 
@@ -392,53 +383,55 @@ GATHERED_LAYERS = 2
 """Layers whose whole weights a rank holds under ZeRO 3: the one that runs, and the next, fetched meanwhile."""
 
 
-@dataclass(frozen=True)
-class TrainingSetup:
+@dataclass(kw_only=True)
+class TrainingSwitches:
+    """The keys of `ringattn plan` that say how a model is trained, declared once for the command and the formulas.
+
+    The texts are lines of `ringattn plan --help`.
+    """
+
+    schedule: str = schedule_option()
+    precision: str = option("bf16_master", "of weights and activations; master: fp32 copy", choices=tuple(PRECISIONS))
+    optimizer: str = option("adamw", "whose state is kept", choices=OPTIMIZERS)
+    recompute: str = option("none", "what backward computes again", choices=RECOMPUTE)
+    saved_activations: str = option("keep", "how saved activations are held", choices=SAVED)
+    zero_stage: int = option(
+        0, "ranks share 1: optimizer state, 2: and gradients, 3: and weights (FSDP)", least=0, most=3
+    )
+    zero_degree: int | None = option(
+        None, "ranks that share it (the FSDP group); the ring's if not set", least=1, most=MOST
+    )
+    tensor_ranks: int = option(1, "ranks that cut every matrix (TP); each has a place in a ring", least=1, most=MOST)
+    pipeline_ranks: int = option(1, "ranks that have stages of layers (PP)", least=1, most=MOST)
+    pipeline_chunks: int = option(1, "stages of each of them, interleaved", least=1, most=MOST)
+    micro_batches: int = option(1, "of batch sequences each, one after another in a step", least=1, most=MOST)
+    offload: str = option("none", "what waits in host memory", choices=OFFLOADS)
+    chunked_loss_tokens: int = option(0, "tokens whose logits exist at once; 0: all", least=0, most=MOST)
+    tiled_mlp_tokens: int = option(0, "of a rank's tokens, in a feed-forward at once; 0: all", least=0, most=MOST)
+    data: str = option("shard", "of the tokens each rank holds its own, or the whole batch", choices=DATA)
+    gradients_kept: bool = option(True, "gradients live through the step, as when they accumulate")
+    transients: bool = option(True, "count also what lives for a moment")
+
+
+@dataclass
+class TrainingSetup(TrainingSwitches):
     """One training run: a model, its sequence, and every switch that saves memory.
 
-    `ranks`: that share each sequence. `zero_degree`: ranks that share the state, the ring's if None.
-    `chunked_loss_tokens`: tokens whose logits exist at once; 0: all. `tiled_mlp_tokens`: tokens of a rank that pass a
-    feed-forward at once; 0: all. `data`: what of the tokens every rank holds. `tensor_ranks` cut each matrix and, as
-    sequence parallelism does (arXiv:2205.05198, section 4.2.2), what a layer keeps; `pipeline_ranks` have stages of
-    layers, in `pipeline_chunks` each. `micro_batches`: of `batch` sequences each, one after another in a step.
-    `gradients_kept`: gradients live through the whole step, as with accumulation; else from backward to update.
-    `transients`: count also what lives for a moment; published hand calculations do not. `framework_bytes`: what the
-    driver, NCCL and the allocator take. Raises `InputError`, key first, for what is unknown or contradicts itself.
+    `ranks`: that share each sequence; tensor and pipeline parallelism multiply them. `micro_batches`: of `batch`
+    sequences each. `transients`: published hand calculations do not count them. `framework_bytes`: what the driver,
+    NCCL and the allocator take. Raises `InputError`, key first, for what is unknown or contradicts itself.
     """
 
     model: ModelShape
-    tokens: int
-    ranks: int = 1
-    batch: int = 1
+    tokens: int = option(MISSING, "of one sequence, over all ranks", least=1)
+    ranks: int = option(1, "that share each sequence", least=1)
+    batch: int = option(1, "sequences of a micro batch", least=1)
     attention: AttentionSetup = field(default_factory=AttentionSetup)
-    schedule: str = "auto"
-    precision: str = "bf16_master"
-    optimizer: str = "adamw"
-    recompute: str = "none"
-    saved_activations: str = "keep"
-    zero_stage: int = 0
-    zero_degree: int | None = None
-    offload: str = "none"
-    chunked_loss_tokens: int = 0
-    data: str = "shard"
-    gradients_kept: bool = True
-    transients: bool = True
     framework_bytes: int = 0
-    tiled_mlp_tokens: int = 0
-    tensor_ranks: int = 1
-    pipeline_ranks: int = 1
-    pipeline_chunks: int = 1
-    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         """Check names and limits."""
-        known = {"precision": PRECISIONS, "optimizer": OPTIMIZERS, "recompute": RECOMPUTE, "saved_activations": SAVED,
-                 "offload": OFFLOADS, "data": DATA}  # fmt: skip
-        for key, names in known.items():
-            one_of(getattr(self, key), tuple(names), key)
-        for key in ("tokens", "ranks", "batch", "tensor_ranks", "pipeline_ranks", "pipeline_chunks", "micro_batches"):
-            if getattr(self, key) < 1:
-                raise InputError(f"{key}={getattr(self, key)}: must be at least 1")
+        check_limits(self)
         if self.ranks > self.tokens:
             raise InputError(f"ranks={self.ranks}: more ranks than tokens (tokens={self.tokens})")
         for key in ("heads", "kv_heads"):
@@ -451,8 +444,6 @@ class TrainingSetup:
             )
         if self.pipeline_ranks == 1 and self.pipeline_chunks > 1:
             raise InputError(f"pipeline_chunks={self.pipeline_chunks}: there is one stage; set pipeline_ranks")
-        if self.zero_stage not in range(4):
-            raise InputError(f"zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
         if self.offload == "parameters" and self.zero_stage < 3:
             raise InputError("offload=parameters: weights are fetched layer by layer under zero_stage=3 only")
 
@@ -492,8 +483,7 @@ class TrainingSetup:
         return self.gradients_kept or self.micro_batches > 1
 
 
-@dataclass(frozen=True)
-class Breakdown:
+class Breakdown(NamedTuple):
     """Bytes of one rank by component. `live_layer`: remade or for a moment in one layer; `attention`: its sums."""
 
     parameters: float = 0
@@ -510,11 +500,7 @@ class Breakdown:
     @property
     def total(self) -> float:
         """All components."""
-        return sum(self.parts().values())
-
-    def parts(self) -> dict[str, float]:
-        """By name, in the order of the table."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return sum(self)
 
 
 class Account(NamedTuple):
@@ -628,15 +614,6 @@ def live_bytes(run: TrainingSetup) -> tuple[float, float]:
     return (made_again, attention) if attention > feed else (made_again + feed, 0.0)
 
 
-def slots_of(run: TrainingSetup) -> StagingBytes:
-    """The slots of one layer's attention."""
-    shape, cut = run.model, run.tensor_ranks
-    return staging_bytes(
-        run.attention, run.tokens, run.ranks, run.batch, shape.heads // cut, shape.kv_heads // cut, shape.head_dim,
-        run.numbers.dtype, run.schedule,
-    )  # fmt: skip
-
-
 def host_bytes(run: TrainingSetup) -> float:
     """What waits in host memory, for each rank: offloaded state, its gradients, weights, layer inputs."""
     share, numbers = run.share, run.numbers
@@ -658,7 +635,7 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
     much again. update: the optimizer works on one matrix after another, with two temporary ones.
     """
     shape, numbers, share = run.model, run.numbers, run.share
-    gradients, slots = gradient_bytes(run), slots_of(run)
+    gradients, slots = gradient_bytes(run), staging_bytes(run)
     early = gradients if run.accumulates else 0.0
     head = gradients if run.accumulates else float(min(gradients, share.head * numbers.gradient))
     live, sums = live_bytes(run)
@@ -718,4 +695,4 @@ def training_bytes(run: TrainingSetup) -> Account:
     found = moments(run)
     moment = max(found, key=lambda name: found[name].total)
     totals = {name: one.total for name, one in found.items()}
-    return Account(moment, found[moment], totals, host_bytes(run), slots_of(run))
+    return Account(moment, found[moment], totals, host_bytes(run), staging_bytes(run))
