@@ -8,7 +8,7 @@ from importlib import import_module
 from ringattn.errors import InputError
 
 NAMES = (
-    "planning", "memory", "attention_memory", "training_memory", "speed", "dilated", "prediction", "choice",
+    "memory", "attention_memory", "training_memory", "speed", "dilated", "prediction", "choice",
     "recording", "hop", "control_store", "launch", "faults", "two_nodes", "makespan", "margin", "shm",
     "published", "soak",
 )  # fmt: skip

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from ringattn.attention import call_of
-from ringattn.bench.attention_scratch import attention_scratch_bytes
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, progress
 from ringattn.core.dilation import Dilated
 from ringattn.core.problem import ITEM_BYTES, Problem
+from ringattn.engine.aten import kernel_bytes
 from ringattn.observe.memory import StorageMeter, reset_peak, status_bytes
 from ringattn.options import AttentionOptions
 from ringattn.planner.plan import ALIGNMENT_BYTES, OwnSums, Plan
@@ -254,6 +254,22 @@ def main(words: Sequence[str]) -> dict[str, Any]:
         data = {"configurations": weigh(options, say)}
     finish("attention_memory", options, [table(data["configurations"])], data, options.results)
     return data
+
+
+# --- scratch of kernels -----------------------------------------------------------------------------------------------
+
+
+def attention_scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """What torch's CPU flash kernels allocate inside a call (see `ringattn.engine.aten`); 0 for other operators."""
+    aten = torch.ops.aten
+    if func == aten._scaled_dot_product_flash_attention_for_cpu.default:
+        q, k = args[:2]
+        return kernel_bytes(q.shape[2], k.shape[2], q.shape[3], q.element_size(), backward=False)
+    if func == aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        dout, q, k = args[:3]
+        copied = 0 if dout.transpose(1, 2).is_contiguous() else dout.numel() * dout.element_size()
+        return copied + kernel_bytes(q.shape[2], k.shape[2], q.shape[3], q.element_size(), backward=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -15,23 +15,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from math import comb, inf
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+import matplotlib
+import matplotlib.pyplot as plt
 import torch
 
-from ringattn.bench.baselines import OurRing
+from ringattn.bench.baselines import OurRing, TorchRing
 from ringattn.bench.gate import Baseline, open_gate, random_inputs
 from ringattn.bench.options import parse
-from ringattn.bench.paired import paired
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Table, finish, progress
-from ringattn.bench.shm_plot import draw
 from ringattn.bench.shm_ways import copies, copying, exchanges, exchanging
-from ringattn.bench.torch_ring import TorchRing
 from ringattn.ring import Ring
 from ringattn.transport.shared.transport import ShmTransport
+
+matplotlib.use("Agg")
 
 COPY = "copy"
 SIZES = tuple(1 << power for power in range(16, 27, 2))
@@ -216,6 +218,80 @@ def main(words: Sequence[str]) -> dict[str, Any]:
     if options.results:
         draw(data["messages_s"], Path(options.results) / "shm.png")
     return data
+
+
+# --- ratios of rounds -------------------------------------------------------------------------------------------------
+
+
+LEVEL = 0.95
+NEAR = 0.05
+"""How much slower the first may still be where the two are called level."""
+
+
+class Ratio(NamedTuple):
+    """The median of the rounds' ratios, and the interval that holds the true one; above 1: the first is faster."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def words(self) -> str:
+        """Slower, faster, level, or undecided where the rounds differ too much or are too few."""
+        if self.high < 1 or self.low > 1:
+            return "slower" if self.high < 1 else "faster"
+        return "level" if self.low >= 1 - NEAR else "undecided"
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def paired(first_s: Sequence[float], second_s: Sequence[float]) -> Ratio:
+    """How many times as long the second takes, from seconds of the same rounds. Raises `ValueError` for unlike many."""
+    ratios = sorted(second / first for first, second in zip(first_s, second_s, strict=True))
+    # The number of ratios below the true median is binomial(n, 1/2): outside of the k-th from either end it lies with
+    # the chance of fewer than k, twice.
+    count, below, outside = len(ratios), 0.0, 0
+    while (below := below + comb(count, outside) / 2**count) <= (1 - LEVEL) / 2:
+        outside += 1
+    if not outside:  # too few rounds to say anything
+        return Ratio(median(ratios), 0.0, inf)
+    return Ratio(median(ratios), ratios[outside - 1], ratios[-outside])
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+INK = "#22303c"
+STYLES = {"shm": "-", "gloo": "--", "copy": ":"}
+
+
+def draw(found: dict[str, dict[str, dict[str, dict[str, float]]]], path: Path) -> None:
+    """Write a PNG. `found`: seconds of an exchange, `median` and `p10`, by processes, transport or copy, and bytes."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6))
+    for number, (ranks, by_name) in enumerate(found.items()):
+        for name, by_size in by_name.items():
+            sizes = sorted(by_size, key=int)
+            look: dict[str, Any] = {
+                "color": f"C{number}", "linestyle": STYLES[name], "marker": "o", "markersize": 4,
+                "label": f"{'bare copy' if name == 'copy' else name}, {ranks} processes",
+            }  # fmt: skip
+            kib = [int(size) / 1024 for size in sizes]
+            left.plot(kib, [int(size) / by_size[size]["median"] / 1e9 for size in sizes], **look)
+            right.plot(kib, [1e6 * by_size[size]["median"] for size in sizes], **look)
+            fastest = [1e6 * by_size[size]["p10"] for size in sizes]
+            right.plot(kib, fastest, **{**look, "alpha": 0.35, "label": None, "marker": ""})
+    for ax, title in ((left, "GB/s each way, median"), (right, "µs of a hop: median, and pale the fastest tenth")):
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.set_xticks([64, 256, 1024, 4096, 16384, 65536], ["64 KiB", "256 KiB", "1 MiB", "4 MiB", "16 MiB", "64 MiB"])
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        ax.set_title(title, loc="left", fontsize=10, color=INK)
+        ax.grid(True, which="major", color="#dfe4e8", linewidth=0.7)
+    left.legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

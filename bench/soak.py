@@ -23,8 +23,8 @@ from statistics import linear_regression, median
 from typing import Any
 
 from ringattn.bench.options import parse
+from ringattn.bench.processes import run_torchrun
 from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
-from ringattn.bench.torchrun import run_torchrun
 from ringattn.errors import InputError, RingError
 
 PROGRAM = "ringattn.bench.soak_ranks"

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from ringattn.bench.baselines import OurRing, independent, one_process
+from ringattn.bench.baselines import OurRing, TorchRing, independent, one_process
 from ringattn.bench.clock import Lap, Sample, cpu, kept, lap, samples, wall
 from ringattn.bench.gate import Baseline, open_gate, random_inputs
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Table, finish, progress, spread
-from ringattn.bench.stages import stages
-from ringattn.bench.torch_ring import TorchRing
+from ringattn.engine import aten
 from ringattn.ring import Ring
+from ringattn.runtime import executor
+from ringattn.transport.base import Message, WorkHandle
 
 PROGRAM = "ringattn.bench.speed:on_rank"
 PASSES = ("forward", "backward")
@@ -165,6 +168,61 @@ def main(words: Sequence[str]) -> dict[str, Any]:
     tables = [speed_table(options, found), stage_table(data["stages_by_rank"])]
     finish("speed", options, tables, data, options.results)
     return data
+
+
+# --- where a pass goes ------------------------------------------------------------------------------------------------
+
+
+STAGES = ("block kernel", "merge", "pack", "add dK/dV", "post messages", "wait for messages", "agree")
+
+
+class _TimedTicket:
+    """A ticket whose wait counts as waiting."""
+
+    def __init__(self, ticket: WorkHandle, timed: Callable[..., Any]) -> None:
+        self._wait = timed("wait for messages", ticket.wait)
+
+    def wait(self) -> None:
+        self._wait()
+
+
+@contextmanager
+def stages(ring: Ring) -> Iterator[dict[str, float]]:
+    """Seconds by stage of what this rank runs inside the block, on torch's CPU flash engine.
+
+    A process has one such block at a time: what it wraps is the process's, so ranks that are threads cannot each have
+    one.
+    """
+    seconds = dict.fromkeys(STAGES, 0.0)
+
+    def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                seconds[stage] += time.perf_counter() - start
+
+        return run
+
+    exchange = timed("post messages", ring.transport.exchange)
+
+    def timed_exchange(sends: list[Message], recvs: list[Message]) -> _TimedTicket:
+        return _TimedTicket(exchange(sends, recvs), timed)
+
+    block = aten.CPU._replace(
+        forward=timed("block kernel", aten.CPU.forward), backward=timed("block kernel", aten.CPU.backward)
+    )
+    with ExitStack() as wrapped:
+        wrapped.enter_context(patch.object(aten, "CPU", block))
+        wrapped.enter_context(patch.object(aten, "merge_", timed("merge", aten.merge_)))
+        wrapped.enter_context(patch.object(executor, "pack", timed("pack", executor.pack)))
+        wrapped.enter_context(patch.object(executor, "add", timed("add dK/dV", executor.add)))
+        wrapped.enter_context(patch.object(ring.transport, "exchange", timed_exchange))
+        wrapped.enter_context(
+            patch.object(ring.transport, "all_gather_bytes", timed("agree", ring.transport.all_gather_bytes))
+        )
+        yield seconds
 
 
 if __name__ == "__main__":

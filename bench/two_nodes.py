@@ -1,6 +1,6 @@
 """Schedules over two nodes of two ranks with a slow link between them: measured, and predicted beside it.
 
-The nodes are network namespaces (`rails.py`); ranks of a node share memory, and each has a rail of its own to its
+The nodes are network namespaces (`hosts.py`); ranks of a node share memory, and each has a rail of its own to its
 peer on the other node, held to `rate_mb` megabytes a second. Kernel, memory and both kinds of messages are measured
 first, by the same ranks; the prediction plays the plans that run on these constants, with no constant of its own.
 `python -m ringattn.bench.two_nodes`, as root.
@@ -15,8 +15,8 @@ from statistics import median
 from typing import Any
 
 from ringattn.bench.clock import Sample, kept, wall
+from ringattn.bench.hosts import NODES, RailedNodes
 from ringattn.bench.options import parse
-from ringattn.bench.rails import NODES, RailedNodes
 from ringattn.bench.report import RESULTS, Table, finish, progress
 from ringattn.bench.timed_calls import PASSES, Shape, plans_of, samples_of, timed
 from ringattn.errors import InputError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ringattn.bench.torchrun import processes_of, run_torchrun
+from ringattn.bench.processes import processes_of, run_torchrun
 from ringattn.errors import RingError
 from tests.transport.fault_entries import POISON
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.bench import clock, dilated, memory, planning, speed
+from ringattn.bench import clock, dilated, memory, speed
 from ringattn.bench.baselines import Flash, OurRing, independent, one_process
 from ringattn.bench.gate import Baseline, GateError, open_gate, random_inputs, reference
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import Table
-from ringattn.bench.stages import STAGES, stages
+from ringattn.bench.speed import STAGES, stages
 from ringattn.errors import InputError, RingError
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
@@ -158,19 +157,6 @@ def test_table_is_markdown() -> None:
 
 
 # --- the entries, tiny -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_planning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["length_tokens=2000", "documents=5", "ranks=4", "rank=1", "repeats=2", f"results={tmp_path}"]
-    found = planning.main(words)["ms"]
-    cases = {f"{lay} {sch} {back}" for lay in planning.LAYOUTS for sch in ("ring", "direct")
-             for back in ("forward", "backward")}  # fmt: skip
-    assert found.keys() == cases
-    assert all(len(times) == 2 for times in found.values())
-    assert json.loads((tmp_path / "planning.json").read_text())["ms"] == found
-    assert "per_document" in (tmp_path / "planning.md").read_text()
-    assert "gate: green" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -14,9 +14,7 @@ import torch
 pytest.importorskip("triton")
 from ringattn.bench import tune
 from ringattn.bench.crash_proof import JobFailed
-from ringattn.bench.tune_kept import Case, Timed
-from ringattn.bench.tune_kept import TuneKeptOptions as TuneOptions
-from ringattn.bench.tune_order import cost, promising
+from ringattn.bench.tune import Case, Timed, TuneOptions, cost, promising
 from ringattn.engine.plain import PlainEngine
 from ringattn.kernels.launch import Config
 from tests.bench.test_bench_gpu import rehearsed

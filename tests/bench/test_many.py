@@ -15,7 +15,7 @@ import pytest
 
 from ringattn.bench import many, many_ranks
 from ringattn.bench.many import PARTS, ManyOptions, cases_of, measure
-from ringattn.bench.torchrun import Ended
+from ringattn.bench.processes import Ended
 from ringattn.errors import InputError
 from ringattn.ring import Ring
 from ringattn.transport.nccl.options import NcclOptions

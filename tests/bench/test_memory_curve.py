@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from ringattn.bench.memory_curve import draw_curve
+from ringattn.bench.memory import draw_curve
 
 
 @pytest.mark.parametrize("alike", [2, 3])

@@ -11,7 +11,7 @@ import pytest
 
 from ringattn.bench import published
 from ringattn.bench import published_points as points
-from ringattn.bench.published_model import Call, ring_s
+from ringattn.bench.published import Call, ring_s
 from ringattn.bench.published_points import Implementation, Kernel
 from ringattn.bench.report import Table
 from ringattn.core.layout import make_layout

@@ -10,7 +10,7 @@ import torch
 
 from ringattn.bench import two_nodes
 from ringattn.bench.clock import Sample
-from ringattn.bench.rails import RailedNodes, _shares, address
+from ringattn.bench.hosts import RailedNodes, _shares, address
 from ringattn.bench.timed_calls import PASSES, plans_of
 from ringattn.bench.two_nodes import CALLS, PLACES, RANKS, SCHEDULES, TwoNodesOptions, cluster_of, crossing_bytes
 from ringattn.errors import InputError, UnsupportedError

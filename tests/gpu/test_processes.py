@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.bench.torchrun import run_torchrun
+from ringattn.bench.processes import run_torchrun
 from ringattn.launch.measure.check import CheckConfig, cases, paired_cases
 from ringattn.schedule.routes import NUMBERED
 from tests.gpu.kept import keep

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ringattn.bench.rails import RailedNodes
+from ringattn.bench.hosts import RailedNodes
 from ringattn.errors import UnsupportedError
 from ringattn.launch.doctor import doctor
 from ringattn.launch.doctor import ranks as doctor_ranks

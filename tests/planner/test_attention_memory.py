@@ -14,8 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ringattn.bench import attention_memory
-from ringattn.bench.attention_memory import Drawn, drawn, greatest_deviation, on_rank
-from ringattn.bench.attention_scratch import attention_scratch_bytes
+from ringattn.bench.attention_memory import Drawn, attention_scratch_bytes, drawn, greatest_deviation, on_rank
 from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
 from ringattn.engine.aten import AtenEngine, kernel_bytes
 from ringattn.engine.base import KV, BackwardInputs, Engine, Sizes, Softmax
