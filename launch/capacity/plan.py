@@ -299,21 +299,19 @@ def draw_capacity(found: dict[str, Any], path: str | Path) -> None:
     names = [name for name in found["bytes_by_component"] if any(bar[name] > visible for bar in bars.values())]
     colors = plt.get_cmap("tab10")
     figure, ax = plt.subplots(figsize=(9, 1.6 + 0.9 * len(bars)))
-    for row, parts in enumerate(bars.values()):
-        left = 0.0
-        for name in names:
-            width = parts[name] / GIB
-            color = colors(list(found["bytes_by_component"]).index(name))
-            label = None if row else name.replace("_", " ")
-            ax.barh(row, width, left=left, color=color, edgecolor="white", label=label)
-            left += width
-        ax.text(left, row, f"  {left:,.1f} GiB", va="center", fontsize=9, color=INK, zorder=3,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+    left = [0.0] * len(bars)
+    for name in names:
+        widths = [parts[name] / GIB for parts in bars.values()]
+        color = colors(list(found["bytes_by_component"]).index(name))
+        label = name.replace("_", " ")
+        drawn = ax.barh(list(bars), widths, left=left, color=color, edgecolor="white", label=label)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    ax.bar_label(drawn, [f"{total:,.1f} GiB" for total in left], padding=6, fontsize=9, color=INK, bbox=box, zorder=3)
     limit = found["hardware"]["memory_bytes"] / GIB
     ax.axvline(limit, color=LIMIT, linewidth=1.5)
     ax.annotate(f"{limit:,.0f} GiB", (limit, 1.0), xycoords=("data", "axes fraction"), color=LIMIT, ha="center",
                 va="bottom", fontsize=9)  # fmt: skip
-    ax.set_yticks(range(len(bars)), list(bars), color=INK)
     ax.invert_yaxis()
     ax.set_xlim(0, 1.18 * max(limit, *(sum(parts.values()) / GIB for parts in bars.values())))
     ax.set_xlabel("GiB on one rank", color=INK)

@@ -279,8 +279,8 @@ def network_facts(root: Path = Path("/")) -> Network:
     """The machine's network."""
     ports = _ports(root)
     gpus = _gpus(root)
-    devices = {port.device: _path(root / "sys/class/infiniband" / port.device / "device") for port in ports}
-    ways = [_path(root / "sys/bus/pci/devices" / gpu) for gpu in gpus]
+    devices = {port.device: (root / "sys/class/infiniband" / port.device / "device").resolve() for port in ports}
+    ways = [(root / "sys/bus/pci/devices" / gpu).resolve() for gpu in gpus]
     return Network(
         ports,
         _interfaces(root),
@@ -319,11 +319,6 @@ def _gpus(root: Path) -> tuple[str, ...]:
         one.name for one in devices
         if read(one / "vendor") == NVIDIA and read(one / "class").startswith(DISPLAYS)
     )  # fmt: skip
-
-
-def _path(device: Path) -> Path:
-    """The device in the tree of bridges."""
-    return device.resolve()
 
 
 def _nearest(gpu: str, way: Path, devices: dict[str, Path]) -> Near:

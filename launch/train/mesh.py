@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,13 +37,6 @@ PROCESS_KEYS = frozenset({"text", "tokenizer", "threads_per_rank", "timeout_s", 
 """Keys in which ranks may differ: files may have other paths on another machine, and their content is compared."""
 DYING_S = 5.0
 """How long to wait for the folder of a run, because the ranks of a command that was killed take a while to end."""
-
-
-class Groups(NamedTuple):
-    """The groups of this rank: those that share its sequences, and all of the mesh, in the order of their numbers."""
-
-    ring: Ring
-    everyone: RankGroup
 
 
 # --- the mesh --------------------------------------------------------------------------------------------------------
@@ -73,8 +66,8 @@ def agreed_ranks_of_ring(ranks: int | None, replicas: int) -> int:
 
 
 @contextmanager
-def opened_mesh(config: TrainConfig) -> Iterator[Groups]:
-    """Open the groups of this process, which torchrun or `ringattn train` started or which is alone; close them after.
+def opened_mesh(config: TrainConfig) -> Iterator[tuple[Ring, RankGroup]]:
+    """Open this process's groups and close them after: the ranks that share its sequences, and those of all replicas.
 
     Raises `DisagreementError` on all ranks whose configurations differ.
     """
@@ -83,13 +76,13 @@ def opened_mesh(config: TrainConfig) -> Iterator[Groups]:
         # Before the mesh: ranks with other keys would wait for each other there until the deadline.
         _compare(everyone, config, _keys(config))
         if config.replicas == 1:
-            yield Groups(everyone, everyone)
+            yield everyone, everyone
             return
         kind = device_type(config.transport)
         _open_process_group(kind, everyone.rank, everyone.world_size, config.timeout_s)
         shape = (config.replicas, everyone.world_size // config.replicas)
         with Ring(init_device_mesh(kind, shape, mesh_dim_names=("dp", "cp")), **options) as ring:
-            yield Groups(ring, everyone)
+            yield ring, everyone
 
 
 def replica_of(everyone: RankGroup, ring: RankGroup) -> int:

@@ -158,27 +158,3 @@ def test_tune(tmp_path: Path) -> None:
     for rows in found["candidates"].values():
         assert len(rows) == 2 and all(len(row["us"]) == 2 for row in rows)
         assert [row["right"] for row in sorted(rows, key=lambda row: sum(row["us"]))] == [True, False]
-
-
-NEVER_RIGHT = """
-import sys
-from ringattn.bench import tune
-right = tune.ours
-def wrong(name, engine):
-    one = right(name, engine)
-    def passes(inputs, causal):
-        forward, backward = one.passes(inputs, causal)
-        return (lambda: forward() * 1.01), backward
-    return one._replace(passes=passes)
-tune.ours, tune.put_config = wrong, lambda *entry: sys.exit(f"wrote {entry}")
-if __name__ == "__main__":
-    tune.main(sys.argv[1:])
-"""
-
-
-@pytest.mark.slow
-def test_what_is_wrong_is_not_written(tmp_path: Path) -> None:
-    words = ("tokens=64", "batch=1", "heads=1", "dims=64", "forms=pointers", "kernels=forward", "limit=1")
-    found = rehearsed("tune", tmp_path, *words, "workers=0", "dtype=float16", "write=true", code=NEVER_RIGHT)
-    (row,) = found["candidates"]["forward/64/pointers"]
-    assert row["us"] == [] and row["failed"].startswith("full mask: out ")

@@ -163,11 +163,6 @@ def runs(pid: int) -> bool:
         return False
 
 
-def parent_of(pid: int) -> int:
-    """Who started a process."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 @pytest.mark.slow
 def test_the_ranks_of_a_torchrun_that_is_killed_end(tmp_path: Path) -> None:
     words = ["tokens=64", "model=tiny", "transport=gloo", "steps=1000000", "checkpoint_every_steps=1"]
@@ -180,23 +175,14 @@ def test_the_ranks_of_a_torchrun_that_is_killed_end(tmp_path: Path) -> None:
         if list(tmp_path.glob("checkpoints/step-*/run.json")):
             break
         time.sleep(0.1)
-    ranks = [
-        int(one.name) for one in Path("/proc").glob("[0-9]*") if runs(int(one.name)) and parent_of_any(one) == agent.pid
-    ]
+    children = Path(f"/proc/{agent.pid}/task").glob("*/children")
+    ranks = [int(pid) for file in children for pid in file.read_text().split()]
     assert len(ranks) == 2
     agent.kill()
     agent.wait()
     assert all_end(ranks)
     with locked_folder(str(tmp_path)):  # nobody writes there any more
         pass
-
-
-def parent_of_any(process: Path) -> int | None:
-    """Who started it, None where it has ended meanwhile."""
-    try:
-        return parent_of(int(process.name))
-    except OSError:
-        return None
 
 
 @pytest.mark.parametrize("kernel", [True, False])

@@ -78,25 +78,6 @@ def test_the_planner_says_what_a_switch_leaves(change: dict[str, Any], monkeypat
 # --- the benchmark ---------------------------------------------------------------------------------------------------
 
 
-def test_storages_count_while_they_live() -> None:
-    old = torch.ones(100)
-    with StorageMeter() as meter:
-        view = old[:50].t()
-        a = torch.ones(1000)
-        b = a.view(10, 100)
-        assert meter.live_bytes == 4000
-        c = a + 1
-        del a, c
-        assert (meter.live_bytes, meter.peak_bytes) == (4000, 8000)
-        del b
-        assert (meter.live_bytes, meter.peak_bytes) == (0, 8000)
-        for _ in range(20):  # whoever comes next may get the identity of who went
-            one = torch.ones(1000)
-            assert meter.live_bytes == 4000
-            del one
-    assert view.numel() == 50
-
-
 def test_other_losses_stop_the_benchmark() -> None:
     def record(optimizer: str, *losses: float) -> dict[str, Any]:
         return {"optimizer": optimizer, "by_rank": [{"losses": [5.0, 4.0]}, {"losses": list(losses)}]}
