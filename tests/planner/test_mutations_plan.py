@@ -1,10 +1,11 @@
-"""Broken on purpose: plans with one fault each, which `verify_placement` must find.
+"""Broken on purpose: plans with one fault each, which `verify_placement` or `check_visits` must find.
 
-Not covered: what a good plan looks like (see test_place.py).
+That every plan passes both is in test_place.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 
 from ringattn.errors import PlanError
 from ringattn.planner.choose import plan_of
-from ringattn.planner.plan import LOCAL, Add, AttendOp, Plan, buffer_bytes
+from ringattn.planner.plan import LOCAL, Add, AttendOp, OwnSums, Plan
+from ringattn.schedule.content import size
 from ringattn.schedule.routes import ROUTES
 from tests.planner.placement_verifier import verify_placement
+from tests.planner.visit_check import adds_of, check_visits
 from tests.strategies import simple
 
 CASE = simple("zigzag", 32, 4, heads=4, causal=True)
@@ -32,11 +35,6 @@ def plan(route: str, backward: bool) -> Plan:
 def with_plan_step(whole: Plan, at: int, **changes: Any) -> Plan:
     """The plan with one step changed."""
     return replace(whole, steps=(*whole.steps[:at], whole.steps[at]._replace(**changes), *whole.steps[at + 1 :]))
-
-
-def nbytes(whole: Plan, buffer: int) -> int:
-    """Bytes of a buffer."""
-    return buffer_bytes(whole.problem, whole.buffers[buffer])
 
 
 def moved(whole: Plan, buffer: int, offset_bytes: int) -> Plan:
@@ -75,24 +73,6 @@ def test_a_part_that_lies_elsewhere() -> None:
     whole = replace(whole, arena_bytes=2 * whole.arena_bytes)
     with pytest.raises(PlanError, match=r"rank 1: .* does not lie in \w+ received for step 1"):
         verify_placement(moved(whole, part, whole.arena_bytes // 2))
-
-
-def test_swapped_slots() -> None:
-    # Swapped with one that lives at another time, a buffer lands on a third that lives beside it.
-    whole, found = plan("ring", True), 0
-    for one in range(len(whole.buffers)):
-        for other in range(one):
-            offsets = whole.buffers[one].offset_bytes, whole.buffers[other].offset_bytes
-            swapped = moved(moved(whole, one, offsets[1]), other, offsets[0])
-            spans = [(b.offset_bytes, b.offset_bytes + nbytes(whole, n)) for n, b in enumerate(swapped.buffers)]
-            clash = any(spans[a][0] < spans[b][1] and spans[b][0] < spans[a][1] for a, b in together(whole))
-            if clash or max(end for _, end in spans) > whole.arena_bytes:
-                found += 1
-                with pytest.raises(PlanError, match=r"live at the same time|outside the arena"):
-                    verify_placement(swapped)
-            else:
-                verify_placement(swapped)
-    assert found > 5
 
 
 @each_route
@@ -167,3 +147,87 @@ def test_a_buffer_filled_twice() -> None:
     at = next(at for at, step in enumerate(whole.steps) if step.recvs)
     with pytest.raises(PlanError, match=r"is filled twice"):
         verify_placement(with_plan_step(whole, at + 1, recvs=whole.steps[at].recvs))
+
+
+# --- which work overwrites rows of dK/dV and which is the last to add to them: savings by hand, and flags broken ------
+
+
+RANKS = 4
+
+
+def plans(layout: str, route: str, ranks: int = RANKS, **mask: object) -> list[Plan]:
+    """The backward plans of all ranks."""
+    problem = simple(layout, 64, ranks, heads=4, **mask).problem  # type: ignore[arg-type]
+    return [plan_of(problem, ROUTES[route], rank, True) for rank in range(ranks)]
+
+
+def zeroed(plan: Plan) -> int:
+    """Rows times K/V heads that begin at zero, in buffers."""
+    return sum(size(zero.rows) for step in plan.steps for zero in step.zeros)
+
+
+@pytest.mark.parametrize("route", ["ring", "all_gather", "sub_rings", "ulysses"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_no_own_row_begins_at_zero(layout: str, route: str) -> None:
+    """And the keys of the last rank, which causal masks keep to it in a contiguous layout, have no accumulators."""
+    ends = OwnSums.NONE if layout == "contiguous" else OwnSums.UNSET
+    assert [plan.own_sums for plan in plans(layout, route, causal=True)] == [OwnSums.UNSET] * (RANKS - 1) + [ends]
+
+
+def test_own_rows_begin_at_zero_where_a_work_meets_set_and_unset_ones() -> None:
+    """Others read the first keys of rank 0 of a zigzag, and their sums arrive before it attends to all of its own."""
+    found = [plan.own_sums for plan in plans("zigzag", "direct", causal=True)]
+    assert found == [OwnSums.ZEROED] + [OwnSums.UNSET] * (RANKS - 1)
+
+
+def test_a_rank_alone_has_no_sums() -> None:
+    (plan,) = plans("contiguous", "ring", ranks=1, causal=True)
+    assert plan.own_sums is OwnSums.NONE and zeroed(plan) == 0
+
+
+def test_a_relay_zeroes_only_what_it_adds_nothing_to() -> None:
+    """Rank 3 of a zigzag sees the first half of the blocks of ranks 1 and 2 and relays all: 8 rows each of 4 heads."""
+    assert [zeroed(plan) for plan in plans("zigzag", "ring", causal=True)] == [0, 0, 4 * 8, 2 * 4 * 8]
+    assert [zeroed(plan) for plan in plans("contiguous", "ring", causal=True)] == [0] * RANKS
+
+
+def changed(plan: Plan, change: Callable[[AttendOp], AttendOp], only_own: bool = False) -> Plan:
+    """The plan with its attention updates changed."""
+    steps = [
+        step._replace(work=tuple(
+            change(item) if isinstance(item, AttendOp) and (item.dkv == LOCAL or not only_own) else item
+            for item in step.work
+        ))
+        for step in plan.steps
+    ]  # fmt: skip
+    return replace(plan, steps=tuple(steps))
+
+
+def test_a_first_flag_that_is_missing() -> None:
+    plan = changed(plans("zigzag", "ring", causal=True)[1], lambda item: item._replace(first=False))
+    with pytest.raises(AssertionError, match="adds to rows that nothing has set"):
+        check_visits(plan)
+
+
+def test_a_first_flag_too_late() -> None:
+    """On the sum that arrives for rows to which the own work has added."""
+    plan = plans("zigzag", "ring", causal=True)[1]
+    ((now, n),) = adds_of(plan)
+    work = list(plan.steps[now].work)
+    work[n] = work[n]._replace(first=True)
+    steps = (*plan.steps[:now], plan.steps[now]._replace(work=tuple(work)), *plan.steps[now + 1 :])
+    with pytest.raises(AssertionError, match="Add is not the first on its rows"):
+        check_visits(replace(plan, steps=steps))
+
+
+def test_a_last_flag_too_early() -> None:
+    plan = changed(plans("zigzag", "ring", causal=True)[1], lambda item: item._replace(last=True), only_own=True)
+    with pytest.raises(AssertionError, match="Add adds to rows that are final"):
+        check_visits(plan)
+
+
+def test_rows_that_are_left_unset() -> None:
+    plan = plans("zigzag", "ring", causal=True)[3]
+    steps = tuple(step._replace(zeros=()) for step in plan.steps)
+    with pytest.raises(AssertionError, match="rows that nothing"):
+        check_visits(replace(plan, steps=steps))

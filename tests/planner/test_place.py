@@ -10,10 +10,8 @@ from dataclasses import replace
 import pytest
 
 from ringattn.planner.choose import plan_of
-from ringattn.planner.cluster import REFERENCE, Cluster
 from ringattn.planner.place import project
-from ringattn.planner.plan import ALIGNMENT_BYTES, LOCAL, Add, AttendOp, AttendReceivedOp, Plan, Recv, Send
-from ringattn.planner.simulate import simulate
+from ringattn.planner.plan import ALIGNMENT_BYTES, LOCAL, AttendOp, Plan, Recv, Send
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import ROUTES, schedule_of
 from tests.planner.placement_verifier import verify_placement
@@ -55,41 +53,12 @@ def record_of(plan: Plan, buffer: int) -> int:
     return record(plan, plan.buffers[buffer].dtype, plan.buffers[buffer].kind)
 
 
-def bytes_of(plan: Plan, buffer: int) -> int:
-    """Bytes of a buffer, from its rows."""
-    return len(wire_order(plan.buffers[buffer].content)) * record_of(plan, buffer)
-
-
-def touched(plan: Plan) -> dict[int, set[int]]:
-    """The steps in which each buffer is named by some operation."""
-    steps: dict[int, set[int]] = defaultdict(set)
-    for now, step in enumerate(plan.steps):
-        named = [zero.buffer for zero in step.zeros]
-        for pack in (*step.packs, *step.restores):
-            named += [pack.source, pack.into]
-        named += [message.buffer for message in (*step.sends, *step.recvs)]
-        for item in step.work:
-            if isinstance(item, AttendReceivedOp):
-                named += [item.q, item.kv, item.result, item.seed, item.dkv]
-            else:
-                named += [item.part, item.into] if isinstance(item, Add) else [item.kv, item.dkv]
-        for buffer in named:
-            if buffer != LOCAL and (inside := plan.buffers[buffer].inside):
-                steps[inside.buffer].add(now)
-            inner = [n for n, one in enumerate(plan.buffers) if one.inside and one.inside.buffer == buffer]
-            for part in (buffer, *inner):
-                steps[part].add(now)
-    steps.pop(LOCAL, None)
-    return steps
-
-
 @each_route
 @covering
 def test_plans(route: str, wire: str | None, case: Case) -> None:
     """All that holds of any plan, of plans that are made once for all of it."""
     passes = plans_of(case, route, wire)
     check_they_are_projections_and_verified(passes, case, route)
-    check_the_arena_holds_what_is_live(passes)
     check_messages_of_two_plans_meet(passes)
     check_packs_only_what_does_not_lie_in_one_piece(passes)
     check_bytes_and_messages_are_the_schedules(passes, case, route, wire)
@@ -116,21 +85,6 @@ def gist(plan: Plan) -> list:
          [(recv.peer, recv.label, sorted(message(plan, recv))) for recv in step.recvs])
         for step in plan.steps
     ]  # fmt: skip
-
-
-def check_the_arena_holds_what_is_live(passes: Passes) -> None:
-    for plan in (plan for plans in passes for plan in plans):
-        steps = touched(plan)
-        assert set(steps) == set(range(len(plan.buffers)))
-        live = [0] * len(plan.steps)
-        for buffer, named in steps.items():
-            assert (plan.buffers[buffer].first, plan.buffers[buffer].last) == (min(named), max(named))
-            assert plan.buffers[buffer].offset_bytes % ALIGNMENT_BYTES == 0 or plan.buffers[buffer].inside
-            for now in range(min(named), max(named) + 1) if plan.buffers[buffer].inside is None else ():
-                live[now] += bytes_of(plan, buffer)
-        assert plan.arena_bytes >= max(live, default=0)
-        ends = [plan.buffers[b].offset_bytes + bytes_of(plan, b) for b in steps]
-        assert 0 <= plan.arena_bytes - max(ends, default=0) < ALIGNMENT_BYTES
 
 
 def check_messages_of_two_plans_meet(passes: Passes) -> None:
@@ -283,33 +237,3 @@ IDLE_CASES = [
 def test_every_rank_has_the_direction_of_the_pass(case: Case, route: str) -> None:
     for backward, plans in zip((False, True), plans_of(case, route), strict=True):
         assert [plan.backward for plan in plans] == [backward] * case.ranks
-
-
-# --- the simulator ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_simulated_times(ranks: int) -> None:
-    case, dim = simple("contiguous", 16 * ranks, ranks), 64
-    plans = tuple(plans_of(case, "ring")[0])
-    work_s = 16 * 16 * dim * 4 / 1e9
-    # Messages for nothing: the time is the work. Work for nothing: P-1 hops, each latency and bytes.
-    free = Cluster("free links", 1e9, 1e30, 0)
-    busy = simulate(plans, free)
-    assert busy.total_us == pytest.approx(ranks * work_s * 1e6) and busy.waiting_us == pytest.approx((0.0,) * ranks)
-    slow = simulate(plans, Cluster("free work", 1e30, 1e6, 1e-3))
-    assert slow.total_us == pytest.approx((ranks - 1) * (1e-3 + SHARD / 1e6) * 1e6)
-    assert simulate(plans, REFERENCE).total_us > 0
-
-
-@pytest.mark.slow
-@covering
-def test_simulation_ends_whatever_the_plans(case: Case) -> None:
-    for route, wire in (*((name, None) for name in ROUTES), EIGHT_BIT[0]):
-        times = [simulate(tuple(plans), REFERENCE) for plans in plans_of(case, route, wire)]
-        for plans, time in zip(plans_of(case, route, wire), times, strict=True):
-            ops = AttendOp, AttendReceivedOp
-            work = [sum(i.tiles.area() for s in p.steps for i in s.work if isinstance(i, ops)) for p in plans]
-            assert all((busy > 0) == (area > 0) for busy, area in zip(time.busy_us, work, strict=True))
-            assert time.total_us >= max(time.busy_us)
-            assert (time.total_us > 0) == any((*work, *(plan.messages for plan in plans)))

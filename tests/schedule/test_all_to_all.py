@@ -2,74 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from ringattn.engine.plain import PlainEngine
 from ringattn.planner.choose import plan_of
 from ringattn.ring import Ring
-from ringattn.schedule.all_to_all import rows_served
-from ringattn.schedule.ops import Attend, AttendGrad, Kind, Merge
+from ringattn.schedule.ops import Attend, AttendGrad, Merge
 from ringattn.schedule.passes import is_on_received
 from ringattn.schedule.routes import schedule_of
 from ringattn.schedule.text import grid
 from ringattn.testing import run_ranks
 from tests.schedule.test_sub_rings import geometric
 from tests.schedules import ULYSSES
-from tests.strategies import Case, covering, simple, spots
+from tests.strategies import Case, simple
 
 
 def served(case: Case, backward: bool) -> list[Attend | AttendGrad]:
     """All work on queries that came."""
     steps = schedule_of(case.problem, ULYSSES, backward).steps
     return [item for step in steps for item in step.work if not isinstance(item, Merge) and is_on_received(item)]
-
-
-@covering
-def test_every_pair_of_two_ranks_meets_once_on_the_owner_of_its_head(case: Case) -> None:
-    problem = case.problem
-    met = np.zeros_like(case.reference)
-    owners: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for item in served(case, False):
-        q, k = problem.q_layout.positions(item.q.owner), problem.kv_layout.positions(item.kv.owner)
-        assert item.q.owner != item.kv.owner and item.rank == item.out.origin
-        for heads, table in item.tiles:
-            assert heads.count == 1
-            for tile in table:
-                assert tile.heads.count == 1 and tile.heads.start // problem.group == heads.start
-                owners[item.q.ring or 0, tile.heads.start].add(item.rank)
-                at = np.ix_(tile.heads.members(), q[list(tile.q.rows.members())], k[list(tile.k.rows.members())])
-                distance = at[1] - at[2]
-                met[at] += (distance >= tile.band.lo) & (distance <= tile.band.hi)
-    assert all(len(ranks) == 1 for ranks in owners.values())
-    wanted = case.reference.copy()
-    for rank in range(case.ranks):  # what meets at home
-        wanted[:, problem.q_layout.positions(rank)[:, None], problem.kv_layout.positions(rank)] = 0
-    assert (met == wanted).all()
-
-
-@covering
-def test_what_is_served_travels_and_what_is_made_comes_home(case: Case) -> None:
-    for backward, inputs, results in (
-        (False, {Kind.Q, Kind.KV}, {Kind.OUT}),
-        (True, {Kind.Q, Kind.KV, Kind.GRAD_OUT}, {Kind.DQ, Kind.DKV}),
-    ):
-        steps = schedule_of(case.problem, ULYSSES, backward).steps
-        arrives, leaves = rows_served(served(case, backward))
-        there = {(copy.dst, copy.block): copy for copy in steps[0].copies}
-        back = {(copy.src, copy.block): copy for copy in steps[2].copies}
-        assert {block.kind for _, block in arrives} <= inputs and {block.kind for _, block in leaves} <= results
-        for wanted, sent in ((arrives, there), (leaves, back)):
-            abroad = {spot: spots(rows) for spot, rows in wanted.items() if spot[0] != spot[1].owner}
-            assert {spot: spots(copy.content) for spot, copy in sent.items()} == abroad
-        assert all(copy.src == block.owner for (_, block), copy in there.items())
-        assert all(copy.dst == block.owner for (_, block), copy in back.items())
-        assert Counter(item.part for item in steps[3].work) == Counter(block for _, block in leaves)
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
@@ -142,13 +98,3 @@ def test_what_is_served_is_a_word_in_the_grid() -> None:
         ["2", "-", "|", "OUT1@0/0>1", "-", "|", "OUT0@1/0>0"],
         ["3", "+OUT0@0/0", "+OUT0@1/0", "+OUT1@0/0", "+OUT1@1/0"],
     ]
-
-
-def test_a_full_mask_is_ulysses() -> None:
-    """Everybody sends all rows of the heads that others own, and gets all its outputs back."""
-    case = simple("contiguous", 32, 4, heads=4)
-    for rank in range(4):
-        there = plan_of(case.problem, ULYSSES, rank, False)
-        rows = 3 * 8 * 3  # K/V, which count twice, and Q, or else OUT: 8 rows to each of 3 others
-        assert there.bytes_sent == rows * 64 * 2 + 3 * 8 * (64 * 4 + 4)
-        assert there.messages == 3 * 3

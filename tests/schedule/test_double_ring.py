@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.core.dilation import Dilated
@@ -23,7 +23,7 @@ from ringattn.schedule.route import equal_groups, grid_of, square_side
 from ringattn.schedule.routes import Route, route_named, schedule_of
 from tests.planner.placement_verifier import verify_placement
 from tests.schedule.schedule_verifier import verify
-from tests.schedules import BIDIRECTIONAL, DOUBLE_RING, RING
+from tests.schedules import DOUBLE_RING, RING, ULYSSES_RING
 from tests.strategies import Case, cases, simple, wire_order
 
 INNER = [(4, 2), (6, 2), (6, 3), (6, 1), (6, 6), (8, 4)]
@@ -38,15 +38,16 @@ def crossings(schedule: Schedule, inner: int, kinds: tuple[Kind, ...]) -> list[t
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["double_ring", "ulysses_ring"])
+@settings(max_examples=12)
 @given(cases(), st.data())
-def test_every_grid_is_verified_and_placed(case: Case, data: st.DataObject) -> None:
-    ranks = case.ranks
-    inner = data.draw(st.sampled_from([m for m in range(1, ranks + 1) if ranks % m == 0]))
-    for route in (route_named(f"double_ring:{inner}", ranks), BIDIRECTIONAL):
-        for backward in (False, True):
-            verify(schedule_of(case.problem, route, backward))
-            for rank in range(ranks):
-                verify_placement(plan_of(case.problem, route, rank, backward))
+def test_every_grid_is_verified_and_placed(name: str, case: Case, data: st.DataObject) -> None:
+    inner = data.draw(st.sampled_from([m for m in range(1, case.ranks + 1) if case.ranks % m == 0]))
+    route = route_named(f"{name}:{inner}", case.ranks)
+    for backward in (False, True):
+        verify(schedule_of(case.problem, route, backward))
+        for rank in range(case.ranks):
+            verify_placement(plan_of(case.problem, route, rank, backward))
 
 
 @pytest.mark.parametrize(("ranks", "inner"), INNER)
@@ -79,48 +80,28 @@ def test_no_step_sends_more_than_its_share_between_nodes(ranks: int, inner: int)
         assert max(size(copy.content) for _, copy in flat) == 25
 
 
-def test_a_bidirectional_ring_takes_half_the_steps_and_uses_both_directions() -> None:
-    for ranks in (2, 3, 4, 5, 8):
-        problem = simple("contiguous", 4 * ranks, ranks).problem
-        schedule = schedule_of(problem, BIDIRECTIONAL, False)
-        assert len(schedule.steps) == ranks // 2 + 1
-        ways = Counter((copy.dst - copy.src) % ranks for step in schedule.steps for copy in step.copies)
-        assert set(ways) <= {1, ranks - 1} and sum(ways.values()) == ranks * (ranks - 1)
-        assert ranks == 2 or abs(ways[1] - ways[ranks - 1]) <= ranks
-        sent = sum(size(copy.content) for step in schedule.steps for copy in step.copies)
-        flat = schedule_of(problem, RING, False)
-        assert sent == sum(size(copy.content) for step in flat.steps for copy in step.copies)
-
-
-def test_inner_rings_are_the_nodes_of_the_cluster() -> None:
-    problem = simple("zigzag", 64, 4).problem
-    scattered = CLUSTERS["cpu"].joined(Links((0, 1, 0, 1)))
-    assert choose_route(problem, "double_ring", scattered).grid == ((0, 2), (1, 3))
-    assert choose_route(problem, "double_ring", CLUSTERS["cpu"]).grid == ()
-    assert (
-        DOUBLE_RING.grid_for(problem)
-        == equal_groups(4, square_side(4))
-        == ((0, 1), (2, 3))
-        == route_named("double_ring:2", 4).grid
-    )
-    assert [square_side(ranks) for ranks in (1, 5, 6, 12, 16)] == [1, 1, 2, 3, 4]
-    with pytest.raises(InputError, match=r"as many ranks on each node, and the nodes have 3, 1;.*'double_ring:2'"):
-        choose_route(problem, "double_ring", CLUSTERS["cpu"].joined(Links((0, 0, 0, 1))))
-    assert choose_route(problem, "double_ring:2", CLUSTERS["cpu"].joined(Links((0, 0, 0, 1)))).grid == equal_groups(
-        4, 2
-    )
-    with pytest.raises(InputError, match=r"the nodes have 4, 4, 4, 4, 4, 4, 4, 4, \.\.\., 1; choose"):
-        grid_of((*(rank // 4 for rank in range(400)), 100))
+@pytest.mark.parametrize("name", ["double_ring", "ulysses_ring"])
+def test_groups_are_the_nodes_of_the_cluster(name: str) -> None:
+    problem, cpu = simple("zigzag", 64, 4, heads=6).problem, CLUSTERS["cpu"]
+    assert choose_route(problem, name, cpu.joined(Links((0, 1, 0, 1)))).grid == ((0, 2), (1, 3))
+    assert choose_route(problem, name, cpu).grid == ()
+    unlike = cpu.joined(Links((0, 0, 0, 1)))
+    with pytest.raises(InputError, match=rf"as many ranks on each node, and the nodes have 3, 1;.*'{name}:2'"):
+        choose_route(problem, name, unlike)
+    assert choose_route(problem, f"{name}:2", unlike).grid == equal_groups(4, 2) == ((0, 1), (2, 3))
     with pytest.raises(
         InputError, match="3 ranks that belong together do not divide 4 ranks; numbers that do: 1, 2, 4"
     ):
-        choose_route(problem, "double_ring:3", CLUSTERS["cpu"])
+        choose_route(problem, f"{name}:3", cpu)
 
 
-@pytest.mark.parametrize("name", ["ring:2", "double_ring:", "double_ring:x", "double_ring:-1"])
-def test_only_a_double_ring_takes_a_number(name: str) -> None:
-    with pytest.raises(InputError, match=f"schedule='{name}' is not known"):
-        route_named(name, 4)
+def test_groups_of_one_node() -> None:
+    problem = simple("zigzag", 64, 4, heads=6).problem
+    assert DOUBLE_RING.grid_for(problem) == equal_groups(4, square_side(4)) == ULYSSES_RING.grid_for(problem)
+    assert ULYSSES_RING.grid_for(replace(problem, q_heads=8, kv_heads=1)) == equal_groups(4, 1)
+    assert [square_side(ranks) for ranks in (1, 5, 6, 12, 16)] == [1, 1, 2, 3, 4]
+    with pytest.raises(InputError, match=r"the nodes have 4, 4, 4, 4, 4, 4, 4, 4, \.\.\., 1; choose"):
+        grid_of((*(rank // 4 for rank in range(400)), 100))
 
 
 @given(cases(), st.integers(1, 5))

@@ -36,14 +36,15 @@ def test_a_full_mask_sends_what_the_formula_says(name: str, ranks: int, group: i
     assert sent == [eval(formula, {}, letters) for formula in FORMULAS[name]]
 
 
+@pytest.mark.parametrize("name", ["double_ring", "ulysses_ring"])
 @pytest.mark.parametrize(("ranks", "inner"), [(4, 1), (4, 4), (6, 3), (8, 4), (8, 2)])
-def test_a_double_ring_of_any_grid_sends_what_the_formula_says(ranks: int, inner: int) -> None:
-    problem = simple("zigzag", 16 * ranks, ranks).problem
+def test_any_grid_sends_what_the_formula_says(name: str, ranks: int, inner: int) -> None:
+    problem = replace(simple("zigzag", 16 * ranks, ranks).problem, q_heads=2 * inner, kv_heads=inner)
     letters = quantities(problem, ranks // inner)
-    route = route_named(f"double_ring:{inner}", ranks)
+    route = route_named(f"{name}:{inner}", ranks)
     for backward in (False, True):
         plans = [plan_of(problem, route, rank, backward) for rank in range(ranks)]
-        nbytes, messages = FORMULAS[DOUBLE_RING.name][2 * backward : 2 * backward + 2]
+        nbytes, messages = FORMULAS[name][2 * backward : 2 * backward + 2]
         assert {plan.bytes_sent for plan in plans} == {eval(nbytes, {}, letters)}
         assert {plan.messages for plan in plans} == {eval(messages, {}, letters)}
         crossing = sum(

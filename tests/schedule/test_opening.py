@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,15 +10,12 @@ from hypothesis import settings
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
-from ringattn.errors import PlanError
 from ringattn.planner.arena import live_bytes
 from ringattn.planner.choose import cheapest_opening, plan_of
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
 from ringattn.schedule.content import size
-from ringattn.schedule.opening import split_keys
-from ringattn.schedule.ops import INPUTS, AttendGrad, Merge, Schedule, Step, work_of
+from ringattn.schedule.ops import INPUTS, Merge, Schedule
 from ringattn.schedule.routes import ROUTES, Route, backward_of_rank, schedule_of
-from ringattn.schedule.text import grid
 from tests.planner.placement_verifier import verify_placement
 from tests.schedule.schedule_verifier import verify
 from tests.schedule.test_schedule import by_rows
@@ -88,62 +84,6 @@ def test_kept_blocks_are_those_read_last_and_are_not_sent_again(route: Route) ->
         assert there.kept_bytes == back.kept_bytes == row * sum(size(rows) for at, _, rows in kept.kept if at == rank)
         without = plan_of(problem, replace(route, opening="fetched"), rank, True)
         assert live_bytes(back) <= live_bytes(without)
-
-
-def test_the_picture_of_a_ring_has_no_step_without_work() -> None:
-    problem = simple("contiguous", 16, 4).problem
-    lines = {
-        way: grid(schedule_of(problem, replace(RING, opening=way), True)).splitlines()[2:]
-        for way in ("fetched", "split", "kept")
-    }
-    assert lines["fetched"][0].split() == "0 - | KV0>3 - | KV1>0 - | KV2>1 - | KV3>2".split()
-    assert lines["split"][0].split() == "0 KV0 | KV0>3 KV1 | KV1>0 KV2 | KV2>1 KV3 | KV3>2".split()
-    assert lines["split"][1:] == lines["fetched"][1:]
-    assert lines["kept"] == lines["fetched"][1:]
-
-
-@settings(max_examples=10)
-@covering
-def test_own_keys_are_split_without_a_pair_lost(case: Case) -> None:
-    for rank, rows in enumerate(case.problem.kv_layout.counts):
-        parts = work_of(case.problem, rank).get(rank, ())
-        early, late = split_keys(parts, rows)
-
-        def pairs(parts: tuple) -> Counter:
-            return Counter(
-                (int(q), int(k), head)
-                for _, table in parts for tile in table for head in tile.heads.members()
-                for q in tile.q.rows.members() for k in tile.k.rows.members()
-                if tile.band.lo <= position(tile.q, q) - position(tile.k, k) <= tile.band.hi
-            )  # fmt: skip
-
-        assert pairs(early) + pairs(late) == pairs(parts)
-        keys = [{k for _, table in side for run in table.k_runs() for k in run.members()} for side in (early, late)]
-        assert not keys[0] or not keys[1] or max(keys[0]) < min(keys[1])
-
-
-def position(tokens: object, row: int) -> int:
-    """The position of a row of a token range."""
-    return tokens.positions.start + (row - tokens.rows.start) // tokens.rows.stride * tokens.positions.stride  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("fault", ["twice", "lost", "grown"])
-def test_verify_sees_a_fault_in_a_split(fault: str) -> None:
-    schedule = schedule_of(simple("contiguous", 64, 4, causal=True).problem, replace(RING, opening="split"), True)
-    at, item = next((at, item) for at, step in enumerate(schedule.steps) for item in step.work
-                    if isinstance(item, AttendGrad) and item.rank == item.kv.owner == 3)  # fmt: skip
-    verify(schedule)
-    work = [one for one in schedule.steps[at].work if one is not item]
-    if fault == "twice":
-        work += [item, item]
-    elif fault == "grown":
-        ((heads, table),) = item.tiles
-        longer = table.replaced(k_count=table.k_count + 1)
-        work.append(item._replace(tiles=((heads, longer),)))  # type: ignore[arg-type]
-    steps = (*schedule.steps[:at], Step(schedule.steps[at].copies, tuple(work)), *schedule.steps[at + 1 :])
-    why = "1 tiles of KV3 are never" if fault == "lost" else "works on a tile of KV3 (once too often|that the mask)"
-    with pytest.raises(PlanError, match=why):
-        verify(replace(schedule, steps=steps))
 
 
 def chosen(cluster: Cluster, tokens: int = 8192, kv_heads: int = 8, ranks: int = 4, route: Route = RING) -> str:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ringattn.core.geometry import StridedRange
 from ringattn.planner.choose import choose_route
-from ringattn.schedule.content import HeadRows, contains, describe, merge_runs, piece_of, size, union, whole
-from ringattn.schedule.read_sets import ReadSets, read_sets_of
+from ringattn.schedule.content import HeadRows, contains, describe, merge_runs, piece_of, size, union, whole, without
+from ringattn.schedule.read_sets import ReadSets
 from tests.strategies import NOTABLE, Case, cases, covering, plain_cases, simple, spots, wire_order
 
 
@@ -86,11 +86,6 @@ def test_totals(case: Case) -> None:
     band = case.problem.mask.branches[0].band
     if band.hi - band.lo >= case.problem.q_layout.length:  # one-sided in effect: reads leave no gaps
         assert found == (relayed, direct)
-
-
-def test_needs_are_shared() -> None:
-    case = simple("zigzag", 24, 3, causal=True)
-    assert read_sets_of(case.problem) is read_sets_of(simple("zigzag", 24, 3, causal=True).problem)
 
 
 @pytest.mark.parametrize(
@@ -186,3 +181,12 @@ def test_contents_as_sets() -> None:
 
 def test_offsets_count_packed_rows() -> None:
     assert ONE[0].offsets(np.array([0, 2, 5, 6])).tolist() == [0, 2, 3, 4]
+
+
+def test_what_a_content_lacks_of_another() -> None:
+    def part(*runs: tuple[int, int, int]) -> HeadRows:
+        return HeadRows(StridedRange(0, 2), tuple(StridedRange(*run) for run in runs))
+
+    assert without((part((0, 10, 1)),), (part((2, 3, 2)),)) == (part((0, 2, 1), (3, 2, 2), (7, 3, 1)),)
+    assert without((part((0, 4, 1)),), (part((0, 4, 1)),)) == ()
+    assert without((part((0, 4, 1)),), ()) == (part((0, 4, 1)),)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ringattn.errors import InputError
 from ringattn.schedule.content import whole
-from ringattn.schedule.ops import Attend, AttendGrad, Block, Copy, Kind, Merge, Schedule, Step, ordered_step
+from ringattn.schedule.ops import Attend, Copy, Kind, Schedule, Step, ordered_step
 from ringattn.schedule.passes import prune, transpose
-from ringattn.schedule.routes import ROUTES, Route, backward_of_rank, forward_of_rank, route_named, schedule_of
+from ringattn.schedule.routes import ROUTES, Route, backward_of_rank, forward_of_rank, schedule_of
 from ringattn.schedule.text import grid, to_text
 from tests.schedule import gallery
 from tests.schedule.schedule_verifier import verify
@@ -38,11 +36,6 @@ def traffic(schedule: Schedule, kind: Kind = Kind.KV) -> Traffic:
         for copy in step.copies
         if copy.block.kind is kind
     }
-
-
-def volume(schedule: Schedule, kind: Kind = Kind.KV) -> int:
-    """Rows times heads that travel."""
-    return sum(map(len, traffic(schedule, kind).values()))
 
 
 def expected(case: Case, route: str) -> Traffic:
@@ -89,116 +82,7 @@ def by_rows(schedule: Schedule) -> list[tuple]:
     ]
 
 
-@each_route
-@covering
-def test_rows_are_present_when_they_are_read_or_sent(route: Route, case: Case) -> None:
-    problem = case.problem
-    for backward in (False, True):
-        held: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
-        for rank, count in enumerate(problem.kv_layout.counts):
-            held[rank, rank] = {(head, row) for head in range(problem.kv_heads) for row in range(count)}
-        computed = Counter()
-        for step in schedule_of(problem, route, backward).steps:
-            for item in step.work:
-                if not isinstance(item, Merge):
-                    assert case.reads(item.kv.owner, item.rank) <= held[item.rank, item.kv.owner]
-                    computed[item.rank, item.kv.owner] += 1
-            copies = [copy for copy in step.copies if copy.block.kind is Kind.KV]
-            assert all(spots(copy.content) <= held[copy.src, copy.block.owner] for copy in copies)
-            for copy in copies:
-                held[copy.dst, copy.block.owner] |= spots(copy.content)
-        reading = [(r, o) for r in range(case.ranks) for o in range(case.ranks) if case.reads(o, r)]
-        assert computed == Counter(reading)
-
-
-@each_route
-@covering
-def test_every_gradient_reaches_its_home_once(route: Route, case: Case) -> None:
-    # Sums as multisets: each (reader, head, row) must end up at the row's owner exactly once.
-    sums: dict[tuple[int, int], Counter] = defaultdict(Counter)
-    arrived: dict[tuple[int, Block], Counter] = {}
-    for step in schedule_of(case.problem, route, True).steps:
-        leaving = {}
-        for copy in step.copies:
-            if copy.block.kind is Kind.DKV:
-                taken = sums.pop((copy.src, copy.block.owner), Counter())
-                assert {spot for _, spot in taken} <= spots(copy.content)
-                leaving[copy.dst, copy.block] = taken
-        for item in step.work:
-            if isinstance(item, AttendGrad):
-                owner = item.kv.owner
-                sums[item.rank, owner].update((item.rank, spot) for spot in case.reads(owner, item.rank))
-            else:
-                assert isinstance(item, Merge)
-                sums[item.rank, item.part.owner] += arrived.pop((item.rank, item.part))
-        assert not arrived  # what a step's copies bring is merged in the very next one
-        arrived = leaving
-    assert not arrived
-    wanted = {
-        (owner, owner): Counter((r, spot) for r in range(case.ranks) for spot in case.reads(owner, r))
-        for owner in range(case.ranks)
-    }
-    assert {key: rows for key, rows in sums.items() if rows} == {key: rows for key, rows in wanted.items() if rows}
-
-
-@each_route
-@covering
-def test_backward_mirrors_the_forward(route: Route, case: Case) -> None:
-    there, back = schedule_of(case.problem, route, False), schedule_of(case.problem, route, True)
-    edges = {key[1:]: rows for key, rows in traffic(there).items()}
-    returned = {(owner, src, dst): rows for (_, owner, dst, src), rows in traffic(back, Kind.DKV).items()}
-    assert returned == edges
-    assert volume(back) <= volume(there)
-
-
 # --- known volumes ---------------------------------------------------------------------------------------------------
-
-
-@each_route
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
-def test_full_mask_moves_all_other_shards(route: Route, ranks: int, name: str) -> None:
-    case = simple(name, 6 * ranks, ranks)
-    there, back = schedule_of(case.problem, route, False), schedule_of(case.problem, route, True)
-    for schedule, kind in ((there, Kind.KV), (back, Kind.KV), (back, Kind.DKV)):
-        sent, received = Counter(), Counter()
-        for (_, _, src, dst), rows in traffic(schedule, kind).items():
-            sent[src] += len(rows)
-            received[dst] += len(rows)
-        assert set(sent.values()) == set(received.values()) == {(ranks - 1) * 6}
-        assert len(sent) == len(received) == ranks
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize(
-    ("options", "documents"),
-    [
-        ({"causal": True}, None),
-        ({"window": (7, 0)}, None),
-        ({"window": (0, 0), "causal": True}, None),
-        ({"window": (11, 0)}, None),
-        ({"causal": True}, (0, 3, 3, 17, 31)),
-        ({"causal": True, "window": (6, 0)}, (0, 20, 31)),
-    ],
-)
-def test_ring_sends_no_more_than_direct_where_reads_shrink(
-    ranks: int, options: dict[str, object], documents: tuple[int, ...] | None
-) -> None:
-    case = simple("contiguous", 31, ranks, documents, **options)
-    relayed, straight = (volume(schedule_of(case.problem, route, False)) for route in (RING, DIRECT))
-    assert relayed == straight == volume_read(case)
-
-
-def volume_read(case: Case) -> int:
-    ranks = range(case.ranks)
-    return sum(len(case.reads(owner, reader)) for owner in ranks for reader in ranks if owner != reader)
-
-
-def test_relays_carry_what_only_farther_ranks_read() -> None:
-    # Queries look ahead: of an owner's readers the rank before it, the farthest along the ring, reads the most.
-    case = simple("contiguous", 16, 4, window=(0, 5))
-    relayed, straight = (volume(schedule_of(case.problem, route, False)) for route in (RING, DIRECT))
-    assert relayed > straight == volume_read(case)
 
 
 # --- passes and text -------------------------------------------------------------------------------------------------
@@ -254,13 +138,6 @@ def test_steps_are_ordered_the_same_whoever_lists_them() -> None:
     for _ in range(5):
         copies, work = ([x[i] for i in rng.permutation(len(x))] for x in (step.copies, step.work))
         assert ordered_step(copies, work) == step
-
-
-def test_unknown_route() -> None:
-    with pytest.raises(InputError, match=r"schedule='star' is not known; choose auto or one of ring, all_gather, dir"):
-        route_named("star")
-    assert route_named("direct") is DIRECT
-    assert route_named("all_to_all") is route_named("ulysses") is ROUTES["ulysses"]
 
 
 @pytest.mark.parametrize("name", ["ring_causal_contiguous", "zigzag_grids"])

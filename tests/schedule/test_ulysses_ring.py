@@ -4,46 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ringattn.errors import InputError, PlanError
-from ringattn.planner.choose import choose_route, plan_of
-from ringattn.planner.cluster import CLUSTERS, Links
+from ringattn.errors import PlanError
+from ringattn.planner.choose import plan_of
 from ringattn.planner.plan import LOCAL, AttendReceivedOp, Plan
 from ringattn.ring import Ring
 from ringattn.schedule.all_to_all import shares_of
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind
-from ringattn.schedule.route import equal_groups
 from ringattn.schedule.routes import route_named, schedule_of
 from ringattn.testing import run_ranks
 from tests.planner.placement_verifier import verify_placement
-from tests.schedule.formulas import FORMULAS, quantities
-from tests.schedule.schedule_verifier import verify
-from tests.schedules import ULYSSES_RING
-from tests.strategies import Case, cases, simple
+from tests.strategies import simple
 from tests.trial import Trial, greatest_error, joined, on_rank, reference
 
 GRIDS = [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4)]
 """Ranks, and ranks of a group."""
-EVERY = [*GRIDS, (4, 1), (4, 4)]
-
-
-@given(cases(), st.data())
-@settings(max_examples=12)
-def test_every_grid_is_verified_and_placed(case: Case, data: st.DataObject) -> None:
-    ranks = case.ranks
-    group = data.draw(st.sampled_from([some for some in range(1, ranks + 1) if ranks % some == 0]))
-    route = route_named(f"ulysses_ring:{group}", ranks)
-    for backward in (False, True):
-        verify(schedule_of(case.problem, route, backward))
-        for rank in range(ranks):
-            verify_placement(plan_of(case.problem, route, rank, backward))
 
 
 MASKS = {
@@ -60,8 +39,7 @@ MASKS = {
     [
         ("one row", "zigzag", 4, 1), ("causal", "zigzag", 4, 2), ("full", "contiguous", 6, 3),
         ("documents", "per_document", 6, 2),
-        *(pytest.param(mask, layout, *EVERY[(2 * n + more) % len(EVERY)], marks=pytest.mark.slow)
-          for n, (mask, layout) in enumerate(product(MASKS, ("contiguous", "zigzag", "striped"))) for more in range(2)),
+        ("window", "striped", 4, 4),
     ],
 )  # fmt: skip
 def test_every_factorisation_is_exact(mask: str, layout: str, ranks: int, group: int) -> None:
@@ -78,7 +56,7 @@ def test_every_factorisation_is_exact(mask: str, layout: str, ranks: int, group:
 @pytest.mark.parametrize(("ranks", "group"), GRIDS)
 def test_only_keys_of_the_own_heads_cross_between_groups(ranks: int, group: int) -> None:
     problem = replace(simple("contiguous", 4 * ranks, ranks).problem, q_heads=2 * group, kv_heads=group)
-    route, letters = route_named(f"ulysses_ring:{group}", ranks), quantities(problem, ranks // group)
+    route = route_named(f"ulysses_ring:{group}", ranks)
     for backward in (False, True):
         crossing = Counter(
             (copy.block.kind, copy.block.owner)
@@ -90,10 +68,6 @@ def test_only_keys_of_the_own_heads_cross_between_groups(ranks: int, group: int)
         # Once to each other group, all rows of all heads.
         times = (ranks // group - 1) * 4 * group
         assert crossing == {(kind, owner): times for kind in kinds for owner in range(ranks)}
-        plans = [plan_of(problem, route, rank, backward) for rank in range(ranks)]
-        nbytes, messages = FORMULAS["ulysses_ring"][2 * backward : 2 * backward + 2]
-        assert {plan.bytes_sent for plan in plans} == {eval(nbytes, {}, letters)}
-        assert {plan.messages for plan in plans} == {eval(messages, {}, letters)}
 
 
 def received(plan: Plan) -> list[AttendReceivedOp]:
@@ -138,16 +112,3 @@ def test_heads_are_shared_by_queries_where_key_heads_do_not_divide(
 ) -> None:
     problem = replace(simple("contiguous", 8, 2).problem, q_heads=heads[0], kv_heads=heads[1])
     assert shares_of(problem, range(heads[0]), members) == shares
-
-
-def test_groups_are_the_nodes_of_the_cluster_or_as_the_key_heads_allow() -> None:
-    problem = simple("zigzag", 64, 4, heads=6).problem
-    scattered = CLUSTERS["cpu"].joined(Links((0, 1, 0, 1)))
-    assert choose_route(problem, "ulysses_ring", scattered).grid == ((0, 2), (1, 3))
-    assert choose_route(problem, "ulysses_ring", CLUSTERS["cpu"]).grid == ()
-    assert ULYSSES_RING.grid_for(problem) == equal_groups(4, 2)  # six heads on four ranks
-    assert ULYSSES_RING.grid_for(replace(problem, q_heads=8, kv_heads=1)) == equal_groups(4, 1)
-    with pytest.raises(InputError, match=r"schedule='ulysses_ring' needs as many ranks on each node"):
-        choose_route(problem, "ulysses_ring", CLUSTERS["cpu"].joined(Links((0, 0, 0, 1))))
-    with pytest.raises(InputError, match="'ulysses_ring:3': 3 ranks that belong together do not divide 4 ranks"):
-        choose_route(problem, "ulysses_ring:3", CLUSTERS["cpu"])
