@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ringattn.errors import InputError, OutOfMemoryError, TransportError
-from ringattn.planner.arena import account, mib, remedies
-from ringattn.planner.plan import Plan
+from ringattn.planner.plan import Plan, account, mib, remedies
 
 LOGGER = logging.getLogger("ringattn")
 

@@ -35,9 +35,8 @@ from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.routes import (
     ROUTES,
     Route,
-    backward_of_rank,
     forward_of_rank,
-    kept_of_rank,
+    part_of_rank,
     route_named,
     schedule_of,
 )
@@ -162,9 +161,8 @@ def plan_of(problem: Problem, route: Route, rank: int, backward: bool) -> Plan:
 
 def plan_once(problem: Problem, route: Route, rank: int, backward: bool) -> Plan:
     """`plan_of`, not kept: a choice, or who learns from many ranks, looks at a plan once."""
-    make = backward_of_rank if backward else forward_of_rank
     with _alone:
-        return project(make(problem, route, rank), rank, kept_of_rank(problem, route, rank))
+        return project(part_of_rank(problem, route, rank, backward), rank, route.kept(problem, rank))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from ringattn.core.tiling import ROWS_OF_K, ROWS_OF_Q, Ints, TileTable
 from ringattn.errors import PlanError
 from ringattn.schedule.content import Content, HeadRows, size, union
 from ringattn.schedule.ops import Attend, AttendGrad, Block, Kind, Merge, Schedule
-from ringattn.schedule.passes import is_on_received, touched_by
+from ringattn.schedule.passes import inputs_of, is_on_received, result_of
 
 # A row of a fused buffer is a row of one head already, so the buffer has a single head.
 ONE = StridedRange(0, 1)
@@ -294,7 +294,10 @@ def received_by_step(steps: Mapping[int, tuple[int, Sequence[Attend | AttendGrad
             sets.remove(other)
             blocks, of_set = blocks | other[0], other[1] + of_set
         sets.append((blocks, sorted(of_set)))
-    touched = {now: [one for item in items for one in touched_by(item)] for now, (_, items) in steps.items()}
+    touched = {
+        now: [one for item in items for one in (*inputs_of(item), *result_of(item))]
+        for now, (_, items) in steps.items()
+    }
     found: dict[int, ReceivedHeads] = {}
     for _, of_set in sets:
         queries = ReceivedQueries(

@@ -10,13 +10,13 @@ Glossary of buffers. A buffer lives from the first to the last step of its row, 
                 one engine call reads them all (`fused_buffers`)
     LOCAL       no buffer: the caller's q, k, v and gradients
 The second half marks which work of a backward pass overwrites the rows of dK/dV instead of adding to them.
-Not covered: schedules (`ringattn.schedule`), offsets in the arena (`arena`).
+Not covered: schedules (`ringattn.schedule`), offsets in the arena (`plan.lay_out`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -25,7 +25,6 @@ import numpy as np
 from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import EIGHT_BIT, Problem
 from ringattn.core.tiling import TileTable
-from ringattn.planner.arena import lay_out
 from ringattn.planner.fused_buffers import (
     ONE,
     FusedBuffer,
@@ -49,6 +48,7 @@ from ringattn.planner.plan import (
     Recv,
     Send,
     Zero,
+    lay_out,
     record_elements,
 )
 from ringattn.schedule.content import (
@@ -105,10 +105,14 @@ class _Projection:
         self.held: dict[Block, int] = {}
         copies = [copy for _, step in self.steps for copy in step.copies]
         # The rows of each dK/dV sum that this rank returns: the size of its accumulator. Pieces return in reverse.
-        self.sums = _together(copy for copy in reversed(copies) if copy.block.kind is Kind.DKV and copy.src == rank)
+        self.sums = _rows_by_block(
+            copy for copy in reversed(copies) if copy.block.kind is Kind.DKV and copy.src == rank
+        )
         # All rows of each input block that arrive, in one message or in pieces.
-        self.arrivals = _together(copy for copy in copies if copy.block.kind in INPUTS and copy.dst == rank)
-        self.own = self._own_blocks()
+        self.arrivals = _rows_by_block(copy for copy in copies if copy.block.kind in INPUTS and copy.dst == rank)
+        # All rows of each own input block that are ever sent: they are packed once.
+        own = (copy for copy in copies if copy.block.kind in INPUTS and copy.src == copy.block.owner == rank)
+        self.own = _rows_by_block(own, lambda contents: union(dict.fromkeys(contents)))
         self.received = received_by_step({
             now: (index, items)
             for now, (index, step) in enumerate(self.steps)
@@ -272,15 +276,6 @@ class _Projection:
         draft.restores.append(Pack(held, restored))
         return restored
 
-    def _own_blocks(self) -> dict[Block, Content]:
-        """Of each own input block all rows that are ever sent: they are packed once."""
-        sent: dict[Block, list[Content]] = defaultdict(list)
-        for _, step in self.steps:
-            for copy in step.copies:
-                if copy.src == copy.block.owner == self.rank and copy.block.kind in INPUTS:
-                    sent[copy.block].append(copy.content)
-        return {block: union(dict.fromkeys(contents)) for block, contents in sent.items()}
-
     def _send(self, copy: Copy, draft: _Draft) -> Send:
         label = f"{copy.block} to rank {copy.dst}"
         kind = copy.block.kind
@@ -361,39 +356,23 @@ class _Projection:
         rows, steps = packed_rows(table, places[0])
         owner, heads = item.kv.owner, tiles.heads
         # Equal contents: a packed row has the same number on both sides.
-        if alike:
-            yield AttendOp(
-                owner,
-                heads,
-                table.replaced(k_row=rows, k_row_stride=steps),
-                kv,
-                0,
-                dkv if isinstance(item, AttendGrad) else LOCAL,
-            )
-            return
-        dkv_rows, dkv_steps = packed_rows(table, places[1])
+        dkv_rows, dkv_steps = (rows, steps) if alike else packed_rows(table, places[1])
         # Equal steps: tiles with the same distance between the two rows go together, bases subtracted:
         #    kv rows   4 5 6 7      base 4, tile rows 0 1 2 3
         #    dkv rows  9 10 11 12   base 4 + 5
         even = steps == dkv_steps
-        for distance in np.unique((dkv_rows - rows)[even]).tolist():
+        for distance in [0] if alike else np.unique((dkv_rows - rows)[even]).tolist():
             at = even & (dkv_rows - rows == distance)
             # Counted from the least row, so that no row of the view is negative.
-            base = int(rows[at].min())
-            yield AttendOp(
-                owner,
-                heads,
-                table.take(at).replaced(k_row=rows[at] - base, k_row_stride=steps[at]),
-                kv,
-                base,
-                dkv,
-                base + distance,
-            )
+            base = 0 if alike else int(rows[at].min())
+            part = table.take(at).replaced(k_row=rows[at] - base, k_row_stride=steps[at])
+            yield AttendOp(owner, heads, part, kv, base, dkv, base + distance)
         # Unequal steps: each tile alone, on views of every steps-th row.
-        for one in np.flatnonzero(~even).tolist():
-            alone, ends = table.take([one]).replaced(k_row=0, k_row_stride=1), (rows, dkv_rows)
-            row, dkv_row = (int(end[one]) for end in ends)
-            yield AttendOp(owner, heads, alone, kv, row, dkv, dkv_row, int(steps[one]), int(dkv_steps[one]))
+        for n in np.flatnonzero(~even).tolist():
+            alone = table.take([n]).replaced(k_row=0, k_row_stride=1)
+            yield AttendOp(
+                owner, heads, alone, kv, int(rows[n]), dkv, int(dkv_rows[n]), int(steps[n]), int(dkv_steps[n])
+            )
 
     def _part(self, buffer: int, tiles: HeadTiles) -> HeadRows | None:
         """The part of a buffer's content that the tiles read; None for LOCAL, where each row has its own place."""
@@ -402,15 +381,18 @@ class _Projection:
         return next(part for part in self.buffers[buffer].content if part.heads == tiles.heads)
 
 
-def _together(copies: Iterable[Copy]) -> dict[Block, Content]:
-    """The rows of each block that these copies carry, its pieces put together in their order."""
-    found: dict[Block, list[Content]] = defaultdict(list)
+def _pieces_in_order(contents: list[Content]) -> Content:
+    return contents[0] if len(contents) == 1 else chained(part for content in contents for part in content)
+
+
+def _rows_by_block(
+    copies: Iterable[Copy], joined: Callable[[list[Content]], Content] = _pieces_in_order
+) -> dict[Block, Content]:
+    """Return the rows of each block that these copies carry."""
+    contents: dict[Block, list[Content]] = defaultdict(list)
     for copy in copies:
-        found[copy.block].append(copy.content)
-    return {
-        block: pieces[0] if len(pieces) == 1 else chained(part for piece in pieces for part in piece)
-        for block, pieces in found.items()
-    }
+        contents[copy.block].append(copy.content)
+    return {block: joined(pieces) for block, pieces in contents.items()}
 
 
 # --- which work of a backward pass overwrites dK/dV rows, and which finishes them ------------------------------------

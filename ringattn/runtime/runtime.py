@@ -18,9 +18,9 @@ from ringattn.engine.base import KV, Engine, Softmax
 from ringattn.engine.select import Choice, choose
 from ringattn.errors import InputError, OutOfMemoryError
 from ringattn.observe.spans import Recording, new_recording
-from ringattn.planner.arena import placements
 from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster, Exchange
+from ringattn.planner.plan import placements
 from ringattn.runtime.activation import Activation, entered, unseen
 from ringattn.runtime.consistency import facts_of
 from ringattn.runtime.executor import Arithmetic, Counters, Executor, profiler_of

@@ -72,56 +72,59 @@ class Ulysses(WholeRoute):
 def exchange(
     problem: Problem, name: str, backward: bool, kept: tuple[tuple[int, Block, Content], ...] = ()
 ) -> Schedule:
-    """The whole schedule of a pass; `kept` need not travel."""
+    """Return the whole schedule of a pass; `kept` need not travel."""
     own, rings = tiles_by_ring(problem)
-    copies: list[list[Copy]] = [[] for _ in range(STEPS)]
-    work: list[list[Work]] = [[] for _ in copies]
+    work: dict[int, list[Attend]] = {step: [] for step in range(STEPS)}
     for rank in range(problem.world_size):
         parts = by_part(own[rank])
-        # Local work hides both exchanges: the first half of the parts runs beside the inputs, the second beside the
-        # outputs.
-        for step, some in ((OUT, parts[: -(-len(parts) // 2)]), (BACK, parts[-(-len(parts) // 2) :])):
-            if some:
-                item = attend(rank, rank, some)
-                work[step].append(attend_grad(item) if backward else item)
+        # Local work hides both exchanges: the first half of the parts runs while the inputs travel, the second while
+        # the outputs do.
+        half = -(-len(parts) // 2)
+        for step, some in ((OUT, parts[:half]), (BACK, parts[half:])):
+            work[step] += [attend(rank, rank, some)] if some else []
     # The heads of a sub-ring are divided among its own ranks only: no other rank holds tokens of it.
     for number, pairs in enumerate(rings):
-        for item in _served(problem, number, pairs):
-            work[SERVE].append(attend_grad(item) if backward else item)
-    arrives, leaves = rows_served(work[SERVE])
-    # What the forward pass kept is at its place and is not sent again; gradients of outputs are.
+        work[SERVE] += _served(problem, number, pairs)
+    return with_exchanges(problem, name, backward, work, STEPS, kept, merge_own_after=2)
+
+
+def with_exchanges(
+    problem: Problem, name: str, backward: bool, work: Mapping[int, Iterable[Attend]], steps: int,
+    kept: tuple[tuple[int, Block, Content], ...] = (), merge_own_after: int = 1,
+) -> Schedule:  # fmt: skip
+    """Return the pass with this work by step (of the forward pass), completed by what travels for it.
+
+    Inputs travel one step before the work on them, results one step after it, and are merged in the step after that.
+    `kept` is there already. Results of a rank's own rows need no message: they are merged `merge_own_after` steps after
+    the work, or made in place if the queries were its own too.
+    """
+    copies: dict[int, list[Copy]] = defaultdict(list)
+    every: dict[int, list[Work]] = defaultdict(list)
     there = {(rank, block) for rank, block, _ in kept}
-    for (rank, block), content in arrives.items():
-        # An owner of both the rows and the head reads its own tensors.
-        if block.owner != rank and (rank, block) not in there:
-            copies[OUT].append(Copy(block, block.owner, rank, content))
-    for (rank, block), content in leaves.items():
-        # A result of the rank's own queries needs no message, but it is merged all the same.
-        if block.owner != rank:
-            copies[BACK].append(Copy(block, rank, block.owner, content))
-        work[MERGE].append(Merge(block.owner, own_sum(block), block))
-    return Schedule(problem, name, backward, tuple(map(ordered_step, copies, work)), kept)
-
-
-Rows = dict[tuple[int, Block], Content]
-"""By rank and block."""
-
-
-def rows_served(work: list[Work]) -> tuple[Rows, Rows]:
-    """The rows that the work on received queries reads (inputs) and makes (results), on each rank."""
-    arrives: dict[tuple[int, Block], list[Content]] = defaultdict(list)
-    leaves: dict[tuple[int, Block], list[Content]] = defaultdict(list)
-    for item in work:
-        assert not isinstance(item, Merge)
-        for block, rows in inputs_of(item):
-            arrives[item.rank, block].append(rows)
-        for block, rows in result_of(item):
-            leaves[item.rank, block].append(rows)
-    # A block that several items read or make travels once, with the union of their rows.
-    return (
-        {spot: union(contents) for spot, contents in arrives.items()},
-        {spot: union(contents) for spot, contents in leaves.items()},
-    )
+    for step, attends in work.items():
+        items = [attend_grad(item) if backward else item for item in attends]
+        every[step] += items
+        # A block that several items read or make travels once, with the union of their rows.
+        read, made = (
+            defaultdict[tuple[int, Block], list[Content]](list),
+            defaultdict[tuple[int, Block], list[Content]](list),
+        )
+        for item in items:
+            for found, blocks in ((read, inputs_of(item)), (made, result_of(item))):
+                for block, rows in blocks:
+                    found[item.rank, block].append(rows)
+        for (rank, block), contents in read.items():
+            if block.owner != rank and (rank, block) not in there:
+                copies[step - 1].append(Copy(block, block.owner, rank, union(contents)))
+        for (rank, block), contents in made.items():
+            if block.owner != rank:
+                copies[step + 1].append(Copy(block, rank, block.owner, union(contents)))
+            elif block.ring is None:
+                continue
+            after = merge_own_after if block.owner == rank else 2
+            every[step + after].append(Merge(block.owner, own_sum(block), block))
+    in_order = tuple(ordered_step(copies[step], every[step]) for step in range(steps))
+    return Schedule(problem, name, backward, in_order, kept)
 
 
 def _served(problem: Problem, number: int, pairs: dict[tuple[int, int], Tables]) -> Iterator[Attend]:

@@ -35,10 +35,6 @@ class Ring(TreeRoute):
         """See `TreeRoute.trees`."""
         return Chains(problem, both_ways=False)
 
-    def steps(self, ranks: int) -> int:
-        """See `Route.steps`."""
-        return ranks
-
 
 @register(order=1)
 @dataclass(frozen=True)
@@ -68,10 +64,6 @@ class Direct(TreeRoute):
     def trees(self, problem: Problem) -> Stars:
         """See `TreeRoute.trees`."""
         return Stars(problem, at_once=False)
-
-    def steps(self, ranks: int) -> int:
-        """See `Route.steps`."""
-        return ranks
 
 
 @register(order=5)

@@ -46,10 +46,6 @@ class DoubleRing(GridRoute, TreeRoute):
         """See `TreeRoute.trees`."""
         return GridTrees(problem, self.grid_for(problem))
 
-    def steps(self, ranks: int) -> int:
-        """See `Route.steps`."""
-        return ranks
-
     def inner_steps(self, group: int) -> int:
         """See `Route.inner_steps`: each turn goes round each node."""
         return group

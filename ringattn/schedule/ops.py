@@ -151,11 +151,6 @@ class Schedule:
         )
         return replace(self, steps=steps, kept=tuple(one for one in self.kept if one[0] == rank))
 
-    def arrivals(self) -> tuple[tuple[int, Block, Content], ...]:
-        """The others' inputs that come in this pass, as a later one may have them in `kept`."""
-        copies = (copy for step in self.steps for copy in step.copies if copy.block.kind in INPUTS)
-        return tuple(sorted((copy.dst, copy.block, copy.content) for copy in copies))
-
 
 def attend(rank: int, owner: int, tiles: tuple[HeadTiles, ...], ring: int | None = None) -> Attend:
     """`rank` attends its own queries to `owner`'s keys, which came in `ring`."""

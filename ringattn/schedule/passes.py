@@ -96,14 +96,6 @@ def result_of(item: Attend | AttendGrad) -> list[tuple[Block, Content]]:
     return found
 
 
-def touched_by(item: Attend | AttendGrad) -> list[tuple[Block, Content]]:
-    """`inputs_of` and `result_of` a work item on received queries."""
-    read, asked = rows_read(item.tiles), rows_asked(item.tiles)
-    if isinstance(item, Attend):
-        return [(item.kv, read), (item.q, asked), (item.out, asked)]
-    return [(item.kv, read), (item.q, asked), (item.seed, asked), (item.dkv, read), (item.dq, asked)]
-
-
 def prune(schedule: Schedule) -> Schedule:
     """Drop work without tiles, rows that no remaining receiver reads, and copies left empty.
 

@@ -19,22 +19,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ringattn.core.problem import Problem
-from ringattn.schedule.all_to_all import SingleHeads
+from ringattn.schedule.all_to_all import SingleHeads, with_exchanges
 from ringattn.schedule.ops import (
     Attend,
     Block,
-    Copy,
     HeadTiles,
     Kind,
-    Merge,
     Schedule,
-    Work,
     attend,
-    attend_grad,
-    ordered_step,
     work_of,
 )
-from ringattn.schedule.passes import inputs_of, own_sum, result_of
 from ringattn.schedule.route import Route, register
 
 Place = Callable[[int, int, int], tuple[bool, int]]
@@ -103,31 +97,12 @@ def part_of(problem: Problem, name: str, place: Place, rank: int, backward: bool
                 if asker != owner and spots[asker, owner][0]}  # fmt: skip
     single = SingleHeads(problem, on_owner)
     tiles = single.of_heads(single.heads)
-    work: dict[int, list[Work]] = defaultdict(list)
+    work: dict[int, list[Attend]] = defaultdict(list)
     for asker, owner, parts in asked:
         step, pair = spots[asker, owner][1], (asker, owner)
-        item = _received(*pair, tiles[pair], step) if pair in tiles else attend(*pair, parts)
-        work[step].append(attend_grad(item) if backward else item)
-    copies: dict[int, list[Copy]] = defaultdict(list)
-    merges: dict[int, list[Work]] = defaultdict(list)
-    for step, items in work.items():
-        for made in items:
-            assert not isinstance(made, Merge)
-            for block, rows in inputs_of(made):
-                if block.owner != made.rank:
-                    copies[step - 1].append(Copy(block, block.owner, made.rank, rows))
-            for block, rows in result_of(made):
-                is_own = block.owner == made.rank
-                # Sums of own keys from own queries need no merge: they are made in place.
-                if is_own and block.ring is None:
-                    continue
-                if not is_own:
-                    copies[step + 1].append(Copy(block, made.rank, block.owner, rows))
-                merges[step + (1 if is_own else 2)].append(Merge(block.owner, own_sum(block), block))
-    steps = range(steps_of(place, ranks))
-    found = Schedule(problem, name, backward, tuple(ordered_step(copies[n], [*work[n], *merges[n]]) for n in steps))
+        work[step].append(_received(*pair, tiles[pair], step) if pair in tiles else attend(*pair, parts))
     # What the other rank of a pair does with it is not this rank's.
-    return found.restricted_to(rank)
+    return with_exchanges(problem, name, backward, work, steps_of(place, ranks)).restricted_to(rank)
 
 
 def steps_of(place: Place, ranks: int) -> int:

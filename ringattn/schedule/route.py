@@ -72,14 +72,13 @@ class Route(ABC):
     def backward_part(self, problem: Problem, rank: int) -> Schedule:
         """Return what `rank` does in the backward pass."""
 
-    @abstractmethod
     def steps(self, ranks: int) -> int:
-        """Return the number of steps of a forward pass."""
+        """Return the number of steps of a forward pass: as many as ranks, unless a schedule says otherwise."""
+        return ranks
 
     def whole(self, problem: Problem, backward: bool) -> Schedule:
         """Return what all ranks do in a pass."""
-        of_rank = backward_of_rank if backward else forward_of_rank
-        return together(of_rank(problem, self, rank) for rank in range(problem.world_size))
+        return together(part_of_rank(problem, self, rank, backward) for rank in range(problem.world_size))
 
     def kept(self, problem: Problem, rank: int) -> tuple[Block, ...]:
         """Return the remote blocks that a forward pass of `rank` keeps, in the order of the backward's `kept`."""
@@ -147,14 +146,9 @@ def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     return route.forward_part(problem, rank)
 
 
-def backward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
-    """What `rank` does in the backward schedule, found as in `forward_of_rank`."""
-    return route.backward_part(problem, rank)
-
-
-def kept_of_rank(problem: Problem, route: Route, rank: int) -> tuple[Block, ...]:
-    """The remote blocks that a forward pass of `rank` keeps for its backward pass."""
-    return route.kept(problem, rank)
+def part_of_rank(problem: Problem, route: Route, rank: int, backward: bool) -> Schedule:
+    """Return what `rank` does in a pass."""
+    return route.backward_part(problem, rank) if backward else forward_of_rank(problem, route, rank)
 
 
 @bounded

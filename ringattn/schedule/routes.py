@@ -21,11 +21,10 @@ from ringattn.errors import InputError
 from ringattn.schedule.route import (
     ROUTES,
     Route,
-    backward_of_rank,
     forward_of_rank,
     grid_of,
-    kept_of_rank,
     parameter_of,
+    part_of_rank,
     schedule_of,
 )
 
@@ -34,10 +33,9 @@ __all__ = [
     "NUMBERED",
     "ROUTES",
     "Route",
-    "backward_of_rank",
     "forward_of_rank",
     "grid_of",
-    "kept_of_rank",
+    "part_of_rank",
     "route_named",
     "schedule_of",
 ]

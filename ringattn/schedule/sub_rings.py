@@ -46,10 +46,6 @@ class SubRings(WholeRoute):
             return with_kept(back, arrived(there, last_read(there)))
         return split_local(back) if self.opening == "split" else back
 
-    def steps(self, ranks: int) -> int:
-        """See `Route.steps`."""
-        return ranks
-
     def why_not(self, problem: Problem, nodes: int) -> str:
         """See `Route.why_not`."""
         segments = any(branch.segment is not None or len(branch.bounds) > 2 for branch in problem.mask.branches)

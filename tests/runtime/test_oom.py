@@ -13,9 +13,8 @@ import ringattn
 from ringattn.engine.plain import PlainEngine
 from ringattn.errors import OutOfMemoryError, RingError
 from ringattn.observe.memory import is_shortage
-from ringattn.planner.arena import account, fragmentation, live, live_bytes, remedies, slot_bytes
 from ringattn.planner.choose import plan_of
-from ringattn.planner.plan import buffer_bytes
+from ringattn.planner.plan import account, buffer_bytes, fragmentation, live, live_bytes, remedies, slot_bytes
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
 from tests.face import RANKS, TOKENS, X

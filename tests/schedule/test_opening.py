@@ -10,12 +10,12 @@ from hypothesis import settings
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
-from ringattn.planner.arena import live_bytes
 from ringattn.planner.choose import cheapest_opening, plan_of
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
+from ringattn.planner.plan import live_bytes
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import INPUTS, Merge, Schedule
-from ringattn.schedule.routes import ROUTES, Route, backward_of_rank, schedule_of
+from ringattn.schedule.routes import ROUTES, Route, part_of_rank, schedule_of
 from tests.planner.placement_verifier import verify_placement
 from tests.schedule.schedule_verifier import verify
 from tests.schedule.test_schedule import by_rows
@@ -38,7 +38,7 @@ def test_verified_placed_and_found_by_each_rank(route: Route, case: Case) -> Non
     whole = schedule_of(case.problem, route, True)
     verify(whole)
     for rank in range(case.ranks):
-        mine, theirs = backward_of_rank(case.problem, route, rank), whole.restricted_to(rank)
+        mine, theirs = part_of_rank(case.problem, route, rank, True), whole.restricted_to(rank)
         assert by_rows(mine) == by_rows(theirs) and len(mine.kept) == len(theirs.kept)
         plans = [plan_of(case.problem, route, rank, backward) for backward in (False, True)]
         for plan in plans:

@@ -11,7 +11,7 @@ import pytest
 from ringattn.schedule.content import whole
 from ringattn.schedule.ops import Attend, Copy, Kind, Schedule, Step, ordered_step
 from ringattn.schedule.passes import prune, transpose
-from ringattn.schedule.routes import ROUTES, Route, backward_of_rank, forward_of_rank, schedule_of
+from ringattn.schedule.routes import ROUTES, Route, part_of_rank, schedule_of
 from ringattn.schedule.text import grid, to_text
 from tests.schedule import gallery
 from tests.schedule.schedule_verifier import verify
@@ -69,10 +69,10 @@ def test_verified(route: Route, case: Case) -> None:
 @covering
 def test_a_rank_finds_its_own_part(route: Route, case: Case) -> None:
     # A message is in the parts of both its ranks: they must say the same.
-    in_all = schedule_of(case.problem, route, False), schedule_of(case.problem, route, True)
-    for rank in range(case.ranks):
-        for found, of_all in zip((forward_of_rank, backward_of_rank), in_all, strict=True):
-            assert found(case.problem, route, rank) == of_all.restricted_to(rank)
+    for backward in (False, True):
+        in_all = schedule_of(case.problem, route, backward)
+        for rank in range(case.ranks):
+            assert part_of_rank(case.problem, route, rank, backward) == in_all.restricted_to(rank)
 
 
 def by_rows(schedule: Schedule) -> list[tuple]:
