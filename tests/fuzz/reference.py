@@ -129,24 +129,28 @@ def dilated_counts(
 
     tail="zero_pad", not causal: torchscale fills a segment with zero keys, to ceil(min(w, document) / r) kept rows.
     """
-    at, q_heads = places(length, documents), heads[0]
-    head = torch.arange(q_heads)
+    at = places(length, documents)
     pairs, zero_keys = [], []
     for w, r in zip(segment_lengths, dilation_rates, strict=True):
-        residue = {
-            "mod": head % r,
-            "block": head // -(-q_heads // r),
-            "kv_head": head // (q_heads // heads[1]) % r,
-            "layer_rotated": (head + (layer or 0) * q_heads) % r,
-        }[offset]
-        segment = at.start + at.within // w * w
-        kept = at.within % w % r == residue[:, None]
+        kept, segment = kept_rows(at, heads, w, r, offset, layer), at.start + at.within // w * w
         meets = (segment[:, None] == segment[None, :]) & kept[:, :, None] & kept[:, None, :]
         filled = -(-(at.stop - at.start).clamp(max=w) // r)
         zero_keys.append(kept * (filled - meets.sum(-1)))
         pairs.append(meets.tril() if causal else meets)
     padded = tail == "zero_pad" and not causal
     return Counts(torch.stack(pairs).double(), torch.stack(zero_keys).double() if padded else None)
+
+
+def kept_rows(at: Places, heads: tuple[int, int], w: int, r: int, offset: str, layer: int | None) -> Tensor:
+    """(q heads, tokens): which positions each query head keeps of the segments of a branch."""
+    q_heads, head = heads[0], torch.arange(heads[0])
+    residue = {
+        "mod": head % r,
+        "block": head // -(-q_heads // r),
+        "kv_head": head // (q_heads // heads[1]) % r,
+        "layer_rotated": (head + (layer or 0) * q_heads) % r,
+    }[offset]
+    return at.within % w % r == residue[:, None]
 
 
 def alibi(slopes: Sequence[float], q: Places, k: Places) -> Tensor:
@@ -198,7 +202,8 @@ def attention(
         scores = scores + bias
 
     def softmax(pairs: Tensor, zero_keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits = [scores + pairs.log()]
+        # A pair that does not count takes no part, even if its score is NaN.
+        logits = [torch.where(pairs > 0, scores + pairs.log(), -torch.inf)]
         extras = [] if zero_keys is None else [zero_keys.log()]
         extras += [] if sinks is None else [sinks.double()[:, None]]
         logits += [extra[None, :, :, None].expand(*scores.shape[:3], 1) for extra in extras]
