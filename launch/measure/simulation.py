@@ -27,15 +27,15 @@ from ringattn.planner.classes import (
     classes_of,
     group_of,
     learned_from,
-    opening_on,
     plans_of_group,
+    prologue_on,
     routes_on,
 )
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.recurrence import PassTimes, play
 from ringattn.planner.simulate import Disturbance, Timeline, simulate
 from ringattn.planner.work import attention_s
-from ringattn.schedule.opening import Opening
+from ringattn.schedule.prologue import Prologue
 from ringattn.schedule.routes import route_named
 
 PLANNED = 16
@@ -210,7 +210,7 @@ def _times(timeline: Timeline, sent: Sequence[int]) -> PassTimes:
 
 
 @lru_cache(maxsize=4)
-def _learned(call: Call, cluster: Cluster, shard: int, quarter: int, opening: Opening, group: int) -> Learned:
+def _learned(call: Call, cluster: Cluster, shard: int, quarter: int, prologue: Prologue, group: int) -> Learned:
     """The classes of ranks with shards of so many tokens."""
     reach = _reach(call, shard)
 
@@ -218,8 +218,8 @@ def _learned(call: Call, cluster: Cluster, shard: int, quarter: int, opening: Op
         return call.problem(shard * count, count)
 
     # A window reaches other ranks from shards of another length.
-    alike = [] if call.windowed else _other_lengths(call, cluster, quarter, opening, group)
-    found = classes_of(problem_of, call.schedule, cluster, quarter, reach, group, opening, alike[0] if alike else None)
+    alike = [] if call.windowed else _other_lengths(call, cluster, quarter, prologue, group)
+    found = classes_of(problem_of, call.schedule, cluster, quarter, reach, group, prologue, alike[0] if alike else None)
     alike[:] = alike or [found]
     return found
 
@@ -230,7 +230,7 @@ def _other_lengths(*_: object) -> list[Learned]:
     return []
 
 
-def _begins(call: Call, cluster: Cluster, shard: int, ranks: int, group: int) -> tuple[int, Opening]:
+def _begins(call: Call, cluster: Cluster, shard: int, ranks: int, group: int) -> tuple[int, Prologue]:
     """What numbers of groups are learned from, modulo 4, and how backward passes begin."""
 
     def problem_of(count: int) -> Problem:
@@ -239,7 +239,7 @@ def _begins(call: Call, cluster: Cluster, shard: int, ranks: int, group: int) ->
     quarter, reach = ranks // group % 4, _reach(call, shard)
     counts = learned_from(call.schedule, quarter, reach, group)
     routes = routes_on(problem_of, call.schedule, cluster, counts, group, None)
-    return quarter, opening_on(problem_of, routes, cluster, ranks)
+    return quarter, prologue_on(problem_of, routes, cluster, ranks)
 
 
 def _reach(call: Call, shard: int) -> int:

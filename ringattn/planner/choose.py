@@ -29,8 +29,8 @@ from ringattn.planner.place import project
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.work import attention_s
 from ringattn.schedule.content import size
-from ringattn.schedule.opening import Opening, arrived, last_read, split_keys
 from ringattn.schedule.ops import Attend, Kind
+from ringattn.schedule.prologue import Prologue, arrived, last_read, split_keys
 from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.routes import (
     ROUTES,
@@ -55,7 +55,7 @@ def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) 
     """Return the schedule called `schedule`, or choose one for "auto".
 
     "double_ring" has an inner ring, and "ulysses_ring" a group, in each node of `cluster`; on one node see
-    `GridRoute.grid_for`. `opening_cost` decides how a backward pass begins. "auto" chooses
+    `GridRoute.grid_for`. `prologue_cost` decides how a backward pass begins. "auto" chooses
 
     - on a known cluster, the fastest schedule that fits, as `candidates` predicts it; for more ranks or pieces than it
       plays, a double ring if a closed form predicts enough gain;
@@ -99,7 +99,7 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
             if seconds.get("double_ring", seconds["ring"]) < (1 - must_gain(cluster)) * seconds["ring"]:
                 return _chosen(problem, "double_ring", cluster)
     route = replace(route, keeps=_little_comes(problem, route))
-    return replace(route, opening=cheapest_opening(problem, route, cluster))
+    return replace(route, prologue=cheapest_prologue(problem, route, cluster))
 
 
 @bounded
@@ -183,7 +183,7 @@ def without_collector() -> Iterator[None]:
 # rank, which reads the most under a causal mask.
 
 
-class OpeningFacts(NamedTuple):
+class PrologueFacts(NamedTuple):
     """What the last rank does, as far as it counts: backward seconds of the work that may be split off, and of all.
 
     `kept_bytes`, `owners`: what may be kept, all of it and whose it is; `messages`, `rows`: what it receives forward,
@@ -198,17 +198,17 @@ class OpeningFacts(NamedTuple):
     rows: float
 
 
-def cheapest_opening(problem: Problem, route: Route, cluster: Cluster) -> Opening:
+def cheapest_prologue(problem: Problem, route: Route, cluster: Cluster) -> Prologue:
     """Kept where that saves a greater share of the pass's time than it adds to what a forward pass saves anyway.
 
     Memory of every layer is not spent on the word of `REFERENCE`, which describes no machine, nor of a preset that
     nobody named. Else split, unless the call of its own takes longer than what it hides.
     """
-    facts = opening_facts(problem, route, cluster)
+    facts = prologue_facts(problem, route, cluster)
     return "fetched" if facts is None else cheapest_by(facts, problem, cluster)
 
 
-def opening_facts(problem: Problem, route: Route, cluster: Cluster) -> OpeningFacts | None:
+def prologue_facts(problem: Problem, route: Route, cluster: Cluster) -> PrologueFacts | None:
     """None where nothing can be hidden."""
     rank = problem.world_size - 1
     if not rank or route.keeps or not route.transposed:
@@ -225,13 +225,13 @@ def opening_facts(problem: Problem, route: Route, cluster: Cluster) -> OpeningFa
     )
     kept_bytes = sum(size(content) for *_, content in kept) * record_bytes(problem, problem.kv_dtype)
     rows = [size(content) for at, _, content in arrived(part) if at == rank]
-    return OpeningFacts(
+    return PrologueFacts(
         early_s, all_s, kept_bytes, tuple(block.owner for _, block, _ in kept), len(rows), sum(rows)
     )  # fmt: skip
 
 
-def cheapest_by(facts: OpeningFacts, problem: Problem, cluster: Cluster) -> Opening:
-    """`cheapest_opening` of what is known of the last rank."""
+def cheapest_by(facts: PrologueFacts, problem: Problem, cluster: Cluster) -> Prologue:
+    """`cheapest_prologue` of what is known of the last rank."""
     rank, early_s, kept_bytes = problem.world_size - 1, facts.early_s, facts.kept_bytes
     links = (cluster.link(cluster.link_class(owner, rank)) for owner in facts.owners)
     latency_s, rate = max(links, key=lambda link: link[0] + kept_bytes / link[1])
@@ -246,8 +246,8 @@ def cheapest_by(facts: OpeningFacts, problem: Problem, cluster: Cluster) -> Open
     return "split" if min(early_s, fetch_s) > cluster.call_s else "fetched"
 
 
-def opening_beyond(fewer: Sequence[tuple[int, OpeningFacts | None]], problem: Problem, cluster: Cluster) -> Opening:
-    """`cheapest_opening` on more ranks, with shards as long, from what is known of two smaller numbers of ranks.
+def prologue_beyond(fewer: Sequence[tuple[int, PrologueFacts | None]], problem: Problem, cluster: Cluster) -> Prologue:
+    """`cheapest_prologue` on more ranks, with shards as long, from what is known of two smaller numbers of ranks.
 
     What the last rank works and receives grows evenly with ranks; so does the distance to who sends it last.
     """
@@ -255,8 +255,8 @@ def opening_beyond(fewer: Sequence[tuple[int, OpeningFacts | None]], problem: Pr
     return "fetched" if facts is None else cheapest_by(facts, problem, cluster)
 
 
-def facts_beyond(fewer: Sequence[tuple[int, OpeningFacts | None]], world_size: int) -> OpeningFacts | None:
-    """`opening_facts` on more ranks, for `opening_beyond`."""
+def facts_beyond(fewer: Sequence[tuple[int, PrologueFacts | None]], world_size: int) -> PrologueFacts | None:
+    """`prologue_facts` on more ranks, for `prologue_beyond`."""
     (ranks, here), (more, there) = fewer[:2]
     if here is None or there is None:
         return None
@@ -267,7 +267,7 @@ def facts_beyond(fewer: Sequence[tuple[int, OpeningFacts | None]], world_size: i
 
     # Of more that arrives at once than before, links to the first are as those to the others.
     owners = {round(beyond(a, b)) for a, b in zip(here.owners, there.owners, strict=False)}
-    return OpeningFacts(
+    return PrologueFacts(
         here.early_s, beyond(here.all_s, there.all_s), beyond(here.kept_bytes, there.kept_bytes), tuple(sorted(owners)),
         beyond(here.messages, there.messages), beyond(here.rows, there.rows),
     )  # fmt: skip

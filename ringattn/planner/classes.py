@@ -27,11 +27,11 @@ import numpy as np
 from ringattn.core.problem import Problem
 from ringattn.errors import UnsupportedError
 from ringattn.planner.candidates import check_extent
-from ringattn.planner.choose import choose_route, opening_beyond, opening_facts, plan_of, plan_once
+from ringattn.planner.choose import choose_route, plan_of, plan_once, prologue_beyond, prologue_facts
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.plan import Plan, PlanStep
 from ringattn.planner.work import packing_s, step_s
-from ringattn.schedule.opening import Opening
+from ringattn.schedule.prologue import Prologue
 from ringattn.schedule.routes import Route, route_named
 
 AT_ONCE = ("all_gather",)
@@ -335,16 +335,16 @@ def classes_of(
     quarter: int,
     reach: int = 0,
     group: int = 1,
-    opening: Opening | None = None,
+    prologue: Prologue | None = None,
     like: Mapping[bool, Any] | None = None,
 ) -> Learned:
-    """The classes of both passes (backward: True), for numbers of groups that are `quarter` modulo 4.
+    """Return the classes of both passes (backward: True), for numbers of groups that are `quarter` modulo 4.
 
     `problem_of(n)`: the call on n ranks, with shards of the same equal lengths for each n. `reach`: how many shards a
-    window reaches. `group`: how many ranks belong together, see `group_of`. `opening`: how backward passes
-    begin, see `opening_on`; None: as on those that are learned from. `like`: the same of shards of another length. That
-    more ranks have the same classes was seen on these, so one number of ranks is enough. Raises
-    `UnsupportedError` for schedules that have no such classes, and a window that reaches too far.
+    window reaches. `group`: how many ranks belong together, see `group_of`. `prologue`: how backward passes begin, see
+    `prologue_on`; None: as on the ranks that are learned from. `like`: the classes of shards of another length. These
+    showed that more ranks have the same classes, so one number of ranks is enough. Raises `UnsupportedError` for
+    schedules that have no such classes, and for a window that reaches too far.
     """
     name = schedule.partition(":")[0]
     if name not in SERVED:
@@ -360,14 +360,14 @@ def classes_of(
         )
     counts = learned_from(schedule, quarter, reach, group)
     if name in AT_ONCE:
-        return _at_once_of(problem_of, schedule, cluster, counts, reach, opening)
+        return _at_once_of(problem_of, schedule, cluster, counts, reach, prologue)
     halves = name in HALVED and not reach
     near = (
         [NEAR + reach] * (9 if halves else 4) if group == 1 else [one - (-reach // group) for one in GROUPED[name][0]]
     )
     if name == "ulysses_ring":
         check_extent(problem_of(counts[-1]), by_head=True, groups=counts[-1] // group)
-    routes = routes_on(problem_of, schedule, cluster, counts, group, opening)
+    routes = routes_on(problem_of, schedule, cluster, counts, group, prologue)
     # Multiprocessors that messages hold depend on links, and so on nodes: `recurrence` counts them.
     bare = replace(cluster, message_sms=0.0)
     found = {
@@ -403,20 +403,20 @@ def routes_on(
     cluster: Cluster,
     counts: Sequence[int],
     group: int,
-    opening: Opening | None,
+    prologue: Prologue | None,
 ) -> Routes:
-    """The route on each of some numbers of ranks, with groups and an opening as of `classes_of`."""
+    """The route on each of some numbers of ranks, with groups and an prologue as of `classes_of`."""
     name = schedule if group == 1 else f"{schedule.partition(':')[0]}:{group}"
     routes = {count: choose_route(problem_of(count), name, cluster) for count in counts}
     return {
-        count: route if opening is None else replace(route, opening=opening) for count, route in routes.items()
+        count: route if prologue is None else replace(route, prologue=prologue) for count, route in routes.items()
     }  # fmt: skip
 
 
-def opening_on(problem_of: Callable[[int], Problem], routes: Routes, cluster: Cluster, ranks: int) -> Opening:
+def prologue_on(problem_of: Callable[[int], Problem], routes: Routes, cluster: Cluster, ranks: int) -> Prologue:
     """How a backward pass on `ranks` begins, from the routes on two smaller numbers, whose links and times differ."""
-    fewer = [(count, opening_facts(problem_of(count), route, cluster)) for count, route in routes.items()]
-    return opening_beyond(fewer, problem_of(ranks), cluster)
+    fewer = [(count, prologue_facts(problem_of(count), route, cluster)) for count, route in routes.items()]
+    return prologue_beyond(fewer, problem_of(ranks), cluster)
 
 
 def learned_from(schedule: str, quarter: int, reach: int, group: int) -> tuple[int, ...]:
@@ -443,7 +443,7 @@ class Steps(NamedTuple):
     """How the steps of a pass lie to the turns of its schedule: `turns` of them, of `inner` steps each, `extra` for
     what is before and after the ring.
 
-    `transposed`: a backward pass that undoes the forward's steps from the last on: an opening step, then a main and a
+    `transposed`: a backward pass that undoes the forward's steps from the last on: an prologue step, then a main and a
     merge step for each.
     """
 
@@ -603,11 +603,11 @@ def _at_once_of(
     cluster: Cluster,
     counts: tuple[int, ...],
     reach: int,
-    opening: Opening | None,
+    prologue: Prologue | None,
 ) -> dict[bool, AtOnce]:
     """Return both passes; arguments are as of `classes_of`, `counts` the numbers of ranks to learn from."""
     found = {}
-    routes = routes_on(problem_of, schedule, cluster, counts, 1, opening)
+    routes = routes_on(problem_of, schedule, cluster, counts, 1, prologue)
     for backward in (False, True):
         plans = {
             count: tuple(plan_of(problem_of(count), route, rank, backward) for rank in range(count))

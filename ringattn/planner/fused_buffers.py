@@ -65,7 +65,7 @@ def alone(content: Content) -> bool:
     return all(part.heads.count == 1 for part in content)
 
 
-def arrivals_together(schedule: Schedule, rank: int, sums: Mapping[Block, Content]) -> Iterator[FusedBuffer]:
+def fused_arrivals(schedule: Schedule, rank: int, sums: Mapping[Block, Content]) -> Iterator[FusedBuffer]:
     """K/V that arrives at `rank` in one step and is read in one step, and in a backward pass the sums for it.
 
     Only where every part has one head and `sums`, what is returned to the owner of each, take the same rows.

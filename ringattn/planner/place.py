@@ -29,7 +29,7 @@ from ringattn.planner.fused_buffers import (
     ONE,
     FusedBuffer,
     ReceivedHeads,
-    arrivals_together,
+    fused_arrivals,
     packed_rows,
     received_by_step,
     within_runs,
@@ -120,7 +120,7 @@ class _Projection:
         })  # fmt: skip
         # Known before the walk, so that a message can be received inside its fused buffer at once.
         fused = [buffer for received in self.received.values() for buffer in received.fused.values()]
-        fused += arrivals_together(schedule, rank, self.sums)
+        fused += fused_arrivals(schedule, rank, self.sums)
         self.fused = {block: buffer for buffer in fused for block in buffer.contents}
         self.fused_index: dict[str, int] = {}
         self.parts: dict[int, list[int]] = defaultdict(list)  # of each fused buffer

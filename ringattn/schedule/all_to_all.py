@@ -23,7 +23,6 @@ from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable
 from ringattn.schedule.content import Content, union
-from ringattn.schedule.opening import arrived
 from ringattn.schedule.ops import (
     Attend,
     Block,
@@ -38,6 +37,7 @@ from ringattn.schedule.ops import (
     ordered_step,
 )
 from ringattn.schedule.passes import inputs_of, own_sum, result_of
+from ringattn.schedule.prologue import arrived
 from ringattn.schedule.route import WholeRoute, register, schedule_of
 from ringattn.schedule.sub_rings import Tables, by_part, tiles_by_ring
 

@@ -129,7 +129,7 @@ class Chains(Trees):
     def content(self, owner: int, reader: int) -> Content:
         """What the reader and the rest of the chain read."""
         way, distance = self._way(owner, reader)
-        return self.reads.together(owner, self._chain(way, distance, self._length(way)))
+        return self.reads.union_of(owner, self._chain(way, distance, self._length(way)))
 
     def source_back(self, owner: int, reader: int) -> int:
         """The rank one farther, or the owner."""

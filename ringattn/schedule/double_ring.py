@@ -86,7 +86,7 @@ class GridTrees(Trees):
         """For the rest of the ring in the node; where a round begins, for the nodes that follow too."""
         turn, inner = self._apart(owner, reader)
         distances = self._distances(owner)
-        return self.reads.together(owner, distances[turn, inner:] if inner else distances[turn:].ravel())
+        return self.reads.union_of(owner, distances[turn, inner:] if inner else distances[turn:].ravel())
 
     def source_back(self, owner: int, reader: int) -> int:
         """The rank after it in the node, or its place in the node after, or the owner."""
@@ -111,7 +111,7 @@ class GridTrees(Trees):
             if not backward:
                 return range(step - places + 1, step + 1)
             # Backward main steps are every second one. The deadline of a round's first block is the last of the round
-            # before it; the opening step, which has no round, is a window of its own.
+            # before it; the prologue step, which has no round, is a window of its own.
             done = last - (step - 1) // 2
             begins = step - 2 * (places - 1)
             is_border = step and done and done % places == 0 and begins >= main_step(last, last)

@@ -39,7 +39,7 @@ DUAL = {Kind.KV: Kind.DKV, Kind.Q: Kind.DQ}
 """Of the inputs their gradients."""
 
 Delivery = tuple[int, Copy]
-"""A K/V copy of the backward, and the forward step whose undoing it runs beside (one past the last: the opening)."""
+"""A K/V copy of the backward, and the forward step whose undoing it runs beside (one past the last: the prologue)."""
 
 
 def rows_read(tiles: tuple[HeadTiles, ...]) -> Content:
@@ -136,13 +136,13 @@ def prune(schedule: Schedule) -> Schedule:
 def transpose(schedule: Schedule, deliveries: Iterable[Delivery] | None = None) -> Schedule:
     """The backward of a pruned forward schedule.
 
-    Forward step s becomes a main step and a merge step; one opening step fetches what the first main step reads.
+    Forward step s becomes a main step and a merge step; one prologue step fetches what the first main step reads.
     A copy of K/V in step s becomes a copy of dK/dV the other way beside main step s, merged right after it; so does one
     of Q. A copy of OUT becomes one of its gradient, with Q beside it. K/V is delivered anew: by `deliveries`, or by
     `deliveries_of` where none are given.
     """
     last = len(schedule.steps) - 1
-    # One opening step, then for forward steps last .. 0 a main and a merge step: 1 + 2 * (last + 1).
+    # One prologue step, then for forward steps last .. 0 a main and a merge step: 1 + 2 * (last + 1).
     copies: list[list[Copy]] = [[] for _ in range(2 * last + 3)]
     work: list[list[Work]] = [[] for _ in copies]
     for s, step in enumerate(schedule.steps):
@@ -165,7 +165,7 @@ def transpose(schedule: Schedule, deliveries: Iterable[Delivery] | None = None) 
     alone = sorted(block for block in made if block.origin == block.owner and block.ring is not None)
     work[-1] += [Merge(block.owner, own_sum(block), block) for block in alone]
     for at, copy in deliveries_of(schedule) if deliveries is None else deliveries:
-        # `at` is the forward step of which the main step runs beside the delivery; one past the last is the opening
+        # `at` is the forward step of which the main step runs beside the delivery; one past the last is the prologue
         # step.
         copies[main_step(at, last) if at <= last else 0].append(copy)
     return Schedule(schedule.problem, schedule.name, True, tuple(map(ordered_step, copies, work)))

@@ -58,7 +58,7 @@ class ReadSets:
         self.ranks = problem.world_size
         self._read: dict[tuple[int, int], Content] = {}
         self._tables: dict[int, dict[int, Content]] = {}
-        self._together: dict[tuple[int, bytes], Content] = {}
+        self._unions: dict[tuple[int, bytes], Content] = {}
         self._shared: dict[tuple[int, bytes, bytes], Content] = {}
 
     def read(self, owner: int, reader: int) -> Content:
@@ -68,7 +68,7 @@ class ReadSets:
             self._read[owner, distance] = self._reads_of(owner, distance)
         return self._read[owner, distance]
 
-    def together(self, owner: int, distances: Distances) -> Content:
+    def union_of(self, owner: int, distances: Distances) -> Content:
         """What the readers at these distances read together."""
         if self._reads is not None:
             first, end, apart = self._of(owner, distances)
@@ -76,10 +76,10 @@ class ReadSets:
             if self._reads[1].nested or not (apart.any() or _gaps(first, end)):
                 return self._intervals(owner, first.min(1, initial=NOBODY), end.max(1, initial=0))
         key = owner, np.arange(self.ranks)[distances].tobytes()
-        if key not in self._together:
+        if key not in self._unions:
             readers = (owner + np.arange(self.ranks)[distances]) % self.ranks
-            self._together[key] = union(self.read(owner, reader) for reader in readers.tolist())
-        return self._together[key]
+            self._unions[key] = union(self.read(owner, reader) for reader in readers.tolist())
+        return self._unions[key]
 
     def reach(self, owner: int, distances: Distances) -> int:
         """How many of these readers come before the last that reads anything, with it; 0 where none does."""
@@ -103,7 +103,7 @@ class ReadSets:
         lines = lines[None] if lines.ndim == 1 else lines
         lines = lines[..., None] if lines.ndim == 2 else lines
         spots = (spot for line in lines for spot in pairwise(some[some > 0] for some in line))
-        return all(contains(self.together(owner, far), self.together(owner, near)) for near, far in spots)
+        return all(contains(self.union_of(owner, far), self.union_of(owner, near)) for near, far in spots)
 
     @property
     def heads_alike(self) -> bool:
@@ -134,7 +134,7 @@ class ReadSets:
         if self._reads is None:
             # No interval table for this mask: add up the contents themselves.
             spots = [(o, d) for o in range(self.ranks) for d in range(1, self.ranks)]
-            relayed = sum(size(self.together(o, slice(d, None))) for o, d in spots)
+            relayed = sum(size(self.union_of(o, slice(d, None))) for o, d in spots)
             return relayed, sum(size(self.read(o, (o + d) % self.ranks)) for o, d in spots)
         relayed, direct = (
             # Distance 0 is the owner itself: nothing is sent. An empty read is (NOBODY, 0), so its length is negative.

@@ -17,10 +17,10 @@ from ringattn.core.bounded_cache import bounded
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError
 from ringattn.schedule.content import Content
-from ringattn.schedule.opening import Opening, arrived, last_read, split_local
 from ringattn.schedule.ops import Block, Schedule
 from ringattn.schedule.passes import transpose
-from ringattn.schedule.trees import Trees, deliveries_of_part, together
+from ringattn.schedule.prologue import Prologue, arrived, last_read, split_local
+from ringattn.schedule.trees import Trees, deliveries_of_part, joined
 from ringattn.schedule.trees import forward_part as forward_along
 
 ROUTES: dict[str, Route] = {}
@@ -37,13 +37,13 @@ Grid = tuple[tuple[int, ...], ...]
 class Route(ABC):
     """A schedule as a value; equal values share their plans.
 
-    `keeps`: a forward pass keeps what it received for its backward pass, instead of sending it again. `opening`: what
-    hides the first fetch of a backward pass, see `schedule.opening`.
+    `keeps`: a forward pass keeps what it received for its backward pass, instead of sending it again. `prologue`: what
+    hides the first fetch of a backward pass, see `schedule.prologue`.
     """
 
     name: str
     keeps: bool = False
-    opening: Opening = "fetched"
+    prologue: Prologue = "fetched"
 
     order: ClassVar[int]
     """Its place in lists of schedules."""
@@ -78,15 +78,15 @@ class Route(ABC):
 
     def whole(self, problem: Problem, backward: bool) -> Schedule:
         """Return what all ranks do in a pass."""
-        return together(part_of_rank(problem, self, rank, backward) for rank in range(problem.world_size))
+        return joined(part_of_rank(problem, self, rank, backward) for rank in range(problem.world_size))
 
     def kept(self, problem: Problem, rank: int) -> tuple[Block, ...]:
         """Return the remote blocks that a forward pass of `rank` keeps, in the order of the backward's `kept`."""
-        return blocks_of(schedule_of(problem, self, True).kept, rank) if self.keeps or self.opening == "kept" else ()
+        return blocks_of(schedule_of(problem, self, True).kept, rank) if self.keeps or self.prologue == "kept" else ()
 
     def keeping_nothing(self) -> Route:
         """Return the same schedule with a forward pass that hands nothing on to its backward pass."""
-        return replace(self, keeps=False, opening="split" if self.opening == "kept" else self.opening)
+        return replace(self, keeps=False, prologue="split" if self.prologue == "kept" else self.prologue)
 
     def with_parameter(self, number: int, ranks: int) -> Route:
         """Return the schedule with the number after its name. Raises `InputError` if it does not fit the ranks."""
@@ -177,20 +177,20 @@ class TreeRoute(Route):
         """See `Route.backward_part`."""
         part, trees = forward_of_rank(problem, self, rank), self.trees(problem)
         # K/V that the forward pass kept is not delivered again; only gradients travel.
-        deliveries = () if self.keeps else deliveries_of_part(trees, rank, self.opening == "kept")
+        deliveries = () if self.keeps else deliveries_of_part(trees, rank, self.prologue == "kept")
         back = trees.paced(transpose(part, deliveries).restricted_to(rank), True)
         back = replace(back, kept=self._kept(part, rank))
-        return split_local(back) if self.opening == "split" else back
+        return split_local(back) if self.prologue == "split" else back
 
     def kept(self, problem: Problem, rank: int) -> tuple[Block, ...]:
         """See `Route.kept`."""
-        if not self.keeps and self.opening != "kept":
+        if not self.keeps and self.prologue != "kept":
             return ()
         return blocks_of(self._kept(forward_of_rank(problem, self, rank), rank), rank)
 
     def _kept(self, part: Schedule, rank: int) -> tuple[tuple[int, Block, Content], ...]:
         """What the part of a rank in a forward schedule keeps for its backward."""
-        if not self.keeps and self.opening != "kept":
+        if not self.keeps and self.prologue != "kept":
             return ()
         kept = arrived(part, None if self.keeps else last_read(part))
         return tuple(each for each in kept if each[0] == rank)

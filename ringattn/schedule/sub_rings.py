@@ -18,9 +18,9 @@ from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable, branch_tiles
 from ringattn.schedule.content import whole
-from ringattn.schedule.opening import arrived, last_read, split_local, with_kept
 from ringattn.schedule.ops import Block, Copy, HeadTiles, Kind, Schedule, Work, attend, ordered_step
 from ringattn.schedule.passes import prune, transpose
+from ringattn.schedule.prologue import arrived, last_read, split_local, with_kept
 from ringattn.schedule.route import WholeRoute, register, schedule_of
 
 Tables = dict[StridedRange, list[TileTable]]
@@ -42,9 +42,9 @@ class SubRings(WholeRoute):
         back = transpose(there, () if self.keeps else None)
         if self.keeps:
             return replace(back, kept=arrived(there))
-        if self.opening == "kept":
+        if self.prologue == "kept":
             return with_kept(back, arrived(there, last_read(there)))
-        return split_local(back) if self.opening == "split" else back
+        return split_local(back) if self.prologue == "split" else back
 
     def why_not(self, problem: Problem, nodes: int) -> str:
         """See `Route.why_not`."""

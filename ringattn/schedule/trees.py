@@ -115,7 +115,7 @@ def _step(trees: Trees, owner: int, reader: int) -> int:
     return int(trees.step(owner, reader))
 
 
-def together(parts: Iterable[Schedule]) -> Schedule:
+def joined(parts: Iterable[Schedule]) -> Schedule:
     """The schedule of all ranks, from the part of each: a message is in two of them, and taken from its receiver's."""
     parts = list(parts)
     copies: dict[int, list[Copy]] = defaultdict(list)

@@ -204,7 +204,7 @@ class Groups:
         # All places read the same rows, each for its heads.
         if (owner, turns) not in self._alike:
             distances = (self._askers(owner, turns) - owner) % self.problem.world_size
-            self._alike[owner, turns] = self.reads.together(owner, distances)
+            self._alike[owner, turns] = self.reads.union_of(owner, distances)
         heads = sorted({head // self.problem.group for head in self.shares[place]})
         return tuple(HeadRows(StridedRange(head, 1), part.rows) for head in heads for part in self._alike[owner, turns])
 

@@ -232,8 +232,8 @@ def test_what_nobody_named_must_gain_more_and_takes_no_memory_for_layers() -> No
         assert ring_is_near(problem, found, ring.route, plan_of) == (shard == 1 << 16)
     slow = machines((0,) * 4, bandwidth=1e6)
     long = problem_of(4, 4096, heads=64, kv_heads=1)
-    assert choose_route(long, "ring", slow).opening == "kept"
-    assert choose_route(long, "ring", replace(slow, recognised=True)).opening != "kept"
+    assert choose_route(long, "ring", slow).prologue == "kept"
+    assert choose_route(long, "ring", replace(slow, recognised=True)).prologue != "kept"
 
 
 def test_no_schedule_takes_less_than_its_work_evenly_over_the_ranks() -> None:

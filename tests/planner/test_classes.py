@@ -14,8 +14,8 @@ from ringattn.core.layout import make_layout
 from ringattn.core.mask import Banded
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.planner.choose import choose_route, facts_beyond, opening_facts, plan_of
-from ringattn.planner.classes import Learned, classes_of, group_of, opening_on, routes_on
+from ringattn.planner.choose import choose_route, facts_beyond, plan_of, prologue_facts
+from ringattn.planner.classes import Learned, classes_of, group_of, prologue_on, routes_on
 from ringattn.planner.cluster import CLUSTERS, Cluster, Links
 from ringattn.planner.plan import Plan
 from ringattn.planner.recurrence import play
@@ -130,12 +130,12 @@ def test_how_a_backward_begins_follows_from_fewer_ranks() -> None:
         ("all_gather", WINDOWS[1], NODES, "kept", "kept"),
     ):
         routes = routes_on(lambda ranks, mask=mask: problem_of(ranks, mask), schedule, cluster, (24, 28), 1, None)  # type: ignore[misc]
-        assert {route.opening for route in routes.values()} == {fewer}
-        assert opening_on(lambda ranks, mask=mask: problem_of(ranks, mask), routes, cluster, 44) == more  # type: ignore[misc]
+        assert {route.prologue for route in routes.values()} == {fewer}
+        assert prologue_on(lambda ranks, mask=mask: problem_of(ranks, mask), routes, cluster, 44) == more  # type: ignore[misc]
         route = choose_route(problem_of(44, mask), schedule, cluster)
-        assert route.opening == more
-        told = [(ranks, opening_facts(problem_of(ranks, mask), one, cluster)) for ranks, one in routes.items()]
-        found, wanted = facts_beyond(told, 44), opening_facts(problem_of(44, mask), route, cluster)
+        assert route.prologue == more
+        told = [(ranks, prologue_facts(problem_of(ranks, mask), one, cluster)) for ranks, one in routes.items()]
+        found, wanted = facts_beyond(told, 44), prologue_facts(problem_of(44, mask), route, cluster)
         assert found is not None and wanted is not None
         assert [*found[:3], *found[4:]] == pytest.approx([*wanted[:3], *wanted[4:]])
         assert set(found.owners) == set(wanted.owners)

@@ -71,7 +71,7 @@ def test_schedules_that_differ_between_ranks(usual: str, odd: str, fact: str) ->
     ("odd", "schedule", "fact"),
     [
         (machines(4, 1e-6), "double_ring", "schedule.grid"),
-        (machines(1, 10.0), "ring", "schedule.opening 'kept'"),
+        (machines(1, 10.0), "ring", "schedule.prologue 'kept'"),
         (machines(1, 10.0), "auto", "schedule.name 'all_gather'"),
     ],
     ids=["nodes", "prologue", "choice"],

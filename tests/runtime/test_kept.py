@@ -14,8 +14,8 @@ from ringattn.core.problem import Problem
 from ringattn.planner import choose
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.ring import Ring
-from ringattn.schedule.opening import Opening
 from ringattn.schedule.ops import INPUTS, Kind
+from ringattn.schedule.prologue import Prologue
 from ringattn.schedule.routes import Route, schedule_of
 from ringattn.testing import run_ranks
 from tests.planner.placement_verifier import verify_placement
@@ -40,15 +40,15 @@ def keeps_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Opening], None]]:
+def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Prologue], None]]:
     """Have the backward of every transposed schedule begin so."""
 
-    def forced(opening: Opening) -> None:
-        def chosen(problem: Problem, route: Route, cluster: object) -> Opening:
-            return opening if route.transposed and not route.keeps and problem.world_size > 1 else "fetched"
+    def forced(prologue: Prologue) -> None:
+        def chosen(problem: Problem, route: Route, cluster: object) -> Prologue:
+            return prologue if route.transposed and not route.keeps and problem.world_size > 1 else "fetched"
 
         choose._chosen.cache_clear()
-        monkeypatch.setattr(choose, "cheapest_opening", chosen)
+        monkeypatch.setattr(choose, "cheapest_prologue", chosen)
 
     yield forced
     choose._chosen.cache_clear()
@@ -76,7 +76,7 @@ def test_plans_hand_on_what_their_backward_begins_with(route: Route, case: Case)
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("schedule", ["all_gather", "all_to_all"])
 @pytest.mark.usefixtures("keeps_all")
-def test_the_same_bits(schedule: str, wire: str | None, begin: Callable[[Opening], None]) -> None:
+def test_the_same_bits(schedule: str, wire: str | None, begin: Callable[[Prologue], None]) -> None:
     begin("fetched")  # own work that is split is summed in another order
     trial = Trial(causal=True, heads=(4, 2), lse=True)
     kept = run(trial, 4, "zigzag", schedule, torch.float32, poison=True, kv_wire_dtype=wire)
@@ -119,25 +119,25 @@ def test_it_is_kept_where_it_is_little() -> None:
         there, back = (plan_of(problem, route, rank, backward) for backward in (False, True))
         assert there.bytes_sent == there.kept_bytes == 3072 * 12 * 2 * 64 * 2
         assert back.bytes_sent == 2 * there.bytes_sent  # dK and dV in float32, and nothing else
-    assert choose_route(problem, "ring") == replace(RING, opening="split")  # which overwrites what came
+    assert choose_route(problem, "ring") == replace(RING, prologue="split")  # which overwrites what came
     assert not choose_route(simple("contiguous", 64, 2).problem, "all_gather").keeps  # a whole shard
 
 
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("schedule", ["ring", "direct", "all_gather", "bidirectional", "double_ring"])
-def test_however_a_backward_begins(schedule: str, wire: str | None, begin: Callable[[Opening], None]) -> None:
+def test_however_a_backward_begins(schedule: str, wire: str | None, begin: Callable[[Prologue], None]) -> None:
     trial = Trial(causal=True, heads=(4, 2), lse=True)
     found = {}
-    for opening in ("fetched", "split", "kept"):
-        begin(opening)
-        found[opening] = run(trial, 4, "zigzag", schedule, torch.float32, kv_wire_dtype=wire)
+    for prologue in ("fetched", "split", "kept"):
+        begin(prologue)
+        found[prologue] = run(trial, 4, "zigzag", schedule, torch.float32, kv_wire_dtype=wire)
     assert all(torch.equal(found["kept"][name], found["fetched"][name]) for name in found["kept"])
     if wire is None:
         assert all(greatest_error(one, reference(trial, torch.float32)) <= 1e-5 for one in found.values())
 
 
 @pytest.mark.parametrize("schedule", ["ring", "sub_rings", "double_ring"])
-def test_calls_of_any_order_get_what_they_kept(schedule: str, begin: Callable[[Opening], None]) -> None:
+def test_calls_of_any_order_get_what_they_kept(schedule: str, begin: Callable[[Prologue], None]) -> None:
     """Two forwards before a backward, one without gradients between, a graph used twice, and recomputation."""
     generator = torch.Generator().manual_seed(3)
     given = torch.randn(2, 3, 1, 24, 4, 8, dtype=torch.float64, generator=generator)
@@ -167,7 +167,7 @@ def test_calls_of_any_order_get_what_they_kept(schedule: str, begin: Callable[[O
         return torch.autograd.grad((out**2).sum(), leaves)
 
     right = [*wanted(given[0]), *wanted(given[1])] * 2
-    for opening in ("split", "kept"):
-        begin(opening)
+    for prologue in ("split", "kept"):
+        begin(prologue)
         for ours, exact in zip(run_ranks(4, body, engine="plain", poison=True)[0], right, strict=True):
             torch.testing.assert_close(ours, exact, rtol=0, atol=1e-10)

@@ -69,7 +69,7 @@ def grids() -> str:
 def backwards() -> str:
     """The backward of a ring, however it begins."""
     problem = simple("contiguous", 16, 4).problem
-    found = (grid(schedule_of(problem, replace(RING, opening=opening), True)) for opening in ("split", "kept"))
+    found = (grid(schedule_of(problem, replace(RING, prologue=prologue), True)) for prologue in ("split", "kept"))
     return "\n\n".join(f"```text\n{one}\n```" for one in found)
 
 

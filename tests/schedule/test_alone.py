@@ -35,7 +35,7 @@ def calls(name: str, ranks: int) -> int:
     """Calls of Python functions in which one rank's two plans are made, as if for the first time."""
     problem: Problem = simple("zigzag", 16 * ranks, ranks, causal=True).problem
     route = replace(
-        route_named(name, ranks), opening="kept" if ROUTES[name.partition(":")[0]].transposed else "fetched"
+        route_named(name, ranks), prologue="kept" if ROUTES[name.partition(":")[0]].transposed else "fetched"
     )
     for cached in (plan_of, forward_of_rank, schedule_of, read_sets_of, tiling.cut, merged_queries, merged_keys):
         cached.cache_clear()

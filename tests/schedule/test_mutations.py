@@ -225,7 +225,7 @@ def test_a_sum_of_received_queries_that_nobody_merges_or_sends() -> None:
 
 
 def test_a_key_too_many_in_a_split_block() -> None:
-    whole = schedule_of(simple("contiguous", 64, 4, causal=True).problem, replace(RING, opening="split"), True)
+    whole = schedule_of(simple("contiguous", 64, 4, causal=True).problem, replace(RING, prologue="split"), True)
     at, item = next((at, item) for at, step in enumerate(whole.steps) for item in step.work
                     if isinstance(item, AttendGrad) and item.rank == item.kv.owner == 3)  # fmt: skip
     ((heads, table),) = item.tiles

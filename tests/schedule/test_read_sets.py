@@ -29,7 +29,7 @@ def test_unions_of_farther_readers(case: Case) -> None:
     needs = ReadSets(case.problem)
     for owner in range(case.ranks):
         for distance in range(1, case.ranks + 1):
-            assert spots(needs.together(owner, slice(distance, None))) == case.reads_beyond(owner, distance)
+            assert spots(needs.union_of(owner, slice(distance, None))) == case.reads_beyond(owner, distance)
 
 
 @given(cases(), st.data())
@@ -40,7 +40,7 @@ def test_unions_of_any_readers(case: Case, data: st.DataObject) -> None:
         readers = data.draw(st.lists(st.sampled_from(others), unique=True) if others else st.just([]))
         reads = [case.reads(owner, reader) for reader in readers]
         distances = (np.array(readers, np.int64) - owner) % case.ranks
-        assert spots(needs.together(owner, distances)) == frozenset[tuple[int, int]]().union(*reads)
+        assert spots(needs.union_of(owner, distances)) == frozenset[tuple[int, int]]().union(*reads)
         assert needs.reach(owner, distances) == max((n for n, rows in enumerate(reads, 1) if rows), default=0)
         grown = all(near <= far for near, far in pairwise(reads))
         assert needs.grow(owner, np.array([0, *distances])) == needs.grow(owner, distances) == grown
@@ -61,7 +61,7 @@ def test_contents_are_canonical(case: Case) -> None:
     needs = ReadSets(case.problem)
     for owner in range(case.ranks):
         contents = [needs.read(owner, reader) for reader in range(case.ranks)]
-        contents += [needs.together(owner, slice(distance, None)) for distance in range(1, case.ranks)]
+        contents += [needs.union_of(owner, slice(distance, None)) for distance in range(1, case.ranks)]
         for content in contents:
             assert [part.heads for part in content] == sorted({part.heads for part in content})
             for part in content:

@@ -4,7 +4,7 @@ A backward begins with the blocks that its forward ended with. They are *fetched
 step is filled with a part of the work on the rank's own keys, *split* off what runs beside the last hop; or the forward
 pass has *kept* them.
        rank 0 of 4     fetched           split             kept
-       opening         -   | KV0>3       KV0 | KV0>3
+       prologue         -   | KV0>3       KV0 | KV0>3
        first work      KV1 | KV1>3       KV1 | KV1>3       KV1 | KV1>3
        last hop        KV0 | DKV3@0>3    KV0 | DKV3@0>3    KV0 | DKV3@0>3
 Guarantees: what a rank does follows from its own steps, and what its readers keep from their reads.
@@ -24,13 +24,13 @@ from ringattn.schedule.content import Content, chained, contains
 from ringattn.schedule.ops import INPUTS, AttendGrad, Block, HeadTiles, Merge, Schedule, Step, ordered_step
 from ringattn.schedule.passes import RankBlock, is_on_received, prune
 
-Opening = Literal["fetched", "split", "kept"]
+Prologue = Literal["fetched", "split", "kept"]
 
 KEY_ROWS = 128
 """A kernel's key block: own keys are split at a multiple of it, if there are so many."""
 
 SHARE = 4
-"""Of so many own keys one is for the opening. A causal mask sees them most, so they are 1/4 to 1/2 of the work; and a
+"""Of so many own keys one is for the prologue. A causal mask sees them most, so they are 1/4 to 1/2 of the work; and a
 hop of K/V in a half type is half of one of dK/dV in float32."""
 
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
-from ringattn.planner.choose import cheapest_opening, plan_of
+from ringattn.planner.choose import cheapest_prologue, plan_of
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
 from ringattn.planner.plan import live_bytes
 from ringattn.schedule.content import size
@@ -23,15 +23,15 @@ from tests.schedules import RING
 from tests.strategies import Case, covering, simple
 
 TRANSPOSED = [route for route in ROUTES.values() if route.transposed]
-OPENINGS = [
-    pytest.param(replace(route, opening=opening), id=f"{route.name}-{opening}",
+PROLOGUES = [
+    pytest.param(replace(route, prologue=prologue), id=f"{route.name}-{prologue}",
                  marks=() if route.name in ("ring", "double_ring") else pytest.mark.slow)
-    for route in TRANSPOSED for opening in ("split", "kept")
+    for route in TRANSPOSED for prologue in ("split", "kept")
 ]  # fmt: skip
-each_opening = pytest.mark.parametrize("route", OPENINGS)
+each_prologue = pytest.mark.parametrize("route", PROLOGUES)
 
 
-@each_opening
+@each_prologue
 @settings(max_examples=3)
 @covering
 def test_verified_placed_and_found_by_each_rank(route: Route, case: Case) -> None:
@@ -60,12 +60,12 @@ def idle(schedule: Schedule) -> list[tuple[int, int]]:
     return found
 
 
-@each_opening
+@each_prologue
 @pytest.mark.parametrize("ranks", [2, 6])
 @pytest.mark.parametrize(("layout", "causal"), [("contiguous", False), ("zigzag", True), ("contiguous", True)])
 def test_no_rank_waits_for_its_first_block_without_work(route: Route, ranks: int, layout: str, causal: bool) -> None:
     problem = simple(layout, 8 * ranks, ranks, causal=causal).problem
-    assert idle(schedule_of(problem, replace(route, opening="fetched"), True))
+    assert idle(schedule_of(problem, replace(route, prologue="fetched"), True))
     assert not idle(schedule_of(problem, route, True))
 
 
@@ -73,22 +73,22 @@ def test_no_rank_waits_for_its_first_block_without_work(route: Route, ranks: int
 def test_kept_blocks_are_those_read_last_and_are_not_sent_again(route: Route) -> None:
     ranks, rows = 6, 8
     problem = simple("zigzag", rows * ranks, ranks, causal=True).problem
-    fetched, kept = (schedule_of(problem, replace(route, opening=way), True) for way in ("fetched", "kept"))
+    fetched, kept = (schedule_of(problem, replace(route, prologue=way), True) for way in ("fetched", "kept"))
     count, row = {}, 64 * 2 * 2
     for name, schedule in (("fetched", fetched), ("kept", kept)):
         copies = [copy for step in schedule.steps for copy in step.copies if copy.block.kind in INPUTS]
         count[name] = sum(size(copy.content) for copy in copies)
     assert count["fetched"] - count["kept"] == sum(size(content) for *_, content in kept.kept) > 0
     for rank in range(ranks):
-        there, back = (plan_of(problem, replace(route, opening="kept"), rank, backward) for backward in (False, True))
+        there, back = (plan_of(problem, replace(route, prologue="kept"), rank, backward) for backward in (False, True))
         assert there.kept_bytes == back.kept_bytes == row * sum(size(rows) for at, _, rows in kept.kept if at == rank)
-        without = plan_of(problem, replace(route, opening="fetched"), rank, True)
+        without = plan_of(problem, replace(route, prologue="fetched"), rank, True)
         assert live_bytes(back) <= live_bytes(without)
 
 
 def chosen(cluster: Cluster, tokens: int = 8192, kv_heads: int = 8, ranks: int = 4, route: Route = RING) -> str:
     layout, mask = make_layout("zigzag", tokens, ranks), make_mask(tokens, tokens, causal=True)
-    return cheapest_opening(Problem(layout, layout, mask, 1, 32, kv_heads, 128, 128, "bfloat16"), route, cluster)
+    return cheapest_prologue(Problem(layout, layout, mask, 1, 32, kv_heads, 128, 128, "bfloat16"), route, cluster)
 
 
 def test_memory_is_spent_where_it_saves_more_time() -> None:
