@@ -23,7 +23,7 @@ def attention(
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `reference.attention` over `allowed`: booleans (q tokens, k tokens) or (q heads, q tokens, k tokens)."""
-    counts = reference.Counts(allowed.double().view(1, -1, *allowed.shape[-2:]))
+    counts = reference.Counts(allowed.double()[None] if allowed.ndim == 3 else allowed.double()[None, None])
     return reference.attention(q, k, v, counts, scale, softcap, sinks, bias=bias, kept=kept)
 
 
