@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, product
+from dataclasses import dataclass
+from itertools import accumulate, product
 
 import numpy as np
 
@@ -150,18 +151,6 @@ Blocks = Iterable[tuple[Block, Content]]
 """What work reads and makes, with the rows."""
 
 
-class ReceivedQueries:
-    """Queries that a rank works on in some steps, and what they carry meanwhile: a softmax state, or dQ.
-
-    They come before the `first` of the steps; what they carry is made once, and is a result after the `last`.
-    """
-
-    def __init__(self, blocks: Blocks, steps: Sequence[tuple[int, int]]) -> None:
-        """`blocks`: of all work on them; `steps`: of the plan with their numbers in the schedule, ascending."""
-        (self.first, number), (self.last, _) = steps[0], steps[-1]
-        self.fused = fused_by_kind((one for one in blocks if one[0].kind in CARRIED), number)
-
-
 def fused_by_kind(found: Blocks, step: int) -> dict[Kind, FusedBuffer]:
     """A fused buffer for each kind of block, with of each block the union of what was found."""
     contents: dict[Block, list[Content]] = defaultdict(list)
@@ -175,15 +164,18 @@ def fused_by_kind(found: Blocks, step: int) -> dict[Kind, FusedBuffer]:
     return {kind: FusedBuffer(f"{kind} received for step {step}", kind, held) for kind, held in by_kind.items()}
 
 
+@dataclass(frozen=True)
 class ReceivedHeads:
-    """The inputs and results of a rank's work on received queries in one step: these, and the keys that they meet."""
+    """A rank's work on received queries in one step, and the fused buffers of what it reads and makes.
 
-    def __init__(
-        self, items: Iterable[Attend | AttendGrad], blocks: Blocks, step: int, queries: ReceivedQueries
-    ) -> None:
-        """`items`: all work of the rank on received queries in the step of this number, and its `blocks`."""
-        self.items, self.queries = tuple(items), queries
-        self.fused = queries.fused | fused_by_kind((one for one in blocks if one[0].kind not in CARRIED), step)
+    The queries are worked on in plan steps `first` to `last`: they arrive before the first, what they carry (a softmax
+    state, or dQ) is made once, and is a result after the last. `items`: all work of the step on them.
+    """
+
+    items: tuple[Attend | AttendGrad, ...]
+    fused: dict[Kind, FusedBuffer]
+    first: int
+    last: int
 
     def tiles(self, group: int) -> TileTable:
         """All work, as tiles of one head on the rows of the fused buffers; `group`: query heads per K/V head.
@@ -300,8 +292,10 @@ def received_by_step(steps: Mapping[int, tuple[int, Sequence[Attend | AttendGrad
     }
     found: dict[int, ReceivedHeads] = {}
     for _, of_set in sets:
-        queries = ReceivedQueries(
-            chain.from_iterable(touched[now] for now in of_set), [(now, steps[now][0]) for now in of_set]
-        )
-        found |= {now: ReceivedHeads(steps[now][1], touched[now], steps[now][0], queries) for now in of_set}
+        first, last = of_set[0], of_set[-1]
+        carried = [pair for now in of_set for pair in touched[now] if pair[0].kind in CARRIED]
+        queries = fused_by_kind(carried, steps[first][0])
+        for now in of_set:
+            keys = fused_by_kind((pair for pair in touched[now] if pair[0].kind not in CARRIED), steps[now][0])
+            found[now] = ReceivedHeads(tuple(steps[now][1]), queries | keys, first, last)
     return found

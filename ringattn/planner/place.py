@@ -169,12 +169,14 @@ class _Projection:
 
     def _attend_received(self, received: ReceivedHeads, draft: _Draft) -> None:
         """The work on received queries; the rank's own rows are put beside the received ones in the same buffers."""
-        now, queries, apart, used = draft.now, received.queries, list[Add](), dict[Kind, int]()
+        now, apart, used = draft.now, list[Add](), dict[Kind, int]()
         for kind, buffer in received.fused.items():
             # Queries stay; what they carry begins from the output gradients and is a result in the last step.
-            if (kind is Kind.GRAD_OUT and now > queries.first) or (kind in (Kind.OUT, Kind.DQ) and now < queries.last):
+            if (kind is Kind.GRAD_OUT and now > received.first) or (
+                kind in (Kind.OUT, Kind.DQ) and now < received.last
+            ):
                 continue
-            for block, content in buffer.contents.items() if kind is not Kind.Q or now == queries.first else ():
+            for block, content in buffer.contents.items() if kind is not Kind.Q or now == received.first else ():
                 # Results are made here, so their parts need a place and no source.
                 if kind not in INPUTS:
                     made = self._inside(block, content, now)

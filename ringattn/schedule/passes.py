@@ -133,13 +133,12 @@ def prune(schedule: Schedule) -> Schedule:
     return replace(schedule, steps=tuple(reversed(steps)))
 
 
-def transpose(schedule: Schedule, deliveries: Iterable[Delivery] | None = None) -> Schedule:
+def transpose(schedule: Schedule, deliveries: Iterable[Delivery]) -> Schedule:
     """The backward of a pruned forward schedule.
 
     Forward step s becomes a main step and a merge step; one prologue step fetches what the first main step reads.
     A copy of K/V in step s becomes a copy of dK/dV the other way beside main step s, merged right after it; so does one
-    of Q. A copy of OUT becomes one of its gradient, with Q beside it. K/V is delivered anew: by `deliveries`, or by
-    `deliveries_of` where none are given.
+    of Q. A copy of OUT becomes one of its gradient, with Q beside it. K/V is delivered again, by `deliveries`.
     """
     last = len(schedule.steps) - 1
     # One prologue step, then for forward steps last .. 0 a main and a merge step: 1 + 2 * (last + 1).
@@ -164,7 +163,7 @@ def transpose(schedule: Schedule, deliveries: Iterable[Delivery] | None = None) 
     made = {block for item in grads for block in ((item.dkv, item.dq) if is_on_received(item) else (item.dkv,))}
     alone = sorted(block for block in made if block.origin == block.owner and block.ring is not None)
     work[-1] += [Merge(block.owner, own_sum(block), block) for block in alone]
-    for at, copy in deliveries_of(schedule) if deliveries is None else deliveries:
+    for at, copy in deliveries:
         # `at` is the forward step of which the main step runs beside the delivery; one past the last is the prologue
         # step.
         copies[main_step(at, last) if at <= last else 0].append(copy)

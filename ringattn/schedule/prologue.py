@@ -20,9 +20,9 @@ from typing import Literal
 import numpy as np
 
 from ringattn.core.tiling import TileTable
-from ringattn.schedule.content import Content, chained, contains
+from ringattn.schedule.content import Content, chained
 from ringattn.schedule.ops import INPUTS, AttendGrad, Block, HeadTiles, Merge, Schedule, Step, ordered_step
-from ringattn.schedule.passes import RankBlock, is_on_received, prune
+from ringattn.schedule.passes import RankBlock, is_on_received
 
 Prologue = Literal["fetched", "split", "kept"]
 
@@ -58,22 +58,6 @@ def arrived(schedule: Schedule, only: Iterable[RankBlock] | None = None) -> tupl
         (*spot, some[0] if len(some) == 1 else chained(part for piece in some for part in piece))
         for spot, some in sorted(pieces.items())
     )
-
-
-def with_kept(schedule: Schedule, kept: Iterable[tuple[int, Block, Content]]) -> Schedule:
-    """A backward schedule to which nothing is sent that a rank has kept, where it has kept all that it would get."""
-    sent: dict[RankBlock, list[Content]] = defaultdict(list)
-    for step in schedule.steps:
-        for copy in step.copies:
-            sent[copy.dst, copy.block].append(copy.content)
-    # In a double ring a rank may be sent more than it had: rows for ranks that lie behind it on the way back.
-    enough = tuple(one for one in kept if all(contains(one[2], rows) for rows in sent[one[0], one[1]]))
-    held = {(rank, block) for rank, block, _ in enough}
-    steps = (
-        step._replace(copies=tuple(copy for copy in step.copies if (copy.dst, copy.block) not in held))
-        for step in schedule.steps
-    )
-    return prune(replace(schedule, steps=tuple(steps), kept=enough))
 
 
 def split_local(schedule: Schedule) -> Schedule:

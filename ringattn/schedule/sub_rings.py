@@ -17,10 +17,10 @@ from itertools import pairwise
 from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable, branch_tiles
-from ringattn.schedule.content import whole
+from ringattn.schedule.content import Content, whole
 from ringattn.schedule.ops import Block, Copy, HeadTiles, Kind, Schedule, Work, attend, ordered_step
-from ringattn.schedule.passes import prune, transpose
-from ringattn.schedule.prologue import arrived, last_read, split_local, with_kept
+from ringattn.schedule.passes import deliveries_of, prune, transpose
+from ringattn.schedule.prologue import arrived, last_read, split_local
 from ringattn.schedule.route import WholeRoute, register, schedule_of
 
 Tables = dict[StridedRange, list[TileTable]]
@@ -39,11 +39,13 @@ class SubRings(WholeRoute):
         if not backward:
             return prune(forward(problem, self.name))
         there = schedule_of(problem, self, False)
-        back = transpose(there, () if self.keeps else None)
-        if self.keeps:
-            return replace(back, kept=arrived(there))
-        if self.prologue == "kept":
-            return with_kept(back, arrived(there, last_read(there)))
+        kept: tuple[tuple[int, Block, Content], ...] = ()
+        if self.keeps or self.prologue == "kept":
+            kept = arrived(there, None if self.keeps else last_read(there))
+        # What the forward pass kept is not delivered again.
+        held = {(rank, block) for rank, block, _ in kept}
+        deliveries = [(at, copy) for at, copy in deliveries_of(there) if (copy.dst, copy.block) not in held]
+        back = replace(transpose(there, deliveries), kept=kept)
         return split_local(back) if self.prologue == "split" else back
 
     def why_not(self, problem: Problem, nodes: int) -> str:

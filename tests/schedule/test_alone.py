@@ -11,7 +11,7 @@ import pytest
 from ringattn.core import tiling
 from ringattn.core.problem import Problem
 from ringattn.planner.choose import plan_of
-from ringattn.schedule.passes import merged_keys, merged_queries, transpose
+from ringattn.schedule.passes import deliveries_of, merged_keys, merged_queries, transpose
 from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.routes import ROUTES, Route, forward_of_rank, route_named, schedule_of
 from tests.schedule.test_schedule import by_rows
@@ -28,7 +28,7 @@ ALONE = [name for name in ROUTES if name not in IN_ALL]
 def test_what_ranks_deliver_is_what_the_whole_forward_tells(route: Route, case: Case) -> None:
     # `transpose` finds the chains of a whole schedule and weighs each; a rank knows them from the reads.
     there, back = (schedule_of(case.problem, route, backward) for backward in (False, True))
-    assert by_rows(transpose(there)) == by_rows(back)
+    assert by_rows(transpose(there, deliveries_of(there))) == by_rows(back)
 
 
 def calls(name: str, ranks: int) -> int:

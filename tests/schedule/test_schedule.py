@@ -10,7 +10,7 @@ import pytest
 
 from ringattn.schedule.content import whole
 from ringattn.schedule.ops import Attend, Copy, Kind, Schedule, Step, ordered_step
-from ringattn.schedule.passes import prune, transpose
+from ringattn.schedule.passes import deliveries_of, prune, transpose
 from ringattn.schedule.routes import ROUTES, Route, part_of_rank, schedule_of
 from ringattn.schedule.text import grid, to_text
 from tests.schedule import gallery
@@ -144,7 +144,7 @@ def test_steps_are_ordered_the_same_whoever_lists_them() -> None:
 def test_golden(name: str) -> None:
     if name == "ring_causal_contiguous":
         schedule = schedule_of(simple("contiguous", 7, 3, causal=True).problem, RING, False)
-        text = to_text(schedule) + "\n\n" + to_text(transpose(schedule))
+        text = to_text(schedule) + "\n\n" + to_text(transpose(schedule, deliveries_of(schedule)))
     else:
         problem = simple("zigzag", 16, 4, causal=True).problem
         text = "\n\n".join(grid(schedule_of(problem, RING, backward)) for backward in (False, True))
