@@ -27,7 +27,7 @@ from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, Table, finish, progress, spread
 from ringattn.errors import UnsupportedError
 from ringattn.transport.base import Message, Opening
-from ringattn.transport.device import Event, Stream
+from ringattn.transport.device import CudaDevice, Event, Stream
 from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Binding
 from ringattn.transport.nccl.ctypes_binding import CtypesBinding
@@ -72,7 +72,7 @@ class NoStream(Stream):
         """Nothing."""
 
 
-class NoDevice:
+class NoDevice(CudaDevice):
     """A GPU whose streams and events cost nothing; its memory is the host's."""
 
     torch_device = torch.device("cpu")
@@ -88,19 +88,19 @@ class NoDevice:
         """Nothing."""
 
     def new_stream(self) -> Stream:
-        """See `Device.new_stream`."""
+        """See `CudaDevice.new_stream`."""
         return NoStream()
 
     def current_stream(self) -> Stream:
-        """See `Device.current_stream`."""
+        """See `CudaDevice.current_stream`."""
         return self._current
 
     def new_event(self) -> Event:
-        """See `Device.new_event`."""
+        """See `CudaDevice.new_event`."""
         return NoEvent()
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """See `Device.empty`."""
+        """See `CudaDevice.empty`."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def wrap(self, pointer: int, nbytes: int, owner: object) -> torch.Tensor:
@@ -108,10 +108,10 @@ class NoDevice:
         raise UnsupportedError("this device wraps no memory")
 
     def release_cached(self) -> None:
-        """See `Device.release_cached`."""
+        """See `CudaDevice.release_cached`."""
 
     def is_capturing(self) -> bool:
-        """See `Device.is_capturing`."""
+        """See `CudaDevice.is_capturing`."""
         return False
 
 

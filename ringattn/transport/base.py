@@ -179,8 +179,9 @@ class Opening:
         return ControlStore(self.store, self.rank, self.world_size, self.timeout_s)
 
     def leave_store(self) -> None:
-        """Let go of the thread of `control`, for a ring that needs the store only to open and for its heartbeats."""
-        self.__dict__.pop("control", None)
+        """Close the connection to the store, for a ring that needs it only to open: heartbeats have their own."""
+        for name in ("store", "control"):
+            self.__dict__.pop(name, None)
 
     @cached_property
     def health(self) -> Health:

@@ -49,47 +49,6 @@ class Stream(Protocol):
         ...
 
 
-class Device(Protocol):
-    """One GPU as this process sees it."""
-
-    torch_device: torch.device
-    uuid: str
-
-    def activate(self) -> None:
-        """Make it the current device of the calling thread."""
-        ...
-
-    def watch_captures(self) -> None:
-        """Let the calling thread query events while other threads capture, whatever the mode of their capture."""
-        ...
-
-    def new_stream(self) -> Stream:
-        """A stream of the highest priority."""
-        ...
-
-    def current_stream(self) -> Stream:
-        """The stream that the caller computes on."""
-        ...
-
-    def new_event(self) -> Event: ...
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Plain device memory, a flat uint8 tensor."""
-        ...
-
-    def wrap(self, pointer: int, nbytes: int, owner: object) -> torch.Tensor:
-        """Memory that another library allocated, as a flat uint8 tensor whose views keep `owner` alive."""
-        ...
-
-    def release_cached(self) -> None:
-        """Give memory that torch has cached and nobody uses back to the device, where NCCL can take it."""
-        ...
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream is being captured into a CUDA graph."""
-        ...
-
-
 class _Memory:
     """Device memory with the interface that torch reads; every view of it keeps `owner` alive."""
 
@@ -101,30 +60,36 @@ class _Memory:
 
 
 class CudaDevice:
-    """A GPU through `torch.cuda`."""
+    """A GPU as this process sees it, through `torch.cuda`. A simulated or missing one overrides every method."""
+
+    torch_device: torch.device
+    uuid: str
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
         self.uuid = str(torch.cuda.get_device_properties(index).uuid)
 
     def activate(self) -> None:
-        """See `Device.activate`."""
+        """Make it the current device of the calling thread."""
         torch.cuda.set_device(self.torch_device)
 
     def watch_captures(self) -> None:
-        """See `Device.watch_captures`. Torch has no name for it, so the runtime that torch has loaded is asked."""
+        """Let the calling thread query events while other threads capture, whatever the mode of their capture.
+
+        Torch has no name for it, so the runtime that torch has loaded is called.
+        """
         runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
         mode = ctypes.c_int(RELAXED)
         if status := runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode)):
             raise UnsupportedError(f"cudaThreadExchangeStreamCaptureMode failed with CUDA error {status}")
 
     def new_stream(self) -> Stream:
-        """See `Device.new_stream`. Of the levels that torch has, which may be fewer than the device's."""
+        """A stream of the highest priority that torch has, which may be lower than the device's."""
         _, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # static, which its stub does not say
         return cast(Stream, torch.cuda.Stream(self.torch_device, priority=highest))
 
     def current_stream(self) -> Stream:
-        """See `Device.current_stream`."""
+        """The stream that the caller computes on."""
         return cast(Stream, torch.cuda.current_stream(self.torch_device))
 
     def new_event(self) -> Event:
@@ -132,19 +97,19 @@ class CudaDevice:
         return cast(Event, torch.cuda.Event())
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """See `Device.empty`."""
+        """Plain device memory, a flat uint8 tensor."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def wrap(self, pointer: int, nbytes: int, owner: object) -> torch.Tensor:
-        """See `Device.wrap`."""
+        """Memory that another library allocated, as a flat uint8 tensor whose views keep `owner` alive."""
         return torch.as_tensor(_Memory(pointer, nbytes, owner), device=self.torch_device)
 
     def release_cached(self) -> None:
-        """See `Device.release_cached`."""
+        """Give memory that torch has cached and nobody uses back to the device, where NCCL can take it."""
         torch.cuda.empty_cache()
 
     def is_capturing(self) -> bool:
-        """See `Device.is_capturing`."""
+        """Whether the current stream is being captured into a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -154,7 +119,7 @@ class PassOrder:
     Not covered: passes on several streams within one capture of a graph.
     """
 
-    def __init__(self, gpu: Device) -> None:
+    def __init__(self, gpu: CudaDevice) -> None:
         self._gpu = gpu
         self._ended = gpu.new_event()
         # The handle of the stream that the last pass ran on; None before the first.
@@ -198,7 +163,7 @@ class StreamTransport(Ending, ABC):
     stream: Stream
     order: PassOrder
 
-    def __init__(self, opening: Opening, gpu: Device) -> None:
+    def __init__(self, opening: Opening, gpu: CudaDevice) -> None:
         self.opening, self.gpu, self.device = opening, gpu, gpu.torch_device
         self.rank, self.world_size, self.locations = opening.rank, opening.world_size, tuple(opening.locations)
         self.record = opening.record
@@ -312,7 +277,7 @@ class StreamWatch(ABC, Generic[AnyHandle]):
     patience_s: float
     """How long a caller waits until the first failure has its words."""
 
-    def __init__(self, opening: Opening, gpu: Device, leave: Callable[[str], None] | None) -> None:
+    def __init__(self, opening: Opening, gpu: CudaDevice, leave: Callable[[str], None] | None) -> None:
         """`leave` is called with the reason when even an abort is stuck, and ends the process."""
         self.failure: BaseException | None = None
         self.handles: deque[AnyHandle] = deque()

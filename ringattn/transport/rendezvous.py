@@ -20,7 +20,7 @@ from ringattn.errors import InputError, UnsupportedError
 from ringattn.transport.base import Opening, Transport
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.device import CudaDevice, Device
+from ringattn.transport.device import CudaDevice
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import (
@@ -45,7 +45,7 @@ from ringattn.transport.nccl.options import (
 from ringattn.transport.nccl.supervisor import ras_address
 from ringattn.transport.nccl.transport import NcclTransport
 from ringattn.transport.nodes import DeviceNodesTransport, open_shm_and_gloo
-from ringattn.transport.peer.driver import CudaDriver, Driver
+from ringattn.transport.peer.driver import CudaDriver
 from ringattn.transport.peer.opening import open_peer
 from ringattn.transport.peer.opening import warnings_of as peer_warnings
 from ringattn.transport.peer.transport import PeerTransport
@@ -173,7 +173,7 @@ def _open_peer(opening: Opening, options: NcclOptions | None, gpu: int | None) -
     if options is not None and not spans:
         raise InputError(f"nccl={options} was given, and transport='peer' takes no such options inside one node")
 
-    def make() -> tuple[Driver, Device]:
+    def make() -> tuple[CudaDriver, CudaDevice]:
         if gpu is None:
             raise UnsupportedError("torch finds no CUDA device")
         device = CudaDevice(gpu)

@@ -20,7 +20,7 @@ from ringattn.planner.cluster import LinkClass
 from ringattn.transport import location as nvml
 from ringattn.transport.base import Opening
 from ringattn.transport.deadline import Deadline, wait_until
-from ringattn.transport.device import CudaDevice, Device
+from ringattn.transport.device import CudaDevice
 from ringattn.transport.location import my_location
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig
 from ringattn.transport.nccl.communicator import Communicator, PeerCall
@@ -44,26 +44,26 @@ def binding(request: pytest.FixtureRequest) -> Binding:
 
 
 @pytest.fixture
-def gpu() -> Device:
+def gpu() -> CudaDevice:
     torch.cuda.set_device(0)
     return CudaDevice(0)
 
 
 @pytest.fixture
-def lane(binding: Binding, gpu: Device) -> Iterator[Communicator]:
+def lane(binding: Binding, gpu: CudaDevice) -> Iterator[Communicator]:
     made = Communicator(Opening(HashStore(), 0, 1, 60.0), binding, gpu, CommConfig())
     made.open(binding.unique_id(), nothing)
     yield made
     made.close(Deadline(10.0))
 
 
-def arrived(gpu: Device, stream: Any) -> bool:
+def arrived(gpu: CudaDevice, stream: Any) -> bool:
     event = gpu.new_event()
     event.record(stream)
     return wait_until(event.query, Deadline(30.0))
 
 
-def hop(lane: Communicator, gpu: Device, stream: Any, calls: list[PeerCall]) -> None:
+def hop(lane: Communicator, gpu: CudaDevice, stream: Any, calls: list[PeerCall]) -> None:
     """One group behind the current stream, and the current stream behind it."""
     ready, done = gpu.new_event(), gpu.new_event()
     ready.record(gpu.current_stream())
@@ -76,7 +76,7 @@ def hop(lane: Communicator, gpu: Device, stream: Any, calls: list[PeerCall]) -> 
 # --- bodies that are rehearsed on CPU --------------------------------------------------------------------------------
 
 
-def bytes_of_every_size(lane: Communicator, gpu: Device, sizes: tuple[int, ...] = SIZES) -> None:
+def bytes_of_every_size(lane: Communicator, gpu: CudaDevice, sizes: tuple[int, ...] = SIZES) -> None:
     """Each size arrives whole and in order, three messages to a group."""
     stream = gpu.new_stream()
     for nbytes in sizes:
@@ -96,13 +96,13 @@ def bytes_of_every_size(lane: Communicator, gpu: Device, sizes: tuple[int, ...] 
 # --- on the GPU ------------------------------------------------------------------------------------------------------
 
 
-def test_bytes_of_every_size(lane: Communicator, gpu: Device, binding: Binding) -> None:
+def test_bytes_of_every_size(lane: Communicator, gpu: CudaDevice, binding: Binding) -> None:
     bytes_of_every_size(lane, gpu)
     keep("nccl_loopback", f"bytes of every size, {binding.name}", list(SIZES))
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["nonblocking", "blocking"])
-def test_cost_of_a_hop_on_the_host(blocking: bool, binding: Binding, gpu: Device) -> None:
+def test_cost_of_a_hop_on_the_host(blocking: bool, binding: Binding, gpu: CudaDevice) -> None:
     """Microseconds of the host: a group of one send and one receive, with both events."""
     if not blocking and Capability.NONBLOCKING not in binding.capabilities:
         pytest.skip(f"{binding.name} has no non-blocking communicators")
@@ -125,7 +125,7 @@ def test_cost_of_a_hop_on_the_host(blocking: bool, binding: Binding, gpu: Device
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["nonblocking", "blocking"])
-def test_a_hop_is_captured_and_replayed(blocking: bool, gpu: Device) -> None:
+def test_a_hop_is_captured_and_replayed(blocking: bool, gpu: CudaDevice) -> None:
     binding = open_binding(NcclOptions())
     lane = Communicator(Opening(HashStore(), 0, 1, 60.0), binding, gpu, CommConfig(blocking=blocking))
     lane.open(binding.unique_id(), nothing)

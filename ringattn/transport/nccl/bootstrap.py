@@ -73,21 +73,11 @@ def meet(
 
 def check_fit(arrivals: list[Arrival], locations: Sequence[Location]) -> None:
     """Raise `DisagreementError` or `InputError`, the same on every rank, if these ranks cannot share a communicator."""
-    for what, values in (
-        ("NCCL version", [version_text(arrival.nccl_version) for arrival in arrivals]),
-        ("ringattn version", [arrival.ringattn_version for arrival in arrivals]),
-        ("binding", [arrival.options.binding for arrival in arrivals]),
-        ("sm_margin", [str(arrival.options.sm_margin) for arrival in arrivals]),
-        ("cga_cluster_size", [str(arrival.options.cga_cluster_size) for arrival in arrivals]),
-        ("channels_per_net_peer", [str(arrival.options.channels_per_net_peer) for arrival in arrivals]),
-        ("name", [arrival.options.name for arrival in arrivals]),
-        ("registered buffers", [str(arrival.registers) for arrival in arrivals]),
-        ("blocking", [str(arrival.options.blocking) for arrival in arrivals]),
-    ):
-        if len(set(values)) > 1:
-            ranks = defaultdict(list)
-            for arrival, value in zip(arrivals, values, strict=True):
-                ranks[value].append(arrival.rank)
+    for what in _compared(arrivals[0]):
+        ranks = defaultdict(list)
+        for arrival in arrivals:
+            ranks[_compared(arrival)[what]].append(arrival.rank)
+        if len(ranks) > 1:
             listed = "; ".join(f"{value} on ranks {which}" for value, which in ranks.items())
             raise DisagreementError(f"the ranks differ in {what}: {listed}")
     gpus = defaultdict(list)
@@ -101,6 +91,14 @@ def check_fit(arrivals: list[Arrival], locations: Sequence[Location]) -> None:
                 "that; start one process per GPU under torchrun, which sets LOCAL_RANK (for a test on one GPU see "
                 "docs/nccl.md)"
             )
+
+
+def _compared(arrival: Arrival) -> dict[str, str]:
+    """What all ranks must have in common."""
+    compared = {"NCCL version": version_text(arrival.nccl_version), "ringattn version": arrival.ringattn_version}
+    for name in ("binding", "sm_margin", "cga_cluster_size", "channels_per_net_peer", "name", "blocking"):
+        compared[name] = str(getattr(arrival.options, name))
+    return {**compared, "registered buffers": str(arrival.registers)}
 
 
 def share_unique_id(control: ControlStore, make: Callable[[], bytes], deadline: Deadline, watch: FailureCheck) -> bytes:

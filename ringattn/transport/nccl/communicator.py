@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ringattn.errors import ClosedError, DeadlineError, RingError
 from ringattn.transport.base import Opening
 from ringattn.transport.deadline import Deadline, Request, wait_until
-from ringattn.transport.device import Device
+from ringattn.transport.device import CudaDevice
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, NcclError, Status
 
 ABORT_S = 60.0
@@ -52,7 +52,7 @@ class PeerCall(NamedTuple):
 class Communicator:
     """The communicator of `rank` in a ring of `world_size`. Opened, used and closed by one thread at a time."""
 
-    def __init__(self, opening: Opening, binding: Binding, device: Device, config: CommConfig) -> None:
+    def __init__(self, opening: Opening, binding: Binding, device: CudaDevice, config: CommConfig) -> None:
         # Where NCCL cannot open without blocking, a thread of its own bounds the open.
         if not config.blocking and Capability.NONBLOCKING not in binding.capabilities:
             config = config._replace(blocking=True)

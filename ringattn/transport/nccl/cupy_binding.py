@@ -93,22 +93,14 @@ class CupyBinding:
         communicator = self._communicators.get(comm)
         if communicator is None:
             return Status.INVALID_ARGUMENT
-        try:
-            communicator.send(pointer, nbytes, self._uint8, peer, stream)
-        except (RuntimeError, KeyError) as error:
-            return _status_of(error)
-        return 0
+        return _status(lambda: communicator.send(pointer, nbytes, self._uint8, peer, stream))
 
     def recv(self, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int:
         """See `Binding.recv`; INVALID_ARGUMENT for a handle that is not alive."""
         communicator = self._communicators.get(comm)
         if communicator is None:
             return Status.INVALID_ARGUMENT
-        try:
-            communicator.recv(pointer, nbytes, self._uint8, peer, stream)
-        except (RuntimeError, KeyError) as error:
-            return _status_of(error)
-        return 0
+        return _status(lambda: communicator.recv(pointer, nbytes, self._uint8, peer, stream))
 
     def group_end(self) -> int:
         """See `Binding.group_end`."""

@@ -22,7 +22,7 @@ from ringattn.errors import DeadlineError, DisagreementError, PeerLostError, Rin
 from ringattn.transport.base import COMPARED, Opening
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.device import Device, StreamHop, StreamWatch, StreamWorkHandle, bare
+from ringattn.transport.device import CudaDevice, StreamHop, StreamWatch, StreamWorkHandle, bare
 from ringattn.transport.health.feeds import INTERVAL_S
 from ringattn.transport.health.health import PUBLISH_S
 from ringattn.transport.health.verdict import STUCK_S, Place, Waits
@@ -63,7 +63,7 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
         self,
         opening: Opening,
         communicator: Communicator,
-        gpu: Device,
+        gpu: CudaDevice,
         calls: CallHistory,
         leave: Callable[[str], None] | None,
         ras: str | None,

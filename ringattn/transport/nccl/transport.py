@@ -27,7 +27,7 @@ from ringattn.transport.base import Message, Opening, Operation, closed_at_exit,
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.device import (
     Arrived,
-    Device,
+    CudaDevice,
     PassOrder,
     StreamHop,
     StreamTransport,
@@ -58,7 +58,7 @@ class NcclTransport(StreamTransport):
         self,
         opening: Opening,
         binding: Binding,
-        gpu: Device,
+        gpu: CudaDevice,
         options: NcclOptions,
         leave: Callable[[str], None] | None,
         ras: str | None,
@@ -82,7 +82,7 @@ class NcclTransport(StreamTransport):
         opening: Opening,
         *,
         binding: Binding,
-        gpu: Device,
+        gpu: CudaDevice,
         options: NcclOptions,
         nccl_id: str,
         leave: Callable[[str], None] | None = None,
@@ -438,7 +438,7 @@ class RingMemory:
     """
 
     def __init__(
-        self, binding: Binding, device: Device, communicator: Communicator, registered: bool, rank: int = 0
+        self, binding: Binding, device: CudaDevice, communicator: Communicator, registered: bool, rank: int = 0
     ) -> None:
         self.registered, self.order = registered, PassOrder(device)
         self._rank = rank

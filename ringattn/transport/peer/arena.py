@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from ringattn.transport.device import Device
-from ringattn.transport.peer.driver import OUT_OF_MEMORY, Driver, DriverError
+from ringattn.transport.device import CudaDevice
+from ringattn.transport.peer.driver import OUT_OF_MEMORY, CudaDriver, DriverError
 
 
 class ArenaPlace(NamedTuple):
@@ -46,8 +46,8 @@ class Arena:
 
     def __init__(
         self,
-        driver: Driver,
-        gpu: Device,
+        driver: CudaDriver,
+        gpu: CudaDevice,
         share: Callable[[Allocation], int],
         freed: Callable[[int], None],
         emptied: Callable[[], None],
@@ -148,7 +148,7 @@ class _Import(NamedTuple):
 class Imports:
     """Other ranks' memory, mapped at the first message into it. Used by one thread at a time."""
 
-    def __init__(self, driver: Driver, pull: Callable[[int, int], int], freed: Callable[[int], int]) -> None:
+    def __init__(self, driver: CudaDriver, pull: Callable[[int, int], int], freed: Callable[[int], int]) -> None:
         """`pull(rank, arena)`: a file descriptor of its memory; `freed(rank)`: how often it has freed memory."""
         self._driver, self._pull, self._freed = driver, pull, freed
         self._mapped: dict[tuple[int, int], _Import] = {}

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ringattn.errors import RingError, UnsupportedError
 
@@ -98,61 +98,6 @@ class DriverError(RingError):
         self.call, self.code = call, code
 
 
-class Driver(Protocol):
-    """One device, as the driver offers it to this process. Addresses are device addresses unless said otherwise."""
-
-    version: int
-    """As `cuDriverGetVersion` counts, e.g. 13000."""
-
-    def attribute(self, which: Attribute) -> int: ...
-
-    def is_partition(self) -> bool:
-        """Whether the device is an instance of a partitioned GPU (MIG)."""
-        ...
-
-    def granularity(self) -> int:
-        """What sizes of allocations are multiples of."""
-        ...
-
-    def create(self, nbytes: int) -> int:
-        """Device memory that can be exported; a handle."""
-        ...
-
-    def release(self, handle: int) -> None:
-        """Give a handle up. The memory goes with its last mapping, handle and file descriptor, in any process."""
-        ...
-
-    def export(self, handle: int) -> int:
-        """A file descriptor of the memory, closed on exec."""
-        ...
-
-    def adopt(self, fd: int) -> int:
-        """A handle of another process's memory. `fd` stays the caller's."""
-        ...
-
-    def map(self, handle: int, nbytes: int) -> int:
-        """Map the memory for reads and writes of this device; its address."""
-        ...
-
-    def unmap(self, address: int, nbytes: int) -> None:
-        """Does not wait for streams: nothing may be under way."""
-        ...
-
-    def register(self, pointer: int, nbytes: int) -> int:
-        """Let streams of this device reach host memory; its device address."""
-        ...
-
-    def unregister(self, pointer: int) -> None: ...
-
-    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Put a copy on a stream."""
-        ...
-
-    def operate(self, operations: Sequence[WordOperation], stream: int) -> None:
-        """Put word operations on a stream, in their order."""
-        ...
-
-
 # Name as of `FLOOR_VERSION` and the types of its arguments; every call returns a CUresult.
 _CALLS: dict[str, tuple[object, ...]] = {
     "cuDeviceGet": (POINTER(c_int), c_int),
@@ -177,7 +122,13 @@ _CALLS: dict[str, tuple[object, ...]] = {
 
 
 class CudaDriver:
-    """The device `index` of this process, whose context torch has made."""
+    """The device `index` of this process, whose context torch has made. A simulated one overrides every method.
+
+    Addresses are device addresses unless said otherwise.
+    """
+
+    version: int
+    """As `cuDriverGetVersion` counts, e.g. 13000."""
 
     def __init__(self, index: int, path: str = SONAME) -> None:
         """Raises `UnsupportedError` where there is no driver, or where it is too old."""
@@ -202,49 +153,55 @@ class CudaDriver:
         self._access = AccessDescription(DEVICE, self._device, READ_WRITE)
 
     def attribute(self, which: Attribute) -> int:
-        """See `Driver.attribute`."""
+        """The value of a device attribute."""
         number = c_int()
         self._call("cuDeviceGetAttribute", byref(number), which, self._device)
         return number.value
 
     def is_partition(self) -> bool:
-        """See `Driver.is_partition`: the first version of the call tells of the whole GPU, the second of the part."""
+        """Whether the device is an instance of a partitioned GPU (MIG).
+
+        The first version of the call returns the UUID of the whole GPU, the second that of the part.
+        """
         whole, part = ctypes.create_string_buffer(16), ctypes.create_string_buffer(16)
         self._check("cuDeviceGetUuid", self._library.cuDeviceGetUuid(whole, c_int(self._device)))
         self._call("cuDeviceGetUuid", part, self._device)
         return whole.raw != part.raw
 
     def granularity(self) -> int:
-        """See `Driver.granularity`."""
+        """What sizes of allocations are multiples of."""
         number = c_size_t()
         self._call("cuMemGetAllocationGranularity", byref(number), byref(self._prop), RECOMMENDED)
         return number.value
 
     def create(self, nbytes: int) -> int:
-        """See `Driver.create`."""
+        """Device memory that can be exported; a handle."""
         handle = c_uint64()
         self._call("cuMemCreate", byref(handle), nbytes, byref(self._prop), 0)
         return handle.value
 
     def release(self, handle: int) -> None:
-        """See `Driver.release`."""
+        """Give a handle up. The memory goes with its last mapping, handle and file descriptor, in any process."""
         self._call("cuMemRelease", handle)
 
     def export(self, handle: int) -> int:
-        """See `Driver.export`. The driver sets the flag itself since some version, which no page names."""
+        """A file descriptor of the memory, closed on exec.
+
+        The driver sets that flag itself since some version, which no page names.
+        """
         fd = c_int(-1)
         self._call("cuMemExportToShareableHandle", byref(fd), handle, POSIX_FD, 0)
         os.set_inheritable(fd.value, False)
         return fd.value
 
     def adopt(self, fd: int) -> int:
-        """See `Driver.adopt`."""
+        """A handle of another process's memory. `fd` stays the caller's."""
         handle = c_uint64()
         self._call("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), POSIX_FD)
         return handle.value
 
     def map(self, handle: int, nbytes: int) -> int:
-        """See `Driver.map`. A step that fails undoes those before."""
+        """Map the memory for reads and writes of this device; its address. A step that fails undoes those before."""
         address = c_uint64()
         self._call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
         try:
@@ -260,12 +217,12 @@ class CudaDriver:
         return address.value
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """See `Driver.unmap`."""
+        """Does not wait for streams: nothing may be under way."""
         self._call("cuMemUnmap", address, nbytes)
         self._call("cuMemAddressFree", address, nbytes)
 
     def register(self, pointer: int, nbytes: int) -> int:
-        """See `Driver.register`."""
+        """Let streams of this device reach host memory; its device address."""
         self._call("cuMemHostRegister", pointer, nbytes, PORTABLE_AND_MAPPED)
         address = c_uint64()
         try:
@@ -276,15 +233,15 @@ class CudaDriver:
         return address.value
 
     def unregister(self, pointer: int) -> None:
-        """See `Driver.unregister`."""
+        """Undo `register`."""
         self._call("cuMemHostUnregister", pointer)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """See `Driver.copy`."""
+        """Put a copy on a stream."""
         self._call("cuMemcpyDtoDAsync", dst, src, nbytes, stream)
 
     def operate(self, operations: Sequence[WordOperation], stream: int) -> None:
-        """See `Driver.operate`."""
+        """Put word operations on a stream, in their order."""
         for first in range(0, len(operations), LONGEST_BATCH):
             some = operations[first : first + LONGEST_BATCH]
             batch = (BatchOperation * len(some))()

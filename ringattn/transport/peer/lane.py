@@ -16,10 +16,10 @@ from typing import Protocol
 from ringattn.errors import DeadlineError, DisagreementError, RingError
 from ringattn.transport.base import Operation
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.device import Device, Event
+from ringattn.transport.device import CudaDevice, Event
 from ringattn.transport.peer import program as steps
 from ringattn.transport.peer.arena import ArenaPlace, Imports
-from ringattn.transport.peer.driver import Attribute, Driver, WordOperation
+from ringattn.transport.peer.driver import Attribute, CudaDriver, WordOperation
 from ringattn.transport.peer.program import PAINTED, PairNumbers, Program
 from ringattn.transport.shared import page as pages
 from ringattn.transport.shared.group import SharedGroup
@@ -46,7 +46,7 @@ class Bound(Protocol):
 class Lane:
     """Runs the exchanges of one rank one after another."""
 
-    def __init__(self, driver: Driver, gpu: Device, group: SharedGroup) -> None:
+    def __init__(self, driver: CudaDriver, gpu: CudaDevice, group: SharedGroup) -> None:
         self.stream = gpu.new_stream()
         self.numbers = PairNumbers()
         self.imports = Imports(driver, self._pull, lambda rank: group.pages[rank].load(pages.FREED))

@@ -19,10 +19,10 @@ from ringattn.planner.cluster import LinkClass
 from ringattn.transport.base import Message, Opening
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline
-from ringattn.transport.device import Device
+from ringattn.transport.device import CudaDevice
 from ringattn.transport.location import Location, links_of, node_of, sharing_obstacle
 from ringattn.transport.peer.arena import ArenaPlace
-from ringattn.transport.peer.driver import FLOOR_VERSION, Attribute, Driver, DriverError
+from ringattn.transport.peer.driver import FLOOR_VERSION, Attribute, CudaDriver, DriverError
 from ringattn.transport.peer.transport import PeerTransport
 from ringattn.transport.shared.group import SharedGroup
 
@@ -52,7 +52,7 @@ class Facts:
     lacks: tuple[str, ...] = ()
 
 
-def facts_of(make: Callable[[], tuple[Driver, Device]]) -> tuple[Facts, list[Any]]:
+def facts_of(make: Callable[[], tuple[CudaDriver, CudaDevice]]) -> tuple[Facts, list[Any]]:
     """This rank's facts, and what `make` gave, empty where it could not."""
     try:
         driver, gpu = make()
@@ -89,7 +89,7 @@ def refusal(facts: Sequence[Facts], places: Sequence[Location]) -> str | None:
     return None
 
 
-def warnings_of(environ: Mapping[str, str], driver: Driver) -> list[str]:
+def warnings_of(environ: Mapping[str, str], driver: CudaDriver) -> list[str]:
     """What costs time and no correctness."""
     found = []
     if driver.attribute(Attribute.MULTI_PROCESS_SERVER):
@@ -105,7 +105,7 @@ def warnings_of(environ: Mapping[str, str], driver: Driver) -> list[str]:
 
 def open_peer(
     opening: Opening,
-    make: Callable[[], tuple[Driver, Device]],
+    make: Callable[[], tuple[CudaDriver, CudaDevice]],
     *,
     leave: Callable[[str], None] | None = None,
     rounds: int = ROUNDS,

@@ -32,7 +32,7 @@ from ringattn.transport.base import Message, Operation, closed_at_exit, listed, 
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.device import (
     Arrived,
-    Device,
+    CudaDevice,
     Event,
     PassOrder,
     StreamHop,
@@ -43,7 +43,7 @@ from ringattn.transport.device import (
 )
 from ringattn.transport.health.verdict import STUCK_S, Place, Waits
 from ringattn.transport.peer.arena import Arena, ArenaPlace
-from ringattn.transport.peer.driver import OUT_OF_MEMORY, Driver, DriverError
+from ringattn.transport.peer.driver import OUT_OF_MEMORY, CudaDriver, DriverError
 from ringattn.transport.peer.lane import ABORT_S, MOST_TO_ONE_PEER, NEVER, Lane
 from ringattn.transport.peer.program import push_exchange
 from ringattn.transport.shared.group import SharedGroup
@@ -58,7 +58,7 @@ class PeerTransport(StreamTransport):
     watch: Watch
 
     def __init__(
-        self, group: SharedGroup, driver: Driver, gpu: Device, leave: Callable[[str], None] | None = None
+        self, group: SharedGroup, driver: CudaDriver, gpu: CudaDevice, leave: Callable[[str], None] | None = None
     ) -> None:
         """Takes over an open group, which it closes with itself. `leave` ends the process when an abort is stuck."""
         super().__init__(group.opening, gpu)
@@ -362,7 +362,7 @@ class Watch(StreamWatch[PeerWorkHandle]):
     # The caller may overwrite what is being sent as soon as it has the error: the poison comes first.
     patience_s = ABORT_S
 
-    def __init__(self, group: SharedGroup, lane: Lane, gpu: Device, leave: Callable[[str], None] | None) -> None:
+    def __init__(self, group: SharedGroup, lane: Lane, gpu: CudaDevice, leave: Callable[[str], None] | None) -> None:
         """See `StreamWatch`."""
         super().__init__(group.opening, gpu, leave)
         self.drained = False

@@ -1,4 +1,4 @@
-"""One simulated GPU of this process: `Driver` and `Device` of the peer transport, in real processes on CPU.
+"""One simulated GPU of this process: `CudaDriver` and `CudaDevice` of the peer transport, in real processes on CPU.
 
 An allocation is a memfd, an export a dup, an import a mapping; a stream is a thread with a queue, a copy a memmove, a
 wait polls. So file descriptors really pass between processes, and a process can really be killed or stopped.
@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import torch
 
-from ringattn.transport.peer.driver import OUT_OF_MEMORY, Attribute, DriverError, WordOperation
+from ringattn.transport.device import CudaDevice
+from ringattn.transport.peer.driver import OUT_OF_MEMORY, Attribute, CudaDriver, DriverError, WordOperation
 
 VIOLATION = 99
 GRANULARITY = 1 << 16
@@ -133,8 +134,8 @@ class SimEvent:
         return self.mark.is_set()
 
 
-class SimGpu:
-    """`Device` of one process. `caller`: the stream that the caller computes on, at first the host's own program."""
+class SimGpu(CudaDevice):
+    """`CudaDevice` of one process. `caller`: the stream that the caller computes on, at first the host's own."""
 
     def __init__(
         self,
@@ -156,44 +157,44 @@ class SimGpu:
         self.driver = SimDriver(self, async_engines, attributes or {}, version, partition, memory)
 
     def activate(self) -> None:
-        """See `Device.activate`."""
+        """See `CudaDevice.activate`."""
 
     def watch_captures(self) -> None:
-        """See `Device.watch_captures`."""
+        """See `CudaDevice.watch_captures`."""
 
     def new_stream(self) -> SimStream:
-        """See `Device.new_stream`."""
+        """See `CudaDevice.new_stream`."""
         return SimStream(self, self._one or _Queue())
 
     def current_stream(self) -> SimStream | HostStream:
-        """See `Device.current_stream`."""
+        """See `CudaDevice.current_stream`."""
         return self.caller
 
     def new_event(self) -> SimEvent:
-        """See `Device.new_event`."""
+        """See `CudaDevice.new_event`."""
         return SimEvent()
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """See `Device.empty`."""
+        """See `CudaDevice.empty`."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def release_cached(self) -> None:
-        """See `Device.release_cached`."""
+        """See `CudaDevice.release_cached`."""
         self.driver.released += 1
 
     def wrap(self, pointer: int, nbytes: int, owner: object) -> torch.Tensor:
-        """See `Device.wrap`."""
+        """See `CudaDevice.wrap`."""
         array = (ctypes.c_uint8 * nbytes).from_address(pointer)
         array.owner = owner  # type: ignore[attr-defined]
         return torch.frombuffer(array, dtype=torch.uint8)
 
     def is_capturing(self) -> bool:
-        """See `Device.is_capturing`."""
+        """See `CudaDevice.is_capturing`."""
         return self.capturing
 
 
-class SimDriver:
-    """`Driver` of one process. `log` holds the calls that streams were given, in their order."""
+class SimDriver(CudaDriver):
+    """`CudaDriver` of one process. `log` holds the calls that streams were given, in their order."""
 
     def __init__(
         self,
@@ -231,19 +232,19 @@ class SimDriver:
         return {"handles": len(self._handles), "mappings": len(self._mapped), "registered": len(self._registered)}
 
     def attribute(self, which: Attribute) -> int:
-        """See `Driver.attribute`."""
+        """See `CudaDriver.attribute`."""
         return self._attributes[which]
 
     def is_partition(self) -> bool:
-        """See `Driver.is_partition`."""
+        """See `CudaDriver.is_partition`."""
         return self._partition
 
     def granularity(self) -> int:
-        """See `Driver.granularity`."""
+        """See `CudaDriver.granularity`."""
         return GRANULARITY
 
     def create(self, nbytes: int) -> int:
-        """See `Driver.create`."""
+        """See `CudaDriver.create`."""
         if nbytes % GRANULARITY:
             raise DriverError("cuMemCreate", 1, "CUDA_ERROR_INVALID_VALUE", f"{nbytes} bytes")
         if nbytes > self._free:
@@ -256,20 +257,20 @@ class SimDriver:
         return handle
 
     def release(self, handle: int) -> None:
-        """See `Driver.release`."""
+        """See `CudaDriver.release`."""
         self._free += self._own.pop(handle, 0)
         os.close(self._handles.pop(handle))
 
     def export(self, handle: int) -> int:
-        """See `Driver.export`."""
+        """See `CudaDriver.export`."""
         return os.dup(self._handles[handle])
 
     def adopt(self, fd: int) -> int:
-        """See `Driver.adopt`."""
+        """See `CudaDriver.adopt`."""
         return self._keep(os.dup(fd))
 
     def map(self, handle: int, nbytes: int) -> int:
-        """See `Driver.map`."""
+        """See `CudaDriver.map`."""
         fd = self._handles[handle]
         if os.fstat(fd).st_size != nbytes:
             raise DriverError("cuMemMap", 1, "CUDA_ERROR_INVALID_VALUE", f"{nbytes} bytes of {os.fstat(fd).st_size}")
@@ -279,7 +280,7 @@ class SimDriver:
         return address
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """See `Driver.unmap`."""
+        """See `CudaDriver.unmap`."""
         assert self._mapped.pop(address) == nbytes
         for stream in list(self._gpu.streams.values()):
             for item in list(stream.queue.items):
@@ -288,18 +289,18 @@ class SimDriver:
         _libc.munmap(address, nbytes)
 
     def register(self, pointer: int, nbytes: int) -> int:
-        """See `Driver.register`."""
+        """See `CudaDriver.register`."""
         if pointer in self._registered:
             raise DriverError("cuMemHostRegister", 712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", f"{pointer:#x}")
         self._registered[pointer] = nbytes
         return pointer + HOST_OFFSET
 
     def unregister(self, pointer: int) -> None:
-        """See `Driver.unregister`."""
+        """See `CudaDriver.unregister`."""
         del self._registered[pointer]
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """See `Driver.copy`."""
+        """See `CudaDriver.copy`."""
         self.log.append(("copy", nbytes))
 
         def run() -> None:
@@ -310,7 +311,7 @@ class SimDriver:
         self._gpu.streams[stream].queue.put(_Item(_at_once, run, ((dst, nbytes), (src, nbytes))))
 
     def operate(self, operations: Sequence[WordOperation], stream: int) -> None:
-        """See `Driver.operate`."""
+        """See `CudaDriver.operate`."""
         for operation in operations:
             self.log.append(("wait" if operation.waits else "write", operation.value))
             pointer = operation.address - HOST_OFFSET

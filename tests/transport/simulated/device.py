@@ -1,4 +1,4 @@
-"""One simulated GPU as a rank's process sees it: `Device` of the NCCL transport, on ordinary CPU tensors.
+"""One simulated GPU as a rank's process sees it: `CudaDevice` of the NCCL transport, on ordinary CPU tensors.
 
 Guarantees: memory, streams and events behave as CUDA's towards whoever obeys CUDA's rules; who reads or writes slots
 can tell the race detector so with `touch`.
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ringattn.transport.device import CudaDevice
 from tests.transport.simulated.entries import COMPUTE, Range, Record, Touch, Wait
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class SimEvent:
             return record.complete
 
 
-class SimDevice:
+class SimDevice(CudaDevice):
     """The GPU of `rank`."""
 
     def __init__(self, world: SimWorld, rank: int) -> None:
@@ -75,14 +76,14 @@ class SimDevice:
         world.devices[rank] = self
 
     def activate(self) -> None:
-        """See `Device.activate`."""
+        """See `CudaDevice.activate`."""
         self._world.script.check_alive(self._rank)
 
     def watch_captures(self) -> None:
-        """See `Device.watch_captures`; here no thread is ever forbidden to ask."""
+        """See `CudaDevice.watch_captures`; here no thread is ever forbidden to ask."""
 
     def new_stream(self) -> SimStream:
-        """See `Device.new_stream`. Streams are named in the order of their making."""
+        """See `CudaDevice.new_stream`. Streams are named in the order of their making."""
         self._streams += 1
         return SimStream(self._world, self._rank, f"lane {self._streams}")
 
@@ -106,17 +107,17 @@ class SimDevice:
         return getattr(self._current, "stream", self._compute)
 
     def new_event(self) -> SimEvent:
-        """See `Device.new_event`."""
+        """See `CudaDevice.new_event`."""
         return SimEvent(self._world, self._rank)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """See `Device.empty`. Gone with its last view: NCCL then meets an illegal address."""
+        """See `CudaDevice.empty`. Gone with its last view: NCCL then meets an illegal address."""
         with self._world.changed:
             self._world.script.check_alive(self._rank)
             return torch.from_numpy(self._world.memory.plain(self._rank, nbytes))
 
     def wrap(self, pointer: int, nbytes: int, owner: object) -> torch.Tensor:
-        """See `Device.wrap`."""
+        """See `CudaDevice.wrap`."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         array = (ctypes.c_uint8 * nbytes).from_address(pointer)
@@ -124,13 +125,13 @@ class SimDevice:
         return torch.frombuffer(array, dtype=torch.uint8)
 
     def release_cached(self) -> None:
-        """See `Device.release_cached`."""
+        """See `CudaDevice.release_cached`."""
         with self._world.changed:
             self._world.memory.cached[self._rank] = 0
             self.emptied += 1
 
     def is_capturing(self) -> bool:
-        """See `Device.is_capturing`."""
+        """See `CudaDevice.is_capturing`."""
         return self._world.capturing(self._rank)
 
     def touch(self, reads: Sequence[Range] = (), writes: Sequence[Range] = (), label: str = "") -> None:
