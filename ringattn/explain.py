@@ -24,7 +24,7 @@ from ringattn.planner.simulate import Crossed, crossed, duration, simulate
 from ringattn.runtime.runtime import Runtime
 from ringattn.schedule.ops import Kind, Schedule
 from ringattn.schedule.routes import route_named, schedule_of
-from ringattn.schedule.text import grid, idle_steps
+from ringattn.schedule.text import aligned, grid, idle_steps
 from ringattn.sequence import Sequence
 from ringattn.transport.nodes import NodesTransport
 
@@ -278,8 +278,7 @@ def _table(e: Explanation) -> list[str]:
         staged = max(plans[rank].arena_bytes for plans in e.plans)
         sends = _si(e.bytes_sent[rank]) + "B"
         rows.append([str(rank), str(tokens), _si(e.pairs[rank]), str(e.messages[rank]), sends, _si(staged) + "B"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return aligned(rows)
 
 
 def _si(number: float) -> str:

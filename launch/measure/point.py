@@ -27,7 +27,7 @@ from ringattn.launch.measure.exactness import (
     reference_and_bounds,
     sequence_of,
 )
-from ringattn.launch.measure.run_config import RunConfig, from_spec
+from ringattn.launch.measure.run import RunConfig
 from ringattn.launch.memory import PeakMemory
 from ringattn.observe.memory import is_shortage
 from ringattn.planner.cluster import Cluster, cluster_named
@@ -49,8 +49,8 @@ class GateError(RingError):
 
 
 def on_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """One process of the job: `spec` holds `config` (see `run_config.spec_of`) and `quiet`."""
-    config = from_spec(spec["config"])
+    """One process of the job: `spec` holds `config` (a `RunConfig` as a dict) and `quiet`."""
+    config = RunConfig(**spec["config"])
     try:
         with Ring(transport=config.transport, engine=config.engine, timeout_s=config.timeout_s) as ring:
             silent = spec["quiet"] or ring.rank > 0

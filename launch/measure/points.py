@@ -1,8 +1,9 @@
 """The folder of a sweep: one JSON line for each point that ended, and what makes two sweeps the same.
 
-`points.jsonl` has a line a point, appended at once and whole; of several with one `hash` the last counts.
-`environments.json` holds each environment once, by id; `sweep.json` says which sweep owns the folder.
-Guarantees: a process killed at any moment leaves every line but perhaps the last readable, and that one is passed over;
+`points.jsonl` has a line for each point, appended at once and whole; of several with one `hash` the last counts.
+`environments.json` holds each environment once, by id; `sweep.json` says which sweep owns the folder. Jobs on other
+machines leave their records in the folder `jobs`, where the sweep collects them, also after it was killed meanwhile.
+Guarantees: a process killed at any moment leaves every line but perhaps the last readable, and that line is skipped;
 one sweep at a time writes, and no record twice; points of another sweep or of other code are never added.
 """
 
@@ -11,15 +12,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError
 from ringattn.launch.folders import locked, write_json
-from ringattn.launch.measure.run_config import RunConfig, spec_of
+from ringattn.launch.measure.environment import code_version
+from ringattn.launch.measure.run import RunConfig, words_of
+from ringattn.observe.files import write_file
 
 STATUSES = ("ok", "oom", "error", "timeout")
 MEASURED = (
@@ -28,63 +33,69 @@ MEASURED = (
 )  # fmt: skip
 """Keys that a point has only after it ran; null in a record of a failure."""
 BESIDE = ("node_rank", "rdzv_endpoint", "limit_s")
-"""Options that leave the result as it is."""
-POINTS, ENVIRONMENTS, SWEEP = "points.jsonl", "environments.json", "sweep.json"
+"""Options that do not change the result."""
+POINTS, ENVIRONMENTS, SWEEP, ARRIVALS = "points.jsonl", "environments.json", "sweep.json", "jobs"
+OTHER = "give this sweep a folder of its own with out="
 
 
 def hash_of(config: RunConfig) -> str:
     """12 hex digits that differ where any option differs that may change the result."""
-    options = {key: value for key, value in spec_of(config).items() if key not in BESIDE}
-    return _digest(options)
+    return _digest({key: value for key, value in asdict(config).items() if key not in BESIDE})
 
 
 def make_record(
-    config: RunConfig,
-    status: str,
-    message: str,
-    facts: Mapping[str, Any],
-    started: datetime,
-    wall_s: float,
-    commit: str,
-    command: str,
+    config: RunConfig, status: str, message: str, facts: Mapping[str, Any], started: datetime, wall_s: float
 ) -> dict[str, Any]:
-    """A point's record with every key; `facts` are those of `point.measure`, empty for a failure.
+    """Return a point's record with every key; `facts` are those of `point.measure`, empty for a failure.
 
-    Its `environment` still is the environment itself; `Folder.append` makes it an id.
-    """  # fmt: skip
+    Its `environment` is the environment itself; `Folder.append` replaces it by an id.
+    """
+    # On several nodes the command that repeats the point lacks where they meet.
+    command = ["ringattn", "run", *words_of(replace(config, node_rank=0, rdzv_endpoint=""))]
     return {
         "hash": hash_of(config),
         "status": status,
         "message": message,
-        "config": spec_of(config),
+        "config": asdict(config),
         "started": started.astimezone(UTC).isoformat(timespec="seconds"),
         "wall_s": round(wall_s, 3),
         "environment": facts.get("environment"),
-        "commit": commit,
+        "commit": code_version(),
         "world_size": config.world_size,
         "tokens": config.tokens,
         **{key: facts.get(key) for key in MEASURED},
-        "command": command,
+        "command": shlex.join(command),
     }
 
 
-def read_points(folder: Path) -> dict[str, dict[str, Any]]:
-    """The records of a folder by hash, the last of each; {} where there are none."""
-    found: dict[str, dict[str, Any]] = {}
-    try:
-        text = (folder / POINTS).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return found
-    for line in text.splitlines():
+def read_lines(folder: Path) -> list[dict[str, Any] | None]:
+    """Return the records of a folder by line; None for a line that is not a record, as one that a kill cut off.
+
+    Raises `FileNotFoundError` if no point has ended yet.
+    """
+    records = []
+    for line in (folder / POINTS).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # the line that was being written when a process was killed
-        if not isinstance(record, dict) or not isinstance(record.get("hash"), str):
-            continue  # no record of ours
-        found.pop(record["hash"], None)
-        found[record["hash"]] = record
-    return found
+            record = None
+        is_record = isinstance(record, dict) and isinstance(record.get("hash"), str)
+        records += [record if is_record else None] if line.strip() else []
+    return records
+
+
+def read_points(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the records of a folder by hash, the last of each; {} if no point has ended yet."""
+    try:
+        return {record["hash"]: record for record in read_lines(folder) if record is not None}
+    except FileNotFoundError:
+        return {}
+
+
+def leave(folder: Path, record: Mapping[str, Any]) -> None:
+    """Put a record where `Folder.collect` finds it, all of it or nothing."""
+    (folder / ARRIVALS).mkdir(exist_ok=True)
+    write_file(folder / ARRIVALS / f"{record['hash']}.json", json.dumps(record))
 
 
 class Folder:
@@ -96,14 +107,15 @@ class Folder:
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a point's line, and its environment if that is new.
 
-        A record that is there already is not added again: whoever left it may have been killed before taking it away.
+        A record that is there already is not added again: the process that left it may have been killed before it could
+        delete the file.
         """
         environment = record["environment"]
         name = None if environment is None else _digest(environment)
         if name is not None:
-            known = _read_json(self.path / ENVIRONMENTS) or {}
-            if name not in known:
-                write_json(self.path / ENVIRONMENTS, {**known, name: environment}, indent=1)
+            environments = _read_json(self.path / ENVIRONMENTS) or {}
+            if name not in environments:
+                write_json(self.path / ENVIRONMENTS, {**environments, name: environment}, indent=1)
         line = json.dumps({**record, "environment": name}) + "\n"
         if read_points(self.path).get(record["hash"]) == json.loads(line):
             return
@@ -115,6 +127,14 @@ class Folder:
             os.fsync(file)
         finally:
             os.close(file)
+
+    def collect(self) -> Iterator[dict[str, Any]]:
+        """Append the records that jobs have left, and yield them in the order in which the jobs ended."""
+        for file in sorted((self.path / ARRIVALS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns):
+            record = json.loads(file.read_text(encoding="utf-8"))
+            self.append(record)
+            file.unlink()
+            yield record
 
     def claim(self, words: Sequence[str], hashes: Sequence[str], code: str) -> None:
         """Make this folder the sweep's that has these points and this code. Raises `InputError` if it is another's."""
@@ -136,12 +156,9 @@ class Folder:
             )
 
 
-OTHER = "give this sweep a folder of its own with out="
-
-
 @contextmanager
 def opened(path: Path) -> Iterator[Folder]:
-    """The folder at `path`, made if need be, for this process alone until the end of the block.
+    """Yield the folder at `path`, made if need be, for this process alone until the end of the block.
 
     Raises `InputError` where it cannot be written, or while another process has it.
     """
@@ -158,9 +175,4 @@ def _read_json(path: Path) -> Any:
 
 
 def _ends_within_a_line(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
-    except OSError:  # none yet, or an empty one
-        return False
+    return path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")

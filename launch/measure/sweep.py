@@ -1,30 +1,44 @@
 """`ringattn sweep`: many points, one after another or by Slurm, into one folder that can be resumed and reported.
 
+Hydra composes each point, as `ringattn run` does; points run here, or as jobs of submitit, here or by Slurm.
 Guarantees: every point is a line of `points.jsonl`, the failed ones too; a point that is there and ok is not run again;
 exit code 0 if all are ok, 1 if some failed, 2 for bad options.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.config import combinations, load, parse, swept
+from ringattn.launch.config import combinations, keys_of, load, parse, swept
 from ringattn.launch.measure.environment import code_version
-from ringattn.launch.measure.jobs import LAUNCHERS, Jobs, SlurmConfig, arrived, opened_jobs
-from ringattn.launch.measure.points import Folder, hash_of, opened, read_points
-from ringattn.launch.measure.run import DRY_RUN, command_of
-from ringattn.launch.measure.run_config import RunConfig, load_run, plain
-from ringattn.launch.options import CONF, groups, help_text, leaves, option, presets_of
+from ringattn.launch.measure.points import hash_of, leave, make_record, opened, read_points
+from ringattn.launch.measure.run import (
+    DRY_RUN,
+    RunConfig,
+    command_of,
+    load_run,
+    met_in_job,
+    plain,
+    run_here,
+)
+from ringattn.launch.options import CONF, help_text, option, presets_of
+from ringattn.launch.processes import RanksError
 from ringattn.launch.ranks import place_in_torchrun, threads_for
 from ringattn.launch.words import no_such_key, spelled
+from ringattn.schedule.text import aligned
+
+if TYPE_CHECKING:
+    from submitit import AutoExecutor
 
 PURPOSE = """\
 Measures every combination of the values given as key=1,2,4; all keys of `ringattn run` can have several. Given again
@@ -37,6 +51,25 @@ SCALING = "scaling"
 """Folder of the presets; not `preset`, which Hydra would take for a group and hide that plain key of every command."""
 LOOK_S = 0.2
 """Seconds between two looks for records that have arrived."""
+LAUNCHERS = ("local", "submitit_local", "slurm")
+OOM_KINDS = ("OutOfMemoryError", "MemoryError")
+START_MIN = 5
+"""Minutes a job gets in addition to the point's own limit, for imports and for starting ranks."""
+SIGNAL_S = 60
+"""Seconds between Slurm's warning and the end of a job."""
+
+
+@dataclass
+class SlurmConfig:
+    """What Slurm is asked for; nodes, processes and time follow from the points."""
+
+    partition: str | None = option(None, "of Slurm; its default if not set")
+    account: str | None = option(None, "of Slurm, that pays")
+    gpus_per_node: int | None = option(None, "GPUs of each node, for as many processes", least=1)
+    cpus_per_task: int | None = option(None, "cores of each node, for all its processes", least=1)
+    mem_gb: int | None = option(None, "host memory of each node in GB", least=1)
+    array_parallelism: int = option(1, "points that may run at the same time", least=1)
+    setup: list[str] | None = option(None, "shell lines before a job, as setup=['module load cuda']")
 
 
 @dataclass
@@ -44,19 +77,18 @@ class SweepConfig:
     """What concerns the whole sweep, and no point."""
 
     out: str = option("outputs/sweep", "folder of the records; one sweep a folder")
-    launcher: str = option("local", "what starts the points", choices=tuple(LAUNCHERS))
+    launcher: str = option("local", "what starts the points", choices=LAUNCHERS)
     preset: str | None = option(None, "values to start from", choices=tuple(presets_of(SCALING)))
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
 
 class Point(NamedTuple):
-    """One point: its configuration, the words that make it, and those of them that vary over the sweep.
+    """A configuration, and the words of it that vary over the sweep.
 
-    `equal`: where several combinations come to the same work, so that it is done once: what they do not share.
+    `equal`: where several combinations come to the same work, so that it is done once: the words they do not share.
     """
 
     config: RunConfig
-    words: list[str]
     label: str
     equal: tuple[str, ...] = ()
 
@@ -80,79 +112,78 @@ def main(argv: Sequence[str]) -> int:
         return 2 if isinstance(error, InputError) else 1
 
 
+# --- points ----------------------------------------------------------------------------------------------------------
+
+
 def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
-    """The sweep's own options, and its points in order, each once. Raises `InputError`, with the key first."""
-    own = [leaf for leaf, _, _ in leaves(SweepConfig())]
-    known = [*own, *groups(RunConfig), *(leaf for leaf, _, _ in leaves(RunConfig()))]
-    words = spelled(words, SweepConfig, RunConfig)
-    mine: list[str] = []
-    theirs: list[str] = []
-    for one in parse(words, known):
-        if one.key_or_group not in known:
-            raise no_such_key(one.key_or_group, known)
-        assert one.input_line is not None
-        (mine if one.key_or_group in own else theirs).append(one.input_line)
-    options = load(mine, SweepConfig)
-    theirs = [*_preset_words(options.preset, theirs), *theirs]
-    varying = set(swept(theirs))
-    found = []
-    for combination in combinations(theirs):
+    """Return the sweep's own options, and its points in order, each once. Raises `InputError`, with the key first."""
+    keys, known = keys_of(SweepConfig), keys_of(SweepConfig, RunConfig)
+    of_sweep: list[str] = []
+    of_points: list[str] = []
+    for override in parse(spelled(words, SweepConfig, RunConfig), known):
+        if override.key_or_group not in known:
+            raise no_such_key(override.key_or_group, known)
+        (of_sweep if override.key_or_group in keys else of_points).append(str(override.input_line))
+    options = load(of_sweep, SweepConfig)
+    of_points = [*_preset_words(options.preset, of_points), *of_points]
+    varying = set(swept(of_points))
+    points = []
+    for combination in combinations(of_points):
         label = " ".join(word for word in combination if word.partition("=")[0] in varying)
         try:
-            found.append(Point(load_run(combination), combination, label))
+            points.append(Point(load_run(combination), label))
         except InputError as error:
             raise InputError(f"{error} (in the point {label})" if label else str(error)) from error
     if options.launcher != "slurm":
-        found = _equal_threads(found)
-    points = _each_once(found)
+        # As many threads for a rank in every point; else one rank alone would have all cores, and more ranks could not
+        # be faster.
+        threads = threads_for(max(point.config.ranks or 1 for point in points))
+        points = [
+            point._replace(config=replace(config, threads_per_rank=config.threads_per_rank or threads))
+            for point in points
+            for config in [point.config]
+        ]
+    points = _each_once(points)
     if options.launcher == "local" and (far := [point for point in points if point.config.nnodes > 1]):
         raise InputError(f"nnodes={far[0].config.nnodes}: launcher=local knows this machine alone; use launcher=slurm")
     return options, points
 
 
 def _each_once(points: Sequence[Point]) -> list[Point]:
-    """The points without those that do the same work as one before; that one has the words which they have in common.
+    """Return the points, of those that do the same work only one, whose label has the words that they share.
 
-    On one rank, say, all schedules are the same; it is the baseline of each.
+    On one rank, for example, all schedules are the same; it is the baseline of each.
     """
     alike: dict[str, list[Point]] = {}
     for point in points:
         alike.setdefault(hash_of(plain(point.config)), []).append(point)
-    found = []
+    result = []
     for same in alike.values():
         labels = [point.label.split(" ") for point in same]
         shared = [word for word in labels[0] if all(word in label for label in labels)]
         rest = (" ".join(word for word in label if word not in shared) for label in labels)
-        # The same one, in whatever order the values are given: a sweep is known by the hashes of its points.
-        one = min(same, key=lambda point: point.label)
-        found.append(one._replace(label=" ".join(shared), equal=tuple(rest) if len(same) > 1 else ()))
-    return found
-
-
-def _equal_threads(points: Sequence[Point]) -> list[Point]:
-    """The same points, where a rank has as many threads in each: a share of the cores that all leave to a rank.
-
-    Else one rank alone would have all cores, and more ranks could not be faster.
-    """
-    threads = threads_for(max(point.config.ranks or 1 for point in points))
-    return [
-        point if point.config.threads_per_rank else point._replace(
-            config=replace(point.config, threads_per_rank=threads), words=[*point.words, f"threads_per_rank={threads}"]
-        )
-        for point in points
-    ]  # fmt: skip
+        # The same point, in whatever order the values are given: a sweep is known by the hashes of its points.
+        kept = min(same, key=lambda point: point.label)
+        result.append(kept._replace(label=" ".join(shared), equal=tuple(rest) if len(same) > 1 else ()))
+    return result
 
 
 def _preset_words(preset: str | None, given: Sequence[str]) -> list[str]:
-    """The words of a preset, but for tokens where the user says how many there are in the other way."""
+    """Return the words of a preset, without those on tokens if the user says how many in the other way."""
     if preset is None:
         return []
     from omegaconf import OmegaConf
 
     text = (resources.files(CONF) / SCALING / f"{preset}.yaml").read_text(encoding="utf-8")
-    sizes = [word.partition("=")[0] for word in given if word.startswith(("tokens=", "tokens_per_rank="))]
+    sized = any(word.startswith(("tokens=", "tokens_per_rank=")) for word in given)
     values = {str(key): value for key, value in OmegaConf.create(text).items()}
-    return [f"{key}={value}" for key, value in values.items() if not (sizes and key.startswith("tokens"))]
+    return [f"{key}={value}" for key, value in values.items() if not (sized and key.startswith("tokens"))]
+
+
+def equal_points(points: Sequence[Point]) -> list[str]:
+    """Return a line for each point that stands for several combinations."""
+    return [f"the same work, run once: {point.label or 'all'}, with {'; '.join(point.equal)}"
+            for point in points if any(point.equal)]  # fmt: skip
 
 
 def _print_plan(options: SweepConfig, points: Sequence[Point]) -> None:
@@ -164,127 +195,169 @@ def _print_plan(options: SweepConfig, points: Sequence[Point]) -> None:
             config = replace(config, rdzv_endpoint="NODE0:PORT")
         print(f"# {hash_of(config)}  {point.label}\n{command_of(config)}")
     if options.launcher == "slurm":
-        jobs = opened_jobs(Path(options.out).resolve(), options.launcher, options.slurm)
-        for nodes in sorted({point.config.nnodes for point in points}):
-            configs = [point.config for point in points if point.config.nnodes == nodes]
-            print(f"\n# sbatch, {len(configs)} points on {nodes} nodes\n{jobs.script(configs)}")
+        for batch in _batches(options, [point.config for point in points]):
+            print(f"\n# sbatch, {len(batch)} points on {batch[0].nnodes} nodes\n{script(options, batch)}")
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
 
 
 def _run(options: SweepConfig, points: Sequence[Point], words: Sequence[str]) -> int:
-    path, code = Path(options.out).resolve(), code_version()
-    jobs = opened_jobs(path, options.launcher, options.slurm)
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    if options.launcher != "local" and find_spec("submitit") is None:
+        raise InputError(f"launcher={options.launcher}: needs submitit; pip install 'ringattn[slurm]'")
+    path = Path(options.out).resolve()
+    options = replace(options, out=str(path))
+
+    def is_ok(point: Point) -> bool:
+        return records.get(hash_of(point.config), {}).get("status") == "ok"
+
     with opened(path) as folder:
-        folder.claim(words, [hash_of(point.config) for point in points], code)
-        for record in arrived(path):
-            folder.append(record)
-        ended = read_points(path)
-        todo = [point for point in points if ended.get(hash_of(point.config), {}).get("status") != "ok"]
+        folder.claim(words, [hash_of(point.config) for point in points], code_version())
+        list(folder.collect())
+        records = read_points(path)
+        todo = [point for point in points if not is_ok(point)]
         print(f"{len(points)} points, {len(points) - len(todo)} of them there already, into {path}", flush=True)
         print("".join(f"{line}\n" for line in equal_points(points)), end="", flush=True)
+        labels, taken_s = {hash_of(point.config): point.label for point in todo}, []
+        bar = Progress(TextColumn("sweep"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                       disable=not Console().is_terminal)  # fmt: skip
+        task = bar.add_task("sweep", total=len(todo))
+
+        def show() -> None:
+            for record in folder.collect():
+                taken_s.append(record["wall_s"])
+                left_s = sum(taken_s) / len(taken_s) * (len(todo) - len(taken_s))
+                line = f"{record['status']:<8}{labels.get(record['hash'], record['hash'])}  {_figure(record)}"
+                print(f"{len(taken_s)}/{len(todo)}  {line}  about {left_s:.0f} s left", flush=True)
+                bar.update(task, advance=1)
+
         try:
-            _measure(jobs, folder, todo)
+            with bar:
+                _measure(options, [point.config for point in todo], show)
         finally:
             records = read_points(path)
             print(table(points, records))
-    failed = [point for point in points if records.get(hash_of(point.config), {}).get("status") != "ok"]
-    print(f"{len(points) - len(failed)} of {len(points)} points are ok, in {path}")
+    failed = sum(not is_ok(point) for point in points)
+    print(f"{len(points) - failed} of {len(points)} points are ok, in {path}")
     if failed:
         print("the others run again when the same command is given again")
     return 1 if failed else 0
 
 
-def equal_points(points: Sequence[Point]) -> list[str]:
-    """A line for each point that stands for several combinations."""
-    return [f"the same work, run once: {point.label or 'all'}, with {'; '.join(point.equal)}"
-            for point in points if any(point.equal)]  # fmt: skip
+def _measure(options: SweepConfig, configs: Sequence[RunConfig], show: Callable[[], None]) -> None:
+    """Run the points; their records are left in the sweep's folder. `show` takes what has arrived.
 
-
-def _measure(jobs: Jobs, folder: Folder, todo: Sequence[Point]) -> None:
-    """Run the points; their records are kept as they come, whoever runs them."""
-    labels = {hash_of(point.config): point.label for point in todo}
-    over = threading.Event()
-    with SweepProgress(len(todo)) as progress:
-
-        def take() -> None:
-            for record in arrived(folder.path):
-                folder.append(record)
-                line = f"{record['status']:<8}{labels.get(record['hash'], record['hash'])}  {_figure(record)}"
-                progress.done(line, record["wall_s"])
-
-        def watch() -> None:
-            while not over.wait(LOOK_S):
-                take()
-            take()
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
+    Raises `RingError` if jobs cannot be submitted.
+    """
+    job = PointJob(Path(options.out))
+    for batch in _batches(options, configs):
+        if options.launcher == "local":
+            job(batch[0])
+            show()
+            continue
         try:
-            jobs.run([point.config for point in todo])
-        finally:
-            over.set()
-            watcher.join()
+            waiting = dict(zip(_executor(options, batch).map_array(job, batch), batch, strict=True))
+        except Exception as error:
+            raise RingError(f"jobs could not be submitted: {error}; what has arrived is kept: give the same command "
+                            f"again to repeat what is missing. Logs: {options.out}/.submitit") from error  # fmt: skip
+        while waiting:
+            for ended in [each for each in waiting if each.done()]:
+                config = waiting.pop(ended)
+                if failure := ended.exception():
+                    message = f"the job ended without an answer: {failure}; logs: {options.out}/.submitit"
+                    leave(job.folder, make_record(config, "error", message, {}, datetime.now(UTC), 0.0))
+            show()
+            time.sleep(LOOK_S)
 
 
-class SweepProgress:
-    """Show progress: on a terminal a bar with the time left, elsewhere a line for each point. A context manager."""
+@dataclass(frozen=True)
+class PointJob:
+    """Runs one point on processes of its own and leaves its record in a sweep's folder, whatever happens."""
 
-    def __init__(self, points: int) -> None:
-        self.points, self.done_points, self._spent_s = points, 0, 0.0
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    folder: Path
 
-        self._console = Console()
-        columns = TextColumn("sweep"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}")
-        self._bar = Progress(*columns, console=self._console) if self._console.is_terminal else None
+    def __call__(self, config: RunConfig) -> None:
+        """Run the point; on other nodes than the first, take part in it and leave nothing."""
+        started, begin, facts = datetime.now(UTC), time.perf_counter(), {}
+        status, message = "ok", ""
+        try:
+            if config.nnodes > 1:
+                config = met_in_job(config)
+            facts = run_here(config, None, quiet=True)
+        except RanksError as error:
+            status = "oom" if error.kind in OOM_KINDS else "timeout" if error.kind == "timeout" else "error"
+            message = str(error)
+        except Exception as error:
+            status, message = "error", str(error) if isinstance(error, RingError) else repr(error)
+        if config.node_rank == 0:
+            leave(self.folder, make_record(config, status, message, facts, started, time.perf_counter() - begin))
 
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-            self._task = self._bar.add_task("sweep", total=self.points, left="")
-        return self
+    def checkpoint(self, config: RunConfig) -> Any:
+        """Run the point again after Slurm has preempted it; submitit calls this."""
+        from submitit.helpers import DelayedSubmission
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        return DelayedSubmission(self, config)
 
-    def done(self, line: str, wall_s: float) -> None:
-        """One more point has ended after `wall_s` seconds; `line` says which and how."""
-        self.done_points += 1
-        self._spent_s += wall_s
-        left = f"about {self.left_s:.0f} s left"
-        if self._bar is None:
-            print(f"{self.done_points}/{self.points}  {line}  {left}", flush=True)
-            return
-        self._bar.console.print(line, markup=False, highlight=False)
-        self._bar.update(self._task, completed=self.done_points, left=left)
 
-    @property
-    def left_s(self) -> float:
-        """Seconds that the other points take if they take as long as those that have ended, on average."""
-        return self._spent_s / self.done_points * (self.points - self.done_points)
+def _batches(options: SweepConfig, configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
+    """Return what starts together: here one point, so that none disturbs another; by Slurm an array per node count."""
+    if options.launcher != "slurm":
+        return [[config] for config in configs]
+    return [[config for config in configs if config.nnodes == nodes] for nodes in sorted({c.nnodes for c in configs})]
+
+
+def parameters(options: SweepConfig, configs: Sequence[RunConfig]) -> dict[str, Any]:
+    """Return what submitit is asked for, by the names of its executor: enough for the largest of these points."""
+    nodes = configs[0].nnodes
+    minutes = START_MIN + math.ceil(max(config.limit_s for config in configs) / 60)
+    common: dict[str, Any] = {"name": "ringattn", "timeout_min": minutes}
+    if options.launcher == "submitit_local":
+        return {**common, "tasks_per_node": nodes}
+    given = {key: value for key, value in asdict(options.slurm).items() if value is not None}
+    return {**common, "signal_delay_s": SIGNAL_S, "nodes": nodes, "tasks_per_node": 1, **given}
+
+
+def _executor(options: SweepConfig, configs: Sequence[RunConfig]) -> AutoExecutor:
+    from submitit import AutoExecutor
+
+    cluster = options.launcher.removeprefix("submitit_")
+    limits = {} if cluster == "local" else {"slurm_max_num_timeout": 0}  # a point that took too long is a result
+    executor = AutoExecutor(f"{options.out}/.submitit/%j", cluster, **limits)
+    shared = AutoExecutor._valid_parameters()
+    executor.update_parameters(**{
+        key if key in shared else f"{cluster}_{key}": value for key, value in parameters(options, configs).items()
+    })  # fmt: skip
+    return executor
+
+
+def script(options: SweepConfig, configs: Sequence[RunConfig]) -> str:
+    """Return what sbatch would get for these points, except for the job's own folder."""
+    from submitit.slurm.slurm import SlurmExecutor, _convert_mem, _make_sbatch_string
+
+    names = {key: str(name) for key, name in (SlurmExecutor._equivalence_dict() or {}).items()}
+    given = {names.get(key, key): value for key, value in parameters(options, configs).items()}
+    if "mem" in given:
+        given["mem"] = _convert_mem(given["mem"])
+    command = "python -u -m submitit.core._submit JOB_FOLDER"
+    folder = Path(options.out).resolve() / ".submitit"
+    return str(_make_sbatch_string(command, folder, map_count=len(configs), **given))
 
 
 def table(points: Sequence[Point], records: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line a point: what varies, how it ended, times, speed, what it held."""
+    """Return a line for each point: what varies, how it ended, times, speed, peak memory."""
     rows = [("point", "status", "forward ms", "backward ms", "tokens/s", "peak MiB")]
     for point in points:
-        record = records.get(hash_of(point.config))
-        if record is None or record["status"] != "ok":
-            rows.append((point.label, record["status"] if record else "missing", "", "", "", ""))
+        record = records.get(hash_of(point.config), {"status": "missing"})
+        if record["status"] != "ok":
+            rows.append((point.label, record["status"], "", "", "", ""))
             continue
-        backward = record["backward_ms"]
-        rows.append(
-            (
-                point.label,
-                "ok",
-                f"{record['forward_ms']['median']:.3f}",
-                f"{backward['median']:.3f}" if backward else "",
-                f"{record['tokens_per_s']:,.0f}",
-                f"{max(record['peak_bytes']) / 2**20:.1f}",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        forward, backward = (each and f"{each['median']:.3f}" for each in (record["forward_ms"], record["backward_ms"]))
+        peak = f"{max(record['peak_bytes']) / 2**20:.1f}"
+        rows.append((point.label, "ok", forward, backward or "", f"{record['tokens_per_s']:,.0f}", peak))
+    return "\n".join(aligned(rows, left=6))
 
 
 def _figure(record: Mapping[str, Any]) -> str:

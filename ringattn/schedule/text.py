@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from ringattn.schedule.content import describe
@@ -32,9 +32,15 @@ def grid(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
     for index in busy_steps(schedule):
         cells = [cell(schedule.steps[index], rank) for rank in range(ranks)]
         rows.append([str(index), *(">>" + text if mark == (index, rank) else text for rank, text in enumerate(cells))])
+    rows.insert(1, ["-" * max(map(len, column)) for column in zip(*rows, strict=True)])
+    return "\n".join(line.rstrip() for line in aligned(rows, left=len(rows[0])))
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """Return the rows as lines with columns of one width, the first `left` of them aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+    pads = [str.ljust if column < left else str.rjust for column in range(len(widths))]
+    return ["  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)) for row in rows]
 
 
 def busy_steps(schedule: Schedule) -> list[int]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ringattn.launch.doctor.doctor import DoctorConfig
 from ringattn.launch.measure import calibration, check, point
 from ringattn.launch.measure.calibrate import CalibrateConfig
 from ringattn.launch.measure.check import CheckConfig
-from ringattn.launch.measure.run_config import RunConfig, load_run, spec_of
+from ringattn.launch.measure.run import RunConfig, load_run
 from ringattn.launch.options import leaves
 from ringattn.launch.pictures import timeline
 from ringattn.launch.pictures.timeline import TimelineConfig
@@ -44,7 +45,7 @@ class Opened(Exception):
 
 
 WORKERS: Mapping[str, Callable[[], Any]] = {
-    "run": lambda: point.on_rank({"config": spec_of(load_run(["timeout_s=7"])), "quiet": True}),
+    "run": lambda: point.on_rank({"config": asdict(load_run(["timeout_s=7"])), "quiet": True}),
     "check": lambda: check.worker({"transport": "shm", "engine": "plain", "timeout_s": 7.0}),
     "timeline": lambda: timeline.worker({"timeout_s": 7.0}),
     "calibrate": lambda: calibration.worker({"timeout_s": 7.0, "transport": "auto"}),

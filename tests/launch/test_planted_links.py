@@ -15,8 +15,7 @@ import pytest
 from ringattn.cli import main
 from ringattn.errors import InputError, RingError
 from ringattn.launch.folders import locked, write_json
-from ringattn.launch.measure.jobs import ARRIVALS, leave
-from ringattn.launch.measure.points import Folder
+from ringattn.launch.measure.points import ARRIVALS, Folder, leave
 from ringattn.launch.pictures.timeline import write_tracks
 from ringattn.launch.train.checkpoints import write_run
 from ringattn.observe import files

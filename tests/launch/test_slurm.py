@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ringattn.launch.measure import jobs, sweep
-from ringattn.launch.measure.run_config import load_run
+from ringattn.launch.measure import sweep
+from ringattn.launch.measure.run import load_run
 
 pytest.importorskip("submitit")
 
@@ -68,18 +68,18 @@ def test_a_submission_that_fails_says_what_to_do(
     assert not (tmp_path / "out" / "points.jsonl").exists()
 
 
-def test_nodes_of_a_sweep_are_asked_for_together(tmp_path: Path) -> None:
+def test_nodes_of_a_sweep_are_asked_for_together() -> None:
     configs = [load_run(["ranks=8", f"nnodes={nodes}", "limit_s=60"]) for nodes in (1, 2, 1)]
-    asked = jobs.Jobs(tmp_path, "slurm", jobs.SlurmConfig())
-    batches = list(asked._batches(configs))
+    slurm, here = (sweep.SweepConfig(launcher=name) for name in ("slurm", "submitit_local"))
+    batches = sweep._batches(slurm, configs)
     assert [[config.nnodes for config in batch] for batch in batches] == [[1, 1], [2]]
-    assert asked.parameters([configs[1]])["nodes"] == 2 and asked.parameters([configs[1]])["tasks_per_node"] == 1
-    alone = jobs.Jobs(tmp_path, "submitit_local", jobs.SlurmConfig())
-    assert [len(batch) for batch in alone._batches(configs)] == [1, 1, 1]
+    asked = sweep.parameters(slurm, batches[1])
+    assert asked["nodes"] == 2 and asked["tasks_per_node"] == 1
+    assert [len(batch) for batch in sweep._batches(here, configs)] == [1, 1, 1]
 
 
 def test_without_submitit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(jobs, "find_spec", lambda name: None)
+    monkeypatch.setattr(sweep, "find_spec", lambda name: None)
     assert sweep.main(["launcher=slurm", f"out={tmp_path}", "tokens=64"]) == 2
     assert "launcher=slurm: needs submitit; pip install 'ringattn[slurm]'" in capsys.readouterr().err
 

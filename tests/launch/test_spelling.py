@@ -14,7 +14,7 @@ from ringattn.launch.capacity.plan import PlanConfig
 from ringattn.launch.config import load
 from ringattn.launch.measure.calibrate import CalibrateConfig
 from ringattn.launch.measure.check import CheckConfig
-from ringattn.launch.measure.run_config import RunConfig
+from ringattn.launch.measure.run import RunConfig
 from ringattn.launch.measure.sweep import SweepConfig, described
 from ringattn.launch.options import leaves
 from ringattn.launch.pictures.show import ExplainConfig
