@@ -13,23 +13,18 @@ from ringattn.core.dilation import check as check_branches
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
 from ringattn.errors import InputError
 from ringattn.launch.options import DTYPES, MOST, option
-from ringattn.schedule.routes import ALIASES, NUMBERED, ROUTES
+from ringattn.schedule.routes import NUMBERED, ROUTES
 
 TORCH_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The names of torch for the names of the commands."""
 MOST_HEADS = 2**16
 """Dilated masks have an entry for each head."""
-FORMER_MASKS = {
-    "full": "causal=false", "causal": "causal=true", "window": "window=[1023,0]", "documents": "documents=8",
-    "dilated": "segment_lengths=[2048,8192] dilation_rates=[1,4]",
-}  # fmt: skip
-"""Values that `mask` had once, and examples of what to write instead."""
 
 
 def schedule_option(default: str = "auto") -> Any:
     """A schedule, by any name that `Ring.attention` takes; without auto if `default` is another."""
-    choices = ("auto", *ROUTES) if default == "auto" else tuple(ROUTES)
-    return option(default, "how keys and values travel", choices=choices, aliases=ALIASES, numbered=NUMBERED)
+    choices = (*(("auto",) if default == "auto" else ()), *ROUTES, *(f"{name}:N" for name in NUMBERED))
+    return option(default, "how keys and values travel", choices=choices)
 
 
 def tokens_option(default: int, least: int = 1, **limits: int) -> Any:
@@ -117,8 +112,6 @@ class MaskedCallConfig(CallConfig):
     def _check_mask(self, text: str) -> None:
         from ringattn import masks
 
-        if text in FORMER_MASKS:
-            raise InputError(f"mask={text}: is not a mask here; write {FORMER_MASKS[text]}")
         masks.from_text(text)
         if text.startswith("prefix") and not self.causal:
             raise InputError(f"mask={text}: has no effect with causal=false, where all queries attend to all keys")

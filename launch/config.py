@@ -10,25 +10,30 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringattn.errors import InputError
-from ringattn.launch.options import CONF, check_choice, check_limits, groups, leaves, presets_of
-from ringattn.launch.words import (
+from ringattn.launch.options import (
+    CONF,
+    MULTIRUN,
+    VALUED,
+    check_choice,
+    check_limits,
     counts_tokens,
+    groups,
+    leaves,
     no_length,
     no_option,
     no_such_key,
-    refuse_replaced,
+    presets_of,
     spelled,
 )
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
-    from omegaconf.errors import OmegaConfBaseException
 
 T = TypeVar("T")
 
@@ -40,10 +45,7 @@ KINDS = (
     (r"field '.*' is not Optional", "has to have a value"),
 )
 """How messages of OmegaConf 2.3 begin, with the value if they contain it, and what the value should be."""
-VALUED = ("--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
-          "--experimental-rerun", "--cfg", "-c", "--info", "-i")  # fmt: skip
-"""Flags of Hydra whose value may be the next word."""
-MODES = ("--run", "-r", "--multirun", "-m", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
+MODES = ("--run", "-r", *MULTIRUN, "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 FLAGS = (*VALUED, *MODES, "--resolve", "--hydra-help", "--version")
 USER_CONFIGS = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
 NO_FLAG = "no such flag; write options as key=value, --hydra-help lists Hydra's flags"
@@ -61,7 +63,6 @@ def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> 
     """
     from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     overrides = spelled(overrides, schema)
@@ -70,14 +71,21 @@ def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> 
     _store(schema)
     try:
         with initialize_config_module(CONF, version_base="1.3"):
-            config = OmegaConf.to_object(compose(name or schema.__name__, list(overrides)))
+            return composed_as(schema, compose(name or schema.__name__, list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        culprit = next((f"{word}: " for word in overrides if word in str(error)), "")
+        raise InputError(_wrong_value(error) or culprit + _first_line(error.__cause__ or error)) from error
+
+
+def composed_as(schema: type[T], composed: DictConfig) -> T:
+    """Return the composed config as an instance of `schema`. Raises `InputError`, with the key first."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), composed))
     except OmegaConfBaseException as error:
         raise InputError(_wrong_value(error)) from error
-    except HydraException as error:
-        if isinstance(error.__cause__, OmegaConfBaseException):
-            raise InputError(_wrong_value(error.__cause__)) from error
-        culprit = next((f"{word}: " for word in overrides if word in str(error)), "")
-        raise InputError(culprit + _first_line(error.__cause__ or error)) from error
     assert isinstance(config, schema)
     check_limits(config)
     return config
@@ -104,9 +112,9 @@ def parse(overrides: Sequence[str], known: Collection[str] = ()) -> list[Overrid
     from hydra.errors import HydraException
 
     parser, parsed = OverridesParser.create(), []
-    for at, word in enumerate(overrides):
+    for index, word in enumerate(overrides):
         if ("=" not in word[1:] and not word.startswith("~")) or word.startswith("-"):
-            raise no_option(overrides, at, known)
+            raise no_option(overrides, index, known)
         try:
             parsed.append(parser.parse_override(word))
         except HydraException as error:
@@ -126,43 +134,42 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
     """
     from hydra.errors import HydraException
 
-    values: dict[str, list[str]] = {}
+    words: dict[str, list[str]] = {}
     for override in parse(overrides):
-        sweeps = override.is_sweep_override()
+        sweeps, key = override.is_sweep_override(), override.get_key_element()
         try:
-            elements = override.sweep_string_iterator() if sweeps else [override.get_value_element_as_str()]
-            values[override.get_key_element()] = [str(value) for value in elements]
+            values = override.sweep_string_iterator() if sweeps else [override.get_value_element_as_str()]
+            words[key] = [f"{key}={value}" for value in values]
         except HydraException as error:  # glob(*), interval(1,2)
             raise InputError(f"{override.input_line}: list the values, as {override.key_or_group}=1,2") from error
-    return [
-        [f"{key}={value}" for key, value in zip(values, chosen, strict=True)] for chosen in product(*values.values())
-    ]
+    return [list(combination) for combination in product(*words.values())]
 
 
 def check_key(override: Override, schema: Any, several: bool = False) -> None:
     """Raise `InputError` for a key that `schema` does not have, and a preset that its group does not have.
 
     Hydra's own message for a wrong key speaks of structs and defaults lists; this message names the nearest key.
-    `several`: the words are for Hydra's own application, where `++` and sweeps have a meaning.
+    `several`: the words are for Hydra's own application, where `+`, `++`, `~` and sweeps have a meaning.
     """
-    key, known = override.key_or_group, [leaf for leaf, _, _ in leaves(schema())]
-    forced = override.is_force_add() and not several
-    if override.is_add() or override.is_delete() or forced or override.package is not None:
-        raise InputError(f"{override.input_line}: keys can be set, not added, removed or moved")
-    if override.is_sweep_override() and not several:
-        raise InputError(f"{key}: one value at a time; {override.get_value_string()} is a sweep")
+    key, limits = override.key_or_group, {leaf: described.metadata for leaf, _, described in leaves(schema())}
+    values = override.sweep_string_iterator() if override.is_discrete_sweep() else [override.value()]
+    if not several:
+        changes = override.is_add() or override.is_force_add() or override.is_delete()
+        if changes or override.package is not None:
+            raise InputError(f"{override.input_line}: keys can be set, not added, removed or moved")
+        if override.is_sweep_override():
+            raise InputError(f"{key}: one value at a time; {override.get_value_string()} is a sweep")
     presets = presets_of(key) if key in groups(schema) else []
     if presets:
-        if not override.is_sweep_override() and override.value() not in presets:
+        if not override.is_sweep_override() and not override.is_delete() and override.value() not in presets:
             raise InputError(f"{override.input_line}: choose one of {', '.join(presets)}")
-    elif key not in known:
-        raise no_such_key(key, [*(group for group in groups(schema) if presets_of(group)), *known])
-    elif several and (override.is_choice_sweep() or not override.is_sweep_override()):
+    elif key not in limits:
+        raise no_such_key(key, [*(group for group in groups(schema) if presets_of(group)), *limits])
+    elif several and (override.is_discrete_sweep() or not override.is_sweep_override()):
         # Hydra does not know the choices: it would show a wrong one, or run the jobs before it.
-        limits = next(field.metadata for leaf, _, field in leaves(schema()) if leaf == key)
-        for value in override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]:
+        for value in values:
             if value is not None:
-                check_choice(key, str(value), limits)
+                check_choice(key, str(value), limits[key])
 
 
 # --- Hydra's own application -----------------------------------------------------------------------------------------
@@ -190,7 +197,7 @@ def run_application(words: Sequence[str], schema: Any, name: str, task: Callable
     if not has_configs and not any(word.startswith("hydra.searchpath=") for word in overrides):
         # Configs of the user may have groups and presets that only Hydra finds.
         for override in parse(overrides, keys_of(schema)):
-            if not override.is_hydra_override() and not override.is_add() and not override.is_delete():
+            if not override.is_hydra_override():
                 check_key(override, schema, several=True)
     arguments, full = sys.argv, os.environ.get(FULL_ERROR)
     sys.argv, os.environ[FULL_ERROR] = [arguments[0], *flags, *overrides], "1"
@@ -200,7 +207,11 @@ def run_application(words: Sequence[str], schema: Any, name: str, task: Callable
     except (HydraException, OmegaConfBaseException) as error:
         if full == "1":
             raise
-        raise InputError(_message(error)) from error
+        text = str(error)
+        for start, package in PLUGINS.items():
+            if f"'hydra/launcher/{start}" in text or f"'hydra/sweeper/{start}" in text:
+                text += f"\nit comes with: pip install {package}"
+        raise InputError(_wrong_value(error) or text) from error
     finally:
         sys.argv = arguments
         del os.environ[FULL_ERROR]
@@ -208,75 +219,35 @@ def run_application(words: Sequence[str], schema: Any, name: str, task: Callable
             os.environ[FULL_ERROR] = full
 
 
-def composed_as(schema: type[T], composed: DictConfig) -> T:
-    """Return the composed config as an instance of `schema`. Raises `InputError`, with the key first."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    known = [leaf for leaf, _, _ in leaves(schema())]
-    for key, value in _items(OmegaConf.to_container(composed)):
-        if key not in known and key not in groups(schema):
-            refuse_replaced(key, value, known)
-            raise no_such_key(key, known)
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), composed))
-    except OmegaConfBaseException as error:
-        raise InputError(_message(error)) from error
-    assert isinstance(config, schema)
-    check_limits(config)
-    return config
-
-
-def _items(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys of nested dicts with their values."""
-    for key, value in content.items():
-        yield from _items(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
-
-
 def _divided(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
     """Return the flags with their values, and the overrides. Raises `InputError` for a flag unknown to Hydra."""
     flags: list[str] = []
     overrides: list[str] = []
-    value = False
-    for at, word in enumerate(words):
+    for index, word in enumerate(words):
         if word.startswith("-"):
-            flag, equals, _ = word.partition("=")
+            flag, equals, value = word.partition("=")
             if flag not in FLAGS:
-                raise no_option(words, at, known, NO_FLAG)
+                raise no_option(words, index, known, NO_FLAG)
             if equals and flag not in VALUED:
-                raise InputError(f"{word}: {flag} takes no value; leave {word[len(flag) :]} out")
+                raise InputError(f"{word}: {flag} takes no value; leave ={value} out")
             flags.append(word)
-        elif value and "=" not in word:
+        elif index and words[index - 1] in VALUED and "=" not in word:
             flags.append(word)
         else:
             overrides.append(word)
-        value = word in VALUED
     modes = [word for word in flags if word.partition("=")[0] in MODES]
     if len(modes) > 1:
         raise InputError(f"{modes[1]}: does not go with {modes[0]}; give one of them")
     return flags, overrides
 
 
-# --- messages --------------------------------------------------------------------------------------------------------
-
-
-def _message(error: BaseException) -> str:
-    """Return Hydra's message, with its cause, and what to install for a plugin that is missing."""
+def _wrong_value(error: BaseException) -> str:
+    """Return OmegaConf's message on a value in plain words: key, value, and what it should be. Empty if Hydra's."""
     from omegaconf.errors import OmegaConfBaseException
 
-    text = str(error)
-    if isinstance(error, OmegaConfBaseException):
-        return _wrong_value(error)
-    if isinstance(error.__cause__, OmegaConfBaseException):
-        return _wrong_value(error.__cause__)
-    for start, package in PLUGINS.items():
-        if f"'hydra/launcher/{start}" in text or f"'hydra/sweeper/{start}" in text:
-            text += f"\nit comes with: pip install {package}"
-    return text
-
-
-def _wrong_value(error: OmegaConfBaseException) -> str:
-    """Return OmegaConf's message on a value of the wrong kind in plain words: key, value, and what it should be."""
+    error = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if not isinstance(error, OmegaConfBaseException):
+        return ""
     key, text = str(error.full_key), _first_line(error)
     for pattern, should_be in KINDS:
         if match := re.match(pattern, text):

@@ -1,20 +1,27 @@
-"""Options of a command as a dataclass: defaults, units, limits and help lines.
+"""Options of a command as a dataclass, and the words `key=value` that set them. Needs neither Hydra nor torch.
 
+Counts of tokens can be written 128k, 1M, 1B, 1e6 or 128Ki: k, M, G are powers of 1000, B is a billion, Ki, Mi, Gi are
+powers of 1024. Names are read in any case. `config.load` composes with Hydra; where there is no Hydra, `load_plain`
+reads the same words.
+Guarantees: nothing is guessed. A word without a meaning is refused, and the message names the word to write instead.
 The names of engines, transports and dtypes are listed here, because the modules that define them import torch;
-tests/launch/test_help.py compares the lists. Nothing beyond the standard library is imported.
+tests/launch/test_help.py compares the lists.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, field, fields, is_dataclass
 from importlib import resources
 from math import isfinite
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ringattn.errors import InputError
 from ringattn.launch.outputs import check_output
+
+T = TypeVar("T")
 
 ENGINES = ("auto", "aten", "plain", "triton", "fa3", "fa4")
 TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "peer")
@@ -26,14 +33,40 @@ MOST = 2**50
 """Of what is counted: sizes stay far inside a float's range."""
 
 
+# --- declarations ----------------------------------------------------------------------------------------------------
+
+
 def option(default: Any, about: str, **limits: Any) -> Any:
     """A field with its help line and its limits: `least`, `most` and `above` (the last exclusive), `choices`.
 
-    `aliases`: other names of some choices; `numbered`: choices that may be followed by a number, as name:2.
-    `writes`: the option names a "file" or "picture" that the command writes; it must be possible to.
-    A number that is not finite is refused for every option.
+    A choice that ends in `:N` stands for that name with a number, as double_ring:2. `names`: names that the value can
+    have, among other values. `writes`: the option names a "file" or "picture" that the command writes; it must be
+    possible to. A number that is not finite is refused for every option.
     """
     return field(default=default, metadata={"about": about, **limits})
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
+    """Yield (dotted key, value, field) of each option, nested ones included."""
+    for described in fields(config):
+        value = getattr(config, described.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{described.name}.")
+        else:
+            yield f"{prefix}{described.name}", value, described
+
+
+def groups(schema: Any) -> list[str]:
+    """Return the groups of a schema: its nested dataclasses, and those of `GROUPS`, whose files set several keys."""
+    hints = get_type_hints(schema)
+    nested = [described.name for described in fields(schema) if is_dataclass(hints[described.name])]
+    return [*nested, *getattr(schema, "GROUPS", ())]
+
+
+def presets_of(group: str) -> list[str]:
+    """Return the names that a group can be set to: the files of its folder. Empty if it has no folder."""
+    folder = resources.files(CONF) / group
+    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir()) if folder.is_dir() else []
 
 
 def check_limits(config: Any) -> None:
@@ -58,15 +91,17 @@ def check_limits(config: Any) -> None:
 
 def check_choice(key: str, value: Any, limits: Mapping[str, Any]) -> None:
     """Raise `InputError` if the option has choices, and `value` is not one of them."""
-    if "choices" in limits and value not in limits["choices"] and not is_numbered(value, limits):
-        raise InputError(f"{key}={value}: choose one of {', '.join(_choices(limits))}")
+    if choices := limits.get("choices"):
+        form = re.sub(r":(N|[1-9][0-9]*)$", lambda number: ":" if number[1] == "N" else ":N", str(value))
+        if form not in choices:
+            raise InputError(f"{key}={value}: choose one of {', '.join(choices)}")
 
 
 def help_text(command: str, purpose: str, schema: type) -> str:
-    """The text of `--help`: every key with its default and its meaning, from the fields of the dataclass `schema`."""
+    """Return the text of `--help`: every key with its default and its meaning, from the fields of `schema`."""
     rows = [("key", "default", "meaning")]
     for key, value, described in leaves(schema()):
-        choices = _choices(described.metadata)
+        choices = described.metadata.get("choices")
         about = described.metadata["about"] + (f" ({', '.join(choices)})" if choices else "")
         rows.append((key, "" if value in (None, "") else str(value).replace("\n", r"\n"), about))
     # A default that is much longer than the others must not push the meanings off the screen.
@@ -78,35 +113,231 @@ def help_text(command: str, purpose: str, schema: type) -> str:
     return "\n".join([f"usage: ringattn {command} [key=value ...]", "", purpose, "", *lines])
 
 
-def is_numbered(value: Any, limits: Mapping[str, Any]) -> bool:
-    """Whether a value is one of the numbered choices with its number."""
-    name, _, number = str(value).partition(":")
-    return name in limits.get("numbered", ()) and re.fullmatch("[1-9][0-9]*", number) is not None
+# --- words -----------------------------------------------------------------------------------------------------------
 
 
-def _choices(limits: Mapping[str, Any]) -> list[str]:
-    """The choices as people read them."""
-    return [*limits.get("choices", ()), *(f"{name}:N" for name in limits.get("numbered", ()))]
+WORD = re.compile(r"(\+{0,2})([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+"""`key=value`, as Hydra has it; its flags are other words."""
+SAME_NAMES = (("fp64", "float64"), ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"),
+              ("ulysses", "all_to_all"))  # fmt: skip
+"""Every command takes either name, and keeps the name that is among its choices."""
+ELSEWHERE = {
+    "nproc": "ranks", "q_heads": "heads", "attention": "mask", "hardware": "cluster", "cluster": "hardware",
+    "precision": "dtype", "dtype": "precision",
+    "window_tokens": "window=[LEFT,RIGHT] without the query's own key, as window=[511,0] for 512 keys",
+}  # fmt: skip
+"""Keys of other commands and programs: what to write where a command has the new key and not the old one."""
+KINDS = {int: "a whole number", float: "a number"}
 
 
-def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
-    """(dotted key, value, field) of each option, nested ones included."""
-    for described in fields(config):
-        value = getattr(config, described.name)
-        if is_dataclass(value):
-            yield from leaves(value, f"{prefix}{described.name}.")
-        else:
-            yield f"{prefix}{described.name}", value, described
+def load_plain(words: Sequence[str], schema: type[T]) -> T:
+    """Return an instance of the dataclass `schema` from its defaults and the words `key=value`, as `config.load` does.
+
+    Its fields are numbers, texts, true or false, lists of whole numbers, or None (`null`). Raises `InputError` that
+    begins with the key.
+    """
+    kinds, values = get_type_hints(schema), {}
+    words = spelled(words, schema)
+    for index, word in enumerate(words):
+        key, equals, text = word.partition("=")
+        if not equals or not key or word.startswith("-"):
+            raise no_option(words, index, kinds)
+        if key not in kinds:
+            raise no_such_key(key, list(kinds))
+        values[key] = _read(key, text, kinds[key])
+    config = schema(**values)
+    check_limits(config)
+    return config
 
 
-def groups(schema: Any) -> list[str]:
-    """Return the groups of a schema: its nested dataclasses, and those of `GROUPS`, whose files set several keys."""
-    hints = get_type_hints(schema)
-    nested = [described.name for described in fields(schema) if is_dataclass(hints[described.name])]
-    return [*nested, *getattr(schema, "GROUPS", ())]
+def _read(key: str, text: str, kind: Any) -> Any:
+    """Read `text` as a value of `kind`. Quotes around it are those that Hydra asks for."""
+    if type(None) in get_args(kind):
+        if text in ("null", "None", ""):
+            return None
+        kind = next(other for other in get_args(kind) if other is not type(None))
+    if get_origin(kind) is list:
+        if not re.fullmatch(r"\[.*\]", text):
+            raise InputError(f"{key}: should be a list, as [1,2]")
+        return [_read(key, number.strip(), get_args(kind)[0]) for number in filter(None, text[1:-1].split(","))]
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise InputError(f"{key}={text}: should be true or false")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        raise InputError(f"{key}={text}: should be {KINDS.get(kind, kind.__name__)}") from None
 
 
-def presets_of(group: str) -> list[str]:
-    """Return the names that a group can be set to: the files of its folder. Empty if it has no folder."""
-    folder = resources.files(CONF) / group
-    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir()) if folder.is_dir() else []
+def spelled(words: Sequence[str], *schemas: Any) -> list[str]:
+    """Return the words as a command with the keys of `schemas` spells them: names as declared, lengths as numbers.
+
+    Words that are not `key=value` are left alone. Raises `InputError` for a key that has another name here.
+    """
+    names: dict[str, Sequence[str]] = {group: presets_of(group) for schema in schemas for group in groups(schema)}
+    for schema in schemas:
+        for key, _, described in leaves(schema()):
+            names[key] = described.metadata.get("choices") or described.metadata.get("names") or ()
+    result = []
+    for word in words:
+        match = WORD.fullmatch(word)
+        if match is None or match[2].startswith("hydra"):
+            result.append(word)
+            continue
+        key, value = match[2], match[3]
+        new = ELSEWHERE.get(key, key)
+        if key not in names and new.partition("=")[0] in names:
+            new = f"{new}={value}" if new in names and key != "attention" else new
+            raise InputError(f"{key}={value}: this key has another name here; write {new}")
+        if known := names.get(key):
+            value = ",".join(_declared(name, known) for name in value.split(","))
+            if (ends := [name for name in known if name.lower().endswith(f"-{value.lower()}")]) and value not in known:
+                raise InputError(f"{key}={value}: did you mean {ends[0]}? one of {', '.join(known)}")
+        elif counts_tokens(key):
+            value = with_lengths(key, value)
+        result.append(f"{match[1]}{key}={value}")
+    return result
+
+
+def _declared(name: str, known: Sequence[str]) -> str:
+    """Return `name`, whatever its case, as it is declared among the names `known`."""
+    word, colon, number = name.partition(":")
+    if f"{word.lower()}:N" in known:
+        return f"{word.lower()}{colon}{number}"
+    same = {name.lower(), *(other for pair in SAME_NAMES if name.lower() in pair for other in pair)}
+    return name if name in known else next((declared for declared in known if declared.lower() in same), name)
+
+
+def no_such_key(key: str, known: Sequence[str]) -> InputError:
+    """Return the error for a key that is not among those known; it names the nearest."""
+    last_parts = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = last_parts if len(last_parts) == 1 else difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return InputError(f"{key}: no such key" + (f"; did you mean {near[0]}?" if near else "; --help lists the keys"))
+
+
+# --- lengths ---------------------------------------------------------------------------------------------------------
+
+
+NUMBER = re.compile(r"(?<![\w.])\d[\w.]*(?:(?<=[eE])[+-]\d+)?")
+"""A number with everything that is attached to it."""
+LENGTH = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)([kKmMgG]i?|[bB])?(?![\w.])")
+SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+COUNTS = ("segment_lengths", "cu_seqlens", "window", "mask")
+"""Keys without `tokens` in their name whose numbers count tokens."""
+
+
+def counts_tokens(key: str) -> bool:
+    """Whether the numbers in the values of this key count tokens."""
+    last = key.rpartition(".")[2]
+    return "tokens" in last or last in COUNTS
+
+
+def with_lengths(key: str, value: str) -> str:
+    """Return the value of a key that counts tokens, each count in it as a plain number.
+
+    Raises `InputError` for a count that is not a whole number, and for an unknown unit.
+    """
+    if re.fullmatch(r"\d{1,3}(,\d{3})*,0\d\d(,\d{3})*", value):
+        raise InputError(f"{key}={value}: write {value.replace(',', '')}, without commas")
+    for number in NUMBER.findall(value):
+        if not LENGTH.fullmatch(number) and any(map(str.isalpha, number)):
+            raise no_length(key, number)
+
+    def plain(match: re.Match[str]) -> str:
+        size = float(match[1]) * SIZES[(match[2] or "").lower()]
+        if match[0].isdecimal() or (size != int(size) and match[2] is None):
+            return match[0]
+        if size != int(size):
+            raise InputError(f"{key}={match[0]}: is {size:g} tokens; write a whole number of them")
+        return str(int(size))
+
+    return LENGTH.sub(plain, value)
+
+
+def no_length(key: str, value: Any) -> InputError:
+    """Return the error for a value that is not a length, of a key that counts tokens."""
+    return InputError(f"{key}={value}: is no length; write 131072, 128k, 128Ki, 1M, 1Mi, 1e6 or 1B")
+
+
+def notes_on(words: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each key that is given several times, and for each count with a unit what it comes to.
+
+    `tokens=128k is 128,000 tokens (128Ki: 131,072)`.
+    """
+    pairs = [match for word in words if (match := WORD.fullmatch(word))]
+    keys, last = [match[2] for match in pairs], {match[2]: match for match in pairs}
+    for key, match in last.items():
+        if (count := keys.count(key)) > 1:
+            yield f"{key} is given {'twice' if count == 2 else f'{count} times'}: {match[0]} counts"
+    for key, match in last.items():
+        for length in LENGTH.finditer(match[3]) if counts_tokens(key) else ():
+            if length[2] is not None:
+                line = f"{key}={length[0]} is {int(with_lengths(key, length[0])):,} tokens"
+                letter = {"k": "K", "b": "G", "B": "G"}.get(length[2], length[2])
+                if not letter.endswith("i"):
+                    line += f" ({length[1]}{letter}i: {float(length[1]) * SIZES[f'{letter.lower()}i']:,.0f})"
+                yield line
+
+
+# --- words that are not key=value ------------------------------------------------------------------------------------
+
+
+PLAIN = "write options as key=value; --help lists the keys"
+VALUED = ("--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
+          "--experimental-rerun", "--cfg", "-c", "--info", "-i")  # fmt: skip
+"""Flags of Hydra whose value may be the next word."""
+MULTIRUN = ("--multirun", "-m")
+TORCHRUN = {"nproc-per-node": "ranks", "np": "ranks", "nproc": "ranks"}
+"""Flags of torchrun and mpirun, without dashes before them, as keys of `ringattn run`."""
+INSTEAD = {
+    "--version": "`ringattn --version` says it",
+    "--dry-run": "`ringattn run` and `ringattn sweep` have it, this command has not",
+    **dict.fromkeys((*VALUED, "--hydra-help", "--resolve", "--run", "-r"),
+                    "of all commands `ringattn run` takes Hydra's flags; here --help lists keys and defaults"),
+    **dict.fromkeys(MULTIRUN, "of all commands `ringattn run` takes it; `ringattn sweep` measures every combination of "
+                              "key=1,2 without it"),
+}  # fmt: skip
+EXTRAS = {
+    **dict.fromkeys(("hydra", "omegaconf", "rich", "matplotlib", "jinja2"), "launch"),
+    **dict.fromkeys(("submitit", "hydra_plugins"), "slurm"),
+    **dict.fromkeys(("transformers", "accelerate"), "hf"),
+}
+"""The extra of ringattn that installs each imported package."""
+
+
+def no_option(words: Sequence[str], index: int, known: Collection[str], otherwise: str = PLAIN) -> InputError:
+    """Return the error for the word at `index`, which is not `key=value`. `known`: the command's keys and groups.
+
+    `otherwise`: the advice if nothing better is known.
+    """
+    word, after = words[index], words[index + 1] if index + 1 < len(words) else ""
+    name, equals, value = word.partition("=")
+    if word.startswith("-"):
+        key = name.lstrip("-").replace("_", "-")
+        key = TORCHRUN.get(key, key.replace("-", "_"))
+        if name in INSTEAD:
+            otherwise = INSTEAD[name]
+        elif key in known:
+            follows = not equals and bool(after) and not after.startswith("-") and WORD.fullmatch(after) is None
+            word = f"{word} {after}" if follows else word
+            otherwise = f"write {key}={value if equals else after if follows else 'VALUE'}"
+        return InputError(f"{word}: {otherwise}")
+    before = words[index - 1] if index else ""
+    if before.endswith("=") and WORD.fullmatch(before):
+        return InputError(f"{before} {word}: write {before}{word}, without a space")
+    if after.startswith("="):
+        value = after[1:] or "".join(words[index + 2 : index + 3])
+        return InputError(f"{' '.join(words[index : index + 3])}: write {word}={value}, without spaces")
+    if after and (key := word.rstrip(":")) in known and WORD.fullmatch(after) is None:
+        return InputError(f"{word} {after}: write {key}={after}")
+    return InputError(f"{word}: {otherwise}")
+
+
+def advice(error: ModuleNotFoundError) -> str | None:
+    """Return what to install for the package that `error` names; None if no extra installs it."""
+    package = (error.name or "").partition(".")[0]
+    extra = EXTRAS.get(package)
+    return extra and f"needs {package}, which is not installed: pip install 'ringattn[{extra}]'"

@@ -18,7 +18,7 @@ from types import FrameType
 
 import ringattn
 from ringattn.errors import RingError
-from ringattn.launch.words import advice
+from ringattn.launch.options import advice
 
 COMMANDS = {  # word: module of ringattn.launch, what it does
     "check": ("measure.check", "compare every schedule, layout and mask with a dense float64 reference"),
@@ -118,10 +118,10 @@ def _say_what_starts(words: Sequence[str]) -> None:
     """A line before torch is loaded, which takes seconds; what lengths with a letter come to. On standard error."""
     if os.environ.get("RANK", "0") != "0" or any(word.partition("=")[0] in SHOWS for word in words):
         return
-    from ringattn.launch.words import given_twice, lengths_told, that_count
+    from ringattn.launch.options import notes_on
 
     told = [STARTS[words[0]]] if words[0] in STARTS else []
-    for line in (*told, *given_twice(words[1:]), *lengths_told(that_count(words[1:]))):
+    for line in (*told, *notes_on(words[1:])):
         print(f"ringattn {words[0]}: {line}", file=sys.stderr, flush=True)
 
 

@@ -13,7 +13,7 @@ import pytest
 from ringattn import cli
 from ringattn.launch.doctor import doctor
 from ringattn.launch.doctor.probes import WARNING, Finding
-from ringattn.launch.words import advice
+from ringattn.launch.options import advice
 
 ROOT = Path(__file__).resolve().parents[1]
 ABSENT = """

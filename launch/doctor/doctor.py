@@ -25,9 +25,8 @@ from ringattn.launch.doctor import facts, network, probes
 from ringattn.launch.doctor.network import network_facts
 from ringattn.launch.doctor.probes import ERROR, LEVELS, NOTE, OK, WARNING, Finding
 from ringattn.launch.doctor.ranks import examine
-from ringattn.launch.options import option
+from ringattn.launch.options import load_plain, option
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
-from ringattn.launch.words import load_plain
 from ringattn.transport.nccl.library import mismatch
 
 if TYPE_CHECKING:

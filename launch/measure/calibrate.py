@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError
 from ringattn.launch.measure.environment import CALIBRATION_FILE, hardware
-from ringattn.launch.options import help_text, option
+from ringattn.launch.options import help_text, load_plain, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
-from ringattn.launch.words import load_plain
 from ringattn.observe.files import write_file
 from ringattn.planner.cluster import UNITS, Cluster
 

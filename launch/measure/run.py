@@ -19,7 +19,7 @@ from ringattn.launch.calls import MaskedCallConfig, tokens_option
 from ringattn.launch.config import composed_as, is_for_hydra, keys_of, load, run_application, swept
 from ringattn.launch.measure.environment import NOT_CALIBRATED
 from ringattn.launch.nodes import Nodes
-from ringattn.launch.options import ENGINES, MOST_SEED, TRANSPORTS, help_text, leaves, option
+from ringattn.launch.options import ENGINES, MOST_SEED, TRANSPORTS, help_text, leaves, option, spelled
 from ringattn.launch.processes import RanksError
 from ringattn.launch.ranks import (
     Place,
@@ -29,7 +29,6 @@ from ringattn.launch.ranks import (
     threads_for,
     torchrun_command,
 )
-from ringattn.launch.words import spelled
 from ringattn.planner.cluster import CLUSTERS, cluster_named
 
 if TYPE_CHECKING:

@@ -31,10 +31,9 @@ from ringattn.launch.measure.run import (
     plain,
     run_here,
 )
-from ringattn.launch.options import CONF, help_text, option, presets_of
+from ringattn.launch.options import CONF, help_text, no_such_key, option, presets_of, spelled
 from ringattn.launch.processes import RanksError
 from ringattn.launch.ranks import place_in_torchrun, threads_for
-from ringattn.launch.words import no_such_key, spelled
 from ringattn.schedule.text import aligned
 
 if TYPE_CHECKING:

@@ -8,26 +8,22 @@ spread, and a point that no longer has results is worse, whatever the threshold.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from ringattn.errors import InputError
 from ringattn.launch.config import keys_of, load
-from ringattn.launch.options import help_text, option
+from ringattn.launch.options import help_text, no_option, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.report.points import Point, Sweep, differing, read_sweep
-from ringattn.launch.report.report import terminal_table
-from ringattn.launch.report.tables import UNKNOWN, Table, figure
-from ringattn.launch.words import no_option
+from ringattn.launch.report.tables import MIB, UNKNOWN, Table, console_of, figure
 from ringattn.observe.files import write_file
 
 WORSE, BETTER, SAME, NOTHING = "worse", "better", "same", "no results"
 TIMES, BYTES = ("forward_ms", "backward_ms"), ("peak_bytes", "bytes_sent")
-MIB = 2**20
 WIDTH = 160
 """Columns of the table where the output has no width of its own."""
 
@@ -57,27 +53,13 @@ class Change(NamedTuple):
         return self.after / self.before - 1
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A point of both sweeps. `changes`: by the name of the figure, those that both sides have."""
 
     before: Point
     after: Point
     verdict: str
-    changes: dict[str, Change] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two sweeps. `only_before` and `only_after`: the points that the other side lacks."""
-
-    pairs: list[Pair]
-    only_before: list[Point]
-    only_after: list[Point]
-
-    def count(self, verdict: str) -> int:
-        """How many pairs have this verdict."""
-        return sum(pair.verdict == verdict for pair in self.pairs)
+    changes: dict[str, Change]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -86,86 +68,73 @@ def main(argv: Sequence[str]) -> int:
         about = "Compare the sweep in folder B with the one in folder A. Returns 1 if a point got worse, 0 if none did."
         print(help_text("compare A B", about, CompareConfig))
         return 0
-    if flags := [at for at, word in enumerate(argv) if word.startswith("-")]:
+    if flags := [index for index, word in enumerate(argv) if word.startswith("-")]:
         raise no_option(argv, flags[0], keys_of(CompareConfig))
     folders = [word for word in argv if "=" not in word]
     if len(folders) != 2:
         raise InputError(f"expected two folders, got {' '.join(folders) or 'none'}; --help says more")
     config = load([word for word in argv if "=" in word], CompareConfig)
     before, after = (read_sweep(Path(folder)) for folder in folders)
-    found = compare(before, after, config.threshold)
-    if not found.pairs:
+    old, new = ({point.record["hash"]: point for point in sweep.points} for sweep in (before, after))
+    pairs = [_pair(old[key], new[key], config.threshold) for key in old if key in new]
+    if not pairs:
         raise InputError(f"{folders[0]} and {folders[1]} have no configuration in common, so nothing can be compared")
-    _show(before, after, found, config)
-    if config.json:
-        with writing("json", config.json):
-            write_file(Path(config.json), json.dumps(_as_data(before, after, found, config), indent=1) + "\n")
-        print(f"written: {config.json}")
-    return 1 if found.count(WORSE) else 0
-
-
-def compare(before: Sweep, after: Sweep, threshold: float) -> Comparison:
-    """Every point of `before` with the same one of `after`. `threshold`: see `CompareConfig`."""
-    old = {point.record["hash"]: point for point in before.points}
-    new = {point.record["hash"]: point for point in after.points}
-    return Comparison(
-        [_pair(point, new[key], threshold) for key, point in old.items() if key in new],
-        [point for key, point in old.items() if key not in new],
-        [point for key, point in new.items() if key not in old],
+    alone = [[old[key] for key in old if key not in new], [new[key] for key in new if key not in old]]
+    different = differing([*before.environments.values(), *after.environments.values()])
+    notes = [f"the environments differ in {', '.join(different)}"] if different else []
+    verdicts = Counter(pair.verdict for pair in pairs)
+    for note in notes:
+        print(f"note: {note}")
+    console_of(WIDTH).print(table_of(before, pairs, config.threshold).for_terminal())
+    for points, sweep in zip(alone, (before, after), strict=True):
+        for point in points:
+            print(f"only in {sweep.folder}: {_words(before, after, point)}")
+    print(
+        f"{len(pairs)} points: {verdicts[WORSE]} worse, {verdicts[BETTER]} better, {verdicts[SAME]} the "
+        f"same, {verdicts[NOTHING]} without results on both sides; {sum(map(len, alone))} on one side alone"
     )
+    if config.json:
+        content = {
+            "before": str(before.folder),
+            "after": str(after.folder),
+            "threshold": config.threshold,
+            "counts": {verdict: verdicts[verdict] for verdict in (WORSE, BETTER, SAME, NOTHING)},
+            "points": [_as_data(pair) for pair in pairs],
+            "only_before": [point.record["hash"] for point in alone[0]],
+            "only_after": [point.record["hash"] for point in alone[1]],
+            "environments": notes,
+        }
+        with writing("json", config.json):
+            write_file(Path(config.json), json.dumps(content, indent=1) + "\n")
+        print(f"written: {config.json}")
+    return 1 if verdicts[WORSE] else 0
 
 
 def _pair(before: Point, after: Point, threshold: float) -> Pair:
     if not (before.ok and after.ok):
         verdict = {(True, False): WORSE, (False, True): BETTER}.get((before.ok, after.ok), NOTHING)
-        return Pair(before, after, verdict)
+        return Pair(before, after, verdict, {})
     changes = {}
-    for key in TIMES:
-        old, new = before.median(key), after.median(key)
-        if old is not None and new is not None:
-            noise = max(high - low for low, high in (before.spread(key) or (0, 0), after.spread(key) or (0, 0)))
-            changes[key] = _change(old, new, noise, threshold)
-    for key in BYTES:
-        old, new = before.most(key), after.most(key)
-        if old is not None and new is not None:
-            changes[key] = _change(old, new, 0.0, threshold)
+    for key in (*TIMES, *BYTES):
+        old, new = ((point.median if key in TIMES else point.most)(key) for point in (before, after))
+        if old is None or new is None:
+            continue
+        spreads = [point.spread(key) for point in (before, after)] if key in TIMES else [(0.0, 0.0)]
+        noise = max(high - low for low, high in spreads)
+        counts = abs(new - old) > max(noise, threshold * old)
+        changes[key] = Change(old, new, noise, (WORSE if new > old else BETTER) if counts else SAME)
     verdicts = {change.verdict for change in changes.values()}
-    return Pair(before, after, next((one for one in (WORSE, BETTER) if one in verdicts), SAME), changes)
+    return Pair(before, after, next((verdict for verdict in (WORSE, BETTER) if verdict in verdicts), SAME), changes)
 
 
-def _change(before: float, after: float, noise: float, threshold: float) -> Change:
-    difference = after - before
-    counts = abs(difference) > max(noise, threshold * before)
-    return Change(before, after, noise, (WORSE if difference > 0 else BETTER) if counts else SAME)
-
-
-def _show(before: Sweep, after: Sweep, found: Comparison, config: CompareConfig) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    for words in _differences(before, after):
-        print(f"note: {words}")
-    console.print(terminal_table(table_of(before, found, config.threshold)))
-    for points, folder in ((found.only_before, before.folder), (found.only_after, after.folder)):
-        for point in points:
-            print(f"only in {folder}: {_words(before, after, point)}")
-    print(
-        f"{len(found.pairs)} points: {found.count(WORSE)} worse, {found.count(BETTER)} better, {found.count(SAME)} the "
-        f"same, {found.count(NOTHING)} without results on both sides; {len(found.only_before) + len(found.only_after)} "
-        "on one side alone"
-    )
-
-
-def table_of(sweep: Sweep, found: Comparison, threshold: float) -> Table:
-    """A row for each pair, what got worse first; those rows are marked."""
-    order = (WORSE, NOTHING, BETTER, SAME)
-    pairs = sorted(found.pairs, key=lambda pair: order.index(pair.verdict))
+def table_of(sweep: Sweep, pairs: Sequence[Pair], threshold: float) -> Table:
+    """Return a row for each pair, what got worse first; those rows are marked."""
+    pairs = sorted(pairs, key=lambda pair: (WORSE, NOTHING, BETTER, SAME).index(pair.verdict))
     rows = []
     for pair in pairs:
         options = [sweep.option(pair.before, key) or UNKNOWN for key in sweep.varying]
         sizes = [f"{pair.before.tokens:,}", str(pair.before.world_size)]
-        figures = [_cell(pair, key) for key in (*TIMES, *BYTES)]
-        rows.append((*options, *sizes, *figures, _verdict(pair)))
+        rows.append((*options, *sizes, *(_cell(pair, key) for key in (*TIMES, *BYTES)), _verdict(pair)))
     head = (*sweep.varying, "tokens", "ranks", "forward ms", "backward ms", "peak MiB", "sent MiB", "verdict")
     marked = frozenset(n for n, pair in enumerate(pairs) if pair.verdict == WORSE)
     note = f"Before → after. A change counts beyond {threshold:.0%} and, for times, beyond p10 to p90 of either side."
@@ -175,8 +144,7 @@ def table_of(sweep: Sweep, found: Comparison, threshold: float) -> Table:
 def _cell(pair: Pair, key: str) -> str:
     if key not in pair.changes:
         return UNKNOWN
-    change = pair.changes[key]
-    scale = MIB if key in BYTES else 1
+    change, scale = pair.changes[key], MIB if key in BYTES else 1
     return f"{figure(change.before / scale)} → {figure(change.after / scale)} ({change.share:+.1%})"
 
 
@@ -193,29 +161,11 @@ def _words(before: Sweep, after: Sweep, point: Point) -> str:
     return ", ".join([*words, f"{point.tokens:,} tokens", f"{point.world_size} ranks", point.record["status"]])
 
 
-def _differences(before: Sweep, after: Sweep) -> list[str]:
-    """Facts of the environments that differ, since times of different machines say little about code."""
-    keys = differing([*before.environments.values(), *after.environments.values()])
-    return [f"the environments differ in {', '.join(keys)}"] if keys else []
-
-
-def _as_data(before: Sweep, after: Sweep, found: Comparison, config: CompareConfig) -> dict[str, Any]:
+def _as_data(pair: Pair) -> Mapping[str, Any]:
     return {
-        "before": str(before.folder),
-        "after": str(after.folder),
-        "threshold": config.threshold,
-        "counts": {verdict: found.count(verdict) for verdict in (WORSE, BETTER, SAME, NOTHING)},
-        "points": [
-            {
-                "hash": pair.before.record["hash"],
-                "options": pair.before.options,
-                "status": [pair.before.record["status"], pair.after.record["status"]],
-                "verdict": pair.verdict,
-                "changes": {key: change._asdict() for key, change in pair.changes.items()},
-            }
-            for pair in found.pairs
-        ],
-        "only_before": [point.record["hash"] for point in found.only_before],
-        "only_after": [point.record["hash"] for point in found.only_after],
-        "environments": _differences(before, after),
+        "hash": pair.before.record["hash"],
+        "options": pair.before.options,
+        "status": [pair.before.record["status"], pair.after.record["status"]],
+        "verdict": pair.verdict,
+        "changes": {key: change._asdict() for key, change in pair.changes.items()},
     }

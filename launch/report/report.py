@@ -1,26 +1,29 @@
 """`ringattn report`: what a sweep found, as Markdown, as one page of HTML, and as a table on the terminal.
 
+The page needs no network and no other file. Files of `ringattn simulate` in the folder of the sweep get a section.
 Guarantees: an unfinished sweep and one of failures alone are reported as well; a report reads its folder and writes two
-files there, nothing else.
+files there, nothing else; text of a record is text on the page, never markup.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from importlib import resources
+from itertools import groupby
 from pathlib import Path
-
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table as RichTable
+from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError
 from ringattn.launch.outputs import writing
-from ringattn.launch.report.points import Sweep, differing, read_sweep, series_of
-from ringattn.launch.report.tables import Table, commands, environments_of, facts_of, tables_of
+from ringattn.launch.report.points import SINGLE, Sweep, differing, panels_of, read_sweep, series_of
+from ringattn.launch.report.tables import commands, console_of, environments_of, facts_of, markdown_table, tables_of
 from ringattn.observe.files import write_file
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 HELP = """usage: ringattn report DIR
 
@@ -31,6 +34,12 @@ Show what a sweep found: a table here, DIR/report.md, and DIR/report.html with c
 Returns 0, or 2 if there is nothing to report."""
 WIDTH = 200
 """Columns of a table where the output has no width of its own."""
+TEMPLATE = "page.html"
+OPEN_PANELS = 4
+"""Panels of a view that are unfolded at first."""
+DRAWN_PANELS = 12
+"""Panels of a page: about a hundred charts, two megabytes."""
+SIMULATED = "simulated*.json"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,17 +49,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if len(argv) != 1:
         raise InputError(f"expected one folder, got {' '.join(argv) or 'nothing'}; --help says more")
-    from ringattn.launch.report.page import page_of  # matplotlib and jinja2
-
     sweep = read_sweep(Path(argv[0]))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = console_of(WIDTH)
     console.print(summary_of(sweep), highlight=False, markup=False)
     for table in tables_of(sweep, series_of(sweep), brief=True):
-        console.print(terminal_table(table))
+        console.print(table.for_terminal())
     with _drawing(console) as say:
-        page = page_of(sweep, title_of(sweep), summary_of(sweep), say)
+        page = page_of(sweep, say)
     for name, text in (("report.md", markdown_of(sweep)), ("report.html", page)):
         with writing("report", sweep.folder / name):
             write_file(sweep.folder / name, text)
@@ -60,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _drawing(console: Console) -> Iterator[Callable[[str], None]]:
-    """Shows what is drawn: one line that changes on a terminal, plain lines elsewhere."""
+    """Show what is drawn: one line that changes on a terminal, plain lines elsewhere."""
     if not console.is_terminal:
         yield lambda line: print(f"drawing: {line}", flush=True)
         return
@@ -69,15 +74,15 @@ def _drawing(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 def title_of(sweep: Sweep) -> str:
-    """The heading of a report."""
+    """Return the heading of a report."""
     return f"Sweep {sweep.folder.resolve().name}"
 
 
 def summary_of(sweep: Sweep) -> str:
-    """How many points, how they ended, when and with which code they ran."""
-    counts = [f"{len(sweep.points)} point{'s'[: len(sweep.points) > 1]}: {len(sweep.ok)} with results"]
-    counts += [f"{len(sweep.failed)} without" for _ in sweep.failed[:1]]
-    words = ", ".join(counts)
+    """Return how many points there are, how they ended, when and with which code they ran."""
+    words = f"{len(sweep.points)} point{'s'[: len(sweep.points) > 1]}: {len(sweep.ok)} with results"
+    if sweep.failed:
+        words += f", {len(sweep.failed)} without"
     if sweep.repeated:
         words += f"; {sweep.repeated} run more than once, the last time counts"
     if sweep.unreadable:
@@ -93,7 +98,7 @@ def summary_of(sweep: Sweep) -> str:
 
 
 def _commit(name: str) -> str:
-    """A commit's first digits, with what follows them, as -dirty."""
+    """Return a commit's first digits, with what follows them, as -dirty."""
     digits, dash, rest = name.partition("-")
     return f"{digits[:12]}{dash}{rest}"
 
@@ -106,12 +111,12 @@ def _day(started: str) -> str:
 
 
 def markdown_of(sweep: Sweep) -> str:
-    """The report as Markdown: the head, the tables, the environments."""
+    """Return the report as Markdown: the head, the tables, the environments."""
     parts = [f"# {title_of(sweep)}", summary_of(sweep), "Charts: `report.html` beside this file."]
     for heading, rows in facts_of(sweep):
         parts += [f"## {heading}", _list(rows)]
     for table in tables_of(sweep, series_of(sweep)):
-        parts += [f"## {table.title}", _markdown_table(table), table.note]
+        parts += [f"## {table.title}", markdown_table(table), table.note]
     for name, rows in environments_of(sweep):
         parts += [f"## Environment {name}", _list(rows)]
     if found := commands(sweep):
@@ -123,17 +128,67 @@ def _list(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"- {key}: {value}" for key, value in rows)
 
 
-def _markdown_table(table: Table) -> str:
-    rule = [":--" if n < table.texts else "--:" for n in range(len(table.columns))]
-    cells = [table.columns, rule, *([cell.replace("|", "\\|") for cell in row] for row in table.rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+# --- the page --------------------------------------------------------------------------------------------------------
 
 
-def terminal_table(table: Table) -> RichTable:
-    """The table for a terminal; the best of each group is bold."""
-    shown = RichTable(title=table.title, caption=table.note, box=box.SIMPLE_HEAD, title_justify="left")
-    for number, column in enumerate(table.columns):
-        shown.add_column(column, justify="left" if number < table.texts else "right", overflow="fold")
-    for number, row in enumerate(table.rows):
-        shown.add_row(*map(escape, row), style="bold" if number in table.marked else "")
-    return shown
+def page_of(sweep: Sweep, say: Callable[[str], None]) -> str:
+    """Return the page as HTML. `say` is told what is drawn, a line at a time."""
+    from jinja2 import Environment, StrictUndefined
+
+    from ringattn.launch.report.charts import charts_of
+
+    found = series_of(sweep)
+    panels = [panel for panel in panels_of(found) if panel.view is not SINGLE or len(panel.lines) > 1]
+    drawn = []
+    for number, panel in enumerate(panels[:DRAWN_PANELS], 1):
+        say(f"panel {number} of {min(len(panels), DRAWN_PANELS)}")
+        drawn.append((panel.view, _panel(panel.title, [name for name, _ in panel.lines], charts_of(sweep, panel))))
+    template = resources.files("ringattn.launch.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(template).render(
+        title=title_of(sweep),
+        summary=summary_of(sweep),
+        facts=facts_of(sweep),
+        commands=commands(sweep),
+        views=[(view, [panel for _, panel in group]) for view, group in groupby(drawn, key=lambda pair: pair[0])],
+        open_panels=OPEN_PANELS,
+        undrawn=max(0, len(panels) - DRAWN_PANELS),
+        simulations=[simulated_panel(file) for file in sorted(sweep.folder.glob(SIMULATED))],
+        tables=tables_of(sweep, found),
+        environments=environments_of(sweep),
+    )
+
+
+def _panel(title: str, names: Sequence[str], charts: Sequence[Any], note: str = "") -> dict[str, Any]:
+    from ringattn.launch.report.charts import COLORS, MARKERS
+
+    legend = [(name, color, marker) for name, color, (_, marker) in zip(names, COLORS, MARKERS, strict=False)]
+    return {"title": title, "note": note, "legend": legend, "charts": charts}
+
+
+def simulated_panel(file: Path) -> dict[str, Any]:
+    """Return the panel of a simulation, a line for each scaling. Raises `InputError` for a file of another kind."""
+    from ringattn.launch.report.charts import Line, line_chart
+
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        curves, config = found["curves"], found["config"]
+        measures = {
+            ("Time of a call, simulated", "Nothing of it was measured.", "s"): lambda point: point["total_s"],
+            ("Efficiency, simulated", "Allowed pairs alone, at the kernel's rate, over the simulated time.", "%"):
+                lambda point: point["efficiency"],
+            ("Waiting, simulated", "Of the rank that waits most.", "% of the time"):
+                lambda point: sum(each["waiting_s"][2] for each in point["passes"]) / point["total_s"],
+        }  # fmt: skip
+        charts = []
+        for (title, note, unit), value in measures.items():
+            lines = [Line(number, [point["ranks"] for point in points], [value(point) for point in points])
+                     for number, points in enumerate(curves.values())]  # fmt: skip
+            charts.append(line_chart(title, note, "ranks", unit, lines, log_base=10 if unit == "s" else 0))
+        heading = f"{config['schedule']}, {config['tokens']:,} tokens, {found['cluster']['name']}"
+        return _panel(heading, [f"{name} scaling" for name in curves], charts, found["cluster"]["source"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise InputError(
+            f"{file} is not a simulation of this version of ringattn: {error!r}; write it again with `ringattn "
+            f"simulate json={file}`, or move it away"
+        ) from error

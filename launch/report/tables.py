@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ringattn.launch.report.metrics import overlap_name, predicted_ms, prediction_words
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
 from ringattn.launch.report.points import (
     AXES,
     BESIDE,
@@ -25,19 +29,8 @@ from ringattn.launch.report.points import (
 
 BEST, UNKNOWN = "★", "–"
 MIB = 2**20
-ALWAYS_SHOWN = (
-    "causal",
-    "window",
-    "mask",
-    "schedule",
-    "layout",
-    "dtype",
-    "transport",
-    "engine",
-    "heads",
-    "kv_heads",
-    "head_dim",
-)
+ALWAYS_SHOWN = ("causal", "window", "mask", "schedule", "layout", "dtype", "transport", "engine", "heads", "kv_heads",
+                "head_dim")  # fmt: skip
 """Options that head the list of what all points share, in this order; the others follow by name."""
 
 
@@ -52,6 +45,28 @@ class Table(NamedTuple):
     note: str = ""
     texts: int = 1
 
+    def for_terminal(self) -> RichTable:
+        """Return the table for a terminal; marked rows are bold."""
+        shown = RichTable(title=self.title, caption=self.note, box=box.SIMPLE_HEAD, title_justify="left")
+        for number, column in enumerate(self.columns):
+            shown.add_column(column, justify="left" if number < self.texts else "right", overflow="fold")
+        for number, row in enumerate(self.rows):
+            shown.add_row(*map(escape, row), style="bold" if number in self.marked else "")
+        return shown
+
+
+def markdown_table(table: Table) -> str:
+    """Return the table as Markdown."""
+    rule = [":--" if n < table.texts else "--:" for n in range(len(table.columns))]
+    cells = [table.columns, rule, *([cell.replace("|", "\\|") for cell in row] for row in table.rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def console_of(width: int) -> Console:
+    """Return the terminal, or lines of so many columns where the output has no width of its own."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
 
 def tables_of(sweep: Sweep, found: Sequence[Series], brief: bool = False) -> list[Table]:
     """All tables that have rows: results, scaling, failures. `brief`: as wide as a terminal."""
@@ -60,12 +75,8 @@ def tables_of(sweep: Sweep, found: Sequence[Series], brief: bool = False) -> lis
 
 
 def results(sweep: Sweep, brief: bool = False) -> Table:
-    """A row for each point with results; points of one workload on as many ranks together, the fastest first."""
-    columns = [
-        (name, show)
-        for name, show in (_brief_columns(sweep) if brief else _columns(sweep))
-        if any(show(point) != UNKNOWN for point in sweep.ok)
-    ]
+    """Return a row for each point with results; points of one workload on as many ranks together, fastest first."""
+    columns = [column for column in _columns(sweep, brief) if any(column[1](point) != UNKNOWN for point in sweep.ok)]
     rows: list[tuple[str, ...]] = []
     marked: set[int] = set()
     close = False
@@ -98,51 +109,37 @@ def is_best(sweep: Sweep, fastest_first: Sequence[Point]) -> bool:
     return sweep.pass_spread(fastest_first[0])[1] < sweep.pass_spread(fastest_first[1])[0]
 
 
-def _columns(sweep: Sweep) -> list[tuple[str, Callable[[Point], str]]]:
-    """Heading and text of each column of results."""
+def _columns(sweep: Sweep, brief: bool) -> list[tuple[str, Callable[[Point], str]]]:
+    """Return heading and text of each column of results; `brief`: those that a reader looks for first."""
 
     def timed(key: str) -> Callable[[Point], str]:
         def show(point: Point) -> str:
-            median, spread = point.median(key), point.spread(key)
-            if median is None or spread is None:
-                return UNKNOWN
-            return f"{figure(median)} ({figure(spread[0])}–{figure(spread[1])})"
+            median, (low, high) = point.median(key), point.spread(key)
+            return figure(median) if brief or median is None else f"{figure(median)} ({figure(low)}–{figure(high)})"
 
         return show
 
-    def predicted(name: str) -> Callable[[Point], str]:
-        return lambda point: figure(point.predicted(f"{name}_ms"))
+    def mib(key: str) -> Callable[[Point], str]:
+        return lambda point: UNKNOWN if (most := point.most(key)) is None else figure(most / MIB)
 
-    def most(key: str) -> Callable[[Point], str]:
-        return lambda point: _mib(point.most(key))
-
-    return [
+    all_columns: list[tuple[str, Callable[[Point], str]]] = [
         ("forward ms", timed("forward_ms")),
-        ("predicted forward ms", predicted("forward")),
+        ("predicted forward ms", lambda point: figure(point.predicted("forward_ms"))),
         ("backward ms", timed("backward_ms")),
-        ("predicted backward ms", predicted("backward")),
+        ("predicted backward ms", lambda point: figure(point.predicted("backward_ms"))),
+        ("predicted ms", lambda point: figure(predicted_ms(sweep, point))),
         ("tokens/s", lambda point: figure(sweep.tokens_per_s(point))),
         ("TFLOP/s", lambda point: figure(point.number("tflops"))),
         ("exposed ms", lambda point: figure(point.exposed_ms(sweep.passes))),
         (overlap_name(sweep), lambda point: figure(point.number("overlap"))),
-        ("peak MiB", most("peak_bytes")),
-        ("pool MiB", most("pool_bytes")),
-        ("sent MiB", most("bytes_sent")),
+        ("peak MiB", mib("peak_bytes")),
+        ("pool MiB", mib("pool_bytes")),
+        ("sent MiB", mib("bytes_sent")),
         ("messages", lambda point: figure(point.most("messages"))),
         ("greatest error", _error),
     ]
-
-
-def _brief_columns(sweep: Sweep) -> list[tuple[str, Callable[[Point], str]]]:
-    """The columns that a reader looks for first."""
-    by_name = dict(_columns(sweep))
-    kept = ("tokens/s", "exposed ms", "peak MiB", "greatest error")
-    return [
-        ("forward ms", lambda point: figure(point.median("forward_ms"))),
-        ("backward ms", lambda point: figure(point.median("backward_ms"))),
-        ("predicted ms", lambda point: figure(predicted_ms(sweep, point))),
-        *((name, by_name[name]) for name in kept),
-    ]
+    first = ("forward ms", "backward ms", "predicted ms", "tokens/s", "exposed ms", "peak MiB", "greatest error")
+    return [column for column in all_columns if (column[0] in first if brief else column[0] != "predicted ms")]
 
 
 def _error(point: Point) -> str:
@@ -226,5 +223,23 @@ def figure(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _mib(nbytes: float | None) -> str:
-    return UNKNOWN if nbytes is None else figure(nbytes / MIB)
+def overlap_name(sweep: Sweep) -> str:
+    """Return `overlap` if every transport told when messages arrived; else it is an upper bound, and is called so."""
+    bound = any(point.record.get("arrivals_known") is False for point in sweep.ok)
+    return "overlap, at most" if bound else "overlap"
+
+
+def predicted_ms(sweep: Sweep, point: Point) -> float | None:
+    """Return what was predicted for the same passes as `Sweep.pass_ms`."""
+    parts = [point.predicted(f"{name}_ms") for name in sweep.passes]
+    return None if None in parts else sum(map(float, parts))
+
+
+def prediction_words(sweep: Sweep) -> str:
+    """Return what the predictions are made for, in a sentence; empty if there are none."""
+    made = {
+        f"{point.predicted('cluster')} ({'calibrated' if point.predicted('calibrated') else 'not calibrated'})"
+        for point in sweep.ok
+        if point.predicted("cluster")
+    }
+    return f"Predictions are for: {'; '.join(sorted(made))}." if made else ""

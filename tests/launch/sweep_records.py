@@ -36,7 +36,7 @@ def record(
         "command": f"ringattn run ranks={ranks} tokens={tokens} schedule={schedule} layout={layout} dtype={dtype}",
     }  # fmt: skip
     unknown = ("forward_ms", "backward_ms", "tokens_per_s", "tflops", "bytes_sent", "messages", "exposed_ms", "overlap",
-               "peak_bytes", "pool_bytes", "error", "predicted")  # fmt: skip
+               "arrivals_known", "pass_ms", "peak_bytes", "pool_bytes", "error", "predicted")  # fmt: skip
     if status != "ok":
         return {**shared, **dict.fromkeys(unknown)}
     return {**shared, **_results(ranks, tokens, schedule, layout, dtype, seed, backward)}
@@ -55,8 +55,9 @@ def _results(ranks: int, tokens: int, schedule: str, layout: str, dtype: str, se
     kept = times if backward else {"forward": forward_ms}
     timed = {f"{name}_ms": _timed(ms, noise) for name, ms in kept.items()}
     total_s, work = sum(kept.values()) / 1e3, 3.5 if backward else 1.0
+    both = {name: sum(one[name] for one in timed.values()) for name in ("median", "p10", "p90")}
     return {
-        "backward_ms": None, **timed,
+        "backward_ms": None, **timed, "pass_ms": {**both, "samples": 10}, "arrivals_known": ranks == 1,
         "tokens_per_s": tokens / total_s, "tflops": flops * work / total_s / 1e12,
         "bytes_sent": [shard_bytes * 3 * (ranks - 1)] * ranks, "messages": [3 * (ranks - 1)] * ranks,
         "exposed_ms": {name: [wait_ms * (1 + 0.1 * rank) for rank in range(ranks)] for name in ("forward", "backward")},

@@ -23,7 +23,7 @@ from ringattn.launch.measure import calibrate, calibration
 from ringattn.launch.measure.calibrate import CalibrateConfig
 from ringattn.launch.measure.calibration import COPY_BYTES, MESSAGE_BYTES, SHAPES, Shape, finalized
 from ringattn.launch.measure.constants import constants_of, least_squares, link_fit
-from ringattn.launch.words import load_plain
+from ringattn.launch.options import load_plain
 from ringattn.planner.cluster import UNITS, Cluster, cluster_named
 from ringattn.planner.simulate import simulate
 from ringattn.planner.work import COPIED, call_work, computed_pairs, work_s

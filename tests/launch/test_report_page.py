@@ -16,8 +16,8 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from ringattn.launch.report.charts import COLORS
-from ringattn.launch.report.page import page_of
 from ringattn.launch.report.points import read_sweep
+from ringattn.launch.report.report import page_of
 from tests.launch.sweep_records import folder, strong
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -86,7 +86,7 @@ DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "flags", "brightness"), [(1280, (), 1.0), (400, DARK, 1.3)])
 def test_what_a_browser_draws(tmp_path: Path, width: int, flags: tuple[str, ...], brightness: float) -> None:
-    html = page_of(read_sweep(folder(tmp_path, strong())), "Sweep", "", lambda line: None)
+    html = page_of(read_sweep(folder(tmp_path, strong())), lambda line: None)
     measured, picture = drawn(tmp_path, html, width, *flags)
     assert measured["viewport"] == width == measured["page"][0]
     assert measured["wide"] == [] and measured["clipped"] == []
@@ -108,7 +108,7 @@ def test_what_a_browser_draws(tmp_path: Path, width: int, flags: tuple[str, ...]
 @in_browser
 @pytest.mark.slow
 def test_the_browser_test_sees_what_is_wrong(tmp_path: Path) -> None:
-    html = page_of(read_sweep(folder(tmp_path, strong())), "Sweep", "", lambda line: None)
+    html = page_of(read_sweep(folder(tmp_path, strong())), lambda line: None)
     html = html.replace("</header>", '<img src="gone.png"><div style="width: 900px">too wide</div></header>')
     html = html.replace(">ranks</text>", f">{'ranks ' * 30}</text>", 1)
     measured, picture = drawn(tmp_path, html, 400)

@@ -12,12 +12,18 @@ import pytest
 
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.launch.measure import simulation
-from ringattn.launch.measure.simulation import Call, Machines, shared_out, simulate_call
-from ringattn.launch.pictures.simulate import SimulateConfig, counts, factors, main, told_ranks
-from ringattn.launch.words import load_plain, with_lengths
+from ringattn.launch.options import load_plain
+from ringattn.launch.pictures.simulate import (
+    SimulateConfig,
+    Simulator,
+    counts,
+    factors,
+    main,
+    shared_out,
+    traced_ranks,
+)
+from ringattn.launch.pictures.simulated import work_shares
 from ringattn.planner.cluster import CLUSTERS
-from ringattn.planner.simulate import Disturbance
 
 SMALL = ["heads=4", "kv_heads=2", "head_dim=64"]
 
@@ -26,8 +32,8 @@ def test_plans_and_classes_meet(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sweep goes from plans to classes; weak scaling of a full mask keeps the work of a rank times its ranks."""
-    asked = []
-    monkeypatch.setattr(simulation, "simulate_call", lambda *call: asked.append(call[2:4]) or simulate_call(*call))
+    run, asked = Simulator.run, []
+    monkeypatch.setattr(Simulator, "run", lambda self, *call: asked.append(call[:2]) or run(self, *call))
     file, picture = tmp_path / "a.json", tmp_path / "a.png"
     words = ["ranks=16,24", "tokens=24Ki", "scaling=both", *SMALL, f"json={file}", f"picture={picture}"]
     assert main(words) == 0
@@ -56,21 +62,16 @@ def test_tokens_are_rounded_up_and_it_says_so(capsys: pytest.CaptureFixture[str]
 
 def test_rounding_costs_no_more_than_it_says() -> None:
     """Of uneven shards the time lies between those of even shards of as many rows less and more."""
-    machines, call = Machines(CLUSTERS["h100"], Disturbance()), Call(heads=4, kv_heads=2, head_dim=64)
-    times = [
-        simulate_call(call, machines, tokens, 16, True, (), print).total_s for tokens in (32 * 250, 8011, 32 * 251)
-    ]
+    simulator = Simulator(SimulateConfig(heads=4, kv_heads=2, head_dim=64), CLUSTERS["h100"])
+    times = [simulator.run(tokens, 16).total_s for tokens in (32 * 250, 8011, 32 * 251)]
     assert times[0] <= times[1] <= times[2] * (1 + 1e-9)
 
 
 def test_ranks_that_share_processors_are_measured_by_the_processors() -> None:
     """Four ranks on two processors take twice as long as four on four, and neither is less efficient for that."""
     machines = replace(CLUSTERS["cpu"], cores=4, wire_cores=0.0)
-    call = Call(heads=4, kv_heads=2, head_dim=64)
-    shares = [
-        simulate_call(call, Machines(replace(machines, cores=cores), Disturbance()), 8192, 4, True, (), print)
-        for cores in (4, 2)
-    ]
+    config = SimulateConfig(heads=4, kv_heads=2, head_dim=64)
+    shares = [Simulator(config, replace(machines, cores=cores)).run(8192, 4) for cores in (4, 2)]
     assert shares[1].total_s > 1.9 * shares[0].total_s and shares[1].ideal_s == 2 * shares[0].ideal_s
     assert shares[1].efficiency == pytest.approx(shares[0].efficiency, rel=0.05)
 
@@ -84,8 +85,6 @@ def test_a_timeline_is_drawn_of_one_number_of_ranks(tmp_path: Path, capsys: pyte
 
 
 def test_shares_of_work() -> None:
-    from ringattn.launch.pictures.simulated import work_shares
-
     spans = [Span("step 0 attend", COMPUTE, 0.0, 4.0), Span("step 0 exchange", COMM, 0.0, 6.0),
              Span("step 1 attend", COMPUTE, 6.0, 8.0)]  # fmt: skip
     assert work_shares(spans, 8.0, 4).tolist() == pytest.approx([1.0, 1.0, 0.0, 1.0])
@@ -96,8 +95,7 @@ def test_words() -> None:
     assert counts("64,1,8,8") == [1, 8, 64]
     assert factors("slow_rank", "3:1.5,9:2", 1) == [((3,), 1.5), ((9,), 2.0)]
     assert factors("slow_link", "[7-8:4]", 2) == [((7, 8), 4.0)]
-    assert told_ranks(4, [2]) == [0, 1, 2, 3]
-    assert with_lengths("tokens", "1B") == with_lengths("tokens", "1G") == "1000000000"
+    assert traced_ranks(4, [2]) == [0, 1, 2, 3]
     assert shared_out(1000, [1, 3, 10], weak=True) == [100, 300, 1000]
     for wrong, told in ((lambda: counts("8,0"), "ranks=8,0: give numbers from 1 to 16,384"),
                         (lambda: counts("16385"), "ranks=16385"), (lambda: counts("a"), "ranks=a"),

@@ -324,7 +324,10 @@ def test_lines_are_appended_whole(tmp_path: Path) -> None:
         ("ranks=1,9 tokens=8", "ranks=9: 9 ranks are more than tokens=8 (in the point ranks=9)"),
         ("nnodes=1,2", "nnodes=2: launcher=local knows this machine alone; use launcher=slurm"),
         ("schedule=ring,rign", "choose one of auto, ring"),
-        ("mask=causal,full", "mask=causal: is not a mask here; write causal=true (in the point mask=causal)"),
+        (
+            "mask=causal,full",
+            "'causal' is not a mask; choose one of chunked, prefix, global_tokens (in the point mask=causal",
+        ),
     ],
 )
 def test_refusals(ranks: StandIn, tmp_path: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
