@@ -261,7 +261,7 @@ def test_wheel_holds_the_package_and_nothing_else(checkout: Path, tmp_path: Path
     assert {name.split("/")[0] for name in held} == {"ringattn"}
     wheel_path = next(tmp_path.glob("*.whl"))
     # Options are found inside an installed wheel, presets that are files and presets that are code.
-    code = "from ringattn.launch.measure.run import load_run\nfrom ringattn.launch.measure.sweep import described\n"
+    code = "from ringattn.launch.calls import load_run\nfrom ringattn.launch.measure.sweep import described\n"
     code += "print(load_run(['shape=llama8b', 'window=[5,0]']).heads, len(described(['preset=weak'])[1]))"
     (tmp_path / "site").mkdir()
     with zipfile.ZipFile(wheel_path) as wheel:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringattn.errors import OutOfMemoryError, RingError
 from ringattn.explain import Explanation
+from ringattn.launch.calls import RunConfig
 from ringattn.launch.measure.environment import environment, own_cluster
 from ringattn.launch.measure.exactness import (
     DTYPES,
@@ -27,7 +28,6 @@ from ringattn.launch.measure.exactness import (
     reference_and_bounds,
     sequence_of,
 )
-from ringattn.launch.measure.run import RunConfig
 from ringattn.launch.memory import PeakMemory
 from ringattn.observe.memory import is_shortage
 from ringattn.planner.cluster import Cluster, cluster_named

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError
+from ringattn.launch.calls import RunConfig, words_of
 from ringattn.launch.folders import locked, write_json
 from ringattn.launch.measure.environment import code_version
-from ringattn.launch.measure.run import RunConfig, words_of
 from ringattn.observe.files import write_file
 
 STATUSES = ("ok", "oom", "error", "timeout")

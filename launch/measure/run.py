@@ -10,16 +10,16 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.calls import MaskedCallConfig, tokens_option
-from ringattn.launch.config import composed_as, is_for_hydra, keys_of, load, run_application, swept
+from ringattn.launch.calls import RunConfig, load_run, resolved, words_of
+from ringattn.launch.config import composed_as, is_for_hydra, keys_of, run_application, swept
 from ringattn.launch.measure.environment import NOT_CALIBRATED
 from ringattn.launch.nodes import Nodes
-from ringattn.launch.options import ENGINES, MOST_SEED, TRANSPORTS, help_text, leaves, option, spelled
+from ringattn.launch.options import help_text, spelled
 from ringattn.launch.processes import RanksError
 from ringattn.launch.ranks import (
     Place,
@@ -29,7 +29,6 @@ from ringattn.launch.ranks import (
     threads_for,
     torchrun_command,
 )
-from ringattn.planner.cluster import CLUSTERS, cluster_named
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -40,99 +39,6 @@ Starts the ranks as processes of this machine; under torchrun it takes part in p
 Example: ringattn run ranks=4 tokens=16384 schedule=ring window=[511,0]
 Nodes:   ringattn run ranks=8 nnodes=2 node_rank=0 rdzv_endpoint=node0:29400    (on the other one node_rank=1)
 Hydra:   ringattn run -m tokens=4096,8192; --cfg job, --config-dir DIR, hydra/launcher=..., +, ++, ~ (--hydra-help)"""
-
-TRANSPORT_NAMES = tuple(name for name in TRANSPORTS if name != "local")  # which joins threads, and ranks are processes
-
-
-@dataclass
-class RunConfig(MaskedCallConfig):
-    """One attention call, measured."""
-
-    DEFAULT_TOKENS: ClassVar[int] = 4096
-    GROUPS: ClassVar[tuple[str, ...]] = ("shape",)
-
-    tokens: int | None = tokens_option(4096)
-    backward: bool = option(True, "also measure the backward pass")
-    ranks: int | None = option(None, "ranks to start on this node, as many on each; torchrun's, else 1", least=1)
-    tokens_per_rank: int | None = option(None, "instead of tokens: that many for each rank", least=1)
-    engine: str = option("auto", "which kernels attend", choices=ENGINES)
-    transport: str = option("auto", "what carries the messages", choices=TRANSPORT_NAMES)
-    warmup: int = option(2, "passes before those that are timed", least=1)
-    repeats: int = option(10, "timed passes", least=1)
-    seed: int = option(0, "of the inputs", least=0, most=MOST_SEED)
-    nnodes: int = option(1, "nodes, each with as many ranks", least=1)
-    node_rank: int = option(0, "which of the nodes this is", least=0)
-    rdzv_endpoint: str = option("", "host:port of node 0, where the nodes meet")
-    threads_per_rank: int | None = option(None, "intra-op threads of a rank; cores / ranks if not set", least=1)
-    timeout_s: float = option(120.0, "deadline of every wait for another rank, in seconds", above=0.0)
-    limit_s: float = option(1800.0, "seconds after which the run is ended", above=0.0)
-    cluster: str = option("", "to predict for: a file of ringattn calibrate, or " + ", ".join(CLUSTERS)
-                          + "; this machine if not set and calibrated", names=tuple(CLUSTERS))  # fmt: skip
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of all nodes."""
-        return (self.ranks or 1) * self.nnodes
-
-
-def load_run(overrides: Sequence[str]) -> RunConfig:
-    """Return the run that `overrides` describe, with every size resolved. Raises `InputError`, with the key first."""
-    return resolved(load(overrides, RunConfig, "run"))
-
-
-def plain(config: RunConfig) -> RunConfig:
-    """Return the same work in the fewest words: options without effect have their default.
-
-    One rank sends nothing and owns all tokens, so its schedule, layout and transport have no effect.
-    """
-    if config.world_size > 1:
-        return config
-    default = RunConfig()
-    return replace(config, layout=default.layout, schedule=default.schedule, transport=default.transport)
-
-
-def resolved(config: RunConfig) -> RunConfig:
-    """Return the same run with `ranks` and `tokens` as numbers. Raises `InputError` if two options contradict."""
-    if config.tokens is not None and config.tokens_per_rank is not None:
-        raise InputError(f"tokens_per_rank={config.tokens_per_rank}: give it or tokens={config.tokens}, not both")
-    if config.cluster:
-        cluster_named(config.cluster)
-    config = replace(config, ranks=config.ranks or 1)
-    if config.tokens_per_rank is not None:
-        config = replace(config, tokens=config.tokens_per_rank * config.world_size)
-    config.check()
-    config = replace(config, tokens=config.length)
-    if config.world_size > config.length:
-        raise InputError(f"ranks={config.ranks}: {config.world_size} ranks are more than tokens={config.tokens}")
-    if config.node_rank >= config.nnodes:
-        raise InputError(f"node_rank={config.node_rank}: nodes are numbered from 0, and nnodes={config.nnodes}")
-    host, _, port = config.rdzv_endpoint.rpartition(":")
-    if config.rdzv_endpoint and not (host and port.isdecimal()):
-        raise InputError(f"rdzv_endpoint={config.rdzv_endpoint}: write host:port, as node0:29400")
-    return config
-
-
-def words_of(config: RunConfig) -> list[str]:
-    """Return the `key=value` words that give this configuration again, without those that equal the default."""
-    default = {key: value for key, value, _ in leaves(RunConfig())}
-    words = []
-    for key, value, _ in leaves(config):
-        if value != default[key] and not (key == "tokens" and config.tokens_per_rank):
-            words.append(f"{key}={_as_word(value)}")
-    return words
-
-
-def _as_word(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    # A comma is a sweep for Hydra, unless it is within quotes.
-    return f"'{value}'" if isinstance(value, str) and "," in value else str(value)
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
-
 
 ENTRY = "ringattn.launch.measure.point:on_rank"
 DRY_RUN = "--dry-run"

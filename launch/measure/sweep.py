@@ -19,18 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringattn.errors import InputError, RingError
+from ringattn.launch.calls import RunConfig, load_run, plain
 from ringattn.launch.config import combinations, keys_of, load, parse, swept
 from ringattn.launch.measure.environment import code_version
 from ringattn.launch.measure.points import hash_of, leave, make_record, opened, read_points
-from ringattn.launch.measure.run import (
-    DRY_RUN,
-    RunConfig,
-    command_of,
-    load_run,
-    met_in_job,
-    plain,
-    run_here,
-)
+from ringattn.launch.measure.run import DRY_RUN, command_of, met_in_job, run_here
 from ringattn.launch.options import CONF, help_text, no_such_key, option, presets_of, spelled
 from ringattn.launch.processes import RanksError
 from ringattn.launch.ranks import place_in_torchrun, threads_for

@@ -8,46 +8,20 @@ from __future__ import annotations
 import json
 import re
 import resource
-import sys
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from ringattn.core.geometry import Band, StridedRange, count_pairs
-from ringattn.core.layout import LAYOUTS, make_layout
-from ringattn.core.mask import Banded
-from ringattn.core.problem import Problem
-from ringattn.core.span import COMM, COMPUTE, Span
-from ringattn.errors import InputError, UnsupportedError
-from ringattn.launch.calls import MOST_HEADS, TORCH_DTYPES, CallConfig, schedule_option, tokens_option
-from ringattn.launch.options import DTYPES, MOST, help_text, load_plain, option
+from ringattn.errors import InputError
+from ringattn.launch.options import help_text, load_plain
 from ringattn.launch.outputs import writing
+from ringattn.launch.pictures.simulation import PASSES, SCALINGS, SimulateConfig, Simulated, Simulator
 from ringattn.observe.files import write_file
-from ringattn.planner.candidates import check_extent
-from ringattn.planner.choose import choose_route, without_collector
-from ringattn.planner.classes import (
-    MOST_GROUPED,
-    SERVED,
-    Learned,
-    check_reach,
-    classes_of,
-    group_of,
-    learned_from,
-    opening_on,
-    plans_of_group,
-    routes_on,
-)
-from ringattn.planner.cluster import CLUSTERS, Cluster, cluster_named
-from ringattn.planner.recurrence import PassTimes, play
-from ringattn.planner.simulate import Disturbance, duration, simulate
-from ringattn.planner.work import attention_s
-from ringattn.schedule.routes import route_named
+from ringattn.planner.cluster import Cluster, cluster_named
+from ringattn.planner.simulate import Disturbance, duration
 
 PURPOSE = """\
 Simulates one attention call on so many ranks of a cluster: how long it takes, how long ranks work and wait, what they
@@ -55,41 +29,7 @@ hold, and what stragglers, slow links and jitter cost. Nothing is run; 16,384 ra
 Examples: ringattn simulate ranks=16384 tokens=1B cluster=h100
           ringattn simulate ranks=1,8,64,512,4096 tokens=1B scaling=both cluster=gb200 picture=scaling.png
           ringattn simulate ranks=64 tokens=1M slow_rank=3:1.5 slow_link=7-8:4 jitter=0.05 seed=1"""
-SCALINGS = "strong", "weak", "both"
-PASSES = "forward", "backward"
 MOST_RANKS = 2**14
-PLANNED = 16
-"""Up to so many ranks, each has its own plan; classes are learned from more."""
-MOST_PLANNED = 64
-"""As many of a schedule that classes do not serve: plans have an entry for each pair of ranks."""
-
-
-@dataclass
-class SimulateConfig(CallConfig):
-    """One attention call, simulated."""
-
-    DEFAULT_TOKENS: ClassVar[int] = 131072
-
-    tokens: int | None = tokens_option(131072, most=MOST)
-    heads: int = option(32, "query heads", least=1, most=MOST_HEADS)
-    kv_heads: int = option(8, "key and value heads; divides heads", least=1, most=MOST_HEADS)
-    head_dim: int = option(128, "of queries, keys and values", least=1, most=MOST)
-    dtype: str = option("bf16", "of queries, keys and values", choices=DTYPES)
-    layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS[:3]))
-    schedule: str = schedule_option("ring")
-    ranks: str = option("8", "ranks of the ring; several as 1,8,64")
-    scaling: str = option("strong", "several ranks share the same tokens, or have as many each; tokens are those of "
-                          "the largest ring where scaling is weak", choices=SCALINGS)  # fmt: skip
-    cluster: str = option("h100", "machines: a file of `ringattn calibrate`, or one of " + ", ".join(CLUSTERS),
-                          names=tuple(CLUSTERS))  # fmt: skip
-    overlap: bool = option(True, "messages travel beside the work of their step; else they follow it")
-    sm_margin: int = option(0, "multiprocessors of a GPU that attention leaves to exchanges, as NCCL takes 8", least=0)
-    slow_rank: str = option("", "ranks whose work takes longer, as 3:1.5 or 3:1.5,9:2")
-    slow_link: str = option("", "pairs whose messages take longer, either way, as 7-8:4")
-    jitter: float = option(0.0, "work takes up to this share longer, drawn anew for each rank and step", least=0.0)
-    seed: int = option(0, "what jitter is drawn from", least=0, most=2**32 - 1)
-    json: str = option("", "file to write everything into (JSON)", writes="file")
-    picture: str = option("", "file to draw curves or, of one number of ranks, a timeline into (PNG)", writes="picture")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -185,202 +125,6 @@ def shared_out(tokens: int, ranks: Sequence[int], weak: bool) -> list[int]:
     return [max(1, tokens * count // max(ranks)) if weak else tokens for count in ranks]
 
 
-# --- simulation ------------------------------------------------------------------------------------------------------
-
-
-class Simulated(NamedTuple):
-    """A call on `ranks` ranks. `tokens`: as many as were simulated, which `asked` rounds up to shards of one length.
-
-    `classes`: whether ranks were simulated by classes, else each by its plan. `held_bytes`: least, median and greatest
-    staging buffers of a rank in addition to its own tensors. `ideal_s`: of the allowed pairs alone, shared evenly by
-    the processors, at the kernel's rate; `spans`: by pass what some ranks did. `took_s`: of the simulation itself.
-    """
-
-    ranks: int
-    tokens: int
-    asked: int
-    classes: bool
-    passes: Sequence[PassTimes]
-    held_bytes: Sequence[int]
-    ideal_s: float
-    spans: Sequence[Mapping[int, Sequence[Span]]]
-    took_s: float
-
-    @property
-    def total_s(self) -> float:
-        """Of all passes, one after another."""
-        return sum(each.total_s for each in self.passes)
-
-    @property
-    def efficiency(self) -> float:
-        """Ideal over simulated time."""
-        return self.ideal_s / self.total_s
-
-
-@dataclass
-class Simulator:
-    """Simulates one call on a cluster for several numbers of tokens and ranks; classes of ranks are learned once."""
-
-    config: SimulateConfig
-    cluster: Cluster
-    disturbance: Disturbance = field(default_factory=Disturbance)
-    _learned: dict[Any, Learned] = field(default_factory=dict)
-    _first: dict[Any, Learned] = field(default_factory=dict)
-    """The classes of the first length of shards: those of other lengths differ from them in the length alone."""
-
-    @without_collector()
-    def run(self, tokens: int, ranks: int, traced: Sequence[int] = ()) -> Simulated:
-        """Simulate the call on so many ranks. `traced`: ranks whose steps are kept.
-
-        Raises `UnsupportedError` for what can be simulated neither by plans nor by classes.
-        """
-        began = time.perf_counter()
-        self.disturbance.check_ranks(ranks)
-        classes = not self._each_planned(ranks)
-        used = self.shard_tokens(tokens, ranks) * ranks if classes else tokens
-        simulated = self._by_classes if classes else self._by_plans
-        passes, spans, held = simulated(used, ranks, traced)
-        problem = self.problem(used, ranks)
-        pairs = _pairs(problem) * self.config.heads / _processors(self.cluster, ranks)
-        ideal_s = sum(attention_s(problem, pairs, self.cluster, bool(number)) for number in range(len(passes)))
-        held_bytes = [int(each) for each in np.percentile(held, (0, 50, 100))]
-        took_s = time.perf_counter() - began
-        return Simulated(ranks, used, tokens, classes, passes, held_bytes, ideal_s, spans, took_s)
-
-    def problem(self, tokens: int, ranks: int) -> Problem:
-        """Return the call on so many tokens and ranks. Raises `InputError` for options that contradict each other."""
-        config = self.config
-        layout = make_layout(config.layout, tokens, ranks, purpose=self._purpose)
-        mask = Banded(config.causal, config.bounds).mask(tokens, tokens, None, None, config.heads, config.kv_heads)
-        sizes = config.batch, config.heads, config.kv_heads, config.head_dim, config.head_dim
-        return Problem(layout, layout, mask, *sizes, TORCH_DTYPES[config.dtype])
-
-    def shard_tokens(self, tokens: int, ranks: int) -> int:
-        """Return the tokens of each of shards of one length, at least as many as there are."""
-        chunks = 2 if make_layout(self.config.layout, tokens, ranks, purpose=self._purpose).name == "zigzag" else 1
-        return -(-tokens // (ranks * chunks)) * chunks
-
-    @property
-    def _purpose(self) -> str:
-        return "window" if self.config.bounds else "causal" if self.config.causal else "full"
-
-    @property
-    def _served(self) -> bool:
-        """Whether classes of ranks describe this schedule on this cluster."""
-        return self.config.schedule.partition(":")[0] in SERVED and self.cluster.cores is None
-
-    def _each_planned(self, ranks: int) -> bool:
-        """Whether every rank's plan is made: of few ranks, and where classes do not serve."""
-        if ranks <= PLANNED or not self._served:
-            return True
-        group = group_of(self.problem(ranks * 2, ranks), self.config.schedule, self.cluster)
-        return 1 < group <= MOST_GROUPED and ranks <= learned_from(self.config.schedule, ranks // group, 0, group)[1]
-
-    def _by_plans(self, tokens: int, ranks: int, traced: Sequence[int]) -> tuple[list[PassTimes], list[Any], Any]:
-        """Simulate every rank with its plan. Returns the passes, the spans of traced ranks, and the bytes held."""
-        config, cluster = self.config, self.cluster
-        route = route_named(config.schedule)
-        if ranks > MOST_PLANNED and not self._served:
-            shares = f"cluster={cluster.name!r}, whose ranks share processors,"
-            what = f"schedule={config.schedule!r}" if cluster.cores is None else shares
-            why = ""
-            if route.by_head:
-                why = (f" It moves each head to one rank, so of {config.heads} heads no more than {config.heads} ranks "
-                       "have work: many ranks take schedule='ulysses_ring'.")  # fmt: skip
-            raise UnsupportedError(
-                f"ranks={ranks}: {what} is simulated with a plan for each rank, up to {MOST_PLANNED}.{why} Simulate "
-                f"fewer, or by classes of ranks: schedules {', '.join(SERVED)} on clusters with a processor for "
-                "each rank"
-            )
-        _show_progress(f"{ranks} ranks: planning each of them")
-        problem = self.problem(tokens, ranks)
-        size = group_of(problem, config.schedule, cluster) if route.parameter else ranks
-        check_extent(problem, by_head=route.by_head, groups=ranks // size)
-        route = choose_route(problem, config.schedule, cluster)
-        groups = [range(first, first + size) for first in range(0, ranks, size)]
-        every = [plan for group in groups for plan in plans_of_group(problem, route, group, 1 + config.backward)]
-        passes, spans, held = [], [], np.zeros(ranks)
-        for backward in (False, True)[: 1 + config.backward]:
-            plans = tuple(plan for plan in every if plan.backward == backward)
-            timeline = simulate(plans, cluster, config.overlap, self.disturbance)
-            busy_s, waiting_s, exposed_s = np.array([timeline.busy_us, timeline.waiting_us, timeline.exposed_us]) / 1e6
-            sent = np.array([plan.bytes_sent for plan in plans], float)
-            passes.append(PassTimes(timeline.total_us / 1e6, busy_s, waiting_s, exposed_s, sent, {}))
-            spans.append({rank: timeline.spans[rank] for rank in traced})
-            held = np.maximum(held, [plan.arena_bytes + plan.kept_bytes for plan in plans])
-        return passes, spans, held
-
-    def _by_classes(self, tokens: int, ranks: int, traced: Sequence[int]) -> tuple[list[PassTimes], list[Any], Any]:
-        """Simulate the ranks by classes that behave alike; the result is that of `_by_plans`."""
-        _show_progress(f"{ranks:,} ranks: learning classes of ranks")
-        learned = self._classes(tokens // ranks, ranks, group_of(self.problem(tokens, ranks), self.config.schedule,
-                                                                 self.cluster))  # fmt: skip
-        passes = []
-        for backward, name in enumerate(PASSES[: 1 + self.config.backward]):
-            _show_progress(f"{ranks:,} ranks: {name}")
-            options = self.config.overlap, self.disturbance, traced
-            passes.append(play(learned[bool(backward)], self.cluster, ranks, *options))
-        spans = [{rank: spans_of(marks) for rank, marks in each.traced.items()} for each in passes]
-        return passes, spans, np.max([learned[bool(n)].held_spread(ranks) for n in range(len(passes))], axis=0)
-
-    def _classes(self, shard: int, ranks: int, group: int) -> Learned:
-        """Return the classes of ranks with shards of so many tokens, learned or known from another number of ranks."""
-
-        def problem_of(count: int) -> Problem:
-            return self.problem(shard * count, count)
-
-        schedule, cluster, quarter, reach = self.config.schedule, self.cluster, ranks // group % 4, self._reach(shard)
-        learned_on = learned_from(schedule, quarter, reach, group)
-        routes = routes_on(problem_of, schedule, cluster, learned_on, group, None)
-        opening = opening_on(problem_of, routes, cluster, ranks)
-        key = quarter, opening, group
-        if (shard, key) not in self._learned:
-            # A window reaches other ranks from shards of another length.
-            first = None if self.config.bounds else self._first.get(key)
-            learned = classes_of(problem_of, schedule, cluster, quarter, reach, group, opening, first)
-            self._learned[shard, key] = learned
-            self._first.setdefault(key, learned)
-        return self._learned[shard, key]
-
-    def _reach(self, shard: int) -> int:
-        """Return how many shards a window reaches. Raises `UnsupportedError` for those that classes do not describe."""
-        if self.config.bounds is None:
-            return 0
-        layout = self.problem(shard * 4, 4).q_layout
-        sides = [0 if self.config.causal and side is None else side for side in self.config.bounds]
-        if None in sides or layout.name == "striped":
-            raise UnsupportedError(
-                f"layout={layout.name!r} with a window of {self.config.bounds}: classes of ranks are told apart "
-                "by windows bounded on both sides, over contiguous or zigzag shards"
-            )
-        run = min(part.count for part in layout.shards[0])
-        reach = -(-max(side for side in sides if side is not None) // run)
-        check_reach(reach)
-        return reach
-
-
-def _processors(cluster: Cluster, ranks: int) -> int:
-    """Return how many ranks work at full speed at once: all, or on each machine as many as it has processors."""
-    if cluster.cores is None:
-        return ranks
-    return sum(min(cluster.cores, sharing) for sharing in Counter(map(cluster.node_of, range(ranks))).values())
-
-
-def _pairs(problem: Problem) -> int:
-    """Return the number of pairs that the mask allows."""
-    everything = StridedRange(0, problem.q_layout.length)
-    return sum(count_pairs(everything, everything, Band(*branch.band)) for branch in problem.mask.branches)
-
-
-def spans_of(marks: np.ndarray) -> tuple[Span, ...]:
-    """Return what a rank did, from the moments of its steps (see `PassTimes.traced`)."""
-    spans = []
-    for number, (entered, went, worked, landed) in enumerate((marks * 1e6).tolist()):
-        lanes = (("pack", COMPUTE, entered, went), ("attend", COMPUTE, went, worked), ("exchange", COMM, went, landed))
-        spans += [Span(f"step {number} {name}", lane, start, end) for name, lane, start, end in lanes if end > start]
-    return tuple(spans)
-
-
 # --- what is printed and written -------------------------------------------------------------------------------------
 
 
@@ -456,8 +200,3 @@ def record(config: SimulateConfig, cluster: Cluster, curves: Mapping[str, Sequen
             for scaling, points in curves.items()
         },
     }  # fmt: skip
-
-
-def _show_progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{text:<60}\r", end="", file=sys.stderr, flush=True)

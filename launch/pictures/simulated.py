@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter
 
 from ringattn.core.span import COMPUTE, Span
 from ringattn.launch.outputs import save_picture
-from ringattn.launch.pictures.simulate import PASSES, Simulated
+from ringattn.launch.pictures.simulation import PASSES, Simulated
 
 INK, QUIET, GRID = "#22303c", "#5b6b79", "#dfe4e8"
 COLORS = {"strong": "#0072B2", "weak": "#D55E00"}

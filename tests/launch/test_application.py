@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 
 from ringattn import cli
 from ringattn.errors import RingError
+from ringattn.launch.calls import RunConfig
 from ringattn.launch.measure import run
-from ringattn.launch.measure.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,12 +17,12 @@ import pytest
 
 import ringattn
 from ringattn.errors import InputError
+from ringattn.launch.calls import RunConfig, load_run
 from ringattn.launch.config import load
 from ringattn.launch.doctor.doctor import DoctorConfig
 from ringattn.launch.measure import calibration, check, point
 from ringattn.launch.measure.calibrate import CalibrateConfig
 from ringattn.launch.measure.check import CheckConfig
-from ringattn.launch.measure.run import RunConfig, load_run
 from ringattn.launch.options import leaves
 from ringattn.launch.pictures import timeline
 from ringattn.launch.pictures.timeline import TimelineConfig

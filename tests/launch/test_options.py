@@ -11,12 +11,12 @@ import pytest
 
 from ringattn import cli
 from ringattn.errors import InputError
+from ringattn.launch.calls import RunConfig
 from ringattn.launch.capacity import plan
 from ringattn.launch.capacity.plan import PlanConfig
 from ringattn.launch.config import load
 from ringattn.launch.measure.calibrate import CalibrateConfig
 from ringattn.launch.measure.check import CheckConfig
-from ringattn.launch.measure.run import RunConfig
 from ringattn.launch.measure.sweep import SweepConfig, described
 from ringattn.launch.options import (
     ELSEWHERE,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ringattn.cli import STARTS, main
+from ringattn.launch.calls import RunConfig
 from ringattn.launch.config import load
 from ringattn.launch.measure.points import read_points
-from ringattn.launch.measure.run import RunConfig
 from ringattn.launch.options import MOST_SEED
 from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.data import load_documents, windows

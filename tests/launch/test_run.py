@@ -20,12 +20,13 @@ import torch
 from ringattn import masks
 from ringattn.engine.select import ENGINES
 from ringattn.errors import InputError, OutOfMemoryError
+from ringattn.launch.calls import RunConfig, load_run, resolved, words_of
 from ringattn.launch.capacity.plan import PlanConfig
 from ringattn.launch.measure import point
 from ringattn.launch.measure.check import CheckConfig
 from ringattn.launch.measure.environment import code_version, environment
 from ringattn.launch.measure.points import MEASURED
-from ringattn.launch.measure.run import RunConfig, load_here, load_run, main, resolved, words_of
+from ringattn.launch.measure.run import load_here, main
 from ringattn.launch.measure.sweep import SweepConfig
 from ringattn.launch.options import leaves, presets_of
 from ringattn.launch.pictures.show import ExplainConfig

@@ -13,16 +13,9 @@ import pytest
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.launch.options import load_plain
-from ringattn.launch.pictures.simulate import (
-    SimulateConfig,
-    Simulator,
-    counts,
-    factors,
-    main,
-    shared_out,
-    traced_ranks,
-)
+from ringattn.launch.pictures.simulate import counts, factors, main, shared_out, traced_ranks
 from ringattn.launch.pictures.simulated import work_shares
+from ringattn.launch.pictures.simulation import SimulateConfig, Simulator
 from ringattn.planner.cluster import CLUSTERS
 
 SMALL = ["heads=4", "kv_heads=2", "head_dim=64"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ringattn.launch.calls import load_run
 from ringattn.launch.measure import sweep
-from ringattn.launch.measure.run import load_run
 
 pytest.importorskip("submitit")
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ringattn.errors import RingError
+from ringattn.launch.calls import RunConfig, load_run, plain, words_of
 from ringattn.launch.measure import sweep
 from ringattn.launch.measure.points import (
     ARRIVALS,
@@ -29,7 +30,6 @@ from ringattn.launch.measure.points import (
     opened,
     read_points,
 )
-from ringattn.launch.measure.run import RunConfig, load_run, plain, words_of
 from ringattn.launch.processes import RanksError
 
 ROOT = Path(__file__).resolve().parents[2]
