@@ -1,4 +1,4 @@
-"""Options of a command as a dataclass, and the words `key=value` that set them. Needs neither Hydra nor torch.
+"""Options of a command as a dataclass, and the words `key=value` that set them, without Hydra and torch.
 
 Counts of tokens can be written 128k, 1M, 1B, 1e6 or 128Ki: k, M, G are powers of 1000, B is a billion, Ki, Mi, Gi are
 powers of 1024. Names are read in any case. `config.load` composes with Hydra; where there is no Hydra, `load_plain`
