@@ -20,8 +20,8 @@ from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, Table, finish, progress
 from ringattn.bench.timed_calls import PASSES, Shape, plans_of, samples_of, timed
 from ringattn.errors import InputError
-from ringattn.launch.measure.calibration import FAR, NEAR, finalized, measured
-from ringattn.launch.measure.constants import constants_of
+from ringattn.launch.measure.calibrate import FAR, NEAR, constants_of, finalized
+from ringattn.launch.measure.calibration import measured
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.simulate import simulate
 from ringattn.ring import Ring

@@ -7,7 +7,7 @@ A command extends `CallConfig`, or `MaskedCallConfig` if it can run or plan ever
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Any, ClassVar
 
 from ringattn.core.dilation import check as check_branches
@@ -15,6 +15,7 @@ from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
 from ringattn.errors import InputError
 from ringattn.launch.config import load
 from ringattn.launch.options import DTYPES, ENGINES, MOST, MOST_SEED, TRANSPORTS, leaves, option
+from ringattn.options import AttentionOptions
 from ringattn.planner.cluster import CLUSTERS, cluster_named
 from ringattn.schedule.routes import NUMBERED, ROUTES
 
@@ -73,9 +74,20 @@ class CallConfig:
             raise InputError(f"window=[{sizes}]: write the keys before and after the query, as [511,0]; -1 for all")
 
 
+KINDS = {"float": float, "float | None": float | None, "int | None": int | None}
+"""The types of options of the softmax as keys; a tensor or numbers are a list of numbers."""
+SOFTMAX = [each for each in fields(AttentionOptions) if each.name not in ("causal", "window", "mask", "schedule")]
+SoftmaxKeys: Any = make_dataclass(
+    "SoftmaxKeys",
+    [(each.name, KINDS.get(str(each.type), list[float] | None),
+      option(each.default, each.metadata["help"].partition(". ")[0].rstrip("."))) for each in SOFTMAX],
+)  # fmt: skip
+"""A key for each option of the softmax, as `AttentionOptions` declares it."""
+
+
 @dataclass
-class MaskedCallConfig(CallConfig):
-    """One attention call, also with documents, masks as values, and dilated segments."""
+class MaskedCallConfig(SoftmaxKeys, CallConfig):
+    """One attention call, also with options of the softmax, documents, masks as values, and dilated segments."""
 
     mask: str | None = option(None, "prefix:N, chunked:N or global_tokens:N, in tokens; goes with causal and window")
     documents: int = option(1, "documents of equal length", least=1)
@@ -96,6 +108,13 @@ class MaskedCallConfig(CallConfig):
     def check(self) -> None:
         """Raise `InputError`, with the key first, if two options contradict each other or one has no effect."""
         super().check()
+        for name, value in self.softmax().items():
+            if isinstance(value, list) and len(value) != self.heads:
+                raise InputError(f"{name}: {len(value)} numbers for heads={self.heads}; give one for each query head")
+            if name != "sinks":
+                AttentionOptions(**{name: value})
+        if (self.dropout_p == 0) != (self.dropout_seed is None):
+            raise InputError(f"dropout_p={self.dropout_p}: goes with dropout_seed, a number; give both or neither")
         if self.mask is not None:
             self._check_mask(self.mask)
         if self.cu_seqlens is not None:
@@ -130,17 +149,25 @@ class MaskedCallConfig(CallConfig):
         if self.tokens is not None and self.tokens != cu_seqlens[-1]:
             raise InputError(f"tokens={self.tokens}: cu_seqlens ends at {cu_seqlens[-1]}; leave tokens out")
 
-    def options(self, length: int) -> dict[str, Any]:
-        """Return the mask as keyword arguments of the call, for a sequence of `length` tokens.
+    def softmax(self) -> dict[str, Any]:
+        """Return the options of the softmax that are not their defaults."""
+        return {each.name: value for each in SOFTMAX if (value := getattr(self, each.name)) != each.default}
+
+    def options(self, length: int, device: Any = "cpu") -> dict[str, Any]:
+        """Return mask and softmax as keyword arguments of the call, for a sequence of `length` tokens, on a device.
 
         If that is less than the call's length, window, mask and segments are as much smaller.
         """
         from ringattn import masks
 
+        options: dict[str, Any] = {"causal": self.causal, **self.softmax()}
+        if "sinks" in options:
+            import torch
+
+            options["sinks"] = torch.tensor(options["sinks"], device=device)
         if self.segment_lengths is not None:
             segments = [self._scaled(size, length) for size in self.segment_lengths]
-            return {"causal": self.causal, "segment_lengths": segments, "dilation_rates": self.dilation_rates}
-        options: dict[str, Any] = {"causal": self.causal}
+            return {**options, "segment_lengths": segments, "dilation_rates": self.dilation_rates}
         if self.bounds is not None:
             # A window of n keys counts the query's own key.
             options["window"] = tuple(

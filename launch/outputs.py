@@ -38,9 +38,12 @@ def check_output(key: str, path: str, kind: str) -> None:
 
 
 def save_picture(figure: Figure, path: str | Path, dpi: int) -> None:
-    """Write a figure to `path`, in the format of its ending. Raises `OSError`."""
+    """Write a figure to `path`, in the format of its ending, and close it. Raises `OSError`."""
+    import matplotlib.pyplot as plt
+
     picture = io.BytesIO()
     figure.savefig(picture, dpi=dpi, format=Path(path).suffix.removeprefix(".") or None)
+    plt.close(figure)
     write_file(Path(path), picture.getvalue())
 
 

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ringattn.core.geometry import StridedRange
+from ringattn.engine.philox import is_dropped
 from ringattn.errors import PeerLostError
 from ringattn.masks import AttentionMask, Chunked, GlobalTokens, Prefix
 from ringattn.ring import Ring
@@ -74,6 +76,7 @@ def dense_attention(
     mask: AttentionMask | None = None,
     cu_seqlens: Sequence[int] | None = None,
     scale: float | None = None,
+    **softmax: Any,
 ) -> tuple[Tensor, Tensor]:
     """The reference: attention over whole tensors in float64 on one process, straight from the definition.
 
@@ -88,6 +91,7 @@ def dense_attention(
         mask: A mask of `ringattn.masks`. None: no mask besides causal and window.
         cu_seqlens: Cumulative document lengths [0, ..., tokens]. None: one sequence.
         scale: Factor of the scores. None: 1 / sqrt(d_k).
+        softmax: softcap, sinks, alibi_slopes, dropout_p and dropout_seed, as for `Ring.attention`.
 
     Shape:
         q: (batch, tokens, q_heads, d_k)
@@ -122,7 +126,7 @@ def dense_attention(
     if isinstance(mask, Chunked):
         near &= place[:, None] // mask.tokens == place[None, :] // mask.tokens
     allowed = near & (document[:, None] == document[None, :])
-    return _softmax(q, k, v, allowed.double().expand(q.shape[2], -1, -1), scale)
+    return _softmax(q, k, v, allowed.double().expand(q.shape[2], -1, -1), place, scale, **softmax)
 
 
 def dense_dilated_attention(
@@ -135,6 +139,7 @@ def dense_dilated_attention(
     causal: bool = False,
     cu_seqlens: Sequence[int] | None = None,
     scale: float | None = None,
+    **softmax: Any,
 ) -> tuple[Tensor, Tensor]:
     """The reference of dilated attention with offset="mod": a key counts once for each branch that has it.
 
@@ -149,6 +154,7 @@ def dense_dilated_attention(
         causal: A query meets the keys at its position and before.
         cu_seqlens: Cumulative document lengths [0, ..., tokens]. None: one sequence.
         scale: Factor of the scores. None: 1 / sqrt(d_k).
+        softmax: softcap, sinks, alibi_slopes, dropout_p and dropout_seed, as for `Ring.attention`.
 
     Shape:
         q: (batch, tokens, q_heads, d_k)
@@ -171,15 +177,36 @@ def dense_dilated_attention(
         for head in range(q.shape[2]):
             kept = place % length % rate == head % rate
             counts[head] += (segment[:, None] == segment[None, :]) & kept[:, None] & kept[None, :]
-    return _softmax(q, k, v, counts.tril() if causal else counts, scale)
+    return _softmax(q, k, v, counts.tril() if causal else counts, place, scale, **softmax)
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Attention in float64 in which query i of a head meets `counts[head, i, j]` times key j."""
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, place: Tensor, scale: float | None,
+    softcap: float | None = None, sinks: Tensor | None = None, alibi_slopes: Any = None, dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention in float64 in which query i of a head meets `counts[head, i, j]` times key j.
+
+    `place`: (tokens,) the position of each token in its document.
+    """
     group = q.shape[2] // k.shape[2]
     q, k, v = q.double(), k.double().repeat_interleave(group, 2), v.double().repeat_interleave(group, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if alibi_slopes is not None:
+        slopes = torch.as_tensor(alibi_slopes, dtype=torch.float64, device=q.device)
+        scores = scores - slopes[:, None, None] * (place[:, None] - place[None, :]).abs()
     scores = torch.where(counts > 0, scores + counts.clamp(min=1).log(), float("-inf"))
-    sees = (counts > 0).any(2)[..., None]
-    weights = torch.where(sees, scores.masked_fill(~sees, 0.0).softmax(-1), 0.0)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v), scores.logsumexp(-1)
+    if sinks is not None:  # one key more, which every query attends to, and which has no value
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    lse = scores.logsumexp(-1)
+    sees = (lse > float("-inf"))[..., None]
+    weights = torch.where(sees, scores.masked_fill(~sees, 0.0).softmax(-1), 0.0)[..., : k.shape[1]]
+    if dropout_p:
+        assert dropout_seed is not None
+        dropped = torch.empty_like(weights, dtype=torch.bool)
+        heads, queries, keys = (StridedRange(0, count) for count in weights.shape[1:])
+        is_dropped(dropped, heads, queries, keys, dropout_seed, dropout_p)
+        weights = weights.masked_fill(dropped, 0.0) / (1 - dropout_p)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v), lse

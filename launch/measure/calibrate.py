@@ -7,19 +7,26 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
-from ringattn.errors import InputError
+import numpy as np
+
+from ringattn.core.geometry import CAUSAL, FULL, StridedRange, Tile, TokenRange
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import Banded
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import TileTable
+from ringattn.errors import InputError, RingError
 from ringattn.launch.measure.environment import CALIBRATION_FILE, hardware
 from ringattn.launch.options import help_text, load_plain, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.observe.files import write_file
 from ringattn.planner.cluster import UNITS, Cluster
-
-if TYPE_CHECKING:
-    from ringattn.launch.measure.constants import Fit
+from ringattn.planner.work import BACKWARD_OVER_FORWARD, COPIED, FORWARD_FLOPS_PER_DIM, call_work
 
 PURPOSE = """\
 Measures on this machine what prediction needs: attention FLOP/s, copies, latency and bandwidth of messages, processors.
@@ -80,9 +87,6 @@ def description(by_rank: list[dict[str, Any]], spec: dict[str, Any]) -> dict[str
     """What the file holds: constants with their units, where and when they were measured, how well they fit."""
     import torch
 
-    from ringattn.launch.measure.calibration import GPU_SCALE, MESSAGE_BYTES, SHAPES, finalized
-    from ringattn.launch.measure.constants import constants_of
-
     scale = GPU_SCALE if spec["transport"] == "nccl" else 1
     seconds = finalized(by_rank)
     constants, kernel, link = constants_of(seconds, spec["dtype"], scale, by_rank[0]["jobs"])
@@ -120,3 +124,178 @@ def _show(described: dict[str, Any]) -> None:
     Console().print(table)
     for name, fit in described["fit"].items():
         print(f"{name}: measured and fitted differ by {fit['median_error']:.1%}, at most {fit['greatest_error']:.1%}")
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+GPU_SCALE = 8
+"""A GPU needs longer shards before its kernels are more than their launch."""
+COPY_BYTES = 8 << 20
+ON_PROCESSOR = ("forward", "backward", "copy")
+"""What a rank does without waiting for anybody."""
+NEAR, FAR = "message", "far message"
+"""Names of messages: between ranks of a node, and between nodes where there are several."""
+MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+
+
+class Shape(NamedTuple):
+    """One engine call: `tiles` of so many query rows and keys each, one below the other.
+
+    `received`: on other ranks' queries, whose outputs stay with their owners.
+    """
+
+    rows: int
+    keys: int
+    heads: int = 4
+    kv_heads: int = 4
+    dim: int = 64
+    causal: bool = False
+    tiles: int = 1
+    received: bool = False
+
+    def problem(self, dtype: str) -> Problem:
+        """What the planner knows of it."""
+        rows, keys = self.rows * self.tiles, self.keys * self.tiles
+        layouts = make_layout("contiguous", rows, 1), make_layout("contiguous", keys, 1)
+        mask = Banded().mask(rows, keys, None, None, self.heads, self.kv_heads)
+        return Problem(*layouts, mask, 1, self.heads, self.kv_heads, self.dim, self.dim, dtype)
+
+    def table(self) -> TileTable:
+        """Its tiles."""
+        band, heads = CAUSAL if self.causal else FULL, StridedRange(0, self.heads)
+        q, k = ([StridedRange(n * each, each) for n in range(self.tiles)] for each in (self.rows, self.keys))
+        return TileTable.of([Tile(TokenRange(a, a), TokenRange(b, b), band, heads) for a, b in zip(q, k, strict=True)])
+
+
+SHAPES = (
+    Shape(64, 64), Shape(64, 64, tiles=16), Shape(256, 256), Shape(512, 512), Shape(1024, 1024), Shape(2048, 512),
+    Shape(512, 512, causal=True), Shape(1024, 1024, causal=True), Shape(2048, 2048, causal=True),
+    Shape(1024, 1024, heads=8, kv_heads=2), Shape(512, 512, dim=32), Shape(1024, 1024, dim=32),
+    Shape(512, 512, dim=128), Shape(1024, 1024, dim=128, causal=True),
+    Shape(1024, 1024, 1, 1, dim=32, tiles=4, received=True), Shape(1024, 1024, 1, 1, dim=64, tiles=4, received=True),
+    Shape(2048, 2048, 1, 1, dim=64, causal=True, received=True),
+    Shape(1024, 1024, 1, 1, dim=128, tiles=2, received=True),
+)  # fmt: skip
+
+
+def finalized(by_rank: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of each thing: the mean of the ranks, of that the median of the rounds."""
+    found = {}
+    for name in by_rank[0]["seconds"]:
+        found[name] = median(fmean(each) for each in zip(*(rank["seconds"][name] for rank in by_rank), strict=True))
+    return found
+
+
+# --- from seconds to constants: least squares on the formulas that predict --------------------------------------------
+
+
+BLOCKS = (0, 64, 128, 256, 512, 1024)
+SOFTMAX_DIMS = range(0, 68, 4)
+
+
+class Sample(NamedTuple):
+    """One engine call and what it took."""
+
+    shape: Shape
+    backward: bool
+    seconds: float
+
+
+class Fit(NamedTuple):
+    """Constants by name, and measured over fitted seconds less one, for each sample."""
+
+    constants: dict[str, Any]
+    errors: tuple[float, ...]
+
+    @property
+    def median_error(self) -> float:
+        """Of the errors' sizes."""
+        return median(map(abs, self.errors))
+
+
+def kernel_fit(samples: Sequence[Sample], copy_bytes_s: float, dtype: str) -> Fit:
+    """flops, backward_flops, received_dims, call_s, tile_s; block_keys and softmax_dims, the best of a few values."""
+    seconds = np.array([sample.seconds for sample in samples])
+    best: tuple[float, list[float], int, int, list[float]] | None = None
+    for block_keys in BLOCKS:
+        works = [call_work(one.shape.problem(dtype), one.shape.table(), one.backward, block_keys) for one in samples]
+        moved_s = np.array([work.moved_bytes for work in works]) / copy_bytes_s
+        for softmax_dims in SOFTMAX_DIMS:
+            columns = np.zeros((len(samples), 5))
+            for row, (sample, work) in enumerate(zip(samples, works, strict=True)):
+                flops = work.pairs * (sample.shape.dim + softmax_dims) * FORWARD_FLOPS_PER_DIM
+                columns[row, int(sample.backward)] = flops * (BACKWARD_OVER_FORWARD if sample.backward else 1)
+                columns[row, 2:4] = work.calls, work.tiles
+                if sample.backward and sample.shape.received:
+                    columns[row, 4] = work.pairs * FORWARD_FLOPS_PER_DIM * BACKWARD_OVER_FORWARD
+            costs = least_squares(columns, seconds - moved_s, seconds)
+            fitted = columns @ costs + moved_s
+            off = float((((fitted - seconds) / seconds) ** 2).sum())
+            if best is None or off < best[0]:
+                best = off, costs.tolist(), block_keys, softmax_dims, (seconds / fitted - 1).tolist()
+    assert best is not None
+    _, (forward, backward, call_s, tile_s, received), block_keys, softmax_dims, errors = best
+    constants = {"flops": _rate(forward), "backward_flops": _rate(backward), "call_s": call_s, "tile_s": tile_s,
+                 "received_dims": received / backward if backward else 0.0,
+                 "block_keys": block_keys, "softmax_dims": float(softmax_dims)}  # fmt: skip
+    return Fit(constants, tuple(errors))
+
+
+def link_fit(nbytes: Sequence[int], seconds: Sequence[float]) -> Fit:
+    """latency_s and bandwidth of messages."""
+    taken = np.array(seconds)
+    columns = np.stack([np.ones(len(nbytes)), np.array(nbytes, float)], 1)
+    costs = least_squares(columns, taken, taken)
+    latency_s, per_byte = costs.tolist()
+    constants = {"latency_s": latency_s, "bandwidth": _rate(per_byte)}
+    return Fit(constants, tuple((taken / (columns @ costs) - 1).tolist()))
+
+
+def least_squares(columns: np.ndarray, wanted: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Costs (n,), none negative, such that columns (m, n) @ costs is near `wanted` (m,), in units of `scale` (m,).
+
+    A column whose cost would be negative is left out, the most negative first.
+    """
+    kept = list(range(columns.shape[1]))
+    costs = np.zeros(columns.shape[1])
+    sizes = np.abs(columns / scale[:, None]).max(0)
+    while kept:
+        scaled = columns[:, kept] / scale[:, None] / sizes[kept]
+        found = np.linalg.lstsq(scaled, wanted / scale, rcond=None)[0] / sizes[kept]
+        if (found >= 0).all():
+            costs[kept] = found
+            break
+        del kept[int(np.argmin(found * sizes[kept]))]
+    return costs
+
+
+def _rate(cost_s: float) -> float:
+    """Of something that costs so many seconds each."""
+    if not cost_s > 0:
+        raise RingError("measured times did not grow with the work: calibrate again when nothing else runs")
+    return 1 / cost_s
+
+
+def constants_of(seconds: dict[str, float], dtype: str, scale: int, jobs: int) -> tuple[dict[str, Any], Fit, Fit]:
+    """The constants of a cluster from finalized seconds, with the fits of kernel and link.
+
+    `scale`: what the shapes' rows and keys were multiplied by; `jobs`: how many calls ran at once in the crowd.
+    """
+    copy_bytes_s = COPIED * COPY_BYTES / seconds["copy"]
+    samples = [
+        Sample(shape._replace(rows=shape.rows * scale, keys=shape.keys * scale), backward,
+               seconds[f"{'backward' if backward else 'forward'} {number}"])
+        for (number, shape), backward in product(enumerate(SHAPES), (False, True))
+    ]  # fmt: skip
+    kernel = kernel_fit(samples, copy_bytes_s, dtype)
+    link = link_fit(MESSAGE_BYTES, [seconds[f"{NEAR} {nbytes}"] for nbytes in MESSAGE_BYTES])
+    constants = {**kernel.constants, **link.constants, "copy_bytes_s": copy_bytes_s, "pass_s": seconds["pass"]}
+    if f"{FAR} {MESSAGE_BYTES[0]}" in seconds:
+        far = link_fit(MESSAGE_BYTES, [seconds[f"{FAR} {nbytes}"] for nbytes in MESSAGE_BYTES])
+        constants |= {f"node_{key}": value for key, value in far.constants.items()}
+    if "crowd" in seconds:
+        largest = f"{NEAR} {MESSAGE_BYTES[-1]}"
+        constants["cores"] = max(1, round(jobs * seconds["alone"] / seconds["crowd"]))
+        constants["wire_cores"] = seconds[f"processor {largest}"] / seconds[largest]
+    return constants, kernel, link

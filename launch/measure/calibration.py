@@ -4,7 +4,7 @@ All ranks do the same at once, as in a pass. Each round measures everything, so 
 meets all of it; a figure is the median of its rounds, as a pass that it predicts is timed: the faster rounds would
 predict a machine that is always as fast as it is at times. On the CPU, kernel and copies are measured in seconds of the
 rank's processor, which others cannot take.
-Not covered: what is made of the figures (`ringattn.launch.measure.constants`).
+Not covered: what is made of the figures (`ringattn.launch.measure.calibrate`).
 """
 
 from __future__ import annotations
@@ -14,70 +14,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
 import ringattn
-from ringattn.core.geometry import CAUSAL, FULL, StridedRange, Tile, TokenRange
-from ringattn.core.layout import make_layout
-from ringattn.core.mask import Banded
-from ringattn.core.problem import Problem
-from ringattn.core.tiling import TileTable
 from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
+from ringattn.launch.measure.calibrate import COPY_BYTES, GPU_SCALE, MESSAGE_BYTES, NEAR, ON_PROCESSOR, SHAPES, Shape
 from ringattn.transport.base import Message
-
-GPU_SCALE = 8
-"""A GPU needs longer shards before its kernels are more than their launch."""
-COPY_BYTES = 8 << 20
-ON_PROCESSOR = ("forward", "backward", "copy")
-"""What a rank does without waiting for anybody."""
-NEAR, FAR = "message", "far message"
-"""Names of messages: between ranks of a node, and between nodes where there are several."""
-MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-
-
-class Shape(NamedTuple):
-    """One engine call: `tiles` of so many query rows and keys each, one below the other.
-
-    `received`: on other ranks' queries, whose outputs stay with their owners.
-    """
-
-    rows: int
-    keys: int
-    heads: int = 4
-    kv_heads: int = 4
-    dim: int = 64
-    causal: bool = False
-    tiles: int = 1
-    received: bool = False
-
-    def problem(self, dtype: str) -> Problem:
-        """What the planner knows of it."""
-        rows, keys = self.rows * self.tiles, self.keys * self.tiles
-        layouts = make_layout("contiguous", rows, 1), make_layout("contiguous", keys, 1)
-        mask = Banded().mask(rows, keys, None, None, self.heads, self.kv_heads)
-        return Problem(*layouts, mask, 1, self.heads, self.kv_heads, self.dim, self.dim, dtype)
-
-    def table(self) -> TileTable:
-        """Its tiles."""
-        band, heads = CAUSAL if self.causal else FULL, StridedRange(0, self.heads)
-        q, k = ([StridedRange(n * each, each) for n in range(self.tiles)] for each in (self.rows, self.keys))
-        return TileTable.of([Tile(TokenRange(a, a), TokenRange(b, b), band, heads) for a, b in zip(q, k, strict=True)])
-
-
-SHAPES = (
-    Shape(64, 64), Shape(64, 64, tiles=16), Shape(256, 256), Shape(512, 512), Shape(1024, 1024), Shape(2048, 512),
-    Shape(512, 512, causal=True), Shape(1024, 1024, causal=True), Shape(2048, 2048, causal=True),
-    Shape(1024, 1024, heads=8, kv_heads=2), Shape(512, 512, dim=32), Shape(1024, 1024, dim=32),
-    Shape(512, 512, dim=128), Shape(1024, 1024, dim=128, causal=True),
-    Shape(1024, 1024, 1, 1, dim=32, tiles=4, received=True), Shape(1024, 1024, 1, 1, dim=64, tiles=4, received=True),
-    Shape(2048, 2048, 1, 1, dim=64, causal=True, received=True),
-    Shape(1024, 1024, 1, 1, dim=128, tiles=2, received=True),
-)  # fmt: skip
 
 
 def worker(spec: dict[str, Any]) -> dict[str, Any]:
@@ -111,14 +57,6 @@ def measured(
             found.setdefault(f"processor {name}", []).append(cpu_s)
     return {"seconds": found, "transport": ring.transport.name, "engine": _engine(ring, dtype).name,
             "jobs": _jobs(ring) * ring.world_size}  # fmt: skip
-
-
-def finalized(by_rank: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of each thing: the mean of the ranks, of that the median of the rounds."""
-    found = {}
-    for name in by_rank[0]["seconds"]:
-        found[name] = median(fmean(each) for each in zip(*(rank["seconds"][name] for rank in by_rank), strict=True))
-    return found
 
 
 def _works(ring: ringattn.Ring, dtype: str, peers: Mapping[str, tuple[int, int]]) -> dict[str, Callable[[], Any]]:

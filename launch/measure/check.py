@@ -12,9 +12,9 @@ from functools import partial
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ringattn import masks
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
 from ringattn.errors import InputError
+from ringattn.launch.calls import MaskedCallConfig
 from ringattn.launch.options import DTYPES, ENGINES, MOST_SEED, help_text, option
 from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
 from ringattn.schedule.routes import NUMBERED, ROUTES
@@ -54,41 +54,31 @@ class CheckConfig:
     verbose: bool = option(False, "print every case, not only a line for each schedule")
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One row of the table."""
 
     mask: str
     layout: str
     schedule: str
 
-    def options(self, length: int) -> dict[str, Any]:
-        """Keyword arguments of `Ring.attention`, or of `Ring.dilated_attention`."""
+    def call(self, tokens: int) -> MaskedCallConfig:
+        """Return the call with the mask that the words of `mask` name, in sizes that divide nothing."""
         causal = self.mask.startswith("causal")
-        if self.dilated:  # ragged segments, some longer than a shard and than the sequence, rates that do not divide
-            lengths = [length // 9 + 1, length // 2 + 1, 2 * length + 1]
-            return {"causal": causal, "segment_lengths": lengths, "dilation_rates": [1, 3, 4]}
-        options: dict[str, Any] = {"causal": causal}
-        if "window" in self.mask:
-            options["window"] = (length // 5, 0 if causal else length // 9)
-        if "chunk" in self.mask:
-            options["mask"] = masks.chunked(length // 7 + 1)
-        if "prefix" in self.mask:
-            options["mask"] = masks.prefix(length // 8)
-        if "global" in self.mask:
-            options["mask"] = masks.global_tokens(length // 20 + 1)
-        return options
-
-    @property
-    def dilated(self) -> bool:
-        """Whether branches of dilated segments meet."""
-        return "dilated" in self.mask
-
-    def cu_seqlens_at(self, length: int) -> list[int] | None:
-        """Return the boundaries of uneven documents, one of a single token and one empty; None for one document."""
-        if "documents" not in self.mask:
-            return None
-        return [*sorted({0, length // 3, length // 3 + 1, length // 2, length}), length]
+        keys: dict[str, Any] = {"tokens": tokens, "causal": causal, "layout": self.layout, "schedule": self.schedule}
+        lengths = [tokens // 9 + 1, tokens // 2 + 1, 2 * tokens + 1]
+        sizes: dict[str, dict[str, Any]] = {
+            "window": {"window": [tokens // 5, 0 if causal else tokens // 9]},
+            "chunk": {"mask": f"chunked:{tokens // 7 + 1}"},
+            "prefix": {"mask": f"prefix:{tokens // 8}"},
+            "global": {"mask": f"global_tokens:{tokens // 20 + 1}"},
+            # Ragged segments, some longer than a shard and than the sequence, rates that do not divide.
+            "dilated": {"segment_lengths": lengths, "dilation_rates": [1, 3, 4]},
+            # One document is a single token, and one is empty.
+            "documents": {"cu_seqlens": [*sorted({0, tokens // 3, tokens // 3 + 1, tokens // 2, tokens}), tokens]},
+        }
+        for word in sizes:
+            keys |= sizes[word] if word in self.mask else {}
+        return MaskedCallConfig(**keys)
 
 
 MASKS = ("full", "causal", "window", "causal window", "documents", "causal documents", "causal window documents",
@@ -193,10 +183,11 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
     for schedule, of_schedule in groupby(everything, key=lambda case: case.schedule):
         results: list[Result] = []
         for case in of_schedule:
-            got = attended(ring, case, inputs, sequence_of(ring, case, length), schedule)
+            call = case.call(length)
+            got = attended(ring, call, inputs, sequence_of(ring, call, length), schedule)
             if ring.rank == 0:
                 if case.mask not in references:
-                    references[case.mask] = reference_and_bounds(case, inputs, spec["engine"])
+                    references[case.mask] = reference_and_bounds(call, inputs, spec["engine"])
                 reference, bounds = references[case.mask]
                 errors = [error_of(x, y) for x, y in zip(got, reference, strict=True)]
                 results.append(Result(case, errors, bounds))

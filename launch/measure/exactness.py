@@ -6,11 +6,12 @@ types 1.25 x the error that the same engine has alone, on one device (relative F
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringattn.launch.calls import MaskedCallConfig
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 from ringattn.testing import dense_attention, dense_dilated_attention
@@ -19,29 +20,6 @@ from ringattn.transport.local import LocalWorld
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ABSOLUTE_BOUND = {torch.float64: 1e-10, torch.float32: 1e-5}
 OVER_ONE_DEVICE = 1.25
-
-
-class Attending(Protocol):
-    """An attention call that can be made at any length."""
-
-    @property
-    def layout(self) -> str: ...
-
-    @property
-    def schedule(self) -> str: ...
-
-    @property
-    def dilated(self) -> bool:
-        """Whether it is `Ring.dilated_attention`."""
-        ...
-
-    def options(self, length: int) -> dict[str, Any]:
-        """Keyword arguments of the call, of its dense reference too."""
-        ...
-
-    def cu_seqlens_at(self, length: int) -> list[int] | None:
-        """The document boundaries; None for one document."""
-        ...
 
 
 def drawn(
@@ -56,7 +34,7 @@ def drawn(
     return tuple(torch.randn(batch, tokens, *one, generator=generator, dtype=torch.float64).to(dtype) for one in shapes)
 
 
-def sequence_of(ring: Ring, call: Attending, length: int, layout: str | None = None) -> Sequence:
+def sequence_of(ring: Ring, call: MaskedCallConfig, length: int, layout: str | None = None) -> Sequence:
     """How the call's tokens lie over the ranks, or would lie in another `layout`."""
     options = call.options(length)
     kind = "causal" if options["causal"] else "full"
@@ -64,22 +42,26 @@ def sequence_of(ring: Ring, call: Attending, length: int, layout: str | None = N
     return ring.sequence(length, cu_seqlens=call.cu_seqlens_at(length), layout=layout or call.layout, for_=kind)
 
 
-def attended(ring: Ring, call: Attending, inputs: tuple[Tensor, ...], seq: Sequence, schedule: str) -> list[Tensor]:
+def attended(
+    ring: Ring, call: MaskedCallConfig, inputs: tuple[Tensor, ...], seq: Sequence, schedule: str
+) -> list[Tensor]:
     """out, dQ, dK, dV of the whole sequence, gathered."""
     q, k, v, dout = (seq.shard(x) for x in inputs)
     q, k, v = leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     attend = ring.dilated_attention if call.dilated else ring.attention
-    out: Tensor = attend(q, k, v, seq, schedule=schedule, **call.options(seq.length))
+    out: Tensor = attend(q, k, v, seq, schedule=schedule, **call.options(seq.length, ring.device))
     grads = torch.autograd.grad(out, leaves, dout)
     return [seq.gather(x) for x in (out.detach(), *grads)]
 
 
-def reference_and_bounds(call: Attending, inputs: tuple[Tensor, ...], engine: Any) -> tuple[list[Tensor], list[float]]:
+def reference_and_bounds(
+    call: MaskedCallConfig, inputs: tuple[Tensor, ...], engine: Any
+) -> tuple[list[Tensor], list[float]]:
     """The dense float64 results, and what each may differ from them. `engine`: which is alone on one device."""
     length = inputs[0].shape[1]
     leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in inputs[:3]]
     dense = dense_dilated_attention if call.dilated else dense_attention
-    out, _ = dense(*leaves, cu_seqlens=call.cu_seqlens_at(length), **call.options(length))
+    out, _ = dense(*leaves, cu_seqlens=call.cu_seqlens_at(length), **call.options(length, inputs[0].device))
     reference = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())]
     dtype = inputs[0].dtype
     if dtype in ABSOLUTE_BOUND:

@@ -76,7 +76,7 @@ def measure(ring: Ring, config: RunConfig, say: Say) -> dict[str, Any]:
     attend: Any = ring.dilated_attention if config.dilated else ring.attention
 
     def forward() -> Tensor:
-        out: Tensor = attend(*leaves, seq, schedule=config.schedule, **config.options(config.length))
+        out: Tensor = attend(*leaves, seq, schedule=config.schedule, **config.options(config.length, ring.device))
         return out
 
     def backward(out: Tensor) -> Any:
@@ -178,7 +178,7 @@ def _exposed(
 
 def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
     """From the plans of all ranks: the pairs that the mask keeps, times heads, and what was predicted, or None."""
-    options = config.options(seq.length)
+    options = config.options(seq.length, ring.device)
     cluster = cluster_named(config.cluster) if config.cluster else own_cluster()
     explained = ring.explain(
         seq, batch=config.batch, q_heads=config.heads, kv_heads=config.kv_heads,

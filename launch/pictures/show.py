@@ -68,13 +68,13 @@ def main(argv: Sequence[str]) -> int:
         passes = (explanation.forward, explanation.backward)
         print("\n" + "\n\n".join(to_text(schedule) for schedule in passes if schedule is not None))
     if config.picture:
-        from ringattn.launch.pictures.schedule import draw_schedule
+        from ringattn.launch.pictures.charts import draw_schedule
 
         with writing("picture", config.picture):
             draw_schedule(explanation, config.picture)
         print(f"drawn into {config.picture}")
     if config.rows_picture:
-        from ringattn.launch.pictures.rows import draw_rows
+        from ringattn.launch.pictures.charts import draw_rows
 
         with writing("rows_picture", config.rows_picture):
             draw_rows(explanation, config.rows_picture)

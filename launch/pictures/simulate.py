@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
             write_file(Path(config.json), json.dumps(record(config, cluster, curves), indent=1) + "\n")
         print(f"written into {config.json}")
     if config.picture:
-        from ringattn.launch.pictures.simulated import draw_curves, draw_point
+        from ringattn.launch.pictures.charts import draw_curves, draw_point
 
         title = f"{config.schedule} on {cluster.name}"
         with writing("picture", config.picture):

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
             write_file(Path(config.trace), json.dumps(trace))
         print(f"trace written into {config.trace}; open it at ui.perfetto.dev")
     if config.picture:
-        from ringattn.launch.pictures.timeline_picture import draw_timeline
+        from ringattn.launch.pictures.charts import draw_timeline
 
         with writing("picture", config.picture):
             draw_timeline(config.picture, tracks, predicted, words)
@@ -125,7 +125,7 @@ def record_rank(ring: Ring, config: TimelineConfig) -> Track:
         if ring.rank == 0:
             print(f"call {number + 1} of {config.warmup + 1}", flush=True)
         ring.barrier()
-        out = attend(q, k, v, seq, schedule=config.schedule, **config.options(config.length))
+        out = attend(q, k, v, seq, schedule=config.schedule, **config.options(config.length, ring.device))
         if config.backward:
             torch.autograd.grad(out, (q, k, v), dout)
 

@@ -23,7 +23,7 @@ from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
 
 if TYPE_CHECKING:
     from ringattn.explain import Explanation
-    from ringattn.launch.pictures.curves import CurveDistance
+    from ringattn.launch.pictures.charts import CurveDistance
     from ringattn.launch.train.config import TrainConfig
 
 BOUNDS = {"fp32": 1e-4, "fp64": 1e-9}
@@ -96,7 +96,7 @@ def _train(config: TrainConfig, ranks: int, console: Console) -> list[dict[str, 
 
 
 def _agreement(shared: dict[str, Any], alone: dict[str, Any]) -> CurveDistance:
-    from ringattn.launch.pictures.curves import CurveDistance
+    from ringattn.launch.pictures.charts import CurveDistance
 
     dtype = shared["config"]["dtype"]
     pairs = zip(shared["losses"], alone["losses"], strict=True)
@@ -161,8 +161,7 @@ def _write(
     explanation: Explanation,
     good: bool,
 ) -> None:
-    from ringattn.launch.pictures.curves import Bars, draw_losses, draw_memory
-    from ringattn.launch.pictures.schedule import draw_schedule
+    from ringattn.launch.pictures.charts import Bars, draw_losses, draw_memory, draw_schedule
 
     shared, alone = runs[0][0], runs[1][0]
     titles = {id(run): f"{run['ranks']} process{'es' if run['ranks'] > 1 else ''}" for run in (shared, alone)}

@@ -14,7 +14,7 @@ from ringattn.bench.hosts import RailedNodes, _shares, address
 from ringattn.bench.timed_calls import PASSES, plans_of
 from ringattn.bench.two_nodes import CALLS, PLACES, RANKS, SCHEDULES, TwoNodesOptions, cluster_of, crossing_bytes
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.launch.measure.calibration import FAR, MESSAGE_BYTES, NEAR
+from ringattn.launch.measure.calibrate import FAR, MESSAGE_BYTES, NEAR
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.simulate import simulate
 from ringattn.ring import Ring

@@ -20,9 +20,18 @@ from ringattn.engine.base import BackwardInputs
 from ringattn.errors import InputError, RingError
 from ringattn.launch.config import load
 from ringattn.launch.measure import calibrate, calibration
-from ringattn.launch.measure.calibrate import CalibrateConfig
-from ringattn.launch.measure.calibration import COPY_BYTES, MESSAGE_BYTES, SHAPES, Shape, finalized
-from ringattn.launch.measure.constants import constants_of, least_squares, link_fit
+from ringattn.launch.measure.calibrate import (
+    COPY_BYTES,
+    MESSAGE_BYTES,
+    NEAR,
+    SHAPES,
+    CalibrateConfig,
+    Shape,
+    constants_of,
+    finalized,
+    least_squares,
+    link_fit,
+)
 from ringattn.launch.options import load_plain
 from ringattn.planner.cluster import UNITS, Cluster, cluster_named
 from ringattn.planner.simulate import simulate
@@ -119,7 +128,7 @@ def test_received_queries_are_measured_as_passes_compute_them(monkeypatch: pytes
 
 def test_everything_that_is_fitted_is_measured() -> None:
     def on_rank(ring: Ring) -> set[str]:
-        works = calibration._works(ring, "float32", {calibration.NEAR: (1 - ring.rank, 1 - ring.rank)})
+        works = calibration._works(ring, "float32", {NEAR: (1 - ring.rank, 1 - ring.rank)})
         for name in ("forward 0", "backward 0", "backward 14", "copy", "message 1024", "pass", "crowd"):
             works[name]()
         assert ring.counters()["messages"] == 0  # an empty pass sends nothing

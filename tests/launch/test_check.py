@@ -1,7 +1,5 @@
 """What `ringattn check` prints: a line for each schedule, every case on demand, and all of a schedule that fails."""
 
-from dataclasses import astuple
-
 import pytest
 
 from ringattn.launch.measure import check, exactness
@@ -40,7 +38,7 @@ def test_a_line_for_each_schedule(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_paired_cases_hold_every_two_values_that_the_cases_hold_together() -> None:
-    wanted, found = (set().union(*(parts(astuple(case), 2) for case in some)) for some in (EVERY, PAIRED))
+    wanted, found = (set().union(*(parts(case, 2) for case in some)) for some in (EVERY, PAIRED))
     assert found == wanted and len(PAIRED) < len(EVERY) / 3
 
 

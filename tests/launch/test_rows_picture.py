@@ -12,7 +12,7 @@ from ringattn.core.dilation import Dilated
 from ringattn.core.layout import make_layout
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError
-from ringattn.launch.pictures.rows import branches_of, rows_of
+from ringattn.launch.pictures.charts import branches_of, rows_of
 from ringattn.launch.pictures.show import ExplainConfig, explanation_of, main
 from tests.core.dilated_reference import coverage
 

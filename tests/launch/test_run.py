@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ from ringattn.launch.options import leaves, presets_of
 from ringattn.launch.pictures.show import ExplainConfig
 from ringattn.launch.pictures.timeline import TimelineConfig
 from ringattn.launch.train.config import TrainConfig
+from ringattn.options import AttentionOptions
 from ringattn.ring import Ring
 from ringattn.schedule.routes import NUMBERED, ROUTES
 from ringattn.testing import run_ranks
@@ -41,7 +42,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ["shape=small", "tokens=120", "warmup=1", "repeats=2"]
 
 OPTIONS = """
-tokens batch heads kv_heads head_dim dtype causal window layout schedule backward mask documents cu_seqlens
+tokens batch heads kv_heads head_dim dtype causal window layout schedule backward scale softcap sinks alibi_slopes
+dropout_p dropout_seed mask documents cu_seqlens
 segment_lengths dilation_rates ranks tokens_per_rank engine transport warmup repeats seed nnodes node_rank
 rdzv_endpoint threads_per_rank timeout_s limit_s cluster
 """.split()
@@ -70,6 +72,15 @@ def test_the_options_are_these() -> None:
     # They are a promise to scripts: a new one belongs here, an old one leaves with a decision.
     assert [leaf for leaf, _, _ in leaves(RunConfig())] == OPTIONS
     assert [leaf for leaf, _, _ in leaves(SweepConfig())] == SWEEP_OPTIONS
+
+
+def test_an_option_of_the_softmax_is_a_key_of_every_call() -> None:
+    """`AttentionOptions` declares it; no command knows it by name."""
+    names = {each.name for each in fields(AttentionOptions)}
+    for schema in (RunConfig, ExplainConfig, TimelineConfig):
+        assert names <= {leaf for leaf, _, _ in leaves(schema())}
+    config = load_run(["softcap=2", "sinks=[1,2]", "heads=2"])
+    assert config.softmax() == {"softcap": 2.0, "sinks": [1.0, 2.0]} and load_run(words_of(config)) == config
 
 
 def test_names_are_the_lists_of_the_runtime() -> None:
@@ -119,6 +130,9 @@ def test_words_give_the_same_run_again() -> None:
         ("cu_seqlens=[0,9] tokens=8", "tokens=8: cu_seqlens ends at 9; leave tokens out"),
         ("segment_lengths=[0] dilation_rates=[1]", "segment_lengths must be positive whole numbers, got 0"),
         ("cu_seqlens=[]", "cu_seqlens=[]: write the boundaries"),
+        ("dropout_p=0.5", "dropout_p=0.5: goes with dropout_seed, a number; give both or neither"),
+        ("sinks=[1,2]", "sinks: 2 numbers for heads=8; give one for each query head"),
+        ("softcap=-1", "softcap must be positive and finite"),
         ("schedule=rign", "schedule=rign: choose one of auto, ring, all_gather"),
         ("repeats=0", "repeats=0: must be at least 1"),
         ("heads=6 kv_heads=4", "kv_heads=4: does not divide heads=6"),
@@ -220,6 +234,9 @@ def test_no_backward_is_asked_for() -> None:
         ["mask=prefix:16"],
         ["mask='prefix:16,3'", "documents=2"],
         ["mask=global_tokens:4", "window=[15,0]"],
+        ["softcap=2.0", "sinks=[0.5,-1,2,0]", "alibi_slopes=[0.5,0.25,0.125,0.0625]", "documents=2"],
+        ["dropout_p=0.3", "dropout_seed=7", "scale=0.5"],
+        ["segment_lengths=[64,256]", "dilation_rates=[1,4]", "softcap=2.0"],
     ],
 )
 def test_other_calls_are_measured_too(words: list[str]) -> None:

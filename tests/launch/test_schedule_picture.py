@@ -19,8 +19,7 @@ from ringattn.core.dilation import Dilated
 from ringattn.core.layout import make_layout
 from ringattn.core.problem import Problem
 from ringattn.explain import Explanation
-from ringattn.launch.pictures.rows import bin_width, draw_rows
-from ringattn.launch.pictures.schedule import TRAVELS, figure_of, label_of
+from ringattn.launch.pictures.charts import TRAVELS, bin_width, draw_rows, label_of, schedule_figure
 from ringattn.launch.pictures.show import ExplainConfig, explanation_of
 from ringattn.schedule.ops import Merge, Schedule
 from ringattn.schedule.routes import ROUTES
@@ -40,7 +39,7 @@ def explained(request: pytest.FixtureRequest) -> Iterator[tuple[Explanation, Fig
     segments = {"segment_lengths": [64, 256], "dilation_rates": [1, 4], "causal": False, "kv_heads": 8}
     more = segments if name == "sub_rings" else {}
     explanation = explanation_of(ExplainConfig(ranks=ranks, tokens=256, schedule=name, head_dim=8, **more))
-    figure = figure_of(explanation)
+    figure = schedule_figure(explanation)
     yield explanation, figure
     plt.close(figure)
 

@@ -13,8 +13,8 @@ import pytest
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.launch.options import load_plain
+from ringattn.launch.pictures.charts import work_shares
 from ringattn.launch.pictures.simulate import counts, factors, main, shared_out, traced_ranks
-from ringattn.launch.pictures.simulated import work_shares
 from ringattn.launch.pictures.simulation import SimulateConfig, Simulator
 from ringattn.planner.cluster import CLUSTERS
 

@@ -15,6 +15,7 @@ from matplotlib.colors import to_rgb
 from ringattn import InputError, Ring
 from ringattn.cli import main
 from ringattn.core.span import COMM, COMPUTE, Span
+from ringattn.launch.pictures.charts import ATTEND, EXPOSED, MESSAGES, draw_timeline
 from ringattn.launch.pictures.timeline import (
     TimelineConfig,
     predicted_spans,
@@ -23,7 +24,6 @@ from ringattn.launch.pictures.timeline import (
     table,
     write_tracks,
 )
-from ringattn.launch.pictures.timeline_picture import ATTEND, EXPOSED, MESSAGES, draw_timeline
 from ringattn.launch.pictures.trace import Track, clock_offset
 from ringattn.observe.spans import RecordedPass
 from ringattn.planner.cluster import CLUSTERS

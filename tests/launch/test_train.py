@@ -22,7 +22,7 @@ from torch import Tensor
 from ringattn import Ring
 from ringattn.errors import InputError, RingError
 from ringattn.launch.memory import PeakMemory
-from ringattn.launch.pictures.curves import Bars, CurveDistance, draw_losses, draw_memory
+from ringattn.launch.pictures.charts import Bars, CurveDistance, draw_losses, draw_memory
 from ringattn.launch.ranks import agreed_ranks, threads_for
 from ringattn.launch.train import loop, train
 from ringattn.launch.train.config import ModelConfig, TrainConfig

@@ -131,7 +131,7 @@ def test_plan_of_a_trillion_tokens(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_picture_in_bins() -> None:
-    from ringattn.launch.pictures.rows import branches_of, rows_of
+    from ringattn.launch.pictures.charts import branches_of, rows_of
 
     laid = make_layout("striped", 61, 3)
     problem = Problem(laid, laid, Dilated((30, 61), (1, 9)).mask(61, 61, None, None, 2, 2), 1, 2, 2, 8, 8, "float32")
@@ -143,7 +143,7 @@ def test_rows_picture_in_bins() -> None:
 
 
 def test_the_rows_picture_of_a_trillion_tokens() -> None:
-    from ringattn.launch.pictures.rows import COLUMNS, rows_of
+    from ringattn.launch.pictures.charts import COLUMNS, rows_of
 
     laid = make_layout("contiguous", TRILLION, 4)
     mask = Dilated((TRILLION,), (4,)).mask(TRILLION, TRILLION, None, None, 1, 1)

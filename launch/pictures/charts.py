@@ -1,0 +1,580 @@
+"""The pictures of commands: training runs, simulations, timelines, rows of dilated branches, and schedules.
+
+Colors are Okabe and Ito's ("Color Universal Design", 2008) where a picture tells things apart by them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap, to_hex
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
+from matplotlib.ticker import FuncFormatter
+
+from ringattn.core.geometry import StridedRange
+from ringattn.core.mask import Branch
+from ringattn.core.problem import Problem
+from ringattn.core.span import COMM, COMPUTE, Span, exposed
+from ringattn.core.tiling import branch_tiles
+from ringattn.errors import InputError
+from ringattn.launch.outputs import save_picture
+from ringattn.launch.pictures.simulation import PASSES, Simulated
+from ringattn.schedule.ops import Kind, Merge, Schedule, Work
+from ringattn.schedule.passes import is_on_received
+from ringattn.schedule.text import busy_steps, idle_steps
+from ringattn.schedule.text import spans as owners_text
+
+if TYPE_CHECKING:  # they import torch, which a simulation does not need
+    from ringattn.explain import Explanation
+    from ringattn.launch.pictures.trace import ByRank, Track
+
+INK, QUIET, GRID = "#22303c", "#5b6b79", "#dfe4e8"
+BLUE, SKY, ORANGE, GREY = "#0072B2", "#56B4E9", "#D55E00", "#C9CED3"
+
+
+def _tidy(axes: Axes, grid: Literal["x", "y", "both"] | None = None) -> None:
+    """Leave only the lower and the left line, and a grid along `grid` (x, y or both)."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK, labelcolor=INK)
+    axes.set_axisbelow(True)
+    if grid:
+        axes.grid(axis=grid, color=GRID, linewidth=0.8)
+
+
+# --- training runs ----------------------------------------------------------------------------------------------------
+
+
+ALONE, SHARED, EXACT, REPLICATED = "#9ecae1", "#08519c", "#2e8b57", "#b8c2cc"
+
+
+class CurveDistance(NamedTuple):
+    """The relative differences of two loss curves, step by step, and the bound they must keep."""
+
+    dtype: str
+    differences: Sequence[float]
+    bound: float
+
+
+class Bars(NamedTuple):
+    """Memory of the ranks of one run, in bytes: what every rank has anyway, and all of it."""
+
+    title: str
+    replicated_bytes: int
+    total_bytes: Sequence[int]
+
+
+def draw_losses(path: str | Path, curves: Mapping[str, Sequence[float]], agreements: Sequence[CurveDistance]) -> None:
+    """Write a PNG: the first two loss curves over each other, and below them how far runs differ, on a log axis.
+
+    A difference of exactly 0 has no place on a log axis; it is drawn at the bottom, as a hollow mark.
+    """
+    figure, (above, below) = plt.subplots(
+        2, 1, sharex=True, figsize=(9, 6.8), height_ratios=(3, 2), layout="constrained"
+    )
+    styles = ({"color": ALONE, "linewidth": 6}, {"color": SHARED, "linewidth": 1.6})
+    for (name, losses), style in zip(curves.items(), styles, strict=True):
+        above.plot(range(1, len(losses) + 1), losses, label=name, solid_capstyle="round", **style)
+    above.set_ylabel("loss, nats per byte")
+    above.set_title("The same training run, in one process and shared by several", loc="left", color=INK)
+    above.legend(frameon=False)
+    lowest = _draw_agreements(below, agreements)
+    highest = max(max(agreement.bound, *agreement.differences) for agreement in agreements)
+    below.set(xlabel="step", ylabel="relative difference", ylim=(lowest / 2, highest * 10))
+    below.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (above, below):
+        _tidy(axes, "y")
+    save_picture(figure, path, 150)
+
+
+def _draw_agreements(axes: Axes, agreements: Sequence[CurveDistance]) -> float:
+    """Differences and their bounds; returns the height at which zeros are drawn."""
+    positive = [value for agreement in agreements for value in agreement.differences if value > 0]
+    floor = min(positive, default=1e-17) / 3
+    axes.set_yscale("log")
+    for agreement, color in zip(agreements, (SHARED, EXACT), strict=False):
+        numbered = list(enumerate(agreement.differences, start=1))
+        lines = [value or math.nan for _, value in numbered]
+        axes.plot(range(1, len(lines) + 1), lines, "o-", color=color, markersize=4, linewidth=1, label=agreement.dtype)
+        zeros = [step for step, value in numbered if value == 0]
+        axes.scatter(zeros, [floor] * len(zeros), s=16, facecolors="white", edgecolors=color, zorder=3)
+        axes.axhline(agreement.bound, color=color, linestyle=(0, (5, 4)), linewidth=1)
+        axes.annotate(
+            f"bound for {agreement.dtype}: {agreement.bound:.0e}",
+            (0.0, agreement.bound), xycoords=axes.get_yaxis_transform(), xytext=(5, 3), textcoords="offset points",
+            fontsize=8, color=color,
+        )  # fmt: skip
+    axes.scatter([], [], s=16, facecolors="white", edgecolors=QUIET, label="exactly equal")
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 0.06), ncols=len(agreements) + 1)
+    return floor
+
+
+def draw_memory(path: str | Path, runs: Sequence[Bars], method: str) -> None:
+    """Write a PNG: one bar per rank of each run, with the part that every rank has anyway set apart."""
+    figure, axes = plt.subplots(figsize=(9, 4.6), layout="constrained")
+    middles, place = [], 0.0
+    for bars, color in zip(runs, (ALONE, SHARED), strict=True):
+        places = [place + rank for rank in range(len(bars.total_bytes))]
+        total = [size / 2**20 for size in bars.total_bytes]
+        kept = bars.replicated_bytes / 2**20
+        axes.bar(places, total, width=0.7, color=color)
+        axes.bar(places, [min(kept, size) for size in total], width=0.7, color=REPLICATED)
+        for x, height in zip(places, total, strict=True):
+            axes.annotate(f"{height:.0f} MiB", (x, height), xytext=(0, 3), textcoords="offset points", ha="center")
+        middles.append((sum(places) / len(places), bars.title))
+        place = places[-1] + 2.0
+    axes.bar([0], [0], color=REPLICATED, label="weights, gradients, optimizer: the same on every rank (computed)")
+    axes.set_xticks(*zip(*middles, strict=True))
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylabel("peak growth, MiB")
+    axes.set_title("Memory of training, one bar per process", loc="left", color=INK)
+    axes.legend(frameon=False, loc="upper right")
+    figure.supxlabel(method, fontsize=8, color=QUIET)
+    _tidy(axes, "y")
+    save_picture(figure, path, 150)
+
+
+# --- simulations ------------------------------------------------------------------------------------------------------
+
+
+COLORS = {"strong": BLUE, "weak": ORANGE}
+WORK, MESSAGES, WAITING = BLUE, GREY, ORANGE
+BINS = 400
+"""Stretches of a whole pass, each drawn with its mean."""
+NEAR_STEPS = 6
+"""Steps that are drawn one by one: as long as the first rank drawn takes for so many."""
+
+MEASURES: tuple[tuple[str, str, Callable[[Simulated], float]], ...] = (
+    ("time of a call", "s", lambda one: one.total_s),
+    ("efficiency", "% of the kernel's rate", lambda one: 100 * one.efficiency),
+    ("waiting, of the rank that waits most", "% of the time",
+     lambda one: 100 * sum(each.waiting_s.max() for each in one.passes) / one.total_s),
+    ("staging buffers, of the rank that holds most", "GiB", lambda one: one.held_bytes[2] / 2**30),
+)  # fmt: skip
+LOGARITHMIC = "s", "GiB"
+
+
+def draw_curves(path: str | Path, curves: Mapping[str, Sequence[Simulated]], words: str) -> None:
+    """Write a picture: four measures over the number of ranks; hollow: simulated by the plan of each rank."""
+    figure, grid = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    for axes, (title, unit, value) in zip(grid.flat, MEASURES, strict=True):
+        for scaling, points in curves.items():
+            xs, ys = [one.ranks for one in points], [value(one) for one in points]
+            if unit in LOGARITHMIC:  # where 0 has no place: one rank holds no buffers
+                ys = [y or math.nan for y in ys]
+            axes.plot(xs, ys, color=COLORS[scaling], linewidth=1.6, label=f"{scaling} scaling", zorder=2)
+            faces = [COLORS[scaling] if one.classes else "white" for one in points]
+            axes.scatter(xs, ys, s=26, color=faces, edgecolors=COLORS[scaling], zorder=3)
+        axes.set_xscale("log", base=2)
+        axes.set_title(title, loc="left", color=INK)
+        axes.set(xlabel="ranks", ylabel=unit)
+        if unit in LOGARITHMIC:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(0, max(1.0, 1.08 * axes.get_ylim()[1]))
+        ranks = sorted({one.ranks for points in curves.values() for one in points})
+        axes.set_xticks(ranks[:: -(-len(ranks) // 8)])
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        axes.minorticks_off()
+        _tidy(axes, "both")
+    grid[0][0].legend(frameon=False)
+    figure.suptitle(words, color=INK)
+    figure.supxlabel("filled: simulated by classes of ranks; hollow: by the plan of each rank", fontsize=8, color=QUIET)
+    save_picture(figure, path, 120)
+
+
+def draw_point(path: str | Path, point: Simulated, words: str) -> None:
+    """Write a picture: for some ranks the share of work over each pass, and below it the first steps one by one."""
+    ranks = sorted(point.spans[0])
+    height = 2.6 + 0.75 * len(ranks)
+    figure, grid = plt.subplots(2, len(point.passes), figsize=(13, height), squeeze=False, layout="constrained")
+    image = None
+    for column, (one, spans) in enumerate(zip(point.passes, point.spans, strict=True)):
+        above, below = grid[0][column], grid[1][column]
+        shares = np.stack([work_shares(spans[rank], one.total_s * 1e6) for rank in ranks])
+        image = above.imshow(
+            100 * shares, aspect="auto", cmap="Blues", vmin=0, vmax=100, interpolation="nearest",
+            extent=(0, one.total_s * 1e3, len(ranks) - 0.5, -0.5),
+        )  # fmt: skip
+        above.set_title(f"{PASSES[column]}, {one.total_s * 1e3:,.2f} ms: share of work", loc="left", color=INK)
+        _draw_first_steps(below, [spans[rank] for rank in ranks])
+        below.set_title("its first steps", loc="left", color=INK)
+        for axes in (above, below):
+            axes.set_yticks(range(len(ranks)), [f"rank {rank:,}" for rank in ranks])
+            axes.set_xlabel("ms")
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
+            _tidy(axes)
+    assert image is not None
+    figure.colorbar(image, ax=list(grid[0]), label="% of the time at work")
+    handles = [Patch(color=WORK, label="work"), Patch(color=MESSAGES, label="messages beside it"),
+               Patch(color=WAITING, label="waiting for messages")]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(f"{words}: {point.tokens:,} tokens on {point.ranks:,} ranks", color=INK)
+    save_picture(figure, path, 120)
+
+
+def work_shares(spans: Sequence[Span], total_us: float, bins: int = BINS) -> np.ndarray:
+    """The share of each of `bins` equal stretches of a pass in which a rank works."""
+    edges = np.linspace(0.0, total_us, bins + 1)
+    # Work done before a moment grows evenly within a span; its differences between edges are the work between them.
+    moments, done = [0.0], [0.0]
+    for span in spans:
+        if span.lane == COMPUTE:
+            moments += [span.start_us, span.end_us]
+            done += [done[-1], done[-1] + span.end_us - span.start_us]
+    return np.diff(np.interp(edges, moments, done)) / (total_us / bins)
+
+
+def _draw_first_steps(axes: Axes, ranks: Sequence[Sequence[Span]]) -> None:
+    attends = [span for span in ranks[0] if span.name.endswith("attend")][:NEAR_STEPS]
+    until = attends[-1].end_us if attends else 1.0
+    for row, spans in enumerate(ranks):
+        near = [span for span in spans if span.start_us < until]
+        work = [(span.start_us / 1e3, (span.end_us - span.start_us) / 1e3) for span in near if span.lane == COMPUTE]
+        messages = [(span.start_us / 1e3, (span.end_us - span.start_us) / 1e3) for span in near if span.lane != COMPUTE]
+        axes.broken_barh([(0, until / 1e3)], (row - 0.38, 0.44), facecolor=WAITING, zorder=1)
+        axes.broken_barh(work, (row - 0.38, 0.44), facecolor=WORK, edgecolor="white", linewidth=0.4, zorder=2)
+        axes.broken_barh(messages, (row + 0.1, 0.26), facecolor=MESSAGES, edgecolor="white", linewidth=0.4, zorder=2)
+    axes.set_xlim(0, until / 1e3)
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+
+
+# --- timelines --------------------------------------------------------------------------------------------------------
+
+
+ATTEND, OTHER, EXPOSED = BLUE, SKY, ORANGE
+BAND = "#f4f6f8"
+FAINT = 0.45
+"""How strongly predicted bars are drawn."""
+LEAST_SHARE = 0.2
+"""Of the width, which the shortest pass gets at least."""
+FEW_RANKS = 8
+"""Up to so many, bars have room for the numbers of their steps."""
+
+
+def draw_timeline(path: str | Path, tracks: Sequence[Track], predicted: Sequence[ByRank] = (), words: str = "") -> None:
+    """Write a PNG. `predicted`: for each pass of the tracks, spans by rank; `words`: what predicted them."""
+    ranks, passes = len(tracks), tracks[0].passes
+    lasts = [max(track.passes[n].end_us - track.passes[n].start_us for track in tracks) for n in range(len(passes))]
+    widths = [max(one / sum(lasts), LEAST_SHARE) for one in lasts]
+    height = 2.1 + ranks * ((0.62 if predicted else 0.42) if ranks > FEW_RANKS else (0.95 if predicted else 0.65))
+    figure, axes = plt.subplots(
+        1, len(passes), figsize=(13, height), squeeze=False, width_ratios=widths, sharey=True, layout="constrained"
+    )
+    for number, ax in enumerate(axes[0]):
+        begin = min(track.passes[number].start_us for track in tracks)
+        ends = [0.0]
+        for track in tracks:
+            one = track.passes[number]
+            later = one.start_us - begin
+            foretold = predicted[number][track.rank] if predicted else ()
+            _draw_rank(ax, track.rank, one.spans, later, foretold, numbered=ranks <= FEW_RANKS)
+            ends += [one.end_us - begin, *(span.end_us for span in foretold)]
+            ax.annotate(
+                f"{one.exposed_us / 1e3:.2f} ms", (1.0, track.rank), xycoords=("axes fraction", "data"),
+                xytext=(6, 0), textcoords="offset points", va="center", fontsize=8, color=EXPOSED,
+            )  # fmt: skip
+        _finish(ax, passes[number].name, max(ends) / 1e3, ranks)
+    axes[0][0].set_yticks(range(ranks), [f"rank {track.rank}" for track in tracks])
+    _describe(figure, tracks, bool(predicted), words)
+    save_picture(figure, path, 150)
+
+
+def _draw_rank(
+    ax: Axes, rank: int, spans: Sequence[Span], later_us: float, foretold: Sequence[Span], numbered: bool
+) -> None:
+    """One row: measured, and what was predicted below it."""
+    if rank % 2:
+        ax.axhspan(rank - 0.5, rank + 0.5, color=BAND, zorder=0)
+    if not foretold:
+        _draw_spans(ax, spans, later_us, top=rank - 0.4, lane=0.4, strong=True, numbered=numbered)
+        return
+    _draw_spans(ax, spans, later_us, top=rank - 0.42, lane=0.25, strong=True, numbered=numbered)
+    _draw_spans(ax, foretold, 0.0, top=rank + 0.14, lane=0.14, strong=False, numbered=False)
+
+
+def _draw_spans(
+    ax: Axes, spans: Sequence[Span], later_us: float, top: float, lane: float, strong: bool, numbered: bool
+) -> None:
+    """Work from `top` on, `lane` high, and messages below it."""
+    alpha = 1.0 if strong else FAINT
+
+    def bars(found: list[tuple[float, float]], y: float, color: str, hatch: str | None = None) -> None:
+        ax.broken_barh(
+            [((start + later_us) / 1e3, (end - start) / 1e3) for start, end in found], (y, lane * 0.94),
+            facecolor=color, edgecolor="white", linewidth=0.4, alpha=alpha, hatch=hatch, zorder=2,
+        )  # fmt: skip
+
+    for attends, color in ((True, ATTEND), (False, OTHER)):
+        work = (span for span in spans if span.lane == COMPUTE and span.name.endswith("attend") == attends)
+        bars([(span.start_us, span.end_us) for span in work], top, color)
+    bars([(span.start_us, span.end_us) for span in spans if span.lane == COMM], top + lane, MESSAGES)
+    bars(exposed(spans), top + lane, EXPOSED, "//////")
+    least_us = max((span.end_us for span in spans), default=0.0) / 30
+    for span in spans:
+        if numbered and span.name.endswith("attend") and span.end_us - span.start_us > least_us:
+            middle = (span.start_us + span.end_us) / 2 + later_us
+            ax.text(middle / 1e3, top + lane * 0.47, span.name.split()[1], ha="center", va="center", fontsize=8,
+                    color="white", zorder=3)  # fmt: skip
+
+
+def _finish(ax: Axes, title: str, last_ms: float, ranks: int) -> None:
+    ax.set(xlim=(0, last_ms * 1.005 or 1.0), ylim=(ranks - 0.5, -0.5), xlabel="milliseconds from the pass's beginning")
+    ax.set_title(title, loc="left", color=INK, fontsize=11)
+    ax.annotate("exposed", (1.0, 1.0), xycoords="axes fraction", xytext=(6, 4), textcoords="offset points", fontsize=8,
+                color=EXPOSED)  # fmt: skip
+    _tidy(ax, "x")
+    ax.tick_params(length=0)
+    ax.spines["left"].set_visible(False)
+
+
+def _describe(figure: plt.Figure, tracks: Sequence[Track], predicted: bool, words: str) -> None:
+    """Title and legend."""
+    least = min(track.overlap for track in tracks)
+    sign = "" if all(track.arrivals_known for track in tracks) else "at most "
+    unsure_us = max(track.uncertainty_us for track in tracks)
+    aligned = f"; clocks of the ranks agree within {unsure_us:.0f} us" if unsure_us else ""
+    figure.suptitle(
+        f"What {len(tracks)} ranks did, and when: {sign}{least:.1%} of the communication is hidden on the rank that "
+        f"hides least{aligned}", x=0.01, ha="left", color=INK, fontsize=12.5,
+    )  # fmt: skip
+    handles = [
+        Patch(facecolor=ATTEND, label="attention" + (", with its step" if len(tracks) <= FEW_RANKS else "")),
+        Patch(facecolor=OTHER, label="packing, merging"),
+        Patch(facecolor=MESSAGES, label="messages under way" + (", at most" if sign else "")),
+        Patch(facecolor=EXPOSED, edgecolor="white", hatch="//////", label="exposed: messages, and nothing else"),
+    ]
+    if predicted:
+        about = f"beneath, pale: predicted for {words}" if words else "beneath, pale: predicted"
+        handles.append(Patch(facecolor=ATTEND, alpha=FAINT, label=about))
+    figure.legend(handles=handles, loc="outside lower left", ncols=min(4, len(handles)), frameon=False, fontsize=8.5,
+                  labelcolor=INK)  # fmt: skip
+
+
+# --- rows of dilated branches -----------------------------------------------------------------------------------------
+
+
+EMPTY = "#f4f6f7"
+ROWS_DPI = 120
+COLUMNS = 1024
+"""Bins of positions, at most: a bin is colored if any of its positions is."""
+
+
+class Rows(NamedTuple):
+    """Of one branch and rank, by bin of positions: whose its queries read (owner + 1, or 0), and which it sends."""
+
+    read: np.ndarray
+    sent: np.ndarray
+
+
+def rows_of(problem: Problem, branch: Branch, rank: int, width: int = 1) -> Rows:
+    """The rows of a branch that `rank` reads, its own included, and those of its own that others read.
+
+    In bins of `width` positions; a bin has the greatest value of its positions.
+    """
+    read, sent = (np.zeros(-(-problem.kv_layout.length // width), np.int64) for _ in range(2))
+    for reader in range(problem.world_size):
+        for (owner, _, _), table in branch_tiles(problem, branch, reader, by_segment=False).items():
+            for tile in table if rank in (reader, owner) else ():
+                _mark(read if reader == rank else sent, tile.k.positions, width, owner + 1)
+    return Rows(read, sent)
+
+
+def _mark(line: np.ndarray, positions: StridedRange, width: int, value: int) -> None:
+    """Raise the bins of these positions to `value`."""
+    if positions.stride <= width:  # no bin between the first and the last is without one
+        at: slice | np.ndarray = slice(positions.start // width, positions.last // width + 1)
+    else:
+        at = np.arange(positions.start, positions.stop, positions.stride) // width
+    line[at] = np.maximum(line[at], value)
+
+
+def _whole_pixels(figure: Figure, axes: Sequence[Axes], bins: int) -> None:
+    """As many pixels for each bin, and whole ones: else bins of one width are drawn one pixel wider or not."""
+    box = axes[0].get_position()
+    whole = figure.get_figwidth() * ROWS_DPI
+    each = max(1, int(box.width * whole / bins))
+    left, right = round(box.x0 * whole), round((1 - box.x1) * whole)
+    pixels = left + each * bins + right
+    figure.set_figwidth(pixels / ROWS_DPI)
+    for ax in axes:
+        box = ax.get_position()
+        ax.set_position((left / pixels, box.y0, each * bins / pixels, box.height))
+
+
+def branches_of(problem: Problem, head: int) -> list[Branch]:
+    """The mask's branches of one query head."""
+    return [one for one in problem.mask.branches if one.heads is None or one.heads.start <= head < one.heads.stop]
+
+
+def bin_width(problem: Problem) -> int:
+    """Positions of a bin, such that rows of one rate look alike: each rate is a multiple of it, or not more than it."""
+    rates = {branch.dilation for branch in problem.mask.branches}
+    least = max(1, -(-problem.kv_layout.length // COLUMNS))
+    return next(width for width in range(least, max(least, *rates) + 1)
+                if all(rate <= width or rate % width == 0 for rate in rates))  # fmt: skip
+
+
+def draw_rows(explanation: Explanation, path: str | Path, head: int = 0) -> None:
+    """Write a PNG: a panel for each rank, two lines for each branch. Raises `InputError` without dilation."""
+    problem = explanation.problem
+    branches, ranks = branches_of(problem, head), problem.world_size
+    if all(branch.dilation == 1 for branch in problem.mask.branches):
+        raise InputError("rows_picture draws dilated branches; give segment_lengths= and dilation_rates=")
+    of_ranks = plt.get_cmap("tab10" if ranks <= 10 else "tab20")
+    colors = ListedColormap([EMPTY, *(to_hex(of_ranks(rank % 20)) for rank in range(ranks))])
+    figure, axes = plt.subplots(ranks, 1, figsize=(13, 1.1 + ranks * (0.45 + 0.42 * len(branches))), squeeze=False)
+    labels = [f"w={branch.segment or problem.kv_layout.length} r={branch.dilation} {what}"
+              for branch in branches for what in ("reads", "sends")]  # fmt: skip
+    width = bin_width(problem)
+    bins = -(-problem.kv_layout.length // width)
+    for rank, ax in enumerate(axes[:, 0]):
+        lines = [line for branch in branches for line in rows_of(problem, branch, rank, width)]
+        ax.imshow(np.stack(lines), aspect="auto", interpolation="nearest", cmap=colors, vmin=0, vmax=ranks,
+                  extent=(0, bins * width, len(lines) - 0.5, -0.5))  # fmt: skip
+        ax.hlines(np.arange(len(lines) - 1) + 0.5, 0, bins * width, color="white", linewidth=2)
+        ax.set_yticks(range(len(labels)), labels, fontsize=7, color=INK)
+        ax.set_title(f"rank {rank}", loc="left", fontsize=9, color=INK)
+        ax.tick_params(length=0)
+        if rank < ranks - 1:
+            ax.set_xticks([])
+    axes[-1, 0].set_xlabel("position", color=INK)
+    figure.suptitle(f"Rows of head {head} that each rank reads and sends, {problem.q_layout.name} layout", color=INK)
+    owners = [Patch(facecolor=colors(owner + 1), label=f"rank {owner}'s") for owner in range(min(ranks, 10))]
+    figure.legend(handles=owners, loc="lower center", ncols=len(owners), frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.04, 1, 0.99))
+    _whole_pixels(figure, list(axes[:, 0]), bins)
+    save_picture(figure, path, ROWS_DPI)
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+FAINT_INK, NEUTRAL = "#7a8894", "#eef1f4"
+NAMES = {Kind.Q: "Q", Kind.KV: "KV", Kind.OUT: "OUT", Kind.GRAD_OUT: "dOUT", Kind.DQ: "dQ", Kind.DKV: "dKV"}
+TRAVELS = {  # what an arrow carries: its color and its words
+    Kind.KV: ("#5b6b79", "K and V"), Kind.Q: ("#0072b2", "Q"), Kind.OUT: ("#009e73", "OUT and its softmax sums"),
+    Kind.GRAD_OUT: ("#b8860b", "dOUT"), Kind.DQ: ("#8e44ad", "dQ"), Kind.DKV: ("#c0392b", "dK and dV"),
+}  # fmt: skip
+BOX_WIDTH, BOX_HEIGHT = 0.72, 0.52
+FONT, LEAST_FONT, LETTERS = 9.0, 5.5, 11
+"""Points of a label, at least; so many letters fit into a box at the first size."""
+
+
+def draw_schedule(explanation: Explanation, path: str | Path) -> None:
+    """Write a PNG of the forward and, where explained, the backward schedule."""
+    figure = schedule_figure(explanation)
+    save_picture(figure, path, 150)
+
+
+def schedule_figure(explanation: Explanation) -> Figure:
+    """The picture before it is written."""
+    schedules = [("forward", explanation.forward)]
+    if explanation.backward is not None:
+        schedules.append(("backward", explanation.backward))
+    ranks = explanation.problem.world_size
+    rows = max(len(busy_steps(schedule)) for _, schedule in schedules)
+    size = (1.5 + max(1.45 * ranks * len(schedules), 6.0), 2.1 + 0.82 * rows)
+    figure, axes = plt.subplots(1, len(schedules), figsize=size, squeeze=False)
+    for ax, (title, schedule) in zip(axes[0], schedules, strict=True):
+        _draw_pass(ax, title, schedule, rows)
+    problem = explanation.problem
+    figure.suptitle(
+        f"{explanation.forward.name} schedule, {problem.q_layout.name} layout, {problem.q_layout.length} tokens on "
+        f"{ranks} ranks:\n{sum(explanation.bytes_sent) / 1e6:.3g} MB sent, balance {explanation.balance:.2f}",
+        color=INK, fontsize=12,
+    )  # fmt: skip
+    box = Patch(facecolor=_color(0, ranks), label="box: whose K and V the rank attends to; + what it adds up")
+    handles = [box, *_arrows_told(schedule for _, schedule in schedules)]
+    figure.legend(handles=handles, loc="lower center", ncols=2 if size[0] < 9 else 4, frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0.5 / size[1], 1, 1))
+    return figure
+
+
+def _arrows_told(schedules: Iterable[Schedule]) -> list[Line2D]:
+    """What the arrows of these schedules carry."""
+    carried = {copy.block.kind for schedule in schedules for step in schedule.steps for copy in step.copies}
+    return [Line2D([], [], color=color, marker=">", label=f"arrow: {words}")
+            for kind, (color, words) in TRAVELS.items() if kind in carried]  # fmt: skip
+
+
+def _draw_pass(ax: Axes, title: str, schedule: Schedule, height: int) -> None:
+    ranks, shown = schedule.problem.world_size, busy_steps(schedule)
+    for y, number in enumerate(shown):
+        step = schedule.steps[number]
+        for rank in range(ranks):
+            work = [item for item in step.work if item.rank == rank]
+            sends = any(copy.src == rank for copy in step.copies)
+            if work or sends:
+                _box(ax, rank, y, work, ranks)
+        kinds = sorted({copy.block.kind for copy in step.copies}, key=list(TRAVELS).index)
+        for copy in step.copies:
+            shift = 0.14 * (kinds.index(copy.block.kind) - (len(kinds) - 1) / 2)
+            _arrow(ax, (copy.src + shift, y), (copy.dst + shift, y + 1), TRAVELS[copy.block.kind][0])
+    ax.set_xlim(-0.6, ranks - 0.4)
+    ax.set_ylim(height - 0.3, -0.6)
+    ax.set_xticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], color=INK)
+    # The schedule's own numbers, with their gaps: texts, errors and recordings name a step by them.
+    ax.set_yticks(range(len(shown)), [f"step {number}" for number in shown], color=INK)
+    ax.xaxis.tick_top()
+    ax.tick_params(length=0)
+    idle = idle_steps(schedule)
+    ax.set_title(f"{title}; {idle}" if idle else title, color=INK, pad=18, fontsize=12 if len(idle) < 30 else 10)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+
+
+def _box(ax: Axes, rank: int, y: int, work: Sequence[Work], ranks: int) -> None:
+    owners = {item.kv.owner for item in work if not isinstance(item, Merge)}
+    color = _color(min(owners), ranks) if len(owners) == 1 else NEUTRAL
+    box = FancyBboxPatch(
+        (rank - BOX_WIDTH / 2, y - BOX_HEIGHT / 2), BOX_WIDTH, BOX_HEIGHT, boxstyle="round,pad=0.02,rounding_size=0.08",
+        facecolor=color if work else "white", edgecolor=INK if work else FAINT_INK, linewidth=0.8, zorder=3,
+        linestyle="-" if work else (0, (3, 3)),
+    )  # fmt: skip
+    ax.add_patch(box)
+    lines = label_of(work)
+    size = max(LEAST_FONT, FONT * min(1.0, LETTERS / max(map(len, lines)), 2 / len(lines)))
+    color = INK if work else FAINT_INK
+    ax.text(rank, y, "\n".join(lines), ha="center", va="center", fontsize=size, color=color, zorder=4, linespacing=1.1)
+
+
+def label_of(work: Sequence[Work]) -> list[str]:
+    """What a rank does in a step, in lines: whose queries meet whose keys, and what it adds to its sums."""
+    attends = [item for item in work if not isinstance(item, Merge)]
+    lines = []
+    if own := {item.kv.owner for item in attends if not is_on_received(item)}:
+        lines.append(f"KV{owners_text(own)}")
+    if received := [item for item in attends if is_on_received(item)]:
+        askers, owners = ({getattr(item, side).owner for item in received} for side in ("q", "kv"))
+        lines.append(f"Q{owners_text(askers)} × KV{owners_text(owners)}")
+    merged: dict[Kind, set[int]] = {}
+    for item in work:
+        if isinstance(item, Merge):
+            merged.setdefault(item.into.kind, set()).add(item.into.owner)
+    lines += [f"+ {NAMES[kind]}{owners_text(owners)}" for kind, owners in merged.items()]
+    return lines or ["only sends"]
+
+
+def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
+    ax.add_patch(
+        FancyArrowPatch(
+            (start[0], start[1] + BOX_HEIGHT / 2), (end[0], end[1] - BOX_HEIGHT / 2),
+            arrowstyle="-|>", mutation_scale=9, color=color, linewidth=1.1, alpha=0.75, zorder=2,
+            connectionstyle="arc3,rad=0.0",
+        )
+    )  # fmt: skip
+
+
+def _color(owner: int, ranks: int) -> Any:
+    return plt.get_cmap("Set2")(owner % 8) if ranks <= 8 else plt.get_cmap("viridis")(0.25 + 0.7 * owner / ranks)
