@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 import ringattn
-from ringattn.errors import InputError
 from ringattn.launch.calls import RunConfig, load_run
 from ringattn.launch.config import load
 from ringattn.launch.doctor.doctor import DoctorConfig
@@ -62,11 +61,6 @@ def test_the_ring_gets_it(open_ring: Callable[[], Any], monkeypatch: pytest.Monk
         monkeypatch.setattr(module, "Ring", opened)
     with pytest.raises(Opened, match=r"^7"):
         open_ring()
-
-
-def test_the_former_key_is_refused() -> None:
-    with pytest.raises(InputError, match=r"^transport\.timeout_s=7: this key has another name here; write timeout_s=7"):
-        load(["transport.timeout_s=7"], RunConfig, "run")
 
 
 @pytest.mark.slow

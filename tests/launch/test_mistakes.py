@@ -30,11 +30,6 @@ INSIDE = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("run shedule=ring", "shedule: no such key; did you mean schedule?"),
-        ("run repeats=0", "repeats=0: must be at least 1"),
-        ("run ranks=8 tokens=4", "ranks=8: 8 ranks are more than tokens=4"),
-        ("run heads=8 kv_heads=3", "kv_heads=3: does not divide heads=8; use a divisor"),
-        ("run tokens=64,128", "tokens: one value at a time; run `ringattn sweep` instead"),
         ("sweep out=/proc/nowhere tokens=64,128", "out=/proc/nowhere: cannot be written"),
         ("sweeep ranks=1,2", "'sweeep' is not a command; did you mean sweep?"),
     ],

@@ -75,7 +75,9 @@ def test_what_to_write_instead(words: str, says: str) -> None:
     assert str(refused.value).startswith(says)
 
 
-@pytest.mark.parametrize("words", ["--out x", "--ranks=2", "ranks = 2", "-m", "--nproc=2", "--fast", "ranks=two"])
+@pytest.mark.parametrize(
+    "words", ["--out x", "--ranks=2", "ranks = 2", "-m", "--nproc=2", "--fast", "ranks=two", "rank=2", "rounds=0"]
+)
 def test_commands_without_hydra_say_the_same(words: str) -> None:
     said = set()
     for read in (load, load_plain):

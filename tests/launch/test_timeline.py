@@ -126,21 +126,6 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     assert [track.rank for track in read_tracks(tmp_path)] == list(range(11))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["heads=3"], "kv_heads=2: does not divide heads=3"), (["rank=4"], "did you mean ranks"),
-     (["ranks=0"], "must be at least 1")],
-)  # fmt: skip
-def test_wrong_words_are_refused(words: list[str], message: str, capsys: Any) -> None:
-    assert main(["timeline", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help(capsys: Any) -> None:
-    assert main(["timeline", "--help"]) == 0
-    assert "recorded" in capsys.readouterr().out
-
-
 # --- what was predicted ----------------------------------------------------------------------------------------------
 
 
