@@ -29,8 +29,8 @@ from ringattn.planner.classes import (
     classes_of,
     group_of,
     learned_from,
-    opening_on,
     plans_of_group,
+    prologue_on,
     routes_on,
 )
 from ringattn.planner.cluster import CLUSTERS, Cluster
@@ -219,12 +219,12 @@ class Simulator:
         schedule, cluster, quarter, reach = self.config.schedule, self.cluster, ranks // group % 4, self._reach(shard)
         learned_on = learned_from(schedule, quarter, reach, group)
         routes = routes_on(problem_of, schedule, cluster, learned_on, group, None)
-        opening = opening_on(problem_of, routes, cluster, ranks)
-        key = quarter, opening, group
+        prologue = prologue_on(problem_of, routes, cluster, ranks)
+        key = quarter, prologue, group
         if (shard, key) not in self._learned:
             # A window reaches other ranks from shards of another length.
             first = None if self.config.bounds else self._first.get(key)
-            learned = classes_of(problem_of, schedule, cluster, quarter, reach, group, opening, first)
+            learned = classes_of(problem_of, schedule, cluster, quarter, reach, group, prologue, first)
             self._learned[shard, key] = learned
             self._first.setdefault(key, learned)
         return self._learned[shard, key]
