@@ -21,8 +21,8 @@ from torch.distributed import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from ringattn.adapters import context
-from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.groups import ring_of
+from ringattn.adapters.hosts import refused_by_all
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.core.layout import Layout
 from ringattn.errors import InputError, UnsupportedError

@@ -17,10 +17,9 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
 
-from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
-from ringattn.adapters.hosts import require_checked
+from ringattn.adapters.hosts import refused_by_all, require_checked
 from ringattn.core.layout import Layout
 from ringattn.errors import InputError
 from ringattn.ring import Ring

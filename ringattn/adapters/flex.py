@@ -22,7 +22,6 @@ from torch.nn.attention import flex_attention as host
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from ringattn import masks
-from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.flex_functions import (
@@ -36,6 +35,7 @@ from ringattn.adapters.flex_functions import (
     record,
     tiles_of,
 )
+from ringattn.adapters.hosts import refused_by_all
 from ringattn.adapters.sdpa import check_heads_first
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.sequence import Sequence

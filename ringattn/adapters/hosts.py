@@ -1,14 +1,20 @@
-"""What several adapters share about their hosts: checked versions, and heads sharded by tensor parallelism."""
+"""What several adapters share: checked versions, refusals and batches of all ranks, heads of tensor parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import sha256
 from importlib.metadata import version
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ringattn.errors import InputError, UnsupportedError
+from ringattn.errors import DisagreementError, InputError, UnsupportedError
+from ringattn.ring import Ring
 
 
 def require_checked(package: str, *checked: str) -> None:
@@ -19,6 +25,47 @@ def require_checked(package: str, *checked: str) -> None:
             f"this adapter was checked with {package} {', '.join(checked)} and {installed} is installed, whose tensors "
             "may lie otherwise: install one of those, or run the adapter's tests with yours and add it to them"
         )
+
+
+# --- What the ranks of a ring have in common --------------------------------------------------------------------------
+
+
+@contextmanager
+def refused_by_all(ring: Ring | None) -> Iterator[None]:
+    """An `InputError` that this rank alone raises inside is raised by the next call of every rank of `ring`.
+
+    Inside must be no collective call: its refusals are those of all ranks already. None: nobody else has to hear.
+    """
+    try:
+        yield
+    except InputError as error:
+        if ring is not None and ring.is_open:
+            ring.check_consistency("", error)
+        raise
+
+
+def check_alike(ring: Ring, batch: Mapping[str, Any], advice: str) -> None:
+    """Raise `DisagreementError`, which names what differs, on every rank unless all hold the same `batch`.
+
+    Tensors of any dtype are compared bit by bit, with shape and dtype; anything else by its `repr`. A collective call,
+    on the host. `advice`: what to do, the end of the message.
+    """
+    if ring.world_size == 1:
+        return
+    digests = json.dumps({name: _digest(x) for name, x in batch.items()})
+    ranks = [json.loads(text) for text in ring.all_gather_text(digests)]
+    names = sorted({name for rank in ranks for name in rank})
+    if different := [name for name in names if len({rank.get(name) for rank in ranks}) > 1]:
+        raise DisagreementError(
+            f"rank {ring.rank}: the ranks of a ring hold different batches, {', '.join(different)} differ; {advice}"
+        )
+
+
+def _digest(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return repr(x)
+    raw = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{x.dtype} {tuple(x.shape)} {sha256(raw).hexdigest()[:16]}"
 
 
 # --- Tensor parallelism -----------------------------------------------------------------------------------------------

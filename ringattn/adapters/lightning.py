@@ -17,8 +17,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from ringattn.adapters.alike import check_alike, refused_by_all
-from ringattn.adapters.hosts import require_checked
+from ringattn.adapters.hosts import check_alike, refused_by_all, require_checked
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring

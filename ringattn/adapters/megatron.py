@@ -21,10 +21,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import UNTRACED, as_autocast, lone_sequence
 from ringattn.adapters.groups import ring_of
-from ringattn.adapters.hosts import require_checked
+from ringattn.adapters.hosts import refused_by_all, require_checked
 from ringattn.core.layout import Layout
 from ringattn.errors import InputError
 from ringattn.ring import Ring

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from ringattn.adapters import transformers
-from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.dropout import told_seed
 from ringattn.adapters.groups import ring_of
-from ringattn.adapters.hosts import require_checked
+from ringattn.adapters.hosts import refused_by_all, require_checked
 from ringattn.adapters.transformers import shard_batch
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring

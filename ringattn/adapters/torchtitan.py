@@ -25,11 +25,10 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
-from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.groups import close_rings, ring_of
-from ringattn.adapters.hosts import local_heads, require_checked
+from ringattn.adapters.hosts import local_heads, refused_by_all, require_checked
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.runtime.activation import activation
 from ringattn.sequence import Sequence

@@ -15,10 +15,10 @@ from ringattn.engine import aten, flash
 from ringattn.engine.aten import CPU, HALF_DTYPES, BlockOp
 from ringattn.engine.flash import FA3, FA4, FlashEngine, flash_engine
 from ringattn.errors import UnsupportedError
-from tests.adapters.flash_standins import FA3_BACKWARDS, Calls, fa3_library, fa4_module
 from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_scenarios import SCENARIOS
 from tests.contract.engine_trial import Trial
+from tests.engine.flash_standins import FA3_BACKWARDS, Calls, fa3_library, fa4_module
 
 BOTH = pytest.mark.parametrize("op", [FA3, FA4], ids=lambda op: op.name)
 HOST = torch.device("cpu")

@@ -19,11 +19,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.attend import as_autocast, attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.dropout import drawn_seed, refuse_without_seed, seed_from
-from ringattn.adapters.hosts import local_sinks, require_checked
+from ringattn.adapters.hosts import local_sinks, refused_by_all, require_checked
 from ringattn.adapters.transformers.calls import PART, ModelCall, attending
 from ringattn.adapters.transformers.checks import (
     check_encoder,
@@ -341,7 +340,7 @@ def attention_forward(
                "dropout_p": dropout}  # fmt: skip
     ids = kwargs.get("position_ids")  # some models hand on None
     if ids is None and call is not None:
-        ids = call.positions
+        ids = call.given.get("position_ids")
     rows = spec.rows(seq, lambda found: refuse_inputs(spec, found, seq, module, ids, kwargs, call))
     return _by_rows(rows, q, k, v, seed, options).contiguous(), None
 

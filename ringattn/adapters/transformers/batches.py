@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ringattn.adapters.alike import check_alike
+from ringattn.adapters.hosts import check_alike
 from ringattn.adapters.transformers.checks import check_nobody_is_empty
 from ringattn.adapters.transformers.positions import IMAGE_INPUTS, image_places, own_places
 from ringattn.core.layout import LayoutName

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringattn.adapters.alike import refused_by_all
 from ringattn.adapters.context import attends_locally
+from ringattn.adapters.hosts import refused_by_all
 from ringattn.adapters.transformers.checks import (
     LEAVE_OUT,
     check_encoder,
@@ -58,16 +58,6 @@ class ModelCall:
     """Frequencies of a rotary embedding, by the whole length."""
     is_placed: bool = False
     """Its positions are those that the model would make by itself of the whole rows."""
-
-    @property
-    def positions(self) -> Any:
-        """The position_ids that it was given."""
-        return self.given.get("position_ids")
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether it was asked for a loss by labels."""
-        return self.given.get("labels") is not None
 
 
 SHARD = "ringattn_shard"
@@ -199,7 +189,8 @@ def _after(model: nn.Module, args: object, out: Any) -> Any:
                 f"no attention of {type(model).__name__} went through the ring: whatever mixes its tokens saw those of "
                 "this rank alone"
             )
-        return check_output(model, out, token_shape(call.given), call.has_labels and _is_used(model))
+        has_labels = call.given.get("labels") is not None
+        return check_output(model, out, token_shape(call.given), has_labels and _is_used(model))
 
 
 def _mark_caches(call: ModelCall, out: Any) -> None:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ringattn.adapters.alike import refused_by_all
+from ringattn.adapters.hosts import refused_by_all
 from ringattn.adapters.transformers.checks import may_count_by_itself, short
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.runtime.activation import activate, active_sequence
