@@ -225,7 +225,7 @@ def test_gradients_get_the_best_form_that_takes_them(name: str, launched: Record
 
 def test_gradients_by_name_are_refused_what_gluon_cannot_take(launched: Recorded) -> None:
     q = rows()
-    with pytest.raises(UnsupportedError, match=r"form=.gluon.: the Gluon backward .* multiples of 16 bytes"):
+    with pytest.raises(UnsupportedError, match=r"form=.gluon.: the Gluon kernel .* multiples of 16 bytes"):
         differentiated(TritonEngine(form="gluon"), q, q, q, rows(pad=1))
     assert not launched.calls
     for engine in (TritonEngine(form="descriptors"), TritonEngine(configs_for(90, HALF, 128))):
