@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ringattn.errors import InputError, RingError
-from ringattn.runtime.rank_group import RankGroup
+from ringattn.runtime.runtime import RankGroup
 
 INSTANCES = (
     described.Metadata,

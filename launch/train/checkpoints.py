@@ -43,7 +43,7 @@ from ringattn.launch.train.data import Documents
 from ringattn.launch.train.mesh import join_process_group
 from ringattn.launch.train.model import Transformer
 from ringattn.launch.train.switches import local_bytes
-from ringattn.runtime.rank_group import RankGroup
+from ringattn.runtime.runtime import RankGroup
 
 RUN = "run.json"
 KEPT = 2

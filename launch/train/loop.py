@@ -41,7 +41,7 @@ from ringattn.launch.train.mesh import folder_of_run, load_on_all_ranks, opened_
 from ringattn.launch.train.model import Attend, Transformer
 from ringattn.launch.train.switches import SavedActivations, local_bytes, make_optimizer, shard_model, state_bytes
 from ringattn.layers.tiled import Tiling, tiled
-from ringattn.runtime.rank_group import RankGroup
+from ringattn.runtime.runtime import RankGroup
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 IGNORE = -100

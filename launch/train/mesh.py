@@ -30,7 +30,7 @@ from ringattn.launch.options import leaves
 from ringattn.launch.ranks import place_in_torchrun, restarts_of_torchrun
 from ringattn.launch.train.config import TrainConfig, check_switches
 from ringattn.launch.train.data import Documents, load
-from ringattn.runtime.rank_group import RankGroup
+from ringattn.runtime.runtime import RankGroup
 from ringattn.transport.local import LocalTransport
 
 PROCESS_KEYS = frozenset({"text", "tokenizer", "threads_per_rank", "timeout_s", "limit_s"})

@@ -31,7 +31,7 @@ from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.launch.train.config import optimizer_source
 from ringattn.launch.train.mesh import join_process_group
 from ringattn.launch.train.model import Transformer
-from ringattn.runtime.rank_group import RankGroup
+from ringattn.runtime.runtime import RankGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -102,7 +102,7 @@ class Reading:
 
 
 class Arena(Protocol):
-    """What a monitor asks of a ring's pool, see `ringattn.runtime.pool`."""
+    """What a monitor asks of a ring's pool, see `ringattn.runtime.records`."""
 
     high_water_bytes: int
 

@@ -45,8 +45,7 @@ from ringattn.planner.plan import (
     record_elements,
     record_layout_of,
 )
-from ringattn.runtime.pool import Pool
-from ringattn.runtime.records import TORCH_DTYPE, BufferRef, LocalTensors, PackedBuffer, Rows, add, from_row, pack
+from ringattn.runtime.records import TORCH_DTYPE, BufferRef, LocalTensors, PackedBuffer, Pool, Rows, add, from_row, pack
 from ringattn.schedule.content import HeadRows, size
 from ringattn.schedule.ops import Kind
 from ringattn.transport.base import Hop, Message, Transport, WorkHandle

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ringattn.errors import ClosedError, PeerLostError
-from ringattn.runtime.rank_group import RankGroup
+from ringattn.runtime.runtime import RankGroup
 from ringattn.transport.base import Message, Transport
 
 CHILD_S = 8

@@ -13,11 +13,9 @@ from ringattn.core.documents import (
     CHOICES,
     EVEN,
     FEW_ROWS,
-    PAIRS_PER_ROW,
     STARTING_CHOICES,
     Choice,
     Homes,
-    Load,
     Search,
     Shards,
     causal_pairs,
@@ -79,14 +77,6 @@ def test_loads_are_what_tiles_and_read_sets_say(bounds: tuple[int, ...], ranks: 
     assert load.in_steps == sum(max(by_owner[r][(r - step) % ranks] for r in range(ranks)) for step in range(ranks))
 
 
-def test_whole_documents_that_fill_the_ranks_stay_whole() -> None:
-    bounds = (0, 60, 100, 140, 200, 260, 300, 350, 400)  # 60 + 40 four times, and 50 + 50 would do as well
-    shards = placed(bounds, 4)
-    load = load_of(bounds, shards)
-    assert sum(load.sent) == 0
-    assert max(load.pairs) == causal_pairs(0, 60) + causal_pairs(0, 40)
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_document_alone_costs_what_zigzag_does(ranks: int) -> None:
     length = 96 * ranks
@@ -108,11 +98,6 @@ def test_a_long_document_is_cut_and_short_ones_are_not() -> None:
     assert fewest.in_steps > 1.2 * load.in_steps
     per_document = read_sets_of(problem_of(bounds, 4, "per_document")).totals[1]
     assert per_document > 1.9 * sum(load.sent)
-
-
-def test_the_slowest_rank_counts_by_its_work_or_its_messages() -> None:
-    assert Load((900, 700), (0, 2), (2, 0), 950).cost == 950
-    assert Load((900, 700), (0, 5), (5, 0), 950).cost == 5 * PAIRS_PER_ROW
 
 
 def assert_whole(bounds: tuple[int, ...], ranks: int, shards: Shards) -> None:

@@ -87,12 +87,6 @@ def test_falls_back_to_plain_in_a_pass_that_begins_unset(sinks: bool, monkeypatc
         assert x.nan_to_num(0.0).abs().sum() > 0
 
 
-def test_falls_back_to_plain_where_no_op_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aten, "choose", lambda device, dtype, dim: None)
-    trial = Trial(SCENARIOS["zigzag"], torch.float64, True)
-    trial.check(trial.run(AtenEngine(HOST)), 1e-10)
-
-
 @pytest.mark.parametrize(
     ("capability", "cudnn", "dtype", "dim", "op"),
     [
@@ -131,21 +125,6 @@ def test_cudnn_is_not_chosen_under_deterministic_algorithms(monkeypatch: pytest.
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert choose(CUDA, torch.bfloat16, 128) is FLASH
     assert choose(HOST, torch.bfloat16, 128) is CPU
-
-
-@pytest.mark.parametrize("op", [CPU, FLASH, CUDNN], ids=lambda op: op.name)
-@pytest.mark.parametrize("causal", [False, True])
-def test_shapes_and_dtypes_on_meta(op: BlockOp, causal: bool) -> None:
-    """GQA accepted as it is, lse (batch, heads, rows) in float32, gradients with the K/V heads they belong to."""
-    keys = 40 if causal else 48
-    q = torch.empty(40, 2, 8, 64, dtype=torch.bfloat16, device="meta").permute(1, 2, 0, 3)
-    k, v = (torch.empty(keys, 2, 2, 64, dtype=torch.bfloat16, device="meta").permute(1, 2, 0, 3) for _ in range(2))
-    out, lse = op.forward(q, k, v, causal, 0.125)
-    assert out.shape == q.shape and out.dtype == q.dtype
-    assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
-    grads = op.backward(out, q, k, v, out, lse, causal, 0.125)
-    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
-    assert all(x.dtype == q.dtype for x in grads)
 
 
 def test_single_keys_do_not_go_to_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:

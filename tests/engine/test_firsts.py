@@ -55,15 +55,6 @@ def test_of_drawn_pieces() -> None:
     assert 30 < known < 270
 
 
-def test_a_first_flag_holds_for_no_row_that_another_met() -> None:
-    low, high, every = (Piece(StridedRange(*run), StridedRange(0, 2)) for run in ((0, 8), (8, 8), (0, 16)))
-    assert first_pieces([[low, high], [every]], [every]) == [(True, True), (False,)]
-    assert first_pieces([[every], [low]], [every]) == [(True,), (False,)]
-    assert first_pieces([[low], [every]], [every]) is None
-    assert first_pieces([[low]], [every]) is None
-    assert first_pieces([[]], []) == [()]
-
-
 @pytest.mark.parametrize(("first", "count", "kv"), [(0, 4, [(0, 2)]), (1, 3, [(0, 1), (1, 1)]), (2, 2, [(1, 1)])])
 def test_key_pieces_are_of_the_heads_that_are_read(first: int, count: int, kv: list[tuple[int, int]]) -> None:
     tile = Tile(strip(0, 4), strip(0, 6, row=2), FULL, StridedRange(first, count))

@@ -14,7 +14,7 @@ from ringattn.planner.plan import Plan
 from ringattn.runtime import runtime
 from ringattn.runtime.consistency import ComparedCall
 from ringattn.runtime.executor import Executor
-from ringattn.runtime.rank_group import RankGroup
+from ringattn.runtime.runtime import RankGroup
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import Route
 from tests.fuzz import session

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ringattn.bench.launch import StubDriver
 from ringattn.core.geometry import CAUSAL, StridedRange, Tile, TokenRange
-from ringattn.engine import select, triton
+from ringattn.engine import triton
 from ringattn.engine.base import KV, BackwardInputs, Sizes, Softmax
 from ringattn.engine.triton import TritonEngine
 from ringattn.kernels.attention_forward import specialized_configs
@@ -25,8 +24,6 @@ from ringattn.kernels.configs import Configs, configs_for
 from ringattn.kernels.launch import Kept, LaunchCall
 from ringattn.kernels.qkv import Finish, epilogue_call, epilogue_grad_call, norm_parts, projection_call
 from ringattn.kernels.rows import delta_call, merge_call, move_rows_call, quantize_call, restore_call
-from ringattn.ring import Ring
-from ringattn.testing import run_ranks
 
 SETS, HEADS, KV_HEADS, DIM, DTYPE = 200, 4, 2, 64, torch.bfloat16
 PROGRAM_BYTES = 256
@@ -176,34 +173,6 @@ def test_what_no_descriptor_takes_is_counted_before_the_first_call(monkeypatch: 
     assert told(True, form="descriptors", sm_margin=32) == 200 * 256
     assert told(False, form="descriptors") == blocks * 256 == told(True, deterministic=False)
     gluon_missing.cache_clear()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("form", "schedule"), [("gluon", "auto"), ("pointers", "all_to_all")])
-def test_a_training_run_compiles_nothing_anew(
-    form: str, schedule: str, counted: Counted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Through rings, whose packed buffers begin and end where the documents have it."""
-    engine, random, seen = TritonEngine(FORMS[form]()), Random(7), []
-    monkeypatch.setattr(select, "_triton", lambda call: engine)
-    select.choose.cache_clear()
-    sets = [documents(random, random.randrange(32, 200)) for _ in range(50)]
-
-    def trained(ring: Ring) -> None:
-        for bounds in sets:
-            seq = ring.sequence(cu_seqlens=bounds)
-            mine: list[Tensor] = [
-                torch.zeros(1, seq.counts[ring.rank], heads, DIM, dtype=DTYPE, requires_grad=True)
-                for heads in (HEADS, KV_HEADS, KV_HEADS)
-            ]
-            ring.attention(*mine, seq, causal=True, schedule=schedule).sum().backward()
-            seen.append(counted.both())
-
-    try:
-        run_ranks(2, trained, engine="triton")
-    finally:
-        select.choose.cache_clear()
-    assert len(seen) == 100 and seen[30] == seen[-1] and seen[-1][0] < 20, seen[-1]
 
 
 def row_calls(rows: int, batch: int) -> list[LaunchCall]:

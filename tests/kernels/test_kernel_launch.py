@@ -7,10 +7,6 @@ the library.
 from __future__ import annotations
 
 import contextvars
-import json
-import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -180,13 +176,6 @@ def test_a_kernel_that_asks_for_memory_gets_ours_in_every_thread(
     assert seen == [allocate, _allocation._NULL_ALLOCATOR]
 
 
-def test_a_plain_launch_has_memory_to_ask_for(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton raises "no allocator was set" for descriptors made in a kernel where its caller has set none."""
-    seen = allocators(monkeypatch)
-    call_with().run()
-    assert seen == [allocate]
-
-
 def test_the_allocator_of_the_caller_stays(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a plain launch and a repeated one, and after one that fails."""
 
@@ -298,21 +287,3 @@ def test_a_written_entry_is_read_by_the_next_process(monkeypatch: pytest.MonkeyP
     finally:
         for cached in (configs._entries, configs._table):
             cached.cache_clear()
-
-
-@pytest.mark.slow
-def test_the_benchmark_runs(tmp_path: Path) -> None:
-    """In a process of its own, since it compiles the library's kernel for a GPU that is not there."""
-    command = [sys.executable, "-m", "ringattn.bench.launch", "rounds=1", f"results={tmp_path}"]
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    found = json.loads((tmp_path / "launch.json").read_text())["us"]
-    assert all(len(times) == 1 and times[0] > 0 for times in found.values())
-    assert list(found) == [
-        "kernel[grid](...)",
-        "describing and kernel[grid](...)",
-        "handle, arguments at hand",
-        "repeat",
-        "engine, forward",
-        "engine, backward",
-    ]

@@ -26,7 +26,7 @@ from ringattn.observe.memory import (
     stop,
 )
 from ringattn.ring import Ring
-from ringattn.runtime.pool import Pool
+from ringattn.runtime.records import Pool
 from ringattn.testing import run_ranks
 from tests.face import RANKS, TOKENS, X
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringattn.errors import PlanError, RingError
-from ringattn.runtime.pool import ALIGNMENT_BYTES, Pool
+from ringattn.runtime.records import ALIGNMENT_BYTES, Pool
 
 
 def plain(nbytes: int) -> torch.Tensor:
