@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections import namedtuple
 from dataclasses import fields, replace
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,23 +28,27 @@ from tests.contributing import example
 
 PACKAGE = Path(ringattn.__file__).parent
 
+TENSOR = torch.tensor(0.5)
 WRONG: list[tuple[str, Any, str]] = [
-    ("causal", 1, "causal must be True or False"),
+    *(("causal", value, "causal must be True or False") for value in (1, "no", None, np.bool_(True), torch.ones(2))),
+    ("window", 5, "window=5: expected (left, right)"),
     ("window", (1, 2, 3), "expected (left, right)"),
     ("window", (True, 0), "window left side is True"),
     ("mask", "prefix:2", "is not a mask"),
-    ("scale", True, "scale must be a finite number or None, got True"),
-    ("scale", float("nan"), "scale must be a finite number or None, got nan"),
-    ("softcap", 0.0, "softcap must be positive and finite"),
+    *(("scale", value, "scale must be a finite number or None") for value in (True, nan, -inf, 10**400, "0.5", TENSOR)),
+    *(("softcap", value, "softcap must be positive and finite") for value in (0.0, inf, nan, True, "30")),
     ("sinks", 1.0, "sinks must be a tensor of shape (q_heads,), one per query head, got float"),
     ("alibi_slopes", 0.5, "alibi_slopes must be a tensor or finite numbers"),
-    ("alibi_slopes", [0.5, float("inf")], "alibi_slopes must be a tensor or finite numbers"),
-    ("alibi_slopes", torch.ones(2, 2), "alibi_slopes must be a tensor of shape (q_heads,)"),
+    *(("alibi_slopes", [0.5, value], "alibi_slopes must be a tensor or finite numbers") for value in (inf, nan)),
+    ("alibi_slopes", torch.tensor([0.5, inf]), "alibi_slopes must be a tensor or finite numbers"),
+    *(("alibi_slopes", value, "alibi_slopes must be a tensor of shape (q_heads,)")
+      for value in (torch.ones(2, 2), torch.ones(2).int(), torch.ones(2, device="meta"))),
     ("alibi_slopes", torch.ones(2, requires_grad=True), "pass alibi_slopes.detach()"),
-    ("dropout_p", 1.0, "dropout_p must be a probability from 0 to less than 1"),
-    ("dropout_seed", -1, "dropout_seed must be a whole number from 0 to 2**64 - 1"),
+    *(("dropout_p", value, "dropout_p must be a probability from 0 to less than 1") for value in (1.0, -0.1)),
+    *(("dropout_seed", value, "dropout_seed must be a whole number from 0 to 2**64 - 1")
+      for value in (-1, 2**64, True)),
     ("schedule", 3, "schedule must be a name"),
-]
+]  # fmt: skip
 
 
 def test_the_declaration_imports_without_torch_and_describes_each_option() -> None:

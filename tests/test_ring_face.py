@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -73,34 +72,10 @@ BAD: dict[str, tuple[Change, str]] = {
     "complex sinks": (setting(sinks=torch.zeros(4, dtype=torch.complex64)), r"rank R: sinks are torch\.complex64"),
     "sinks elsewhere": (setting(sinks=torch.zeros(4, device="meta")), r"rank R: sinks are on meta and q is on cpu"),
     "softcap": (setting(softcap=0.0), r"softcap must be positive and finite, or None, got 0\.0"),
-    "softcap of infinity": (setting(softcap=math.inf), r"softcap must be positive and finite, or None, got inf"),
-    "softcap of nan": (setting(softcap=math.nan), r"softcap must be positive and finite, or None, got nan"),
-    "softcap of reference": (setting(softcap=True), r"softcap must be positive and finite, or None, got True"),
-    "softcap in words": (setting(softcap="30"), r"softcap must be positive and finite, or None, got '30'"),
     "slopes of other heads": (setting(alibi_slopes=[0.5] * 3), r"alibi_slopes must be 4 numbers, one .* got 3"),
-    "slopes of nan": (setting(alibi_slopes=[math.nan] * 4), r"alibi_slopes must be a tensor or finite numbers"),
-    "slopes of infinity": (setting(alibi_slopes=torch.full((4,), math.inf)), r"alibi_slopes must be a .* finite"),
-    "slopes of batches": (setting(alibi_slopes=torch.zeros(1, 4)), r"alibi_slopes must be .* \(q_heads,\) .*\(1, 4\)"),
-    "slopes of integers": (setting(alibi_slopes=torch.zeros(4).int()), r"alibi_slopes must be .* got torch\.int32 of"),
-    "slopes elsewhere": (setting(alibi_slopes=torch.zeros(4, device="meta")), r"alibi_slopes must be .* on meta"),
-    "slopes that learn": (setting(alibi_slopes=torch.zeros(4, requires_grad=True)), r"alibi_slopes require a grad"),
     "dropout without a seed": (setting(dropout_p=0.1), r"dropout_p=0\.1 needs a dropout_seed, the same on all"),
-    "dropout of all": (setting(dropout_p=1.0, dropout_seed=0), r"dropout_p must be .* less than 1, got 1\.0"),
-    "dropout of less": (setting(dropout_p=-0.1, dropout_seed=0), r"dropout_p must be .* less than 1, got -0\.1"),
-    "a negative seed": (setting(dropout_p=0.1, dropout_seed=-1), r"dropout_seed must be a whole number .* got -1"),
-    "a long seed": (setting(dropout_seed=2**64), r"dropout_seed must be a whole number .* got 18446744073709551616"),
-    "a seed of reference": (setting(dropout_p=0.1, dropout_seed=True), r"dropout_seed must be a .* got True"),
     "scale of nan": (setting(scale=math.nan), r"scale must be a finite number or None, got nan"),
-    "scale of infinity": (setting(scale=-math.inf), r"scale must be a finite number or None, got -inf"),
-    "scale beyond floats": (setting(scale=10**400), r"scale must be a finite number or None, got 10"),
-    "scale of reference": (setting(scale=True), r"scale must be a finite number or None, got True"),
-    "scale in words": (setting(scale="0.5"), r"scale must be a finite number or None, got '0\.5'"),
-    "scale in a tensor": (setting(scale=torch.tensor(0.5)), r"scale must be a finite number or None, got tensor"),
     "causal in words": (setting(causal="no"), r"causal must be True or False, got 'no' \(str\)"),
-    "causal of a number": (setting(causal=1), r"causal must be True or False, got 1 \(int\)"),
-    "causal of numpy": (setting(causal=np.bool_(True)), r"causal must be True or False, got .*True.* \(bool"),
-    "causal of nothing": (setting(causal=None), r"causal must be True or False, got None"),
-    "causal in a tensor": (setting(causal=torch.ones(2)), r"causal must be True or False, got tensor\(\[1\., 1\.\]\)"),
     "no query heads": (editing("q", lambda q: q[:, :, :0]), r"q_heads=0, where attention needs at least 1"),
     "no K/V heads": (
         lambda ring, a: a.update({n: a[n][:, :, :0] for n in "kv"}),
@@ -112,7 +87,6 @@ BAD: dict[str, tuple[Change, str]] = {
     ),
     "schedule": (setting(schedule="star"), r"schedule='star' is not known"),
     "window sign": (setting(window=(-3, 0)), r"window left side is -3"),
-    "window shape": (setting(window=5), r"window=5: expected \(left, right\)"),
     "window ahead": (setting(window=(3, 2)), r"window=\(3, 2\) looks ahead, causal=True forbids it"),
     "a mask in words": (setting(mask="chunked:8"), r"mask='chunked:8' is not a mask"),
     "a removed option": (setting(chunk=8), r"chunk=8 is now a mask: write mask=masks\.chunked\(8\)"),
@@ -127,14 +101,6 @@ BAD: dict[str, tuple[Change, str]] = {
 def refusal_on(rank: int, message: str) -> str:
     """The pattern of a refusal in `BAD`, which names the rank whether its check knows it or not."""
     return f"rank {rank}: {message.removeprefix('rank R: ')}"
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_bad_on_every_rank(bad: str) -> None:
-    change, message = BAD[bad]
-    for rank, error in enumerate(errors(lambda ring: attend(ring, change))):
-        assert isinstance(error, InputError)
-        assert re.match(refusal_on(rank, message), str(error))
 
 
 @pytest.mark.parametrize("bad", BAD)

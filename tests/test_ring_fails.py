@@ -149,26 +149,6 @@ def test_vmap_is_refused() -> None:
 # --- what one rank alone can do to the others ------------------------------------------------------------------------
 
 
-WRONG_TYPES = {
-    "scale": "much",
-    "softcap": "much",
-    "alibi_slopes": "much",
-    "dropout_p": "much",
-    "sinks": [0.0] * 4,
-    "schedule": ["ring"],
-}
-
-
-@pytest.mark.parametrize("name", WRONG_TYPES)
-def test_a_wrong_type_on_one_rank(name: str) -> None:
-    def change(ring: Ring, arguments: dict[str, Any]) -> None:
-        if ring.rank == 1:
-            arguments[name] = WRONG_TYPES[name]
-
-    for error in errors(lambda ring: attend(ring, change)):
-        assert isinstance(error, InputError) and name in str(error)
-
-
 class Odd:
     """Nothing can be known of it."""
 
@@ -317,17 +297,3 @@ def test_checkpointed_calls_that_are_alike(reentrant: bool) -> None:
 
     for plain, again in run_ranks(2, body, engine="plain"):
         assert torch.equal(plain, again)
-
-
-def test_backwards_in_another_order() -> None:
-    def body(ring: Ring) -> None:
-        seq = ring.sequence(TOKENS)
-        q = seq.shard(X).requires_grad_()
-        outs = [ring.attention(q, q, q, seq, causal=causal).sum() for causal in (False, True)]
-        for out in outs[::-1] if ring.rank == 1 else outs:
-            out.backward()
-
-    for error in errors(body):
-        assert isinstance(error, DisagreementError)
-        assert "rank 0: call 3: backward of" in str(error) and "band -inf..inf" in str(error)
-        assert "rank 1: call 3: backward of" in str(error) and "band 0..inf" in str(error)
