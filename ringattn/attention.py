@@ -260,21 +260,21 @@ def backward_pass(
         dout = torch.zeros_like(out)
     executor = ring.executor_of(call, backward=True)
     with ring.accounted(executor), _uncast(q):
-        seed = _seed(call.engine, dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)
-        seed = seed._replace(dropout_seed=call.dropout_seed)
+        inputs = _backward_inputs(call.engine, dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)
+        inputs = inputs._replace(dropout_seed=call.dropout_seed)
         sums = executor.plan.own_sums
         dtype, make = accumulator_dtype(q.dtype), torch.zeros if sums is OwnSums.ZEROED else torch.empty
         dk, dv = (make(x.shape, dtype=x.dtype if sums is OwnSums.NONE else dtype, device=x.device) for x in (k, v))
         rows_q = q.detach().transpose(0, 1)
         local, grads = (LocalTensors(*(one.detach().transpose(0, 1) for one in pair)) for pair in ((k, v), (dk, dv)))
-        arithmetic = BackwardArithmetic(call.engine, executor.works, rows_q, local, seed, grads)
+        arithmetic = BackwardArithmetic(call.engine, executor.works, rows_q, local, inputs, grads)
         ring.run(executor, arithmetic, kept)
         dq = arithmetic.dq.finalized(q.dtype).transpose(0, 1)
         # Each accumulator goes before the next result comes.
         del arithmetic, grads
         dk = dk.to(k.dtype)
         dv = dv.to(v.dtype)
-        dsinks = None if sinks is None else _sinks_grad(sinks, seed)
+        dsinks = None if sinks is None else _sinks_grad(sinks, inputs)
     return dq, dk, dv, dsinks
 
 
@@ -283,7 +283,7 @@ def _uncast(like: Tensor) -> torch.autocast:
     return torch.autocast(like.device.type, enabled=False)
 
 
-def _seed(engine: Engine, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> BackwardInputs:
+def _backward_inputs(engine: Engine, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> BackwardInputs:
     """What backward starts from; `dout` and `out` row-first."""
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     if dlse is not None:
@@ -291,10 +291,10 @@ def _seed(engine: Engine, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor |
     return BackwardInputs(dout, out, lse, dlse, engine.delta(dout, out, dlse))
 
 
-def _sinks_grad(sinks: Tensor, seed: BackwardInputs) -> Tensor:
+def _sinks_grad(sinks: Tensor, inputs: BackwardInputs) -> Tensor:
     """This rank's part of the gradient of the sinks, (heads,): minus the sink's weight times delta, summed."""
-    weight = torch.exp(sinks.detach().to(seed.lse.dtype)[None, :, None] - seed.lse)
-    return -(torch.where(seed.lse.isinf(), 0.0, weight) * seed.delta).sum((0, 2)).to(sinks.dtype)
+    weight = torch.exp(sinks.detach().to(inputs.lse.dtype)[None, :, None] - inputs.lse)
+    return -(torch.where(inputs.lse.isinf(), 0.0, weight) * inputs.delta).sum((0, 2)).to(sinks.dtype)
 
 
 def check_sequences(ring: Runtime, seq: Sequence, kv_seq: Sequence | None) -> None:

@@ -424,17 +424,17 @@ class BackwardArithmetic:
         works: Sequence[Any],
         q: Tensor,
         local: LocalTensors,
-        seed: BackwardInputs,
+        inputs: BackwardInputs,
         grads: LocalTensors,
     ) -> None:
         """`local`: the own K and V; `grads`: the accumulators of their gradients, or the gradients, see `OwnSums`."""
-        self.engine, self.q, self.seed = engine, q, seed
-        self.value_dim = seed.dout.shape[3]
+        self.engine, self.q, self.inputs = engine, q, inputs
+        self.value_dim = inputs.dout.shape[3]
         self.dq: Output = engine.begin_grad(works, q, self.value_dim)
         self._received: dict[int, tuple[BackwardInputs, Output]] = {}
         # lse and delta travel beside dout, so a receiver needs no output.
-        scalars = _row_first(seed.lse), _row_first(seed.delta)
-        grad_out = LocalTensors(seed.dout, scalars=scalars)
+        scalars = _row_first(inputs.lse), _row_first(inputs.delta)
+        grad_out = LocalTensors(inputs.dout, scalars=scalars)
         self.local = {Kind.Q: LocalTensors(q), Kind.KV: local, Kind.GRAD_OUT: grad_out, Kind.DKV: grads}
         # As forward: dQ of other ranks is added to what is carried.
         if self.dq.carried is not None:
@@ -443,18 +443,18 @@ class BackwardArithmetic:
     def attend(self, kv: KV, dkv: KV | None, work: Any, final: bool = False) -> None:
         """Into dq and dkv."""
         sums, result = (None, dkv) if final else (dkv, None)
-        self.engine.attend_grad(self.q, kv, self.seed, self.dq, sums, work, result)
+        self.engine.attend_grad(self.q, kv, self.inputs, self.dq, sums, work, result)
 
     def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], at: int) -> None:
-        """As `attend`, with the seed that came: delta stands for the output, see `BackwardInputs`."""
+        """As `attend`, with the received inputs: delta stands for the output, see `BackwardInputs`."""
         q = _only(received[Kind.Q]).x
         if not at:
             # Not the own dQ: these queries belong to other ranks, to whom it is sent.
             into = self.engine.begin_grad(works, q, self.value_dim)
-            seed = _seed(_only(received[Kind.GRAD_OUT]))._replace(dropout_seed=self.seed.dropout_seed)
-            self._received[id(works)] = seed, into
-        seed, into = self._received[id(works)]
-        self.engine.attend_grad(q, _keys(received[Kind.KV]), seed, into, _keys(received[Kind.DKV]), works[at])
+            inputs = _received_inputs(_only(received[Kind.GRAD_OUT]))._replace(dropout_seed=self.inputs.dropout_seed)
+            self._received[id(works)] = inputs, into
+        inputs, into = self._received[id(works)]
+        self.engine.attend_grad(q, _keys(received[Kind.KV]), inputs, into, _keys(received[Kind.DKV]), works[at])
         if Kind.DQ not in received:
             return
         del self._received[id(works)]
@@ -462,7 +462,7 @@ class BackwardArithmetic:
         _only(received[Kind.DQ]).x.copy_(into.carried)
 
 
-def _seed(came: Rows) -> BackwardInputs:
+def _received_inputs(came: Rows) -> BackwardInputs:
     # They lie beside each other in a record, row by row; the engines want each by itself, for longer than the record
     # lives. A single row is contiguous in the record already, so it takes a clone to copy it.
     dout, lse, delta = (
