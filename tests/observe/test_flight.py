@@ -295,8 +295,12 @@ def processes() -> Iterator[Processes]:
 
 
 def opened(rank: int, world_size: int, folder: Path | None) -> GlooTransport:
-    ring = GlooTransport.open(Opening(rendezvous_store(rank, world_size, 60.0), rank, world_size, 20.0, folder))
-    ring.all_gather_bytes(b"")  # all are there
+    """Open a ring. No rank returns before all ranks have gathered, so an abort that follows interrupts no opening."""
+    store = rendezvous_store(rank, world_size, 60.0)
+    ring = GlooTransport.open(Opening(store, rank, world_size, 20.0, folder))
+    ring.all_gather_bytes(b"")
+    store.set(f"gathered/{rank}", "1")
+    store.wait([f"gathered/{other}" for other in range(world_size)])
     return ring
 
 
