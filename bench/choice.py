@@ -23,10 +23,9 @@ from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Table, finish, progress
 from ringattn.bench.timed_calls import PASSES, Shape, plans_of, samples_of, timed
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.planner.cluster import Cluster
+from ringattn.planner.cluster import FORWARD_FLOPS_PER_DIM, Cluster
 from ringattn.planner.plan import Plan
 from ringattn.planner.simulate import simulate
-from ringattn.planner.work import FORWARD_FLOPS_PER_DIM
 from ringattn.ring import Ring
 from ringattn.schedule.routes import ROUTES
 

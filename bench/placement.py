@@ -25,7 +25,7 @@ from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import CLUSTERS
 from ringattn.planner.plan import record_bytes
 from ringattn.planner.simulate import simulate
-from ringattn.schedule.read_sets import read_sets_of
+from ringattn.schedule.content import read_sets_of
 
 LENGTHS = (
     ((1, 10), 30254), ((11, 50), 391188), ((51, 100), 699596), ((101, 200), 1377757), ((201, 500), 3794735),

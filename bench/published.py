@@ -23,9 +23,8 @@ from ringattn.core.problem import Problem
 from ringattn.launch.capacity.fitting import estimate
 from ringattn.launch.capacity.hardware import hardware
 from ringattn.planner.choose import choose_route, plan_of
-from ringattn.planner.cluster import CLUSTERS, Cluster, LinkClass
+from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, CLUSTERS, FORWARD_FLOPS_PER_DIM, Cluster, LinkClass, moved_s
 from ringattn.planner.simulate import simulate
-from ringattn.planner.work import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM, moved_s
 
 NEAR = 0.15
 """How far a prediction may be from what was published."""

@@ -132,7 +132,7 @@ def row_sums(
 def merge_call(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> LaunchCall:
     """Merge the softmax state `(part_out, part_lse)` into `(out, lse)`, over different keys, in place.
 
-    The algebra of `ringattn/engine/softmax_state.py`: with m = logaddexp(lse, part_lse), out becomes
+    The algebra of `ringattn/engine/base.py`: with m = logaddexp(lse, part_lse), out becomes
     out * exp(lse - m) + part_out * exp(part_lse - m), and lse becomes m, in natural logarithms. A row that neither has
     seen stays (0, -inf). `out`, `part_out`: (rows, batch, heads, dim) float32. `lse`, `part_lse`: (batch, heads, rows)
     float32, any strides.

@@ -13,9 +13,8 @@ from torch import Tensor
 from ringattn.core.dilation import Dilated
 from ringattn.core.mask import Banded
 from ringattn.core.problem import FLOATS, Problem
-from ringattn.engine.base import OPTIONAL, BackwardInputs, Engine, Softmax
+from ringattn.engine.base import OPTIONAL, BackwardInputs, Engine, Softmax, accumulator_dtype
 from ringattn.engine.philox import MOST_TOKENS
-from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.options import AttentionOptions
 from ringattn.planner.choose import choose_route

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringattn.attention import agreed, apply_attention, checked_call
 from ringattn.core.dilation import Dilated, head_offsets
-from ringattn.engine.softmax_state import accumulator_dtype
+from ringattn.engine.base import accumulator_dtype
 from ringattn.errors import InputError
 from ringattn.options import AttentionOptions
 from ringattn.runtime.runtime import AttentionCall, Runtime

@@ -80,8 +80,8 @@ def test_import_contracts_are_kept(importable: Path) -> None:
             "kernels/rows.py", "from ringattn.core.geometry import StridedRange", "layers", marks=pytest.mark.slow
         ),
         ("core/layout.py", "def f():\n    import torch", "no-torch"),
-        pytest.param("planner/work.py", "from torch.nn import functional", "no-torch", marks=pytest.mark.slow),
-        pytest.param("planner/work.py", "from ringattn.kernels import rows", "no-torch", marks=pytest.mark.slow),
+        pytest.param("planner/cluster.py", "from torch.nn import functional", "no-torch", marks=pytest.mark.slow),
+        pytest.param("planner/cluster.py", "from ringattn.kernels import rows", "no-torch", marks=pytest.mark.slow),
         ("runtime/records.py", "from ringattn.runtime.executor import Executor", "acyclic"),
         (
             "sequence.py",

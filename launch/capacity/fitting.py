@@ -24,7 +24,7 @@ from ringattn.launch.capacity.training_bytes import (
     host_bytes,
     training_bytes,
 )
-from ringattn.planner.work import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
+from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
 
 # --- time of a step ---------------------------------------------------------------------------------------------------
 

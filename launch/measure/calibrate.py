@@ -25,8 +25,7 @@ from ringattn.launch.options import help_text, load_plain, option
 from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.observe.files import write_file
-from ringattn.planner.cluster import UNITS, Cluster
-from ringattn.planner.work import BACKWARD_OVER_FORWARD, COPIED, FORWARD_FLOPS_PER_DIM, call_work
+from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, COPIED, FORWARD_FLOPS_PER_DIM, UNITS, Cluster, call_work
 
 PURPOSE = """\
 Measures on this machine what prediction needs: attention FLOP/s, copies, latency and bandwidth of messages, processors.

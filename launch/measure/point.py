@@ -30,9 +30,8 @@ from ringattn.launch.measure.exactness import (
 )
 from ringattn.launch.memory import PeakMemory
 from ringattn.observe.memory import is_shortage
-from ringattn.planner.cluster import Cluster, cluster_named
+from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM, Cluster, cluster_named
 from ringattn.planner.simulate import simulate
-from ringattn.planner.work import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 

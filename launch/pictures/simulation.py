@@ -33,10 +33,9 @@ from ringattn.planner.classes import (
     prologue_on,
     routes_on,
 )
-from ringattn.planner.cluster import CLUSTERS, Cluster
+from ringattn.planner.cluster import CLUSTERS, Cluster, attention_s
 from ringattn.planner.recurrence import PassTimes, play
 from ringattn.planner.simulate import Disturbance, simulate
-from ringattn.planner.work import attention_s
 from ringattn.schedule.routes import route_named
 
 SCALINGS = "strong", "weak", "both"

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.optim import Optimizer
 
-from ringattn.engine.softmax_state import accumulator_dtype
+from ringattn.engine.base import accumulator_dtype
 from ringattn.launch.train.config import optimizer_source
 from ringattn.launch.train.mesh import join_process_group
 from ringattn.launch.train.model import Transformer

@@ -8,6 +8,7 @@ the same function at all positions.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -215,6 +216,11 @@ class Recording(NamedTuple):
 _OF_DISTANCE = ("sub", "rsub", "eq", "ne", "ge", "gt", "le", "lt")
 
 
+_recording = threading.RLock()
+"""Held while a recorder is on, by one thread at a time. Torch keeps in one flag of the process that such a mode is on:
+recorders of two threads that overlap would leave it set, and all compiled code would be compiled again at each call."""
+
+
 def record(function: Function, device: torch.device, is_score: bool, *more: object) -> Recording | None:
     """Run a mask_mod or score_mod and return its recording; None if this says not all about the function.
 
@@ -227,7 +233,7 @@ def record(function: Function, device: torch.device, is_score: bool, *more: obje
     for argument in arguments:
         recorder.number(argument)
     try:
-        with torch.no_grad(), TransformGetItemToIndex(), recorder:
+        with _recording, torch.no_grad(), TransformGetItemToIndex(), recorder:
             result = torch.vmap(function)(*arguments)
         recorder.operations.append(recorder.encode(result))
         if more:

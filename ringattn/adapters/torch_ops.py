@@ -21,7 +21,7 @@ from ringattn import attention as calls
 from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.hosts import local_heads, local_sinks
-from ringattn.engine.softmax_state import accumulator_dtype
+from ringattn.engine.base import accumulator_dtype
 from ringattn.errors import ClosedError, InputError
 from ringattn.masks import from_text
 from ringattn.options import AttentionKeywords, AttentionOptions, check_names, takes_options

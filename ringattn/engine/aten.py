@@ -24,7 +24,22 @@ import torch
 from torch import Tensor
 
 from ringattn.core.geometry import StridedRange, Tile
-from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState, Visit
+from ringattn.engine.base import (
+    KV,
+    NEG_INF,
+    Accumulating,
+    BackwardInputs,
+    Output,
+    Sizes,
+    Softmax,
+    SoftmaxState,
+    Visit,
+    accumulator_dtype,
+    begin_,
+    by_row,
+    merge_,
+    uninitialized,
+)
 from ringattn.engine.plain import PlainEngine, PlainWork
 from ringattn.engine.rectangles import (
     HeadGroup,
@@ -40,7 +55,6 @@ from ringattn.engine.rectangles import (
     own_sums_bytes,
     rectangles,
 )
-from ringattn.engine.softmax_state import NEG_INF, accumulator_dtype, begin_, by_row, merge_, uninitialized
 
 ops = torch.ops.aten
 

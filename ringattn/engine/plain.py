@@ -14,7 +14,20 @@ import torch
 from torch import Tensor
 
 from ringattn.core.geometry import StridedRange, Tile
-from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState, Visit
+from ringattn.engine.base import (
+    KV,
+    NEG_INF,
+    Accumulating,
+    BackwardInputs,
+    Output,
+    Sizes,
+    Softmax,
+    SoftmaxState,
+    Visit,
+    accumulator_dtype,
+    merge_,
+    weights,
+)
 from ringattn.engine.philox import PAIR_BYTES, is_dropped
 from ringattn.engine.rectangles import (
     HeadGroup,
@@ -27,7 +40,6 @@ from ringattn.engine.rectangles import (
     key_pieces,
     own_sums_bytes,
 )
-from ringattn.engine.softmax_state import NEG_INF, accumulator_dtype, merge_, weights
 
 SCORES_BYTES = 64 << 20
 

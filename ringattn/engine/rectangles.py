@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from ringattn.core.geometry import Band, StridedRange, Tile
-from ringattn.engine.base import KV, Sizes, Visit
-from ringattn.engine.softmax_state import accumulator_dtype
+from ringattn.engine.base import KV, Sizes, Visit, accumulator_dtype
 
 
 class Rectangle(NamedTuple):

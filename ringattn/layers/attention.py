@@ -105,7 +105,11 @@ class RingAttention(Layer):
         return replace(self.options, sinks=self.sinks, dropout_p=dropout_p, dropout_seed=dropout_seed)
 
     def extra_repr(self) -> str:
-        """Return the options that differ from their defaults, for a printed model."""
+        """Describe the layer in a printed model.
+
+        Returns:
+            The options that differ from their defaults.
+        """
         return shown(self.options)
 
 

@@ -140,7 +140,11 @@ class Dilation(Layer):
             warnings.warn(warning, stacklevel=3)
 
     def extra_repr(self) -> str:
-        """Return the branches and the options that differ from their defaults, for a printed model."""
+        """Describe the layer in a printed model.
+
+        Returns:
+            The branches, and the options that differ from their defaults.
+        """
         options = replace(self.options, causal=False)  # which the branches show
         return shown(options, **asdict(self.pairs), grad=self.grad, tail=self.tail)
 

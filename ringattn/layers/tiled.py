@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from ringattn.engine.softmax_state import accumulator_dtype
+from ringattn.engine.base import accumulator_dtype
 from ringattn.errors import InputError
 
 Function = Callable[..., Tensor]

@@ -18,10 +18,9 @@ from ringattn.core.mask import Branch
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable, edges_of, meeting_pieces, pieces_of, spanned, tiles_of
 from ringattn.errors import InputError, PlanError
-from ringattn.planner.cluster import REFERENCE, Cluster, LinkClass
+from ringattn.planner.cluster import REFERENCE, Cluster, LinkClass, attention_s, call_work, work_s
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import duration, simulate
-from ringattn.planner.work import attention_s, call_work, work_s
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import ROUTES, Route
 

@@ -24,14 +24,12 @@ from ringattn.planner.candidates import (
     own_bytes,
     ring_is_near,
 )
-from ringattn.planner.cluster import REFERENCE, Cluster
+from ringattn.planner.cluster import REFERENCE, Cluster, attention_s
 from ringattn.planner.place import project
 from ringattn.planner.plan import Plan, record_bytes
-from ringattn.planner.work import attention_s
-from ringattn.schedule.content import size
+from ringattn.schedule.content import read_sets_of, size
 from ringattn.schedule.ops import Attend, Kind
-from ringattn.schedule.prologue import Prologue, arrived, last_read, split_keys
-from ringattn.schedule.read_sets import read_sets_of
+from ringattn.schedule.passes import Prologue, arrived, last_read, split_keys
 from ringattn.schedule.routes import (
     ROUTES,
     Route,

@@ -28,10 +28,9 @@ from ringattn.core.problem import Problem
 from ringattn.errors import UnsupportedError
 from ringattn.planner.candidates import check_extent
 from ringattn.planner.choose import choose_route, plan_of, plan_once, prologue_beyond, prologue_facts
-from ringattn.planner.cluster import Cluster
+from ringattn.planner.cluster import Cluster, packing_s, step_s
 from ringattn.planner.plan import Plan, PlanStep
-from ringattn.planner.work import packing_s, step_s
-from ringattn.schedule.prologue import Prologue
+from ringattn.schedule.passes import Prologue
 from ringattn.schedule.routes import Route, route_named
 
 AT_ONCE = ("all_gather",)

@@ -22,9 +22,8 @@ import numpy as np
 
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError
-from ringattn.planner.cluster import Cluster, LinkClass
+from ringattn.planner.cluster import Cluster, LinkClass, packing_s, step_s
 from ringattn.planner.plan import Plan
-from ringattn.planner.work import packing_s, step_s
 
 
 class Timeline(NamedTuple):

@@ -17,8 +17,17 @@ from torch import Tensor
 
 from ringattn.core.bounded_cache import held_bytes
 from ringattn.core.geometry import StridedRange
-from ringattn.engine.base import KV, BackwardInputs, Engine, Output, Sizes, Softmax, SoftmaxState, Visit
-from ringattn.engine.softmax_state import accumulator_dtype
+from ringattn.engine.base import (
+    KV,
+    BackwardInputs,
+    Engine,
+    Output,
+    Sizes,
+    Softmax,
+    SoftmaxState,
+    Visit,
+    accumulator_dtype,
+)
 from ringattn.errors import UnsupportedError
 from ringattn.observe.memory import is_shortage, out_of_memory_error
 from ringattn.observe.spans import (

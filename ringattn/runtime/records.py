@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import EIGHT_BIT, FLOATS
-from ringattn.engine.base import KV
-from ringattn.engine.softmax_state import merge_
+from ringattn.engine.base import KV, merge_
 from ringattn.errors import PlanError, RingError
 from ringattn.planner.plan import RecordLayout
 from ringattn.schedule.content import Content, HeadRows, Overlap

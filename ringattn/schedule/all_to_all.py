@@ -36,8 +36,7 @@ from ringattn.schedule.ops import (
     attend_grad,
     ordered_step,
 )
-from ringattn.schedule.passes import inputs_of, own_sum, result_of
-from ringattn.schedule.prologue import arrived
+from ringattn.schedule.passes import arrived, inputs_of, own_sum, result_of
 from ringattn.schedule.route import WholeRoute, register, schedule_of
 from ringattn.schedule.sub_rings import Tables, by_part, tiles_by_ring
 

@@ -20,8 +20,7 @@ import numpy as np
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import Ints
 from ringattn.schedule.content import Content
-from ringattn.schedule.route import TreeRoute, register
-from ringattn.schedule.trees import Trees
+from ringattn.schedule.route import TreeRoute, Trees, register
 
 
 @register(order=0)

@@ -26,8 +26,7 @@ from ringattn.core.tiling import Ints
 from ringattn.schedule.content import Content
 from ringattn.schedule.ops import Schedule
 from ringattn.schedule.passes import main_step, spread
-from ringattn.schedule.route import Grid, GridRoute, TreeRoute, register, square_side
-from ringattn.schedule.trees import Trees
+from ringattn.schedule.route import Grid, GridRoute, TreeRoute, Trees, register, square_side
 
 
 @register(order=6)

@@ -19,8 +19,7 @@ from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable, branch_tiles
 from ringattn.schedule.content import Content, whole
 from ringattn.schedule.ops import Block, Copy, HeadTiles, Kind, Schedule, Work, attend, ordered_step
-from ringattn.schedule.passes import deliveries_of, prune, transpose
-from ringattn.schedule.prologue import arrived, last_read, split_local
+from ringattn.schedule.passes import arrived, deliveries_of, last_read, prune, split_local, transpose
 from ringattn.schedule.route import WholeRoute, register, schedule_of
 
 Tables = dict[StridedRange, list[TileTable]]

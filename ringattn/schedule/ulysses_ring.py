@@ -25,7 +25,7 @@ from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import Ints
 from ringattn.schedule.all_to_all import SingleHeads, shares_of
-from ringattn.schedule.content import Content, HeadRows, contains, union
+from ringattn.schedule.content import Content, HeadRows, contains, read_sets_of, union
 from ringattn.schedule.ops import (
     Attend,
     Block,
@@ -40,7 +40,6 @@ from ringattn.schedule.ops import (
     work_of,
 )
 from ringattn.schedule.passes import Delivery, rows_asked, rows_read, transpose
-from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.route import Grid, GridRoute, forward_of_rank, register
 
 RING = 0

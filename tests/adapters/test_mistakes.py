@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ringattn import InputError, Ring, RingError, Sequence
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
+from ringattn.adapters.flex_functions import record
 from ringattn.adapters.loss import Parity, _Coarsest, count_labels, loss_scale, parity
 from ringattn.launch.train.config import ModelConfig
 from ringattn.launch.train.model import Transformer
@@ -229,9 +230,6 @@ def test_an_unknown_reduction_is_refused() -> None:
 
 def test_overlapping_checks_of_two_threads_leave_compiled_code_compiled() -> None:
     """torch keeps whether a mode is on in flags of the process, saved at entry and restored at exit."""
-    counter = CompileCounterWithBackend("eager")
-    run = torch.compile(lambda x: x * 2, backend=counter)
-
     first, second = _Coarsest(), StorageMeter()
     ran = [threading.Event() for _ in range(3)]
 
@@ -248,6 +246,39 @@ def test_overlapping_checks_of_two_threads_leave_compiled_code_compiled() -> Non
         ran[1].wait()
     ran[2].set()
     thread.join()
+    _assert_compiled_once()
+
+
+def test_overlapping_recordings_of_two_threads_leave_compiled_code_compiled() -> None:
+    """A recording sees what compiled code does, so recordings of two threads follow each other instead."""
+    entered = [threading.Event(), threading.Event()]
+    first_ended = threading.Event()
+
+    def first_mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        entered[0].set()
+        entered[1].wait(0.5)  # in vain: the other recording begins when this one has ended
+        return q >= k
+
+    def second_mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        entered[1].set()
+        first_ended.wait()
+        return q >= k
+
+    def record_second() -> None:
+        entered[0].wait()
+        record(second_mask, torch.device("cpu"), False)
+
+    thread = threading.Thread(target=record_second)
+    thread.start()
+    record(first_mask, torch.device("cpu"), False)
+    first_ended.set()
+    thread.join()
+    _assert_compiled_once()
+
+
+def _assert_compiled_once() -> None:
+    counter = CompileCounterWithBackend("eager")
+    run = torch.compile(lambda x: x * 2, backend=counter)
     torch._dynamo.reset()
     for _ in range(3):
         with _Coarsest():

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ringattn.core.geometry import Tile
-from ringattn.engine.base import KV, BackwardInputs, Engine, Output, Softmax, Visit
-from ringattn.engine.softmax_state import accumulator_dtype
+from ringattn.engine.base import KV, BackwardInputs, Engine, Output, Softmax, Visit, accumulator_dtype
 from tests import philox
 from tests.contract.engine_scenarios import Scenario
 from tests.oracle import attention

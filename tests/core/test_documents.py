@@ -29,7 +29,7 @@ from ringattn.core.layout import make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
-from ringattn.schedule.read_sets import read_sets_of
+from ringattn.schedule.content import read_sets_of
 from tests.strategies import LENGTHS, WORLD_SIZES, cuts
 
 ranks_of = st.sampled_from(WORLD_SIZES)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.engine.softmax_state import accumulator_dtype
+from ringattn.engine.base import accumulator_dtype
 
 FA3_FORWARD = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringattn.engine.softmax_state import by_row, identity, merge_, weights
+from ringattn.engine.base import by_row, identity, merge_, weights
 
 Partial = tuple[Tensor, Tensor]
 NEG_INF = float("-inf")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import ringattn
 from ringattn.planner.cluster import CLUSTERS, Cluster, LinkClass, Links
+from ringattn.transport.base import Opening
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import DEVICES, Location, Nic
@@ -161,9 +162,9 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            one = dist.PrefixStore(f"case {number}", store)
             kind = ShmTransport if case.get("transport") == "shm" else GlooTransport
-            transport = kind.open(one, rank, case["ranks"], TIMEOUT_S)
+            case_store = dist.PrefixStore(f"case {number}", store)
+            transport = kind.open(Opening(case_store, rank, case["ranks"], TIMEOUT_S))
             with unset_is_nan():
                 outcome = _life(transport, body, case)
         except Exception as error:

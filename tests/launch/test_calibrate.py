@@ -33,9 +33,8 @@ from ringattn.launch.measure.calibrate import (
     link_fit,
 )
 from ringattn.launch.options import load_plain
-from ringattn.planner.cluster import UNITS, Cluster, cluster_named
+from ringattn.planner.cluster import COPIED, UNITS, Cluster, call_work, cluster_named, computed_pairs, work_s
 from ringattn.planner.simulate import simulate
-from ringattn.planner.work import COPIED, call_work, computed_pairs, work_s
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
 

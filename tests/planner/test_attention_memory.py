@@ -17,9 +17,8 @@ from ringattn.bench import attention_memory
 from ringattn.bench.attention_memory import Drawn, attention_scratch_bytes, drawn, greatest_deviation, on_rank
 from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
 from ringattn.engine.aten import AtenEngine, kernel_bytes
-from ringattn.engine.base import KV, BackwardInputs, Engine, Sizes, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Engine, Sizes, Softmax, accumulator_dtype
 from ringattn.engine.plain import PlainEngine
-from ringattn.engine.softmax_state import accumulator_dtype
 from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 from tests.covering import thinned_by

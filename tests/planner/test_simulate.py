@@ -13,10 +13,18 @@ from ringattn.core.problem import Problem
 from ringattn.core.span import COMM, COMPUTE
 from ringattn.errors import InputError
 from ringattn.planner.choose import plan_of
-from ringattn.planner.cluster import REFERENCE, Cluster, LinkClass, Links
+from ringattn.planner.cluster import (
+    BACKWARD_OVER_FORWARD,
+    REFERENCE,
+    Cluster,
+    LinkClass,
+    Links,
+    attention_s,
+    computed_pairs,
+    step_s,
+)
 from ringattn.planner.plan import Add, AttendOp, AttendReceivedOp, Plan
 from ringattn.planner.simulate import Timeline, duration, simulate
-from ringattn.planner.work import BACKWARD_OVER_FORWARD, attention_s, computed_pairs, step_s
 from ringattn.schedule.routes import ROUTES
 from tests.strategies import Case, covering
 

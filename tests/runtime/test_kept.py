@@ -15,7 +15,7 @@ from ringattn.planner import choose
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.ring import Ring
 from ringattn.schedule.ops import INPUTS, Kind
-from ringattn.schedule.prologue import Prologue
+from ringattn.schedule.passes import Prologue
 from ringattn.schedule.routes import Route, schedule_of
 from ringattn.testing import run_ranks
 from tests.planner.placement_verifier import verify_placement

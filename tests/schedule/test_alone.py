@@ -11,8 +11,8 @@ import pytest
 from ringattn.core import tiling
 from ringattn.core.problem import Problem
 from ringattn.planner.choose import plan_of
+from ringattn.schedule.content import read_sets_of
 from ringattn.schedule.passes import deliveries_of, merged_keys, merged_queries, transpose
-from ringattn.schedule.read_sets import read_sets_of
 from ringattn.schedule.routes import ROUTES, Route, forward_of_rank, route_named, schedule_of
 from tests.schedule.test_schedule import by_rows
 from tests.schedules import ALL_GATHER, BIDIRECTIONAL, DIRECT, RING

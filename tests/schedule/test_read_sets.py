@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 
 from ringattn.core.geometry import StridedRange
 from ringattn.planner.choose import choose_route
-from ringattn.schedule.content import HeadRows, contains, describe, merge_runs, piece_of, size, union, whole, without
-from ringattn.schedule.read_sets import ReadSets
+from ringattn.schedule.content import (
+    HeadRows,
+    ReadSets,
+    contains,
+    describe,
+    merge_runs,
+    piece_of,
+    size,
+    union,
+    whole,
+    without,
+)
 from tests.strategies import NOTABLE, Case, cases, covering, plain_cases, simple, spots, wire_order
 
 
@@ -49,7 +59,7 @@ def test_unions_of_any_readers(case: Case, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("block", [1, 2, 5])
 def test_reads_are_found_block_by_block(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringattn.schedule.read_sets.BLOCK_PIECES", block)
+    monkeypatch.setattr("ringattn.schedule.content.BLOCK_PIECES", block)
     for case in NOTABLE:
         needs, ranks = ReadSets(case.problem), range(case.ranks)
         assert all(spots(needs.read(owner, reader)) == case.reads(owner, reader) for owner in ranks for reader in ranks)

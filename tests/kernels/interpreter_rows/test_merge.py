@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringattn.engine.softmax_state import merge_
+from ringattn.engine.base import merge_
 from ringattn.kernels.rows import merge_call
 from tests.kernels.interpreter_rows.canary import Canaries, error, random
 
