@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from ringattn.launch.measure.sweep import SweepConfig, described
 from ringattn.launch.options import (
     ELSEWHERE,
     SAME_NAMES,
+    help_text,
     leaves,
     load_plain,
     no_such_key,
@@ -33,8 +35,23 @@ from ringattn.launch.pictures.timeline import TimelineConfig
 from ringattn.launch.report import compare
 from ringattn.launch.train.config import TrainConfig
 from ringattn.planner.cluster import cluster_named
+from tests.contributing import example
 
 COMMANDS = (RunConfig, CheckConfig, ExplainConfig, PlanConfig, TrainConfig, TimelineConfig)
+
+
+@pytest.mark.parametrize("read", [load, load_plain])
+def test_the_worked_example_of_a_key_is_read_limited_suggested_and_shown(read: Any) -> None:
+    schema = example("WarmedCall")["WarmedCall"]
+    assert (read(["warmups=5", "heads=4"], schema).warmups, read([], schema).warmups) == (5, 2)
+    for words, message in {
+        "warmups=-1": "warmups=-1: must be at least 0",
+        "warmups=few": "warmups=few: should be a whole number",
+        "warmup=5": "did you mean warmups",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            read([words], schema)
+    assert re.search(r"^ +warmups +2 +calls before those that are timed$", help_text("run", "", schema), re.MULTILINE)
 
 
 # --- words that are not key=value ------------------------------------------------------------------------------------
