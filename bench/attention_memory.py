@@ -20,10 +20,11 @@ from ringattn.attention import call_of
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, progress
+from ringattn.bench.storage_meter import StorageMeter
 from ringattn.core.dilation import Dilated
 from ringattn.core.problem import ITEM_BYTES, Problem
 from ringattn.engine.aten import kernel_bytes
-from ringattn.observe.memory import StorageMeter, reset_peak, status_bytes
+from ringattn.observe.memory import reset_peak, status_bytes
 from ringattn.options import AttentionOptions
 from ringattn.planner.plan import ALIGNMENT_BYTES, OwnSums, Plan
 from ringattn.ring import Ring

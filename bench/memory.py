@@ -27,10 +27,11 @@ from ringattn.bench.gate import Baseline, Inputs, open_gate, random_inputs
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
+from ringattn.bench.storage_meter import StorageMeter
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
-from ringattn.observe.memory import StorageMeter, reset_peak, status_bytes
+from ringattn.observe.memory import reset_peak, status_bytes
 from ringattn.planner.choose import plan_of
 from ringattn.ring import Ring
 from ringattn.schedule.routes import route_named

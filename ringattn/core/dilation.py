@@ -185,35 +185,6 @@ def head_offsets(offset: str, rate: int, q_heads: int, kv_heads: int, layer: int
     return tuple((h + (layer * q_heads if offset == "layer_rotated" else 0)) % rate for h in heads)
 
 
-def warnings_for(
-    branches: Branches, length: int, q_heads: int, offset: str = "mod", kv_heads: int | None = None
-) -> list[str]:
-    """What may surprise the user of these branches on `length` tokens, a sentence each; often none.
-
-    Besides `coverage_warnings`: segments longer than the sequence, rates that do not divide segments which others
-    follow, branches that are not nested. What is computed is exactly the branches as given.
-    """
-    found = coverage_warnings(branches, q_heads, offset, kv_heads, length)
-    ordered = sorted(branches.pairs())
-    for w, r in ordered:
-        if w > length > 0:
-            found.append(f"branch (w={w}, r={r}): the {length} tokens are one segment; w={length} means the same")
-        if w % r and w < length:
-            found.append(
-                f"branch (w={w}, r={r}): r does not divide w, so heads keep {w // r + 1} or {w // r} rows of a segment "
-                f"and other residues in the next one; use a w such as {-(-w // r) * r}"
-            )
-    for (short, rare), (w, r) in pairwise(ordered):
-        better = [f"a w that is a multiple of {short}"] if w % short and w < length else []
-        better += [f"an r that is a multiple of {rare}"] if r % rare else []
-        if better:
-            found.append(
-                f"branch (w={w}, r={r}) is not nested in (w={short}, r={rare}): they share fewer rows, so more rows "
-                f"travel; use {' and '.join(better)}"
-            )
-    return found
-
-
 def coverage_warnings(
     branches: Branches, q_heads: int, offset: str = "mod", kv_heads: int | None = None, length: int | None = None
 ) -> list[str]:

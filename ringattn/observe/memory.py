@@ -12,7 +12,6 @@ import gc
 import json
 import logging
 import re
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -20,8 +19,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from ringattn.errors import InputError, OutOfMemoryError, TransportError
 from ringattn.planner.plan import Plan, account, mib, remedies
@@ -307,70 +304,6 @@ def cpu_capacity_bytes() -> int:
     except OSError:  # no control groups here
         return total
     return min(total, int(allowed)) if allowed.isdigit() else total
-
-
-# --- tensors ---------------------------------------------------------------------------------------------------------
-
-
-Scratch = Callable[[Any, tuple[Any, ...]], int]
-"""Of an operator (`OpOverload`) and its arguments: bytes that live inside the call only."""
-
-
-class StorageMeter(TorchDispatchMode):
-    """Counts tensor memory while it is active: `live_bytes` now, and `peak_bytes`, the highest value so far.
-
-    Guarantees: a storage that an operation of this thread returns counts once, until nothing refers to it, however many
-    views it has; storages that existed before do not count. Not covered: resized storages (`resize_`); memory that a
-    kernel allocates and frees within one call, unless `scratch_bytes` returns its size.
-    The bookkeeping is that of torch's `torch.distributed._tools.mem_tracker.MemTracker`, which knows modules and
-    optimizers but no threads.
-    """
-
-    def __init__(self, scratch_bytes: Scratch | None = None) -> None:
-        """`scratch_bytes`: counted on top of what lives when the operator has returned."""
-        super().__init__()
-        self.live_bytes = self.peak_bytes = 0
-        self._scratch_bytes = scratch_bytes
-        self._known: dict[int, Any] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled; else overlapping meters of two threads leave a flag of torch's set for good."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run the operator and count what it made."""
-        for storage in _storages((args, kwargs)):
-            self._add(storage, counted=False)
-        result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
-            self._add(storage, counted=True)
-        inside = self._scratch_bytes(func, args) if self._scratch_bytes is not None else 0
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + inside)
-        return result
-
-    def restart(self) -> None:
-        """Forget the peak so far; what lives stays counted."""
-        self.peak_bytes = self.live_bytes
-
-    def _add(self, storage: torch.UntypedStorage, counted: bool) -> None:
-        key = storage._cdata
-        if key in self._known:
-            return
-        nbytes = storage.nbytes() if counted else 0
-        self.live_bytes += nbytes
-        self._known[key] = weakref.finalize(storage, self._leave, key, nbytes)
-        self._known[key].atexit = False
-
-    def _leave(self, key: int, nbytes: int) -> None:
-        self._known.pop(key)
-        self.live_bytes -= nbytes
-
-
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
 
 
 # --- no memory -------------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.flex_functions import record
 from ringattn.adapters.loss import Parity, _Coarsest, count_labels, loss_scale, parity
+from ringattn.bench.storage_meter import StorageMeter
 from ringattn.launch.train.config import ModelConfig
 from ringattn.launch.train.model import Transformer
-from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 
 TOKENS = torch.randint(256, (2, 37), generator=torch.Generator().manual_seed(3))

@@ -18,10 +18,10 @@ from ringattn import Ring
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers import shard_batch
 from ringattn.bench.processes import run_in_processes
+from ringattn.bench.storage_meter import StorageMeter
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.launch.train.mesh import join_process_group
 from ringattn.layers import tiled
-from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
 from tests.adapters.processes import worst_error

@@ -19,7 +19,6 @@ from ringattn.core.dilation import (
     head_offsets,
     longnet_32k,
     longvit_1m,
-    warnings_for,
 )
 from ringattn.errors import InputError
 from tests.core.dilated_reference import coverage
@@ -128,40 +127,21 @@ def test_a_long_sequence_is_judged_by_its_first_tokens() -> None:
 
 
 def test_more_offsets_than_heads() -> None:
-    found = warnings_for(geometric(length=2**20), 2**20, 12)
+    found = coverage_warnings(geometric(length=2**20), 12, length=2**20)
     assert percentages(found, "of the queries") == [75, 37.5, 18.8, 9.38, 4.69, 2.34]
     assert len(found) == 6
     assert found[-1] == (
         "branch (w=1048576, r=512): 12 heads have 12 of 512 offsets, so it reaches 2.34 % of the queries; "
         "use an r of at most 12, or offset='layer_rotated', which moves on with each layer"
     )
-    (block,) = warnings_for(Branches((8, 8), (1, 8)), 16, 12, "block")
+    (block,) = coverage_warnings(Branches((8, 8), (1, 8)), 12, "block", length=16)
     assert "12 heads have 6 of 8 offsets, so it reaches 75 % of the queries; use an r that divides 12, or" in block
-    (grouped,) = warnings_for(Branches((8, 8), (1, 8)), 16, 12, "kv_head", 2)
+    (grouped,) = coverage_warnings(Branches((8, 8), (1, 8)), 12, "kv_head", 2, length=16)
     assert "2 K/V heads have 2 of 8 offsets, so it reaches 25 % of the queries; use an r of at most 2, or" in grouped
-    (rotated,) = warnings_for(Branches((8, 8), (1, 8)), 16, 4, "layer_rotated")
+    (rotated,) = coverage_warnings(Branches((8, 8), (1, 8)), 4, "layer_rotated", length=16)
     assert rotated.endswith("50 % of the queries; use an r of at most 4")
 
 
 def test_published_branches_and_their_heads() -> None:
-    assert warnings_for(longvit_1m(), 2**20, 16) == []
-    ragged, crossed = warnings_for(longnet_32k(), 32768, 12)
-    assert ragged == (
-        "branch (w=16384, r=6): r does not divide w, so heads keep 2731 or 2730 rows of a segment "
-        "and other residues in the next one; use a w such as 16386"
-    )
-    assert crossed == (
-        "branch (w=16384, r=6) is not nested in (w=8192, r=4): they share fewer rows, so more rows travel; "
-        "use an r that is a multiple of 4"
-    )
-
-
-def test_segments_that_do_not_fit_each_other() -> None:
-    assert warnings_for(Branches((12, 8), (2, 1)), 24, 4) == [
-        "branch (w=12, r=2) is not nested in (w=8, r=1): they share fewer rows, so more rows travel; "
-        "use a w that is a multiple of 8"
-    ]
-    (long,) = warnings_for(Branches((8, 12), (1, 2)), 11, 4)
-    assert long == "branch (w=12, r=2): the 11 tokens are one segment; w=11 means the same"
-    assert warnings_for(Branches((8, 11), (1, 2)), 11, 4) == [], "one segment holds all others, whatever its length"
-    assert warnings_for(Branches((8,), (2,)), 0, 4) == [], "no tokens, nothing to cover"
+    assert coverage_warnings(longvit_1m(), 16, length=2**20) == []
+    assert coverage_warnings(longnet_32k(), 12, length=32768) == []

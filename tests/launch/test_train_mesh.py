@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ringattn import Ring
+from ringattn.bench.storage_meter import StorageMeter
 from ringattn.errors import InputError
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.launch.train import loop, train
@@ -21,7 +22,6 @@ from ringattn.launch.train.config import ModelConfig, TrainConfig, load_train
 from ringattn.launch.train.data import BatchPart
 from ringattn.launch.train.mesh import agreed_ranks_of_ring
 from ringattn.launch.train.model import Transformer
-from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalWorld
 

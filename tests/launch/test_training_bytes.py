@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ringattn.bench.storage_meter import StorageMeter
 from ringattn.errors import InputError
 from ringattn.launch.capacity.fitting import longest_tokens
 from ringattn.launch.capacity.hardware import hardware
@@ -29,7 +30,6 @@ from ringattn.launch.train.config import ModelConfig, TrainConfig
 from ringattn.launch.train.data import VOCABULARY, BatchPart, windows
 from ringattn.launch.train.loop import backward, clip, local_loss, make_model, update
 from ringattn.launch.train.model import Transformer
-from ringattn.observe.memory import StorageMeter
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
 

@@ -15,13 +15,13 @@ import torch
 from ringattn import Ring
 from ringattn.bench import training_memory
 from ringattn.bench.gate import GateError
+from ringattn.bench.storage_meter import StorageMeter
 from ringattn.launch.capacity.model_shapes import ModelShape
 from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
 from ringattn.launch.train import loop
 from ringattn.launch.train.config import ModelConfig, TrainConfig
 from ringattn.launch.train.data import BatchPart
 from ringattn.layers import tiled
-from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 
 BIG = TrainConfig(tokens=512, steps=1, dtype="fp32", model=ModelConfig(4, 64, 4, 2, 192))

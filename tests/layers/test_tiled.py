@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ringattn.bench.storage_meter import StorageMeter
 from ringattn.layers.tiled import Tiling, tiled
-from ringattn.observe.memory import StorageMeter
 
 
 class FeedForward(nn.Module):

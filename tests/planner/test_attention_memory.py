@@ -15,11 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from ringattn.bench import attention_memory
 from ringattn.bench.attention_memory import Drawn, attention_scratch_bytes, drawn, greatest_deviation, on_rank
+from ringattn.bench.storage_meter import StorageMeter
 from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
 from ringattn.engine.aten import AtenEngine, kernel_bytes
 from ringattn.engine.base import KV, BackwardInputs, Engine, Sizes, Softmax, accumulator_dtype
 from ringattn.engine.plain import PlainEngine
-from ringattn.observe.memory import StorageMeter
 from ringattn.testing import run_ranks
 from tests.covering import thinned_by
 
