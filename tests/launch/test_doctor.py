@@ -23,8 +23,8 @@ from ringattn.errors import UnsupportedError
 from ringattn.launch.doctor import doctor
 from ringattn.launch.doctor import facts as doctor_facts
 from ringattn.launch.doctor import probes as doctor_probes
+from ringattn.launch.doctor.doctor import examine
 from ringattn.launch.doctor.probes import ERROR, NOTE, OK, WARNING, Finding, Gpu, Link, Nccl, Wheel
-from ringattn.launch.doctor.ranks import examine
 from ringattn.launch.ranks import RanksError
 from ringattn.testing import run_ranks
 

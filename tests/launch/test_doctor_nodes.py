@@ -10,9 +10,9 @@ import pytest
 from ringattn.bench.hosts import RailedNodes
 from ringattn.errors import UnsupportedError
 from ringattn.launch.doctor import doctor
-from ringattn.launch.doctor import ranks as doctor_ranks
+from ringattn.launch.doctor import doctor as doctor_module
+from ringattn.launch.doctor.doctor import examine, rounds
 from ringattn.launch.doctor.probes import ERROR, NOTE, OK, WARNING, Finding
-from ringattn.launch.doctor.ranks import examine, rounds
 from ringattn.planner.cluster import LinkClass, Links
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
@@ -36,7 +36,7 @@ def test_pairs_that_are_measured_are_apart() -> None:
 
 def test_ranks_of_two_nodes_measure_inside_and_between(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("REPEATS", "PAIR_REPEATS"):
-        monkeypatch.setattr(doctor_ranks, name, dict.fromkeys(getattr(doctor_ranks, name), 1))
+        monkeypatch.setattr(doctor_module, name, dict.fromkeys(getattr(doctor_module, name), 1))
     locations = tuple(Location(f"host-{name}", name, rank, 0) for rank, name in enumerate("aba"))
 
     def body(ring: Ring) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_two_hosts_with_a_slow_link_between() -> None:
     except UnsupportedError as error:
         pytest.skip(str(error))
     with hosts:
-        answers = hosts.run("ringattn.launch.doctor.ranks:examine", {}, print, "auto")
+        answers = hosts.run("ringattn.launch.doctor.doctor:examine", {}, print, "auto")
     pairs = {(one["rank"], pair["peer"]): pair for one in answers for pair in one["pairs"]}
     inside, between = pairs[0, 1], pairs[0, 2]
     assert (inside["link"], inside["across"]) == ("host memory", False)

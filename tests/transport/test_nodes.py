@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from ringattn import Ring
 from ringattn.errors import DisagreementError, InputError, TransportError, UnsupportedError
-from ringattn.launch.doctor.ranks import examine
+from ringattn.launch.doctor.doctor import examine
 from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
 from ringattn.transport.base import Message, Opening
 from ringattn.transport.local import LocalWorld
