@@ -199,9 +199,11 @@ def _wrong(
     if (seconds := seconds_of(answer, fault_s)) > limit_s:
         wrong.append(f"took {seconds:.2f} s: {said}")
     if fault.outcome in (LINK, SLOW_LINK):
-        innocent = {other for other, host in enumerate(where.hosts) if host == where.hosts[rank]}
-        if fault.outcome == SLOW_LINK:
-            innocent = {other for other, host in enumerate(where.hosts) if host == where.hosts[0]}
+        # Over a slow link all ranks read one verdict in the store, which blames no rank of the store's host. A
+        # rank that cannot reach the store has lost the other host, as if the link were cut.
+        reads_store = fault.outcome == SLOW_LINK and "the store's host" not in answer.message
+        innocent_host = where.hosts[0 if reads_store else rank]
+        innocent = {other for other, host in enumerate(where.hosts) if host == innocent_host}
         if wrongly := blamed(answer.message) & innocent - ({0} if "the store's host" in answer.message else set()):
             wrong.append(f"blames ranks {sorted(wrongly)}: {said}")
     elif blamed(answer.message) != {fault.rank}:

@@ -40,8 +40,8 @@ def run_cells(cells: Sequence[tuple[str, str]]) -> list[Outcome]:
 
 
 def assert_good(cells: Sequence[tuple[str, str]]) -> None:
-    outcomes = run_cells(cells)
-    assert [one for one in outcomes if one.complaints] == []
+    failed = [f"{each.fault} over {each.column}: {each.complaints}" for each in run_cells(cells) if each.complaints]
+    assert not failed, "\n".join(failed)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +134,18 @@ def test_a_cut_link_blames_no_rank_of_the_own_host() -> None:
     for rank, other in ((0, 1), (1, 0), (2, 3)):
         answers = [*good[:rank], error(f"rank {other} is gone", 14.0), *good[rank + 1 :]]
         assert f"rank {rank} blames ranks [{other}]" in complaints(LINK.name, *answers, column="hosts")[0]
+
+
+def test_over_a_slow_link_only_a_rank_without_the_store_may_blame_a_rank_of_its_host() -> None:
+    verdict = error("rank 2 is silent (x)", 14.0, "DeadlineError")
+    store = "; the store's host (rank 0 of the job, at 10.77.0.1:29500) did not answer within 0.8 s"
+    for message, wrong in (
+        (f"rank 1 is silent (x), last heard in 'step 2' of call 18{store}", ""),
+        ("rank 1 is silent (x), last heard in 'step 2' of call 18", "rank 3 blames ranks [1]"),
+        (f"rank 2 is silent (x){store}", "rank 3 blames ranks [2]"),
+    ):
+        found = complaints("30 % loss", verdict, verdict, verdict, error(message, 14.0), column="hosts")
+        assert [each.partition(":")[0] for each in found] == [wrong] * bool(wrong), message
 
 
 @pytest.mark.parametrize(
