@@ -8,7 +8,6 @@ the same function at all positions.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -216,11 +215,6 @@ class Recording(NamedTuple):
 _OF_DISTANCE = ("sub", "rsub", "eq", "ne", "ge", "gt", "le", "lt")
 
 
-_recording = threading.RLock()
-"""Held while a recorder is on, by one thread at a time. Torch keeps in one flag of the process that such a mode is on:
-recorders of two threads that overlap would leave it set, and all compiled code would be compiled again at each call."""
-
-
 def record(function: Function, device: torch.device, is_score: bool, *more: object) -> Recording | None:
     """Run a mask_mod or score_mod and return its recording; None if this says not all about the function.
 
@@ -233,7 +227,7 @@ def record(function: Function, device: torch.device, is_score: bool, *more: obje
     for argument in arguments:
         recorder.number(argument)
     try:
-        with _recording, torch.no_grad(), TransformGetItemToIndex(), recorder:
+        with torch.no_grad(), TransformGetItemToIndex(), recorder:
             result = torch.vmap(function)(*arguments)
         recorder.operations.append(recorder.encode(result))
         if more:
@@ -253,6 +247,14 @@ class _Recorder(TorchDispatchMode):
         self.numbers: dict[int, int] = {}
         self.made: list[Tensor] = []  # kept, so that no other tensor takes the id of one that is gone
         self.is_opaque = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave torch's flag alone, which modes of two threads that overlap would leave set: see `loss`.
+
+        No operator stays hidden: under vmap, compiled functions run eagerly or by the backend "eager".
+        """
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -184,8 +184,9 @@ def test_methods_objects_and_compiled_functions(monkeypatch: pytest.MonkeyPatch)
             for mod in mods:
                 check(causal, mod, mask)
     # The mask; of each method, object and compiled function its first slope, and the other one of the first layer. The
-    # two layers' methods are one function.
-    assert counted.count == 1 + 3 * 3
+    # two layers' methods are one function. Dynamo may compile a method again, with the slope as an input: its operators
+    # are others then, and each of the two compiled functions is analysed once more.
+    assert 1 + 3 * 3 <= counted.count <= 1 + 3 * 3 + 2
 
 
 @pytest.mark.usefixtures("active")
@@ -213,6 +214,19 @@ def test_replaced_tables_and_mask_mod_are_read() -> None:
     check(causal, None, whole)
     whole.mask_mod = lambda b, h, q, k: (q >= k) & (q - k < 5)
     check(whole.mask_mod, None, whole)
+
+
+def test_compiled_code_that_a_function_calls_is_recorded() -> None:
+    table = torch.arange(7.0)
+    recordings = []
+    for factor in (2, 3):
+        compiled = torch.compile(lambda x, factor=factor: x * factor, backend="aot_eager")
+        compiled(table)
+        recordings.append(record(lambda s, b, h, q, k, compiled=compiled: s * compiled(table)[q], CPU, True))
+        recordings.append(record(torch.compile(lambda s, b, h, q, k, factor=factor: s * factor), CPU, True))
+    closure_2, function_2, closure_3, function_3 = (found for found in recordings if found is not None)
+    assert closure_2.is_same(closure_2) and not closure_2.is_same(closure_3)
+    assert function_2.is_same(function_2) and not function_2.is_same(function_3)
 
 
 def test_what_cannot_be_recorded() -> None:
