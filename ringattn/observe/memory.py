@@ -13,6 +13,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -259,8 +260,10 @@ def tensor_bytes(device: torch.device) -> int:
     sizes = {}
     for one in gc.get_objects():
         if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device == device and one.layout == torch.strided:
-            storage = one.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
+            # A wrapper of torch.func has no storage; the tensor inside it is counted.
+            with suppress(NotImplementedError):
+                storage = one.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
 
 

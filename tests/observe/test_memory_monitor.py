@@ -24,6 +24,7 @@ from ringattn.observe.memory import (
     lies_in,
     log,
     stop,
+    tensor_bytes,
 )
 from ringattn.ring import Ring
 from ringattn.runtime.records import Pool
@@ -198,3 +199,11 @@ def test_processes_tell_each_other() -> None:
     assert first["allocated"] == second["allocated"]
     assert first["allocated"][0] - first["before"] == 8 * MIB and second["allocated"][1] - second["before"] == 16 * MIB
     assert all(nbytes > 32 * MIB for nbytes in first["resident"])
+
+
+def test_tensors_inside_vmap_have_no_storage_and_are_passed_over() -> None:
+    def seen(x: torch.Tensor) -> torch.Tensor:
+        assert tensor_bytes(torch.device("cpu")) >= 4096
+        return x
+
+    torch.vmap(seen)(torch.zeros(1024))
