@@ -33,7 +33,8 @@ from ringattn.transport.peer.program import (
     Write,
     push_exchange,
 )
-from tests.transport.peer_model.explore import explore
+from tests.transport.peer_model.clocks import races
+from tests.transport.peer_model.explore import drawn, explore
 from tests.transport.peer_model.machine import Machine
 from tests.transport.peer_model.mutations import (
     MUTATIONS,
@@ -99,6 +100,25 @@ def test_each_mistake_goes_wrong_in_some_order(mutation: Mutation) -> None:
 def test_the_page_on_tests_names_each_mistake(name: str) -> None:
     page = Path(__file__).parents[2] / "docs" / "testing.md"
     assert f"| {name} |" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("protocol", [PUSH, ONE_QUEUE], ids=["push", "one queue"])
+def test_eight_ranks_have_no_race_and_no_deadlock_in_a_random_order(protocol: Protocol) -> None:
+    machine = ring(protocol, 8, 7)
+    events, end = drawn(machine, seed=0)
+    assert machine.stuck(end) == "" and races(machine, events) == []
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [each for each in MUTATIONS if each.rule == "ordered" and each.use is two and not each.broken.first_words],
+    ids=lambda mutation: mutation.name,
+)
+def test_clocks_find_the_race_of_a_mistake_in_any_order(mutation: Mutation) -> None:
+    machine = ring(mutation.broken, 4, 3)
+    for seed in range(2):
+        found = races(machine, drawn(machine, seed)[0])
+        assert any("copy message" in str(race) for race in found)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""All orders of a machine's operations, and the properties of each."""
+"""All orders of a machine's operations, or one at random, and the properties of each."""
 
 from __future__ import annotations
 
+import random
+
 from tests.transport.peer_model.machine import Machine
-from tests.transport.peer_model.state import State, Violation
+from tests.transport.peer_model.state import At, State, Violation
 
 
 class Explored(Exception):
@@ -48,3 +50,28 @@ def _way(seen: dict[State, tuple[State, str] | None], state: State) -> list[str]
         state, what = step
         way.append(what)
     return way[::-1]
+
+
+def drawn(machine: Machine, seed: int) -> tuple[list[tuple[bool, At]], State]:
+    """Return one order at random, and the state in which it ends.
+
+    An event is whether a copy completes, and the operation. A rank that reads what no rank sent to it ends the order.
+    """
+    chance, state = random.Random(seed), machine.first()
+    events: list[tuple[bool, At]] = []
+    while True:
+        possible: list[tuple[bool, At]] = [
+            (False, (thread, at)) for thread, at in enumerate(state.at) if machine.enabled(state, thread)
+        ]
+        possible += [(True, where) for where, _ in state.landing]
+        if not possible:
+            return events, state
+        lands, where = chance.choice(possible)
+        events.append((lands, where))
+        try:
+            if lands:
+                state = machine.land(state, next(each for each in state.landing if each[0] == where))
+            else:
+                state = machine.run(state, where[0])
+        except Violation:
+            return events, state
