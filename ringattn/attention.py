@@ -75,7 +75,7 @@ def agreed(
 ) -> AttentionCall:
     """The call that `describe` checks and gives, once all ranks make the same; or `InputError` on all.
 
-    `inputs`: see `RankGroup.check_same_call`. `facts`: what else the ranks must have in common.
+    `inputs`: see `Runtime.check_same_call`. `facts`: what else the ranks must have in common.
     """
     attended()
     calls: list[AttentionCall] = []

@@ -1,16 +1,15 @@
-"""A ring: one rank's end of a group of ranks that attend together.
-
-Owns the transport, the pool and the cached plans; everything closes with it.
-"""
+"""`Ring`: the entry point of the package. All of its public methods are defined here."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from numbers import Real
-from typing import Any, Literal, Unpack, overload
+from types import TracebackType
+from typing import Any, Literal, Self, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -23,26 +22,36 @@ from ringattn.core.problem import EIGHT_BIT, FLOATS, EightBitName, FloatName, wi
 from ringattn.dilated import BranchGradient, Tail
 from ringattn.engine.base import Engine
 from ringattn.engine.select import ENGINES, EngineName
-from ringattn.errors import InputError
+from ringattn.errors import DisagreementError, InputError
 from ringattn.explain import Explanation, explain_call
 from ringattn.observe.memory import Action, Level, MemoryMonitor, Profile, ProfileName
+from ringattn.observe.spans import Recording, new_recording
 from ringattn.options import AttentionKeywords, AttentionOptions, check_dropout_seed, takes_options
 from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.layouts import suits_at_once
+from ringattn.planner.plan import placements
 from ringattn.runtime.activation import activate
+from ringattn.runtime.executor import Counters
 from ringattn.runtime.runtime import Runtime
 from ringattn.sequence import Sequence, check_documents
+from ringattn.transport import collectives
 from ringattn.transport.base import Transport
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.rendezvous import TransportName, open_transport, refusals_published
 
 
 class Ring(Runtime):
-    """A group of ranks that attend together: this rank's end of it, and the entry point of the package.
+    """A group of ranks that compute attention together, as one of these ranks sees it.
 
     A ring owns its rank's transport, memory pool and cached plans, and closes them. It is a context
     manager; a ring that is garbage collected is closed soon afterwards. One thread at a time uses a ring, and all ranks
-    make the same calls in the same order. After a failure the ring cannot be used any more, on any rank, and says so.
+    make the same calls in the same order. After a failure, every later call on every rank raises `ClosedError`.
+
+    Attributes:
+        rank: This rank, 0 .. world_size - 1.
+        world_size: The number of ranks.
+        device: Where this rank's tensors live.
+        is_open: Whether the ring can still be used: neither closed nor failed.
 
     Example:
         with ringattn.Ring() as ring:  # under torchrun, or alone
@@ -125,6 +134,25 @@ class Ring(Runtime):
         except BaseException as error:
             opened.abort(error)  # the others have opened their ends
             raise
+
+    def close(self) -> None:
+        """Leaves the ring without disturbing other ranks. Idempotent; any later call raises `ClosedError`."""
+        if self.forked or self._end is not None:
+            return
+        # Before the transport closes, which frees the memory of the arena.
+        self._release_memory()
+        self._end = "it was closed"
+        self._if_dropped.detach()
+        self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # An error inside `with` may have left peers waiting: abort, because close would wait for them.
+        if error is not None and self._end is None:
+            self.end(error)
+        self.close()
 
     def sequence(
         self,
@@ -469,3 +497,155 @@ class Ring(Runtime):
         """
         gather = self.all_gather_text
         return MemoryMonitor(self.pool, self.device, self.rank, gather, profile, actions, capacity_bytes)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it. A collective call.
+
+        Raises:
+            DisagreementError: A rank makes another call.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A peer was lost (PeerLostError) or the deadline passed (DeadlineError).
+        """
+        self.check_consistency("barrier", always=True)
+
+    def synchronize(self) -> None:
+        """Returns when all exchanges have arrived. Local, not a barrier.
+
+        On a GPU the host runs ahead and notices a lost peer at a later call: synchronize before results are kept.
+
+        Raises:
+            ClosedError: The ring was closed or has failed.
+            TransportError: An exchange failed.
+        """
+        with self.guarded():
+            self.transport.drain()
+
+    def all_reduce(self, tensors: Iterable[Tensor | None]) -> None:
+        """Sums tensors over the ranks, in place; the same bits on every rank. A collective call.
+
+        Args:
+            tensors: Tensors of any shape, stride and dtype but bool, with the same shapes and dtypes on all ranks.
+                Floats of 8 and 16 bits are summed in float32 and rounded once, all others in their own dtype. An entry
+                that is None on all ranks, like the gradient of a frozen parameter, is skipped.
+
+        Raises:
+            InputError: An entry is neither a tensor nor None, on any rank; or a tensor is bool, which ends the ring.
+            DisagreementError: Shapes, dtypes, or which entries are None differ between ranks.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A message failed, a peer was lost (PeerLostError) or the deadline passed (DeadlineError).
+
+        Example:
+            ring.all_reduce([weight.grad for weight in model.parameters()])
+        """
+        entries: list[Tensor | None] = []
+
+        def described() -> str:
+            entries.extend(tensors)
+            return f"all_reduce of {collectives.summary(entries)}"
+
+        try:
+            self.check_same_call(described)
+        except DisagreementError as error:
+            if collectives.ARE_NONE not in str(error):
+                raise
+            raise DisagreementError(
+                f"{error}\nall_reduce skips an entry only where it is None on all ranks; on a rank without a gradient "
+                "pass torch.zeros_like(parameter)"
+            ) from None
+        with self.guarded():
+            collectives.all_reduce(self.transport, [entry for entry in entries if entry is not None])
+
+    def broadcast(self, tensors: Iterable[Tensor], src: int = 0) -> None:
+        """Copies the tensors of one rank to every rank, in place. A collective call.
+
+        Args:
+            tensors: Tensors of any shape, stride and dtype, with the same shapes and dtypes on all ranks.
+            src: The rank whose tensors are copied.
+
+        Raises:
+            InputError: There is no rank `src`, or an entry is not a tensor, on any rank.
+            DisagreementError: `src`, shapes or dtypes differ between ranks.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A message failed, a peer was lost (PeerLostError) or the deadline passed (DeadlineError).
+        """
+        entries: list[Tensor] = []
+
+        def described() -> str:
+            if type(src) is not int or not 0 <= src < self.world_size:
+                raise InputError(f"broadcast: there is no rank {src}")
+            entries.extend(tensors)
+            if missing := [index for index, entry in enumerate(entries) if entry is None]:
+                raise InputError(f"broadcast: tensors[{missing[0]}] is None; leave it out on all ranks")
+            return f"broadcast from {src} of {collectives.summary(entries)}"
+
+        self.check_same_call(described)
+        with self.guarded():
+            collectives.broadcast(self.transport, entries, src)
+
+    def replay(self, graph: Any) -> None:
+        """Replays a captured CUDA graph of calls of this ring on the current stream, under one deadline for all of it.
+
+        All ranks capture and replay the same calls. Run a call once before capturing it, capture with
+        `capture_error_mode="thread_local"`, and drop the graph before the ring is closed.
+
+        Args:
+            graph: A `torch.cuda.CUDAGraph`.
+
+        Raises:
+            DisagreementError: A rank makes another call.
+            ClosedError: The ring was closed or has failed.
+            TransportError: An exchange failed, or the deadline passed (DeadlineError).
+        """
+        self.check_consistency("replay of a captured graph")
+        with self.guarded():
+            self.transport.replay(graph.replay)
+
+    def counters(self) -> dict[str, int]:
+        """What this rank sent since the last reset.
+
+        Returns:
+            `bytes_sent` (payload), `messages`, `passes` and `pool_high_water_bytes`.
+        """
+        return {**asdict(self._counters), "pool_high_water_bytes": self.pool.high_water_bytes}
+
+    def reset_counters(self) -> None:
+        """Set all counters to zero."""
+        self._counters = Counters()
+        self.pool.reset_high_water()
+
+    @contextmanager
+    def recording(self, *, nvtx: bool = False) -> Iterator[Recording]:
+        """A recording of what the passes inside of the `with` do on this rank, backward included. Local.
+
+        On a GPU it waits for the device once, before the first pass; passes are refused while they are captured into a
+        graph.
+
+        Args:
+            nvtx: Also name the passes for NVIDIA's tools.
+
+        Returns:
+            A context manager that gives the `Recording`, see `ringattn.observe.spans`.
+
+        Raises:
+            InputError: The ring is being recorded already.
+            ClosedError: The ring was closed or has failed.
+        """
+        self.check_open()
+        if self._recording is not None:
+            raise InputError("this ring is being recorded already; recordings do not nest")
+        self._recording = new_recording(self.rank, self.world_size, self.device, self.transport.stream, nvtx)
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    def memory_info(self) -> dict[str, int]:
+        """The ring's own memory, which all layers share. Local.
+
+        Returns:
+            `world_size`; `plans` that are cached; of the largest plan `slots` (buffers) and `pool_gap_bytes`;
+            `kept_bytes`, the most that one forward pass keeps for its backward; `pool_bytes` now,
+            `pool_high_water_bytes` of the largest pass, and `pool_reuses`, passes that needed no new memory.
+        """
+        plans = [executor.plan for executor in self._executors.values()]
+        return {"world_size": self.world_size, **placements(plans), **self.pool.report()}

@@ -47,6 +47,13 @@ def test_type_checkers_are_told_the_same_names() -> None:
     assert told | {"__version__"} == set(ringattn.__all__)
 
 
+def test_methods_that_the_documentation_calls_are_defined_in_ring_itself() -> None:
+    pages = [INIT.parent.parent / "README.md", *(INIT.parent.parent / "docs").glob("*.md")]
+    called = {name for page in pages for name in re.findall(r"\bring\.(\w+)\(", page.read_text(encoding="utf-8"))}
+    assert len(called) > 10
+    assert called - set(vars(ringattn.Ring)) == set()
+
+
 @pytest.mark.parametrize("word", ["--help", "--version"])
 def test_help_needs_no_torch(word: str) -> None:
     code = "import sys; sys.modules['torch'] = None; from ringattn.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.planner import ReadItem
 
+from ringattn import Ring
 from ringattn.errors import InputError, RingError
-from ringattn.runtime.runtime import RankGroup
 
 INSTANCES = (
     described.Metadata,
@@ -102,7 +102,7 @@ class Planner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[name], content)
 
 
-def load_checkpoint(everyone: RankGroup, state: dict[str, Any], path: Path) -> None:
+def load_checkpoint(everyone: Ring, state: dict[str, Any], path: Path) -> None:
     """Load the checkpoint at `path` into the tensors and entries of `state`, on all ranks together.
 
     Raises `InputError` on all ranks if it holds other classes, `RingError` if it cannot be loaded.

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ringattn import Ring
 from ringattn.errors import InputError, NonFiniteError, RingError
 from ringattn.launch.folders import FolderLock, not_written
 from ringattn.launch.options import leaves
@@ -43,7 +44,6 @@ from ringattn.launch.train.data import Documents
 from ringattn.launch.train.mesh import join_process_group
 from ringattn.launch.train.model import Transformer
 from ringattn.launch.train.switches import local_bytes
-from ringattn.runtime.runtime import RankGroup
 
 RUN = "run.json"
 KEPT = 2
@@ -68,7 +68,7 @@ class Curve:
 
 
 def checkpoints_of(
-    everyone: RankGroup, config: TrainConfig, text: Documents, lock: FolderLock | None = None
+    everyone: Ring, config: TrainConfig, text: Documents, lock: FolderLock | None = None
 ) -> Checkpoints | None:
     """Return the checkpoints of a run, None if it saves none and no rank sees any. All ranks call it together."""
     idle = config.checkpoint_every_steps is None and config.resume in ("auto", "never")
@@ -81,9 +81,7 @@ def checkpoints_of(
 class Checkpoints:
     """The checkpoints of one run. All ranks call its methods together."""
 
-    def __init__(
-        self, everyone: RankGroup, config: TrainConfig, text: Documents, lock: FolderLock | None = None
-    ) -> None:
+    def __init__(self, everyone: Ring, config: TrainConfig, text: Documents, lock: FolderLock | None = None) -> None:
         """`text`: what the run learns; `lock`: rank 0's of the folder. Raises `InputError` if ranks are threads."""
         if everyone.world_size > 1:
             saves = config.checkpoint_every_steps is not None
@@ -324,7 +322,7 @@ def _state(model: Transformer, optimizer: Optimizer) -> dict[str, Any]:
     return {"model": of_model, "optimizer": of_optimizer}
 
 
-def all_finite(everyone: RankGroup, model: Transformer, optimizer: Optimizer | None = None) -> bool:
+def all_finite(everyone: Ring, model: Transformer, optimizer: Optimizer | None = None) -> bool:
     """Return whether the weights, and the optimizer's state if given, are finite on all ranks. A collective call."""
     tensors: list[Tensor] = [weight.detach() for weight in model.parameters()]
     if optimizer is not None:

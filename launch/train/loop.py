@@ -41,7 +41,6 @@ from ringattn.launch.train.mesh import folder_of_run, load_on_all_ranks, opened_
 from ringattn.launch.train.model import Attend, Transformer
 from ringattn.launch.train.switches import SavedActivations, local_bytes, make_optimizer, shard_model, state_bytes
 from ringattn.layers.tiled import Tiling, tiled
-from ringattn.runtime.runtime import RankGroup
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 IGNORE = -100
@@ -73,7 +72,7 @@ def train(
     ring: Ring,
     config: TrainConfig,
     lines: int = 0,
-    everyone: RankGroup | None = None,
+    everyone: Ring | None = None,
     keeps_result: bool = False,
 ) -> dict[str, Any]:
     """Train one model on this rank; all ranks of all replicas call it together.
@@ -109,7 +108,7 @@ def train(
 
 
 def _trained(
-    ring: Ring, everyone: RankGroup, text: Documents, config: TrainConfig, lines: int, lock: FolderLock | None,
+    ring: Ring, everyone: Ring, text: Documents, config: TrainConfig, lines: int, lock: FolderLock | None,
     ends: float,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the result of `train`, which ends at the time `ends`; `lock` is rank 0's of the folder it saves to."""
@@ -166,7 +165,7 @@ def _trained(
     }
 
 
-def make_model(everyone: RankGroup, config: TrainConfig, vocabulary: int = VOCABULARY) -> tuple[Transformer, Optimizer]:
+def make_model(everyone: Ring, config: TrainConfig, vocabulary: int = VOCABULARY) -> tuple[Transformer, Optimizer]:
     """Make the model, on this rank's device with rank 0's weights or its shard of them, and its optimizer."""
     model = Transformer(
         config.model, vocabulary, DTYPES[config.dtype], config.seed, config.recompute, config.tiled_mlp_tokens
@@ -178,7 +177,7 @@ def make_model(everyone: RankGroup, config: TrainConfig, vocabulary: int = VOCAB
     return model, make_optimizer(config.optimizer, model.parameters(), config.learning_rate, config.weight_decay)
 
 
-def warm_up(ring: Ring, everyone: RankGroup, text: Documents, config: TrainConfig) -> None:
+def warm_up(ring: Ring, everyone: Ring, text: Documents, config: TrainConfig) -> None:
     """Run one step of a tiny model on a few tokens of each rank.
 
     Whatever a first step loads (code pages, the optimizer's modules, connections) would otherwise count as memory and
@@ -233,7 +232,7 @@ def nonfinite_step(name: str, loss: float, norm: float) -> NonFiniteError | None
 
 
 def skip(
-    everyone: RankGroup, model: Transformer, optimizer: Optimizer, config: TrainConfig, error: NonFiniteError, name: str
+    everyone: Ring, model: Transformer, optimizer: Optimizer, config: TrainConfig, error: NonFiniteError, name: str
 ) -> None:
     """Drop the gradients of a step that is not finite; raises `error` unless the configuration skips such steps."""
     if config.nonfinite == "stop":
@@ -244,7 +243,7 @@ def skip(
 
 
 def backward(
-    ring: Ring, everyone: RankGroup, parts: Many[BatchPart], model: Transformer, config: TrainConfig, name: str = ""
+    ring: Ring, everyone: Ring, parts: Many[BatchPart], model: Transformer, config: TrainConfig, name: str = ""
 ) -> Tensor:
     """Leave the gradient of the global mean loss in the model's parameters, and return that loss (no dimensions).
 

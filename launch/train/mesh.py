@@ -30,7 +30,6 @@ from ringattn.launch.options import leaves
 from ringattn.launch.ranks import place_in_torchrun, restarts_of_torchrun
 from ringattn.launch.train.config import TrainConfig, check_switches
 from ringattn.launch.train.data import Documents, load
-from ringattn.runtime.runtime import RankGroup
 from ringattn.transport.local import LocalTransport
 
 PROCESS_KEYS = frozenset({"text", "tokenizer", "threads_per_rank", "timeout_s", "limit_s"})
@@ -66,7 +65,7 @@ def agreed_ranks_of_ring(ranks: int | None, replicas: int) -> int:
 
 
 @contextmanager
-def opened_mesh(config: TrainConfig) -> Iterator[tuple[Ring, RankGroup]]:
+def opened_mesh(config: TrainConfig) -> Iterator[tuple[Ring, Ring]]:
     """Open this process's groups and close them after: the ranks that share its sequences, and those of all replicas.
 
     Raises `DisagreementError` on all ranks whose configurations differ.
@@ -85,12 +84,12 @@ def opened_mesh(config: TrainConfig) -> Iterator[tuple[Ring, RankGroup]]:
             yield ring, everyone
 
 
-def replica_of(everyone: RankGroup, ring: RankGroup) -> int:
+def replica_of(everyone: Ring, ring: Ring) -> int:
     """Return which replica this rank belongs to, 0 .. replicas - 1."""
     return everyone.rank // ring.world_size
 
 
-def join_process_group(everyone: RankGroup, key: str, timeout_s: float = 600.0) -> None:
+def join_process_group(everyone: Ring, key: str, timeout_s: float = 600.0) -> None:
     """Open torch's default process group over all ranks, unless it is open; it stays open while the process lives.
 
     Raises `InputError`, beginning with the `key` that needs it, if ranks are threads: a process has one such group.
@@ -123,7 +122,7 @@ def _open_process_group(kind: str, rank: int, world_size: int, timeout_s: float)
 # --- whether all ranks train the same run ----------------------------------------------------------------------------
 
 
-def load_on_all_ranks(everyone: RankGroup, ring: RankGroup, config: TrainConfig) -> Documents:
+def load_on_all_ranks(everyone: Ring, ring: Ring, config: TrainConfig) -> Documents:
     """Load the text, after checking that all ranks of `everyone` have the same text and configuration.
 
     `ring`: the ranks that share this rank's sequences. All ranks call it together. Raises `InputError`, with the key
@@ -145,7 +144,7 @@ def load_on_all_ranks(everyone: RankGroup, ring: RankGroup, config: TrainConfig)
 
 
 @contextmanager
-def folder_of_run(everyone: RankGroup, config: TrainConfig, keeps_result: bool) -> Iterator[FolderLock | None]:
+def folder_of_run(everyone: Ring, config: TrainConfig, keeps_result: bool) -> Iterator[FolderLock | None]:
     """Lock `out` for this run; rank 0 holds the lock and gets it. A run that writes nothing there locks nothing.
 
     All ranks call it together. Raises `InputError` on all of them if it cannot be written or another run has it.
@@ -175,7 +174,7 @@ def _keys(config: TrainConfig) -> dict[str, Any]:
     return {"replicas": config.replicas, **facts}
 
 
-def _compare(everyone: RankGroup, config: TrainConfig, facts: dict[str, Any]) -> None:
+def _compare(everyone: Ring, config: TrainConfig, facts: dict[str, Any]) -> None:
     """Raise `DisagreementError` on all ranks for the first key in which a rank's facts differ from rank 0's."""
     first, *others = [json.loads(message) for message in everyone.all_gather_text(json.dumps(facts))]
     for rank, theirs in enumerate(others, 1):

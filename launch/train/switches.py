@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.optim import Optimizer
 
+from ringattn import Ring
 from ringattn.engine.base import accumulator_dtype
 from ringattn.launch.train.config import optimizer_source
 from ringattn.launch.train.mesh import join_process_group
 from ringattn.launch.train.model import Transformer
-from ringattn.runtime.runtime import RankGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,7 +44,7 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # --- sharding --------------------------------------------------------------------------------------------------------
 
 
-def shard_model(everyone: RankGroup, model: Transformer, sharding: str, timeout_s: float) -> None:
+def shard_model(everyone: Ring, model: Transformer, sharding: str, timeout_s: float) -> None:
     """Shard the model's weights over all ranks, in place; every rank calls it with the same weights.
 
     Gradients are then summed over the ranks, not averaged, as `Ring.all_reduce` does.

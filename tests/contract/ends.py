@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ringattn.errors import ClosedError, PeerLostError
-from ringattn.runtime.runtime import RankGroup
+from ringattn.ring import Ring
 from ringattn.transport.base import Message, Transport
 
 CHILD_S = 8
@@ -59,7 +59,7 @@ def _count_refusals(ring: Transport, calls: list[Callable[[], object]]) -> int:
 def dropped_ring_is_closed(ring: Transport) -> None:
     ring.all_gather_bytes(b"")
     if ring.rank == 1:
-        group = RankGroup(ring)
+        group = Ring(transport=ring)
         group.barrier()
         del group
         gc.collect()
@@ -70,7 +70,7 @@ def dropped_ring_is_closed(ring: Transport) -> None:
         with pytest.raises(ClosedError, match="rank 1 closed its ring"):
             ring.allocate(8)
     else:
-        group = RankGroup(ring)
+        group = Ring(transport=ring)
         group.barrier()
         buffer = torch.zeros(16)
         with pytest.raises(PeerLostError, match="rank 1 closed its ring"):

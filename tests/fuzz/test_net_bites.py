@@ -14,7 +14,7 @@ from ringattn.planner.plan import Plan
 from ringattn.runtime import runtime
 from ringattn.runtime.consistency import ComparedCall
 from ringattn.runtime.executor import Executor
-from ringattn.runtime.runtime import RankGroup
+from ringattn.runtime.runtime import Runtime
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import Route
 from tests.fuzz import session
@@ -53,15 +53,15 @@ def test_causal_squares_joined_whatever_their_heads(monkeypatch: pytest.MonkeyPa
 
 
 def test_backward_passes_that_do_not_name_their_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_consistency = RankGroup.check_consistency
+    check_consistency = Runtime.check_consistency
 
     def forgetful(
-        self: RankGroup, summary: str, refusal: Any = None, always: bool = False, backward_of: Any = None, **needs: Any
+        self: Runtime, summary: str, refusal: Any = None, always: bool = False, backward_of: Any = None, **needs: Any
     ) -> ComparedCall:
         words = summary if backward_of is None else f"backward of {summary}"
         return check_consistency(self, words, refusal, always, **needs)
 
-    monkeypatch.setattr(RankGroup, "check_consistency", forgetful)
+    monkeypatch.setattr(Runtime, "check_consistency", forgetful)
     case, error = found("order", 20)
     assert "raised nothing" in error
     monkeypatch.undo()
