@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the stand-in for libnccl with"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch has loaded a libnccl of its own"),
 ]
+CAPABILITIES = "capabilities_are_those_of_the_library"
 Report = Callable[[str], dict[str, str | None]]
 
 
@@ -77,7 +78,8 @@ def needs_cupy(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "check"), [(name, check.__name__) for name, checks in RUNS.items() for check in checks]
+    ("name", "check"),
+    [(name, check) for name, checks in RUNS.items() for check in (CAPABILITIES, *(each.__name__ for each in checks))],
 )
 def test_contract(report: Report, name: str, check: str) -> None:
     needs_cupy(name)

@@ -5,7 +5,6 @@ Not covered: the contract of all transports (`test_transport_nccl.py`), scripted
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -68,24 +67,6 @@ def test_a_failure_that_a_launch_has_raised_is_not_raised_again_by_close() -> No
         return "failed once"  # `on_gpus` closes the ring
 
     assert results(on_gpus(SimWorld(2, any_memory=True), body)) == ["failed once"] * 2
-
-
-def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = SimWorld(2, any_memory=True)
-
-    def body(ring: NcclTransport) -> None:
-        slots = ring.allocate(1024).view(2, 512)
-        hop = around(ring, slots[0], slots[1])
-        hop.start().wait()
-        ring.all_gather_bytes(b"")
-        if ring.rank == 0:
-            ring.communicator.pid = os.getpid() + 1
-            with pytest.raises(RingError, match="its fork; start processes with spawn"):
-                hop.start()
-            ring.communicator.pid = os.getpid()
-        hop.start().wait()
-
-    results(on_gpus(world, body))
 
 
 def test_a_second_thread_is_refused() -> None:
@@ -207,30 +188,6 @@ class Frozen:
         return getattr(self._store, name)
 
 
-def test_a_store_that_stands_still_stops_no_deadline() -> None:
-    world, store = SimWorld(2), HashStore()
-    stopped, going, said = threading.Event(), threading.Event(), {}
-
-    def live(rank: int) -> None:
-        ring = open_on(world, rank, Frozen(store.clone(), stopped, going))
-        ring.opening.timeout_s = 1.0
-        slots = ring.allocate(1024).view(2, 512)
-        around(ring, slots[0], slots[1]).start().wait()
-        if rank == 0:
-            stopped.set()
-            start = time.monotonic()
-            said[rank] = failure(lambda: around(ring, slots[0], slots[1]).start().wait()), time.monotonic() - start
-            going.set()
-        else:
-            going.wait(30)
-        ring.abort(ValueError("done"))
-
-    assert on_each_rank(2, live) == [None, None]
-    words, took_s = said[0]
-    assert "no answer from ranks [1] within 1.0 s" in words and "did not answer" in words
-    assert took_s < 1.0 + 2.0 and named_at_fault(words) == set(), words
-
-
 def test_a_lost_device_ends_the_ring_everywhere() -> None:
     world = SimWorld(3)
 
@@ -253,36 +210,6 @@ def test_a_lost_device_ends_the_ring_everywhere() -> None:
     for rank in (0, 2):
         assert "rank 1 failed first: RuntimeError: an illegal memory access" in str(outcomes[rank].error)
         assert named_at_fault(str(outcomes[rank].error)) == {1}
-
-
-def test_rings_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    held: dict[int, int] = {}
-    peak: list[int] = []
-    allocate, free = SimLibrary.mem_alloc, SimLibrary.mem_free
-
-    def counted(self: SimLibrary, nbytes: int) -> int:
-        pointer = allocate(self, nbytes)
-        held[pointer] = nbytes
-        peak.append(len(held))
-        return pointer
-
-    def returned(self: SimLibrary, pointer: int) -> None:
-        free(self, pointer)
-        held.pop(pointer, None)  # rings of earlier tests may give theirs back now
-
-    monkeypatch.setattr(SimLibrary, "mem_alloc", counted)
-    monkeypatch.setattr(SimLibrary, "mem_free", returned)
-    world = SimWorld(2)
-
-    def body(ring: Ring) -> None:
-        for tokens in (16, 64, 256):  # the pool grows twice, right behind a pass
-            seq = ring.sequence(tokens)
-            x = seq.shard(torch.ones(1, tokens, 2, 8))
-            ring.attention(x, x, x, seq, causal=True)
-
-    results(on_rings(world, body, ring={"engine": "plain"}))
-    assert world.violations == [] and held == {}
-    assert max(peak) <= 3  # two ranks, and one of them between the old arena and the new
 
 
 def test_the_flight_records_name_the_rank_that_is_stuck_in_a_launch(tmp_path: Path) -> None:
@@ -416,23 +343,6 @@ def test_close_blames_nobody_for_a_store_that_stands_still() -> None:
 
     assert on_each_rank(2, live) == [None, None]
     assert said == {} and world.violations == []
-
-
-def test_close_waits_for_a_store_that_stands_still_no_longer_than_it_is_told() -> None:
-    world, store = SimWorld(2), HashStore()
-    stopped, going, opened, took_s = threading.Event(), threading.Event(), threading.Barrier(2), {}
-
-    def live(rank: int) -> None:
-        ring = open_on(world, rank, Frozen(store.clone(), stopped, going), timeout_s=20.0)
-        opened.wait(10)
-        stopped.set()
-        began_s = time.monotonic()
-        ring.close(linger_s=0.5)
-        took_s[rank] = time.monotonic() - began_s
-
-    assert on_each_rank(2, live) == [None, None]
-    going.set()
-    assert len(took_s) == 2 and max(took_s.values()) < 8.0, took_s
 
 
 def test_a_rank_that_arrived_and_closed_meanwhile_is_not_missing() -> None:

@@ -18,7 +18,7 @@ import torch
 from ringattn import Ring
 from ringattn.engine.base import KV
 from ringattn.engine.plain import PlainEngine
-from ringattn.errors import OutOfMemoryError, PeerLostError, RingError
+from ringattn.errors import OutOfMemoryError, PeerLostError
 from ringattn.observe.memory import is_shortage
 from ringattn.transport.nccl.binding import NcclError, Status
 from ringattn.transport.nccl.communicator import Communicator
@@ -28,6 +28,7 @@ from tests.transport.nccl_rings import around, attend, on_gpus, on_rings, result
 from tests.transport.simulated.device import SimDevice, SimStream, span
 from tests.transport.simulated.entries import Touch
 from tests.transport.simulated.faults import Stall
+from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import SimWorld
 
 MEMORY = pytest.mark.parametrize("register", [True, False], ids=["registered", "plain"])
@@ -121,20 +122,6 @@ def test_close_leaves_memory_that_a_stuck_gpu_reads(register: bool, capsys: pyte
     assert all(f"rank {rank}: the GPU was still computing after 0.5 s, so memory" in said for rank in range(2))
 
 
-def test_what_a_caller_still_views_after_close_is_given_back_later() -> None:
-    world, kept = SimWorld(2), []
-
-    def body(ring: NcclTransport) -> None:
-        kept.append(ring.allocate(1024))
-
-    results(on_gpus(world, body))
-    time.sleep(0.1)
-    assert [world.memory.nccl_bytes(rank) for rank in range(2)] == [1024, 1024]
-    kept.clear()
-    assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(2)))
-    assert world.violations == []
-
-
 def test_an_executor_that_outlives_its_ring_keeps_no_memory() -> None:
     world, kept = SimWorld(2), []
 
@@ -150,6 +137,19 @@ def test_an_executor_that_outlives_its_ring_keeps_no_memory() -> None:
 
 
 # --- on growth -------------------------------------------------------------------------------------------------------
+
+
+def test_growth_never_holds_two_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, held, allocate = SimWorld(2), [], SimLibrary.mem_alloc
+
+    def noted(library: SimLibrary, nbytes: int) -> int:
+        held.append(world.memory.nccl_bytes(library._rank))
+        return allocate(library, nbytes)
+
+    monkeypatch.setattr(SimLibrary, "mem_alloc", noted)
+    results(on_rings(world, lambda ring: [attend(ring, tokens) for tokens in (16, 64, 256)], ring={"engine": "plain"}))
+    assert len(held) >= 6 and not any(held) and world.violations == []
+    assert not any(world.memory.nccl_bytes(rank) for rank in range(2))
 
 
 @MEMORY
@@ -201,26 +201,6 @@ def test_growth_behind_a_stuck_gpu_leaves_the_old_memory(register: bool, capsys:
 # --- after failures --------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_of_the_users_gives_all_memory_back() -> None:
-    world, rings = SimWorld(2), []
-
-    def body(ring: Ring) -> None:
-        rings.append(ring)  # kept, as by a program that goes on
-        attend(ring)
-        ring.synchronize()
-        if ring.rank == 1:
-            raise ValueError("the user's own")
-        attend(ring, 48)
-        ring.synchronize()
-
-    outcomes = on_rings(world, body, ring={"engine": "plain"})
-    assert isinstance(outcomes[1].error, ValueError) and isinstance(outcomes[0].error, RingError)
-    assert "rank 1 failed first: ValueError: the user's own" in str(outcomes[0].error)
-    outcomes.clear()  # errors view the arena by the frames of their tracebacks
-    assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(2)))
-    assert world.violations == [] and len(rings) == 2
-
-
 class Breaking(PlainEngine):
     """Fails on rank 1 in the middle of a pass."""
 
@@ -231,25 +211,31 @@ class Breaking(PlainEngine):
     def attend(self, q: torch.Tensor, kv: KV, *rest: Any) -> None:
         self._calls += 1
         if self._rank == 1 and self._calls == 2:
-            raise ValueError("a kernel's own")
+            raise ValueError("of the user's")
         super().attend(q, kv, *rest)
 
 
-def test_a_failure_inside_of_a_pass_gives_all_memory_back() -> None:
-    world, rings = SimWorld(3), []
+@pytest.mark.parametrize("inside", [True, False], ids=["in a pass", "between passes"])
+def test_a_failure_of_the_users_gives_all_memory_back(inside: bool) -> None:
+    world, rings = SimWorld(2), []
 
     def body(ring: Ring) -> None:
-        rings.append(ring)
-        ring.engine = Breaking(ring.rank)
-        for _ in range(3):
-            attend(ring)
+        rings.append(ring)  # kept, as by a program that goes on
+        if inside:
+            ring.engine = Breaking(ring.rank)
+        attend(ring)
+        ring.synchronize()
+        if ring.rank == 1:
+            raise ValueError("of the user's")
+        attend(ring, 48)
         ring.synchronize()
 
     outcomes = on_rings(world, body, ring={"engine": "plain"})
-    assert [type(outcome.error) for outcome in outcomes] == [PeerLostError, ValueError, PeerLostError]
-    outcomes.clear()
-    assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(3)))
-    assert world.violations == []
+    assert [type(outcome.error) for outcome in outcomes] == [PeerLostError, ValueError]
+    assert "rank 1 failed first: ValueError: of the user's" in str(outcomes[0].error)
+    outcomes.clear()  # errors view the arena by the frames of their tracebacks
+    assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(2)))
+    assert world.violations == [] and len(rings) == 2
 
 
 @MEMORY

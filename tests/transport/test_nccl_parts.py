@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import LONGEST_NAP_S, Deadline, wait_until
 from ringattn.transport.location import Location
 from ringattn.transport.nccl.binding import Capability, CommConfig
-from ringattn.transport.nccl.bootstrap import Arrival, all_ready, check_fit, meet, share_unique_id
+from ringattn.transport.nccl.bootstrap import Arrival, all_ready, check_fit, share_unique_id
 from ringattn.transport.nccl.options import (
     NcclOptions,
     check_environment,
@@ -28,7 +27,6 @@ from ringattn.transport.nccl.supervisor import KEPT, CallHistory
 from tests.transport.nccl_rings import on_gpus, results
 from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import SimWorld
-from tests.transport.threads import on_each_rank
 
 
 def arrival(rank: int, **changes: Any) -> Arrival:
@@ -39,49 +37,15 @@ def arrival(rank: int, **changes: Any) -> Arrival:
 LOCATIONS = [Location("node", "node", 100 + rank, 0) for rank in range(3)]
 
 
-def nothing() -> None:
-    """A watch that never raises."""
-
-
-def together(ranks: int, body: Callable[[ControlStore], Any]) -> list[Any]:
-    """`body(control)` on a thread for each rank; results or errors by rank."""
-    store = HashStore()
-    return on_each_rank(ranks, lambda rank: body(ControlStore(store.clone(), rank, ranks)))
-
-
 # --- meeting ---------------------------------------------------------------------------------------------------------
-
-
-def test_everyone_gets_the_id_and_ends_when_all_are_ready() -> None:
-    def body(control: ControlStore) -> Any:
-        deadline = Deadline(10)
-        meet(control, arrival(control.rank), LOCATIONS, deadline, nothing)
-        unique_id = share_unique_id(control, lambda: bytes(range(128)), deadline, nothing)
-        all_ready(control, deadline, nothing)
-        time.sleep(0.2)
-        return unique_id, control.holds("unique_id")
-
-    for result in together(3, body):
-        assert result == (bytes(range(128)), False)
-
-
-def test_missing_ranks_are_named() -> None:
-    def body(control: ControlStore) -> Any:
-        return meet(control, arrival(control.rank), LOCATIONS, Deadline(0.3), nothing) if control.rank != 1 else None
-
-    results = together(3, body)
-    for rank in (0, 2):
-        assert isinstance(results[rank], DeadlineError)
-        words = f"rank {rank} opened a ring of 3: rank {rank}: ranks [1] did not arrive at 'arrived' within 0.3 s"
-        assert words in str(results[rank])
 
 
 def test_a_rank_that_makes_no_id_or_is_not_ready_is_named() -> None:
     store = HashStore()
     with pytest.raises(DeadlineError, match=r"rank 1: rank 0 made no unique id within 0\.1 s"):
-        share_unique_id(ControlStore(store, 1, 2), bytes, Deadline(0.1), nothing)
+        share_unique_id(ControlStore(store, 1, 2), bytes, Deadline(0.1), lambda: None)
     with pytest.raises(DeadlineError, match=r"rank 1: not all communicators became ready: .* ranks \[0\]"):
-        all_ready(ControlStore(store, 1, 2), Deadline(0.1), nothing)
+        all_ready(ControlStore(store, 1, 2), Deadline(0.1), lambda: None)
 
 
 @pytest.mark.parametrize(

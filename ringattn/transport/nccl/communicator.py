@@ -2,13 +2,12 @@
 
 States: new, opening, ready, failed, closed. Guarantees: opening has a deadline; a hop is one group, whatever it holds;
 NCCL is asked about a communicator by one thread at a time; nothing is destroyed at garbage collection; closing and
-aborting are idempotent and bounded; a fork or a second thread is refused before it reaches NCCL.
+aborting are idempotent and bounded; a second thread is refused before it reaches NCCL. (`ProcessBound` refuses a fork.)
 Source: notes of the NCCL user guide on groups, non-blocking communicators and fault tolerance.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -60,8 +59,6 @@ class Communicator:
         self.handle = 0
         self.rank, self.config = opening.rank, config
         self._opening, self._binding, self._device = opening, binding, device
-        # A fork has another process id: it is refused before it reaches NCCL.
-        self.pid = os.getpid()
         # Taken without waiting: a second thread is an error of the caller and is told so.
         self._launching = threading.Lock()
         self._using = threading.Lock()  # NCCL is asked about this communicator by the thread that holds this
@@ -106,16 +103,16 @@ class Communicator:
     def launch(self, calls: Sequence[PeerCall], stream: int, watch: FailureCheck) -> None:
         """Put one hop on a stream: all `calls` in one group. Returns when NCCL has taken it, not when it has run.
 
-        Raises `ClosedError` unless ready, `RingError` for a fork or a second thread, `NcclError`, `DeadlineError`.
+        Raises `ClosedError` unless ready, `RingError` for a second thread, `NcclError`, `DeadlineError`.
         """
         if not self._launching.acquire(blocking=False):
             raise RingError(f"rank {self.rank}: two threads use one ring at once; give each thread its own")
         self._using.acquire()
         try:
-            if self.state is not State.READY or os.getpid() != self.pid:
+            if self.state is not State.READY:
                 # The reason of the ring's failure, if there is one, says more than the state.
                 watch()
-                self._refuse()
+                raise ClosedError(f"rank {self.rank}: the communicator is {self.state.value}")
             binding, handle = self._binding, self.handle
             where, status = "ncclGroupStart", binding.group_start()
             if not status:
@@ -222,11 +219,3 @@ class Communicator:
         thread.start()
         thread.join(join_s)
         return not thread.is_alive()
-
-    def _refuse(self) -> None:
-        if os.getpid() != self.pid:
-            raise RingError(
-                f"rank {self.rank}: this ring belongs to process {self.pid}, and this is {os.getpid()}, its fork; "
-                "start processes with spawn and open a Ring in each"
-            )
-        raise ClosedError(f"rank {self.rank}: the communicator is {self.state.value}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-import traceback
 from collections.abc import Callable
 from types import ModuleType
 
@@ -20,7 +19,7 @@ from ringattn.transport.nccl import library
 from ringattn.transport.nccl.binding import Capability, MissingError
 from ringattn.transport.nccl.cupy_binding import CupyBinding
 from ringattn.transport.nccl.library import load_library
-from tests.transport.nccl.binding_contract import refusal
+from tests.transport.nccl.binding_contract import refusal, tracebacks
 from tests.transport.nccl.stub import VERSION, Stub
 
 
@@ -162,17 +161,5 @@ SCENARIOS: tuple[Callable[[str, str], None], ...] = (
 )
 
 
-def main(path: str, second: str) -> None:
-    """See the module."""
-    results: dict[str, str | None] = {}
-    for scenario in SCENARIOS:
-        try:
-            scenario(path, second)
-            results[scenario.__name__] = None
-        except Exception:
-            results[scenario.__name__] = traceback.format_exc()
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(tracebacks(SCENARIOS, *sys.argv[1:])))

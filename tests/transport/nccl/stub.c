@@ -1,8 +1,7 @@
 /* A stand-in for libnccl.so.2 that needs no GPU: it checks what a binding passes, and plays the answers it is told to.
 
    Promises: arguments are checked as NCCL checks them; every call is logged before it acts; a handle that is used after
-   its end is logged as FATAL and refused, never followed; on a communicator of one rank bytes really move, at the end of
-   the group, the k-th send to the k-th receive. Larger communicators accept sends and receives and move nothing.
+   its end is logged as FATAL and refused, never followed. Sends and receives are accepted and move nothing.
    Does not know: peers, streams, CUDA. Source of the rules: NCCL 2.28 init.cc, group.cc, enqueue.cc, argcheck.cc. */
 
 #define _GNU_SOURCE
@@ -31,12 +30,10 @@ typedef struct {
 
 typedef enum { Live, Finalized, Aborted, Destroyed } Life;
 typedef struct { int rank, size, blocking, polls; Life life; Result async; } Comm;
-typedef struct { Comm *comm; int is_send; void *buffer; size_t bytes; } Operation;
 typedef struct { char function[32]; int calls; Result status; } Script;
 
 enum { MAX_COMMS = 256, MAX_OPERATIONS = 256, MAX_SCRIPTS = 32, MAX_HANDLES = 64, BLOCK_S = 5 };
 static const char *const LIVES[] = {"", "finalize", "abort", "destroy"};
-static const size_t TYPE_BYTES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -49,7 +46,7 @@ static size_t calls_bytes;
 static int is_inside;
 static FILE *mirror;
 static __thread int depth;
-static __thread Operation operations[MAX_OPERATIONS];
+static __thread Comm *operations[MAX_OPERATIONS]; /* the communicators of the transfers of an open group */
 static __thread int operations_made;
 
 static void full(const char *what) {
@@ -258,27 +255,10 @@ Result ncclCommDeregister(Comm *comm, void *handle) {
 
 /* --- NCCL: groups and transfers ---------------------------------------------------------------------------------- */
 
-/* The partner of operation `i`: the one of the other direction with as many of its kind before it. */
-static Operation *partner(int i) {
-    int before = 0;
-    for (int j = 0; j < i; j++)
-        before += operations[j].comm == operations[i].comm && operations[j].is_send == operations[i].is_send;
-    for (int j = 0; j < operations_made; j++)
-        if (operations[j].comm == operations[i].comm && operations[j].is_send != operations[i].is_send && !before--)
-            return &operations[j];
-    return NULL;
-}
 static Result run(void) {
     Result status = Success;
-    for (int i = 0; i < operations_made; i++) {
-        Operation *one = &operations[i], *other = partner(i);
-        if (one->comm->size > 1) continue;
-        if (!other || other->bytes != one->bytes)
-            return operations_made = 0, fail(InvalidUsage, "Trying to send to self without a matching recv");
-        if (one->is_send) memmove(other->buffer, one->buffer, one->bytes);
-    }
     for (int i = 0; i < operations_made; i++)
-        if (launch(operations[i].comm)) status = InProgress;
+        if (launch(operations[i])) status = InProgress;
     operations_made = 0;
     return status;
 }
@@ -294,7 +274,7 @@ Result ncclGroupEnd(void) {
     if (status) operations_made = 0;
     return status ? status : run();
 }
-static Result queue(const char *function, int is_send, void *buffer, size_t count, int type, int peer, Comm *comm,
+static Result queue(const char *function, void *buffer, size_t count, int type, int peer, Comm *comm,
                     void *stream) {
     Result status = enter("%s %p %zu %d %d %p %p", function, buffer, count, type, peer, (void *)comm, stream);
     if (status || (status = ready(function, comm))) return status;
@@ -302,14 +282,14 @@ static Result queue(const char *function, int is_send, void *buffer, size_t coun
     if (peer < 0 || peer >= comm->size) return fail(InvalidArgument, "%s : invalid peer %d", function, peer);
     if (!buffer && count) return fail(InvalidArgument, "%s : buffer argument is NULL", function);
     if (operations_made == MAX_OPERATIONS) full("transfers of a group");
-    operations[operations_made++] = (Operation){comm, is_send, buffer, count * TYPE_BYTES[type]};
+    operations[operations_made++] = comm;
     return depth ? Success : run();
 }
 Result ncclSend(void *buffer, size_t count, int type, int peer, Comm *comm, void *stream) {
-    return queue(__func__, 1, buffer, count, type, peer, comm, stream);
+    return queue(__func__, buffer, count, type, peer, comm, stream);
 }
 Result ncclRecv(void *buffer, size_t count, int type, int peer, Comm *comm, void *stream) {
-    return queue(__func__, 0, buffer, count, type, peer, comm, stream);
+    return queue(__func__, buffer, count, type, peer, comm, stream);
 }
 
 /* --- NCCL: what cupy needs to be loaded and the runtime never calls ---------------------------------------------- */

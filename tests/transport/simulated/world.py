@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -159,24 +159,18 @@ class SimWorld:
         self.script.release(rank)
 
     def report(self) -> str:
-        """What every rank waits for, one line a rank, and the circle if there is one."""
+        """What every rank waits for, one line a rank."""
         with self.changed:
             lines: list[str] = []
-            edges: defaultdict[int, set[int]] = defaultdict(set)
             for rank in range(self.world_size):
                 said = ["died"] if rank in self.dead else []
                 said += [f"host: {waiter.what}" for waiter in self._waiters if waiter.rank == rank]
-                for head in self._queues.heads(rank):
-                    said.append(f"stream {head.stream}: {head}")
-                    if isinstance(head, Launch):
-                        members = head.comm.clique.members
-                        edges[rank] |= {members[op.peer].process for op in head.pending()}
+                said += [f"stream {head.stream}: {head}" for head in self._queues.heads(rank)]
                 for comm in self.registry.of(rank):
                     if comm.unlaunched is not None:
                         said.append(f"not launched, for state() has not said SUCCESS: {comm.unlaunched}")
                 lines.append(f"rank {rank}: {'; '.join(said) or 'waits for nothing'}")
-            circle = _circle(edges)
-            return "\n".join([*lines, *([f"circle: {' -> '.join(map(str, circle))}"] if circle else [])])
+            return "\n".join(lines)
 
     def connected(self, rank: int, peers: Iterable[int]) -> bool:
         """Whether `rank`, which launches to `peers` now or before, and all of them have met."""
@@ -272,17 +266,3 @@ class SimWorld:
         self._queues.put(entry)
         self.settle()
         self.changed.notify_all()
-
-
-def _circle(edges: dict[int, set[int]]) -> list[int]:
-    """Ranks that wait for each other in a circle, the first one named again at the end; empty if there is none."""
-    for start in sorted(edges):
-        paths = [[start]]
-        while paths:
-            path = paths.pop()
-            for rank in sorted(edges.get(path[-1], ())):
-                if rank == start:
-                    return [*path, start]
-                if rank not in path:
-                    paths.append([*path, rank])
-    return []
