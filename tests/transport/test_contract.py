@@ -1,4 +1,4 @@
-"""The contract of all transports as one grid: every transport passes every check.
+"""The contract of all transports as one grid: every transport passes every check, and its attention is exact.
 
 NCCL and peer run over simulated GPUs. What that proves: the real transports obey NCCL's and the driver's rules as the
 simulators have them. What it does not prove: that there are no other rules.
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
+from ringattn.ring import Ring
 from ringattn.transport.nccl.options import NcclOptions
 from tests.contract import transport_contract as contract
 from tests.contract.meeting import rendezvous_store
@@ -118,3 +120,24 @@ def test_contract(cell: Cell, request: pytest.FixtureRequest) -> None:
     else:
         processes = request.getfixturevalue("four" if cell.nodes else "three")
         processes.run(run_check, cell.transport, cell.nodes, check.__name__)
+
+
+# --- attention over every transport between processes ----------------------------------------------------------------
+
+
+def check_pairs(rank: int, world_size: int, transport: str, config: dict[str, Any]) -> dict[str, Any]:
+    with Ring(
+        transport=meet(transport, rank, world_size, 30.0)[0], engine="plain", timeout_s=30.0, poison=True
+    ) as ring:
+        assert ring.transport.name == transport
+        return check_rank(ring, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "ranks"), [("shm", "three"), ("peer", "three"), ("shm+gloo", "four")])
+def test_every_pair_of_mask_layout_and_schedule_is_exact(
+    transport: str, ranks: str, request: pytest.FixtureRequest
+) -> None:
+    config = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61, combinations="pairs"))
+    found = request.getfixturevalue(ranks).run(check_pairs, transport, config, hard_s=240.0)
+    assert all(counts == {"cases": len(list(paired_cases())), "failed": 0} for counts in found.values())

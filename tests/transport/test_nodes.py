@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch.distributed import HashStore
 from ringattn import Ring
 from ringattn.errors import DisagreementError, InputError, TransportError, UnsupportedError
 from ringattn.launch.doctor.doctor import examine
-from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
 from ringattn.transport.base import Message, Opening
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import Location
@@ -168,22 +166,6 @@ def unlike_labels(ring: HostNodesTransport) -> str:
 def test_a_disagreement_inside_one_node_reaches_the_other() -> None:
     for said in on_node_threads(EVEN, unlike_labels):
         assert "two ends of one message do not match" in said and "'k'" in said and "'v'" in said
-
-
-# --- attention -------------------------------------------------------------------------------------------------------
-
-
-def check_on_two_nodes(rank: int, world_size: int, spec: dict[str, Any]) -> dict[str, Any]:
-    with Ring(transport=meet_nodes(rank, world_size, EVEN, 30.0), engine="plain", timeout_s=30.0, poison=True) as ring:
-        assert ring.transport.name == "shm+gloo"
-        return check_rank(ring, spec)
-
-
-@pytest.mark.slow
-def test_every_pair_of_mask_layout_and_schedule_is_exact(processes: Processes) -> None:
-    spec = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61, combinations="pairs"))
-    found = processes.run(check_on_two_nodes, spec, hard_s=240.0)
-    assert list(found.values()) == [{"cases": len(list(paired_cases())), "failed": 0}] * len(EVEN)
 
 
 # --- told ------------------------------------------------------------------------------------------------------------

@@ -1,24 +1,248 @@
-"""The peer transport in real processes over simulated GPUs: bytes, memory, failures, lost ranks, exact attention."""
+"""The peer transport in real processes over simulated GPUs: bytes, memory, failures, lost ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from ringattn import Ring
-from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
-from ringattn.schedule.routes import ROUTES
+from ringattn.errors import RingError
+from ringattn.transport.base import Message
+from ringattn.transport.peer.transport import PeerTransport
+from ringattn.transport.shared.page import ARRIVAL
 from tests.contract import transport_contract as contract
 from tests.contract.processes import Processes
-from tests.test_exact_nccl import EXACT, TRIALS
-from tests.transport.peers import ranks
 from tests.transport.peers.rings import meet
-from tests.trial import greatest_error, joined, on_rank, reference
+from tests.transport.peers.sim_driver import SimGpu
 
 NOTHING = {"handles": 0, "mappings": 0, "registered": 0}
+OFFSETS = (0, 1, 7, 64)
+
+
+def pattern(nbytes: int, seed: int) -> torch.Tensor:
+    """No power of two divides its period, so bytes that are shifted are seen."""
+    period = torch.arange(251, dtype=torch.uint8).roll(seed)
+    return period.repeat(-(-nbytes // 251))[:nbytes]
+
+
+def around(ring: PeerTransport, sent: torch.Tensor, received: torch.Tensor, label: str = "x") -> Any:
+    after, before = contract.neighbors(ring)
+    return ring.exchange([Message(after, sent, label)], [Message(before, received, label)])
+
+
+def sizes(rank: int, world_size: int, wanted: list[int], switches: dict[str, Any]) -> list[bool]:
+    """Bytes of every size, at odd offsets, into exchanged and into plain memory."""
+    ring, whole = meet(rank, world_size, gpu=SimGpu(**switches)), []
+    before = contract.neighbors(ring)[1]
+    for nbytes in wanted:
+        for offset in OFFSETS:
+            room = ring.allocate(2 * (nbytes + offset)).view(2, -1)
+            plain = torch.zeros(nbytes + offset, dtype=torch.uint8)
+            sent = room[0, offset:]
+            sent.copy_(pattern(nbytes, rank))
+            for received in (room[1, offset:], plain[offset:]):
+                received.zero_()
+                around(ring, sent, received).wait()
+                whole.append(torch.equal(received, pattern(nbytes, before)))
+    ring.close()
+    return whole
+
+
+def again_and_again(rank: int, world_size: int, times: int) -> tuple[list[dict[str, int]], list[int], list[int]]:
+    """Open and close: what the driver still has, open descriptors, and mappings after each time but the first."""
+    left, descriptors, mappings = [], [], []
+    for number in range(times + 1):
+        gpu = SimGpu()
+        ring = meet(rank, world_size, gpu=gpu, rounds=1)
+        room = ring.allocate(1 << 16).view(2, -1)
+        around(ring, room[0], room[1]).wait()
+        del room
+        ring.close()
+        if number:
+            left.append(gpu.driver.leftovers())
+            gc.collect()  # a ring holds its page until it is collected
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+            with open("/proc/self/maps") as maps:
+                mappings.append(sum("memfd" in line for line in maps))
+    return left, descriptors, mappings
+
+
+def growing(rank: int, world_size: int) -> dict[str, Any]:
+    """Memory is let go of and taken anew in mid-run, on one rank more often than on the other."""
+    gpu = SimGpu()
+    ring = meet(rank, world_size, gpu=gpu)
+    before, whole, mapped = contract.neighbors(ring)[1], [], []
+    room = None
+    for number in range(6):
+        if room is None or rank == 0 or number % 2:
+            room = None
+            room = ring.allocate((number + 1) << 16)
+        half = room[: 1 << 16].view(2, -1)
+        half[0] = 10 * number + rank
+        around(ring, half[0], half[1], f"n {number}").wait()
+        whole.append(bool((half[1] == 10 * number + before).all()))
+        mapped.append(len(gpu.driver._mapped))
+        del half
+    del room
+    ring.close()
+    return {"whole": whole, "mapped": max(mapped), "left": gpu.driver.leftovers()}
+
+
+def ahead(rank: int, world_size: int, count: int) -> list[bool]:
+    """The receiver starts many more messages than its log holds before the sender starts the first."""
+    ring = meet(rank, world_size)
+    buffers = ring.allocate(64 * count).view(count, 64)
+    ring.all_gather_bytes(b"")
+    if rank == 0:
+        time.sleep(0.5)
+        for number in range(count):
+            buffers[number] = number % 251
+            ring.exchange([Message(1, buffers[number], f"n {number}")], [])
+    else:
+        for number in range(count):
+            ring.exchange([], [Message(0, buffers[number], f"n {number}")])
+    ring.drain()
+    whole = [bool((buffers[number] == number % 251).all()) for number in range(count)]
+    del buffers
+    ring.close()
+    return whole
+
+
+def out_of_memory(rank: int, world_size: int) -> str:
+    gpu = SimGpu(memory=8 << 20)
+    ring = meet(rank, world_size, gpu=gpu, rounds=1)
+    try:
+        ring.allocate(1 << 30)
+        said = "nothing"
+    except torch.OutOfMemoryError as error:
+        said = f"{gpu.driver.released} {error}"
+    room = ring.allocate(1 << 16).view(2, -1)
+    around(ring, room[0], room[1]).wait()
+    del room
+    ring.close()
+    return said
+
+
+def ended(gpu: SimGpu, kinds: Iterable[str]) -> dict[str, int]:
+    """What the driver still has once nothing of these kinds is left, or after five seconds."""
+    until = time.monotonic() + 5.0
+    while any(gpu.driver.leftovers()[kind] for kind in kinds) and time.monotonic() < until:
+        time.sleep(0.01)
+    return gpu.driver.leftovers()
+
+
+def kept_by_the_caller(rank: int, world_size: int) -> list[dict[str, int]]:
+    """After an abort the memory stays while it is viewed, and goes afterwards."""
+    gpu = SimGpu()
+    ring = meet(rank, world_size, gpu=gpu)
+    room = ring.allocate(1 << 16)
+    around(ring, room[: 1 << 15], room[1 << 15 :]).wait()
+    ring.all_gather_bytes(b"")
+    ring.abort(ValueError("enough"))
+    found = [ended(gpu, ["registered"])]
+    room[0] = 7  # still there
+    del room
+    return [*found, ended(gpu, NOTHING)]
+
+
+def unlike_ends(rank: int, world_size: int, what: str) -> str:
+    ring = meet(rank, world_size)
+    room = ring.allocate(64)
+    count, label = (16, "v") if what == "label" and rank == 1 else (32, "k")
+    if what == "bytes" and rank == 1:
+        count = 16
+    try:
+        if rank == 0:
+            ring.exchange([Message(1, room[:count], f"{label} to rank {2 if what == 'rank' else 1}")], []).wait()
+        else:
+            ring.exchange(
+                [], [Message(0, room[:count] if what == "bytes" else room[:32], f"{label} from rank 0")]
+            ).wait()
+        ring.drain()
+    except RingError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def overwritten(rank: int, world_size: int) -> dict[str, Any]:
+    """Rank 1 goes on to write small numbers over what rank 0 paints, for a while."""
+    ring = meet(rank, world_size)
+    room = ring.allocate(64)
+    page = ring.group.pages[0]
+    ring.all_gather_bytes(b"")
+    if rank == 1:
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            page.store(ARRIVAL, 0, 1)
+        time.sleep(1.0)
+        return {}
+    ring.exchange([], [Message(1, room, "never sent")])
+    time.sleep(0.2)
+    ring.abort(ValueError("enough"))
+    ended = ring.watch.ended.wait(5.0)
+    return {"ended": ended, "drained": ring.watch.drained}
+
+
+def busy(rank: int, world_size: int) -> dict[str, float]:
+    """A failure while the device still computes: the caller is told at once, the abort ends when it can."""
+    gpu = SimGpu()
+    ring = meet(rank, world_size, gpu=gpu)
+    room = ring.allocate(64)
+    caller = gpu.caller = gpu.new_stream()
+    caller.compute(lambda: time.sleep(3.0))
+    ring.exchange([Message(1 - rank, room[:8], "k")], [Message(1 - rank, room[8:16], "k")])
+    ring.all_gather_bytes(b"")
+    began = time.monotonic()
+    ring.abort(ValueError("enough"))
+    told_s = time.monotonic() - began
+    ring.watch.ended.wait(10.0)
+    return {"told_s": told_s, "ended_s": time.monotonic() - began, **ended(gpu, ["registered"])}
+
+
+def spoiled(rank: int, world_size: int) -> dict[str, Any]:
+    """Rank 0 fails while rank 1 computes on a slot that rank 0's queued copy then runs into."""
+    gpu = SimGpu()
+    ring = meet(rank, world_size, gpu=gpu)
+    caller = gpu.caller = gpu.new_stream()
+    slot = ring.allocate(1 << 16)
+    release, seen = threading.Event(), []
+    if rank == 0:
+        slot.fill_(1)
+        ring.exchange([Message(1, slot, "first")], []).wait()
+        ring.drain()
+        other = torch.full((1 << 16,), 2, dtype=torch.uint8)
+        ring.exchange([Message(1, other, "second")], [])
+        ring.all_gather_bytes(b"queued")
+        ring.abort(ValueError("rank 0 gives up"))
+        time.sleep(2.0)
+        return {"said": "aborted"}
+    ring.exchange([], [Message(0, slot, "first")]).wait()
+
+    def compute() -> None:
+        release.wait(5.0)
+        seen.append(sorted(set(slot.tolist())))
+
+    caller.compute(compute)
+    ring.watch.stop()  # so that only `drain` can see the poison
+    ring.exchange([], [Message(0, slot, "second")])
+    ring.all_gather_bytes(b"queued")
+    time.sleep(0.5)  # the stray copy has run
+    release.set()
+    try:
+        ring.drain()
+        said = "success"
+    except RingError as error:
+        said = f"{type(error).__name__}: {error}"
+    return {"said": said, "seen": seen[0]}
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +253,18 @@ def two() -> Iterator[Processes]:
 
 @pytest.mark.parametrize("switches", [{}, {"one_queue": True, "async_engines": 1}], ids=["streams", "one queue"])
 def test_every_byte_arrives(two: Processes, switches: dict[str, object]) -> None:
-    for whole in two.run(ranks.sizes, [1, 3, 8, 255, 4096, 65_537, 1 << 20], switches).values():
-        assert len(whole) == 7 * 2 * len(ranks.OFFSETS) and all(whole)
+    for whole in two.run(sizes, [1, 3, 8, 255, 4096, 65_537, 1 << 20], switches).values():
+        assert len(whole) == 7 * 2 * len(OFFSETS) and all(whole)
 
 
 @pytest.mark.slow
 def test_every_byte_of_a_long_message_arrives(two: Processes) -> None:
-    for whole in two.run(ranks.sizes, [64 << 20], {}).values():
-        assert len(whole) == 2 * len(ranks.OFFSETS) and all(whole)
+    for whole in two.run(sizes, [64 << 20], {}).values():
+        assert len(whole) == 2 * len(OFFSETS) and all(whole)
 
 
 def test_nothing_is_left_however_often_a_ring_opens(two: Processes) -> None:
-    for left, descriptors, mappings in two.run(ranks.again_and_again, 8).values():
+    for left, descriptors, mappings in two.run(again_and_again, 8).values():
         assert left == [NOTHING] * 8
         # Connections of one opening may be closed during the next; one kept at each opening would be seven more.
         assert descriptors[-1] <= min(descriptors) + 2, descriptors
@@ -48,89 +272,48 @@ def test_nothing_is_left_however_often_a_ring_opens(two: Processes) -> None:
 
 
 def test_a_receiver_may_be_far_ahead(two: Processes) -> None:
-    assert two.run(ranks.ahead, 200) == {0: [True] * 200, 1: [True] * 200}
+    assert two.run(ahead, 200) == {0: [True] * 200, 1: [True] * 200}
 
 
 def test_memory_grows_in_mid_run(two: Processes) -> None:
-    for found in two.run(ranks.growing).values():
+    for found in two.run(growing).values():
         assert all(found["whole"])
         assert found["left"] == NOTHING
         assert found["mapped"] <= 4, "memory that its owner has freed stays mapped"
 
 
 def test_memory_that_runs_out_is_named_and_the_ring_goes_on(two: Processes) -> None:
-    for rank, said in two.run(ranks.out_of_memory).items():
+    for rank, said in two.run(out_of_memory).items():
         assert said.startswith(f"1 rank {rank}: no {1 << 30} bytes") and "CUDA_ERROR_OUT_OF_MEMORY" in said
 
 
 def test_memory_stays_while_it_is_viewed_after_an_abort(two: Processes) -> None:
-    for viewed, gone in two.run(ranks.kept_by_the_caller).values():
+    for viewed, gone in two.run(kept_by_the_caller).values():
         assert viewed == {"handles": 1, "mappings": 1, "registered": 0}
         assert gone == NOTHING
 
 
 @pytest.mark.parametrize("what", ["bytes", "label", "rank"])
 def test_unlike_ends_are_a_disagreement_on_both_ranks(two: Processes, what: str) -> None:
-    for said in two.run(ranks.unlike_ends, what).values():
+    for said in two.run(unlike_ends, what).values():
         assert said.startswith("DisagreementError")
         assert ("k to rank 2" if what == "rank" else "k to rank 1") in said
         assert {"bytes": "16 bytes", "label": "v from rank 0", "rank": "k from rank 0"}[what] in said
 
 
-# --- failures --------------------------------------------------------------------------------------------------------
-
-
 def test_a_spoiled_result_is_never_called_good(two: Processes) -> None:
-    found = two.run(ranks.spoiled)[1]
+    found = two.run(spoiled)[1]
     assert 2 in found["seen"], "the stray copy did not run, so nothing was tested"
     assert found["said"].startswith("PeerLostError")
     assert "rank 0 failed first: ValueError: rank 0 gives up" in found["said"]
 
 
 def test_an_abort_paints_until_its_stream_is_empty(two: Processes) -> None:
-    assert two.run(ranks.overwritten)[0] == {"ended": True, "drained": True}
+    assert two.run(overwritten)[0] == {"ended": True, "drained": True}
 
 
 @pytest.mark.slow
 def test_a_caller_does_not_wait_for_what_the_device_computes(two: Processes) -> None:
-    for found in two.run(ranks.busy).values():
+    for found in two.run(busy).values():
         assert found["told_s"] < 1.5 < found["ended_s"]
         assert found["registered"] == 0
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with Processes(contract.WORLD_SIZE) as started:
-        yield started
-
-
-# --- attention -------------------------------------------------------------------------------------------------------
-
-
-def attend(rank: int, world_size: int, name: str) -> list[Any]:
-    trial, layout = TRIALS[name]
-    with Ring(transport=meet(rank, world_size), engine="plain", timeout_s=30.0, poison=True) as ring:
-        return [on_rank(ring, trial, layout, schedule, torch.float64) for schedule in ROUTES]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal", "documents"])
-def test_attention_is_exact(processes: Processes, name: str) -> None:
-    found = processes.run(attend, name)
-    for schedule, parts in zip(ROUTES, zip(*(found[rank] for rank in sorted(found)), strict=True), strict=True):
-        error = greatest_error(joined(list(parts)), reference(TRIALS[name][0], torch.float64))
-        assert error <= EXACT, schedule
-
-
-def check_all_pairs(rank: int, world_size: int, spec: dict[str, Any]) -> dict[str, Any]:
-    with Ring(transport=meet(rank, world_size), engine="plain", timeout_s=30.0, poison=True) as ring:
-        return check_rank(ring, spec)
-
-
-@pytest.mark.slow
-def test_every_pair_of_mask_layout_and_schedule_is_exact(processes: Processes) -> None:
-    spec = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61, combinations="pairs"))
-    assert (
-        list(processes.run(check_all_pairs, spec, hard_s=240.0).values())
-        == [{"cases": len(list(paired_cases())), "failed": 0}] * contract.WORLD_SIZE
-    )

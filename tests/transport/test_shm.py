@@ -1,4 +1,4 @@
-"""Shared memory between processes: exact attention, ranks killed and stopped. The contract: test_contract."""
+"""Shared memory between processes: ranks killed and stopped. The contract: test_contract."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from ringattn import Ring
 from ringattn.bench import shm_ways
 from ringattn.errors import ClosedError, DisagreementError, PeerLostError, RingError, TransportError
-from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
 from ringattn.observe.flight import DONE, FAILED
 from ringattn.transport.base import Message, Opening
 from ringattn.transport.shared import transport as shm_transport
@@ -37,26 +35,6 @@ from tests.transport.threads import on_each_rank
 def processes() -> Iterator[Processes]:
     with Processes(contract.WORLD_SIZE) as started:
         yield started
-
-
-# --- attention -------------------------------------------------------------------------------------------------------
-
-
-def check_members(rank: int, world_size: int, ranks: int, spec: dict[str, Any]) -> dict[str, Any]:
-    if rank >= ranks:
-        rendezvous_store(rank, world_size, 60.0)  # openings are counted
-        return {}
-    transport = meet(rank, world_size, list(range(ranks)), 30.0)
-    with Ring(transport=transport, engine="plain", timeout_s=30.0, poison=True) as ring:
-        return check_rank(ring, spec)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_pair_of_mask_layout_and_schedule_is_exact(processes: Processes, ranks: int) -> None:
-    spec = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61, combinations="pairs"))
-    found = processes.run(check_members, ranks, spec, hard_s=240.0)
-    assert [found[rank] for rank in range(ranks)] == [{"cases": len(list(paired_cases())), "failed": 0}] * ranks
 
 
 # --- the benchmark's floor -------------------------------------------------------------------------------------------

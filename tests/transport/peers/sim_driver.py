@@ -139,22 +139,19 @@ class SimGpu(CudaDevice):
 
     def __init__(
         self,
-        uuid: str = "GPU-0",
         *,
         async_engines: int = 3,
         one_queue: bool = False,
         attributes: dict[Attribute, int] | None = None,
-        version: int = 13000,
-        partition: bool = False,
         memory: int = 1 << 40,
     ) -> None:
         self.torch_device = torch.device("cpu")
-        self.uuid = uuid
+        self.uuid = "GPU-0"
         self.capturing = False
         self.streams: dict[int, SimStream] = {}
         self._one = _Queue() if one_queue else None
         self.caller: SimStream | HostStream = HostStream()
-        self.driver = SimDriver(self, async_engines, attributes or {}, version, partition, memory)
+        self.driver = SimDriver(self, async_engines, attributes or {}, memory)
 
     def activate(self) -> None:
         """See `CudaDevice.activate`."""
@@ -194,23 +191,13 @@ class SimGpu(CudaDevice):
 
 
 class SimDriver(CudaDriver):
-    """`CudaDriver` of one process. `log` holds the calls that streams were given, in their order."""
+    """`CudaDriver` of one process."""
 
-    def __init__(
-        self,
-        gpu: SimGpu,
-        async_engines: int,
-        attributes: dict[Attribute, int],
-        version: int,
-        partition: bool,
-        memory: int,
-    ) -> None:
-        self.version = version
+    version = 13000
+
+    def __init__(self, gpu: SimGpu, async_engines: int, attributes: dict[Attribute, int], memory: int) -> None:
         self.released = 0
-        self.log: list[tuple[object, ...]] = []
-        self.copy_began: Callable[[], None] = lambda: None
-        """Called by a stream when a copy begins."""
-        self._gpu, self._partition, self._free = gpu, partition, memory
+        self._gpu, self._free = gpu, memory
         self._engines = threading.Semaphore(max(async_engines, 1))
         self._attributes = {
             Attribute.ASYNC_ENGINES: async_engines,
@@ -237,7 +224,7 @@ class SimDriver(CudaDriver):
 
     def is_partition(self) -> bool:
         """See `CudaDriver.is_partition`."""
-        return self._partition
+        return False
 
     def granularity(self) -> int:
         """See `CudaDriver.granularity`."""
@@ -301,11 +288,9 @@ class SimDriver(CudaDriver):
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """See `CudaDriver.copy`."""
-        self.log.append(("copy", nbytes))
 
         def run() -> None:
             with self._engines:
-                self.copy_began()
                 ctypes.memmove(dst, src, nbytes)
 
         self._gpu.streams[stream].queue.put(_Item(_at_once, run, ((dst, nbytes), (src, nbytes))))
@@ -313,7 +298,6 @@ class SimDriver(CudaDriver):
     def operate(self, operations: Sequence[WordOperation], stream: int) -> None:
         """See `CudaDriver.operate`."""
         for operation in operations:
-            self.log.append(("wait" if operation.waits else "write", operation.value))
             pointer = operation.address - HOST_OFFSET
             if not any(at <= pointer and pointer + 8 <= at + size for at, size in list(self._registered.items())):
                 violate(f"a word operation on {operation.address:#x}, which is not registered")
