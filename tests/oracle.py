@@ -1,6 +1,6 @@
 """The reference (`tests.fuzz.reference`) in the words of `Ring.attention`: booleans of pairs, `ringattn.masks`.
 
-`tests/engine/test_oracle.py` holds it against torch's attention, masks drawn by hand and finite differences.
+`tests/fuzz/test_reference.py` compares it with torch's attention and with masks drawn by hand.
 """
 
 from __future__ import annotations

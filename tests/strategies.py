@@ -16,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ringattn import masks
+from ringattn.core.dilation import Dilated
 from ringattn.core.geometry import UNBOUNDED, Band, StridedRange
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, make_layout
 from ringattn.core.mask import Branch, Mask, make_mask
@@ -264,3 +265,11 @@ def covering(test: Callable[..., None]) -> Callable[..., None]:
     for case in NOTABLE:
         test = example(case=case)(test)
     return given(case=cases())(test)
+
+
+def geometric(ranks: int = 8) -> Problem:
+    """Return the worked example of 2^20 tokens: w = 2048 * 2^i and r = 2^i for i = 0 .. 9, 12 bfloat16 heads of 64."""
+    tokens, powers = 1 << 20, [1 << i for i in range(10)]
+    layout = make_layout("contiguous", tokens, ranks)
+    pairs = Dilated(tuple(2048 * power for power in powers), tuple(powers))
+    return Problem(layout, layout, pairs.mask(tokens, tokens, None, None, 12, 12), 1, 12, 12, 64, 64, "bfloat16")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -179,3 +182,69 @@ def test_a_single_column_with_batches_innermost(d_k: int, d_v: int, with_dlse: b
 def test_softcap_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"softcap=30\.0.*plain"):
         AtenEngine(HOST).prepare([()], Softmax(0.125, 1, 30.0), 1, 1)
+
+
+# --- torch's block ops on its meta kernels: shapes, strides and dtypes that the aten engine relies on ----------------
+
+
+ops = torch.ops.aten
+BATCH, HEADS, KV_HEADS, ROWS, KEYS, DIM = 2, 4, 2, 37, 53, 64
+HALF, SINGLE = torch.bfloat16, torch.float32
+LSE = BATCH, HEADS, ROWS
+# Orders of (batch, heads, rows, dim) in memory: as the op thinks, a user's tensor, a received message.
+MEMORY = {"heads first": (0, 1, 2, 3), "tokens": (0, 2, 1, 3), "records": (2, 0, 1, 3)}
+
+
+def meta(*shape: int, dtype: torch.dtype = HALF, memory: str = "heads first") -> Tensor:
+    """(batch, heads, rows, dim) without data, in memory of that order."""
+    order = MEMORY[memory]
+    made = torch.empty([shape[axis] for axis in order], dtype=dtype, device="meta")
+    return made.permute([order.index(axis) for axis in range(4)])
+
+
+def operands(memory: str = "heads first", dtype: torch.dtype = HALF) -> list[Tensor]:
+    """Return q, k and v with grouped heads."""
+    shapes = (BATCH, HEADS, ROWS, DIM), *[(BATCH, KV_HEADS, KEYS, DIM)] * 2
+    return [meta(*shape, dtype=dtype, memory=memory) for shape in shapes]
+
+
+def shape_of(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(x.shape), x.dtype
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("op", [CPU, FLASH, CUDNN], ids=lambda op: op.name)
+def test_every_block_op_returns_the_same_shapes_dtypes_and_strides(op: BlockOp, memory: str) -> None:
+    """Outputs lie in memory as the queries do; gradients of grouped heads are summed over the group already."""
+    q, k, v = operands(memory)
+    out, lse = op.forward(q, k, v, False, 0.1)
+    assert shape_of(out) == (q.shape, HALF) and out.stride() == q.stride() and shape_of(lse) == (LSE, SINGLE)
+    if op is CPU:
+        q, k, v = operands(memory, SINGLE)
+    grads = op.backward(q, q, k, v, q, torch.empty(LSE, device="meta"), False, 0.1)
+    assert [shape_of(x) for x in grads] == [shape_of(x) for x in (q, k, v)]
+    assert op is CPU or [x.stride() for x in grads] == [x.stride() for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("op", [FLASH, CUDNN], ids=lambda op: op.name)
+def test_backward_is_given_what_forward_would_have_kept(op: BlockOp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The merged lse, whatever its strides, and a random state: in the shapes, dtypes and strides of forward's."""
+    given: list[Any] = []
+
+    def backward(*arguments: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        given.extend(arguments)
+        return q, k, v
+
+    q, k, v = operands()
+    if op is FLASH:
+        found = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, False, scale=0.1)
+    else:
+        found = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, scale=0.1)
+    recording = SimpleNamespace(
+        _scaled_dot_product_flash_attention_backward=backward, _scaled_dot_product_cudnn_attention_backward=backward
+    )
+    monkeypatch.setattr(aten, "ops", recording)
+    op.backward(q, q, k, v, q, torch.empty(ROWS, BATCH, HEADS, device="meta").permute(1, 2, 0), False, 0.1)
+    assert (shape_of(given[5]), given[5].stride()) == (shape_of(found[1]), found[1].stride())
+    states = [x for x in given[6:] if isinstance(x, Tensor)]
+    assert [shape_of(x) for x in states] == [shape_of(x) for x in found[6:8]]

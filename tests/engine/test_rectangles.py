@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
+from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
-from ringattn.engine.rectangles import Rectangle, head_groups, joined, rectangles
+from ringattn.engine.rectangles import Piece, Rectangle, first_pieces, head_groups, joined, key_pieces, rectangles
+from tests.contract.engine_scenarios import strip
 
 HEADS = StridedRange(0, 1)
 
@@ -29,15 +33,6 @@ def tiles(draw: st.DrawFn) -> Tile:
     return Tile(strip(), strip(), draw(bands), HEADS)
 
 
-def square(count: int, band: Band, k_start: int = 0) -> Tile:
-    return Tile(
-        TokenRange(StridedRange(0, count), StridedRange(0, count)),
-        TokenRange(StridedRange(k_start, count), StridedRange(0, count)),
-        band,
-        HEADS,
-    )
-
-
 def pairs_of(rectangle: Rectangle) -> list[tuple[int, int]]:
     """The (q row, k row) pairs that a kernel would compute."""
     q_rows, k_rows = list(rectangle.q_rows.members()), list(rectangle.k_rows.members())
@@ -54,22 +49,17 @@ def reference(tile: Tile) -> set[tuple[int, int]]:
 
 @settings(max_examples=800, deadline=None)
 @given(tiles(), st.booleans())
-def test_every_allowed_pair_exactly_once_and_no_other(tile: Tile, square_causal_only: bool) -> None:
+def test_rectangles_hold_every_allowed_pair_once_and_suit_the_kernels(tile: Tile, square_causal_only: bool) -> None:
     made = list(rectangles(tile, square_causal_only))
-    counted = Counter(pair for rectangle in made for pair in pairs_of(rectangle))
-    assert set(counted) == reference(tile)
-    assert all(times == 1 for times in counted.values())
-
-
-@settings(max_examples=800, deadline=None)
-@given(tiles(), st.booleans())
-def test_kernels_may_be_called_with_every_rectangle(tile: Tile, square_causal_only: bool) -> None:
-    for rectangle in rectangles(tile, square_causal_only):
+    for rectangle in made:
         assert rectangle.q_rows.count > 0 and rectangle.k_rows.count > 0
         assert not rectangle.causal or rectangle.q_rows.count >= rectangle.k_rows.count > 1
         assert rectangle.causal or not rectangle.reversed
         if rectangle.causal and square_causal_only:
             assert rectangle.q_rows.count == rectangle.k_rows.count
+    counted = Counter(pair for rectangle in made for pair in pairs_of(rectangle))
+    assert set(counted) == reference(tile)
+    assert all(times == 1 for times in counted.values())
 
 
 @settings(max_examples=500, deadline=None)
@@ -104,10 +94,6 @@ def test_causal_below_the_diagonal_is_full_columns_and_one_causal() -> None:
     ]
 
 
-def test_sliding_window_is_two_rectangles_a_stretch() -> None:
-    assert len(list(rectangles(square(1024, Band(0, 127))))) == 2 * 8 - 1
-
-
 @settings(deadline=None)
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(1, 6), st.integers(1, 8))
 def test_head_groups_keep_each_head_with_its_kv_head(start: int, count: int, stride: int, group: int) -> None:
@@ -126,27 +112,6 @@ def test_head_groups_are_few() -> None:
     assert len(list(head_groups(StridedRange(1, 8, 4), 4))) == 1
     assert len(list(head_groups(StridedRange(0, 16, 2), 4))) == 1
     assert len(list(head_groups(StridedRange(5, 2), 8))) == 1
-
-
-@st.composite
-def shards(draw: st.DrawFn) -> list[Tile]:
-    """All tiles of a shard of up to three runs with itself, causal or in a window, keys packed with or without gaps."""
-    starts = sorted(draw(st.sets(st.integers(0, 30), min_size=1, max_size=3)))
-    runs = [StridedRange(a, draw(st.integers(1, b - a))) for a, b in zip(starts, [*starts[1:], 40], strict=True)]
-    gap = draw(st.integers(0, 1))
-    band = Band(0, draw(st.sampled_from([5, 1 << 60])))
-    rows = [StridedRange(sum(r.count + gap for r in runs[:n]), run.count) for n, run in enumerate(runs)]
-    strips = [TokenRange(run, row) for run, row in zip(runs, rows, strict=True)]
-    both = [Tile(q, k, band, StridedRange(0, 2)) for q in strips for k in strips]
-    return [tile for tile in both if tile.area()] * draw(st.integers(1, 2))
-
-
-@given(shards())
-def test_joined_rectangles_hold_the_same_pairs(found: list[Tile]) -> None:
-    apart = [rectangle for tile in found for rectangle in rectangles(tile)]
-    together = joined(apart)
-    assert Counter(p for r in together for p in pairs_of(r)) == Counter(p for r in apart for p in pairs_of(r))
-    assert len(together) <= len(apart)
 
 
 def triples_of(found: list[Rectangle]) -> Counter[tuple[int, int, int]]:
@@ -212,25 +177,71 @@ def test_joined_dilated_branches_keep_every_pair_of_every_head(found: list[Tile]
     assert triples_of(joined(apart)) == triples_of(apart)
 
 
-def test_squares_of_other_heads_between_two_squares_do_not_keep_them_apart() -> None:
-    """A zigzag shard of two runs of heads: one causal square for each."""
-    head, tail = TokenRange(StridedRange(0, 8), StridedRange(0, 8)), TokenRange(StridedRange(56, 8), StridedRange(8, 8))
-    for several in ((StridedRange(0, 1), StridedRange(1, 1)), (StridedRange(0, 2, 2), StridedRange(1, 2, 2))):
-        home = [Tile(q, k, CAUSAL, heads) for heads in several for q, k in ((head, head), (tail, head), (tail, tail))]
-        found = joined([r for tile in home for r in rectangles(tile)])
-        assert found == [Rectangle(StridedRange(0, 16), StridedRange(0, 16), True, False, heads) for heads in several]
+def test_a_zigzag_shard_is_a_causal_square_and_its_remote_pair_a_rectangle_for_each_run_of_heads() -> None:
+    """Squares of other heads between two squares do not keep them apart."""
+
+    def run(position: int, row: int) -> TokenRange:
+        return TokenRange(StridedRange(position, 8), StridedRange(row, 8))
+
+    head, tail, near, far = run(0, 0), run(56, 8), run(8, 0), run(48, 8)
+    of_one, of_two = (StridedRange(0, 1), StridedRange(1, 1)), (StridedRange(0, 2, 2), StridedRange(1, 2, 2))
+    for runs in ((StridedRange(0, 2),), of_one, of_two):
+        local = [Tile(q, k, CAUSAL, heads) for heads in runs for q, k in ((head, head), (tail, head), (tail, tail))]
+        remote = [Tile(tail, k, CAUSAL, heads) for heads in runs for k in (near, far)]
+        squares = [Rectangle(StridedRange(0, 16), StridedRange(0, 16), True, False, heads) for heads in runs]
+        full = [Rectangle(StridedRange(8, 8), StridedRange(0, 16), False, False, heads) for heads in runs]
+        assert joined([r for tile in local for r in rectangles(tile)]) == squares
+        assert joined([r for tile in remote for r in rectangles(tile)]) == full
 
 
-def test_a_zigzag_shard_is_one_causal_square_and_its_remote_pair_one_rectangle() -> None:
-    head, tail, heads = (
-        TokenRange(StridedRange(0, 8), StridedRange(0, 8)),
-        TokenRange(StridedRange(56, 8), StridedRange(8, 8)),
-        StridedRange(0, 2),
-    )
-    home = [Tile(q, k, CAUSAL, heads) for q, k in ((head, head), (tail, head), (tail, tail))]
-    square = Rectangle(StridedRange(0, 16), StridedRange(0, 16), True, False, heads)
-    assert joined([r for tile in home for r in rectangles(tile)]) == [square]
-    near, far = TokenRange(StridedRange(8, 8), StridedRange(0, 8)), TokenRange(StridedRange(48, 8), StridedRange(8, 8))
-    remote = [Tile(tail, near, CAUSAL, heads), Tile(tail, far, CAUSAL, heads)]
-    full = Rectangle(StridedRange(8, 8), StridedRange(0, 16), False, False, heads)
-    assert joined([r for tile in remote for r in rectangles(tile)]) == [full]
+# --- first pieces against brute force, row by row and head by head ---------------------------------------------------
+
+
+def cells(piece: Piece) -> set[tuple[int, int]]:
+    return {(head, row) for head in piece.heads.members() for row in piece.rows.members()}
+
+
+def expected(steps: list[list[Piece]], wanted: list[Piece]) -> list[tuple[bool, ...]] | None:
+    met: set[tuple[int, int]] = set()
+    found = []
+    for step in steps:
+        firsts = []
+        for piece in step:
+            mine = cells(piece)
+            if mine & met and not mine <= met:
+                return None
+            firsts.append(not mine & met)
+            met |= mine
+        found.append(tuple(firsts))
+    return found if all(cells(piece) <= met for piece in wanted) else None
+
+
+def drawn(rng: Random, most: int) -> StridedRange:
+    start, stride = rng.randrange(most), rng.choice((1, 1, 1, 2, 3))
+    return StridedRange(start, rng.randint(1, (most - start + stride - 1) // stride), stride)
+
+
+def test_of_drawn_pieces() -> None:
+    known = 0
+    for seed in range(300):
+        rng = Random(seed)
+        cuts = sorted({0, 12, rng.randrange(1, 12)})
+        # Half of the draws cut rows and heads alike throughout, so that many have first pieces.
+        runs = [StridedRange(a, b - a) for a, b in pairwise(cuts)]
+        heads = [StridedRange(0, 4)] if seed % 2 else [StridedRange(0, 1), StridedRange(1, 3), StridedRange(0, 2, 2)]
+        steps = [
+            [Piece(rng.choice(runs) if seed % 4 < 3 else drawn(rng, 12), rng.choice(heads)) for _ in range(3)]
+            for _ in range(rng.randint(1, 3))
+        ]
+        wanted = [Piece(StridedRange(0, rng.choice((3, 12))), StridedRange(0, 4))]
+        found = first_pieces(steps, wanted)
+        assert found == expected(steps, wanted)
+        known += found is not None
+    assert 30 < known < 270
+
+
+@pytest.mark.parametrize(("first", "count", "kv"), [(0, 4, [(0, 2)]), (1, 3, [(0, 1), (1, 1)]), (2, 2, [(1, 1)])])
+def test_key_pieces_are_of_the_heads_that_are_read(first: int, count: int, kv: list[tuple[int, int]]) -> None:
+    tile = Tile(strip(0, 4), strip(0, 6, row=2), FULL, StridedRange(first, count))
+    assert [(p.heads.start, p.heads.count) for p in key_pieces([tile, tile], 2)] == kv
+    assert all(piece.rows == StridedRange(2, 6) for piece in key_pieces([tile], 2))

@@ -1,10 +1,14 @@
-"""The reference by hand, where `tests/engine/test_oracle.py` and `tests/core/test_dilated_reference.py` do not."""
+"""The reference by hand and against torch; `tests/core/test_dilated_reference.py` has dilated attention."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+from tests import oracle
 from tests.fuzz import reference
 from tests.kernels.eight_bits import rounded
 
@@ -38,3 +42,36 @@ def test_shards_by_hand() -> None:
     assert listed("striped", 5, 3, None) == [[0, 3], [1, 4], [2]]
     assert listed("zigzag", 9, 2, None) == [[0, 1, 2, 7, 8], [3, 4, 5, 6]]
     assert listed("per_document", 6, 2, [0, 1, 1, 6]) == [[0, 1, 5], [2, 3, 4]]
+
+
+# --- against torch's own attention -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_agrees_with_torch(causal: bool) -> None:
+    q, k, v = _qkv(9, 9, (4, 2), (6, 6))
+    out, lse = oracle.attention(q, k, v, oracle.allowed_mask(9, 9, causal=causal), 0.4)
+    qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))
+    theirs = scaled_dot_product_attention(qh, kh, vh, is_causal=causal, scale=0.4, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(out, theirs, rtol=0, atol=1e-13)
+    hidden = torch.ones(9, 9).triu(1).bool() & causal
+    scores = (qh @ kh.repeat_interleave(2, 1).mT * 0.4).masked_fill(hidden, float("-inf"))
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=0, atol=1e-13)
+
+
+MASKS: list[tuple[tuple[int, int], dict[str, Any], str]] = [
+    ((3, 4), {}, "xxxx xxxx xxxx"),
+    ((3, 4), {"causal": True}, "x... xx.. xxx."),
+    ((4, 4), {"window": (1, 0)}, "x... xx.. .xx. ..xx"),
+    ((4, 4), {"window": (-1, 1)}, "xx.. xxx. xxxx xxxx"),
+    ((4, 4), {"causal": True, "window": (2, None)}, "x... xx.. xxx. .xxx"),
+    ((4, 4), {"cu_seqlens": [0, 1, 4], "causal": True}, "x... .x.. .xx. .xxx"),
+    ((4, 5), {"cu_seqlens": [0, 2, 4], "kv_cu_seqlens": [0, 3, 5], "causal": True}, "x.... xx... ...x. ...xx"),
+    ((2, 3), {"cu_seqlens": [0, 0, 2], "kv_cu_seqlens": [0, 1, 3]}, ".xx .xx"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "picture"), MASKS)
+def test_masks_by_hand(sizes: tuple[int, int], options: dict[str, Any], picture: str) -> None:
+    rows = oracle.allowed_mask(*sizes, **options).tolist()
+    assert " ".join("".join("x" if seen else "." for seen in row) for row in rows) == picture

@@ -20,9 +20,8 @@ from ringattn.schedule.routes import Route, schedule_of
 from ringattn.testing import run_ranks
 from tests.planner.placement_verifier import verify_placement
 from tests.schedule.schedule_verifier import verify
-from tests.schedule.test_sub_rings import geometric
 from tests.schedules import ALL_GATHER, RING, ULYSSES
-from tests.strategies import Case, covering, simple
+from tests.strategies import Case, covering, geometric, simple
 from tests.test_dilated import MIXED, of_the_reference, random_inputs
 from tests.trial import Trial, greatest_error, reference, run
 

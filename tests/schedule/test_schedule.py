@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
 
-from ringattn.schedule.content import whole
-from ringattn.schedule.ops import Attend, Copy, Kind, Schedule, Step, ordered_step
-from ringattn.schedule.passes import deliveries_of, prune, transpose
-from ringattn.schedule.routes import ROUTES, Route, part_of_rank, schedule_of
+from ringattn import Ring
+from ringattn.core import tiling
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import make_mask
+from ringattn.core.problem import Problem
+from ringattn.errors import InputError
+from ringattn.planner.choose import cheapest_prologue, plan_of
+from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
+from ringattn.planner.plan import live_bytes
+from ringattn.schedule.content import read_sets_of, size, whole
+from ringattn.schedule.ops import INPUTS, Attend, Copy, Kind, Merge, Schedule, Step, ordered_step
+from ringattn.schedule.passes import deliveries_of, merged_keys, merged_queries, prune, transpose
+from ringattn.schedule.routes import NUMBERED, ROUTES, Route, forward_of_rank, part_of_rank, route_named, schedule_of
 from ringattn.schedule.text import grid, to_text
+from ringattn.testing import dense_attention, run_ranks
+from tests.contributing import example
+from tests.planner.placement_verifier import verify_placement
 from tests.schedule import gallery
 from tests.schedule.schedule_verifier import verify
-from tests.schedules import ALL_GATHER, DIRECT, RING, schedule_params
+from tests.schedules import ALL_GATHER, BIDIRECTIONAL, DIRECT, RING, schedule_params
 from tests.strategies import Case, Spots, covering, simple, spots
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -25,7 +44,7 @@ Traffic = dict[tuple[int, int, int, int], Spots]
 each_schedule = pytest.mark.parametrize("route", schedule_params(**ROUTES))
 WHOLE = [RING, ALL_GATHER, DIRECT]
 each_route = pytest.mark.parametrize("route", WHOLE, ids=[route.name for route in WHOLE])
-"""Those with one block for each owner; for the others see test_sub_rings.py and test_all_to_all.py."""
+"""Those with one block per owner; test_rings.py and test_moved_queries.py have the others."""
 
 
 def traffic(schedule: Schedule, kind: Kind = Kind.KV) -> Traffic:
@@ -80,9 +99,6 @@ def by_rows(schedule: Schedule) -> list[tuple]:
     return [
         ([copy._replace(content=spots(copy.content)) for copy in step.copies], step.work) for step in schedule.steps
     ]
-
-
-# --- known volumes ---------------------------------------------------------------------------------------------------
 
 
 # --- passes and text -------------------------------------------------------------------------------------------------
@@ -162,3 +178,200 @@ def test_grid_marks_a_cell() -> None:
 def test_the_page_of_schedules_is_what_they_are() -> None:
     page = gallery.PAGE.read_text(encoding="utf-8")
     assert page == gallery.renewed(page)  # else: python -m tests.schedule.gallery
+
+
+# --- a rank's plan, made alone: what it is to be, and that its making does not grow with the pairs of ranks ----------
+
+
+IN_ALL = "sub_rings", "ulysses"
+"""Schedules of which a rank's part is taken out of that of all ranks."""
+ALONE = [name for name in ROUTES if name not in IN_ALL]
+
+
+@pytest.mark.parametrize("route", [RING, DIRECT, ALL_GATHER, BIDIRECTIONAL], ids=lambda route: route.name)
+@covering
+def test_what_ranks_deliver_is_what_the_whole_forward_tells(route: Route, case: Case) -> None:
+    # `transpose` finds the chains of a whole schedule and weighs each; a rank knows them from the reads.
+    there, back = (schedule_of(case.problem, route, backward) for backward in (False, True))
+    assert by_rows(transpose(there, deliveries_of(there))) == by_rows(back)
+
+
+def calls(name: str, ranks: int) -> int:
+    """Calls of Python functions in which one rank's two plans are made, as if for the first time."""
+    problem: Problem = simple("zigzag", 16 * ranks, ranks, causal=True).problem
+    route = replace(
+        route_named(name, ranks), prologue="kept" if ROUTES[name.partition(":")[0]].transposed else "fetched"
+    )
+    for cached in (plan_of, forward_of_rank, schedule_of, read_sets_of, tiling.cut, merged_queries, merged_keys):
+        cached.cache_clear()
+    count = 0
+
+    def counted(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(counted)
+    try:
+        for backward in (False, True):
+            plan_of(problem, route, ranks // 2, backward)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize("name", ["ulysses_ring:2" if name == "ulysses_ring" else name for name in ALONE])
+def test_planning_one_rank_grows_with_its_steps(name: str) -> None:
+    # Twice the ranks are twice the steps and messages of one of them. All ranks' would be four times as many.
+    few, many = calls(name, 24), calls(name, 48)
+    assert many < 2.5 * few, f"{name}: {few} calls at 24 ranks, {many} at 48"
+
+
+# --- how a backward begins: no rank waits for its first block without work, and what is kept does not travel again ---
+
+
+TRANSPOSED = [route for route in ROUTES.values() if route.transposed]
+PROLOGUES = [
+    pytest.param(replace(route, prologue=prologue), id=f"{route.name}-{prologue}",
+                 marks=() if route.name in ("ring", "double_ring") else pytest.mark.slow)
+    for route in TRANSPOSED for prologue in ("split", "kept")
+]  # fmt: skip
+each_prologue = pytest.mark.parametrize("route", PROLOGUES)
+
+
+@each_prologue
+@settings(max_examples=3)
+@covering
+def test_verified_placed_and_found_by_each_rank(route: Route, case: Case) -> None:
+    whole = schedule_of(case.problem, route, True)
+    verify(whole)
+    for rank in range(case.ranks):
+        mine, theirs = part_of_rank(case.problem, route, rank, True), whole.restricted_to(rank)
+        assert by_rows(mine) == by_rows(theirs) and len(mine.kept) == len(theirs.kept)
+        plans = [plan_of(case.problem, route, rank, backward) for backward in (False, True)]
+        for plan in plans:
+            verify_placement(plan)
+        handed, begun = (
+            [(one.kind, one.content, one.dtype) for one in map(plan.buffers.__getitem__, plan.kept)] for plan in plans
+        )
+        assert handed == begun
+
+
+def idle(schedule: Schedule) -> list[tuple[int, int]]:
+    """(step, rank) in which a rank that has own keys to work on waits for its first block without work."""
+    found, begun = [], set()
+    for at, step in enumerate(schedule.steps):
+        busy = {item.rank for item in step.work if not isinstance(item, Merge)}
+        waiting = {copy.dst for copy in step.copies if copy.block.kind in INPUTS}
+        found += [(at, rank) for rank in sorted(waiting - busy - begun)]
+        begun |= busy | waiting
+    return found
+
+
+@each_prologue
+@pytest.mark.parametrize("ranks", [2, 6])
+@pytest.mark.parametrize(("layout", "causal"), [("contiguous", False), ("zigzag", True), ("contiguous", True)])
+def test_no_rank_waits_for_its_first_block_without_work(route: Route, ranks: int, layout: str, causal: bool) -> None:
+    problem = simple(layout, 8 * ranks, ranks, causal=causal).problem
+    assert idle(schedule_of(problem, replace(route, prologue="fetched"), True))
+    assert not idle(schedule_of(problem, route, True))
+
+
+@pytest.mark.parametrize("route", TRANSPOSED, ids=lambda route: route.name)
+def test_kept_blocks_are_those_read_last_and_are_not_sent_again(route: Route) -> None:
+    ranks, rows = 6, 8
+    problem = simple("zigzag", rows * ranks, ranks, causal=True).problem
+    fetched, kept = (schedule_of(problem, replace(route, prologue=way), True) for way in ("fetched", "kept"))
+    count, row = {}, 64 * 2 * 2
+    for name, schedule in (("fetched", fetched), ("kept", kept)):
+        copies = [copy for step in schedule.steps for copy in step.copies if copy.block.kind in INPUTS]
+        count[name] = sum(size(copy.content) for copy in copies)
+    assert count["fetched"] - count["kept"] == sum(size(content) for *_, content in kept.kept) > 0
+    for rank in range(ranks):
+        there, back = (plan_of(problem, replace(route, prologue="kept"), rank, backward) for backward in (False, True))
+        assert there.kept_bytes == back.kept_bytes == row * sum(size(rows) for at, _, rows in kept.kept if at == rank)
+        without = plan_of(problem, replace(route, prologue="fetched"), rank, True)
+        assert live_bytes(back) <= live_bytes(without)
+
+
+def chosen(cluster: Cluster, tokens: int = 8192, kv_heads: int = 8, ranks: int = 4, route: Route = RING) -> str:
+    layout, mask = make_layout("zigzag", tokens, ranks), make_mask(tokens, tokens, causal=True)
+    return cheapest_prologue(Problem(layout, layout, mask, 1, 32, kv_heads, 128, 128, "bfloat16"), route, cluster)
+
+
+def test_memory_is_spent_where_it_saves_more_time() -> None:
+    h100 = CLUSTERS["h100"]
+    assert chosen(h100, 1 << 20) == chosen(h100, 1 << 20, kv_heads=32) == "split"  # own work hides the fetch
+    slow = replace(h100, bandwidth=1e9)
+    assert chosen(slow, kv_heads=1) == "kept" and chosen(slow, kv_heads=32) == "split"
+    # Not on the word of constants that describe no machine; and a call may cost more than it hides.
+    assert chosen(replace(REFERENCE, bandwidth=1e9), kv_heads=1) == "split"
+    assert chosen(replace(REFERENCE, call_s=1.0)) == "fetched"
+    assert chosen(h100, ranks=1) == chosen(h100, route=ROUTES["ulysses"]) == "fetched"
+    assert chosen(h100, route=replace(ROUTES["all_gather"], keeps=True)) == "fetched"
+
+
+# --- schedules by name: what is known, what is refused, and what a new one needs -------------------------------------
+
+
+TOLERANCE = 1e-12
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "02", "+2", "-2", "2.0", "2 ", " 2", "\u0662", "\u00b2", "2_0", "0x2", "", "two", "2:2"]
+)
+@pytest.mark.parametrize("name", NUMBERED)
+def test_other_numbers_than_plain_ones_are_refused(name: str, text: str) -> None:
+    with pytest.raises(InputError, match=r"is not known; choose auto or one of .*, or double_ring:M, ulysses_ring:M"):
+        route_named(f"{name}:{text}", 4)
+
+
+@pytest.mark.parametrize("name", [name for name in ROUTES if name not in NUMBERED])
+def test_a_number_is_refused_where_a_schedule_takes_none(name: str) -> None:
+    with pytest.raises(InputError, match=rf"schedule='{name}:2' is not known"):
+        route_named(f"{name}:2", 4)
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_a_number_that_does_not_divide_the_ranks_is_refused(name: str) -> None:
+    assert route_named(f"{name}:2", 4) != route_named(name, 4) == ROUTES[name] == route_named(f"{name}:2")
+    with pytest.raises(InputError, match=rf"schedule='{name}:3': 3 ranks that belong together do not divide 4 ranks"):
+        route_named(f"{name}:3", 4)
+
+
+@pytest.mark.parametrize("name", [None, 3, "", "auto", "Ring", "ring ", "star"])
+def test_unknown_names_are_refused(name: Any) -> None:
+    with pytest.raises(InputError, match="is not known; choose auto or one of ring, all_gather, direct, sub_rings"):
+        route_named(name)
+
+
+@pytest.fixture
+def far_first() -> Iterator[str]:
+    """The schedule of CONTRIBUTING.md, for one test."""
+    before = dict(ROUTES)
+    names = example("FarFirst")
+    assert list(ROUTES) == [*before, "far_first"]
+    yield names["FarFirst"]().name
+    ROUTES.clear()
+    ROUTES.update(before)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_the_example_of_a_new_schedule_is_exact(far_first: str, layout: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = torch.randn(3, 1, 29, 4, 8, dtype=torch.float64, generator=generator)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = dense_attention(*leaves, causal=True)[0]
+    wanted = [out.detach(), *torch.autograd.grad(out.sin().sum(), leaves)]
+
+    def body(ring: Ring) -> tuple[list[Tensor], str]:
+        seq = ring.sequence(29, layout=layout)
+        local = [seq.shard(x).clone().requires_grad_() for x in (q, k, v)]
+        out = ring.attention(*local, seq, causal=True, schedule=far_first)
+        grads = torch.autograd.grad(out.sin().sum(), local)
+        return [seq.gather(x.detach()) for x in (out, *grads)], str(ring.explain(seq, q=q, schedule=far_first))
+
+    for found, told in run_ranks(4, body, poison=True):
+        assert "far_first" in told
+        for one, other in zip(found, wanted, strict=True):
+            assert (one - other).abs().max() < TOLERANCE

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil
 
 import pytest
@@ -18,13 +19,14 @@ from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import CLUSTERS, Links
 from ringattn.planner.plan import LOCAL, Add
 from ringattn.schedule.content import chained, contains, cut, size
-from ringattn.schedule.ops import Copy, Kind, Schedule
+from ringattn.schedule.ops import Block, Copy, Kind, Schedule
+from ringattn.schedule.passes import rows_read
 from ringattn.schedule.route import equal_groups, grid_of, square_side
-from ringattn.schedule.routes import Route, route_named, schedule_of
+from ringattn.schedule.routes import ROUTES, Route, route_named, schedule_of
 from tests.planner.placement_verifier import verify_placement
 from tests.schedule.schedule_verifier import verify
-from tests.schedules import DOUBLE_RING, RING, ULYSSES_RING
-from tests.strategies import Case, cases, simple, wire_order
+from tests.schedules import DOUBLE_RING, RING, SUB_RINGS, ULYSSES_RING
+from tests.strategies import Case, cases, covering, geometric, simple, spots, wire_order
 
 INNER = [(4, 2), (6, 2), (6, 3), (6, 1), (6, 6), (8, 4)]
 """Ranks, and ranks of an inner ring."""
@@ -154,3 +156,56 @@ def test_a_sum_that_is_never_sent_is_found() -> None:
     ]  # fmt: skip
     with pytest.raises(PlanError, match=r"rank 1: DKV\d@1 in DKV of step 1 is added to and never sent"):
         verify_placement(replace(plan, steps=tuple(steps)))
+
+
+# --- sub-rings: what travels in each, and that every gradient comes home once ----------------------------------------
+
+
+@covering
+def test_a_relay_carries_what_later_members_read(case: Case) -> None:
+    schedule = schedule_of(case.problem, SUB_RINGS, False)
+    reads: dict[tuple[Block, int], frozenset] = {
+        (item.kv, item.rank): spots(rows_read(item.tiles)) for step in schedule.steps for item in step.work
+    }
+    chains: dict[Block, list] = defaultdict(list)
+    for step in schedule.steps:
+        for copy in step.copies:
+            chains[copy.block].append(copy)
+    for block, copies in chains.items():
+        wanted: frozenset = frozenset()
+        for copy in reversed(copies):
+            wanted |= reads.get((block, copy.dst), frozenset())
+            assert spots(copy.content) == wanted != frozenset()
+        assert copies[0].src == block.owner
+        assert all(one.dst == other.src for one, other in pairwise(copies))
+    assert {block for block, rank in reads if rank != block.owner} == set(chains)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rows"),
+    [
+        # m_i - 1 other members of the branch's ring send n / r_i rows each: 1024 + 3 * 512 + 7 * 256.
+        ("sub_rings", 4352),
+        # Nested rows once: the ranks that a branch reaches beyond the one before it send (m_i - m_(i-1)) n / r_i.
+        ("direct", 3072),
+        ("all_gather", 3072),
+        # Relayed past ranks that have no use for them.
+        ("ring", 5376),
+    ],
+)
+def test_the_worked_example(schedule: str, rows: int) -> None:
+    """Every rank sends so many rows of K and V for each head, and in backward twice as much again (float32)."""
+    problem = geometric()
+    for rank in (0, 3, 7):
+        there, back = (plan_of(problem, ROUTES[schedule], rank, backward) for backward in (False, True))
+        assert there.bytes_sent == rows * 12 * 2 * 64 * 2
+        # K and V anew, which go straight to each reader where that is less, and dK and dV in float32.
+        assert back.bytes_sent <= 3 * there.bytes_sent
+
+
+def test_documents_have_rings_of_their_own() -> None:
+    """Two documents on the halves of four ranks: nothing crosses from one to the other."""
+    case = simple("contiguous", 64, 4, (0, 32, 64))
+    schedule = schedule_of(case.problem, SUB_RINGS, False)
+    edges = {(copy.src, copy.dst) for step in schedule.steps for copy in step.copies}
+    assert edges == {(0, 1), (1, 0), (2, 3), (3, 2)}

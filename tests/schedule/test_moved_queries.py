@@ -1,0 +1,206 @@
+"""The head all-to-all: which rows travel to whom, that every pair meets once, and what its bytes are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.engine.plain import PlainEngine
+from ringattn.errors import PlanError
+from ringattn.planner.choose import plan_of
+from ringattn.planner.plan import LOCAL, AttendReceivedOp, Plan
+from ringattn.ring import Ring
+from ringattn.schedule.all_to_all import shares_of
+from ringattn.schedule.content import size
+from ringattn.schedule.ops import Attend, AttendGrad, Kind, Merge, Schedule
+from ringattn.schedule.passes import is_on_received
+from ringattn.schedule.routes import Route, route_named, schedule_of
+from ringattn.schedule.text import grid
+from ringattn.testing import run_ranks
+from tests.planner.placement_verifier import verify_placement
+from tests.schedules import BALANCED, PASS_Q, ULYSSES
+from tests.strategies import Case, geometric, simple
+
+
+def served(case: Case, backward: bool) -> list[Attend | AttendGrad]:
+    """All work on queries that came."""
+    steps = schedule_of(case.problem, ULYSSES, backward).steps
+    return [item for step in steps for item in step.work if not isinstance(item, Merge) and is_on_received(item)]
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+def test_the_worked_example(wire: str | None) -> None:
+    """Four rows for every m-th head in (m - 1) of m cases: 2048 + 1536 + 896 of each head, in the mean of the ranks."""
+    problem = replace(geometric(), out_wire_dtype=wire)
+    sent = [plan_of(problem, ULYSSES, rank, False).bytes_sent for rank in range(8)]
+    out = 64 * (2 if wire else 4) + 4  # with its lse
+    tensors = 12 * (2048 + 1536 + 896)
+    assert sum(sent) == 8 * (tensors * 3 // 4 * 64 * 2 + tensors // 4 * out)
+
+    def one(longest: int) -> int:
+        """Bytes of a rank that owns so many heads of the longest branch: of others Q, K and V, of its own outputs."""
+        branches = ((1024, 2, 6), (512, 4, 3), (256, 8, longest))  # rows, members, own heads
+        return sum(rows * (3 * (12 - own) * 128 + own * (members - 1) * out) for rows, members, own in branches)
+
+    assert Counter(sent) == {one(1): 4, one(2): 4}  # twelve heads on eight ranks
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(1, 4), (3, 4), (4, 4), (10, 4), (12, 8)])
+def test_heads_are_dealt_evenly(heads: int, ranks: int) -> None:
+    case = simple("contiguous", 4 * ranks, ranks, heads=heads)
+    dealt = Counter(head for head in range(heads) for rank in range(ranks)
+                    if any(head == one.start for item in served(case, False) if item.rank == rank
+                           for one, _ in item.tiles))  # fmt: skip
+    assert dealt == Counter(range(heads))
+    owned = Counter(item.rank for item in served(case, False) for _ in item.tiles)
+    shares = [owned[rank] // (ranks * (ranks - 1)) for rank in range(ranks)]
+    assert max(shares) - min(shares) <= 1 and sum(shares) == heads
+
+
+class Asked(PlainEngine):
+    """The plain engine, which notes what it is asked to prepare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads: list[tuple[int, bool]] = []
+
+    def prepare(self, *args: Any, more: bool = False, **others: Any) -> Any:
+        """(query heads, whether others add to the output) is kept."""
+        self.heads.append((args[3], more))
+        return super().prepare(*args, more=more, **others)
+
+
+def test_engines_hear_what_others_add_to() -> None:
+    """Outputs and dQ that others add to stay wide, and so do those that are returned to their owners."""
+    asked: dict[str, Any] = {}
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(12)
+        x = torch.randn(1, seq.counts[ring.rank], 2, 4, requires_grad=True)
+        for schedule in ("ring", "all_to_all"):
+            ring.engine = engine = Asked()
+            ring.attention(x, x, x, seq, schedule=schedule).sum().backward()
+            if ring.rank == 0:
+                asked[schedule] = engine.heads
+
+    run_ranks(2, body)
+    assert asked == {
+        "ring": [(2, False), (2, False)],
+        "all_to_all": [(2, True), (1, True), (2, True), (1, True)],  # own and served, forward and backward
+    }
+
+
+def test_what_is_served_is_a_word_in_the_grid() -> None:
+    lines = grid(schedule_of(simple("contiguous", 8, 2, heads=2).problem, ULYSSES, False)).splitlines()
+    assert [line.split() for line in lines[2:]] == [
+        ["0", "KV0", "|", "KV0/0>1", "Q0/0>1", "KV1", "|", "KV1/0>0", "Q1/0>0"],
+        ["1", "Q0,1xKV0,1/0", "Q0,1xKV0,1/0"],
+        ["2", "-", "|", "OUT1@0/0>1", "-", "|", "OUT0@1/0>0"],
+        ["3", "+OUT0@0/0", "+OUT0@1/0", "+OUT1@0/0", "+OUT1@1/0"],
+    ]
+
+
+# --- ulysses x ring: exact in every factorisation; what crosses between groups, who has which head, what is carried ---
+
+
+GRIDS = [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4)]
+"""Ranks, and ranks of a group."""
+
+
+@pytest.mark.parametrize(("ranks", "group"), GRIDS)
+def test_only_keys_of_the_own_heads_cross_between_groups(ranks: int, group: int) -> None:
+    problem = replace(simple("contiguous", 4 * ranks, ranks).problem, q_heads=2 * group, kv_heads=group)
+    route = route_named(f"ulysses_ring:{group}", ranks)
+    for backward in (False, True):
+        crossing = Counter(
+            (copy.block.kind, copy.block.owner)
+            for step in schedule_of(problem, route, backward).steps
+            for copy in step.copies if copy.src // group != copy.dst // group
+            for _ in range(size(copy.content))
+        )  # fmt: skip
+        kinds = (Kind.KV, Kind.DKV) if backward else (Kind.KV,)
+        # Once to each other group, all rows of all heads.
+        times = (ranks // group - 1) * 4 * group
+        assert crossing == {(kind, owner): times for kind in kinds for owner in range(ranks)}
+
+
+def received(plan: Plan) -> list[AttendReceivedOp]:
+    """Work on received queries."""
+    return [item for step in plan.steps for item in step.work if isinstance(item, AttendReceivedOp)]
+
+
+def with_result(plan: Plan, at: int, result: int) -> Plan:
+    """Another result for the `at`-th work on received queries."""
+    changed = {id(received(plan)[at]): received(plan)[at]._replace(result=result)}
+    steps = (step._replace(work=tuple(changed.get(id(item), item) for item in step.work)) for step in plan.steps)
+    return replace(plan, steps=tuple(steps))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_received_queries_carry_one_state_over_all_turns(backward: bool) -> None:
+    problem = simple("zigzag", 48, 6, heads=2, causal=True).problem
+    plan = plan_of(problem, route_named("ulysses_ring:2", 6), 3, backward)
+    works = received(plan)
+    assert len(works) == 3 and len({item.q for item in works}) == 1 and len({item.kv for item in works}) == 3
+    assert [item.result != LOCAL for item in works] == [False, False, True]
+    assert [item.seed != LOCAL for item in works] == [backward, False, False]
+    result = works[-1].result
+    with pytest.raises(PlanError, match=r"received for step \d+ is read too early"):
+        verify_placement(with_result(plan, 2, LOCAL))
+    with pytest.raises(PlanError, match=r"received for step \d+ have their result"):
+        verify_placement(with_result(with_result(plan, 2, LOCAL), 1, result))
+
+
+@pytest.mark.parametrize(
+    ("heads", "members", "shares"),
+    [
+        ((6, 6), 4, [[0, 1], [2], [3, 4], [5]]),
+        ((8, 4), 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ((6, 3), 2, [[0, 1, 2], [3, 4, 5]]),  # both have the middle K/V head
+        ((8, 2), 4, [[0, 1], [2, 3], [4, 5], [6, 7]]),  # each K/V head on two of them
+        ((2, 2), 3, [[0], [1], []]),
+    ],
+)
+def test_heads_are_shared_by_queries_where_key_heads_do_not_divide(
+    heads: tuple[int, int], members: int, shares: list[list[int]]
+) -> None:
+    problem = replace(simple("contiguous", 8, 2).problem, q_heads=heads[0], kv_heads=heads[1])
+    assert shares_of(problem, range(heads[0]), members) == shares
+
+
+# --- schedules that place each pair of ranks: who works for whom, when, and what travels for it ----------------------
+
+
+def pairs(schedule: Schedule) -> list[list[int]]:
+    """By step and rank: (q, k) pairs times heads."""
+    ranks = schedule.problem.world_size
+    found = [[0] * ranks for _ in schedule.steps]
+    for at, step in enumerate(schedule.steps):
+        for item in step.work:
+            if not isinstance(item, Merge):
+                found[at][item.rank] += sum(table.area() for _, table in item.tiles)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 5, 8])
+def test_balanced_takes_half_the_steps_of_a_causal_ring(ranks: int) -> None:
+    problem = simple("contiguous", 8 * ranks, ranks, causal=True).problem
+    for backward in (False, True):
+        work = [step for step in pairs(schedule_of(problem, BALANCED, backward)) if any(step)]
+        assert len(work) == ranks // 2 + 1
+        # Every rank has a whole block in each step but the first, a triangle, and with an even number half the last.
+        assert work[0] == [36] * ranks
+        assert all(step == [64] * ranks for step in work[1 : (ranks + 1) // 2])
+        assert ranks % 2 or sorted(work[-1]) == [0] * (ranks // 2) + [64] * (ranks // 2)
+
+
+@pytest.mark.parametrize("route", [PASS_Q, BALANCED], ids=["pass_q", "balanced"])
+def test_results_travel_beside_later_work(route: Route) -> None:
+    # In every step with results on the way, but the last ones, ranks work.
+    schedule = schedule_of(simple("contiguous", 40, 5).problem, route, False)
+    busy = [any(not isinstance(item, Merge) for item in step.work) for step in schedule.steps]
+    assert busy == [True] * (len(busy) - 2) + [False] * 2
