@@ -202,23 +202,43 @@ def far_off(
         real = torch.ones(of.shape[0], tokens) if mask is None else mask.expand(of.shape[0], -1)
         return seq_shard(noise * real.to(of.dtype).reshape(*real.shape, *(1 for _ in rest)))
 
+    def alone(model: Any) -> Tensor:
+        states = score(call(model, whole))
+        return (states * weights(lambda x: x, states)).sum()
+
+    def over_ring(ring: Ring, model: Any) -> Tensor:
+        prepare(model)
+        seq, mine = shard_batch(ring, whole, layout=layout, **({"model": model} if told else {}))
+        with ring.activate(seq):
+            states = score(call(model, mine))
+        return (states * weights(seq.shard, states)).sum()
+
+    return gradient_error(make, alone, over_ring)
+
+
+def gradient_error(
+    make: Callable[[], Any], alone: Callable[[Any], Tensor], over_ring: Callable[[Ring, Any], Tensor]
+) -> float:
+    """The largest error of a gradient over two ranks, relative to the largest of that parameter or 0.001 of all.
+
+    Args:
+        make: The model, which attends locally.
+        alone: A model to its loss on one process.
+        over_ring: A ring and a model to this rank's part of the loss.
+    """
     with InDouble():
         model = make()
-        found = score(call(model, whole))
-        true = gradients(model, (found * weights(lambda x: x, found)).sum())
+        expected = gradients(model, alone(model))
 
     def body(ring: Ring) -> dict[str, Tensor]:
         with InDouble():
-            ours = prepare(make())
-            seq, mine = shard_batch(ring, whole, layout=layout, **({"model": ours} if told else {}))
-            with ring.activate(seq):
-                states = score(call(ours, mine))
-            return summed_gradients(ring, ours, (states * weights(seq.shard, states)).sum())
+            model = make()
+            return summed_gradients(ring, model, over_ring(ring, model))
 
-    grads = run_ranks(2, body, timeout_s=20.0)[0]
-    assert any(bool(grad.any()) for grad in true.values())
-    floor = 1e-3 * max(grad.abs().max().item() for grad in true.values())
-    return worst_error(((grads[name], true[name]) for name in true), floor)
+    found = run_ranks(2, body, timeout_s=20.0)[0]
+    assert any(bool(grad.any()) for grad in expected.values())
+    floor = 1e-3 * max(grad.abs().max().item() for grad in expected.values())
+    return worst_error(((found[name], expected[name]) for name in expected), floor)
 
 
 def far_off_compiled(make: Callable[[str], Any], row: Tensor, documents: list[int]) -> float:

@@ -1,11 +1,14 @@
-"""flex_attention over a ring: masks and score_mods that it computes; all others are refused, and torch's own inside."""
+"""flex_attention over a ring: masks and score_mods that it computes, refusals of all others, functions that change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,11 +26,13 @@ from torch.nn.attention.flex_attention import flex_attention as torchs_own
 from ringattn import InputError, Ring, UnsupportedError
 from ringattn.adapters import flex, flex_functions
 from ringattn.adapters.context_parallel import context_parallel
-from ringattn.adapters.flex import FoundMask, flex_attention, found_masks
+from ringattn.adapters.flex import FoundMask, FoundScore, flex_attention, found_masks, found_score
+from ringattn.adapters.flex_functions import PairFunction, record
 from ringattn.testing import run_ranks
 
 TOKENS, BLOCK = 37, 8
 CUTS = (0, 5, 19, 37)
+CPU = torch.device("cpu")
 Mod = Callable[..., Tensor]
 
 
@@ -295,9 +300,6 @@ def test_calls_are_refused_on_all_ranks() -> None:
     run_ranks(2, body, timeout_s=20.0)
 
 
-# --- kept results ----------------------------------------------------------------------------------------------------
-
-
 # --- torch's own, and local ------------------------------------------------------------------------------------------
 
 
@@ -346,3 +348,471 @@ def test_local_is_torchs_own() -> None:
         torch.testing.assert_close(lse, dense(q, k, v, prefix)[1], rtol=1e-12, atol=1e-12)
 
     run_ranks(1, body)
+
+
+# --- score_mods -------------------------------------------------------------------------------------------------------
+
+HEADS = 4
+SLOPES = torch.tensor([0.5, 0.3, 2.0**-8, -0.1])
+LEARNED = torch.tensor(3.0, requires_grad=True)
+FULL, CAUSAL = FoundMask(False, None, None), FoundMask(True, None, None)
+
+
+def found(mod: Mod | None, *masks: FoundMask, length: int = TOKENS, heads: int = HEADS) -> FoundScore:
+    return found_score(mod, masks or (CAUSAL,), length, heads, CPU)
+
+
+@pytest.mark.parametrize(
+    ("mod", "told"),
+    [
+        (lambda s, b, h, q, k: s + 0.5 * q * k, "query 1, key 1 .*with its slope between neighbors, 0, makes"),
+        (lambda s, b, h, q, k: torch.where(q >= k, s, -torch.inf), "makes -inf at .* Masks go into block_mask"),
+        (lambda s, b, h, q, k: 2 * s, "neither the score itself"),
+        (lambda s, b, h, q, k: s.clamp(max=100.0) + 0 * q, "neither the score itself"),
+        (lambda s, b, h, q, k: torch.where(q > 0, s.clamp(max=100.0), s), "where ALiBi"),
+        (lambda s, b, h, q, k: 3.0 * torch.tanh(s / 2.0), "neither the score itself"),
+        (lambda s, b, h, q, k: s + torch.ones(8)[h], "neither the score itself"),
+        (lambda s, b, h, q, k: 2 * s if int(q) else s, "could not be evaluated"),
+        (lambda s, b, h, q, k: LEARNED * torch.tanh(s / LEARNED), "learned parameter"),
+        (lambda s, b, h, q, k: s + LEARNED * (k - q), "learned parameter"),
+        (lambda s, b, h, q, k: s if s > 0 else 2 * s, "could not be evaluated"),
+        (lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs() * (b + 1), "row 1 of the batch has other slopes"),
+        (lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs() * (1 + (b == 1) * (q == 20)), "of row 1, head 0, where"),
+        (lambda s, b, h, q, k: torch.where(q == k, s, -torch.inf), "its slope between neighbors, inf"),
+        (lambda s, b, h, q, k: s - SLOPES[h] * (q - k), "query 0, key 1 of row .*, head 0, where ALiBi"),
+        (lambda s, b, h, q, k: s + SLOPES[h] * k, "at query 0, key 1"),
+        (lambda s, b, h, q, k: s - (SLOPES[h].bfloat16() * (q - k).abs()), "slope between neighbors, 0.30"),
+        (lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs().clamp(max=30), "distance|where ALiBi"),
+        (lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs() - (s > 5.9) * 1e-9 * (q > 0), "where ALiBi"),
+        (lambda s, b, h, q, k: 2.5 * torch.tanh((s - SLOPES[h] * (q - k).abs()) / 2.5), "where ALiBi"),
+    ],
+)  # fmt: skip
+def test_other_score_mods_are_refused(mod: Mod, told: str) -> None:
+    with pytest.raises(UnsupportedError, match=told) as raised:
+        found(mod, FULL, FULL)
+    assert r"ALiBi, - slope[head] * abs(query - key)" in str(raised.value)
+
+
+def test_score_mods_that_are_known() -> None:
+    assert found(None) == found(lambda s, b, h, q, k: s) == FoundScore()
+    assert found(capped) == FoundScore(2.5)
+    assert found(lambda s, b, h, q, k: torch.tanh(s * 0.02) * 50).softcap == pytest.approx(50.0, rel=1e-15)
+    assert found(lambda s, b, h, q, k: s + 0 * k) == FoundScore()
+
+
+def by_formula(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The slopes of the paper, for 4 heads."""
+    return score + (k - q) * torch.exp2(-((h + 1) * 8.0 / HEADS))
+
+
+ALIBI: dict[str, tuple[Mod, FoundMask]] = {
+    "symmetric": (lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(), FULL),
+    "key minus query": (lambda s, b, h, q, k: s + SLOPES[h] * (k - q), CAUSAL),
+    "query minus key": (lambda s, b, h, q, k: s - (q - k) * SLOPES[h], CAUSAL),
+    "in floating point": (lambda s, b, h, q, k: s + SLOPES[h] * (k.float() - q.float()), CAUSAL),
+    "apart": (lambda s, b, h, q, k: s + SLOPES[h].double() * k - SLOPES[h].double() * q, CAUSAL),
+    "in a window": (lambda s, b, h, q, k: s - SLOPES[h] * torch.abs(k - q), FoundMask(False, (6, 3), None)),
+    "ahead": (lambda s, b, h, q, k: s - SLOPES[h] * (k - q), FoundMask(False, (0, None), None)),
+    "as a mask too": (
+        lambda s, b, h, q, k: torch.where(q >= k, s + SLOPES[h] * (k - q), -torch.inf),
+        FoundMask(True, None, CUTS),
+    ),
+    "by places in documents": (
+        lambda s, b, h, q, k: s + SLOPES[h] * (WITHIN[k] - WITHIN[q]),
+        FoundMask(True, None, CUTS),
+    ),
+    "of one token in each document": (
+        lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(),
+        FoundMask(False, None, (0, 1, 2, TOKENS)),
+    ),
+}
+WITHIN = torch.cat([torch.arange(stop - start) for start, stop in pairwise(CUTS)])
+
+
+@pytest.mark.parametrize("name", ALIBI)
+def test_alibi_is_recognized(name: str) -> None:
+    mod, mask = ALIBI[name]
+    wanted = tuple(SLOPES.double().tolist())
+    assert found(mod, mask, mask) == FoundScore(None, wanted)
+
+    def both(s: Tensor, *place: Tensor) -> Tensor:
+        return mod(capped(s, *place), *place)
+
+    assert found(both, mask) == FoundScore(2.5, wanted)
+
+
+def test_alibi_by_the_formula_of_the_paper_and_without_neighbors() -> None:
+    slopes = found(by_formula).alibi_slopes
+    assert slopes == tuple(2.0 ** (-2 * (head + 1)) for head in range(HEADS))
+    thirds = found(lambda s, b, h, q, k: s - (q - k) / 3 * (h + 1)).alibi_slopes
+    assert thirds is not None and thirds == pytest.approx([(head + 1) / 3 for head in range(HEADS)], rel=2**-22)
+    alone = FoundMask(False, (0, 0), None)
+    assert found(lambda s, b, h, q, k: s + 5 * (q - k), alone) == FoundScore()
+
+
+@pytest.mark.parametrize("exception", ["distance", "end", "pair", "head"])
+def test_all_pairs_are_compared(monkeypatch: pytest.MonkeyPatch, exception: str) -> None:
+    """Whatever the sizes of tiles and pieces."""
+    monkeypatch.setattr(flex_functions, "TILE_TOKENS", 11)
+    monkeypatch.setattr(flex, "TILE_TOKENS", 11)
+    monkeypatch.setattr(flex_functions, "PIECE_PAIRS", 300)
+
+    def almost(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        odd = {
+            "distance": (q - k == 23) & (k > 0),
+            "end": (q > 3) & (q < 20) & (k == q),
+            "pair": (q == 30) & (k == 17),
+            "head": (h == 3) & (q == 30),
+        }[exception]
+        return s + SLOPES[h] * (k - q) + 0.01 * odd
+
+    if exception == "distance":
+        for mod, mask in ALIBI.values():
+            assert found(mod, mask).alibi_slopes == tuple(SLOPES.double().tolist())
+    with pytest.raises(UnsupportedError, match="where ALiBi with its slope"):
+        found(almost)
+
+
+def test_what_was_found_is_kept_for_each_mask_until_the_slopes_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with other masks take turns with one score_mod."""
+    slopes, calls, (q, k, v, _) = SLOPES.double(), list[object](), drawn(kv_heads=4)
+
+    def counted(*args: Any) -> FoundScore:
+        calls.append(args)
+        return found_score(*args)
+
+    monkeypatch.setattr(flex, "found_score", counted)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s - slopes[h] * (q - k).abs()
+
+    masks = [block_mask(one) for one in (causal, noop_mask)]
+    with Ring() as ring, ring.activate(ring.sequence(TOKENS)):
+        for _ in range(2):
+            for one in masks:
+                flex_attention(q, k, v, mod, one)
+        assert len(calls) == 2
+        slopes *= 2
+        out = flex_attention(q, k, v, mod, masks[0])
+        assert len(calls) == 3
+    torch.testing.assert_close(out, dense(q, k, v, causal, mod)[0], rtol=1e-12, atol=1e-12)
+    assert found_score(mod, (CAUSAL,), 0, HEADS, q.device) == FoundScore()
+
+
+Variable = tuple[Callable[[], Any], Callable[[float], None]]
+
+# --- what a function reads -------------------------------------------------------------------------------------------
+
+
+def closure() -> Variable:
+    value = 3.0
+
+    def write(new: float) -> None:
+        nonlocal value
+        value = new
+
+    return lambda: value, write
+
+
+def numpy_memory() -> Variable:
+    array = np.full(1, 3.0)
+    tensor = torch.from_numpy(array)
+    return lambda: tensor[0], lambda new: array.fill(new)
+
+
+def written_data() -> Variable:
+    tensor = torch.tensor(3.0, dtype=torch.float64)
+
+    def write(new: float) -> None:
+        tensor.data.fill_(new)
+
+    return lambda: {"values": (tensor,)}["values"][0], write
+
+
+def inference_tensor() -> Variable:
+    with torch.inference_mode():
+        tensor = torch.tensor(3.0, dtype=torch.float64)
+
+    def write(new: float) -> None:
+        with torch.inference_mode():
+            tensor.fill_(new)
+
+    return lambda: tensor, write
+
+
+VARIABLES = [closure, numpy_memory, written_data, inference_tensor]
+"""A number, and tensors that change without a new version."""
+
+
+class Counted:
+    """Counts analyses of masks and score_mods."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        for name in ("found_masks", "found_score"):
+            monkeypatch.setattr(flex, name, self.counted(getattr(flex, name)))
+
+    def counted(self, analyse: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.count += arguments[0] is not None
+            return analyse(*arguments)
+
+        return call
+
+
+@pytest.fixture
+def active() -> Iterator[None]:
+    with Ring() as ring, ring.activate(ring.sequence(TOKENS)):
+        yield
+
+
+def check_local(mask_mod: Mod, score_mod: Mod | None, mask: BlockMask) -> None:
+    q, k, v, _ = drawn(kv_heads=4)
+    out = flex_attention(q, k, v, score_mod, mask)
+    torch.testing.assert_close(out, dense(q, k, v, mask_mod, score_mod)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_a_changed_value_is_read(variable: Callable[[], Variable], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask_mod's window, a score_mod's softcap and its slopes; nothing is analysed again without a change."""
+    (left, set_left), (cap, set_cap), (slope, set_slope) = variable(), variable(), variable()
+    changes = [(set_left, 7.0), (set_cap, 0.5), (set_slope, 0.25), (set_left, 2.0)]
+    counted = Counted(monkeypatch)
+
+    def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q - k <= left())
+
+    def capped(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.tanh(s / cap()) * cap() - slope() * (q - k).abs()
+
+    mask = block_mask(window, BLOCK_SIZE=64)  # its table of one block stays right
+    for write, value in [(set_left, 3.0), *changes]:
+        write(value)
+        check_local(window, capped, mask)
+        count = counted.count
+        check_local(window, capped, mask)
+        assert counted.count == count
+
+
+class Bias:
+    """A score_mod as a method and as an object."""
+
+    def __init__(self, slope: float) -> None:
+        self.slope = slope
+
+    def method(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s - self.slope * (q - k).abs()
+
+    def __call__(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.method(s, b, h, q, k)
+
+
+@pytest.mark.usefixtures("active")
+def test_methods_objects_and_compiled_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers with one method take turns."""
+    layers, mask, counted = [Bias(0.5), Bias(0.25)], block_mask(causal), Counted(monkeypatch)
+    compiled = [torch.compile(layer.method, backend="eager") for layer in layers]
+    for slope in (0.5, 2.0):
+        layers[0].slope = slope
+        for _ in range(2):
+            mods: list[Mod] = [*layers, *(layer.method for layer in layers), *compiled]
+            for mod in mods:
+                check_local(causal, mod, mask)
+    # The mask; of each method, object and compiled function its first slope, and the other one of the first layer. The
+    # two layers' methods are one function. Dynamo may compile a method again, with the slope as an input: its operators
+    # are others then, and each of the two compiled functions is analysed once more.
+    assert 1 + 3 * 3 <= counted.count <= 1 + 3 * 3 + 2
+
+
+@pytest.mark.usefixtures("active")
+def test_a_slope_that_now_requires_a_gradient_is_refused() -> None:
+    slope, (q, k, v, _) = torch.tensor(0.5), drawn(kv_heads=4)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s - slope * (q - k).abs()
+
+    flex_attention(q, k, v, mod)
+    slope.requires_grad_()
+    with pytest.raises(UnsupportedError, match="learned parameter"):
+        flex_attention(q, k, v, mod)
+
+
+@pytest.mark.usefixtures("active")
+def test_replaced_tables_and_mask_mod_are_read() -> None:
+    q, k, v, _ = drawn(kv_heads=4)
+    mask = block_mask(causal)
+    flex_attention(q, k, v, block_mask=mask)
+    mask.kv_num_blocks.data.zero_()
+    with pytest.raises(UnsupportedError, match="tables of row 0"):
+        flex_attention(q, k, v, block_mask=mask)
+    whole = block_mask(causal, BLOCK_SIZE=64)
+    check_local(causal, None, whole)
+    whole.mask_mod = lambda b, h, q, k: (q >= k) & (q - k < 5)
+    check_local(whole.mask_mod, None, whole)
+
+
+def test_compiled_code_that_a_function_calls_is_recorded() -> None:
+    table = torch.arange(7.0)
+    recordings = []
+    for factor in (2, 3):
+        compiled = torch.compile(lambda x, factor=factor: x * factor, backend="aot_eager")
+        compiled(table)
+        recordings.append(record(lambda s, b, h, q, k, compiled=compiled: s * compiled(table)[q], CPU, True))
+        recordings.append(record(torch.compile(lambda s, b, h, q, k, factor=factor: s * factor), CPU, True))
+    closure_2, function_2, closure_3, function_3 = (found for found in recordings if found is not None)
+    assert closure_2.is_same(closure_2) and not closure_2.is_same(closure_3)
+    assert function_2.is_same(function_2) and not function_2.is_same(function_3)
+
+
+def test_what_cannot_be_recorded() -> None:
+    """A user's operator, random numbers, and branches on a position: such functions are analysed at each call."""
+    state = SimpleNamespace(value=3.0)
+
+    @torch.library.custom_op("ringattn_tests::scaled", mutates_args=())
+    def scaled(x: Tensor) -> Tensor:
+        return x * state.value
+
+    torch.library.register_vmap(scaled, lambda info, dims, x: (scaled(x), dims[0]))
+    table, generator = torch.ones(3), torch.Generator()
+    opaque: list[Mod] = [
+        lambda s, b, h, q, k: scaled(s),
+        lambda s, b, h, q, k: s * torch.empty(1).normal_(generator=generator),
+        lambda s, b, h, q, k: s * int(q),
+    ]
+    for mod in opaque:
+        assert record(mod, CPU, True) is None
+
+    def swallows(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        try:
+            return scaled(s)
+        except Exception:
+            return s
+
+    assert record(swallows, CPU, True) is None
+
+    def hides_row(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        try:
+            return q >= k + b
+        except Exception:
+            return q >= k
+
+    assert PairFunction(hides_row, CPU, UnsupportedError).reads(0)
+    assert not PairFunction(hides_row, CPU, UnsupportedError).reads(1)
+    assert record(lambda s, b, h, q, k: s * table[q], CPU, True) is not None
+
+
+# --- holes -----------------------------------------------------------------------------------------------------------
+
+
+def with_hole(mod: Mod, query: int, key: int, queries: int = 8) -> Mod:
+    return lambda b, h, q, k: mod(b, h, q, k) & ~((q >= query) & (q < query + queries) & (k == key))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "query", "key", "how"),
+    [
+        (1500, 1001, 500, {}),
+        (1500, 1001, 500, {"separate_full_blocks": False}),
+        (1500, 1001, 990, {"BLOCK_SIZE": 4096}),
+    ],
+)
+def test_a_hole_is_refused(tokens: int, query: int, key: int, how: dict[str, Any]) -> None:
+    """One key hidden from eight queries, in a block that would be full, on the diagonal, and in one block of all."""
+    mask = create_block_mask(with_hole(causal, query, key), None, None, tokens, tokens, device="cpu", **how)
+    with pytest.raises(UnsupportedError, match=rf"says False at query {query}, key {key} of row 0, head 0"):
+        found_masks(mask, tokens, 1, 4)
+    mask = create_block_mask(causal, None, None, tokens, tokens, device="cpu", **how)
+    assert found_masks(mask, tokens, 1, 4) == (CAUSAL,)
+
+
+@pytest.mark.parametrize("where", ["row", "head"])
+@pytest.mark.parametrize("has_tables", [True, False])
+def test_a_hole_in_a_single_row_or_head_is_refused(where: str, has_tables: bool) -> None:
+    """Also where the tables are those of the first row and head."""
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & ((q != 1400) | (k != 1200) | ((b if where == "row" else h) != 2))
+
+    batch, heads = (3, 4) if has_tables else (None, None)
+    mask = create_block_mask(mod, batch, heads, 1500, 1500, device="cpu", BLOCK_SIZE=1500)
+    at = "row 2, head 0" if where == "row" else "row 0, head 2"
+    with pytest.raises(UnsupportedError, match=f"says False at query 1400, key 1200 of {at}"):
+        found_masks(mask, 1500, 3, 4)
+
+
+POSITIONS = torch.arange(4096)
+OTHER_SLOPES = torch.tensor([0.5, 0.3, 2.0**-8, -0.1], dtype=torch.float64)
+
+
+def by_table(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s - OTHER_SLOPES[h] * (POSITIONS[q] - POSITIONS[k]).abs()
+
+
+def test_a_hole_in_a_bias_is_refused() -> None:
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return by_table(s, b, h, q, k) + 0.01 * ((h == 3) & (q == 1403) & (k == 77))
+
+    with pytest.raises(UnsupportedError, match="at query 1403, key 77 of row 0, head 3"):
+        found_score(mod, (CAUSAL,), 1500, 4, CPU)
+    assert found_score(mod, (FoundMask(True, (1000, 0), None),), 1500, 4, CPU).alibi_slopes is not None
+
+
+# --- too many pairs --------------------------------------------------------------------------------------------------
+
+
+def test_distances_are_enough_where_nothing_else_is_read() -> None:
+    def alibi(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.where(q >= k, s - OTHER_SLOPES[h] * (q - k), -torch.inf)
+
+    wanted = FoundScore(None, tuple(OTHER_SLOPES.tolist()))
+    assert found_score(alibi, (CAUSAL, FoundMask(True, None, (0, 700, 100_000))), 100_000, 4, CPU) == wanted
+    others: list[Mod] = [
+        lambda s, b, h, q, k: alibi(s, b, h, q, k) - 1.0 * (q - k == 99_999),
+        lambda s, b, h, q, k: alibi(s, b, h, q, k) - 1.0 * (q - k == 70_001) * (h == 3),
+    ]
+    for mod in others:
+        with pytest.raises(UnsupportedError, match="where ALiBi"):
+            found_score(mod, (CAUSAL,), 100_000, 4, CPU)
+    read_more: list[Mod] = [
+        lambda s, b, h, q, k: s - torch.sub(q, k, alpha=2),
+        lambda s, b, h, q, k: s - (q - k) * (q > 5),
+        lambda s, b, h, q, k: s - (POSITIONS[q] - POSITIONS[k]),
+        lambda s, b, h, q, k: s - torch.stack([q, k]).sum(),
+        lambda s, b, h, q, k: q,
+    ]
+    for mod in read_more:
+        recording = record(mod, CPU, True)
+        assert recording is not None and not recording.is_of_distance()
+
+
+@pytest.mark.usefixtures("active")
+def test_more_pairs_than_the_limit_need_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_functions, "MOST_PAIRS", 3 * TOKENS**2)
+    monkeypatch.setattr(flex_functions, "SAMPLED_PAIRS", 3 * TOKENS**2)
+    monkeypatch.setattr(flex_functions, "TILE_TOKENS", 4)
+    monkeypatch.setattr(flex, "TILE_TOKENS", 4)
+    q, k, v, _ = drawn(kv_heads=4)
+
+    def of_all_heads(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (h >= 0)
+
+    mask = block_mask(of_all_heads, BLOCK_SIZE=64)
+    wanted = dense(q, k, v, causal)[0]
+    for trust in (False, True, False):  # what is taken on trust is not kept for calls without
+        if trust:
+            out = flex_attention(q, k, v, block_mask=mask, trust=True)
+            torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+            continue
+        with pytest.raises(
+            UnsupportedError, match=r"at 6,400 pairs of query and key, the limit is 4,107: .*trust=True"
+        ):
+            flex_attention(q, k, v, block_mask=mask)
+    check_local(causal, None, block_mask(causal, BLOCK_SIZE=64))  # reads no head
+
+    with pytest.raises(UnsupportedError, match=r"score_mod 'by_table' would have to be evaluated at .*trust=True"):
+        flex_attention(q, k, v, by_table)
+    out = flex_attention(q, k, v, by_table, mask, trust=True)
+    torch.testing.assert_close(out, dense(q, k, v, causal, by_table)[0], rtol=1e-12, atol=1e-12)
+    with pytest.raises(UnsupportedError, match="where ALiBi"):
+        flex_attention(q, k, v, lambda s, b, h, q, k: s - q * k, trust=True)

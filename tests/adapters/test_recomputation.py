@@ -7,7 +7,9 @@ some twice. The reference is dense float64 attention on one process without regi
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import InputError, Ring
+from ringattn import InputError, Ring, Sequence
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import attends_locally, recompute_context, sequence_of
 from ringattn.adapters.sdpa import ring_sdpa
@@ -375,5 +377,88 @@ def test_an_activation_that_only_the_forward_run_enters_is_refused_in_recomputat
         loss = checkpoint(forward_only, seq.shard(tokens()).requires_grad_(), use_reentrant=False).sum()
         with ring.activate(seq), pytest.raises(InputError, match="no sequence is active"):
             loss.backward()
+
+    run_ranks(2, body)
+
+
+# --- activation and local attention ----------------------------------------------------------------------------------
+
+
+def test_nothing_active_is_local_only_while_no_ring_is_shared() -> None:
+    assert sequence_of() is None
+    with Ring() as alone, Ring() as other:
+        assert sequence_of() is None
+        with alone.activate(alone.sequence(5)):
+            assert sequence_of() is active_sequence() is not None
+        with pytest.raises(InputError, match="activate takes a sequence of this ring"):
+            alone.activate(other.sequence(4))
+
+    def body(ring: Ring) -> Sequence | None:
+        with pytest.raises(InputError, match=r"no sequence is active.*ring\.activate\(seq\)"):
+            sequence_of()
+        with ring.activate(None):
+            return sequence_of()
+
+    assert run_ranks(2, body) == [None, None]
+    assert sequence_of() is None  # those rings are closed
+
+
+def test_local_attention_keeps_every_option() -> None:
+    q, k = tokens()[:, :, None], tokens(1)[:, :, None]
+    for options in ({"causal": True}, {"window": (2, 0), "causal": True}, {"scale": 0.3}, {}):
+        assert torch.allclose(attend(None, q, k, k, **options), dense_attention(q, k, k, **options)[0], atol=1e-12)
+    capped = attend(None, q, k, k, softcap=0.5)
+    assert not torch.allclose(capped, attend(None, q, k, k), atol=1e-3)
+    few = attend(None, q[:, :3], k, k)
+    assert torch.allclose(few, dense_attention(q, k, k)[0][:, :3], atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_casts_local_and_ring_attention(dtype: torch.dtype) -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(16)
+        q = seq.shard(tokens())[:, :, None].to(dtype)
+        v = q.to(torch.bfloat16 if dtype == torch.float32 else dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            for where in (seq, None):
+                for options in ({}, {"softcap": 2.0}):  # local: torch's function, and a ring of one rank
+                    assert attend(where, q, q, v, **options).dtype == v.dtype
+            like = q.to("meta")
+            assert attend(None, like, like, like).dtype == dtype  # autocast has no meta device
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_the_graph_keeps_the_sequence_of_a_region_and_frees_it(kind: str, is_local: bool) -> None:
+    def body(ring: Ring) -> Tensor:
+        module, seq = Attending(), ring.sequence(16, cu_seqlens=DOCUMENTS[0], layout="zigzag")
+        x, freed = tokens() if is_local else seq.shard(tokens()), weakref.ref(seq)
+        with ring.activate(None if is_local else seq):
+            loss = run_region(kind, module, x.requires_grad_()).sum()
+        del seq
+        gc.collect()
+        loss.backward()
+        del loss
+        gc.collect()
+        assert freed() is None and module.weight.grad is not None
+        if not is_local:
+            ring.all_reduce([module.weight.grad])
+        return module.weight.grad
+
+    expected = reference_gradient(Program([(1 if is_local else 0, Region("plain"))], [(0, None)], "attend"))
+    for gradient in run_ranks(2, body):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_same_tokens_in_other_documents() -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(16, layout="striped")
+        cut = seq.with_documents(DOCUMENTS[0])
+        assert torch.equal(cut.positions(), seq.positions()) and cut.documents == (0, 3, 12, 16) and cut != seq
+        assert cut.with_documents(None) == seq and hash(cut.with_documents(None)) == hash(seq)
+        with pytest.raises(InputError, match="ends at 12, the sequence has 16 tokens"):
+            seq.with_documents([0, 12])
 
     run_ranks(2, body)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -181,21 +180,6 @@ def test_checkpointed_layers_that_drop_over_processes(tmp_path: Path) -> None:
 
 
 # --- attention of one process alone ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-def test_generate_inside_activate_none(name: str) -> None:
-    prompts = {of: batches()["padded"][of][[0, 3]] for of in ("input_ids", "attention_mask")}
-    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "eos_token_id": None}
-    with InDouble():
-        expected = tiny_model(name, "eager").eval().generate(**prompts, **options)
-
-    def body(ring: Ring) -> Tensor:
-        with InDouble(), ring.activate(None):
-            return adapter.prepare(tiny_model(name, "ringattn").eval()).generate(**prompts, **options)
-
-    for tokens in run_ranks(2, body):
-        assert torch.equal(tokens, expected)
 
 
 def test_prefill_goes_through_the_ring_and_decoding_is_refused() -> None:

@@ -252,21 +252,6 @@ def test_a_model_that_cannot_be_asked_for_its_places() -> None:
     refused(call, "Asking may count places by its padding or mask, and cannot be asked")
 
 
-def test_neither_layers_nor_dropout_run_when_a_model_is_asked() -> None:
-    """Hooks of layers may be FSDP's, which wait for the end of a layer; dropout would draw other numbers later."""
-    for make in (lambda: counting("Roberta", hidden_dropout_prob=0.1), opt, lambda: tiny_model("llama", "eager")):
-        model, ran = make(), []
-        for part in model.modules():
-            if isinstance(part, torch.nn.ModuleList):
-                for layer in part:
-                    layer.register_forward_pre_hook(lambda *_, ran=ran: ran.append(1))
-        state = torch.get_rng_state()
-        counts_by_itself(model)
-        assert not ran and torch.equal(torch.get_rng_state(), state)
-        model(input_ids=ids(9))
-        assert ran
-
-
 def test_a_model_of_sharded_embeddings_is_asked_without_their_hooks() -> None:
     """FSDP2 would take an embedding that is called first for the whole model, and refuse the model's own call."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

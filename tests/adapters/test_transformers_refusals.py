@@ -26,14 +26,14 @@ from tests.adapters.models import bert_config, filled, made, tiny_model
 from tests.adapters.ranks import (
     ROW,
     TOKENS,
-    InDouble,
+    batches,
+    far_off,
     far_off_compiled,
     forward,
-    gradients,
+    gradient_error,
     llama,
     refused,
     restarting,
-    summed_gradients,
 )
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
@@ -76,6 +76,10 @@ MIXING: dict[str, tuple[Callable[[], Any], str]] = {
     "a state": (partial(made, "MambaForCausalLM", "MambaConfig", **SMALL, state_size=8, use_cache=False),
                 "MambaConfig has layers that carry a state"),
     "layers with a state": (partial(tiny_model, "qwen3_next", "ringattn"), "linear_attention"),
+    "a state before attention": (
+        partial(tiny_model, "qwen3_next", "ringattn", layer_types=["linear_attention", "full_attention"]),
+        "Qwen3NextConfig has layers that carry a state .*linear_attention",
+    ),
     "chosen tokens": (partial(made, "DeepseekV32ForCausalLM", "DeepseekV32Config", **HEADS, **LATENT),
                       r"choose tokens \(indexed_attention\)"),
     "mask tokens": (partial(made, "EsmForMaskedLM", "EsmConfig", **HEADS, **ESM), r"config\.token_dropout=False"),
@@ -108,30 +112,6 @@ def test_models_that_are_not_prepared() -> None:
     refused(lambda seq: call(seq, tiny_model("qwen3_next", "eager")), "linear_attention")
 
 
-def test_after_a_refusal_the_same_ring_and_model_go_on() -> None:
-    def body(ring: Ring) -> None:
-        seq, other, model = ring.sequence(TOKENS), prepare(fnet()), prepare(llama())
-        before = forward(seq, model).logits
-        for _ in range(2):
-            with pytest.raises(UnsupportedError, match="no attention of FNet"):
-                forward(seq, other)
-        assert torch.equal(forward(seq, model).logits, before)
-
-    run_ranks(2, body, timeout_s=10.0)
-
-
-def test_layers_of_another_kind_before_the_first_attention() -> None:
-    """They run first, and would make errors of their own out of packed documents."""
-    cuts = torch.tensor([0, 10, TOKENS])
-
-    def call(seq: Sequence) -> None:
-        model = prepare(tiny_model("qwen3_next", "eager", layer_types=["linear_attention", "full_attention"]))
-        packed = seq.with_documents(tuple(cuts.tolist()))
-        forward(packed, model, cu_seq_lens_q=cuts, position_ids=seq.shard(restarting(cuts.tolist())))
-
-    refused(call, r"Qwen3NextConfig has layers that carry a state .*linear_attention")
-
-
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
@@ -140,15 +120,11 @@ def test_layers_of_another_kind_before_the_first_attention() -> None:
         ("falcon", "FalconForCausalLM adds ALiBi .* and rounds its biases to bfloat16"),
     ],
 )
-@pytest.mark.parametrize("attention", ["eager", "ringattn"])
-def test_models_that_add_alibi_by_themselves(kind: str, told: str, attention: str) -> None:
-    """Also those that were made with our name, which they take, and which does not reach their attention."""
+def test_models_that_add_alibi_by_themselves(kind: str, told: str) -> None:
+    """Also Bloom that was made with our name, which it takes, and which does not reach its attention."""
     alibi = {"alibi": True} if kind == "falcon" else {}
+    attention = "ringattn" if kind == "bloom" else "eager"
     config = transformers.AutoConfig.for_model(kind, **SMALL, num_attention_heads=4, **alibi)
-    if (kind, attention) == ("falcon", "ringattn"):  # transformers has no such class of attention for it
-        with pytest.raises(KeyError, match="ringattn"):
-            transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-        return
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with pytest.raises(UnsupportedError, match=told + r".*alibi_slopes=\.\.\."):
         prepare(model)
@@ -164,43 +140,28 @@ def test_a_model_whose_attention_cannot_be_set() -> None:
         prepare(model)
 
 
-def t5_gemma() -> Any:
-    part = {**HEADS, "head_dim": 8, "num_key_value_heads": 2}
-    return transformers.T5GemmaForConditionalGeneration(transformers.T5GemmaConfig(encoder=part, decoder=part))
-
-
-@pytest.mark.parametrize(("make", "named"), [(two_berts, "BertModel"), (t5_gemma, "T5GemmaEncoder")])
-def test_an_encoder_with_a_configuration_of_its_own(make: Any, named: str) -> None:
-    """Its tokens are this rank's: attending like a tower, it would see no others."""
-    with pytest.raises(
-        UnsupportedError, match=f"reads its text with {named}, .* by themselves, .* as encoder_hidden_states"
-    ):
-        prepare(make())
-
-
 def test_encoder_and_decoder_by_themselves() -> None:
-    """What the refusal advises."""
+    """What the refusal of such a model advises."""
     wanted = ROW.flip(1)
-    with InDouble():
-        model = two_berts()
-        true = gradients(model, model(input_ids=ROW, decoder_input_ids=wanted).logits.sin().sum())
 
-    def body(ring: Ring) -> dict[str, Tensor]:
-        with InDouble():
-            ours, seq = two_berts(), ring.sequence(TOKENS)
-            prepare(ours.encoder)
-            prepare(ours.decoder)
-            places = {"position_ids": seq.positions()[None]}
-            with ring.activate(seq):
-                states = ours.encoder(input_ids=seq.shard(ROW), **places).last_hidden_state
-                seen = {"encoder_hidden_states": states, "encoder_attention_mask": torch.ones(states.shape[:2])}
-                logits = ours.decoder(input_ids=seq.shard(wanted), **places, **seen).logits
-            return summed_gradients(ring, ours, logits.sin().sum())
+    def alone(model: Any) -> Tensor:
+        logits: Tensor = model(input_ids=ROW, decoder_input_ids=wanted).logits
+        return logits.sin().sum()
 
-    grads = run_ranks(2, body, timeout_s=20.0)[0]
-    for name, grad in true.items():
-        assert (grads[name] - grad).abs().max() <= 1e-9 * max(1.0, grad.abs().max().item()), name
-    assert grads["encoder.embeddings.word_embeddings.weight"].any()
+    def over_ring(ring: Ring, model: Any) -> Tensor:
+        seq = ring.sequence(TOKENS)
+        prepare(model.encoder)
+        prepare(model.decoder)
+        places = {"position_ids": seq.positions()[None]}
+        with ring.activate(seq):
+            states = model.encoder(input_ids=seq.shard(ROW), **places).last_hidden_state
+            seen = {"encoder_hidden_states": states, "encoder_attention_mask": torch.ones(states.shape[:2])}
+            logits: Tensor = model.decoder(input_ids=seq.shard(wanted), **places, **seen).logits
+        return logits.sin().sum()
+
+    with pytest.raises(UnsupportedError, match=r"reads its text with BertModel, .* as encoder_hidden_states"):
+        prepare(two_berts())
+    assert gradient_error(two_berts, alone, over_ring) <= 1e-9
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
@@ -419,16 +380,6 @@ def test_a_mask_in_the_arithmetic_of_a_model() -> None:
     assert not hasattr(table, "dtype")
 
 
-def test_a_model_that_adds_its_mask_by_itself() -> None:
-    """GIT's text, whose tower goes through the interface."""
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    vision = {**small, "image_size": 32, "patch_size": 16}
-    make = partial(made, "GitForCausalLM", "GitConfig", vision_config=vision, vocab_size=64,
-                   max_position_embeddings=64, **small, **CALM)  # fmt: skip
-    make()  # imported here, and not by two threads at once
-    refused(lambda seq: forward(seq, prepare(make())), "reads its mask as a table .*keep its own attn_implementation")
-
-
 def test_functions_of_a_mask_that_are_not_known() -> None:
     def prefix(batch: Any, head: Any, q: Any, k: Any) -> Any:
         return k < 3
@@ -442,45 +393,13 @@ def test_functions_of_a_mask_that_are_not_known() -> None:
     assert any("blockwise_overlay" in name for name in blocks.unknown)
 
 
-def dense(spec: Any, seq: Sequence) -> Tensor:
-    """(batch, queries, keys) bool: who meets whom after `spec.rows`, from the definition."""
-    ahead = torch.arange(seq.length)[None] - torch.arange(seq.length)[:, None]
-    band = ahead <= 0 if spec.causal else torch.ones_like(ahead, dtype=torch.bool)
-    if spec.window is not None:
-        band &= (ahead >= -spec.window[0]) & (ahead <= spec.window[1] if not spec.causal else ahead <= 0)
-    met = torch.zeros(spec.arguments["batch_size"], *ahead.shape, dtype=torch.bool)
-    for cut, rows in spec.rows(seq, lambda rows: None):
-        ends = torch.tensor((cut.documents or (0, seq.length))[1:])
-        place = torch.searchsorted(ends, torch.arange(seq.length), right=True)
-        met[list(rows)] = band & (place[:, None] == place[None])
-    return met
-
-
-@pytest.mark.parametrize("kind", ["causal", "window", "full", "both ways", "chunks"])
-@pytest.mark.parametrize("padded", [False, True])
-def test_real_tokens_meet_whom_the_host_lets_them_meet(kind: str, padded: bool) -> None:
-    """Against the table that transformers itself makes for sdpa."""
-    tokens, batch = 19, 4
-    mask = torch.ones(batch, tokens, dtype=torch.bool)
-    if padded:
-        mask[0, :4], mask[1, -5:], mask[2, :2], mask[2, -1:] = False, False, False, False
-    left = (~mask).int().cumprod(1).sum(1)
-    function, size = {
-        "causal": (masking_utils.causal_mask_function, None),
-        "window": (masking_utils.sliding_window_causal_mask_function(4), 4),
-        "full": (masking_utils.bidirectional_mask_function, None),
-        "both ways": (masking_utils.sliding_window_bidirectional_mask_function(4), 4),
-        "chunks": (masking_utils.chunked_causal_mask_function(5, left), 5),
-    }[kind]
-    spec = mask_spec(
-        batch_size=batch, q_length=tokens, kv_length=tokens, mask_function=function, local_size=size,
-        attention_mask=mask if padded else None,
-    )  # fmt: skip
-    with Ring() as ring:
-        mine = dense(spec, ring.sequence(tokens))
-    theirs = spec.local(may_be_none=False)
-    assert theirs is not None
-    assert torch.equal(mine[mask], theirs[:, 0][mask])
+def test_a_window_to_both_sides_beside_padding() -> None:
+    rope = {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    rope["full_attention"] = rope["sliding_attention"]
+    options = {**HEADS, "local_attention": 8, "pad_token_id": 0, "rope_parameters": rope,
+               "layer_types": ["sliding_attention"] * 2}  # fmt: skip
+    padded = {name: batches()["padded"][name] for name in ("input_ids", "attention_mask")}
+    assert far_off(partial(made, "ModernBertModel", "ModernBertConfig", **options), padded, layout="striped") < 1e-9
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])

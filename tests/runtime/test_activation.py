@@ -20,8 +20,7 @@ from ringattn.adapters.context import attends_locally, sequence_of
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.runtime.activation import Regions, enclosing_regions
 from ringattn.testing import dense_attention, run_ranks
-from tests.adapters.test_context import DOCUMENTS, Attending, tokens
-from tests.adapters.test_recomputation import CheckpointFunction
+from tests.adapters.test_recomputation import DOCUMENTS, Attending, CheckpointFunction, tokens
 
 SDPA = torch.ops.aten.scaled_dot_product_attention
 
@@ -287,7 +286,7 @@ def test_selective_checkpointing_computes_attention_again(policy: Callable[..., 
 
     def body(ring: Ring) -> list[Tensor]:
         contexts = partial(create_selective_checkpoint_contexts, policy)
-        seq = ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag")
+        seq = ring.sequence(16, cu_seqlens=DOCUMENTS[0], layout="zigzag")
         with ring.activate(seq):
             modules = layers(
                 seq.shard(tokens()).requires_grad_(),
@@ -299,7 +298,7 @@ def test_selective_checkpointing_computes_attention_again(policy: Callable[..., 
 
     def alone(module: Any, x: Tensor) -> Tensor:
         h = (x * module.weight)[:, :, None]
-        return dense_attention(h, h, h, causal=True, cu_seqlens=DOCUMENTS)[0].flatten(2).sin()
+        return dense_attention(h, h, h, causal=True, cu_seqlens=DOCUMENTS[0])[0].flatten(2).sin() + x
 
     expected = [weight.grad for weight in layers(tokens(), alone).parameters()]
     for grads in run_ranks(2, body, engine=engine):
@@ -323,7 +322,7 @@ def test_a_refusal_inside_selective_checkpointing_keeps_its_message() -> None:
             h = (x * module.weight)[:, :, None]
             return attend(sequence_of(), h, h, h, **options).flatten(2).sin()
 
-        seq = ring.sequence(16, cu_seqlens=DOCUMENTS, layout="zigzag")
+        seq = ring.sequence(16, cu_seqlens=DOCUMENTS[0], layout="zigzag")
         contexts = partial(create_selective_checkpoint_contexts, saves_products)
         with ring.activate(seq):
             loss = checkpoint(region, seq.shard(tokens()).requires_grad_(), use_reentrant=False, context_fn=contexts)
