@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ringattn import InputError, Ring, RingError, Sequence
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
-from ringattn.adapters.flex_functions import record
+from ringattn.adapters.flex_functions import _Recorder
 from ringattn.adapters.loss import Parity, _Coarsest, count_labels, loss_scale, parity
 from ringattn.bench.storage_meter import StorageMeter
 from ringattn.launch.train.config import ModelConfig
@@ -228,54 +228,24 @@ def test_an_unknown_reduction_is_refused() -> None:
         parity(model(), lambda net, seq: right(net, seq, "sum"), ring.sequence(37), gradients="average")
 
 
-def test_overlapping_checks_of_two_threads_leave_compiled_code_compiled() -> None:
+@pytest.mark.parametrize("make", [_Coarsest, _Recorder])
+def test_overlapping_modes_of_two_threads_leave_compiled_code_compiled(make: Callable[[], Any]) -> None:
     """torch keeps whether a mode is on in flags of the process, saved at entry and restored at exit."""
-    first, second = _Coarsest(), StorageMeter()
     ran = [threading.Event() for _ in range(3)]
 
     def other() -> None:
         ran[0].wait()
-        with second:
+        with StorageMeter() if make is _Coarsest else make():
             ran[1].set()
             ran[2].wait()
 
     thread = threading.Thread(target=other)
     thread.start()
-    with first:
+    with make():
         ran[0].set()
         ran[1].wait()
     ran[2].set()
     thread.join()
-    _assert_compiled_once()
-
-
-def test_overlapping_recordings_of_two_threads_leave_compiled_code_compiled() -> None:
-    entered = [threading.Event(), threading.Event()]
-    first_ended = threading.Event()
-
-    def first_mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        entered[0].set()
-        entered[1].wait()
-        return q >= k
-
-    def second_mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        entered[1].set()
-        first_ended.wait()
-        return q >= k
-
-    def record_second() -> None:
-        entered[0].wait()
-        record(second_mask, torch.device("cpu"), False)
-
-    thread = threading.Thread(target=record_second)
-    thread.start()
-    record(first_mask, torch.device("cpu"), False)
-    first_ended.set()
-    thread.join()
-    _assert_compiled_once()
-
-
-def _assert_compiled_once() -> None:
     counter = CompileCounterWithBackend("eager")
     run = torch.compile(lambda x: x * 2, backend=counter)
     torch._dynamo.reset()

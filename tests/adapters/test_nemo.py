@@ -1,8 +1,7 @@
-"""NeMo Automodel over a ring: its own sharder, loss and hooks on two processes, and stand-ins of what was recorded."""
+"""NeMo Automodel over a ring: its own sharder, loss and hooks on two processes, and a stand-in for its sharder."""
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -28,13 +27,12 @@ pytest.importorskip("transformers", reason="needs transformers")
 from tests.adapters.environments import environment
 from tests.adapters.hosts import record
 from tests.adapters.models import tiny_model
-from tests.adapters.nemo_record import record_of, recorded
 from tests.adapters.processes import worst_error
 from tests.adapters.versions import packages
 
 TOKENS, DOCUMENTS = 22, [0, 7, 13, 22]
-PINNED = "5.18.0"
-"""The version of transformers that NeMo Automodel 0.7.0 requires."""
+VERSION, PINNED = "0.7.0", "5.18.0"
+"""Of NeMo Automodel, and of transformers, which it requires."""
 
 
 def batch(packed: bool) -> dict[str, Tensor]:
@@ -100,47 +98,30 @@ def worst(found: list[Tensor], wanted: list[Tensor]) -> float:
 # --- stand-ins, ranks as threads -------------------------------------------------------------------------------------
 
 
-def arguments(said: str) -> inspect.Signature:
-    """A signature from its text."""
-    names: dict[str, Any] = {}
-    exec(f"from __future__ import annotations\ndef recorded({said}): ...", names)
-    return inspect.signature(names["recorded"])
+class ContextParallelSharder:
+    """The part of NeMo's class that the adapter and these tests use; the slow test runs the package's own."""
+
+    def __init__(self, *, shard_batch: Callable[..., Any], local_token_global_indices: Callable[..., Tensor]) -> None:
+        self.shard_batch, self.indices, self.loss_mask = shard_batch, local_token_global_indices, None
+
+    def shard(self, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        context, mine, self.layout = self.shard_batch(None, None, batch, loss_mask=self.loss_mask, padding_token_id=0)
+        return context, mine
 
 
 @pytest.fixture
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package with the arguments, fields and calls that were recorded of NeMo's."""
-    said = recorded()
-    monkeypatch.setattr(hosts, "version", lambda package: said["version"] if "nemo" in package else version(package))
-    (shards,) = (call for call in said["calls"] if call.startswith("self.shard_batch"))
-
-    class ContextParallelSharder:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            given = arguments(said["ContextParallelSharder.__init__"]).bind(self, *args, **kwargs).arguments
-            self.shard_batch, self.indices = given["shard_batch"], given["local_token_global_indices"]
-            self._cp_mesh = self._tp_mesh = self._loss_mask = None
-            self._padding_token_id = 0
-
-        def shard(self, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            context, mine, self.layout = eval(shards, {"self": self, "batch": batch})
-            return context, mine
-
-    def ShardLayout(**fields: Any) -> SimpleNamespace:
-        assert set(fields) <= {one.split(":")[0].strip() for one in said["ShardLayout"].split(", ") if ":" in one}
-        return SimpleNamespace(**fields)
-
+    monkeypatch.setattr(hosts, "version", lambda package: VERSION if "nemo" in package else version(package))
     package = "nemo_automodel.components.distributed.context_parallel"
     for name in (*(package.rsplit(".", cut)[0] for cut in (3, 2, 1)), package, f"{package}.sharder"):
         module = ModuleType(name)
-        module.__dict__.update(ContextParallelSharder=ContextParallelSharder, ShardLayout=ShardLayout)
+        module.__dict__.update(ContextParallelSharder=ContextParallelSharder, ShardLayout=SimpleNamespace)
         monkeypatch.setitem(sys.modules, name, module)
 
 
 def resolved(model: Any, batch: dict[str, Any]) -> Any:
-    """The sharder, as NeMo asks for it."""
-    ask, take = sorted(recorded()["calls"])[:2]
-    prepared = eval(ask, {"model": model, "batch": batch, "num_chunks": 1})
-    return eval(take, {"prepared": prepared})
+    """Return the sharder, which NeMo asks the model for in this way."""
+    return model.prepare_model_inputs_for_cp(batch, num_chunks=1)["cp_sharder"]
 
 
 @pytest.mark.usefixtures("_stand_ins")
@@ -171,7 +152,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(InputError, match="the batch has no labels"):
             resolved(model, whole).shard({"input_ids": whole["input_ids"]})
         sharder = resolved(model, whole)
-        sharder._loss_mask = whole["labels"]
+        sharder.loss_mask = whole["labels"]
         with pytest.raises(InputError, match="loss_mask: over a ring labels say what is learned"):
             sharder.shard(whole)
         with pytest.raises(InputError, match=r"a sequence of 20 and no batch was sharded yet"):
@@ -183,7 +164,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             compile_(compiled)
             with pytest.raises(UnsupportedError, match=r"enable_compile: .* set it to false") as refused:
                 nemo.prepare(compiled, ring)
-        record("NeMo Automodel", recorded()["version"], "compile", "refused", words=str(refused.value))
+        record("NeMo Automodel", VERSION, "compile", "refused", words=str(refused.value))
         own = tiny_model("mistral", "sdpa")
         own.prepare_model_inputs_for_cp = lambda batch, *, num_chunks=1: {}
         with pytest.raises(UnsupportedError, match=r"one of NeMo's own models .*force_hf=True"):
@@ -212,12 +193,7 @@ def test_a_batch_that_one_rank_alone_gets_wrong_is_refused_by_all() -> None:
 @pytest.fixture(scope="module")
 def package() -> Path:
     """NeMo Automodel without what it requires, most of which is for a GPU."""
-    return environment("nemo-automodel==0.7.0")
-
-
-@pytest.mark.slow
-def test_the_record_is_that_of_the_package(package: Path) -> None:
-    assert record_of(package) == recorded()
+    return environment(f"nemo-automodel=={VERSION}")
 
 
 def with_lora(model: Any) -> Any:
@@ -300,4 +276,4 @@ def test_the_package_over_two_processes_equals_one(package: Path, monkeypatch: p
         by = how.get(mode, "MaskedCrossEntropy")
         words = f"loss and gradients of a Mistral through NeMo's sharder and {by}, float64"
         error = max(one for case, one in found.items() if case.startswith(mode))
-        record("NeMo Automodel", recorded()["version"], mode, "exact", ranks=2, worst=error, words=words)
+        record("NeMo Automodel", VERSION, mode, "exact", ranks=2, worst=error, words=words)

@@ -16,10 +16,14 @@ pytest.importorskip("accelerate", reason="accelerate is not installed, which Tra
 import accelerate
 import torch
 import transformers
+from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
+from accelerate.state import AcceleratorState
 
 from ringattn import InputError, Ring
+from ringattn.adapters import accelerate as by_configuration
 from ringattn.adapters import transformers as adapter
+from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.transformers.batches import WholeOutput
 from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer
@@ -79,12 +83,15 @@ def ring() -> Iterator[Ring]:
         yield ring
 
 
-def made(folder: Path, ring: Ring, kind: type = RingTrainer, args: dict[str, Any] | None = None, **given: Any) -> Any:
-    """A Trainer of one process."""
+def made(
+    folder: Path, ring: Ring | None, kind: type = RingTrainer, args: dict[str, Any] | None = None, **given: Any
+) -> Any:
+    """A Trainer of one process, with this ring or with that of a configuration."""
     options = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": 1}
+    options |= {"save_strategy": "no"}
     arguments = transformers.TrainingArguments(**options | (args or {}))
     given = {"model": tiny_model("llama", "eager"), "train_dataset": texts(), "data_collator": padded} | given
-    return kind(ring=ring, args=arguments, **given)
+    return kind(args=arguments, **given, **({} if ring is None else {"ring": ring}))
 
 
 def test_a_trainer_of_another_form(monkeypatch: pytest.MonkeyPatch, ring: Ring) -> None:
@@ -299,3 +306,69 @@ def test_streams(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) ->
     stream.n_shards = 4  # as data sets of Hugging Face say
     with pytest.raises(UnsupportedError, match="accelerate deals the 4 shards of Stream to processes, also those of"):
         trainer.evaluate(stream)
+
+
+# --- accelerate's configuration -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sp_size", "tp_size"])
+def test_other_sizes(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name}=2 together with a ring; set cp_size"):
+        RingParallelismConfig(cp_size=1, **{name: 2})
+
+
+def test_ways_to_send() -> None:
+    with pytest.raises(UnsupportedError, match="cp_backend is of another context parallelism"):
+        RingParallelismConfig(cp_size=2, cp_backend="torch")
+    config = RingParallelismConfig(cp_size=3)
+    assert config.cp_enabled and config.cp_backend != "torch"  # which Trainer and accelerate act upon
+    with pytest.raises(InputError, match="1 ranks are no multiple of cp_size and the other sizes, 3"):
+        config.build_device_mesh("cpu")
+
+
+class Alone(RingParallelismConfig):
+    """As if this process were both ranks of a ring."""
+
+    def build_device_mesh(self, device_type: str) -> Any:
+        """The stand-in of a mesh."""
+        return type("Mesh", (dict,), {"mesh_dim_names": ()})(cp=None)
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[RingParallelismConfig]:
+    """A configuration whose ring has one rank."""
+    AcceleratorState._reset_state(True)
+    with Ring() as ring:
+        monkeypatch.setattr(by_configuration, "ring_of", lambda mesh: ring)
+        yield Alone(cp_size=2)
+    AcceleratorState._reset_state(True)
+
+
+def test_a_trainer_gets_the_ring(tmp_path: Path, config: RingParallelismConfig) -> None:
+    class Theirs(transformers.Trainer):
+        pass
+
+    trainer = made(tmp_path, None, Theirs, {"parallelism_config": config})
+    assert isinstance(trainer, RingTrainerMixin) and isinstance(trainer, Theirs) and type(trainer).__name__ == "Theirs"
+    assert not issubclass(Theirs, RingTrainerMixin) and trainer.ring.world_size == 1
+    assert trainer.train().training_loss > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"args": {"neftune_noise_alpha": 5.0}}, "neftune_noise_alpha: the noise is scaled by the tokens of a row"),
+        ({"train_dataset": Stream(texts())}, r"Stream is an IterableDataset.*\"dispatch_batches\": False"),
+    ],
+)
+def test_what_is_refused_when_the_trainer_is_made(
+    options: dict[str, Any], says: str, tmp_path: Path, config: RingParallelismConfig
+) -> None:
+    args = options.get("args", {}) | {"parallelism_config": config}
+    with pytest.raises(UnsupportedError, match=says):
+        made(tmp_path, None, transformers.Trainer, **{**options, "args": args})
+
+
+def test_loops_of_ones_own(config: RingParallelismConfig) -> None:
+    with pytest.raises(UnsupportedError, match="RingParallelismConfig is for a Trainer of transformers; in a loop of"):
+        Accelerator(cpu=True, parallelism_config=config)

@@ -1,7 +1,8 @@
-"""The projection in plain torch: against its definition in float64, its refusals, and how a backend is chosen."""
+"""The projection and rotary positions in plain torch: their definition in float64, refusals, and the backend."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +61,7 @@ def by_definition(
     return heads[:, :, :HEADS], heads[:, :, HEADS : HEADS + KV_HEADS], heads[:, :, HEADS + KV_HEADS :]
 
 
-@pytest.mark.parametrize("rope", [None, Rope(), Rope("interleaved", 500.0), Rope("neox", 500.0, 200.0)])
+@pytest.mark.parametrize("rope", [None, Rope(), Rope("interleaved", 500.0, 200.0), Rope("neox", 500.0, 200.0)])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_like_its_definition(bias: bool, norm: bool, rope: Rope | None) -> None:
@@ -154,3 +155,30 @@ def test_places_that_do_not_fit(view: Tensor) -> None:
     for into in ((fits, view), (view, fits)):
         with pytest.raises(InputError, match=r"into must be two \(3, 1, 2, 8\) views of torch.float32"):
             project(X, W, None, 0, 2, 8, into=into)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "told"), [(torch.float64, 60, 62), (torch.bfloat16, 60, 62), (torch.float16, 10, 370)]
+)
+def test_xpos_refuses_factors_that_overflow(dtype: torch.dtype, bits: int, told: int) -> None:
+    length, positions = 4095, torch.tensor([0, 4094])
+    bound = 2047 * math.log2(3.5) / bits  # scale at which the first pair's factor is 2**bits at both ends
+    assert math.ceil(bound) == told
+    with pytest.raises(InputError, match=rf"4095 tokens leave 2\*\*-{bits} .*use an xpos_scale of at least {told}"):
+        Rope(xpos_scale=bound * 0.999).turns(positions, DIM, dtype, length)
+    for turn in Rope("neox", xpos_scale=bound * 1.001).turns(positions, DIM, dtype, length):
+        factors = torch.hypot(turn.cos, turn.sin)
+        assert turn.cos.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert factors.log2().abs().max().item() == pytest.approx(bits / 1.001, rel=1e-5)
+    Rope(xpos_scale=told).turns(positions, DIM, dtype, length)
+
+
+def test_xpos_needs_the_length() -> None:
+    with pytest.raises(InputError, match="give its length in tokens"):
+        Rope(xpos_scale=64.0).turns(POSITIONS, DIM, torch.float64)
+
+
+@pytest.mark.parametrize("scale", [0, -512.0, math.inf, math.nan, "512"])
+def test_an_xpos_scale_that_is_none(scale: Any) -> None:
+    with pytest.raises(InputError, match="xpos_scale must be a positive number of tokens or None"):
+        Rope(xpos_scale=scale).check(DIM)
