@@ -1,4 +1,4 @@
-"""One attention call over a ring: its checks, the call that all ranks agree on, and the autograd function."""
+"""One attention call over a ring: its checks, the agreement of all ranks on the call, and the autograd function."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def agreed(
     inputs: Inputs | GradientNeeds,
     *facts: str,
 ) -> AttentionCall:
-    """The call that `describe` checks and gives, once all ranks make the same; or `InputError` on all.
+    """Return the checked call of `describe` after all ranks have agreed on it. If not, raises on all of them.
 
-    `inputs`: see `Runtime.check_same_call`. `facts`: what else the ranks must have in common.
+    `inputs`: see `Runtime.check_same_call`. `facts`: further facts that must be equal on all ranks.
     """
     attended()
     calls: list[AttentionCall] = []
@@ -155,7 +155,7 @@ def softmax_of(
     documents: tuple[int, ...] = (),
     kv_documents: tuple[int, ...] = (),
 ) -> Softmax:
-    """Return how scores become weights, as engines read it.
+    """Return the softmax options of the call in the form that engines read.
 
     `documents`, `kv_documents`: the bounds of documents if queries and keys belong to two sequences. Raises InputError
     if `alibi_slopes` is not one number per query head.
@@ -178,16 +178,16 @@ def _dropout_seed(options: AttentionOptions, problem: Problem) -> int:
         return 0
     if options.dropout_seed is None:
         raise InputError(
-            f"dropout_p={options.dropout_p} needs a dropout_seed, the same on all ranks and another one at each call: "
-            "what is dropped must not depend on the number of ranks, as generators of the ranks would"
+            f"dropout_p={options.dropout_p} needs a dropout_seed, the same on all ranks and different at each call, so "
+            "that the dropped weights do not depend on the number of ranks"
         )
     if max(problem.q_layout.length, problem.kv_layout.length) > MOST_TOKENS:
-        raise InputError(f"dropout_p={options.dropout_p}: it takes sequences of at most 2**32 tokens")
+        raise InputError(f"dropout_p={options.dropout_p}: dropout supports sequences of at most 2**32 tokens")
     return options.dropout_seed
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(q, k, v, sinks) to (out, lse); every rank calls its own backward. The fifth input: see `anchor`."""
+    """(q, k, v, sinks) to (out, lse). Every rank calls backward. The fifth input: see `anchor`."""
 
     @staticmethod
     def forward(
@@ -210,7 +210,7 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        with ctx.ring.refused_by_all():  # autograd refuses here what was changed in place, or freed
+        with ctx.ring.refused_by_all():  # autograd raises here if a saved tensor was changed in place or freed
             q, k, v, sinks, out, lse, kept = ctx.saved_tensors
         return (*backward_pass(ctx.ring, ctx.call, q, k, v, sinks, out, lse, kept, dout, dlse), None, None, None)
 
@@ -218,9 +218,10 @@ class AttentionFunction(torch.autograd.Function):
 def forward_pass(
     ring: Runtime, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Out and lse of a call that all ranks agreed on, and with `keep` what its backward pass begins with, if anything.
+    """Return out and lse of a call that all ranks agreed on, and with `keep` the remote inputs kept for backward.
 
-    Out lies in memory as (tokens, batch, heads, dim), whatever the strides of q. Without a batch nothing is sent.
+    The memory order of out is (tokens, batch, heads, dim), whatever the strides of q. If the batch is empty, nothing
+    is sent.
     """
     batch, tokens, heads, _ = q.shape
     if not batch:
@@ -233,7 +234,7 @@ def forward_pass(
         arithmetic = ForwardArithmetic(call.engine, executor.works, rows_q, local, logits, call.dropout_seed)
         kept = ring.run(executor, arithmetic, keep=keep)
         out = arithmetic.state.out.finalized(q.dtype).transpose(0, 1)
-        # Detached they are nobody's views, of which autograd would refuse to let a caller change one in place.
+        # Detach, so that the outputs are not views: autograd forbids in-place changes of a function's view outputs.
         return out.detach(), arithmetic.state.lse.detach(), kept
 
 
@@ -250,11 +251,11 @@ def backward_pass(
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of q, k, v and of the sinks, from the inputs and outputs of `forward_pass` and their gradients."""
+    """Return the gradients of q, k, v and the sinks, from the inputs and outputs of `forward_pass`."""
     ring.check_consistency(call.summary(), backward_of=call.number)
     if not q.shape[0]:
-        nothing = None if sinks is None else torch.zeros_like(sinks)
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), nothing
+        no_sinks = None if sinks is None else torch.zeros_like(sinks)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), no_sinks
     if dout is None:
         dout = torch.zeros_like(out)
     executor = ring.executor_of(call, backward=True)
@@ -265,11 +266,11 @@ def backward_pass(
         dtype, make = accumulator_dtype(q.dtype), torch.zeros if sums is OwnSums.ZEROED else torch.empty
         dk, dv = (make(x.shape, dtype=x.dtype if sums is OwnSums.NONE else dtype, device=x.device) for x in (k, v))
         rows_q = q.detach().transpose(0, 1)
-        local, grads = (LocalTensors(*(one.detach().transpose(0, 1) for one in pair)) for pair in ((k, v), (dk, dv)))
+        local, grads = (LocalTensors(*(x.detach().transpose(0, 1) for x in pair)) for pair in ((k, v), (dk, dv)))
         arithmetic = BackwardArithmetic(call.engine, executor.works, rows_q, local, inputs, grads)
         ring.run(executor, arithmetic, kept)
         dq = arithmetic.dq.finalized(q.dtype).transpose(0, 1)
-        # Each accumulator goes before the next result comes.
+        # Free each accumulator before the next result is allocated.
         del arithmetic, grads
         dk = dk.to(k.dtype)
         dv = dv.to(v.dtype)
@@ -278,12 +279,12 @@ def backward_pass(
 
 
 def _uncast(like: Tensor) -> torch.autocast:
-    """Where engines and the merge compute: in the dtypes that they choose, also under the caller's torch.autocast."""
+    """Disable the caller's torch.autocast: engines and the merge choose their dtypes."""
     return torch.autocast(like.device.type, enabled=False)
 
 
 def _backward_inputs(engine: Engine, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> BackwardInputs:
-    """What backward starts from; `dout` and `out` row-first."""
+    """Return the inputs of the backward pass; `dout` and `out` are row-first."""
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     if dlse is not None:
         dlse = torch.where(lse.isinf(), 0.0, dlse.to(lse.dtype))
@@ -291,16 +292,16 @@ def _backward_inputs(engine: Engine, dout: Tensor, out: Tensor, lse: Tensor, dls
 
 
 def _sinks_grad(sinks: Tensor, inputs: BackwardInputs) -> Tensor:
-    """This rank's part of the gradient of the sinks, (heads,): minus the sink's weight times delta, summed."""
+    """Return this rank's part of the gradient of the sinks, (heads,): -sum(weight of the sink * delta)."""
     weight = torch.exp(sinks.detach().to(inputs.lse.dtype)[None, :, None] - inputs.lse)
     return -(torch.where(inputs.lse.isinf(), 0.0, weight) * inputs.delta).sum((0, 2)).to(sinks.dtype)
 
 
 def check_sequences(ring: Runtime, seq: Sequence, kv_seq: Sequence | None) -> None:
     """Raise `InputError` unless this ring made both sequences. `kv_seq` None: there is one sequence."""
-    for name, given in (("seq", seq), ("kv_seq", seq if kv_seq is None else kv_seq)):
-        if not isinstance(given, Sequence) or given.ring is not ring:
-            got = "a sequence of another ring" if isinstance(given, Sequence) else type(given).__name__
+    for name, value in (("seq", seq), ("kv_seq", seq if kv_seq is None else kv_seq)):
+        if not isinstance(value, Sequence) or value.ring is not ring:
+            got = "a sequence of another ring" if isinstance(value, Sequence) else type(value).__name__
             raise InputError(f"rank {ring.rank}: {name} must come from this ring's own ring.sequence(...), got {got}")
 
 
@@ -310,10 +311,10 @@ def check_tensors(
     """Raise `InputError` unless the tensors are this rank's shards of `seq` and `kv_seq`."""
     where = f"rank {ring.rank}: "
     check_sequences(ring, seq, kv_seq)
-    for name, one in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
-        if hasattr(one, "to_local"):  # without torch.distributed.tensor, which takes long to import
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        if hasattr(x, "to_local"):  # does not import torch.distributed.tensor, which is slow
             raise UnsupportedError(
-                where + f"{name} is a {type(one).__name__}; give {name}.to_local(), this rank's tokens of the heads of "
+                where + f"{name} is a {type(x).__name__}; give {name}.to_local(), this rank's tokens of the heads of "
                 "this rank, or call ringattn.adapters.torch_ops.ring_attention, which takes DTensors of sharded heads"
             )
     keys = ("seq", seq) if kv_seq is None else ("kv_seq", kv_seq)
@@ -327,7 +328,7 @@ def check_tensors(
                 f"pass {label}.shard({name}), not the full tensor"
             )
         if x.dtype != q.dtype:
-            raise InputError(where + f"{name} is {x.dtype} and q is {q.dtype}; all three must be alike")
+            raise InputError(where + f"{name} is {x.dtype} and q is {q.dtype}; q, k and v must have the same dtype")
         if x.shape[0] != q.shape[0]:
             raise InputError(where + f"{name} has batch {x.shape[0]} and q has {q.shape[0]}")
         if x.device != q.device or (ring.world_size > 1 and x.device.type != ring.device.type):
@@ -343,7 +344,7 @@ def check_tensors(
 
 
 def check_sinks(where: str, sinks: Tensor | None, heads: int, device: torch.device) -> None:
-    """Raise `InputError` unless there are none, or one for each query head: of any dtype that q may have."""
+    """Raise `InputError` unless `sinks` is None or has one number per query head, in a dtype that q may have."""
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or tuple(sinks.shape) != (heads,):
@@ -356,10 +357,10 @@ def check_sinks(where: str, sinks: Tensor | None, heads: int, device: torch.devi
 
 
 def check_recordable(where: str, tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise `InputError` where autograd would have to keep one of these, and cannot."""
-    given = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
-        for name, x in given.items():
+    """Raise `InputError` if autograd would have to save one of these tensors and cannot."""
+    present = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
+    if torch.is_grad_enabled() and any(x.requires_grad for x in present.values()):
+        for name, x in present.items():
             if x.is_inference():
                 raise InputError(
                     f"{where}{name} was made under torch.inference_mode, and backward would need it; pass "

@@ -1,7 +1,7 @@
-"""Dilated attention over a ring: one exact call, or torchscale's variants put together from several.
+"""Dilated attention over a ring: one exact call, or the variants of torchscale, which combine several calls.
 
-Guarantees: with exact gradients one pass over all branches, merged as it goes; the variants give what torchscale's
-published algorithm gives, and refuse where that moves rows.
+Guarantees: exact gradients take a single pass over all branches; the variants compute what torchscale's published
+algorithm computes, and refuse the cases in which that algorithm moves rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def attend_dilated(
     inputs = {"q": q, "k": k, "v": v, "sinks": options.sinks}
 
     def attend_to(branches: Dilated) -> tuple[Tensor, Tensor]:
-        """(out, lse) of these branches, with the zero keys of the variant."""
+        """Return (out, lse) of these branches, with the zero keys of the variant."""
 
         def describe() -> AttentionCall:
             call = checked_call(ring, q, k, v, seq, None, options, branches)
@@ -62,24 +62,24 @@ def attend_dilated(
 
 
 def zero_keys(pairs: Dilated, seq: Sequence, q_heads: int, kv_heads: int) -> Tensor:
-    """How many zero keys torchscale lets this rank's queries see: (q_heads, tokens), int64.
+    """Return how many of torchscale's zero keys each of this rank's queries attends to: (q_heads, tokens), int64.
 
-    It fills every segment up to the full length, or to that of a shorter sequence, and from there up to a multiple of
+    torchscale fills every segment up to the full length (or that of a shorter sequence), and then up to a multiple of
     the rate (torchscale at 4d1e0e8, dilated_attention.py: `gathering`, `dense_to_sparse`).
     """
     positions, bounds = seq.positions(), torch.tensor(_bounds(seq))
     document = torch.searchsorted(bounds, positions, right=True) - 1
     start, stop = bounds[document], bounds[document + 1]
-    found = torch.zeros(q_heads, len(positions), dtype=torch.int64)
+    counts = torch.zeros(q_heads, len(positions), dtype=torch.int64)
     for length, rate in zip(pairs.segment_lengths, pairs.dilation_rates, strict=True):
         width = (stop - start).clamp(max=length)
         begin = start + (positions - start) // width * width
         size = torch.minimum(stop, begin + width) - begin
         for head, offset in enumerate(head_offsets(pairs.offset, rate, q_heads, kv_heads, pairs.layer or 0)):
-            held = (size - offset + rate - 1) // rate
+            real_keys = (size - offset + rate - 1) // rate
             kept = (positions - begin) % rate == offset
-            found[head] += torch.where(kept, (width + rate - 1) // rate - held, 0)
-    return found
+            counts[head] += torch.where(kept, (width + rate - 1) // rate - real_keys, 0)
+    return counts
 
 
 def _bounds(seq: Sequence) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ def _check_variant(options: AttentionOptions, dilated: Dilated, seq: Sequence, g
 
 
 def _with_zero_keys(out: Tensor, lse: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` after `count` more keys with logit 0 and value 0."""
+    """Return `out` and `lse` with `count` additional keys of logit 0 and value 0."""
     count = count.to(lse.device, lse.dtype)
     more = count > 0
     before = torch.where(more, lse, 0.0)
@@ -119,7 +119,7 @@ def _with_zero_keys(out: Tensor, lse: Tensor, count: Tensor) -> tuple[Tensor, Te
 
 
 def _mixed(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The branches weighted by their softmax denominators, as constants; an lse that carries no gradient."""
+    """Return the sum of the branches weighted by their softmax denominators. The weights and lse have no gradient."""
     outs, lses = zip(*parts, strict=True)
     every = torch.stack(lses).detach()
     lse = every.logsumexp(0)

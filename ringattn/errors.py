@@ -1,4 +1,4 @@
-"""The errors a user can meet, and what tells a name from a misspelt one.
+"""The errors that ringattn raises, and the check of a name that suggests the nearest one.
 
 Every message says what was wrong, on which rank, and what to do about it.
 """
@@ -23,15 +23,15 @@ class UnsupportedError(InputError, NotImplementedError):
 
 
 class DisagreementError(InputError):
-    """The ranks of one call do not ask for the same thing (length, dtype, mask, options)."""
+    """The ranks do not make the same call (length, dtype, mask, options)."""
 
 
 class PlanError(RingError):
-    """A schedule or a placement breaks one of its own rules; always a defect, never bad input."""
+    """A schedule or a placement breaks one of its rules: a defect of ringattn, never of the input."""
 
 
 class TransportError(RingError):
-    """A message could not be exchanged. Names rank, peer, what was exchanged and its bytes."""
+    """A message could not be exchanged. Names the rank, the peer, the message and its bytes."""
 
 
 class DeadlineError(TransportError, TimeoutError):
@@ -43,20 +43,20 @@ class PeerLostError(TransportError):
 
 
 class NonFiniteError(RingError, ArithmeticError):
-    """A training step came to a loss, a gradient norm or weights that are infinite or NaN."""
+    """A training step produced a loss, a gradient norm or weights that are infinite or NaN."""
 
 
 class OutOfMemoryError(RingError, MemoryError):
-    """There was no memory for an attention pass. Says what the rank held for it, and what to change."""
+    """There was not enough memory for an attention pass. Lists what the pass held, and what to change."""
 
 
 class ClosedError(RingError):
     """The ring was closed or aborted; open a new one."""
 
 
-def one_of(name: str, known: Mapping[str, Any] | tuple[str, ...], key: str) -> str:
-    """`name`, if it is one of `known`. Raises `InputError` with the nearest name."""
-    if name in known:
+def one_of(name: str, names: Mapping[str, Any] | tuple[str, ...], key: str) -> str:
+    """Return `name` if it is among `names`. Raises `InputError` that suggests the nearest name."""
+    if name in names:
         return name
-    near = [one for one in known if one.startswith(name)] or difflib.get_close_matches(name, known, n=1, cutoff=0.3)
-    raise InputError(f"{key}={name}: " + (f"did you mean {near[0]}? " if near else "") + f"one of {', '.join(known)}")
+    near = [each for each in names if each.startswith(name)] or difflib.get_close_matches(name, names, 1, cutoff=0.3)
+    raise InputError(f"{key}={name}: " + (f"did you mean {near[0]}? " if near else "") + f"one of {', '.join(names)}")

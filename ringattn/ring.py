@@ -74,50 +74,51 @@ class Ring(Runtime):
         nccl: NcclOptions | None = None,
         cluster: Cluster | str | None = "auto",
     ) -> None:
-        """Opens the ring on this rank; returns when all ranks have opened it.
+        """Open the ring on this rank. Return when all ranks have opened it.
 
         Args:
             group: A ProcessGroup, or a DeviceMesh (its dimension `cp`). None: the default process group if there is
                 one, else torchrun's environment variables, else this process alone.
-            transport: What carries the messages: nccl, peer (copy engines inside a node, nccl between nodes), shm
-                (memory that the processes of a machine share, gloo between machines), gloo, local (this process alone),
-                or a `Transport`. auto: nccl where there is a CUDA device, else shm where all ranks are one user's on
-                one machine, else gloo; local when alone.
-            engine: What computes attention: aten, plain, triton, fa3, fa4, or an `Engine`. auto: by device, dtype and
-                heads.
+            transport: The transport of the messages: nccl, peer (copy engines within a node, NCCL between nodes), shm
+                (shared memory within a machine, gloo between machines), gloo, local (a single process), or a
+                `Transport`. auto: nccl if there is a CUDA device; otherwise shm if all ranks run on one machine as the
+                same user, and gloo if not; local for a ring of one rank.
+            engine: The engine that computes attention: aten, plain, triton, fa3, fa4, or an `Engine`. auto: chosen by
+                device, dtype and head sizes.
             timeout_s: The deadline of every wait, in seconds.
-            dkv_wire_dtype: A floating dtype, or its name, in which dK and dV travel. None: the accumulator dtype
+            dkv_wire_dtype: The floating dtype, or its name, in which dK and dV are sent. None: the accumulator dtype
                 (float32; float64 for float64 inputs).
-            kv_wire_dtype: int8 or float8_e4m3fn halves what bf16 K and V cost on the wire, and rounds what other ranks
-                sent; a rank's own K and V never. Gradients are those of the rounded values. None: the dtype of K and V.
-                Relative errors of out, dq, dk, dv, for unit normal inputs of head_dim 64, causal, 4 ranks: 0.5, 0.7,
-                0.6, 0.3 % in int8 and 2.1, 3.1, 2.4, 1.6 % in float8_e4m3fn; docs/internals/decisions/0006 has bounds.
-            out_wire_dtype: A floating dtype, or its name, in which a rank returns the outputs that it computed for
-                another rank's queries. The schedules ulysses, ulysses_ring, pass_q and balanced do so, and a narrower
+            kv_wire_dtype: The eight-bit dtype, int8 or float8_e4m3fn, in which K and V are sent. It halves the bytes of
+                bf16 K and V, and rounds the K and V that come from other ranks, never those of the rank itself.
+                Gradients are those of the rounded values. None: the dtype of K and V. Relative errors of out, dq, dk,
+                dv, for unit normal inputs of head_dim 64, causal, 4 ranks: 0.5, 0.7, 0.6, 0.3 % in int8 and 2.1, 3.1,
+                2.4, 1.6 % in float8_e4m3fn; docs/internals/decisions/0006 has bounds.
+            out_wire_dtype: The floating dtype, or its name, in which a rank returns outputs that it computed for the
+                queries of another rank, as the schedules ulysses, ulysses_ring, pass_q and balanced do. A narrower
                 dtype rounds those outputs. None: the accumulator dtype.
-            poison: Fill unused memory with NaN, so that a read of it shows.
+            poison: Fill unused memory with NaN, so that reading it becomes visible.
             nccl: Options of the transport nccl, and of peer between nodes. None: the defaults of `NcclOptions`.
-            cluster: The machines that schedule="auto" chooses for, the same on all ranks: the name of a preset, a file
-                of `ringattn calibrate`, or constants. Nodes and links are those that the ring finds, unless constants
-                have `links`. auto: what `ringattn calibrate` has left on this machine, or the preset of its GPUs;
-                `explain` says what was recognised. None: not known, and schedule="auto" goes by mask and bytes.
+            cluster: The machines for which schedule="auto" chooses, the same on all ranks: the name of a preset, a file
+                written by `ringattn calibrate`, or a `Cluster`. Nodes and links are those that the ring detects, unless
+                the cluster has `links`. auto: the file that `ringattn calibrate` wrote on this machine, or the preset
+                of its GPUs; `explain` says which. None: unknown, so schedule="auto" decides by mask and bytes.
 
         Raises:
-            InputError: An argument is not known or does not fit the group.
+            InputError: An argument is unknown or does not fit the group.
             UnsupportedError: The transport does not work with this machine or build.
             InputError: RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is missing or wrong, or the port is in use.
             DeadlineError: A rank did not open the ring in time.
             PeerLostError: Another rank's arguments were refused, or rank 0 ended while it hosted the store.
-            DisagreementError: The ranks were given different NCCL options or libraries, or belong to two jobs.
+            DisagreementError: The ranks have different NCCL options or libraries, or belong to two jobs.
         """
-        # Ranks whose arguments are right learn what is wrong with another's.
+        # If the arguments of one rank are refused, all ranks report the reason.
         with refusals_published(group) if isinstance(transport, str) else nullcontext():
             if isinstance(engine, str) and engine not in ENGINES:
                 raise InputError(f"engine={engine!r} is not known; choose one of {', '.join(ENGINES)}")
             if cluster == "auto":
-                known: Cluster | Literal["auto"] | None = "auto"
+                machines: Cluster | Literal["auto"] | None = "auto"
             else:
-                known = cluster_named(cluster) if isinstance(cluster, str) else cluster
+                machines = cluster_named(cluster) if isinstance(cluster, str) else cluster
             if not isinstance(timeout_s, Real) or not 0 < timeout_s < math.inf:
                 raise InputError(f"timeout_s must be a positive, finite number, got {timeout_s!r}")
             wires = {
@@ -126,17 +127,17 @@ class Ring(Runtime):
                 "out_wire_dtype": wire_name("out_wire_dtype", out_wire_dtype, FLOATS),
             }
         if not isinstance(transport, str):
-            super().__init__(transport, engine=engine, poison=poison, cluster=known, **wires)
+            super().__init__(transport, engine=engine, poison=poison, cluster=machines, **wires)
             return
-        opened = open_transport(group, transport, timeout_s, nccl, calibrated=known == "auto")
+        opened = open_transport(group, transport, timeout_s, nccl, calibrated=machines == "auto")
         try:
-            super().__init__(opened, engine=engine, poison=poison, cluster=known, **wires)
+            super().__init__(opened, engine=engine, poison=poison, cluster=machines, **wires)
         except BaseException as error:
-            opened.abort(error)  # the others have opened their ends
+            opened.abort(error)  # the other ranks have opened the ring already
             raise
 
     def close(self) -> None:
-        """Leaves the ring without disturbing other ranks. Idempotent; any later call raises `ClosedError`."""
+        """Close the ring on this rank without disturbing the others. Idempotent; later calls raise `ClosedError`."""
         if self.forked or self._end is not None:
             return
         # Before the transport closes, which frees the memory of the arena.
@@ -163,29 +164,29 @@ class Ring(Runtime):
         for_: Purpose | str = "causal",
         schedule: str = "auto",
     ) -> Sequence[Ring]:
-        """Lays `length` tokens, or packed documents, over the ranks. Local: no rank waits for another.
+        """Shard `length` tokens, or packed documents, over the ranks. Local: no rank waits for another.
 
         Uneven counts are normal: the first ranks or chunks take the extra tokens.
 
         Args:
-            length: Tokens of the whole sequence. None: the last of `cu_seqlens`.
-            cu_seqlens: Cumulative document lengths [0, ..., length], integers; they cut every row of a batch alike.
-                None: one sequence.
-            layout: contiguous, zigzag, striped, per_document (zigzag in each document) or documents (short ones whole
-                on a rank, long ones cut, causal pairs balanced). auto: the one that suits `for_`.
-            for_: The mask that the layout is to balance: causal, full, window or dilated. Read with layout="auto" only.
-            schedule: The schedule that calls will name, read with layout="documents" alone. all_gather: documents are
-                placed for the fewest rows sent. Others: so that ranks do not wait for each other in any step. auto: for
-                the fewest rows where the machines are known and no rank receives more than 1.5 shards of them, else for
-                steps. Calls with another schedule are exact, and slower; `explain` says so.
+            length: The number of tokens of the whole sequence. None: the last entry of `cu_seqlens`.
+            cu_seqlens: Cumulative document lengths [0, ..., length], integers. Every row of a batch has these
+                documents. None: one sequence without documents.
+            layout: contiguous, zigzag, striped, per_document (zigzag within each document) or documents (a short
+                document stays on one rank, a long one is cut, and causal pairs are balanced). auto: chosen by `for_`.
+            for_: The mask whose work the layout balances: causal, full, window or dilated. Only for layout="auto".
+            schedule: The schedule that calls will name. Used with layout="documents" only. all_gather: place documents
+                so that the fewest rows are sent. Other schedules: so that no rank waits for another in any step. auto:
+                the former if the cluster is known and no rank receives more than 1.5 times its shard, otherwise the
+                latter. Calls with another schedule are exact but slower; `explain` says so.
 
         Returns:
-            The sequence, to shard tensors by and to pass to attention.
+            The sequence. It shards tensors, and attention takes it.
 
         Raises:
-            InputError: No length is given, it is not a number of tokens or exceeds 2^50; the cuts do not ascend from 0
-                to the length; a name is not known; a layout of documents has none; a schedule is named for another
-                layout than documents.
+            InputError: No length is given, it is not a number of tokens or exceeds 2^50; `cu_seqlens` does not ascend
+                from 0 to the length; a name is unknown; a layout of documents is used without documents; or a schedule
+                is named for a layout other than documents.
 
         Example:
             seq = ring.sequence(cu_seqlens=[0, 700, 1000])
@@ -199,8 +200,8 @@ class Ring(Runtime):
             raise InputError(f"length must be a number of tokens, got {length!r}")
         if schedule != "auto" and layout != "documents":
             raise InputError(
-                f"schedule={schedule!r} places documents, with layout='documents'; layout={layout!r} is the same for "
-                "every schedule: name it in the call alone"
+                f"schedule={schedule!r} decides where layout='documents' places documents; layout={layout!r} does not "
+                "depend on it: name the schedule in the call only"
             )
         at_once = (
             layout == "documents"
@@ -241,18 +242,18 @@ class Ring(Runtime):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Exact attention of this rank's queries to the keys of all ranks; differentiable. A collective call.
 
-        torch.autocast changes nothing here: out is in q's dtype, and engines compute as they do without it. The
-        backward pass needs the outputs, as that of torch's scaled_dot_product_attention does, and raises if they were
-        changed in place. If an input of any rank needs a gradient, the outputs of all ranks carry a graph, and every
-        rank calls backward.
+        torch.autocast has no effect: out has the dtype of q, and engines compute as they do without it. As with torch's
+        scaled_dot_product_attention, the backward pass uses the outputs and raises if they were changed in place. If an
+        input of any rank needs a gradient, the outputs of all ranks carry a graph, and every rank calls backward.
 
         Args:
             q: Queries, this rank's shard of `seq`: float64, float32, float16 or bfloat16.
-            k: Keys, this rank's shard of `kv_seq` if given, else of `seq`; q's dtype. q_heads is a multiple of
-                kv_heads.
+            k: Keys in the dtype of q, this rank's shard of `kv_seq` if it is given, otherwise of `seq`. q_heads is a
+                multiple of kv_heads.
             v: Values, like k.
             seq: The sequence of the queries, made by this ring.
-            kv_seq: Another sequence of this ring, for cross attention; positions count from 0 in both. None: `seq`.
+            kv_seq: The sequence of the keys for cross attention, made by this ring. Positions count from 0 in both.
+                None: `seq`.
             return_lse: Also return lse.
             options: See `ringattn.options.AttentionOptions`.
 
@@ -266,9 +267,10 @@ class Ring(Runtime):
             lse: (batch, q_heads, tokens)
 
         Returns:
-            out in q's dtype; with `return_lse` (out, lse). lse is the natural logarithm of the softmax's denominator,
-            sinks included, in the accumulator dtype, and differentiable. A row that attends to no key, or whose scores
-            are all -inf, gives 0 and -inf, with a sink lse = sink. A NaN in a query makes its row NaN.
+            out in the dtype of q; with `return_lse` (out, lse). lse is the natural logarithm of the softmax's
+            denominator including sinks, in the accumulator dtype, and differentiable. For a query that attends to no
+            key, or whose scores are all -inf, out is 0 and lse is -inf, or the sink if there are sinks. A NaN in a
+            query makes its row NaN.
 
         Raises:
             InputError: A tensor, a sequence or an option is wrong, on any rank; every rank raises.
@@ -306,23 +308,24 @@ class Ring(Runtime):
     ) -> Any:
         """LongNet's dilated attention (arXiv 2307.02486), exact: one softmax over the keys of all branches.
 
-        Branch i cuts the sequence, or each document, into segments of `segment_lengths[i]` tokens. In each, a head's
-        queries attend to the keys at its `offset` modulo `dilation_rates[i]`. A pair that several branches have counts
-        once for each. Differentiable. A collective call.
+        Branch i cuts the sequence, or each document, into segments of `segment_lengths[i]` tokens. In each segment, the
+        queries and keys of a head are those at its `offset` modulo `dilation_rates[i]`. A pair in several branches
+        counts once for each. Differentiable. A collective call.
 
         Args:
             q: Queries, this rank's shard of `seq`: float64, float32, float16 or bfloat16.
-            k: Keys, this rank's shard of `seq`, in q's dtype. q_heads is a multiple of kv_heads.
+            k: Keys, this rank's shard of `seq`, in the dtype of q. q_heads is a multiple of kv_heads.
             v: Values, like k.
             seq: The sequence, made by this ring.
-            segment_lengths: Tokens of a segment, for each branch; positive.
-            dilation_rates: Of so many tokens a head keeps one, for each branch; positive.
-            offset: Which of the tokens a head keeps. mod: head % rate (LongNet). block: runs of ceil(heads / rate)
-                heads share one (torchscale). kv_head: K/V head % rate. layer_rotated: (head + layer * heads) % rate.
-            grad: exact; detached takes the branches' shares as constants, as torchscale does, and its lse has no
-                gradient.
-            tail: ragged; zero_pad lets queries attend to the zero keys with which torchscale fills short segments.
-            layer: Index of the layer from 0 on, with offset="layer_rotated"; None otherwise.
+            segment_lengths: The number of tokens of a segment, one per branch; positive.
+            dilation_rates: The dilation rate r, one per branch; positive. A head keeps one of r tokens.
+            offset: Which token of each r a head keeps. mod: head % r (LongNet). block: groups of ceil(heads / r) heads
+                share an offset (torchscale). kv_head: K/V head % r. layer_rotated: (head + layer * heads) % r.
+            grad: exact; or detached, which treats the weights of the branches as constants, as torchscale does. Then
+                lse has no gradient.
+            tail: ragged; or zero_pad, where queries also attend to the zero keys with which torchscale fills short
+                segments.
+            layer: The index of the layer, from 0, with offset="layer_rotated"; None otherwise.
             return_lse: Also return lse.
             options: See `ringattn.options.AttentionOptions`. sinks need grad="exact", and alibi_slopes tail="ragged".
 
@@ -336,7 +339,7 @@ class Ring(Runtime):
             lse: (batch, q_heads, tokens)
 
         Returns:
-            out in q's dtype; with `return_lse` (out, lse), as `attention` returns them.
+            out in the dtype of q; with `return_lse` (out, lse), as `attention` returns them.
 
         Raises:
             InputError: A tensor, a branch or an option is wrong, on any rank; every rank raises.
@@ -379,41 +382,41 @@ class Ring(Runtime):
         sm_margin: int | None = None,
         **options: Unpack[AttentionKeywords],
     ) -> Explanation:
-        """Explain what `attention` with these arguments would do, or with `segment_lengths` `dilated_attention`.
+        """Explain what `attention` would do with these arguments; with `segment_lengths`, `dilated_attention`.
 
-        Everything is read from the plans that would run. Nothing is sent, and the other ranks need not call it. Memory
-        and time follow the pieces of the layout and the pairs of ranks, not the tokens.
+        Everything is read from the plans that would run. Nothing is sent, and the other ranks need not call it. The
+        memory and time of this call grow with the pieces of the layout and the pairs of ranks, not with the tokens.
 
         Args:
             seq: The sequence of the queries.
-            q: Queries (batch, tokens, q_heads, d_k), of which batch, heads, head_dim, dtype and device are read. None:
-                give `q_heads` and `head_dim`.
-            k: Keys, of which the K/V heads are read. None: `kv_heads`.
-            v: Values, of which d_v is read. None: d_k.
-            batch: Rows of the batch, without `q`.
-            q_heads: Query heads, without `q`.
-            kv_heads: K/V heads, without `k`. None: as many as query heads.
-            head_dim: d_k, without `q`.
-            dtype: Of q, k and v, or its name, without `q`. None: bfloat16.
+            q: Queries (batch, tokens, q_heads, d_k): batch, heads, head_dim, dtype and device are taken from them.
+                None: give `q_heads` and `head_dim`.
+            k: Keys: the number of K/V heads is taken from them. None: `kv_heads`.
+            v: Values: d_v is taken from them. None: d_k.
+            batch: The size of the batch, if `q` is None.
+            q_heads: The number of query heads, if `q` is None.
+            kv_heads: The number of K/V heads, if `k` is None. None: the number of query heads.
+            head_dim: d_k, if `q` is None.
+            dtype: The dtype of q, k and v, or its name, if `q` is None. None: bfloat16.
             backward: Also explain the backward pass.
-            segment_lengths: Branches of dilated attention; None with `dilation_rates` None: ordinary attention.
+            segment_lengths: As for `dilated_attention`. None, with `dilation_rates` None: explain `attention`.
             dilation_rates: As for `dilated_attention`.
             offset: As for `dilated_attention`.
             layer: As for `dilated_attention`.
             kv_seq: As for `attention`.
-            cluster: What times are predicted for: constants, the name of a preset, or a file of `ringattn calibrate`.
-                Ranks share nodes as it says, or where it says nothing as those of the ring do. None: the ring's own
-                machines.
-            sm_margin: Multiprocessors of a GPU that attention leaves to exchanges, as `NcclOptions` has it. None: as
-                many as the engine of this ring leaves on its device.
-            options: See `ringattn.options.AttentionOptions`; no seed is needed for dropout.
+            cluster: The machines for which times are predicted: a `Cluster`, the name of a preset, or a file written by
+                `ringattn calibrate`. If it does not say which ranks share a node, those of the ring count. None: the
+                machines of the ring.
+            sm_margin: The number of multiprocessors that attention leaves free for exchanges, as in `NcclOptions`.
+                None: the number that the engine of this ring leaves free on its device.
+            options: See `ringattn.options.AttentionOptions`; dropout needs no seed here.
 
         Returns:
             The explanation: plans, bytes, messages, pairs, memory, predicted time. `print` shows it as text.
 
         Raises:
-            InputError: Sizes are missing, a name is not known, options do not fit, there are too many pieces to plan,
-                or the cluster does not have so many multiprocessors.
+            InputError: Sizes are missing, a name is unknown, options contradict each other, there are too many pieces
+                to plan, or the GPUs of the cluster have fewer multiprocessors than `sm_margin`.
             UnsupportedError: The engine does not compute this call.
 
         Example:
@@ -425,10 +428,10 @@ class Ring(Runtime):
         if is_dilated:
             branches = Dilated(*check(segment_lengths or (), dilation_rates or ()), checked.causal, offset, layer)
         elif offset != "mod" or layer is not None:
-            raise InputError("offset= and layer= are of dilated attention; give segment_lengths= too")
+            raise InputError("offset= and layer= belong to dilated attention; give segment_lengths= too")
         if q is not None:
             if batch != 1 or (q_heads, head_dim, dtype) != (None, None, None):
-                raise InputError("explain reads batch, heads, head_dim and dtype from q; give q= or these, not both")
+                raise InputError("explain takes batch, heads, head_dim and dtype from q; give q= or these, not both")
             batch, _, q_heads, head_dim = q.shape
             dtype = q.dtype
         if q_heads is None or head_dim is None:
@@ -442,25 +445,25 @@ class Ring(Runtime):
         )  # fmt: skip
 
     def activate(self, seq: Sequence | None, *, dropout_seed: int | None = None) -> AbstractContextManager[None]:
-        """Makes `seq` what adapters find with `ringattn.active_sequence()` inside of the `with`; nests.
+        """Make `seq` the active sequence inside the `with`: `ringattn.active_sequence()` returns it. Nests.
 
-        Under a sequence of several ranks an operator that attends to a shard alone is refused where it is called.
-        Operators are observed in a ring's first activation, with gradients and without, and in later ones until the
-        first attention over a ring.
+        If the sequence has several ranks, an operator that would attend to the local shard only is refused where it is
+        called. Operators are observed during the first activation of a ring (once with gradients and once without), and
+        during later ones until the first attention over a ring.
 
         Args:
-            seq: A sequence of this ring. None: ask for local attention.
-            dropout_seed: From 0 to 2**64 - 1, the same on all ranks, best the number of the step. Every attention
-                with dropout inside draws a seed of its own from it, and where it was given before the draws go on.
-                None: attention with dropout is refused.
+            seq: A sequence of this ring. None: attention inside is local.
+            dropout_seed: A number from 0 to 2**64 - 1, the same on all ranks, for example the number of the step. Each
+                attention with dropout inside draws its seed from it. Another `with` that is given the same number
+                continues the draws. None: attention with dropout is refused.
 
         Returns:
             A context manager.
 
         Raises:
-            InputError: `seq` belongs to another ring, `dropout_seed` is none, or is given for local attention; or, at
-                the end of the `with`, a model ran inside and no attention went over a ring.
-            UnsupportedError: Inside, an operator would attend to this rank's tokens alone.
+            InputError: `seq` belongs to another ring, `dropout_seed` is not a seed, or it is given for local attention;
+                or, at the end of the `with`, a model ran inside and no attention was computed over a ring.
+            UnsupportedError: Inside, an operator would attend to this rank's tokens only.
 
         Example:
             with ring.activate(seq):
@@ -480,26 +483,27 @@ class Ring(Runtime):
         actions: Mapping[Level, Iterable[Action]] | None = None,
         capacity_bytes: int | None = None,
     ) -> MemoryMonitor:
-        """A monitor of the memory of all ranks, with actions at named levels.
+        """Return a monitor of the memory of all ranks, with actions at named levels.
 
         Args:
-            profile: Where the levels begin: aggressive, balanced or conservative, or a `Profile` of shares of the
-                memory.
-            actions: For each `Level` the functions of (level, readings) to call from that level on. None: no actions.
-            capacity_bytes: Memory of this rank. None: what the device has, on a CPU the machine or its control group.
+            profile: The shares of the memory at which levels begin: aggressive, balanced or conservative, or a
+                `Profile`.
+            actions: For each `Level`, the functions of (level, readings) to call from that level on. None: no actions.
+            capacity_bytes: The memory of this rank. None: that of the device; on a CPU, that of the machine or of its
+                control group.
 
         Returns:
-            The monitor; all ranks call its `report` and `check` together.
+            The monitor. All ranks call its `report` and `check` together.
 
         Raises:
-            InputError: The profile is not known or its shares do not ascend within 0 to 1; the capacity is not a whole
-                number of bytes from 1 on; the actions are not lists of functions by `Level`.
+            InputError: The profile is unknown or its shares do not ascend within 0 to 1; the capacity is not a positive
+                whole number of bytes; the actions are not lists of functions by `Level`.
         """
         gather = self.all_gather_text
         return MemoryMonitor(self.pool, self.device, self.rank, gather, profile, actions, capacity_bytes)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it. A collective call.
+        """Wait until every rank has called it. A collective call.
 
         Raises:
             DisagreementError: A rank makes another call.
@@ -509,9 +513,9 @@ class Ring(Runtime):
         self.check_consistency("barrier", always=True)
 
     def synchronize(self) -> None:
-        """Returns when all exchanges have arrived. Local, not a barrier.
+        """Wait until all exchanges of this rank have arrived. Local, not a barrier.
 
-        On a GPU the host runs ahead and notices a lost peer at a later call: synchronize before results are kept.
+        On a GPU the host runs ahead, so it notices a lost peer at a later call: synchronize before you save results.
 
         Raises:
             ClosedError: The ring was closed or has failed.
@@ -521,7 +525,7 @@ class Ring(Runtime):
             self.transport.drain()
 
     def all_reduce(self, tensors: Iterable[Tensor | None]) -> None:
-        """Sums tensors over the ranks, in place; the same bits on every rank. A collective call.
+        """Sum tensors over the ranks, in place, with the same bits on every rank. A collective call.
 
         Args:
             tensors: Tensors of any shape, stride and dtype but bool, with the same shapes and dtypes on all ranks.
@@ -556,7 +560,7 @@ class Ring(Runtime):
             collectives.all_reduce(self.transport, [entry for entry in entries if entry is not None])
 
     def broadcast(self, tensors: Iterable[Tensor], src: int = 0) -> None:
-        """Copies the tensors of one rank to every rank, in place. A collective call.
+        """Copy the tensors of one rank to every rank, in place. A collective call.
 
         Args:
             tensors: Tensors of any shape, stride and dtype, with the same shapes and dtypes on all ranks.
@@ -583,10 +587,10 @@ class Ring(Runtime):
             collectives.broadcast(self.transport, entries, src)
 
     def replay(self, graph: Any) -> None:
-        """Replays a captured CUDA graph of calls of this ring on the current stream, under one deadline for all of it.
+        """Replay a captured CUDA graph of calls of this ring on the current stream, under a single deadline.
 
-        All ranks capture and replay the same calls. Run a call once before capturing it, capture with
-        `capture_error_mode="thread_local"`, and drop the graph before the ring is closed.
+        All ranks capture and replay the same calls. Run a call once before you capture it, capture with
+        `capture_error_mode="thread_local"`, and delete the graph before you close the ring.
 
         Args:
             graph: A `torch.cuda.CUDAGraph`.
@@ -601,7 +605,7 @@ class Ring(Runtime):
             self.transport.replay(graph.replay)
 
     def counters(self) -> dict[str, int]:
-        """What this rank sent since the last reset.
+        """Return what this rank has sent since the last reset.
 
         Returns:
             `bytes_sent` (payload), `messages`, `passes` and `pool_high_water_bytes`.
@@ -615,13 +619,13 @@ class Ring(Runtime):
 
     @contextmanager
     def recording(self, *, nvtx: bool = False) -> Iterator[Recording]:
-        """A recording of what the passes inside of the `with` do on this rank, backward included. Local.
+        """Record what the passes inside the `with` do on this rank, backward included. Local.
 
-        On a GPU it waits for the device once, before the first pass; passes are refused while they are captured into a
-        graph.
+        On a GPU it waits for the device once, before the first pass. A pass that is captured into a CUDA graph is
+        refused.
 
         Args:
-            nvtx: Also name the passes for NVIDIA's tools.
+            nvtx: Also mark the passes as NVTX ranges for NVIDIA's tools.
 
         Returns:
             A context manager that gives the `Recording`, see `ringattn.observe.spans`.
@@ -640,12 +644,13 @@ class Ring(Runtime):
             self._recording = None
 
     def memory_info(self) -> dict[str, int]:
-        """The ring's own memory, which all layers share. Local.
+        """Return the memory of the ring, which all layers share. Local.
 
         Returns:
-            `world_size`; `plans` that are cached; of the largest plan `slots` (buffers) and `pool_gap_bytes`;
-            `kept_bytes`, the most that one forward pass keeps for its backward; `pool_bytes` now,
-            `pool_high_water_bytes` of the largest pass, and `pool_reuses`, passes that needed no new memory.
+            `world_size`; `plans`, the number of cached plans; `slots` (buffers) and `pool_gap_bytes` of the largest
+            plan; `kept_bytes`, the most that one forward pass keeps for its backward pass; `pool_bytes` now;
+            `pool_high_water_bytes`, that of the largest pass; and `pool_reuses`, the number of passes that needed no
+            new memory.
         """
         plans = [executor.plan for executor in self._executors.values()]
         return {"world_size": self.world_size, **placements(plans), **self.pool.report()}

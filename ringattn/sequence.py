@@ -1,4 +1,4 @@
-"""One sequence laid over the ranks of a ring: shard, gather, positions, labels."""
+"""A sequence that is sharded over the ranks of a ring: shard, gather, positions, labels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringattn.transport.base import Message
 
 
 class _Ranks(Protocol):
-    """What a sequence reads of the ring that made it."""
+    """The attributes of a ring that a sequence uses."""
 
     @property
     def rank(self) -> int: ...
@@ -39,10 +39,10 @@ _living: WeakValueDictionary[int, Sequence[Any]] = WeakValueDictionary()
 
 
 class Sequence(Generic[RingType]):
-    """How the tokens of one sequence lie over the ranks of a ring. `Ring.sequence` makes one; immutable.
+    """The assignment of the tokens of one sequence to the ranks of a ring. Made by `Ring.sequence`; immutable.
 
-    `length`: tokens of the whole sequence. `counts`: tokens of each rank. `documents`: cumulative document lengths, or
-    None.
+    `length`: the number of tokens of the whole sequence. `counts`: the number of tokens of each rank. `documents`:
+    cumulative document lengths, or None.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Sequence(Generic[RingType]):
 
         Args:
             ring: The ring.
-            layout: Which rank owns which positions.
+            layout: The assignment of positions to ranks.
             documents: Cumulative lengths (0, ..., length). None: a single sequence.
-            mask: The mask of attention over this sequence. None: calls say it.
+            mask: The mask of attention over this sequence. None: that of each call.
 
         Raises:
             Nothing.
@@ -63,16 +63,16 @@ class Sequence(Generic[RingType]):
         self.length = layout.length
         self._positions: np.ndarray | None = None
         self.counts = layout.counts
-        """Tokens of each rank."""
+        """The number of tokens of each rank."""
         self.handle = next(_handles)
-        """Stands for this sequence where only a number can pass, see `sequence_with`; 0 is nobody's."""
+        """A number that identifies this sequence, see `sequence_with`; never 0."""
         _living[self.handle] = self
 
     def positions(self, per_document: bool = False) -> Tensor:
-        """The global position of each local token, as rotary positions need it.
+        """Return the global position of each local token, for example for rotary embeddings.
 
         Args:
-            per_document: Count from the start of the token's document instead.
+            per_document: Count positions from the start of the document of the token.
 
         Returns:
             int64, (counts[rank],), on the ring's device.
@@ -80,40 +80,40 @@ class Sequence(Generic[RingType]):
         Raises:
             Nothing.
         """
-        own = self._positions
-        if own is None:  # at first use: a sequence that is only planned may be longer than memory
-            own = self.layout.positions(self.ring.rank)
-            if not torch.compiler.is_compiling():  # what is traced is no array
-                self._positions = own
+        array = self._positions
+        if array is None:  # made at first use: the positions of a sequence that is only planned may not fit in memory
+            array = self.layout.positions(self.ring.rank)
+            if not torch.compiler.is_compiling():  # while torch compiles, it is not an array
+                self._positions = array
         with torch.inference_mode(False):  # a later call may need gradients
-            positions = torch.from_numpy(own)
+            positions = torch.from_numpy(array)
         if per_document and self.documents is not None:
             starts = torch.tensor(self.documents)
             positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
         return positions.to(self.ring.device)
 
     def with_documents(self, cu_seqlens: Many[int] | Tensor | None) -> Sequence:
-        """The same tokens on the same ranks, cut into other documents.
+        """Return a sequence of the same tokens on the same ranks with other documents.
 
-        For rows of a batch that are cut differently, padding included: a row's padding is a document of its own.
+        Use it for rows of a batch whose documents differ. The padding of a row is a separate document.
 
         Args:
-            cu_seqlens: Cumulative document lengths [0, ..., length]. None: no cuts.
+            cu_seqlens: Cumulative document lengths [0, ..., length]. None: no documents.
 
         Returns:
             A new sequence of the same ring.
 
         Raises:
-            InputError: The cuts are not integers that ascend from 0 to the length.
+            InputError: `cu_seqlens` are not integers that ascend from 0 to the length.
         """
         documents = None if cu_seqlens is None else check_documents(cu_seqlens, self.length)
         return Sequence(self.ring, self.layout, documents, self.mask)
 
     def with_mask(self, mask: AttentionMask | None) -> Sequence:
-        """The same tokens on the same ranks, with a mask that every attention over them applies.
+        """Return a sequence of the same tokens on the same ranks with a mask that every attention over it applies.
 
-        For masks that change from step to step, such as a prefix per document: compiled code is not compiled again for
-        another one. It also reaches the attention of hosts whose calls cannot name a mask.
+        Use it for masks that change from step to step, such as a prefix per document: compiled code is not compiled
+        again for another mask. It also reaches hosts whose attention calls have no argument for a mask.
 
         Args:
             mask: A mask of `ringattn.masks`. None: no mask.
@@ -122,7 +122,7 @@ class Sequence(Generic[RingType]):
             A new sequence of the same ring.
 
         Raises:
-            InputError: It is not a mask.
+            InputError: `mask` is not a mask.
 
         Example:
             with ring.activate(seq.with_mask(masks.prefix(prompt_lengths))):
@@ -131,7 +131,7 @@ class Sequence(Generic[RingType]):
         return Sequence(self.ring, self.layout, self.documents, check_mask(mask))
 
     def __eq__(self, other: object) -> bool:
-        """The same tokens of the same documents on the same ranks of the same ring, under the same mask."""
+        """Whether both have the same ring, layout, documents and mask."""
         if not isinstance(other, Sequence):
             return NotImplemented
         return self.ring is other.ring and self._facts == other._facts
@@ -144,7 +144,9 @@ class Sequence(Generic[RingType]):
         return self.layout, self.documents, self.mask
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a full tensor. Local; differentiable: the gradient is zero at the other ranks' tokens.
+        """Return this rank's tokens of a full tensor. Local.
+
+        Differentiable; the gradient is zero at the tokens of other ranks.
 
         Args:
             x: The full tensor, of any dtype.
@@ -154,7 +156,7 @@ class Sequence(Generic[RingType]):
             A tensor like x with counts[rank] tokens in `dim`.
 
         Raises:
-            InputError: `x` has no such dimension, or not the sequence's length there.
+            InputError: `x` has no such dimension, or its size there is not the length of the sequence.
         """
         dim = self._whole(x, dim, "shard")
         runs = self.layout.shards[self.ring.rank]
@@ -163,10 +165,10 @@ class Sequence(Generic[RingType]):
         return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The full tensor, in order, on every rank; differentiable. A collective call.
+        """Return the full tensor, in order, on every rank. Differentiable. A collective call.
 
-        The gradient of a rank's tokens is the *sum* over ranks, so a loss that every rank computes in full is divided
-        by world_size.
+        The gradient of a rank's tokens is the *sum* over ranks, so divide a loss that every rank computes in full by
+        world_size.
 
         Args:
             x: This rank's tokens.
@@ -177,39 +179,39 @@ class Sequence(Generic[RingType]):
 
         Raises:
             InputError: A shard has the wrong length, on any rank; every rank raises.
-            DisagreementError: The ranks' shards differ in dtype, in `dim` or in their other dimensions; or a rank needs
-                the gradient, and another one calls under torch.no_grad.
+            DisagreementError: The shards of the ranks differ in dtype, in `dim` or in their other dimensions; or one
+                rank needs the gradient and another one calls under torch.no_grad.
             ClosedError: The ring was closed or has failed.
             TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
         """
 
         def described() -> str:
-            at = _dimension(x, dim)
-            if x.shape[at] != self.counts[self.ring.rank]:
+            axis = _dimension(x, dim)
+            if x.shape[axis] != self.counts[self.ring.rank]:
                 raise InputError(
-                    f"rank {self.ring.rank}: gather got {x.shape[at]} tokens in dimension {at} of {tuple(x.shape)}, "
-                    f"this rank has {self.counts[self.ring.rank]}"
+                    f"rank {self.ring.rank}: gather got {x.shape[axis]} tokens in dimension {axis} of "
+                    f"{tuple(x.shape)}, this rank has {self.counts[self.ring.rank]}"
                 )
-            rest = (*x.shape[:at], *x.shape[at + 1 :])
-            return f"gather of dim {at}, other dimensions {rest}, {x.dtype}, {self.layout}"
+            rest = (*x.shape[:axis], *x.shape[axis + 1 :])
+            return f"gather of dim {axis}, other dimensions {rest}, {x.dtype}, {self.layout}"
 
         call = self.ring.check_same_call(described, {"x": x})
         return _Gather.apply(x, call.anchor(x), self, _dimension(x, dim), call.number)
 
     def shard_labels(self, tokens: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
-        """Next-token labels of this rank's tokens: shifted over the whole sequence, then sharded. Local.
+        """Return the next-token labels of this rank's tokens: shifted over the whole sequence, then sharded. Local.
 
         Args:
-            tokens: The full tensor, integers of any type but uint64.
+            tokens: The full tensor, of any integer type except uint64.
             dim: The dimension of the tokens.
-            ignore_index: The label of the last token of the sequence, and of each document.
+            ignore_index: The label of the last token of the sequence and of each document.
 
         Returns:
             int64, a tensor like `tokens` with counts[rank] labels in `dim`.
 
         Raises:
-            InputError: The tokens are not such integers or not as many as the sequence's; `ignore_index` is not an
-                integer of 64 bits.
+            InputError: The tokens are not of such a type, or their number is not the length of the sequence;
+                `ignore_index` is not an integer of 64 bits.
         """
         where = f"rank {self.ring.rank}: shard_labels"
         if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.uint64:
@@ -223,7 +225,7 @@ class Sequence(Generic[RingType]):
         return self.shard(labels, dim)
 
     def _whole(self, x: Tensor, dim: int, what: str) -> int:
-        """`dim` from 0 on. Raises `InputError` unless `x` has all of the sequence's tokens there."""
+        """Return `dim` as a number >= 0. Raises `InputError` unless `x` has all tokens of the sequence there."""
         dim = _dimension(x, dim)
         if x.shape[dim] != self.length:
             raise InputError(
@@ -238,31 +240,32 @@ class Sequence(Generic[RingType]):
 
 
 def sequence_with(handle: int) -> Sequence:
-    """The sequence whose `handle` this is. Raises `InputError` when it is gone; a handle keeps nothing alive."""
+    """Return the sequence with this `handle`, which does not keep it alive. Raises `InputError` if it was deleted."""
     try:
         return _living[handle]
     except KeyError:
-        raise InputError(f"no sequence has handle {handle} any more; keep it until its calls are made") from None
+        raise InputError(f"the sequence with handle {handle} was deleted; keep it until its calls are made") from None
 
 
 def check_documents(cu_seqlens: Many[int] | Tensor, length: int | None) -> tuple[int, ...]:
-    """Cumulative document lengths as a tuple. Raises `InputError` unless they ascend from 0 (to `length`)."""
-    numbers: Any = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens  # once: a GPU waits for each
+    """Return cumulative document lengths as a tuple. Raises `InputError` unless they ascend from 0 (to `length`)."""
+    # A tensor is read as a whole: each read of one element would wait for the GPU.
+    numbers: Any = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     try:
-        cuts = tuple(int(cut) for cut in numbers)
-        whole = all(cut == given for cut, given in zip(cuts, numbers, strict=True))
+        bounds = tuple(int(number) for number in numbers)
+        are_whole = all(bound == number for bound, number in zip(bounds, numbers, strict=True))
     except (TypeError, ValueError) as error:
         raise InputError(f"cu_seqlens must be integers, got {cu_seqlens!r}") from error
-    if not whole:
+    if not are_whole:
         raise InputError(f"cu_seqlens must be integers, got {cu_seqlens!r}")
-    if len(cuts) < 2 or cuts[0] != 0:
-        raise InputError(f"cu_seqlens must start with 0 and hold one number more than there are documents, got {cuts}")
-    for index, (start, stop) in enumerate(pairwise(cuts)):
+    if len(bounds) < 2 or bounds[0] != 0:
+        raise InputError(f"cu_seqlens must start with 0 and have one number more than documents, got {bounds}")
+    for index, (start, stop) in enumerate(pairwise(bounds)):
         if stop < start:
             raise InputError(f"cu_seqlens is out of order: document {index} would run from {start} to {stop}")
-    if length is not None and cuts[-1] != length:
-        raise InputError(f"cu_seqlens ends at {cuts[-1]}, the sequence has {length} tokens")
-    return cuts
+    if length is not None and bounds[-1] != length:
+        raise InputError(f"cu_seqlens ends at {bounds[-1]}, the sequence has {length} tokens")
+    return bounds
 
 
 def _dimension(x: Tensor, dim: int) -> int:
@@ -272,7 +275,7 @@ def _dimension(x: Tensor, dim: int) -> int:
 
 
 class _Gather(torch.autograd.Function):
-    """All shards in order; backward sums every rank's gradient of a shard at its owner, in rank order."""
+    """Gather all shards in order. Backward sums the gradients of a shard from all ranks at its owner, in rank order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _: Tensor | None, seq: Sequence, dim: int, number: int) -> Tensor:
@@ -281,10 +284,11 @@ class _Gather(torch.autograd.Function):
         local = x.detach().movedim(dim, 0).contiguous()
         parts = [local.new_empty(count, *local.shape[1:]) for count in seq.counts]
         parts[ring.rank] = local
-        _swap(ring, [local] * ring.world_size, parts, "gather")
+        _exchange(ring, [local] * ring.world_size, parts, "gather")
         full = local.new_empty(seq.length, *local.shape[1:])
         full[torch.from_numpy(seq.layout.order()).to(full.device)] = torch.cat(parts)
-        return full.movedim(0, dim).detach()  # nobody's view, so that the caller may change it in place
+        # Detach, so that the result is not a view: autograd forbids in-place changes of a function's view outputs.
+        return full.movedim(0, dim).detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -293,21 +297,21 @@ class _Gather(torch.autograd.Function):
         full = grad.movedim(ctx.dim, 0)
         order = torch.from_numpy(seq.layout.order()).to(grad.device)
         parts = [part.contiguous() for part in full[order].split(seq.counts)]
-        mine = parts[ring.rank]
-        received = [mine if rank == ring.rank else torch.empty_like(mine) for rank in range(ring.world_size)]
+        local = parts[ring.rank]
+        received = [local if rank == ring.rank else torch.empty_like(local) for rank in range(ring.world_size)]
         ring.check_consistency("gather", backward_of=ctx.number)
-        _swap(ring, parts, received, "gradient of gather")
+        _exchange(ring, parts, received, "gradient of gather")
         total = received[0].clone()
         for part in received[1:]:
             total += part
         return total.movedim(0, ctx.dim), None, None, None, None
 
 
-def _swap(ring: Any, sends: Many[Tensor], recvs: Many[Tensor], label: str) -> None:
-    """Send the r-th tensor to rank r and receive into the r-th; empty ones do not travel."""
-    others = [rank for rank in range(ring.world_size) if rank != ring.rank]
+def _exchange(ring: Any, sends: Many[Tensor], recvs: Many[Tensor], label: str) -> None:
+    """Send the r-th tensor to rank r and receive into the r-th; skip empty ones."""
+    peers = [rank for rank in range(ring.world_size) if rank != ring.rank]
     with ring.guarded():
         ring.transport.exchange(
-            [Message(peer, sends[peer], label) for peer in others if sends[peer].numel()],
-            [Message(peer, recvs[peer], label) for peer in others if recvs[peer].numel()],
+            [Message(peer, sends[peer], label) for peer in peers if sends[peer].numel()],
+            [Message(peer, recvs[peer], label) for peer in peers if recvs[peer].numel()],
         ).wait()

@@ -1,4 +1,4 @@
-"""Rings inside one process, where every rank is a thread, and the reference. For tests and first steps."""
+"""Rings whose ranks are threads of one process, and the dense reference. For tests and first steps."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ T = TypeVar("T")
 
 
 def run_ranks(world_size: int, fn: Callable[[Ring], T], *, timeout_s: float = 60.0, **ring_options: Any) -> list[T]:
-    """Runs `fn(ring)` on `world_size` threads, each of which is one rank of a ring in this process.
+    """Run `fn(ring)` on `world_size` threads, each of which is one rank of a ring in this process.
 
-    Sets one intra-op thread while it runs, because threads that each start a pool of threads overload the machine.
+    While it runs, torch uses one intra-op thread, because one thread pool per rank would overload the machine.
 
     Args:
         world_size: Number of ranks.
-        fn: What every rank runs; it is given its rank's ring, which is closed afterwards.
+        fn: The function that every rank calls with its ring. The ring is closed afterwards.
         timeout_s: The deadline of every wait, in seconds.
         ring_options: Further options of `Ring`, such as engine.
 
     Returns:
-        What `fn` returned, by rank.
+        The results of `fn`, by rank.
 
     Raises:
-        BaseException: What `fn` raised first on a rank, unless it is only a PeerLostError that another rank's error
-            caused.
+        BaseException: The first error that `fn` raised on a rank, other than a PeerLostError that it caused on another
+            rank.
 
     Example:
         outs = run_ranks(4, lambda ring: ring.sequence(1000).counts)
@@ -48,7 +48,7 @@ def run_ranks(world_size: int, fn: Callable[[Ring], T], *, timeout_s: float = 60
         try:
             with Ring(transport=world.transport(rank), timeout_s=timeout_s, **ring_options) as ring:
                 results[rank] = fn(ring)
-        except BaseException as error:  # reported to the caller below, whatever it is
+        except BaseException as error:  # raised in the caller's thread below
             failures.append((rank, error))
 
     threads_before = torch.get_num_threads()
@@ -78,17 +78,17 @@ def dense_attention(
     scale: float | None = None,
     **softmax: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The reference: attention over whole tensors in float64 on one process, straight from the definition.
+    """Compute the reference: attention over whole tensors in float64 on one process, by the definition.
 
-    Memory grows with tokens squared.
+    Memory grows with the square of the number of tokens.
 
     Args:
         q: Queries of any float dtype.
-        k: Keys, with fewer heads if wanted.
-        v: Values, with as many heads as k.
-        causal: A query meets the keys at its position and before.
-        window: (left, right) keys besides the query itself; None or -1 is unbounded. None: no window.
-        mask: A mask of `ringattn.masks`. None: no mask besides causal and window.
+        k: Keys; the number of query heads is a multiple of theirs.
+        v: Values, with the number of heads of k.
+        causal: A query attends to the keys at its position and before.
+        window: (left, right) keys in addition to the query itself; None or -1 is unbounded. None: no window.
+        mask: A mask of `ringattn.masks` in addition to causal and window. None: no mask.
         cu_seqlens: Cumulative document lengths [0, ..., tokens]. None: one sequence.
         scale: Factor of the scores. None: 1 / sqrt(d_k).
         softmax: softcap, sinks, alibi_slopes, dropout_p and dropout_seed, as for `Ring.attention`.
@@ -99,11 +99,11 @@ def dense_attention(
         v: (batch, tokens, kv_heads, d_v)
 
     Returns:
-        (out, lse): (batch, tokens, q_heads, d_v) and (batch, q_heads, tokens), float64 and differentiable; a row that
-        meets no key gives 0 and -inf.
+        (out, lse): (batch, tokens, q_heads, d_v) and (batch, q_heads, tokens), float64 and differentiable. For a query
+        that attends to no key they are 0 and -inf.
 
     Raises:
-        RuntimeError: torch's, for shapes that do not fit; the reference checks nothing itself.
+        RuntimeError: Raised by torch for shapes that do not fit; the reference has no checks.
     """
     tokens = torch.arange(q.shape[1], device=q.device)
     bounds = torch.tensor([0, q.shape[1]] if cu_seqlens is None else list(cu_seqlens), device=q.device)
@@ -141,17 +141,17 @@ def dense_dilated_attention(
     scale: float | None = None,
     **softmax: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The reference of dilated attention with offset="mod": a key counts once for each branch that has it.
+    """Compute the reference of dilated attention with offset="mod": a key counts once for each branch that has it.
 
-    Computed like `dense_attention`, in float64 on one process.
+    Like `dense_attention`, it computes in float64 on one process.
 
     Args:
         q: Queries of any float dtype.
-        k: Keys, with fewer heads if wanted.
-        v: Values, with as many heads as k.
-        segment_lengths: Tokens of a segment, for each branch.
-        dilation_rates: Of so many tokens a head keeps one, for each branch.
-        causal: A query meets the keys at its position and before.
+        k: Keys; the number of query heads is a multiple of theirs.
+        v: Values, with the number of heads of k.
+        segment_lengths: The number of tokens of a segment, one per branch.
+        dilation_rates: The dilation rate r, one per branch: a head keeps one of r tokens.
+        causal: A query attends to the keys at its position and before.
         cu_seqlens: Cumulative document lengths [0, ..., tokens]. None: one sequence.
         scale: Factor of the scores. None: 1 / sqrt(d_k).
         softmax: softcap, sinks, alibi_slopes, dropout_p and dropout_seed, as for `Ring.attention`.
@@ -165,8 +165,8 @@ def dense_dilated_attention(
         (out, lse): (batch, tokens, q_heads, d_v) and (batch, q_heads, tokens), float64 and differentiable.
 
     Raises:
-        ValueError: There is not one rate for each segment length.
-        RuntimeError: torch's, for shapes that do not fit.
+        ValueError: The numbers of segment lengths and rates differ.
+        RuntimeError: Raised by torch for shapes that do not fit.
     """
     tokens = torch.arange(q.shape[1], device=q.device)
     bounds = torch.tensor([0, q.shape[1]] if cu_seqlens is None else list(cu_seqlens), device=q.device)
@@ -185,7 +185,7 @@ def _softmax(
     softcap: float | None = None, sinks: Tensor | None = None, alibi_slopes: Any = None, dropout_p: float = 0.0,
     dropout_seed: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention in float64 in which query i of a head meets `counts[head, i, j]` times key j.
+    """Compute attention in float64 in which query i of a head attends to key j `counts[head, i, j]` times.
 
     `place`: (tokens,) the position of each token in its document.
     """
@@ -198,7 +198,7 @@ def _softmax(
         slopes = torch.as_tensor(alibi_slopes, dtype=torch.float64, device=q.device)
         scores = scores - slopes[:, None, None] * (place[:, None] - place[None, :]).abs()
     scores = torch.where(counts > 0, scores + counts.clamp(min=1).log(), float("-inf"))
-    if sinks is not None:  # one key more, which every query attends to, and which has no value
+    if sinks is not None:  # an additional key without a value, to which every query attends
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
     lse = scores.logsumexp(-1)
     sees = (lse > float("-inf"))[..., None]

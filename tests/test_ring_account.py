@@ -141,8 +141,8 @@ def test_explain_takes_numbers_instead_of_tensors() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"offset": "block"}, "offset= and layer= are of dilated attention"),
-        ({"layer": 1}, "offset= and layer= are of dilated attention"),
+        ({"offset": "block"}, "offset= and layer= belong to dilated attention"),
+        ({"layer": 1}, "offset= and layer= belong to dilated attention"),
         ({"q": torch.zeros(1, 8, 2, 8), "q_heads": 4}, "give q= or these, not both"),
         ({"q": torch.zeros(1, 8, 2, 8), "batch": 2}, "give q= or these, not both"),
         ({"q": torch.zeros(1, 8, 2, 8), "dtype": "float16"}, "give q= or these, not both"),

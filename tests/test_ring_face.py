@@ -222,7 +222,7 @@ def test_bad_options_of_a_ring(options: dict[str, Any], message: str) -> None:
         ({"length": 8.0}, r"length must be a number of tokens, got 8\.0"),
         ({"cu_seqlens": [0, 5, 3, 8]}, r"cu_seqlens is out of order: document 1 would run from 5 to 3"),
         ({"cu_seqlens": [1, 5]}, r"cu_seqlens must start with 0"),
-        ({"cu_seqlens": [0]}, r"hold one number more than there are documents"),
+        ({"cu_seqlens": [0]}, r"have one number more than documents"),
         ({"cu_seqlens": [0, 5], "length": 6}, r"cu_seqlens ends at 5, the sequence has 6 tokens"),
         ({"cu_seqlens": [0, "x"]}, r"cu_seqlens must be integers"),
         ({"cu_seqlens": 7}, r"cu_seqlens must be integers"),

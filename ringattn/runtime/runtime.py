@@ -37,24 +37,23 @@ _open: WeakSet[Runtime] = WeakSet()
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Everything about a call but its tensors."""
+    """Everything about a call except its tensors."""
 
     problem: Problem
     route: Route
     softmax: Softmax
     engine: Engine
     dropout_seed: int = 0
-    """Where there is dropout; no part of a plan, for it is another one at each step."""
+    """Used with dropout only. Not part of a plan, because it differs in each step."""
     number: int = field(default=0, compare=False)
-    """The number that all ranks gave this call when they compared it: its backward pass names it."""
+    """The number that all ranks gave this call when they compared it; its backward pass refers to it."""
     graph: bool = field(default=False, compare=False)
     """Whether the outputs carry a graph on every rank, because some rank needs gradients."""
 
     def summary(self, *extra: str) -> str:
-        """Return what all ranks must have in common: a readable line, then a line for each fact, see `facts_of`.
+        """Return what must be equal on all ranks: a readable line, then a line for each fact, see `facts_of`.
 
-        Every field is compared, also of the route and of what else plans are made from. Only engines may differ between
-        ranks: messages and results are the same with every engine.
+        Every field is compared except the engine: messages and results are the same with every engine.
         """
         parts = [part.name for part in fields(self) if part.compare and part.name != "engine"]
         facts = (fact for name in parts for fact in _facts(getattr(self, name), FACT_NAMES.get(name, name)))
@@ -62,7 +61,7 @@ class AttentionCall:
 
 
 FACT_NAMES = {"problem": "", "softmax": "", "route": "schedule"}
-"""How facts of these fields begin in an error; those of others begin with the field's name."""
+"""How facts of these fields begin in an error; facts of other fields begin with the name of the field."""
 
 
 @bounded
@@ -113,7 +112,7 @@ class Runtime(ProcessBound):
         # Bounded: with new documents in each step, the number of plans has no limit.
         self._executors: BoundedCache[tuple[Any, ...], Executor] = BoundedCache(lambda key, each: each.held_bytes())
         self._recording: Recording | None = None
-        self._margin_told = False
+        self._has_warned_of_margin = False
         _open.add(self)
 
     @property
@@ -152,16 +151,16 @@ class Runtime(ProcessBound):
         backward_of: int | None = None,
         needs: GradientNeeds | None = None,
     ) -> ComparedCall:
-        """All ranks make the same call, or all raise. A collective call.
+        """Raise on all ranks unless they all make the same call. A collective call.
 
-        Where the transport itself notices a rank that makes another call, one check of a call is enough.
+        If the transport itself notices a rank that makes another call, each call is compared only once.
 
         Args:
-            summary: The call in words; equal on all ranks.
-            refusal: Why this rank refuses the call. None: it does not.
-            always: Check also a call that was checked before.
-            backward_of: The number of the forward call whose backward pass this is; the same on all ranks. None: no
-                backward.
+            summary: A description of the call, equal on all ranks.
+            refusal: The error with which this rank refuses the call. None: it does not refuse it.
+            always: Also compare a call that was compared before.
+            backward_of: The number of the forward call whose backward pass this is; the same on all ranks. None: the
+                call is not a backward pass.
             needs: Which gradients this rank needs. None: the call is not differentiable.
 
         Returns:
@@ -178,24 +177,23 @@ class Runtime(ProcessBound):
         if refusal is not None:
             attended()
         needed = needs is not None and bool(needs.inputs)
-        # Alone there is nobody to ask.
         if self.world_size == 1:
             if refusal is not None:
                 raise refusal
             return ComparedCall(0, needed)
         message = self._agreement.announced(summary, refusal, always, backward_of, needs)
-        # Compared before: the transport notices a rank that makes another call.
+        # The call was compared before, and the transport notices a rank that makes another one.
         if message is None:
             return ComparedCall(self._agreement.calls, needed)
         try:
             with self.guarded(), unseen():
                 answers = self._agreement.ask(message, needs)
         except RingError:
-            # The own refusal says more than that the check failed.
+            # The refusal of this rank says more than that the comparison failed.
             if refusal is not None:
                 raise refusal from None
             raise
-        # Raised after the check, so that the other ranks have been told and do not wait for this one.
+        # Raised after the comparison, so that the other ranks have received it and do not wait for this one.
         if refusal is not None:
             raise refusal
         graph = self._agreement.settle(summary, backward_of, answers, needs)
@@ -204,10 +202,10 @@ class Runtime(ProcessBound):
     def check_same_call(
         self, describe: Callable[[], str], inputs: Inputs | GradientNeeds | None = None
     ) -> ComparedCall:
-        """`check_consistency` on the call that `describe` describes; an error of `describe` makes all ranks refuse it.
+        """Compare the call that `describe` returns, see `check_consistency`. If `describe` raises, all ranks refuse it.
 
         Args:
-            describe: Checks the call and returns it in words.
+            describe: Checks the call and returns a description of it.
             inputs: The differentiable inputs, or which of them need a gradient. None: the call is not differentiable.
 
         Returns:
@@ -220,27 +218,27 @@ class Runtime(ProcessBound):
             ClosedError: The ring was closed or has failed.
         """
         with self.refused_by_all():
-            words = describe()
+            summary = describe()
             needs = gradient_needs(inputs) if isinstance(inputs, Mapping) else inputs
-        return self.check_consistency(words, needs=needs)
+        return self.check_consistency(summary, needs=needs)
 
     @contextmanager
     def refused_by_all(self) -> Iterator[None]:
-        """What this rank raises inside is raised by the next call of every rank, so that none waits for this one.
+        """Send an error that is raised inside to all ranks, whose next call raises it too, so that no rank waits.
 
-        Inside must be no collective call.
+        There must be no collective call inside.
 
         Returns:
             A context manager.
 
         Raises:
-            InputError: Something that is not a `RingError` was raised inside; it is the cause. A `RingError` stays as
-                it is.
+            InputError: An error other than a `RingError` was raised inside; it is the cause. A `RingError` is raised
+                unchanged.
         """
         try:
             yield
         except RingError as error:
-            if not str(error).startswith("rank "):  # checks of options do not know the rank
+            if not str(error).startswith("rank "):  # the checks of options do not know the rank
                 error.args = (f"rank {self.rank}: {error}",)
             self.check_consistency("", error)
         except Exception as error:
@@ -249,7 +247,7 @@ class Runtime(ProcessBound):
             self.check_consistency("", refusal)
 
     def check_open(self) -> None:
-        """Does nothing while the ring can be used.
+        """Raise unless the ring can be used.
 
         Raises:
             ClosedError: The ring was closed or has failed, or belongs to the process that this one was forked from.
@@ -260,7 +258,7 @@ class Runtime(ProcessBound):
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Whatever is raised inside ends the ring on every rank, with this rank's error as the cause.
+        """If an error is raised inside, end the ring on every rank with that error as the cause.
 
         Returns:
             A context manager.
@@ -271,13 +269,13 @@ class Runtime(ProcessBound):
         self.check_open()
         try:
             yield
-        # Also KeyboardInterrupt: peers must not wait for a rank that has left a call half way.
+        # Also KeyboardInterrupt: peers must not wait for a rank that has left a call halfway.
         except BaseException as error:
             self.end(error)
             raise
 
     def end(self, cause: BaseException) -> None:
-        """Ends the ring on all ranks and frees its memory.
+        """End the ring on all ranks and free its memory.
 
         Args:
             cause: The error that later calls name.
@@ -305,11 +303,11 @@ class Runtime(ProcessBound):
         self._executors.clear()
         self.pool.release_arena()
 
-    def all_gather_text(self, words: str) -> list[str]:
-        """Gathers a text from every rank. A collective call.
+    def all_gather_text(self, text: str) -> list[str]:
+        """Gather a text from every rank. A collective call.
 
         Args:
-            words: This rank's text.
+            text: The text of this rank.
 
         Returns:
             The texts, by rank.
@@ -321,25 +319,25 @@ class Runtime(ProcessBound):
         """
         self.check_consistency("words of all ranks", always=True)
         with self.guarded():
-            return [told.decode() for told in self.transport.all_gather_bytes(words.encode())]
+            return [each.decode() for each in self.transport.all_gather_bytes(text.encode())]
 
     def choice(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softmax: Softmax | None
     ) -> Choice:
-        """The engine of a call with such inputs.
+        """Choose the engine of a call.
 
         Args:
-            device: Of the inputs.
-            dtype: Of the inputs.
-            head_dim: Elements of a query and a key.
-            value_dim: Elements of a value.
-            softmax: Of the call; None for one without options.
+            device: The device of the inputs.
+            dtype: The dtype of the inputs.
+            head_dim: The size of a query and of a key.
+            value_dim: The size of a value.
+            softmax: The softmax of the call. None: no softmax options.
 
         Returns:
-            The engine, and one sentence that says why it is taken.
+            The engine, and one sentence that gives the reason.
 
         Raises:
-            UnsupportedError: The engine that was asked for does not compute such a call.
+            UnsupportedError: The requested engine does not compute such a call.
         """
         if not isinstance(self.engine, str):
             return Choice(self.engine, f"{self.engine.name}: given as an object")
@@ -347,7 +345,7 @@ class Runtime(ProcessBound):
         return choose(self.engine, device, dtype, head_dim, value_dim, softmax, sm_margin)
 
     def engine_for(self, *facts: Any) -> Engine:
-        """The engine of `choice`.
+        """Return the engine of `choice`, and warn if it leaves exchanges no multiprocessor.
 
         Args:
             facts: The arguments of `choice`.
@@ -356,35 +354,35 @@ class Runtime(ProcessBound):
             The engine.
 
         Raises:
-            UnsupportedError: The engine that was asked for does not compute such a call.
+            UnsupportedError: The requested engine does not compute such a call.
         """
         engine = self.choice(*facts).engine
-        self._tell_margin(engine, facts[0])
+        self._warn_of_margin(engine, facts[0])
         return engine
 
-    def _tell_margin(self, engine: Engine, device: torch.device) -> None:
-        """Warn once a ring where an exchange shares the GPU with kernels that leave it no multiprocessor."""
+    def _warn_of_margin(self, engine: Engine, device: torch.device) -> None:
+        """Warn once per ring if exchanges share the GPU with kernels that leave them no multiprocessor."""
         margin = self.transport.sm_margin
-        if self._margin_told or device.type != "cuda" or not margin or engine.sm_margin:
+        if self._has_warned_of_margin or device.type != "cuda" or not margin or engine.sm_margin:
             return
-        self._margin_told = True
+        self._has_warned_of_margin = True
         if self.rank == 0:
             warnings.warn(
-                f"engine {engine.name!r} leaves no multiprocessor free, so that an exchange may wait until the kernels "
-                f"that fill the GPU end: engine='fa3' and engine='triton' leave sm_margin={margin}, and "
-                "NcclOptions(sm_margin=0) accepts it",
+                f"engine {engine.name!r} leaves no multiprocessor free, so an exchange may wait until a kernel that "
+                f"fills the GPU has ended. engine='fa3' and engine='triton' leave sm_margin={margin} free; "
+                "NcclOptions(sm_margin=0) accepts the wait and silences this warning",
                 stacklevel=2,
             )
 
     def executor_of(self, call: AttentionCall, backward: bool) -> Executor:
-        """This rank's plan of a call that all ranks agreed on, ready to run; made at its first use.
+        """Return the executor of a call that all ranks agreed on. It is made at its first use and cached.
 
         Args:
             call: The call.
-            backward: Of its backward pass.
+            backward: Whether it is for the backward pass.
 
         Returns:
-            The executor, which the ring keeps.
+            The executor, which belongs to the ring.
 
         Raises:
             ClosedError: The ring was closed or has failed.
@@ -393,20 +391,20 @@ class Runtime(ProcessBound):
         key = call.problem, call.route, call.softmax, call.engine, backward
 
         def make() -> Executor:
-            with self.guarded(), torch.inference_mode(False):  # what it keeps serves training steps too
+            with self.guarded(), torch.inference_mode(False):  # training steps use its tensors, too
                 return Executor(plan_of(call.problem, call.route, self.rank, backward), call.engine, call.softmax)
 
         executor = self._executors.get(key, make)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            self._executors.keep(key)  # a graph has the addresses of its row lists
+            self._executors.keep(key)  # the captured graph contains the addresses of its row lists
         return executor
 
     def begin(self, executor: Executor, make: Callable[[KV | None], LocalTensors]) -> LocalTensors:
-        """Begins a pass that `run` continues; see `Executor.begin`. The ring makes no other call between the two.
+        """Begin a pass that `run` continues, see `Executor.begin`. The ring makes no other call between the two.
 
         Args:
-            executor: Of the pass.
-            make: Makes keys and values, in the message that is given where there is one.
+            executor: The executor of the pass.
+            make: Makes keys and values; writes them into the message that it is given, if any.
 
         Returns:
             The keys and values.
@@ -424,16 +422,16 @@ class Runtime(ProcessBound):
     def run(
         self, executor: Executor, arithmetic: Arithmetic, kept: Tensor | None = None, keep: bool = False
     ) -> Tensor | None:
-        """One pass; see `Executor.run`. Inside `accounted`.
+        """Run one pass, see `Executor.run`. To be called inside `accounted`.
 
         Args:
-            executor: Of the pass.
-            arithmetic: What its steps compute.
-            kept: What the forward pass kept for this backward pass. None: nothing.
-            keep: Keep what a backward pass can begin with.
+            executor: The executor of the pass.
+            arithmetic: The computation of its steps.
+            kept: The remote inputs that the forward pass kept for this backward pass. None: it kept none.
+            keep: Keep remote inputs for the backward pass.
 
         Returns:
-            What was kept, or None.
+            The remote inputs that were kept, or None.
 
         Raises:
             ClosedError: The ring was closed or has failed.
@@ -447,10 +445,10 @@ class Runtime(ProcessBound):
 
     @contextmanager
     def accounted(self, executor: Executor) -> Iterator[None]:
-        """Where memory runs out inside, ends the ring with the account of this pass; see `Executor.accounted`.
+        """If memory runs out inside, end the ring with a list of what this pass held, see `Executor.accounted`.
 
         Args:
-            executor: Of the pass.
+            executor: The executor of the pass.
 
         Returns:
             A context manager.
@@ -459,7 +457,7 @@ class Runtime(ProcessBound):
             OutOfMemoryError: Memory ran out inside.
         """
         try:
-            # Operators that the engine calls attend to blocks, which is not the local attention that is refused.
+            # The engine's operators attend to blocks of the ring; they are not the local attention that is refused.
             with executor.accounted(self.pool), entered(Activation(None), outside_regions=True):
                 yield
         except OutOfMemoryError as error:
@@ -473,5 +471,5 @@ class Runtime(ProcessBound):
 
 
 def shared_ring_is_open() -> bool:
-    """Whether this process has a ring of several ranks that can still attend."""
+    """Whether this process has an open ring of several ranks."""
     return any(ring.world_size > 1 and ring.is_open for ring in tuple(_open))
