@@ -329,7 +329,7 @@ def test_what_cannot_be_known_is_refused() -> None:
         with ring.activate(None):
             alone = torch.nn.functional.scaled_dot_product_attention(*[x.transpose(1, 2)] * 3, is_causal=True)
             torch.testing.assert_close(run(x, x, x), alone.transpose(1, 2))
-        with pytest.raises(InputError, match="no sequence has handle 0 any more"):
+        with pytest.raises(InputError, match="the sequence with handle 0 was deleted"):
             sequence_with(ACTIVE)
 
     run_ranks(2, body)
