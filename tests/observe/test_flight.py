@@ -338,28 +338,6 @@ def test_the_records_of_a_stalled_ring_name_the_rank(processes: Processes, tmp_p
     assert "the last that it posted was exchange 1, 'step 0: KV'" in first
 
 
-def lengths_differ(rank: int, world_size: int, folder: Path) -> None:
-    ring = opened(rank, world_size, folder)
-    ring.opening.timeout_s = 1.0
-    kv = torch.zeros(16 if rank == 0 else 32)
-    if rank != 2:
-        messages = [Message(1 - rank, kv, "kv")]
-        with pytest.raises((DeadlineError, PeerLostError)):
-            (ring.exchange(messages, []) if rank == 0 else ring.exchange([], messages)).wait()
-    else:
-        time.sleep(4.0)  # an abort ends the waits of the others, who are to reach their deadline
-        ring.abort(ValueError("of another ring"))
-
-
-@pytest.mark.slow
-def test_the_records_of_lengths_that_differ_name_both_ends(processes: Processes, tmp_path: Path) -> None:
-    processes.run(lengths_differ, tmp_path)
-    assert divergences(read_records(tmp_path)) == [
-        "bytes differ: rank 0 send to rank 1 'kv' (64 bytes, exchange 1); "
-        "rank 1 recv from rank 0 'kv' (128 bytes, exchange 1)"
-    ]
-
-
 def ends_otherwise(rank: int, world_size: int, folder: Path) -> None:
     cause = ValueError("k has no heads")
     ring = opened(rank, world_size, folder / "foreign")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.bench.processes import run_in_processes
 from ringattn.errors import InputError, OutOfMemoryError
 from ringattn.observe import memory
 from ringattn.observe.memory import (
@@ -182,23 +181,6 @@ def test_every_rank_sees_the_fullest_and_raises() -> None:
         assert [one.rank for one in first] == list(range(RANKS))
         assert greatest(again)["pool_bytes"] == max(one.pool_bytes for one in again) > 0
         assert "rank" not in greatest(again) and "device" not in greatest(again)
-
-
-def on_rank(ring: Ring) -> dict[str, Any]:
-    """For a rank that is a process: it holds (rank + 1) * 8 MiB more."""
-    before = ring.memory_monitor().read().allocated_bytes
-    held = torch.ones((ring.rank + 1) * 8 * MIB, dtype=torch.uint8)
-    readings = ring.memory_monitor("conservative").report()
-    return {"before": before, "held": held.numel(), "allocated": [one.allocated_bytes for one in readings],
-            "resident": [one.resident_bytes for one in readings]}  # fmt: skip
-
-
-@pytest.mark.slow
-def test_processes_tell_each_other() -> None:
-    first, second = run_in_processes(2, "tests.observe.test_memory_monitor:on_rank", {}, lambda line: None)
-    assert first["allocated"] == second["allocated"]
-    assert first["allocated"][0] - first["before"] == 8 * MIB and second["allocated"][1] - second["before"] == 16 * MIB
-    assert all(nbytes > 32 * MIB for nbytes in first["resident"])
 
 
 def test_tensors_inside_vmap_have_no_storage_and_are_passed_over() -> None:

@@ -16,7 +16,7 @@ from ringattn.planner.cluster import Cluster, Links
 from ringattn.runtime.consistency import facts_of
 from ringattn.runtime.runtime import AttentionCall
 from ringattn.schedule.routes import ROUTES
-from ringattn.testing import run_ranks
+from ringattn.testing import dense_attention, run_ranks
 
 RANKS, TOKENS = 4, 64
 X = torch.randn(1, TOKENS, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -47,9 +47,7 @@ def refused(ring: Ring, call: Callable[[], object]) -> str:
     with pytest.raises(DisagreementError) as caught:
         call()
     seq = ring.sequence(TOKENS)
-    scores = torch.einsum("bnhd,bmhd->bhnm", X, X) / 8**0.5
-    hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
-    dense = torch.einsum("bhnm,bmhd->bnhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), X)
+    dense, _ = dense_attention(X, X, X, causal=True)
     torch.testing.assert_close(attend(ring, "ring"), seq.shard(dense), rtol=1e-10, atol=1e-10)
     return str(caught.value)
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn import DisagreementError, Ring, Sequence
 from ringattn.adapters.torch_ops import ring_attention
-from ringattn.testing import run_ranks
+from ringattn.testing import dense_attention, run_ranks
 from tests.transport.nccl_rings import on_rings, results
 from tests.transport.simulated.world import SimWorld
 
@@ -47,14 +47,10 @@ PATTERNS = {
 
 
 def expected() -> list[Tensor]:
-    """The gradients of q, k, v and of the sinks, by dense float64 attention on one process."""
-    q, k, v, sinks = (x.clone().requires_grad_() for x in (*WHOLE, SINKS))
-    scores = torch.einsum("bnhd,bmhd->bhnm", q, k.repeat_interleave(2, 2)) / 8**0.5
-    scores = scores.masked_fill(torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1), -torch.inf)
-    scores = torch.cat([scores, sinks[None, :, None, None].expand(2, 4, TOKENS, 1)], -1)
-    out = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1)[..., :-1], v.repeat_interleave(2, 2))
-    (out * WEIGHT).sum().backward()
-    return [x.grad for x in (q, k, v, sinks) if x.grad is not None]
+    """The gradients of q, k, v and of the sinks on one process."""
+    leaves = [x.clone().requires_grad_() for x in (*WHOLE, SINKS)]
+    out, _ = dense_attention(*leaves[:3], causal=True, sinks=leaves[3])
+    return list(torch.autograd.grad((out * WEIGHT).sum(), leaves))
 
 
 def step(ring: Ring, attend: Attend, needs: str) -> list[Tensor | None]:
@@ -106,10 +102,7 @@ def test_what_a_forward_pass_keeps_is_there_on_a_rank_that_needs_no_gradient() -
         return seq.positions(), v.grad, ring.memory_info()["kept_bytes"]
 
     value = x.clone().requires_grad_()
-    distance = torch.arange(64)[:, None] - torch.arange(64)
-    scores = torch.einsum("bnhd,bmhd->bhnm", x, x) / 8**0.5
-    weights = scores.masked_fill((distance < 0) | (distance > 2), -torch.inf).softmax(-1)
-    torch.einsum("bhnm,bmhd->bnhd", weights, value).sin().sum().backward()
+    dense_attention(x, x, value, causal=True, window=(2, None))[0].sin().sum().backward()
     (rows, gradient, _), (*_, kept_bytes) = run_ranks(2, body, poison=True)
     assert kept_bytes > 0 and value.grad is not None
     torch.testing.assert_close(gradient, value.grad[:, rows], rtol=1e-10, atol=1e-10)

@@ -13,7 +13,6 @@ from ringattn.errors import TransportError
 from ringattn.planner.choose import plan_of
 from ringattn.planner.plan import Add, AttendOp, Plan, PlanStep
 from ringattn.ring import Ring
-from ringattn.schedule.content import size
 from ringattn.testing import run_ranks
 from ringattn.transport.base import Message, Rebound
 from tests.poison import unset_is_nan
@@ -23,8 +22,6 @@ from tests.trial import Trial, greatest_error, joined, on_rank, reference
 
 TRIAL = Trial(tokens=32, causal=True, heads=(2, 1))
 CASE = simple("zigzag", 32, 4, causal=True)
-RECORD = 2 * (8 + 8)  # elements of one row of two heads in a default trial
-each_pass = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 
 
 def with_plan_step(whole: Plan, at: int, **changes: Any) -> Plan:
@@ -113,10 +110,6 @@ def test_a_skipped_wait_shows(skip: int) -> None:
     assert isinstance(found, float) and found > 1e-3  # poison, or rows of an earlier buffer
 
 
-def test_a_wait_skipped_where_nothing_lay_before_shows_poison() -> None:
-    assert outcome(late(0)) == float("inf")
-
-
 def break_plan(patch: pytest.MonkeyPatch, backward: bool, change: Callable[[Plan], Plan], broken: int = 1) -> None:
     """From now on rank `broken` runs a changed plan."""
 
@@ -141,25 +134,6 @@ def without(what: type) -> Callable[[Plan], Plan]:
         return {"work": tuple(item for item in step.work if item is not items[0])} if items else None
 
     return lambda whole: with_first(whole, change)
-
-
-def resized(rows: int) -> Callable[[Plan], Plan]:
-    """Send so many rows more in the first step whose messages lie in buffers that hold as many."""
-
-    def change(whole: Plan) -> Plan:
-        def longer(step: PlanStep) -> dict[str, Any] | None:
-            sends = tuple(send._replace(elements=send.elements + rows * RECORD) for send in step.sends)
-            fits = all(send.elements <= elements(whole, send.buffer) for send in sends)
-            return {"sends": sends} if sends and fits else None
-
-        return with_first(whole, longer)
-
-    return change
-
-
-def elements(whole: Plan, buffer: int) -> int:
-    """Elements of a buffer of a default trial."""
-    return size(whole.buffers[buffer].content) * RECORD // 2
 
 
 def unzeroed(whole: Plan) -> Plan:
@@ -213,15 +187,3 @@ def test_a_broken_plan_gives_wrong_results(
     break_plan(monkeypatch, backward, change, broken=3)
     found = outcome(lambda ring: None)
     assert isinstance(found, float) and found > 1e-3
-
-
-@each_pass
-@pytest.mark.parametrize("rows", [-1, 1])
-def test_a_row_more_or_less_is_refused_by_the_transport(
-    monkeypatch: pytest.MonkeyPatch, backward: bool, rows: int
-) -> None:
-    # Rank 2 packs eight rows for rank 1, of which rank 0 gets four.
-    trial = Trial(tokens=32, window=(0, 12))
-    break_plan(monkeypatch, backward, resized(rows), broken=2)
-    found = outcome(lambda ring: None, trial, "contiguous", "direct")
-    assert isinstance(found, str) and "two ends of one message do not match" in found and "rank 2 send to rank" in found

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from ringattn import InputError, Ring
-from ringattn.core.layout import make_layout
 from ringattn.core.problem import EIGHT_BIT
 from ringattn.planner.choose import plan_of
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
-from tests import oracle
 from tests.covering import thinned
 from tests.face import attend, errors
+from tests.fuzz.reference import Rounded, attention, plain_counts, shards
 from tests.kernels.eight_bits import rounded
 from tests.schedules import RING, schedules_in_turn
 from tests.strategies import simple
@@ -35,12 +34,10 @@ each_code = pytest.mark.parametrize("code", EIGHT_BIT)
 
 # --- exact but for the rounding --------------------------------------------------------------------------------------
 
-MASKS = {
+TRIALS = {
     "causal": Trial(causal=True, heads=(4, 2), dims=(17, 20)),
     "window": Trial(window=(6, 4), heads=(4, 2), dims=(17, 20)),
     "documents": Trial(causal=True, documents=(0, 5, 5, 18, 19, 37), heads=(4, 2), dims=(17, 20)),
-}
-VARIANTS = {
     "everything": Trial(
         tokens=41, causal=True, window=(11, 0), documents=(0, 13, 13, 41), batch=2, heads=(6, 3), dims=(17, 4),
         scale=0.5, softcap=2.0, sinks=True, strided=True,
@@ -51,35 +48,31 @@ VARIANTS = {
 
 
 def rounded_reference(trial: Trial, dtype: torch.dtype, code: str, layout: str, ranks: int) -> Results:
-    """By the oracle in float64, where each rank's queries meet its own K and V as they are and all others rounded."""
+    """By the fuzzer's reference, where each rank's queries meet its own K and V as they are and all others rounded."""
     given = inputs(trial, dtype)
-    q, k, v = leaves = [x.double().clone().requires_grad_() for x in (given.q, given.k, given.v)]
-    change_k, change_v = (rounded(x, code).double() - x.double() for x in (given.k, given.v))
-    sinks = None if given.sinks is None else given.sinks.double().clone().requires_grad_()
-    q_rows, k_rows = (
-        [torch.from_numpy(one.positions(rank)) for rank in range(ranks)]
-        for one in (
-            make_layout(layout, q.shape[1], ranks, trial.documents),
-            make_layout(trial.kv_layout if trial.cross else layout, k.shape[1], ranks, trial.documents),
-        )
+    leaves = {"dq": given.q, "dk": given.k, "dv": given.v} | ({} if given.sinks is None else {"dsinks": given.sinks})
+    leaves = {name: x.double().requires_grad_() for name, x in leaves.items()}
+    q, k, v, sinks = (leaves.get(name) for name in ("dq", "dk", "dv", "dsinks"))
+    far = [leaf + (rounded(x, code).double() - x.double()) for leaf, x in ((k, given.k), (v, given.v))]
+    q_owner, k_owner = (
+        owners(name, x.shape[1], ranks, trial.documents)
+        for name, x in ((layout, given.q), (trial.kv_layout if trial.cross else layout, given.k))
     )
-    allowed = oracle.allowed_mask(
-        q.shape[1], k.shape[1], causal=trial.causal, window=trial.window,
-        cu_seqlens=None if trial.documents is None else list(trial.documents),
-    )  # fmt: skip
-    scale = trial.dims[0] ** -0.5 if trial.scale is None else trial.scale
-    parts = []
-    for mine, own in zip(q_rows, k_rows, strict=True):
-        far = torch.ones(1, k.shape[1], 1, 1, dtype=torch.double).index_fill_(1, own, 0.0)
-        seen = k + far * change_k, v + far * change_v
-        parts.append(oracle.attention(q[:, mine], *seen, allowed[mine], scale, trial.softcap, sinks))
-    back = torch.cat(q_rows).argsort()
-    outs, lses = zip(*parts, strict=True)
-    out, lse = torch.cat(outs, 1)[:, back], torch.cat(lses, 2)[:, :, back]
-    (out * given.dout.double()).sum().backward()
-    found = {"out": out.detach(), "lse": lse.detach()}
-    found |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), leaves, strict=True)}
-    return found if sinks is None else found | {"dsinks": sinks.grad}
+    documents = trial.documents
+    counts = plain_counts(given.q.shape[1], documents, given.k.shape[1], documents, trial.causal, trial.window)
+    out, lse = attention(
+        q, k, v, counts, trial.scale, trial.softcap, sinks, rounded=Rounded(*far, q_owner[:, None] == k_owner)
+    )
+    grads = torch.autograd.grad((out * given.dout.double()).sum(), list(leaves.values()))
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def owners(layout: str, length: int, ranks: int, documents: Sequence[int] | None) -> Tensor:
+    """The rank that holds each position."""
+    owner = torch.empty(length, dtype=torch.int64)
+    for rank, rows in enumerate(shards(layout, length, ranks, documents)):
+        owner[rows] = rank
+    return owner
 
 
 def schedules(trial: Trial, ranks: int, layout: str, code: str, names: Sequence[str] = ()) -> list[Results]:
@@ -93,20 +86,12 @@ def schedules(trial: Trial, ranks: int, layout: str, code: str, names: Sequence[
 
 
 @pytest.mark.parametrize(
-    ("mask", "layout", "ranks", "code"),
-    thinned(product(MASKS, ("contiguous", "zigzag", "striped"), (2, 3, 4), EIGHT_BIT)),
+    ("name", "layout", "ranks", "code"),
+    thinned(product(TRIALS, ("contiguous", "zigzag", "striped"), (2, 3, 4), EIGHT_BIT)),
 )
-def test_exact_but_for_the_rounding(mask: str, layout: str, ranks: int, code: str) -> None:
-    wanted = rounded_reference(MASKS[mask], torch.float32, code, layout, ranks)
-    for found in schedules(MASKS[mask], ranks, layout, code):
-        assert greatest_error(found, wanted) <= SINGLE
-
-
-@each_code
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants(variant: str, code: str) -> None:
-    wanted = rounded_reference(VARIANTS[variant], torch.float32, code, "zigzag", 4)
-    for found in schedules(VARIANTS[variant], 4, "zigzag", code):
+def test_exact_but_for_the_rounding(name: str, layout: str, ranks: int, code: str) -> None:
+    wanted = rounded_reference(TRIALS[name], torch.float32, code, layout, ranks)
+    for found in schedules(TRIALS[name], ranks, layout, code):
         assert greatest_error(found, wanted) <= SINGLE
 
 

@@ -24,9 +24,8 @@ from ringattn.transport.nodes import DeviceNodesTransport
 from ringattn.transport.peer.opening import open_peer
 from tests.transport.peers.sim_driver import SimGpu
 from tests.transport.simulated.device import SimDevice
-from tests.transport.simulated.faults import Died, MortalStore
 from tests.transport.simulated.library import SimLibrary
-from tests.transport.simulated.world import SimWorld
+from tests.transport.simulated.world import Died, MortalStore, SimWorld
 
 EVERYTHING = frozenset(Capability)
 

@@ -1,7 +1,4 @@
-"""Rings that cannot open, each for one cause: what every rank raises, and after how long.
-
-`python -m tests.transport.opening_causes repeats=20` runs every cause over every transport and counts right answers.
-"""
+"""Rings that cannot open, each for one cause: what every rank raises, and after how long."""
 
 from __future__ import annotations
 
@@ -9,9 +6,7 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -296,7 +291,7 @@ def suffer(cause: Cause, transport: str) -> dict[int, Answer | None]:
             taken.close()
 
 
-def complaints(cause: Cause, answers: dict[int, Answer | None], slack_s: float = 0.0) -> list[str]:
+def complaints(cause: Cause, answers: dict[int, Answer | None], slack_s: float) -> list[str]:
     """What is wrong with the answers."""
     limit_s = GRACE_S + (cause.timeout_s if cause.timeout_s == TIMEOUT_S else SOON_S) + slack_s
     found = []
@@ -311,27 +306,3 @@ def complaints(cause: Cause, answers: dict[int, Answer | None], slack_s: float =
         if answer.seconds > limit_s:
             found.append(f"rank {rank} took {answer.seconds:.1f} s of {limit_s:.1f} s")
     return found
-
-
-def main(options: list[str]) -> int:
-    """Print a line for each cause and transport. `options`: repeats=N and transport=NAME."""
-    chosen = dict(option.split("=") for option in options)
-    repeats, transports = int(chosen.get("repeats", 20)), [chosen["transport"]] if "transport" in chosen else TRANSPORTS
-    right: Counter[tuple[str, str]] = Counter()
-    slowest: dict[tuple[str, str], float] = {}
-    for name, cause in CAUSES.items():
-        for transport in transports:
-            cell = name, transport
-            for _ in range(repeats):
-                answers = suffer(cause, transport)
-                wrong = complaints(cause, answers)
-                right[cell] += not wrong
-                slowest[cell] = max(slowest.get(cell, 0.0), *(each.seconds for each in answers.values() if each))
-                for complaint in wrong:
-                    print(f"  {name}, {transport}: {complaint}", flush=True)
-            print(f"{name}, {transport}: {right[cell]} of {repeats}, slowest {slowest[cell]:.2f} s", flush=True)
-    return sum(right.values()) != repeats * len(CAUSES) * len(transports)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

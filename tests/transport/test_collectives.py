@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringattn.errors import InputError
-from ringattn.transport.collectives import all_reduce, barrier, broadcast
+from ringattn.transport.collectives import all_reduce, broadcast
 from ringattn.transport.local import LocalTransport
 from tests.contract.threads import on_threads
 
@@ -88,14 +88,3 @@ def test_broadcast_refuses_a_source_that_is_no_rank() -> None:
                 broadcast(ring, [torch.ones(1)], src)
 
     on_threads(2, fn)
-
-
-def test_barrier_waits_for_all() -> None:
-    arrived: list[int] = []
-
-    def fn(ring: LocalTransport) -> int:
-        arrived.append(ring.rank)
-        barrier(ring)
-        return len(arrived)
-
-    assert on_threads(5, fn) == [5] * 5

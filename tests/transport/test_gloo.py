@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from ringattn.errors import DeadlineError, InputError, PeerLostError
-from ringattn.transport import control_store, gloo
+from ringattn.transport import gloo
 from ringattn.transport.base import Message, Opening
 from ringattn.transport.control_store import group_store
 from ringattn.transport.gloo import GlooTransport, _Operation
 from tests.contract import transport_contract as contract
-from tests.contract.meeting import rendezvous_store, store_of
+from tests.contract.meeting import store_of
 from tests.contract.processes import Processes
 from tests.transport.process_rings import meet_gloo as meet
 
@@ -129,40 +129,6 @@ def without_a_group(rank: int, world_size: int) -> None:
 
 def test_no_default_group_is_said(processes: Processes) -> None:
     processes.run(without_a_group)
-
-
-def lives_apart(rank: int, world_size: int) -> None:
-    def opened(restart_count: str) -> dist.Store:
-        control_store._openings.clear()  # as in a new process
-        return rendezvous_store(rank, world_size, 20.0, TORCHELASTIC_RESTART_COUNT=restart_count)
-
-    counts = dict(control_store._openings)
-    try:
-        opened("0").set("cause", "of the former life")
-        assert opened("0").check(["cause"])
-        assert not opened("1").check(["cause"])
-    finally:
-        control_store._openings.update(counts)
-
-
-def test_a_restarted_job_finds_no_old_keys(processes: Processes) -> None:
-    processes.run(lives_apart)
-
-
-def opens_with_one_missing(rank: int, world_size: int) -> None:
-    store = rendezvous_store(rank, world_size, 20.0)
-    if rank != 1:
-        # Both begin together: one that its processor is late for would be missing as well.
-        store.set(f"test {rank}", "here")
-        store.wait(["test 0", "test 2"])
-        start = time.monotonic()
-        with pytest.raises(DeadlineError, match=rf"rank {rank} opened a ring of 3: ranks \[1\] did not arrive"):
-            GlooTransport.open(Opening(store, rank, world_size, 2.0))
-        assert time.monotonic() - start < 7.0
-
-
-def test_a_rank_that_never_opens_is_named(processes: Processes) -> None:
-    processes.run(opens_with_one_missing)
 
 
 # --- lengths that differ ---------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ them. What it does not: that NCCL has no others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,16 +14,16 @@ import pytest
 import torch
 
 from ringattn import Ring
-from ringattn.engine.base import KV
 from ringattn.engine.plain import PlainEngine
 from ringattn.errors import RingError
 from ringattn.transport.device import CudaDevice
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.transport.nccl_rings import around, attend, failure, on_gpus, on_rings, results
 from tests.transport.simulated.device import SimDevice, span
-from tests.transport.simulated.entries import Touch
 from tests.transport.simulated.races import find_races
+from tests.transport.simulated.streams import Touch
 from tests.transport.simulated.world import SimWorld
+from tests.transport.test_nccl_races import Touching
 
 # --- CUDA graphs -----------------------------------------------------------------------------------------------------
 
@@ -90,29 +89,13 @@ def test_rings_replay_together() -> None:
 # --- passes on several streams ---------------------------------------------------------------------------------------
 
 
-class Touching(PlainEngine):
-    """Says what it reads, on whichever stream is current."""
-
-    def __init__(self, gpu: SimDevice, nccl: Callable[[int], bool]) -> None:
-        super().__init__()
-        self._gpu, self._nccl = gpu, nccl
-
-    def attend(self, q: torch.Tensor, kv: KV, *rest: Any) -> None:
-        reads = [
-            (x.data_ptr(), (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size())
-            for x in (kv.k, kv.v)
-        ]
-        self._gpu.kernel(reads=[each for each in reads if self._nccl(each[0])], label="attend")
-        super().attend(q, kv, *rest)
-
-
 @pytest.mark.parametrize("streams", ["two", "host and one"])
 def test_a_pass_on_another_stream_follows_the_last_one(streams: str) -> None:
     world = SimWorld(2)
 
     def body(ring: Ring) -> None:
         gpu: SimDevice = ring.transport.gpu  # type: ignore[attr-defined]
-        engine = Touching(gpu, lambda pointer: world.memory.view(ring.rank, pointer, 1) is not None)
+        engine = Touching(PlainEngine(), gpu)
         ring.engine_for = lambda *_: engine  # type: ignore[method-assign, assignment, return-value]
         first = gpu.user_stream() if streams == "two" else gpu.current_stream()
         for stream in (first, gpu.user_stream(), first):
@@ -121,7 +104,7 @@ def test_a_pass_on_another_stream_follows_the_last_one(streams: str) -> None:
         ring.synchronize()
 
     results(on_rings(world, body, ring={"engine": "plain"}))
-    touched = {entry.stream for entry in world.trace[0] if isinstance(entry, Touch) and entry.reads}
+    touched = {entry.stream for entry in world.trace[0] if isinstance(entry, Touch)}
     assert len(touched) == 2
     assert [str(race) for race in find_races(world.trace)[:3]] == [] and world.violations == []
 

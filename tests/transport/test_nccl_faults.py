@@ -21,8 +21,7 @@ from ringattn.testing import run_ranks
 from ringattn.transport.nccl.binding import Status
 from tests.transport.attribution import named_at_fault, names_as_culprit
 from tests.transport.nccl_rings import Outcome, on_rings
-from tests.transport.simulated.faults import Answer, Die, Died, Fault, Stall
-from tests.transport.simulated.world import SimWorld
+from tests.transport.simulated.world import Answer, Die, Died, Fault, SimWorld, Stall
 
 pytestmark = pytest.mark.alone
 

@@ -27,9 +27,8 @@ from ringattn.transport.nccl.communicator import State
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.transport.attribution import named_at_fault
 from tests.transport.nccl_rings import around, attend, failure, on_gpus, on_rings, open_on, results
-from tests.transport.simulated.faults import Died, Stall
 from tests.transport.simulated.library import SimLibrary
-from tests.transport.simulated.world import SimWorld
+from tests.transport.simulated.world import Died, SimWorld, Stall
 from tests.transport.threads import on_each_rank
 
 # --- life ------------------------------------------------------------------------------------------------------------

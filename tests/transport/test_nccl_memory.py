@@ -26,10 +26,9 @@ from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.transport.nccl_rings import around, attend, on_gpus, on_rings, results
 from tests.transport.simulated.device import SimDevice, SimStream, span
-from tests.transport.simulated.entries import Touch
-from tests.transport.simulated.faults import Stall
 from tests.transport.simulated.library import SimLibrary
-from tests.transport.simulated.world import SimWorld
+from tests.transport.simulated.streams import Touch
+from tests.transport.simulated.world import SimWorld, Stall
 
 MEMORY = pytest.mark.parametrize("register", [True, False], ids=["registered", "plain"])
 SOON_S = 30.0

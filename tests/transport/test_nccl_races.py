@@ -30,9 +30,9 @@ from ringattn.transport.nccl.communicator import Communicator, PeerCall
 from tests.schedules import schedule_params
 from tests.transport.nccl_rings import Outcome, on_rings
 from tests.transport.simulated.device import SimDevice, SimStream
-from tests.transport.simulated.entries import Range
 from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.races import Race, find_races
+from tests.transport.simulated.streams import Range
 from tests.transport.simulated.world import SimWorld
 from tests.trial import Trial, greatest_error, joined, on_rank, reference
 

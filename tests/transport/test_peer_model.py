@@ -33,18 +33,15 @@ from ringattn.transport.peer.program import (
     Write,
     push_exchange,
 )
-from tests.transport.peer_model.clocks import races
-from tests.transport.peer_model.explore import drawn, explore
-from tests.transport.peer_model.machine import Machine
+from tests.transport.peer_model.explore import drawn, explore, races
+from tests.transport.peer_model.machine import Machine, Violation
 from tests.transport.peer_model.mutations import (
     MUTATIONS,
     Mutation,
     three,
     two,
 )
-from tests.transport.peer_model.scenarios import ahead, other_order, ring, star, two_messages
-from tests.transport.peer_model.scripts import Protocol
-from tests.transport.peer_model.state import Violation
+from tests.transport.peer_model.scripts import Protocol, ahead, other_order, ring, star, two_messages
 
 PUSH, ONE_QUEUE = Protocol(), Protocol(one_queue=True)
 FAULTS = ["raise", "die", "stop"]

@@ -38,7 +38,7 @@ from ringattn.transport.peer.program import PAINTED, push_exchange
 from ringattn.transport.peer.transport import PeerTransport, Watch
 from ringattn.transport.rendezvous import open_transport
 from tests.contract.processes import Processes
-from tests.transport.peer_model.endings import ABORT, DRAIN, EndStep
+from tests.transport.peer_model.machine import ABORT, DRAIN, EndStep
 from tests.transport.peers.rings import meet
 from tests.transport.peers.sim_driver import SimGpu
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import HashStore
 
 from ringattn.bench import shm_ways
@@ -23,11 +22,10 @@ from ringattn.transport.shared import transport as shm_transport
 from ringattn.transport.shared.page import LOG_ENTRIES, Segment
 from ringattn.transport.shared.transport import ShmTransport
 from tests.contract import transport_contract as contract
-from tests.contract.meeting import rendezvous_store
 from tests.contract.processes import Processes
 from tests.transport.attribution import named_at_fault
 from tests.transport.process_rings import meet_shm as meet
-from tests.transport.test_shared import descriptors, mappings, segments
+from tests.transport.test_shared import mappings, segments
 from tests.transport.threads import on_each_rank
 
 
@@ -110,42 +108,6 @@ def test_a_rank_that_is_killed_beside_its_child_is_named_and_nothing_is_left() -
 
 
 # --- long lives ------------------------------------------------------------------------------------------------------
-
-
-def opens_and_closes(rank: int, world_size: int, times: int) -> tuple[list[int], list[int]]:
-    """Descriptors and mappings after each of the last openings."""
-    store, seen = rendezvous_store(rank, world_size, LONG_S), []
-    gc.collect()
-    gc.freeze()  # torch alone is half a million objects, which every collection would look at
-    for n in range(times):
-        ring = ShmTransport.open(Opening(dist.PrefixStore(f"opening {n}", store), rank, 2, LONG_S))
-        after, before = contract.neighbors(ring)
-        sent, into = ring.allocate(1 << 12), ring.allocate(1 << 12)
-        ring.exchange([Message(after, sent)], [Message(before, into)]).wait()
-        ring.all_gather_bytes(b"")
-        ring.close()
-        del ring, sent, into
-        gc.collect()
-        # A thread that has been told to end may still hold a descriptor for a moment; one that is lost stays lost.
-        until = time.monotonic() + 5.0
-        while (now := (len(descriptors()), mappings()))[0] > min((each[0] for each in seen[4:]), default=0):
-            if time.monotonic() > until or n < 5:
-                break
-            time.sleep(0.01)
-        seen.append(now)
-        # The other rank's next connection to the store, whose host this process may be, is not counted.
-        store.set(f"counted {n}/{rank}", "1")
-        store.wait([f"counted {n}/{other}" for other in range(2)])
-    gc.unfreeze()
-    return [each[0] for each in seen[4:]], [each[1] for each in seen[4:]]
-
-
-@pytest.mark.slow
-def test_200_openings_leave_nothing() -> None:
-    with Processes(2) as couple:
-        for open_files, maps in couple.run(opens_and_closes, 200, hard_s=110.0).values():
-            assert set(maps) == {0}
-            assert max(open_files[1:]) <= open_files[0], open_files
 
 
 @pytest.fixture

@@ -21,10 +21,19 @@ from ringattn.transport.peer.program import (
     WordKind,
     Write,
 )
-from tests.transport.peer_model.endings import DRAIN, EndStep
-from tests.transport.peer_model.machine import Machine
-from tests.transport.peer_model.scenarios import other_order, ring, star, two_messages
-from tests.transport.peer_model.scripts import ExactWait, HostBlock, LooseCopy, OnCaller, Protocol, UnfencedWrite
+from tests.transport.peer_model.machine import DRAIN, EndStep, Machine
+from tests.transport.peer_model.scripts import (
+    ExactWait,
+    HostBlock,
+    LooseCopy,
+    OnCaller,
+    Protocol,
+    UnfencedWrite,
+    other_order,
+    ring,
+    star,
+    two_messages,
+)
 
 
 class Mutation(NamedTuple):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ringattn.transport.device import CudaDevice
-from tests.transport.simulated.entries import COMPUTE, Range, Record, Touch, Wait
+from tests.transport.simulated.streams import COMPUTE, Range, Record, Touch, Wait
 
 if TYPE_CHECKING:
     from tests.transport.simulated.world import SimWorld

@@ -15,8 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from tests.transport.simulated.communicators import Communicator
-from tests.transport.simulated.entries import Entry, Launch, Range, Record, Touch, Wait
+from tests.transport.simulated.streams import Communicator, Entry, Launch, Range, Record, Touch, Wait
 
 Clock = list[int]
 NEVER = 1 << 62

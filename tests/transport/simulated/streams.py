@@ -1,0 +1,463 @@
+"""What ranks put on streams, their communicators, their memory, and the rendezvous that moves the bytes.
+
+Guarantees: nothing is buffered, both ends of a message are taken in the same instant and only when the groups of both
+have reached the heads of their streams and communicators; the k-th send from a to b and the k-th receive on b from a
+are found under one key; a communicator is full when as many ranks as it is made for have come to one key, each once; a
+rank that has died moves nothing any more.
+Source of the rules: NCCL user guide, "Point-to-point communication" and "Group calls"; enqueue.cc of NCCL 2.28.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from ringattn.transport.nccl.binding import CommConfig, Status
+
+# --- entries ----------------------------------------------------------------------------------------------------------
+
+
+COMPUTE = "compute"
+"""The caller's stream where it has made no other one current: here the host thread itself, so nothing on it waits."""
+
+
+Range = tuple[int, int]
+"""(address, bytes) of a piece of device memory."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """Work on `stream` of `rank`."""
+
+    rank: int
+    stream: str
+    complete: bool = field(default=False, init=False)
+
+
+@dataclass(eq=False)
+class Touch(Entry):
+    """Compute that reads and writes (address, bytes) ranges when its stream comes to it and it is not `held`."""
+
+    reads: tuple[Range, ...]
+    writes: tuple[Range, ...]
+    label: str
+    held: bool = False
+
+    def __str__(self) -> str:
+        return f"compute '{self.label}'"
+
+
+@dataclass(eq=False)
+class Record(Entry):
+    """An event's record: complete when everything before it on its stream is."""
+
+    captured: bool
+
+    def __str__(self) -> str:
+        return f"record of an event on stream {self.stream}"
+
+
+@dataclass(eq=False)
+class Wait(Entry):
+    """Later work of the stream runs after `record`."""
+
+    record: Record
+
+    def __str__(self) -> str:
+        return f"wait for an event of stream {self.record.stream}"
+
+
+@dataclass(eq=False)
+class Op:
+    """One send or receive. `peer` is a rank of the communicator; `number` counts the ops of this kind to this peer."""
+
+    kind: str
+    peer: int
+    nbytes: int
+    address: int
+    number: int = -1
+    partner: Op | None = None
+    launch: Launch = field(init=False)
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.nbytes} bytes {'to' if self.kind == 'send' else 'from'} rank {self.peer}"
+
+
+@dataclass(eq=False)
+class Launch(Entry):
+    """The ops that one group gives one communicator. `group` counts the groups of the rank; `captured`: in a graph."""
+
+    comm: Communicator
+    ops: tuple[Op, ...]
+    group: int
+    captured: bool = False
+    started: bool = field(default=False, init=False)
+    aborted: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        for op in self.ops:
+            op.launch = self
+
+    def again(self, group: int) -> Launch:
+        """The same ops once more, as the replay of a graph launches them."""
+        ops = tuple(Op(op.kind, op.peer, op.nbytes, op.address) for op in self.ops)
+        return Launch(self.rank, self.stream, self.comm, ops, group, captured=True)
+
+    def pending(self) -> list[Op]:
+        """The ops that have not found their partner."""
+        return [op for op in self.ops if op.partner is None]
+
+    def __str__(self) -> str:
+        return f"{'; '.join(map(str, self.pending() or self.ops))} on {self.comm}, stream {self.stream}"
+
+
+# --- communicators ----------------------------------------------------------------------------------------------------
+
+
+FIRST_HANDLE = 0x1000
+
+
+class Phase(Enum):
+    """The life of one rank's end."""
+
+    OPENING = "opening"
+    READY = "ready"
+    FINALIZED = "finalized"
+    LEAVING = "being destroyed"
+    DESTROYED = "destroyed"
+    ABORTED = "aborted"
+
+
+@dataclass(eq=False)
+class Clique:
+    """One communicator as its ranks share it. `ops`: by kind, rank, peer, number."""
+
+    name: str
+    world_size: int
+    members: dict[int, Communicator] = field(default_factory=dict)
+    ops: dict[tuple[str, int, int, int], Op] = field(default_factory=dict)
+
+    @property
+    def full(self) -> bool:
+        """Whether every rank has come."""
+        return self.world_size == len(self.members)
+
+    def reached(self, *phases: Phase) -> bool:
+        """Whether every rank is in one of these phases."""
+        return all(member.phase in phases for member in self.members.values())
+
+    def opposite(self, rank: int, op: Op) -> Op | None:
+        """The other end of an op of `rank`, if it has been issued."""
+        other = "recv" if op.kind == "send" else "send"
+        return self.ops.get((other, op.peer, rank, op.number))
+
+
+@dataclass(eq=False)
+class Communicator:
+    """One rank's end. `process`: its rank in the simulated world; `rank`: in the communicator.
+
+    `polls_left`: answers of `state` that are still IN_PROGRESS; `unlaunched`: the group that runs after them;
+    `user`: the thread that is inside a call or has a group open.
+    """
+
+    handle: int
+    process: int
+    rank: int
+    clique: Clique
+    config: CommConfig
+    polls_left: int
+    phase: Phase = Phase.OPENING
+    error: Status = Status.SUCCESS
+    last_words: str = ""
+    unlaunched: Launch | None = None
+    user: int | None = None
+    launches: deque[Launch] = field(default_factory=deque)
+    registered: dict[int, Range] = field(default_factory=dict)
+    _counts: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the handle is freed."""
+        return self.phase in (Phase.DESTROYED, Phase.ABORTED)
+
+    def in_flight(self) -> list[Launch]:
+        """Groups that were ended and have not completed."""
+        return [*self.launches, *([self.unlaunched] if self.unlaunched else [])]
+
+    def number(self, launch: Launch) -> None:
+        """Give the ops of a launch their place in the order of this communicator."""
+        for op in launch.ops:
+            op.number = self._counts[op.kind, op.peer]
+            self._counts[op.kind, op.peer] += 1
+            self.clique.ops[op.kind, self.rank, op.peer, op.number] = op
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Whether this memory is registered with this end."""
+        return any(at <= address and address + nbytes <= at + size for at, size in self.registered.values())
+
+    def fail(self, status: Status, words: str) -> None:
+        """An asynchronous error: nothing moves any more; the first one stays."""
+        if self.error is Status.SUCCESS:
+            self.error, self.last_words = status, words
+
+    def __str__(self) -> str:
+        return f"communicator {self.clique.name}"
+
+
+class Registry:
+    """All communicators."""
+
+    def __init__(self, polls: int, violate: Callable[[int, str], None]) -> None:
+        self.by_handle: dict[int, Communicator] = {}
+        self.new_handle = itertools.count(FIRST_HANDLE).__next__
+        self._polls, self._violate = polls, violate
+        self._cliques: dict[object, Clique] = {}
+
+    def of(self, process: int) -> list[Communicator]:
+        """The ends that `process` has opened and not freed."""
+        return [comm for comm in self.by_handle.values() if comm.process == process and not comm.gone]
+
+    def join(self, unique_id: bytes, world_size: int, process: int, rank: int, config: CommConfig) -> Communicator:
+        """One more end of the communicator of this id and size."""
+        clique = self._cliques.setdefault((unique_id, world_size), Clique(f"#{len(self._cliques)}", world_size))
+        if rank in clique.members:
+            self._violate(process, f"rank {rank} joined communicator {clique.name} a second time")
+            clique = Clique(f"{clique.name} (second rank {rank})", world_size)
+        comm = Communicator(self.new_handle(), process, rank, clique, config, self._polls)
+        clique.members[rank] = self.by_handle[comm.handle] = comm
+        return comm
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Allocation:
+    """One piece. NCCL's memory lives until it is freed, plain memory until its last view is gone; its pages stay."""
+
+    def __init__(self, array: np.ndarray, kept: bool) -> None:
+        self._pages = array.base
+        self.address, self.nbytes = array.ctypes.data, array.nbytes
+        self.freed = False
+        self.kept = array if kept else None
+        self._array = weakref.ref(array)
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has been freed or dropped."""
+        return self.freed or self._array() is None
+
+    def bytes_at(self, address: int, nbytes: int) -> np.ndarray | None:
+        """A view of this range; None unless it lies within this piece and the piece lives."""
+        array = None if self.freed else self._array()
+        offset = address - self.address
+        if array is None or offset < 0 or offset + nbytes > self.nbytes:
+            return None
+        return array[offset : offset + nbytes]
+
+
+class Memory:
+    """The memory of all ranks. `any_address`: also take addresses that no device handed out, unchecked.
+
+    `capacity`: bytes of each device, for NCCL's memory and what torch holds in its cache, `cached` by rank.
+    """
+
+    def __init__(self, any_address: bool, capacity: int | None = None) -> None:
+        self._any_address = any_address
+        self.capacity = capacity
+        self.cached: defaultdict[int, int] = defaultdict(int)
+        self._allocations: defaultdict[int, list[Allocation]] = defaultdict(list)
+
+    def plain(self, rank: int, nbytes: int) -> np.ndarray:
+        """New memory that is gone when nobody holds it."""
+        array = _pages(nbytes)
+        self._allocations[rank].append(Allocation(array, kept=False))
+        return array
+
+    def nccl(self, rank: int, nbytes: int) -> int | None:
+        """The address of new memory that lives until `free`; None where there is no room."""
+        if self.capacity is not None and self.nccl_bytes(rank) + self.cached[rank] + nbytes > self.capacity:
+            return None
+        self._allocations[rank].append(Allocation(_pages(max(nbytes, 1)), kept=True))
+        return self._allocations[rank][-1].address
+
+    def nccl_bytes(self, rank: int) -> int:
+        """The bytes of NCCL's memory that `rank` has taken and not freed."""
+        return sum(piece.nbytes for piece in self._allocations[rank] if piece.kept is not None and not piece.freed)
+
+    def gone(self, rank: int, address: int, nbytes: int) -> bool:
+        """Whether any of these bytes belong to memory that was freed or dropped."""
+        pieces = (piece for piece in self._allocations[rank] if piece.gone)
+        return any(piece.address < address + nbytes and address < piece.address + piece.nbytes for piece in pieces)
+
+    def nccl_size(self, rank: int, address: int) -> int | None:
+        """The bytes of the living NCCL memory that begins at `address`, None if there is none."""
+        for piece in self._allocations[rank]:
+            if piece.kept is not None and not piece.freed and piece.address == address:
+                return piece.nbytes
+        return None
+
+    def free(self, rank: int, address: int) -> None:
+        """End NCCL memory. Its pages stay, so that a late reader meets an error and not another's bytes."""
+        for piece in self._allocations[rank]:
+            if piece.kept is not None and piece.address == address:
+                piece.freed = True
+
+    def view(self, rank: int, address: int, nbytes: int) -> np.ndarray | None:
+        """These bytes of `rank`, None if it does not own them all."""
+        if nbytes == 0:
+            return np.empty(0, dtype=np.uint8)
+        for piece in self._allocations[rank]:
+            if (found := piece.bytes_at(address, nbytes)) is not None:
+                return found
+        if self._any_address:
+            return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+        return None
+
+
+def _pages(nbytes: int) -> np.ndarray:
+    """New memory as a view of its pages; one byte at least, so that each has an address of its own."""
+    return np.empty(max(nbytes, 1), dtype=np.uint8)[:nbytes]
+
+
+# --- queues -----------------------------------------------------------------------------------------------------------
+
+
+class Queues:
+    """What has been put on streams and has not completed."""
+
+    def __init__(self, memory: Memory, violate: Callable[[int, str], None], dead: set[int]) -> None:
+        self._memory, self._violate, self._dead = memory, violate, dead
+        self._queues: defaultdict[tuple[int, str], deque[Entry]] = defaultdict(deque)
+        self._moved = False
+
+    def put(self, entry: Entry) -> None:
+        """Behind everything that its stream holds; a launch also behind its communicator's."""
+        self._queues[entry.rank, entry.stream].append(entry)
+        if isinstance(entry, Launch):
+            entry.comm.launches.append(entry)
+
+    def heads(self, rank: int) -> list[Entry]:
+        """What each stream of `rank` is at."""
+        return [queue[0] for (owner, _), queue in self._queues.items() if owner == rank and queue]
+
+    def advance(self, wanted: set[Entry] | None = None) -> bool:
+        """Run all that can run, or of that only what is `wanted`. Whether anything moved."""
+        ever = False
+        while True:
+            self._moved = False
+            for queue in self._queues.values():
+                while queue and (wanted is None or queue[0] in wanted or queue[0].complete):
+                    self._run(queue[0])
+                    if not queue[0].complete:
+                        break
+                    queue.popleft()
+                    self._moved = True
+            if not self._moved:
+                return ever
+            ever = True
+
+    def needed(self, entries: Iterable[Entry]) -> set[Entry]:
+        """All that must run before `entries` have: the least that a device may do for whoever asks for them."""
+        found: set[Entry] = set()
+        todo = list(entries)
+        while todo:
+            entry = todo.pop()
+            if entry in found or entry.complete:
+                continue
+            found.add(entry)
+            queue = self._queues[entry.rank, entry.stream]
+            if entry in queue:
+                todo.extend(list(queue)[: queue.index(entry)])
+            if isinstance(entry, Wait):
+                todo.append(entry.record)
+            elif isinstance(entry, Launch):
+                todo.extend(each for each in entry.comm.launches if each.group < entry.group)
+                ends = (entry.comm.clique.opposite(entry.comm.rank, op) for op in entry.pending())
+                todo.extend(end.launch for end in ends if end is not None)
+        return found
+
+    def touching(self, rank: int, held: Range) -> Touch | None:
+        """Compute of `rank` that has not run and reads or writes some of these bytes."""
+        address, nbytes = held
+        for entry in (entry for (owner, _), queue in self._queues.items() if owner == rank for entry in queue):
+            if isinstance(entry, Touch) and not entry.complete:
+                if any(at < address + nbytes and address < at + size for at, size in (*entry.reads, *entry.writes)):
+                    return entry
+        return None
+
+    def compute(self, touch: Touch) -> None:
+        """Run compute, which must find all its memory."""
+        touch.complete = True
+        for what, ranges in (("reads", touch.reads), ("writes", touch.writes)):
+            for address, nbytes in ranges:
+                if self._memory.gone(touch.rank, address, nbytes):
+                    self._violate(touch.rank, f"illegal address {address:#x}: {touch} {what} memory that was freed")
+
+    def drop(self, launches: Iterable[Launch]) -> None:
+        """Abort these: their streams go on, their ops meet nobody."""
+        for launch in launches:
+            launch.aborted = launch.complete = True
+
+    def _run(self, entry: Entry) -> None:
+        """Complete the entry at the head of its stream, if it can be."""
+        if isinstance(entry, Record):
+            entry.complete = True
+        elif isinstance(entry, Wait):
+            entry.complete = entry.record.complete
+        elif isinstance(entry, Touch) and not entry.held:
+            self.compute(entry)
+        elif isinstance(entry, Launch) and not entry.complete:
+            self._drive(entry)
+
+    def _drive(self, launch: Launch) -> None:
+        """Start a launch whose communicator is free, and meet the partners that have started too."""
+        comm = launch.comm
+        if comm.launches[0] is not launch:
+            return
+        if not launch.started:
+            launch.started = self._moved = True
+        for op in launch.pending():
+            other = comm.clique.opposite(comm.rank, op)
+            if op.partner is None and other is not None and self._present(op) and self._present(other):
+                self._meet(launch, op, other)
+        if not launch.pending():
+            launch.complete = True
+            comm.launches.popleft()
+
+    def _present(self, op: Op) -> bool:
+        """Whether this end is on its device now."""
+        launch = op.launch
+        alive = launch.rank not in self._dead and not launch.aborted
+        return alive and launch.started and launch.comm.error is Status.SUCCESS
+
+    def _meet(self, launch: Launch, op: Op, other: Op) -> None:
+        """Take both ends of one message, or fail the communicators of both."""
+        send, recv = (op, other) if op.kind == "send" else (other, op)
+        sender, receiver = (launch, other.launch) if op.kind == "send" else (other.launch, launch)
+        where = f"{send} (from {sender.comm.rank}) and {recv} of {launch.comm}"
+        if send.nbytes != recv.nbytes:
+            self._violate(launch.rank, f"the bytes of both ends differ: {where}")
+            sender.comm.fail(Status.REMOTE_ERROR, f"bytes differ: {where}")
+            receiver.comm.fail(Status.INVALID_USAGE, f"bytes differ: {where}")
+            return
+        if sender.comm.holds(send.address, send.nbytes) != receiver.comm.holds(recv.address, recv.nbytes):
+            self._violate(launch.rank, f"only one end is registered memory: {where}")
+        if sender.captured != receiver.captured:
+            self._violate(launch.rank, f"only one end is in a graph: {where}")
+        source = self._memory.view(sender.rank, send.address, send.nbytes)
+        target = self._memory.view(receiver.rank, recv.address, recv.nbytes)
+        for end, found, view in ((sender, send, source), (receiver, recv, target)):
+            if view is None:
+                self._violate(end.rank, f"illegal address {found.address:#x}, freed while in flight: {found}")
+                end.comm.fail(Status.UNHANDLED_CUDA_ERROR, "an illegal memory access was encountered")
+        if source is not None and target is not None:
+            target[:] = source
+            op.partner, other.partner = other, op
+            self._moved = True
