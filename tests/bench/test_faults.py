@@ -59,8 +59,8 @@ def test_cells_of_one_machine(column: str) -> None:
     names = (
         "kill in a pass", "kill in a pass (rank 0)", "exit in backward", "stop 2.5 T in a pass",
         "stop 2.5 T in a pass (rank 0)", "stop 0.5 T between passes", "sleep 2.5 T between passes",
-        "hold the interpreter 2.5 T between passes", "wrong shape on rank 0", "other mask on rank 1",
-        "child uses the ring",
+        "hold the interpreter 2.5 T between passes", "raise in backward", "wrong shape on rank 0",
+        "other mask on rank 1", "child uses the ring",
     )  # fmt: skip
     assert_good([(name, column) for name in names])
 

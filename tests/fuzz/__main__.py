@@ -19,8 +19,11 @@ import time
 # Before torch loads: the ranks are threads or processes, each with one intra-op thread of its own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
+
 from tests.fuzz import session
 from tests.fuzz.draw import IDLE, KINDS, USUAL, draw, kind_of
+from tests.fuzz.judge import error_of
 
 OPTIONS = ("seed", "seconds", "cases", "start", "kinds", "jobs", "failures")
 
@@ -43,7 +46,7 @@ def main(arguments: list[str]) -> int:
     print(f"seeds from {start}, kinds {','.join(kinds)}", flush=True)
     last, shown = 0.0, 0
 
-    def told(tally: session.Tally, elapsed_s: float) -> None:
+    def report(tally: session.Tally, elapsed_s: float) -> None:
         nonlocal last, shown
         for failure in tally.failures[shown:]:
             print(f"\n{failure}", flush=True)
@@ -54,7 +57,7 @@ def main(arguments: list[str]) -> int:
             print(f"\r{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
 
     began = time.monotonic()
-    tally = session.run(seconds, cases, start, kinds, int(given.get("jobs", 1)), int(given.get("failures", 1)), told)
+    tally = session.run(seconds, cases, start, kinds, int(given.get("jobs", 1)), int(given.get("failures", 1)), report)
     print(f"\n{tally}\n{time.monotonic() - began:.0f} s")
     return 1 if tally.failures else 0
 
@@ -64,21 +67,11 @@ def _one(seed: int) -> int:
     faulthandler.enable()
     if kind_of(seed) == "triton":
         os.environ["TRITON_INTERPRET"] = "1"
-    import torch
-
     torch.set_num_threads(1)
     print(session.readable(draw(seed)), flush=True)
-    from tests.fuzz import judge
-
-    try:
-        judge.check(draw(seed))
-    except judge.Wrong as wrong:
-        print(f"seed={seed}: {wrong}")
-        return 1
-    finally:
-        judge.close()
-    print(f"seed={seed} holds")
-    return 0
+    error = error_of(draw(seed))
+    print(f"seed={seed}: {error}" if error else f"seed={seed} holds")
+    return int(error is not None)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from tests.fuzz import calls, layers, sequences
 from tests.fuzz.draw import Case
 from tests.fuzz.expected import Results, Wanted, expected
 from tests.fuzz.legal import asks_for_another, must_refuse
-from tests.fuzz.ranks import Processes, on_threads
+from tests.fuzz.ranks import SharedProcesses, on_threads
 
 Outcomes = list[Any]
-_processes = Processes()
+_processes = SharedProcesses()
 
 
 class Wrong(AssertionError):
@@ -38,9 +38,13 @@ def check(case: Case) -> None:
             _calls(case)
 
 
-def close() -> None:
-    """End the processes that cases were run on."""
-    _processes.close()
+def error_of(case: Case) -> str | None:
+    """Return what is wrong with a case, if anything."""
+    try:
+        check(case)
+    except Wrong as wrong:
+        return str(wrong)
+    return None
 
 
 def _all_returned(outcomes: Outcomes) -> Outcomes:
@@ -56,7 +60,10 @@ def _calls(case: Case) -> None:
     apart = case["kind"] == "processes" or case.get("transport", "local") != "local"
     apart |= case["kind"] == "triton" and case["ranks"] > 1  # Triton's interpreter has no threads
     run: Callable[..., Outcomes] = _processes.run if apart else on_threads
-    outcomes = run(calls.on_rank, case)
+    try:
+        outcomes = run(calls.on_rank, case)
+    except AssertionError as error:
+        raise Wrong(str(error)) from error
     if case["kind"] == "order" and not any(must_refuse(case, call) for call in case["calls"]):
         _order(case, outcomes)
         return

@@ -5,16 +5,14 @@ Guarantees: what every rank returned or raised, by rank; a wait ends by the dead
 
 from __future__ import annotations
 
+import pickle
 import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from functools import cache, partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import ringattn
@@ -24,14 +22,16 @@ from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.local import LocalWorld
 from ringattn.transport.location import DEVICES, Location, Nic
 from ringattn.transport.shared.transport import ShmTransport
-from tests.contract.forking import forked
+from tests.contract.processes import Processes
 from tests.fuzz.draw import Case
-from tests.fuzz.session import START_S
+from tests.fuzz.draw_idle import PROCESSES
 from tests.poison import unset_is_nan
 from tests.transport.nccl_rings import open_on
 from tests.transport.simulated.world import SimWorld
 
 TIMEOUT_S = 20.0
+START_S = 120.0
+"""For processes to start on a machine that has much else to do."""
 OPTIONS = ("poison", "dkv_wire_dtype", "kv_wire_dtype", "out_wire_dtype")
 
 Body = Callable[[ringattn.Ring, Case], Any]
@@ -64,10 +64,10 @@ def _locations(case: Case) -> tuple[Location, ...]:
     )  # fmt: skip
 
 
-def _life(transport: Any, body: Body, case: Case) -> Any:
-    """One rank's life. `transport`: an open one, or a function that opens it."""
+def _life(open_transport: Callable[[], Any], body: Body, case: Case) -> Any:
+    """One rank's life: what `body` returns, or the error that it raises."""
     try:
-        transport = transport() if callable(transport) else transport
+        transport = open_transport()
         if _cluster(case) == "auto":
             transport.locations = _locations(case)
         options = {"engine": case["engine"], "cluster": _cluster(case), **case["ring"]}
@@ -85,8 +85,8 @@ def on_threads(body: Body, case: Case) -> Outcomes:
 
     def work(rank: int) -> None:
         simulated = case.get("transport") == "nccl"
-        transport = partial(open_on, nccl, rank, store.clone(), TIMEOUT_S) if simulated else world.transport(rank)
-        outcomes[rank] = _life(transport, body, case)
+        open_transport = partial(open_on, nccl, rank, store.clone()) if simulated else partial(world.transport, rank)
+        outcomes[rank] = _life(open_transport, body, case)
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(case["ranks"])]
     with unset_is_nan():
@@ -97,79 +97,49 @@ def on_threads(body: Body, case: Case) -> Outcomes:
     return outcomes
 
 
-class Processes:
-    """Ranks that are processes over gloo or shared memory. They start at the first case and stay.
+class SharedProcesses:
+    """Ranks that are processes over gloo or shared memory. They start at the first case and stay for the next ones.
 
     Each case has a ring of its own.
     """
 
-    def __init__(self, most: int = 4) -> None:
-        self._most = most
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
+    def __init__(self) -> None:
+        self._processes: Processes | None = None
         self._cases = 0
 
     def run(self, body: Body, case: Case) -> Outcomes:
-        """As `on_threads`. A rank that dies or hangs ends them all; the next case starts new ones."""
-        if not self._pipes:
-            self._start()
+        """Run `body` of a module's top level on every rank. Raises AssertionError if a process hangs or dies."""
+        if self._processes is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._processes = Processes(PROCESSES)
         self._cases += 1
-        used = self._pipes[: case["ranks"]]
-        for pipe in used:
-            pipe.send((self._cases, body, case))
-        outcomes: Outcomes = []
-        for rank, pipe in enumerate(used):
-            try:
-                outcomes.append(pipe.recv() if pipe.poll(4 * TIMEOUT_S) else TimeoutError("this rank hangs"))
-            except EOFError:
-                self._processes[rank].join(5)
-                outcomes.append(ChildProcessError(f"this rank died with {self._processes[rank].exitcode}"))
-        if any(isinstance(one, (TimeoutError, ChildProcessError)) for one in outcomes):
-            self.close()
-        return outcomes
-
-    def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        self._pipes, self._processes = [], []
-
-    def _start(self) -> None:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        self._store = store
-        for rank in range(self._most):
-            mine, theirs = Pipe()
-            self._processes.append(forked(_serve, rank, store.port, theirs))
-            theirs.close()
-            self._pipes.append(mine)
-        for pipe in self._pipes:
-            if not pipe.poll(START_S) or pipe.recv() != "ready":
-                self.close()
-                raise TimeoutError(f"the processes did not start in {START_S:.0f} s")
+        try:
+            outcomes = self._processes.run(
+                _in_process, self._store.port, self._cases, body, case, hard_s=START_S + 4 * TIMEOUT_S
+            )
+        except BaseException:
+            self._processes.__exit__(None, None, None)
+            self._processes = None
+            raise
+        return [outcomes[rank] for rank in range(case["ranks"])]
 
 
-def _serve(rank: int, port: int, pipe: Connection) -> None:
-    """The life of a process: cases until the pipe ends."""
-    torch.set_num_threads(1)
+@cache
+def _store_at(port: int) -> dist.Store:
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+
+
+def _in_process(rank: int, processes: int, port: int, number: int, body: Body, case: Case) -> Any:
+    """One rank's life; a process beyond the ranks of the case does nothing."""
+    if rank >= case["ranks"]:
+        return None
     warnings.simplefilter("ignore")
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    pipe.send("ready")
-    while True:
-        try:
-            number, body, case = pipe.recv()
-        except EOFError:
-            return
-        try:
-            kind = ShmTransport if case.get("transport") == "shm" else GlooTransport
-            case_store = dist.PrefixStore(f"case {number}", store)
-            transport = kind.open(Opening(case_store, rank, case["ranks"], TIMEOUT_S))
-            with unset_is_nan():
-                outcome = _life(transport, body, case)
-        except Exception as error:
-            outcome = error
-        try:
-            pipe.send(outcome)
-        except Exception as error:  # an exception that cannot be pickled
-            pipe.send(RuntimeError(f"{type(outcome).__name__}: {outcome} ({error})"))
+    kind = ShmTransport if case.get("transport") == "shm" else GlooTransport
+    store = dist.PrefixStore(f"case {number}", _store_at(port))
+    with unset_is_nan():
+        outcome = _life(partial(kind.open, Opening(store, rank, case["ranks"], TIMEOUT_S)), body, case)
+    try:
+        pickle.dumps(outcome)
+    except Exception as error:
+        return RuntimeError(f"{type(outcome).__name__}: {outcome} ({error})")
+    return outcome

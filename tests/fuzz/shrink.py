@@ -1,120 +1,78 @@
-"""Makes a failing case smaller, step by step, as long as it still fails."""
+"""Make a failing case smaller, step by step, as long as it fails alike."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
-from copy import deepcopy
+from typing import Any
 
-from tests.fuzz.choices import OF_DOCUMENTS
 from tests.fuzz.draw import Case
-from tests.fuzz.session import error_of
+from tests.fuzz.judge import error_of
 
-USUAL = {
+USUAL: Case = {
     "kv_seq": None, "cut_later": False, "batch": 1, "sinks": None, "grads": "qkv", "strides": ["plain"] * 3,
-    "size": 1.0, "uses": {"out": "weighted", "lse": False}, "twice": False, "in_place": False,
-    "backward_twice": False, "mode": "train", "via": "ring",
+    "size": 1.0, "uses": {"out": "weighted", "lse": False}, "twice": False, "in_place": False, "backward_twice": False,
+    "mode": "train", "via": "ring", "autocast": None, "nodes": None, "ring": {}, "dtype": "float64", "order": None,
+    "steps": 1, "documents": None, "layout": "contiguous", "schedule": "auto", "dims": [2, 2],
 }  # fmt: skip
+"""The simplest value of each key."""
+DOWN_TO_ONE = ("ranks", "length")
+HEADS = [[1, 1], [2, 1], [2, 2], [4, 4]]
+BRANCHES = ("segment_lengths", "dilation_rates")
 
 
-FAULTS = ("raised", "refused on some", "is answered", "is refused", "NaN came back", "nan at", "off by")
-
-
-def fault(error: str) -> str:
-    """What sort of fault an error tells of."""
-    return next((one for one in FAULTS if one in error), error)
+def kind_of_fault(error: str) -> str:
+    """Return the error without its numbers."""
+    return re.sub(r"-?\d[\d.e+-]*", "N", error)
 
 
 def shrunk(case: Case, error: str, seconds: float) -> Case | None:
-    """A smaller case with a fault of the same sort; None where none was found in time."""
+    """Return a smaller case with a fault of the same kind, or None if none is found in time."""
     until, best = time.monotonic() + seconds, None
-    progress = True
-    while progress:
-        progress = False
-        for smaller in _smaller(best or case):
-            if time.monotonic() > until:
-                return best
-            try:
-                failed = error_of(smaller)
-            except Exception:  # no case at all
-                continue
-            if failed and fault(failed) == fault(error):
-                best, progress = smaller, True
-                break
+    candidates = simpler(case)
+    while (smaller := next(candidates, None)) is not None and time.monotonic() < until:
+        try:
+            failed = error_of(smaller)
+        except Exception:  # no case at all
+            continue
+        if failed and kind_of_fault(failed) == kind_of_fault(error):
+            best, candidates = smaller, simpler(smaller)
     return best
 
 
-def _smaller(case: Case) -> Iterator[Case]:
-    """Cases that are one step simpler."""
-
-    def changed(**keys: object) -> Case:
-        return deepcopy(case) | keys
-
-    calls = case.get("calls", [])
-    if "odd" not in case:
-        for index in range(len(calls)):
-            kept = [deepcopy(call) for at, call in enumerate(calls) if at != index]
-            if kept and all(call["like"] is None or call["like"] < index for call in kept):
-                yield changed(calls=kept, order=None)
-        for ranks in range(1, case["ranks"]):
-            yield changed(ranks=ranks)
-    for key, usual in (
-        ("autocast", None),
-        ("nodes", None),
-        ("ring", {}),
-        ("dtype", "float64"),
-        ("order", None),
-        ("steps", 1),
-    ):
-        if key in case and case[key] != usual and not ("odd" in case and key in ("order", "dtype")):
-            yield changed(**{key: usual})
-    for index in range(len(calls) or 1):
-        for smaller in _smaller_call(calls[index] if calls else case):
-            if not calls:
-                yield deepcopy(case) | smaller
-                continue
-            new = deepcopy(case)
-            for at, call in enumerate(new["calls"]):
-                if at == index or call["like"] is not None:  # what is alike stays so
-                    call |= deepcopy(smaller)
-            yield new
+def simpler(value: Any, key: str = "") -> Iterator[Any]:
+    """Yield values that are one step simpler than the one of `key`; some of them make no case."""
+    if key in USUAL and value not in (None, USUAL[key]):
+        yield USUAL[key]
+    if key in DOWN_TO_ONE and value > 1:
+        yield from (value // 2, value - 1)
+    if key == "heads" and isinstance(value, list):
+        yield from (heads for heads in HEADS if heads[0] < value[0])
+    if key == "calls":
+        yield from _simpler_calls(value)
+    elif isinstance(value, dict):
+        yield from _simpler_dict(value, key)
 
 
-def _smaller_call(call: Case) -> Iterator[Case]:
-    """What to change in a call, or in a layer."""
-    for key, usual in USUAL.items():
-        if key in call and call[key] != usual:
-            yield {key: usual}
-    for key in ("seq", "kv_seq"):
-        if call.get(key):
-            for seq in _smaller_sequence(call[key]):
-                yield {key: seq}
-    options = call.get("options", {})
-    for key in options:
-        if key not in ("causal", "schedule", "segment_lengths", "dilation_rates", "head_dim", "num_kv_heads", "bias",
-                       "qk_norm", "rope"):  # fmt: skip
-            yield {"options": {name: value for name, value in options.items() if name != key}}
-    if options.get("schedule", "auto") != "auto":
-        yield {"options": options | {"schedule": "auto"}}
-    branches, names = len(options.get("segment_lengths", ())), ("segment_lengths", "dilation_rates")
-    for at in range(branches if branches > 1 else 0):
-        yield {"options": options | {name: [*options[name][:at], *options[name][at + 1 :]] for name in names}}
-    if isinstance(call.get("heads"), list):
-        for heads in ([1, 1], [2, 1], [2, 2], [4, 4]):
-            if heads[0] < call["heads"][0]:
-                yield {"heads": heads}
-        if max(call["dims"]) > 2:
-            yield {"dims": [2, 2]}
+def _simpler_dict(value: Case, key: str) -> Iterator[Case]:
+    """Leave out an option, the same branch of both lists, or make one entry simpler."""
+    if key == "options":
+        yield from ({name: part for name, part in value.items() if name != left_out} for left_out in value)
+        for at in range(len(value.get(BRANCHES[0], ()))):
+            yield value | {name: [*value[name][:at], *value[name][at + 1 :]] for name in BRANCHES}
+    if value.get("documents"):
+        for length in (value["length"] // 2, value["length"] - 1):
+            yield value | {"length": length, "documents": [min(cut, length) for cut in value["documents"]]}
+    for name, part in value.items():
+        yield from (value | {name: new} for new in simpler(part, name))
 
 
-def _smaller_sequence(seq: Case) -> Iterator[Case]:
-    length, cuts = seq["length"], seq["documents"]
-    if cuts is not None:
-        yield seq | {"documents": None} | ({"layout": "zigzag"} if seq["layout"] in OF_DOCUMENTS else {})
-        for at in range(1, len(cuts) - 1):
-            yield seq | {"documents": [*cuts[:at], *cuts[at + 1 :]]}
-    for less in sorted({length // 2, length * 3 // 4, length - 1} - {length}):
-        if less >= 0:
-            yield seq | {"length": less} | ({} if cuts is None else {"documents": [min(cut, less) for cut in cuts]})
-    if seq["layout"] not in ("contiguous", "auto") and cuts is None:
-        yield seq | {"layout": "contiguous"}
+def _simpler_calls(calls: list[Case]) -> Iterator[list[Case]]:
+    """Leave out the last call, or change one; calls that are alike stay so."""
+    if len(calls) > 1:
+        yield calls[:-1]
+    for call in calls:
+        for new in simpler(call):
+            changed = {name: part for name, part in new.items() if part != call[name]}
+            yield [one | {n: part for n, part in changed.items() if one[n] == call[n]} for one in calls]

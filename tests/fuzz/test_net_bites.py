@@ -17,15 +17,16 @@ from ringattn.runtime.executor import Executor
 from ringattn.runtime.runtime import Runtime
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import Route
-from tests.fuzz import session
 from tests.fuzz.draw import LATER_SEEDS, Case, draw, kind_of
+from tests.fuzz.judge import error_of
+from tests.fuzz.shrink import shrunk
 
 
 def found(kind: str, most: int, wanted: Callable[[Case], bool] = lambda case: True, start: int = 0) -> tuple[Case, str]:
     """The first that fails of so many cases of a kind, and its error."""
     cases = (draw(seed) for seed in count(start) if kind_of(seed) == kind)
     for case in islice(filter(wanted, cases), most):
-        if error := session.error_of(case):
+        if error := error_of(case):
             return case, error
     raise AssertionError(f"nothing found in {most} cases")
 
@@ -48,8 +49,10 @@ def test_causal_squares_joined_whatever_their_heads(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rectangles, "_continues", beside)
     case, error = found("dilated", 120, cheap)
     assert "off by more than" in error
+    smaller = shrunk(case, error, 5.0)
+    assert smaller is not None and len(repr(smaller)) < len(repr(case)) and "off by more than" in str(error_of(smaller))
     monkeypatch.undo()
-    assert session.error_of(case) is None
+    assert error_of(case) is None
 
 
 def test_backward_passes_that_do_not_name_their_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +68,7 @@ def test_backward_passes_that_do_not_name_their_call(monkeypatch: pytest.MonkeyP
     case, error = found("order", 20)
     assert "raised nothing" in error
     monkeypatch.undo()
-    assert session.error_of(case) is None
+    assert error_of(case) is None
 
 
 def local(case: Case) -> bool:
@@ -81,7 +84,7 @@ def test_outputs_without_a_graph_where_no_input_needs_a_gradient(monkeypatch: py
     case, error = found("attention", 20, frozen, LATER_SEEDS)
     assert "PeerLostError" in error or "got no d" in error
     monkeypatch.undo()
-    assert session.error_of(case) is None
+    assert error_of(case) is None
 
 
 def test_facts_that_leave_out_all_of_a_route_but_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +97,7 @@ def test_facts_that_leave_out_all_of_a_route_but_its_name(monkeypatch: pytest.Mo
     case, error = found("disagree", 20, lambda case: local(case) and "schedule" in case["odd"]["change"], LATER_SEEDS)
     assert "is answered" in error or "raised" in error
     monkeypatch.undo()
-    assert session.error_of(case) is None
+    assert error_of(case) is None
 
 
 def test_a_plan_without_steps_begun_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,4 +110,4 @@ def test_a_plan_without_steps_begun_early(monkeypatch: pytest.MonkeyPatch) -> No
     case, error = found("layers", 60)
     assert "IndexError" in error
     monkeypatch.undo()
-    assert session.error_of(case) is None
+    assert error_of(case) is None

@@ -21,6 +21,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: ranks are threads
 
 from tests.fuzz.models import page
+from tests.fuzz.models.tiny import classes
 from tests.fuzz.models.walk import Record, walk
 
 DEFAULTS = {
@@ -36,8 +37,6 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 2
     options = DEFAULTS | given
-    from tests.fuzz.models.tiny import classes
-
     wanted = set(options["only"].split(",")) - {""}
     names = {name: kind for name, kind in classes().items() if not wanted or {name, kind} & wanted}
     if missing := {one for one in wanted if not any(one in item for item in names.items())}:
@@ -50,7 +49,7 @@ def main(arguments: list[str]) -> int:
     began = time.monotonic()
     with out.open("w", encoding="utf-8") as file:
 
-        def told(record: Record) -> None:
+        def report(record: Record) -> None:
             records.append(record)
             print(json.dumps(record), file=file, flush=True)
             if record["verdict"] == "wrong":
@@ -60,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
         walk(
             names, int(options["seed"]), int(options["jobs"]), float(options["seconds"]),
-            int(options["cases"]) if options["cases"] else None, told,
+            int(options["cases"]) if options["cases"] else None, report,
         )  # fmt: skip
     print(page.summary(records))
     print(f"{time.monotonic() - began:.0f} s, {out}")

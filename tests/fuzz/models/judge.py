@@ -5,8 +5,7 @@ Everything is computed in float64, see `InDouble`; what a model gives at padded 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -19,13 +18,12 @@ from ringattn import Ring
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers import shard_batch
 from ringattn.errors import InputError
-from ringattn.transport.local import LocalWorld
 from tests.adapters.ranks import InDouble, gradients
 from tests.fuzz.models.cases import TOKENS, Case
 from tests.fuzz.models.tiny import line
+from tests.fuzz.ranks import on_threads
 
 RANKS = 2
-TIMEOUT_S = 20.0
 TOLERANCE = 1e-8
 FLOOR = 1e-4
 """Of the greatest gradient of a model, below which a parameter's own is not told from rounding of the others'."""
@@ -141,7 +139,11 @@ def one_process(model: Any, case: Case) -> Result:
 def over_ranks(models: list[Any], case: Case, asked: Mapping[str, Asked]) -> list[Result | BaseException]:
     """As the documentation tells users to call a model, on every rank."""
 
-    def body(ring: Ring) -> Result:
+    def body(ring: Ring, options: object) -> Result:
+        with InDouble():
+            return on_rank(ring)
+
+    def on_rank(ring: Ring) -> Result:
         ours = adapter.prepare(models[ring.rank])
         seq, mine = shard_batch(ring, case.batch, layout=case.layout, **({"model": ours} if case.is_told else {}))
         beside = {name: seq.shard(x, 2 if x.shape[1] != TOKENS else 1) for name, x in case.beside.items()}
@@ -158,26 +160,7 @@ def over_ranks(models: list[Any], case: Case, asked: Mapping[str, Asked]) -> lis
             {k: x.detach() for k, x in outputs.items()}, None if loss is None else loss.detach(), grads, places
         )
 
-    return _threads(body)
-
-
-def _threads(body: Callable[[Ring], Result]) -> list[Result | BaseException]:
-    world = LocalWorld(RANKS, TIMEOUT_S)
-    found: list[Any] = [None] * RANKS
-
-    def life(rank: int) -> None:
-        try:
-            with Ring(transport=world.transport(rank), timeout_s=TIMEOUT_S) as ring, InDouble():
-                found[rank] = body(ring)
-        except BaseException as error:  # judged by the caller
-            found[rank] = error
-
-    threads = [threading.Thread(target=life, args=(rank,), daemon=True) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    return on_threads(body, {"ranks": RANKS, "engine": "auto", "ring": {}})
 
 
 def _compared(alone: Result, ranks: list[Result], asked: Mapping[str, Asked], case: Case) -> Verdict:

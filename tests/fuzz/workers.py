@@ -1,0 +1,97 @@
+"""Processes that run one job after another and may die: the answer to each job, or why there is none."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from tests.contract.forking import forked
+
+Job = tuple[Any, ...]
+"""The arguments of a call."""
+
+
+def answers(
+    work: Callable[..., Any], jobs: Iterator[Job], workers: int, hang_s: float
+) -> Iterator[tuple[Job, Any, str]]:
+    """Yield each job with what `work(*job)` returned, or with None and the reason why it returned nothing.
+
+    `work` is a function of a module's top level. A process that dies, or takes longer than `hang_s`, is replaced.
+    """
+    busy: dict[Connection, _Worker] = {}
+
+    def give_next(worker: _Worker) -> None:
+        job = next(jobs, None)
+        if job is None:
+            worker.pipe.close()
+            return
+        worker.give(job)
+        busy[worker.pipe] = worker
+
+    try:
+        for worker in [_Worker(work) for _ in range(workers)]:
+            give_next(worker)
+        while busy:
+            ready = wait(list(busy), timeout=0.5)
+            for pipe, worker in list(busy.items()):
+                if pipe not in ready and time.monotonic() - worker.since < hang_s:
+                    continue
+                del busy[pipe]
+                answer, reason, alive = worker.answer(f"no end after {hang_s:.0f} s" if pipe not in ready else "")
+                yield worker.job, answer, reason
+                give_next(worker if alive else _Worker(work))
+    finally:
+        for worker in busy.values():
+            worker.process.kill()
+
+
+class _Worker:
+    """A process that runs one job at a time."""
+
+    def __init__(self, work: Callable[..., Any]) -> None:
+        self.pipe, theirs = Pipe()
+        self.process = forked(_serve, work, theirs, daemon=False)  # daemons may not start processes
+        theirs.close()
+        self.pipe.recv()  # it has started
+
+    def give(self, job: Job) -> None:
+        """Start a job."""
+        self.job, self.since = job, time.monotonic()
+        self.pipe.send(job)
+
+    def answer(self, reason: str) -> tuple[Any, str, bool]:
+        """Return the answer, the reason if there is none, and whether the process lives. With a `reason`, end it."""
+        try:
+            if not reason:
+                return (*self.pipe.recv(), True)
+        except (EOFError, ConnectionResetError):
+            self.process.join(10)
+            reason = f"the process ended with {self.process.exitcode}"
+        self.process.kill()
+        self.process.join()
+        return None, reason, False
+
+
+def _serve(work: Callable[..., Any], pipe: Connection) -> None:
+    """Answer (result, "") or (None, traceback) to each job until the pipe closes."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    sys.setswitchinterval(1e-3)  # ranks that are threads wait for each other all the time
+    pipe.send("started")
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((work(*job), ""))
+        except Exception:
+            pipe.send((None, traceback.format_exc()))

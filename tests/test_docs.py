@@ -1,0 +1,198 @@
+"""README and the pages of docs: their Python and commands run and are exact, their links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringattn.cli import COMMANDS
+from ringattn.launch.train import train
+from ringattn.launch.train.checkpoints import MAY_CHANGE
+from ringattn.launch.train.config import load_train
+from ringattn.testing import dense_attention, run_ranks
+from tests.adapters.hosts import record
+from tests.doc_code import run_page, run_page_under_torchrun, run_under_torchrun
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def scripts() -> tuple[str, str]:
+    """The README's two Python blocks: on threads, and for torchrun. There is no third that nothing runs."""
+    threads, processes = re.findall(r"^```python.*?\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return threads, processes
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) < 200
+
+
+def test_threads_script_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {"__name__": "__readme__"}
+    exec(compile(scripts()[0], "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "4 ranks" in printed
+    assert "KV0" in printed
+    x = torch.randn(1, 1000, 8, 64, generator=torch.Generator().manual_seed(0))
+    expected, _ = dense_attention(x, x, x, causal=True)
+    for out, _ in run_ranks(4, names["on_each_rank"]):  # type: ignore[arg-type]
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_torchrun_script_runs_on_two_processes(tmp_path: Path) -> None:
+    script = tmp_path / "attend.py"
+    script.write_text(scripts()[1], encoding="utf-8")
+    printed = run_under_torchrun([str(script)], tmp_path, 2)
+    assert re.findall(r"rank \d of 2: \d+ of \d+ tokens", printed) == [
+        "rank 0 of 2: 4096 of 8192 tokens",
+        "rank 1 of 2: 4096 of 8192 tokens",
+    ]
+
+
+def test_commands_are_those_of_the_program() -> None:
+    assert set(re.findall(r"^ringattn (\w+)", README, re.MULTILINE)) == set(COMMANDS)
+
+
+def test_links_lead_to_files() -> None:
+    broken = []
+    for page in PAGES:
+        prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+            path = target.split("#")[0]
+            if path and "://" not in target and not (page.parent / path).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert broken == []
+
+
+def test_index_lists_every_page() -> None:
+    """Pages of hosts are listed by docs/embedding.md, all others by the index itself."""
+    docs = ROOT / "docs"
+    index, hosts = (
+        set(re.findall(r"\]\(((?:internals/)?[\w-]+\.md)\)", (docs / page).read_text(encoding="utf-8")))
+        for page in ("README.md", "embedding.md")
+    )
+    listed = index | {page for page in hosts if page.startswith("embedding-")}
+    pages = {page.relative_to(docs).as_posix() for page in (*docs.glob("*.md"), *docs.glob("internals/*.md"))}
+    assert listed == pages - {"README.md"}
+
+
+def test_no_page_outside_the_repository_is_cited() -> None:
+    files = [*PAGES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "ringattn").rglob("*.py")]
+    cites = re.compile("DESIGN" + r"(\.md|,? §)")
+    assert [file.name for file in files if cites.search(file.read_text(encoding="utf-8"))] == []
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("page", "printed"),
+    [
+        ("masks.md", ""),
+        ("embedding.md", r"equal to one process \(loss "),
+        ("training.md", r"^\S+e-(1[5-9]|\d{3})$|^0\.0$"),
+    ],
+)
+def test_the_page_runs_alone(page: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(page)
+    assert re.search(printed, capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_page_for_users_of_other_packages() -> None:
+    """Its last example is attention of the documents that it names, whole on every rank."""
+    names = run_page("embedding-coming-from.md")
+    q, k, v = (names[name].detach() for name in "qkv")
+    expected, lse = dense_attention(q, k, v, causal=True, cu_seqlens=[0, 200, 601])
+    torch.testing.assert_close(names["whole"].double(), expected, rtol=1e-5, atol=1e-5)
+    assert names["lse"].shape == lse.shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "lines"), [("embedding.md", "equal to one process (loss "), ("embedding-coming-from.md", "")]
+)
+def test_the_page_runs_on_two_ranks(page: str, lines: str, tmp_path: Path) -> None:
+    printed = run_page_under_torchrun(page, tmp_path, 2)
+    assert not lines or printed.count(lines) == 2
+
+
+@pytest.mark.slow
+def test_replicas_of_rings_train_like_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    printed = run_page_under_torchrun("embedding-fsdp.md", tmp_path, 4)
+    assert printed.count("FSDP2: ") == 4 and printed.count("accelerate: the same gradients") == 4
+    losses = [(float(mine), float(true)) for mine, true in re.findall(r"FSDP2: (\S+), one process: (\S+)", printed)]
+    # Six decimals are printed, so a difference that is not seen may be as large as the last.
+    worst = max(max(abs(mine - true), 1e-6) / true for mine, true in losses)
+    words = "loss of a step to six decimals, float32; the norm of the gradients is compared in the page"
+    record("transformers", version("transformers"), "FSDP2", "exact", ranks=4, worst=worst, words=words)
+
+
+# --- the commands of docs/training.md --------------------------------------------------------------------------------
+
+TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TRAINING, re.MULTILINE | re.DOTALL)
+LINES = [line for language, block in BLOCKS if not language for line in block.splitlines()]
+TRAININGS = [shlex.split(line.partition(" train ")[2]) for line in LINES]
+SMALL = ["model=tiny", "tokens=64", "transport=gloo", "timeout_s=120"]
+
+
+def test_every_command_is_understood() -> None:
+    assert len(TRAININGS) == 10
+    for words in TRAININGS:
+        assert words
+        load_train(words)
+
+
+@pytest.mark.slow
+def test_the_commands_of_one_process_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    Path("corpus.txt").write_text("a word and another<|endoftext|>" * 9)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # else a document is one token: nothing to learn
+    tokenizer.save("tokenizer.json")
+    smaller = {"segment_lengths=[64,512]": "segment_lengths=[16,64]", "curriculum_start_tokens=256":
+               "curriculum_start_tokens=16"}  # fmt: skip
+    for words in TRAININGS:
+        small = [smaller.get(word, word) for word in words if not word.startswith(("tokens=", "ranks="))]
+        if not any(word.startswith(("replicas=", "restarts=")) for word in words):
+            assert train.main([*small, *SMALL]) == 0, words
+    assert "in 40 steps, 20 of them before" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_commands_of_a_mesh_run(tmp_path: Path) -> None:
+    starts = {"ringattn": ["-m", "ringattn"], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}
+    lines = [shlex.split(line) for line in LINES if "replicas=" in line]
+    assert [program for program, *_ in lines] == ["ringattn", "torchrun"]
+    for program, *words in lines:
+        done = subprocess.run(
+            [sys.executable, *starts[program], *words, *SMALL, "steps=2"], cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        result = tmp_path / "outputs" / "mesh" / "result.json"
+        assert len(json.loads(result.read_text())["losses"]) == 2
+        result.unlink()
+
+
+def test_the_table_of_the_page_says_what_is_refused() -> None:
+    table = TRAINING.partition("| may differ from the run before | must not |")[2].partition("\n\n")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines() if "`" in row]
+    may, must_not = (set(re.findall(r"`(\w+)`", " ".join(row[side] for row in rows))) for side in (0, 1))
+    assert may < MAY_CHANGE and not must_not & MAY_CHANGE
