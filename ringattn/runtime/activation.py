@@ -4,8 +4,8 @@ It is kept in a context variable: activations nest, and threads and tasks do not
 `Ring.activate` wins. A checkpointed region that backward recomputes is a second run of its code, often outside of the
 `with` and on a GPU in another thread. There the innermost activation entered inside the region wins; if there is none,
 the region has the activation that was around it in forward, which is stored on the region (see `Regions`).
-Guarantees: under the sequence of several ranks, attention that a model would compute of this rank's tokens alone is
-refused: an operator that attends where it is called, and at the end a model of which no attention went over a ring.
+Guarantees: under a sequence of several ranks, attention over the local tokens only is refused: an operator that attends
+is refused where it is called, and a model that computed no attention over a ring is refused at the end of the `with`.
 """
 
 from __future__ import annotations
@@ -216,37 +216,37 @@ def _noted_on(region: Any) -> Activation | None:
 
 
 def active_sequence() -> Sequence | None:
-    """The sequence that an adapter attends over.
+    """Return the active sequence, over which an adapter attends.
 
     Returns:
-        That of the innermost `Ring.activate`, or None.
+        The sequence of the innermost `Ring.activate`, or None.
     """
     active = activation()
     return None if active is None else active.seq
 
 
-# --- attention that does not go over the ring ------------------------------------------------------------------------
+# --- refusal of attention over the local tokens only -----------------------------------------------------------------
 
 _watch: ContextVar[_Watch | None] = ContextVar("ringattn_watch", default=None)
 _proven: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
-"""The rings over which a whole activation was watched and found right, with gradients or without."""
+"""The gradient modes in which a whole activation of a ring was observed without a refusal."""
 
 _ATTENDING = "scaled_dot_product", "attention", "flash_attn", "_safe_softmax", "transformer_encoder_layer"
-"""Parts of the names of operators that attend, in torch and in flash-attn, xformers and others."""
+"""Parts of the names of attention operators in torch, flash-attn, xformers and other libraries."""
 _PRODUCTS = frozenset({torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm})
 
 
 def attended() -> None:
-    """An adapter's attention goes over a ring now, or is known to be local, or was refused by name."""
+    """Record that an adapter computes attention over a ring, or refuses it, or that it is local on purpose."""
     if (watch := _watch.get()) is not None:
         watch.has_attended = True
         watch.leave()
 
 
 class _Watch(TorchDispatchMode):
-    """Sees the operators of one activation, also those of scripts and of kernels that are called by name.
+    """Observes the operators of one activation, also those of TorchScript and of kernels that are called by name.
 
-    It costs some 5 us for each. So it leaves at the first attention over a ring, but in the first activation.
+    It costs about 5 us per operator, so it leaves at the first attention over a ring, except in the first activation.
     """
 
     supports_higher_order_operators = True
@@ -259,7 +259,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled, and is seen as far as it calls operators."""
+        """Leave compiled code compiled, and observe the operators that it calls."""
         return True
 
     def __torch_dispatch__(
@@ -272,13 +272,13 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def enter(self) -> None:
-        """Begin to see operators."""
+        """Begin to observe operators."""
         self.is_on = True
         self.__enter__()
 
-    def leave(self, at_last: bool = False) -> None:
-        """See no more operators, where no other mode was entered since; from compiled code only `at_last`."""
-        if self.is_on and (at_last or (not self.throughout and self._is_innermost())):
+    def leave(self, at_end: bool = False) -> None:
+        """Stop observing operators, unless another mode was entered since or compiled code runs; `at_end`, always."""
+        if self.is_on and (at_end or (not self.throughout and self._is_innermost())):
             self.is_on = False
             self.__exit__(None, None, None)
 
@@ -286,7 +286,7 @@ class _Watch(TorchDispatchMode):
         return _get_current_dispatch_mode() is self and not _is_in_compiled_code()
 
     def _is_meant(self) -> bool:
-        """Whether this sequence is the active one; not in backward, which computes again what was looked at before."""
+        """Whether this sequence is the active one. False in backward, which recomputes operators observed before."""
         innermost = _active.get()
         is_active = innermost is not None and innermost.activation.seq is self.seq
         return is_active and torch._C._current_graph_task_id() == -1
@@ -294,7 +294,7 @@ class _Watch(TorchDispatchMode):
     def _refuse_local(self, name: str) -> None:
         if self._is_meant():
             self.refusal = UnsupportedError(
-                f"rank {self.seq.ring.rank}: {name} under an active sequence attends to this rank's tokens alone: "
+                f"rank {self.seq.ring.rank}: {name} under an active sequence attends to this rank's tokens only: "
                 + _ADVICE
             )
             _refuse(self.seq, self.refusal)
@@ -302,33 +302,33 @@ class _Watch(TorchDispatchMode):
 
 _ADVICE = (
     "prepare the model (for transformers ringattn.adapters.transformers.prepare(model)), or attend with "
-    "ringattn.adapters.sdpa.ring_sdpa, ringattn.adapters.flex.flex_attention or ring.attention; where every rank has "
-    "the whole of what it sees, as a tower for images, call it inside `with ring.activate(None):`, or mark its module "
-    "once with ringattn.adapters.context.attends_locally(module)"
+    "ringattn.adapters.sdpa.ring_sdpa, ringattn.adapters.flex.flex_attention or ring.attention. A part of the model "
+    "whose whole input is on every rank, such as an image tower, is called inside `with ring.activate(None):`, or its "
+    "module is marked once with ringattn.adapters.context.attends_locally(module)"
 )
 
 
 @cache
 def _attends(func: Any) -> bool:
-    """Whether an operator of torch's, or of another library, computes attention of the tensors that it is given."""
+    """Whether an operator of torch or another library computes attention over the tensors that it receives."""
     name = func.__name__
     ours = getattr(func, "namespace", "") == "ringattn"
     return not ours and "backward" not in name and any(part in name for part in _ATTENDING)
 
 
 def _is_in_compiled_code() -> bool:
-    """Whether `torch.compile` has called what runs now.
+    """Whether the current code was called by torch.compile.
 
-    At the end of its call it sets the dispatch keys to what they were before. That of a mode which was left inside
-    would be back, without the mode, and every operator after it would fail.
+    At the end of a call, compiled code restores the dispatch keys from its beginning. If a mode was left in between,
+    its key would be restored without the mode, and every later operator would fail.
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
         return False
     context = getattr(dynamo, "_TorchDynamoContext", None)
-    if context is None:  # another torch, whose wrappers are not known: as if inside, for that is never wrong
+    if context is None:  # a torch version with other wrappers: True is always safe
         return True
-    wrappers = {id(one) for one in context.__call__.__code__.co_consts if isinstance(one, CodeType)}
+    wrappers = {id(code) for code in context.__call__.__code__.co_consts if isinstance(code, CodeType)}
     frame: FrameType | None = sys._getframe()
     while frame is not None and id(frame.f_code) not in wrappers:
         frame = frame.f_back
@@ -345,17 +345,17 @@ def _watched(seq: Sequence, throughout: bool) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if watch.refusal is not None and not isinstance(error, InputError):
-            raise watch.refusal from error  # a script's interpreter raises an error of its own, without the words
+            raise watch.refusal from error  # TorchScript raises another error without the message
         raise
     finally:
-        watch.leave(at_last=True)
+        watch.leave(at_end=True)
         _watch.reset(token)
         if outer is not None:
             outer.has_attended |= watch.has_attended
     if watch.has_multiplied and not watch.has_attended:
         _refuse(seq, InputError(
-            f"rank {seq.ring.rank}: a model ran inside of activate, and no attention went over the ring: {_ADVICE}; "
-            "what attends nowhere is called outside of activate"
+            f"rank {seq.ring.rank}: a model ran inside activate and computed no attention over the ring: {_ADVICE}. "
+            "Call a model without attention outside activate"
         ))  # fmt: skip
     if watch.has_attended:
         proven.add(grad)

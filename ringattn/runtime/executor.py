@@ -1,7 +1,7 @@
-"""Runs a plan, forward and backward alike: wait, pack, exchange, compute, and nothing else.
+"""The executor: runs a plan, forward or backward, as steps of wait, pack, exchange and compute.
 
-A step's messages travel while its work runs; the next step begins when they have arrived. All memory is bound before
-the pass, so a pass allocates nothing here.
+The messages of a step are in flight while its work runs; the next step begins when they have arrived. All buffers are
+bound before the pass, so the executor allocates nothing during it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from ringattn.transport.base import Hop, Message, Transport, WorkHandle
 
 @dataclass
 class Counters:
-    """What has been sent since the last reset: payload of copies, no control traffic."""
+    """Numbers of what was sent since the last reset: the payload of copies, without control traffic."""
 
     passes: int = 0
     messages: int = 0
@@ -70,7 +70,7 @@ class Counters:
 
 
 class _Bound(NamedTuple):
-    """What a pass needs besides its tensors."""
+    """Buffers and hops of a plan, bound to the pool while it has `pool_bytes`."""
 
     pool_bytes: int
     buffers: list[PackedBuffer]
@@ -78,10 +78,10 @@ class _Bound(NamedTuple):
 
 
 class Executor:
-    """A plan with its tiles prepared for an engine. Reusable; one pass at a time."""
+    """A plan whose tiles are prepared for an engine. Reusable; one pass at a time."""
 
     def __init__(self, plan: Plan, engine: Engine, softmax: Softmax) -> None:
-        """Prepares the tiles of every attention update once."""
+        """Prepare the tiles of every attention update once."""
         self.plan, self.engine = plan, engine
         items = [item for step in plan.steps for item in step.work]
         updates = [item for item in items if isinstance(item, AttendOp)]
@@ -91,48 +91,48 @@ class Executor:
         steps = [tuple(attend.tiles) for attend in updates]
         visits = [Visit(attend.first, attend.last) for attend in updates]
         self.works = engine.prepare(steps, softmax, rows, plan.problem.q_heads, more=merged, visits=visits)
-        # By identity: the plan holds its operations for as long as this dict lives.
+        # By identity: the plan keeps its operations alive at least as long as this dict.
         self._work_of: dict[int, Any] = {id(attend): work for attend, work in zip(updates, self.works, strict=True)}
-        # Works on the same received queries carry one state, as the updates of the own ones do.
+        # All works on the same received queries share one state, as the updates of the local queries do.
         self._received: dict[int, tuple[Sequence[Any], int]] = {}
         by_queries: dict[int, list[AttendReceivedOp]] = defaultdict(list)
         for item in items:
             if isinstance(item, AttendReceivedOp):
                 by_queries[item.q].append(item)
         for queries, ops in by_queries.items():
-            # In a fused buffer each (row, head) is a row of its own, so one query head and one K/V head.
+            # In a fused buffer each (row, head) is a separate row, so there is one query head and one K/V head.
             rows, alone = size(plan.buffers[queries].content), softmax._replace(group=1)
             works = engine.prepare(
                 [tuple(op.tiles) for op in ops], alone, rows, 1, more=True, visits=[Visit(op.first) for op in ops]
             )
-            for at, op in enumerate(ops):
-                self._received[id(op)], self._work_of[id(op)] = (works, at), works[at]
+            for index, op in enumerate(ops):
+                self._received[id(op)], self._work_of[id(op)] = (works, index), works[index]
         self._bound: _Bound | None = None
         # Whether `begin` has started a pass that `run` has not yet continued.
         self._begun = False
         self.step: int | None = None
-        """The plan step that is running."""
+        """The number of the plan step that is running."""
         self._exchange: tuple[int, WorkHandle | None] | None = None
         self._watch = PassProfiler(plan, None, None)
 
     def workspace_bytes(self) -> int:
-        """What the piece of work that allocates most allocates at once and gives back, see `Engine.workspace_bytes`."""
+        """Return the largest temporary allocation of a piece of work, see `Engine.workspace_bytes`."""
         problem, plan, most = self.plan.problem, self.plan, 0
-        # What received queries carry, by their buffer: from the first work on them to the last.
+        # Bytes of the states of received queries, by buffer: they exist from the first work on them to the last.
         carried: dict[int, int] = {}
         dims = problem.head_dim, problem.value_dim, TORCH_DTYPE[problem.dtype]
-        own = Sizes(problem.q_layout.counts[plan.rank], problem.batch, problem.q_heads, *dims)
+        local = Sizes(problem.q_layout.counts[plan.rank], problem.batch, problem.q_heads, *dims)
         for item in (item for step in plan.steps for item in step.work):
             if isinstance(item, Add):
                 continue
-            sizes, received = own, isinstance(item, AttendReceivedOp)
+            sizes, received = local, isinstance(item, AttendReceivedOp)
             if isinstance(item, AttendReceivedOp):
                 sizes = Sizes(size(plan.buffers[item.q].content), problem.batch, 1, *dims)
                 carried[item.q] = serving_bytes(sizes, plan.backward)
             # The delta of received rows arrives as a gradient of its lse, see `arithmetic`.
             dlse = plan.backward and received
             called = self.engine.workspace_bytes(self._work_of[id(item)], sizes, plan.backward, dlse)
-            # Updates run one after another and give back what they allocate, so the maximum counts, not the sum.
+            # Updates run one after the other and free what they allocate, so the maximum counts, not the sum.
             most = max(most, sum(carried.values()) + called)
             if isinstance(item, AttendReceivedOp) and item.result != LOCAL:
                 del carried[item.q]
@@ -140,11 +140,11 @@ class Executor:
 
     @property
     def begins_with_keys(self) -> bool:
-        """Whether there is a first step that sends only K and V, so that a pass can begin before there are queries."""
+        """Whether the first step sends only K and V, so that a pass can begin before the queries exist."""
         if not self.plan.steps:
             return False
         packs = self.plan.steps[0].packs
-        # A plan that also sends queries in its first step cannot begin before there are any.
+        # A plan that also sends queries in its first step cannot begin before they exist.
         return all(self.plan.buffers[pack.into].kind is Kind.KV for pack in packs)
 
     def begin(
@@ -154,26 +154,26 @@ class Executor:
         make: Callable[[KV | None], LocalTensors],
         watch: PassProfiler,
     ) -> LocalTensors:
-        """Begin a pass early: its first messages carry the local K and V that `make` returns, and `run` continues.
+        """Begin a pass early: its first messages contain the local K and V that `make` returns, and `run` continues.
 
-        `make` is told where they belong in the first message, (rows, batch, kv_heads, dim) each, if all of them leave
-        in it as they are; there it must write them. Else it gets None, and they are copied. Only for a plan that
-        `begins_with_keys`.
+        If the first message contains all of K and V unchanged, `make` receives views of it, (rows, batch, kv_heads,
+        dim) each, and must write K and V there. Otherwise it receives None, and K and V are copied. Only for a plan
+        that `begins_with_keys`.
         """
-        # Before the buffers are bound: the pool may grow here, which moves it.
+        # Before the buffers are bound: the pool may grow here, and then it moves.
         self._begin_pass(transport, pool)
         self._watch = watch
         try:
             watch.begin(PROJECT)
-            message = self._own_message()
+            message = self._local_message()
             buffers = self._buffers(transport, pool)
             local = make(
                 None if message is None else buffers[message].part(StridedRange(0, self.plan.problem.kv_heads))
             )
-            # Nothing is in flight yet; `run` goes on with the work of this step.
+            # `run` continues with the work of this step.
             self._launch(0, {Kind.KV: local}, filled=message)
             watch.project()
-        # `run` is not going to be called, so its `finally` cannot give the pool back.
+        # `run` will not be called, so the pass must end here.
         except BaseException:
             self._end_pass(transport, pool)
             raise
@@ -190,11 +190,11 @@ class Executor:
         kept: Tensor | None = None,
         keep: bool = False,
     ) -> Tensor | None:
-        """One pass. `keep`: return what its backward gets as `kept`; None where the plan has nothing of the kind.
+        """Run one pass. `keep`: return the remote inputs for the backward pass, which gets them as `kept`, or None.
 
-        `watch` records what the pass does; a pass that has begun goes on with the one it began with.
+        `watch` records the pass; after `begin`, the profiler given there is used instead.
         """
-        # Cleared first: after a failure below the next pass must not take itself for begun.
+        # Cleared first, so that after a failure below the next pass starts from the beginning.
         begun, self._begun = self._begun, False
         if not begun:
             self._begin_pass(transport, pool)
@@ -203,43 +203,43 @@ class Executor:
         try:
             (watch.resume if begun else watch.begin)()
             local, buffers = arithmetic.local, self._buffers(transport, pool)
-            # What is kept, as bytes: copied in before a backward pass, concatenated after a forward pass.
-            held = [buffers[buffer].flat.view(torch.uint8) for buffer in self.plan.kept]
-            # Before any work: step 0 may read what was kept.
+            # The kept buffers as bytes: copied in before a backward pass, concatenated after a forward pass.
+            kept_buffers = [buffers[buffer].flat.view(torch.uint8) for buffer in self.plan.kept]
+            # Before any work: step 0 may read the kept inputs.
             if kept is not None:
-                for flat, part in zip(held, kept.split([flat.numel() for flat in held]), strict=True):
+                for flat, part in zip(kept_buffers, kept.split([flat.numel() for flat in kept_buffers]), strict=True):
                     flat.copy_(part)
 
             def place(buffer: int, kind: Kind) -> BufferRef:
                 return local[kind] if buffer == LOCAL else buffers[buffer]
 
             for number, step in enumerate(self.plan.steps):
-                # The first step of a pass begun early has packed and started its messages already.
+                # If the pass was begun early, the messages of its first step are in flight already.
                 if number or not begun:
                     self._launch(number, local)
-                # Buffers that live in one step do not overlap, so this is safe beside the messages in flight.
+                # Buffers that live in the same step do not overlap, so this is safe while messages are in flight.
                 for zero in step.zeros:
                     buffers[zero.buffer].zero(zero.rows)
-                # After the launch, so eight-bit K/V is restored while this step's messages travel.
+                # After the launch, so eight-bit K/V are restored while the messages of this step are in flight.
                 for restore in step.restores:
                     pack(buffers[restore.source], buffers[restore.into])
                 for item in step.work:
                     if isinstance(item, Add):
                         add(buffers[item.part], place(item.into, self.plan.buffers[item.part].kind), item.first)
                     elif isinstance(item, AttendReceivedOp):
-                        # The kind of a buffer says its role; a role that the pass lacks is LOCAL.
+                        # The kind of a buffer is its role; a role that this pass does not have is LOCAL.
                         roles = (item.q, item.kv, item.result, item.seed, item.dkv)
-                        received = {self.plan.buffers[one].kind: buffers[one] for one in roles if one != LOCAL}
+                        received = {self.plan.buffers[role].kind: buffers[role] for role in roles if role != LOCAL}
                         arithmetic.attend_received(received, *self._received[id(item)])
                     else:
                         kv, dkv = self._read(place(item.kv, Kind.KV), item, item.kv_row, item.kv_step), None
                         if self.plan.backward:
                             dkv = self._read(place(item.dkv, Kind.DKV), item, item.dkv_row, item.dkv_step)
                         arithmetic.attend(kv, dkv, self._work_of[id(item)], item.last)
-            # The last step's messages still use the arena, which the next pass overwrites.
+            # The messages of the last step still use the arena, which the next pass overwrites.
             self._wait()
-            # A copy: the arena belongs to the next pass.
-            kept = torch.cat(held) if keep and held else None
+            # Copied, because the next pass reuses the arena.
+            kept = torch.cat(kept_buffers) if keep and kept_buffers else None
             watch.done()
         finally:
             self._end_pass(transport, pool)
@@ -251,7 +251,7 @@ class Executor:
 
     @contextmanager
     def accounted(self, pool: Pool) -> Iterator[None]:
-        """Where memory runs out inside, raises `OutOfMemoryError` with what the pass held and what to change."""
+        """If memory runs out inside, raise `OutOfMemoryError` with what the pass held and what to change."""
         self.step = None
         try:
             yield
@@ -261,48 +261,47 @@ class Executor:
             raise out_of_memory_error(error, self.plan, self.step, self.workspace_bytes(), pool.taken_bytes) from error
 
     def held_bytes(self) -> int:
-        """The bytes of the plan, of what the engine has prepared and of the row lists, without the pool's memory."""
+        """Return the bytes of the plan, the engine's tables and the row lists, without the memory of the pool."""
         lists = [buffer.lists for buffer in self._bound.buffers] if self._bound is not None else []
         return held_bytes((self.plan, self.works, self._received, lists))
 
     def unbind(self) -> None:
-        """Let go of the pool's memory; the next pass binds anew."""
+        """Release the memory of the pool; the next pass binds the buffers again."""
         self._bound = None
 
     def _read(self, place: BufferRef, item: AttendOp, row: int, step: int) -> KV:
-        """Keys and values that an attention update reads; in a fused buffer every row is there for all heads."""
+        """Return the keys and values of an attention update. The rows of a fused buffer serve all heads."""
         kv = from_row(place.part(item.heads), row, step)
         if item.owner is not None:
             return kv
         heads = self.plan.problem.kv_heads
-        # One stored head, read as all K/V heads: an expanded view, stride 0, no copy.
+        # One stored head is read as all K/V heads: an expanded view with stride 0, not a copy.
         return KV(kv.k.expand(-1, -1, heads, -1), kv.v.expand(-1, -1, heads, -1))
 
     def _launch(self, number: int, local: Mapping[Kind, LocalTensors], filled: int | None = None) -> None:
-        """Wait for the messages in flight, pack this step's messages but the `filled` one, and launch them."""
+        """Wait for the messages in flight, pack the messages of this step except the `filled` one, and launch them."""
         self.step = number
-        # What this step packs or relays arrives with those messages, and its buffers may lie where theirs do.
+        # This step packs or relays rows of those messages, and its buffers may share their memory.
         self._wait()
         assert self._bound is not None
         buffers = self._bound.buffers
         for gather in self.plan.steps[number].packs:
-            # What `make` wrote straight into the first message needs no copy.
+            # `make` wrote the filled message itself.
             if gather.into != filled:
-                own = gather.source == LOCAL
-                source = local[self.plan.buffers[gather.into].kind] if own else buffers[gather.source]
+                is_local = gather.source == LOCAL
+                source = local[self.plan.buffers[gather.into].kind] if is_local else buffers[gather.source]
                 pack(source, buffers[gather.into])
-        # The hop was bound once, with its tensors.
         self._exchange = number, self._watch.depart(number, self._bound.hops[number])
 
     def _wait(self) -> None:
         """Wait for the messages in flight."""
-        # Cleared first: what has failed once is not waited for again.
+        # Cleared first, so that a failed exchange is not waited for again.
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             self._watch.arrive(*exchange)
 
     def _begin_pass(self, transport: Transport, pool: Pool) -> None:
-        # First: the pool may write to its memory, where a pass on another stream of the caller may still work.
+        # First, because the pool may write to its memory, which a pass on another stream may still be using.
         transport.begin_pass()
         pool.begin_pass(self.plan.arena_bytes)
 
@@ -313,29 +312,29 @@ class Executor:
             transport.end_pass()
         self._watch.leave()
 
-    def _own_message(self) -> int | None:
-        """The buffer that the first step packs with all of the own K and V in their own dtype, if there is one."""
+    def _local_message(self) -> int | None:
+        """Return the message of the first step that contains all local K and V in their dtype, or None."""
         problem = self.plan.problem
         rows = StridedRange(0, problem.kv_layout.counts[self.plan.rank])
-        # Only a message of all rows and heads, unconverted, has the layout of the local tensors.
+        # Only a message of all rows and heads in the same dtype has the layout of the local tensors.
         whole = (HeadRows(StridedRange(0, problem.kv_heads), (rows,)),)
         for gather in self.plan.steps[0].packs:
             into = self.plan.buffers[gather.into]
-            is_own_kv = gather.source == LOCAL and into.kind is Kind.KV
-            if is_own_kv and into.content == whole and into.dtype == problem.dtype:
+            is_local_kv = gather.source == LOCAL and into.kind is Kind.KV
+            if is_local_kv and into.content == whole and into.dtype == problem.dtype:
                 return gather.into
         return None
 
     def _buffers(self, transport: Transport, pool: Pool) -> list[PackedBuffer]:
-        """The plan's buffers, bound to the pool's memory."""
-        # A pool that has grown has moved, so its views are stale.
+        """Return the buffers of the plan, bound to the memory of the pool."""
+        # A pool that has grown has moved, so earlier views are invalid.
         if self._bound is None or self._bound.pool_bytes != pool.nbytes:
             with torch.inference_mode(False):  # training steps use these views, too
                 self._bound = self._bind(transport, pool)
         return self._bound.buffers
 
     def _bind(self, transport: Transport, pool: Pool) -> _Bound:
-        """The plan's buffers as views of the pool, and its hops over them; made again only when the pool has grown."""
+        """Return the buffers of the plan as views of the pool, and the hops over them."""
         problem, buffers = self.plan.problem, list[PackedBuffer]()
         for buffer in self.plan.buffers:
             form, dtype = record_layout_of(problem, buffer.kind, buffer.dtype), TORCH_DTYPE[buffer.dtype]
@@ -346,11 +345,11 @@ class Executor:
                 flat = pool.slot(buffer.offset_bytes, (count,), torch.uint8 if form.scalars else dtype)
             else:
                 # A part of a fused buffer is a slice of its flat tensor, counted in records of one row and head.
-                first = buffer.inside.row * record
-                flat = buffers[buffer.inside.buffer].flat[first : first + count]
-            # In plan order, so indices of the plan are indices here; a fused buffer precedes its parts.
+                start = buffer.inside.row * record
+                flat = buffers[buffer.inside.buffer].flat[start : start + count]
+            # In the order of the plan, so its indices are valid here; a fused buffer precedes its parts.
             buffers.append(PackedBuffer(flat, buffer.content, problem.batch, form, dtype))
-        # Bound once with its tensors: a hop is started later without a look at the plan.
+        # A hop is bound once, with its tensors, and started in every pass without reading the plan.
         hops = [
             transport.bind(*self._messages(step, buffers)) if step.sends or step.recvs else None
             for step in self.plan.steps
@@ -358,27 +357,30 @@ class Executor:
         return _Bound(pool.nbytes, buffers, hops)
 
     def _messages(self, step: PlanStep, buffers: Sequence[PackedBuffer]) -> tuple[list[Message], list[Message]]:
-        # In every label, so that an error names the pass and the step that was pending.
+        # Part of every label, so that an error names the pass and the step.
         where = f"{'backward' if self.plan.backward else 'forward'} step {step.number}: "
         sends, recvs = (
-            # A message may be a slice of its buffer, at either end.
-            [Message(one.peer, buffers[one.buffer].flat[one.first : one.first + one.elements], where + one.label)
-             for one in messages]
+            # On either side a message may be a slice of its buffer.
+            [Message(part.peer, buffers[part.buffer].flat[part.first : part.first + part.elements], where + part.label)
+             for part in messages]
             for messages in (step.sends, step.recvs)
         )  # fmt: skip
         return sends, recvs
 
 
-# --- the arithmetic of a pass: what the executor asks for, on one call's tensors by its engine ------------------------
-# Both classes have `local`, the rank's own tensors by kind: Q, KV; GRAD_OUT and DKV backward; OUT, or DQ, where others
-# add to them. `attend`: attend with the local queries to some keys and values; backward adds to their gradients `dkv`;
-# `final`: these are the result at once, in the inputs' dtype. `attend_received`: attend with received queries to
-# received keys, all as one head: the `at`-th of the works on these queries. The last fills OUT, or DQ; all add to DKV;
-# GRAD_OUT is there for the first.
+# --- the arithmetic of a pass: the computation of its steps, on the tensors of one call by its engine -----------------
+#
+# Both classes have the same interface:
+# - `local`: the local tensors by kind: Q and KV; in backward GRAD_OUT and DKV; OUT (in backward DQ) if other ranks add
+#   to it.
+# - `attend`: attend with the local queries to some keys and values. Backward also adds to their gradients `dkv`, or,
+#   with `final`, writes them in the dtype of the inputs.
+# - `attend_received`: attend with received queries to received keys, all of them as one head; `index` counts the works
+#   on these queries. The first work reads GRAD_OUT, all works add to DKV, and the last fills OUT (in backward DQ).
 
 
 class ForwardArithmetic:
-    """Own queries into `state`. Tensors are row-first, (rows, batch, heads, dim)."""
+    """The softmax state of the local queries. Tensors are row-first, (rows, batch, heads, dim)."""
 
     def __init__(
         self,
@@ -389,43 +391,43 @@ class ForwardArithmetic:
         sinks: Tensor | None,
         dropout_seed: int = 0,
     ) -> None:
-        """`local`: the own K and V."""
+        """`local`: the local K and V."""
         self.engine, self.q, self._dropout_seed = engine, q, dropout_seed
         self.value_dim = local.values[1].x.shape[3]
-        # All works at once: the engine may find which launches are the first and the last on their rows.
+        # The engine sees all works, so it can find the first and the last launch on each row.
         self.state = engine.begin(works, q, self.value_dim, sinks)._replace(dropout_seed=dropout_seed)
         self._received: dict[int, SoftmaxState] = {}
         self.local = {Kind.Q: LocalTensors(q), Kind.KV: local}
-        # Outputs of other ranks are merged into what is carried; without it, none arrive.
+        # Outputs from other ranks are merged into the carried output; without it, none arrive.
         if self.state.out.carried is not None:
             self.local[Kind.OUT] = LocalTensors(self.state.out.carried, scalars=(_row_first(self.state.lse),))
 
     def attend(self, kv: KV, _: KV | None, work: Any, final: bool = False) -> None:
-        """Into the state."""
+        """Update the state."""
         self.engine.attend(self.q, kv, self.state, work)
 
-    def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], at: int) -> None:
-        """As `attend`, into a state of its own, which is handed out after the last of the works."""
-        # Received rows are all one head: each (row, head) of a shard is a row here.
+    def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], index: int) -> None:
+        """Update a separate state for these queries, and fill OUT after the last of the works."""
+        # Received rows have one head: each (row, head) of a shard is a row here.
         q = _only(received[Kind.Q]).x
-        if not at:
-            # No sinks: the owner of the queries counts them, once.
+        if not index:
+            # Without sinks: the owner of the queries counts them, once.
             begun = self.engine.begin(works, q, self.value_dim, None)
             self._received[id(works)] = begun._replace(dropout_seed=self._dropout_seed)
         state = self._received[id(works)]
-        self.engine.attend(q, _keys(received[Kind.KV]), state, works[at])
+        self.engine.attend(q, _keys(received[Kind.KV]), state, works[index])
         if Kind.OUT not in received:
             return
         del self._received[id(works)]
         out = _only(received[Kind.OUT])
         assert state.out.carried is not None
         out.x.copy_(state.out.carried)
-        # The lse goes back in the record of its output: the owner merges by it.
+        # The record of an output contains its lse, which the owner needs to merge.
         out.scalars[0].copy_(_row_first(state.lse))
 
 
 class BackwardArithmetic:
-    """Gradients of own queries into `dq`, of own keys and values into the local DKV."""
+    """Gradients: `dq` of the local queries, and the local DKV of the local keys and values."""
 
     def __init__(
         self,
@@ -436,34 +438,34 @@ class BackwardArithmetic:
         inputs: BackwardInputs,
         grads: LocalTensors,
     ) -> None:
-        """`local`: the own K and V; `grads`: the accumulators of their gradients, or the gradients, see `OwnSums`."""
+        """`local`: the local K and V; `grads`: the accumulators of their gradients, or the gradients, see `OwnSums`."""
         self.engine, self.q, self.inputs = engine, q, inputs
         self.value_dim = inputs.dout.shape[3]
         self.dq: Output = engine.begin_grad(works, q, self.value_dim)
         self._received: dict[int, tuple[BackwardInputs, Output]] = {}
-        # lse and delta travel beside dout, so a receiver needs no output.
+        # lse and delta are sent with dout, so a receiver does not need the output.
         scalars = _row_first(inputs.lse), _row_first(inputs.delta)
         grad_out = LocalTensors(inputs.dout, scalars=scalars)
         self.local = {Kind.Q: LocalTensors(q), Kind.KV: local, Kind.GRAD_OUT: grad_out, Kind.DKV: grads}
-        # As forward: dQ of other ranks is added to what is carried.
+        # As in forward: dQ from other ranks is added to the carried dQ.
         if self.dq.carried is not None:
             self.local[Kind.DQ] = LocalTensors(self.dq.carried)
 
     def attend(self, kv: KV, dkv: KV | None, work: Any, final: bool = False) -> None:
-        """Into dq and dkv."""
+        """Add to dq and dkv."""
         sums, result = (None, dkv) if final else (dkv, None)
         self.engine.attend_grad(self.q, kv, self.inputs, self.dq, sums, work, result)
 
-    def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], at: int) -> None:
-        """As `attend`, with the received inputs: delta stands for the output, see `BackwardInputs`."""
+    def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], index: int) -> None:
+        """Add to the gradients of received inputs. Delta replaces the output, see `BackwardInputs`."""
         q = _only(received[Kind.Q]).x
-        if not at:
-            # Not the own dQ: these queries belong to other ranks, to whom it is sent.
+        if not index:
+            # A separate dQ: these queries belong to another rank, to which it is sent.
             into = self.engine.begin_grad(works, q, self.value_dim)
             inputs = _received_inputs(_only(received[Kind.GRAD_OUT]))._replace(dropout_seed=self.inputs.dropout_seed)
             self._received[id(works)] = inputs, into
         inputs, into = self._received[id(works)]
-        self.engine.attend_grad(q, _keys(received[Kind.KV]), inputs, into, _keys(received[Kind.DKV]), works[at])
+        self.engine.attend_grad(q, _keys(received[Kind.KV]), inputs, into, _keys(received[Kind.DKV]), works[index])
         if Kind.DQ not in received:
             return
         del self._received[id(works)]
@@ -471,21 +473,20 @@ class BackwardArithmetic:
         _only(received[Kind.DQ]).x.copy_(into.carried)
 
 
-def _received_inputs(came: Rows) -> BackwardInputs:
-    # They lie beside each other in a record, row by row; the engines want each by itself, for longer than the record
-    # lives. A single row is contiguous in the record already, so it takes a clone to copy it.
+def _received_inputs(grad_out: Rows) -> BackwardInputs:
+    # Engines need contiguous tensors that outlive the record. `contiguous` would not copy a single row, so clone.
     dout, lse, delta = (
         x.clone(memory_format=torch.contiguous_format)
-        for x in (came.x, *(one.permute(1, 2, 0) for one in came.scalars))
+        for x in (grad_out.x, *(scalar.permute(1, 2, 0) for scalar in grad_out.scalars))
     )
-    # delta = sum(dout * out) - dlse: out = 0 and dlse = -delta stand for the output that stayed away.
+    # delta = sum(dout * out) - dlse: out = 0 and dlse = -delta replace the output, which was not sent.
     return BackwardInputs(dout, torch.zeros_like(dout), lse, -delta, delta)
 
 
 def serving_bytes(sizes: Sizes, backward: bool) -> int:
-    """What `attend_received` holds from the first to the last of its works, beside the engine's calls.
+    """Return the bytes that `attend_received` holds from its first to its last work, without the engine's workspace.
 
-    A state; backward its inputs' copies, zeros and dQ.
+    In forward that is a softmax state; in backward it is copies of the inputs, zeros and dQ.
     """
     rows, item = sizes.rows * sizes.batch * sizes.heads, accumulator_dtype(sizes.dtype).itemsize
     if not backward:
@@ -496,18 +497,18 @@ def serving_bytes(sizes: Sizes, backward: bool) -> int:
 
 
 def _row_first(x: Tensor) -> Tensor:
-    """(batch, heads, rows) as (rows, batch, heads)."""
+    """Permute (batch, heads, rows) to (rows, batch, heads)."""
     return x.permute(2, 0, 1)
 
 
 def _only(records: PackedBuffer) -> Rows:
-    """The only value of records with one head."""
+    """Return the only value of records with one head."""
     ((value,),) = records.parts.values()
     return value
 
 
 def _keys(records: PackedBuffer) -> KV:
-    """K and V of records with one head."""
+    """Return K and V of records with one head."""
     ((k, v),) = records.parts.values()
     return KV(k.x, v.x)
 
@@ -519,7 +520,7 @@ Arithmetic = ForwardArithmetic | BackwardArithmetic
 
 
 class PassProfiler:
-    """One pass. Marks moments if there is a recording, and names ranges if a profiler runs; else it does neither."""
+    """Observes one pass: marks its phases if there is a recording, and names ranges if a profiler runs."""
 
     def __init__(self, plan: Plan, recording: Recording | None, ranges: ProfilerRanges | NvtxRanges | None) -> None:
         self._plan, self._recording, self._ranges = plan, recording, ranges
@@ -528,11 +529,11 @@ class PassProfiler:
         self._posted: Exchange | None = None
 
     def begin(self, phase: str = PACK) -> None:
-        """The pass begins, with PACK or PROJECT."""
+        """Mark the beginning of the pass, with phase PACK or PROJECT."""
         self._enter(phase, 0)
 
     def depart(self, number: int, hop: Hop | None) -> WorkHandle | None:
-        """Start the messages of a plan step, if it has any; then its work begins."""
+        """Start the messages of a plan step, if it has any, and mark the beginning of its work."""
         handle = self._posted = None
         if hop is not None:
             posted = self._enter(POST, number)
@@ -543,39 +544,40 @@ class PassProfiler:
         return handle
 
     def project(self) -> None:
-        """The first step's messages have left, and its work has not begun, as `depart` took for granted."""
+        """Undo the last mark of `depart`: the messages of the first step have left, but its work has not begun."""
         if self._recording is not None:
             self._marks.moments.pop()
         self._enter(PROJECT, 0)
 
     def resume(self) -> None:
-        """Now it does."""
+        """Mark the beginning of the first step's work, after `project`."""
         self._enter(WORK, 0)
 
     def arrive(self, number: int, handle: WorkHandle | None) -> None:
-        """Wait for a step's messages, if it has any; then the packing of the next step's begins."""
+        """Wait for the messages of a step, if it has any, and mark the beginning of the next step's packing."""
         if handle is not None:
             self._enter(WAIT, number)
             handle.wait()
         waited = self._enter(PACK, number + 1)
         if self._posted is not None and self._recording is not None:
-            known = self._posted.arrival
-            arrival = self._recording.clock.arrived(handle) if known is None else known
+            arrival = self._posted.arrival
+            if arrival is None:
+                arrival = self._recording.clock.arrived(handle)
             self._marks.exchanges.append(self._posted._replace(arrival=arrival, waited=waited))
 
     def done(self) -> None:
-        """The pass has ended well."""
+        """Mark the successful end of the pass."""
         if self._recording is not None:
             self._marks.moments.append((END, len(self._plan.steps), self._recording.clock.mark()))
             self._recording.add(self._marks)
 
     def leave(self) -> None:
-        """The pass has ended, well or not."""
+        """End the pass, whether it succeeded or not."""
         if self._ranges is not None:
             self._ranges.leave()
 
     def _enter(self, phase: str, number: int) -> Any:
-        """A phase of a plan step begins and the phase before ends; the mark, if there is a recording."""
+        """Begin a phase of a plan step, which ends the previous one. Return the mark if there is a recording."""
         if self._ranges is not None:
             self._ranges.enter(f"ringattn {self._pass} {named(self._plan, phase, number)[0]}")
         if self._recording is None:
@@ -586,11 +588,11 @@ class PassProfiler:
 
 
 def profiler_of(plan: Plan, recording: Recording | None) -> PassProfiler:
-    """The profiler of one pass. Raises `UnsupportedError` for a recording during the capture of a CUDA graph."""
+    """Return the profiler of one pass. Raises `UnsupportedError` for a recording while a CUDA graph is captured."""
     ranges: ProfilerRanges | NvtxRanges | None = None
     if recording is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "a pass cannot be recorded while it is captured into a CUDA graph, where events have no times; "
+            "a pass cannot be recorded while it is captured into a CUDA graph, because captured events have no times; "
             "leave ring.recording() before the capture, and record a pass that is not captured"
         )
     if recording is not None and recording.nvtx:

@@ -129,7 +129,7 @@ def test_models_that_add_alibi_by_themselves(kind: str, told: str) -> None:
     with pytest.raises(UnsupportedError, match=told + r".*alibi_slopes=\.\.\."):
         prepare(model)
     assert model.config._attn_implementation == attention  # as it was
-    others = "reads its mask as a table" if attention == "ringattn" else "no attention went over the ring"
+    others = "reads its mask as a table" if attention == "ringattn" else "computed no attention over the ring"
     refused(lambda seq: forward(seq, model), others)
 
 

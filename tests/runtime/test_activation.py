@@ -90,7 +90,7 @@ def test_an_operator_that_attends_is_refused_under_a_sequence(run: Callable[[Ten
         return str(raised.value), str(alone.value)
 
     for rank, (both, alone) in enumerate(run_ranks(2, body, timeout_s=20.0)):
-        assert f"rank {rank}: {name} under an active sequence attends to this rank's tokens alone: prepare" in both
+        assert f"rank {rank}: {name} under an active sequence attends to this rank's tokens only: prepare" in both
         assert f"rank 1: {name} under an active sequence" in alone
 
 
@@ -98,7 +98,7 @@ def test_an_operator_that_attends_is_refused_under_a_sequence(run: Callable[[Ten
 def test_a_model_of_which_nothing_attends_over_the_ring_is_noticed_at_the_end(run: Callable[[Tensor], Tensor]) -> None:
     def body(ring: Ring) -> None:
         x, seq = heads(), ring.sequence(12)
-        with pytest.raises(InputError, match="a model ran inside of activate, and no attention went over the ring"):
+        with pytest.raises(InputError, match="a model ran inside activate and computed no attention over the ring"):
             with ring.activate(seq):
                 run(x)
         with pytest.raises(ZeroDivisionError), ring.activate(seq):  # its own error comes first
