@@ -77,7 +77,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def core_s() -> float:
     """Seconds of a core that this process, its children that ended and what it had forked have taken."""
     whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    forking = sys.modules.get("tests.contract.forking")  # it loads torch
+    forking = sys.modules.get("tests.contract.processes")  # it loads torch
     own = sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, whose))
     return own + (forking.core_s() if forking else 0.0)
 

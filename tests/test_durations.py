@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import tests.contract.forking  # noqa: F401  (which counts from then on)
+import tests.contract.processes  # noqa: F401  (which counts from then on)
 from tests.durations import BUDGET_CORE_S, RUNS, UNKNOWN_S, of_report, quick_core_s, read, renewed
 
 ROOT = Path(__file__).resolve().parent.parent

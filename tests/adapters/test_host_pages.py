@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.ports import free_port
+from tests.contract.processes import free_port
 from tests.doc_code import run_page, run_page_under_torchrun
 
 _LINE = re.compile(r"^(?:loss|image|block|gradients) .*\d$", re.MULTILINE)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.contract.forking import forked
+from tests.contract.processes import forked
 
 Job = tuple[Any, ...]
 """The arguments of a call."""

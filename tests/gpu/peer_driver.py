@@ -20,8 +20,8 @@ from ringattn.transport.device import CudaDevice
 from ringattn.transport.location import my_location
 from ringattn.transport.peer.driver import Attribute, CudaDriver
 from ringattn.transport.peer.transport import PeerTransport
-from tests.transport.peers.rings import location, meet
 from tests.transport.peers.sim_driver import SimGpu
+from tests.transport.process_rings import location, meet_peer
 
 SLEEP_CYCLES = 1 << 32  # about two seconds of a kernel that does nothing
 BIG = 64 << 20
@@ -41,7 +41,7 @@ def open_ring(
     rank: int, world_size: int, kind: str, gpu: Any, timeout_s: float = 20.0, rounds: int = 64
 ) -> PeerTransport:
     where = location() if kind == "simulated" else my_location(0)
-    return meet(rank, world_size, timeout_s, gpu=gpu, where=where, rounds=rounds if kind == "cuda" else 2)
+    return meet_peer(rank, world_size, timeout_s, gpu=gpu, where=where, rounds=rounds if kind == "cuda" else 2)
 
 
 def numbers(rank: int, world_size: int, kind: str) -> dict[str, Any]:

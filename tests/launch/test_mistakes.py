@@ -19,7 +19,7 @@ from ringattn import cli
 from ringattn.launch.measure import run
 from ringattn.launch.measure.environment import code_version
 from ringattn.launch.measure.points import opened
-from tests.contract.ports import free_port
+from tests.contract.processes import free_port
 from tests.launch.test_run import ROOT, ringattn
 
 SMALL = ("tokens=64", "shape=small", "repeats=1", "warmup=1")

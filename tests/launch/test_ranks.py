@@ -21,7 +21,7 @@ from ringattn.launch import nodes, processes
 from ringattn.launch.nodes import ALONE, Meeting, Nodes, meeting
 from ringattn.launch.processes import Exit, RankProcesses, RanksError, root_cause
 from ringattn.launch.ranks import _environment, run_ranks_in_processes
-from tests.contract.ports import free_port
+from tests.contract.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = "tests.launch.rank_entries"

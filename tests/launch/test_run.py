@@ -36,7 +36,7 @@ from ringattn.options import AttentionOptions
 from ringattn.ring import Ring
 from ringattn.schedule.routes import NUMBERED, ROUTES
 from ringattn.testing import run_ranks
-from tests.contract.ports import free_port
+from tests.contract.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["shape=small", "tokens=120", "warmup=1", "repeats=2"]

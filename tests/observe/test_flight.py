@@ -32,8 +32,7 @@ from ringattn.observe.flight import (
 from ringattn.transport.base import Message, Opening
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.shared.transport import ShmTransport
-from tests.contract.meeting import rendezvous_store
-from tests.contract.processes import Processes
+from tests.contract.processes import Processes, rendezvous_store
 
 
 def post(

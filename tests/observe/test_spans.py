@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +24,6 @@ from ringattn.observe.spans import Recording
 from ringattn.runtime.executor import PassProfiler
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
-from ringattn.transport.local import LocalWorkHandle
 from tests.contract.threads import on_threads
 
 TOKENS = 37
@@ -218,27 +216,6 @@ def test_a_slow_transport_is_exposed_for_as_long_as_no_work_hides_it(
         assert recording.comm_us == pytest.approx(comm_us)
         assert recording.exposed_us == pytest.approx(1e6 * exposed_s, abs=1e-6)
         assert recording.overlap == pytest.approx(1 - 1e6 * exposed_s / comm_us)
-
-
-def test_on_the_host_a_wait_lasts_as_long_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait, waited = LocalWorkHandle.wait, threading.local()
-
-    def slow_wait(ticket: LocalWorkHandle) -> None:
-        began_s = time.perf_counter()
-        time.sleep(0.03)
-        wait(ticket)
-        ticket.arrived_s = None  # as from a transport that cannot tell
-        waited.us = 1e6 * (time.perf_counter() - began_s)
-
-    def body(ring: Ring) -> tuple[Recording, float]:
-        with ring.recording() as recording:
-            forward(ring)
-        return recording, waited.us
-
-    monkeypatch.setattr(LocalWorkHandle, "wait", slow_wait)
-    for recording, waited_us in run_ranks(2, body):
-        (one,) = recording.passes
-        assert 30_000 <= waited_us <= one.exposed_us <= one.end_us - one.start_us
 
 
 # --- off, nested, broken ---------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from ringattn.transport import location, rendezvous
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.meeting import Meeting
-from tests.contract.forking import forked
-from tests.contract.ports import free_port
+from tests.contract.processes import forked, free_port
 from tests.transport.store_hosts import StoreHost, stands_still
 
 RANKS = 3

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed import HashStore
 
 from ringattn.transport.base import Opening, Transport
+from ringattn.transport.control_store import ControlStore
+from ringattn.transport.deadline import Deadline
 from ringattn.transport.gloo import GlooTransport
 from ringattn.transport.health.health import Health
-from ringattn.transport.location import Location
+from ringattn.transport.location import Location, gather_locations, machine_id
 from ringattn.transport.nodes import HostNodesTransport, open_shm_and_gloo
+from ringattn.transport.peer.opening import open_peer
+from ringattn.transport.peer.transport import PeerTransport
 from ringattn.transport.shared.transport import ShmTransport
-from tests.contract.meeting import store_of
-from tests.transport.peers import rings
+from tests.contract.processes import store_of
+from tests.transport.peers.sim_driver import SimGpu
 
 EVEN, LATE, EARLY = (0, 0, 1, 1), (0, 0, 1), (0, 1, 1)
 """The node of each rank."""
 # Each ring opens within 20 s and then gets the deadline of its test, which may be shorter than a busy machine needs to
 # connect.
+OPENING_S = 20.0
 
 
 def locations(nodes: tuple[int, ...]) -> list[Location]:
@@ -29,27 +36,48 @@ def locations(nodes: tuple[int, ...]) -> list[Location]:
     return [Location(f"host-{node}", f"boot/{node}", os.getpid(), os.getuid()) for node in nodes]
 
 
-def meet_gloo(rank: int, world_size: int, members: list[int], timeout_s: float) -> GlooTransport:
-    """A gloo ring of the processes `members`."""
-    store = store_of(rank, world_size, members)
-    ring = GlooTransport.open(Opening(store, members.index(rank), len(members), 20.0))
+def location(**facts: Any) -> Location:
+    """This process's, on the one simulated GPU of the machine."""
+    return replace(Location(socket.gethostname(), machine_id(), os.getpid(), os.getuid(), "one"), **facts)
+
+
+def meet_gloo(rank: int, world_size: int, timeout_s: float) -> GlooTransport:
+    """A gloo ring of all processes."""
+    ring = GlooTransport.open(Opening(store_of(rank, world_size), rank, world_size, OPENING_S))
     ring.opening.timeout_s = timeout_s
     return ring
 
 
-def meet_shm(rank: int, world_size: int, members: list[int], timeout_s: float) -> ShmTransport:
-    """A ring over shared memory of the processes `members`."""
-    store = store_of(rank, world_size, members)
-    ring = ShmTransport.open(Opening(store, members.index(rank), len(members), 20.0))
+def meet_shm(rank: int, world_size: int, timeout_s: float) -> ShmTransport:
+    """A ring of all processes over shared memory."""
+    ring = ShmTransport.open(Opening(store_of(rank, world_size), rank, world_size, OPENING_S))
     ring.opening.timeout_s = timeout_s
     return ring
 
 
 def meet_nodes(rank: int, world_size: int, nodes: tuple[int, ...], timeout_s: float) -> HostNodesTransport:
     """A ring over both of the first processes, one for each entry of `nodes`."""
-    store = store_of(rank, world_size, list(range(len(nodes))))
-    ring = open_shm_and_gloo(Opening(store, rank, len(nodes), 20.0, locations=locations(nodes)))
+    store = store_of(rank, world_size, len(nodes))
+    ring = open_shm_and_gloo(Opening(store, rank, len(nodes), OPENING_S, locations=locations(nodes)))
     ring.inside.opening.timeout_s = timeout_s
+    return ring
+
+
+def meet_peer(
+    rank: int,
+    world_size: int,
+    timeout_s: float = 20.0,
+    *,
+    gpu: SimGpu | None = None,
+    where: Location | None = None,
+    rounds: int = 2,
+) -> PeerTransport:
+    """A ring of all processes over copy engines of simulated GPUs. `where`: this process's location."""
+    store, gpu = store_of(rank, world_size), gpu or SimGpu()
+    found = gather_locations(ControlStore(store, rank, world_size), where or location(), Deadline(OPENING_S))
+    opening = Opening(store, rank, world_size, OPENING_S, interface=None, locations=found)
+    ring = open_peer(opening, lambda: (gpu.driver, gpu), rounds=rounds)
+    ring.opening.timeout_s = timeout_s
     return ring
 
 
@@ -57,18 +85,11 @@ def meet(
     transport: str, rank: int, world_size: int, timeout_s: float, nodes: tuple[int, ...] = EVEN
 ) -> tuple[Transport, Health]:
     """A ring of all processes, and this rank's health."""
-    everyone = list(range(world_size))
-    if transport == "gloo":
-        gloo = meet_gloo(rank, world_size, everyone, timeout_s)
-        return gloo, gloo.health
-    if transport == "shm":
-        shm = meet_shm(rank, world_size, everyone, timeout_s)
-        return shm, shm.group.health
-    if transport == "peer":
-        peer = rings.meet(rank, world_size, timeout_s)
-        return peer, peer.group.health
-    both = meet_nodes(rank, world_size, nodes, timeout_s)
-    return both, both.between.health
+    if transport == "shm+gloo":
+        both = meet_nodes(rank, world_size, nodes, timeout_s)
+        return both, both.between.health
+    ring: Any = {"gloo": meet_gloo, "shm": meet_shm, "peer": meet_peer}[transport](rank, world_size, timeout_s)
+    return ring, ring.health if transport == "gloo" else ring.group.health
 
 
 def on_node_threads(nodes: tuple[int, ...], body: Callable[[HostNodesTransport], Any]) -> list[Any]:

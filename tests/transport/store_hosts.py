@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from tests.contract.forking import forked
+from tests.contract.processes import forked
 
 
 def _host(pipe: Connection) -> None:

@@ -15,8 +15,7 @@ from ringattn.launch.measure.check import CheckConfig, check_rank, paired_cases
 from ringattn.ring import Ring
 from ringattn.transport.nccl.options import NcclOptions
 from tests.contract import transport_contract as contract
-from tests.contract.meeting import rendezvous_store
-from tests.contract.processes import Processes
+from tests.contract.processes import Processes, rendezvous_store
 from tests.contract.threads import on_threads
 from tests.transport.nccl_rings import on_gpus, on_nodes, results
 from tests.transport.process_rings import EARLY, EVEN, LATE, meet, on_node_threads

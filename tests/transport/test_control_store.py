@@ -19,7 +19,7 @@ from ringattn.errors import DeadlineError, InputError, PeerLostError
 from ringattn.transport import control_store, meeting
 from ringattn.transport.control_store import BoundedStore, ControlStore, bounded, group_store
 from ringattn.transport.deadline import Deadline
-from tests.contract.meeting import rendezvous_store
+from tests.contract.processes import rendezvous_store
 from tests.transport.store_hosts import StoreHost
 from tests.transport.threads import on_each_rank
 

@@ -18,8 +18,7 @@ from ringattn.transport.base import Message, Opening
 from ringattn.transport.control_store import group_store
 from ringattn.transport.gloo import GlooTransport, _Operation
 from tests.contract import transport_contract as contract
-from tests.contract.meeting import store_of
-from tests.contract.processes import Processes
+from tests.contract.processes import Processes, store_of
 from tests.transport.process_rings import meet_gloo as meet
 
 
@@ -34,7 +33,7 @@ def processes() -> Iterator[Processes]:
 
 def opened_before_the_last(rank: int, world_size: int) -> bool:
     """Whether this rank has its ring while rank 0, which is slow, still connects."""
-    store = store_of(rank, world_size, list(range(world_size)))
+    store = store_of(rank, world_size)
 
     def slowly(*arguments: Any) -> dist.ProcessGroupGloo:
         group = gloo_connect(*arguments)
@@ -64,9 +63,8 @@ def summed(group: dist.ProcessGroup | None = None) -> float:
 
 
 def several_rings(rank: int, world_size: int) -> None:
-    everyone = list(range(world_size))
-    first = meet(rank, world_size, everyone, 20.0)
-    second = meet(rank, world_size, everyone, 20.0)
+    first = meet(rank, world_size, 20.0)
+    second = meet(rank, world_size, 20.0)
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     came = [torch.zeros(1), torch.zeros(1)]
     pending = first.exchange([Message(after, torch.tensor([1.0]))], [Message(before, came[0])])
@@ -74,7 +72,7 @@ def several_rings(rank: int, world_size: int) -> None:
     pending.wait()
     assert [buffer.item() for buffer in came] == [1.0, 2.0]
     first.close()
-    third = meet(rank, world_size, everyone, 20.0)
+    third = meet(rank, world_size, 20.0)
     contract.shift_around(second)
     contract.shift_around(third)
     second.close()
@@ -86,11 +84,10 @@ def test_rings_follow_and_accompany_each_other(processes: Processes) -> None:
 
 
 def beside_the_users_groups(rank: int, world_size: int) -> None:
-    everyone = list(range(world_size))
-    before = meet(rank, world_size, everyone, 20.0)
+    before = meet(rank, world_size, 20.0)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
     try:
-        after = meet(rank, world_size, everyone, 20.0)
+        after = meet(rank, world_size, 20.0)
         for ring in (before, after):
             contract.shift_around(ring)
             assert summed() == 3.0
@@ -135,7 +132,7 @@ def test_no_default_group_is_said(processes: Processes) -> None:
 
 
 def lengths_differ(rank: int, world_size: int, sent: int, received: int) -> None:
-    ring = meet(rank, world_size, list(range(world_size)), 1.0)
+    ring = meet(rank, world_size, 1.0)
     failures = (DeadlineError, PeerLostError)  # the second, when the other rank's deadline came first
     if rank == 0:
         with pytest.raises(failures, match=rf"rank 0 send to rank 1 'kv' \({sent} bytes"):
@@ -155,7 +152,7 @@ def test_lengths_that_differ_never_pass(processes: Processes, sent: int, receive
 
 def deadline_wakes_the_neighbor(rank: int, world_size: int) -> None:
     # Gloo drops the connection at rank 0's deadline, before rank 0 can say why; rank 1 has to look twice.
-    ring = meet(rank, world_size, list(range(world_size)), 1.0 if rank == 0 else 20.0)
+    ring = meet(rank, world_size, 1.0 if rank == 0 else 20.0)
     if rank == 0:
         with pytest.raises(DeadlineError, match="kv 0"):
             ring.exchange([], [Message(peer, torch.zeros(4), "kv 0") for peer in (1, 2)]).wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +12,15 @@ import torch
 from torch.distributed import HashStore
 
 from ringattn import Ring
-from ringattn.errors import DisagreementError, InputError, TransportError, UnsupportedError
+from ringattn.errors import DisagreementError, InputError, TransportError
 from ringattn.launch.doctor.doctor import examine
 from ringattn.transport.base import Message, Opening
 from ringattn.transport.local import LocalWorld
-from ringattn.transport.location import Location
 from ringattn.transport.nccl.options import NcclOptions
-from ringattn.transport.nodes import HostNodesTransport, NodesTransport, open_shm_and_gloo
+from ringattn.transport.nodes import HostNodesTransport, NodesTransport
 from ringattn.transport.rendezvous import _open_peer
 from tests.contract import transport_contract as contract
-from tests.contract.meeting import rendezvous_store
-from tests.contract.processes import Processes
+from tests.contract.processes import Processes, rendezvous_store
 from tests.transport.attribution import named_at_fault
 from tests.transport.process_rings import EVEN, LATE, locations, meet_nodes, on_node_threads
 
@@ -116,23 +113,6 @@ def test_an_exchange_over_both_has_one_deadline(processes: Processes) -> None:
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("locations", "words"),
-    [
-        ([*locations(LATE), Location("c", None, 1, 0)], "rank 3 cannot tell which machine it is on"),
-        (
-            [*locations(LATE), Location("b", "boot/1", 1, 4711)],
-            f"ranks 2 and 3 belong to different users, {os.getuid()} and 4711",
-        ),
-        (locations((0, 1, 2)), "no two ranks share a machine"),
-    ],
-)
-def test_ranks_that_share_no_memory_are_refused(locations: list[Location], words: str) -> None:
-    for rank in range(len(locations)):
-        with pytest.raises(UnsupportedError, match=words):
-            open_shm_and_gloo(Opening(HashStore(), rank, len(locations), 1.0, locations=locations))
 
 
 def aborts_far_away(ring: HostNodesTransport) -> str:

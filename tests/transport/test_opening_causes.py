@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ringattn.errors import DeadlineError, InputError, PeerLostError
 from ringattn.transport.deadline import Deadline
 from ringattn.transport.meeting import Job, Meeting, connect, job_of, loopback_of
-from tests.contract.ports import free_port
+from tests.contract.processes import free_port
 from tests.transport.opening_causes import CAUSES, PROCESS, SHOWS, TRANSPORTS, Rank, complaints, suffer
 
 SLACK_S = 4.0

@@ -18,8 +18,8 @@ from ringattn.transport.peer.transport import PeerTransport
 from ringattn.transport.shared.page import ARRIVAL
 from tests.contract import transport_contract as contract
 from tests.contract.processes import Processes
-from tests.transport.peers.rings import meet
 from tests.transport.peers.sim_driver import SimGpu
+from tests.transport.process_rings import meet_peer
 
 NOTHING = {"handles": 0, "mappings": 0, "registered": 0}
 OFFSETS = (0, 1, 7, 64)
@@ -38,7 +38,7 @@ def around(ring: PeerTransport, sent: torch.Tensor, received: torch.Tensor, labe
 
 def sizes(rank: int, world_size: int, wanted: list[int], switches: dict[str, Any]) -> list[bool]:
     """Bytes of every size, at odd offsets, into exchanged and into plain memory."""
-    ring, whole = meet(rank, world_size, gpu=SimGpu(**switches)), []
+    ring, whole = meet_peer(rank, world_size, gpu=SimGpu(**switches)), []
     before = contract.neighbors(ring)[1]
     for nbytes in wanted:
         for offset in OFFSETS:
@@ -59,7 +59,7 @@ def again_and_again(rank: int, world_size: int, times: int) -> tuple[list[dict[s
     left, descriptors, mappings = [], [], []
     for number in range(times + 1):
         gpu = SimGpu()
-        ring = meet(rank, world_size, gpu=gpu, rounds=1)
+        ring = meet_peer(rank, world_size, gpu=gpu, rounds=1)
         room = ring.allocate(1 << 16).view(2, -1)
         around(ring, room[0], room[1]).wait()
         del room
@@ -76,7 +76,7 @@ def again_and_again(rank: int, world_size: int, times: int) -> tuple[list[dict[s
 def growing(rank: int, world_size: int) -> dict[str, Any]:
     """Memory is let go of and taken anew in mid-run, on one rank more often than on the other."""
     gpu = SimGpu()
-    ring = meet(rank, world_size, gpu=gpu)
+    ring = meet_peer(rank, world_size, gpu=gpu)
     before, whole, mapped = contract.neighbors(ring)[1], [], []
     room = None
     for number in range(6):
@@ -96,7 +96,7 @@ def growing(rank: int, world_size: int) -> dict[str, Any]:
 
 def ahead(rank: int, world_size: int, count: int) -> list[bool]:
     """The receiver starts many more messages than its log holds before the sender starts the first."""
-    ring = meet(rank, world_size)
+    ring = meet_peer(rank, world_size)
     buffers = ring.allocate(64 * count).view(count, 64)
     ring.all_gather_bytes(b"")
     if rank == 0:
@@ -116,7 +116,7 @@ def ahead(rank: int, world_size: int, count: int) -> list[bool]:
 
 def out_of_memory(rank: int, world_size: int) -> str:
     gpu = SimGpu(memory=8 << 20)
-    ring = meet(rank, world_size, gpu=gpu, rounds=1)
+    ring = meet_peer(rank, world_size, gpu=gpu, rounds=1)
     try:
         ring.allocate(1 << 30)
         said = "nothing"
@@ -140,7 +140,7 @@ def ended(gpu: SimGpu, kinds: Iterable[str]) -> dict[str, int]:
 def kept_by_the_caller(rank: int, world_size: int) -> list[dict[str, int]]:
     """After an abort the memory stays while it is viewed, and goes afterwards."""
     gpu = SimGpu()
-    ring = meet(rank, world_size, gpu=gpu)
+    ring = meet_peer(rank, world_size, gpu=gpu)
     room = ring.allocate(1 << 16)
     around(ring, room[: 1 << 15], room[1 << 15 :]).wait()
     ring.all_gather_bytes(b"")
@@ -152,7 +152,7 @@ def kept_by_the_caller(rank: int, world_size: int) -> list[dict[str, int]]:
 
 
 def unlike_ends(rank: int, world_size: int, what: str) -> str:
-    ring = meet(rank, world_size)
+    ring = meet_peer(rank, world_size)
     room = ring.allocate(64)
     count, label = (16, "v") if what == "label" and rank == 1 else (32, "k")
     if what == "bytes" and rank == 1:
@@ -172,7 +172,7 @@ def unlike_ends(rank: int, world_size: int, what: str) -> str:
 
 def overwritten(rank: int, world_size: int) -> dict[str, Any]:
     """Rank 1 goes on to write small numbers over what rank 0 paints, for a while."""
-    ring = meet(rank, world_size)
+    ring = meet_peer(rank, world_size)
     room = ring.allocate(64)
     page = ring.group.pages[0]
     ring.all_gather_bytes(b"")
@@ -192,7 +192,7 @@ def overwritten(rank: int, world_size: int) -> dict[str, Any]:
 def busy(rank: int, world_size: int) -> dict[str, float]:
     """A failure while the device still computes: the caller is told at once, the abort ends when it can."""
     gpu = SimGpu()
-    ring = meet(rank, world_size, gpu=gpu)
+    ring = meet_peer(rank, world_size, gpu=gpu)
     room = ring.allocate(64)
     caller = gpu.caller = gpu.new_stream()
     caller.compute(lambda: time.sleep(3.0))
@@ -208,7 +208,7 @@ def busy(rank: int, world_size: int) -> dict[str, float]:
 def spoiled(rank: int, world_size: int) -> dict[str, Any]:
     """Rank 0 fails while rank 1 computes on a slot that rank 0's queued copy then runs into."""
     gpu = SimGpu()
-    ring = meet(rank, world_size, gpu=gpu)
+    ring = meet_peer(rank, world_size, gpu=gpu)
     caller = gpu.caller = gpu.new_stream()
     slot = ring.allocate(1 << 16)
     release, seen = threading.Event(), []

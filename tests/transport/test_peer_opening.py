@@ -39,8 +39,8 @@ from ringattn.transport.peer.transport import PeerTransport, Watch
 from ringattn.transport.rendezvous import open_transport
 from tests.contract.processes import Processes
 from tests.transport.peer_model.machine import ABORT, DRAIN, EndStep
-from tests.transport.peers.rings import meet
 from tests.transport.peers.sim_driver import SimGpu
+from tests.transport.process_rings import meet_peer
 
 GOOD = Facts(version=13000)
 HERE = Location("a", "boot/1", 1, 1000, "one")
@@ -111,7 +111,7 @@ def told(rank: int, world_size: int, fault: str) -> dict[str, Any]:
         copy = driver.copy
         driver.copy = lambda dst, src, nbytes, stream: copy(dst, src, nbytes - 1, stream)
     try:
-        ring = meet(rank, world_size, gpu=gpu)
+        ring = meet_peer(rank, world_size, gpu=gpu)
     except RingError as error:
         return {"kind": type(error).__name__, "words": str(error), "left": driver.leftovers()["registered"]}
     ring.close()
@@ -156,7 +156,7 @@ def test_processes_without_a_gpu_are_refused_by_name(two: Processes) -> None:
 
 def captured(rank: int, world_size: int) -> list[str]:
     gpu = SimGpu()
-    ring = meet(rank, world_size, gpu=gpu)
+    ring = meet_peer(rank, world_size, gpu=gpu)
     hop = ring.bind(*_pair(ring))
     said = []
     gpu.capturing = True

@@ -39,7 +39,7 @@ def processes() -> Iterator[Processes]:
 
 
 def check_copies(rank: int, world_size: int, move: str) -> list[float]:
-    ring = meet(rank, world_size, list(range(world_size)), 30.0)
+    ring = meet(rank, world_size, 30.0)
     try:
         way = shm_ways.copying(ring, 1 << 18)
         if move == "own":  # as if the own memory were the neighbor's
@@ -72,7 +72,7 @@ def dies_with_a_child(rank: int, world_size: int) -> tuple[str, str, list[str]]:
 
     Returns what this rank's error says, its socket, and all its files that could outlive this process.
     """
-    ring = meet(rank, world_size, list(range(world_size)), LONG_S)
+    ring = meet(rank, world_size, LONG_S)
     kept.extend((ring, ring.allocate(1 << 24)))
     ring.all_gather_bytes(b"")
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()

@@ -27,7 +27,7 @@ from ringattn.launch import worker
 from ringattn.launch.processes import LAUNCHER
 from ringattn.launch.train import loop
 from ringattn.launch.train.config import TrainConfig
-from tests.contract.forking import forked
+from tests.contract.processes import forked
 from tests.launch.fuzz_train.faults import at
 
 LIMIT_S = 60.0
