@@ -34,7 +34,7 @@ def scripts() -> tuple[str, str]:
 
 
 def test_readme_is_short() -> None:
-    assert len(README.splitlines()) < 200
+    assert len(README.splitlines()) <= 150
 
 
 def test_threads_script_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,6 +73,21 @@ def test_links_lead_to_files() -> None:
             if path and "://" not in target and not (page.parent / path).exists():
                 broken.append(f"{page.relative_to(ROOT)}: {target}")
     assert broken == []
+
+
+def test_files_that_pages_name_exist() -> None:
+    folders = [
+        ROOT,
+        *(ROOT / name for name in ("ringattn", "launch", "kernels", "bench", "tests", "tests/transport", "docs")),
+    ]
+    missing = []
+    for page in PAGES:
+        if page.name in ("log.md", "CHANGELOG.md") or page.parent.name == "decisions":
+            continue
+        for name in re.findall(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md|json|yaml|png))`", page.read_text(encoding="utf-8")):
+            if "HOST" not in name and not any((folder / name).exists() for folder in (page.parent, *folders)):
+                missing.append(f"{page.relative_to(ROOT)}: {name}")
+    assert missing == []
 
 
 def test_index_lists_every_page() -> None:
