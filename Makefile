@@ -95,7 +95,7 @@ gpu-check-first: gpu-here ## of them: speed of three kernels at one size, in two
 gpu-check-kernels: gpu-here ## of them: the kernels un-interpreted, by several processes, which share the compiling
 	@mkdir -p build; rm -f build/gpu-part-*.log; for part in $(PARTS); do \
 		timeout -k 10 460 $(GPU_TESTS) --part=$$part/$(words $(PARTS)) --session-timeout=430 -k "not compute_sanitizer" \
-			tests/gpu/test_engines.py tests/gpu/test_kernels.py tests/gpu/test_gluon.py tests/gpu/test_gluon_backward.py tests/gpu/test_rows.py tests/gpu/test_adapters.py \
+			tests/gpu/test_engines.py tests/gpu/test_kernels.py tests/gpu/test_gluon.py tests/gpu/test_rows.py tests/gpu/test_adapters.py \
 			> build/gpu-part-$$part.log 2>&1 & started="$$started $$!"; done; \
 	failed=0; for one in $$started; do wait $$one || failed=1; done; \
 	cat build/gpu-part-*.log > build/gpu-kernels.log; $(call gpu-copy,build/gpu-kernels.log) \

@@ -3,9 +3,8 @@
 Guarantees, for float32, float16 and bfloat16 inputs, online softmax in float32 and base 2 over the key blocks that the
 table names and no other, masks on the blocks at a band's edges alone, (0, -inf) left as it is for rows that see no key,
 or whose logits are all -inf, and the same bits for the same table. State between steps is `out` (normalized, float32)
-and `lse` (natural log, float32), so that any other kernel can take the next step; or raw, whose bits after R steps are
-those of one launch over the same keys. A pass begins without reading a state and ends by writing the result in the
-dtype of q: the flags of each block say which.
+and `lse` (natural log, float32), so that any other kernel can take the next step. A pass begins without reading a state
+and ends by writing the result in the dtype of q: the flags of each block say which.
 The grid is as large as its caller says, each program taking every n-th block: a launch can leave multiprocessors free.
 Independent of positions, ranks, steps and of where the table comes from.
 The specialized form has a producer warp, split off by Triton's compiler (sm_90): the same meaning and bits as with
@@ -130,22 +129,18 @@ def _update_entry(
 
 @triton.jit
 def opening(
-    out, lse, weights, sinks, kept, head, live, begins, out_rows, lse_rows, D_V: tl.constexpr, PAD_V: tl.constexpr
+    out, lse, sinks, kept, head, live, begins, out_rows, lse_rows, D_V: tl.constexpr, PAD_V: tl.constexpr
 ):  # fmt: skip
     """(acc, peak, weight) of `live` rows: what an earlier launch left or, where the pass `begins`, nothing seen."""
     # A FIRST block does not read memory that nothing has written.
     known = live & (begins == 0)
     acc = load_rows(out, out_rows, known, D_V, PAD_V)
-    peak = tl.load(lse + lse_rows, mask=known, other=float("-inf"))
-    if weights is None:
-        # A normalized state weighs 1 at its own peak; the weight of a row that saw no key drops to 0 with its first.
-        peak = peak * LOG2_E
-        # What dropout leaves is divided by `kept` at the end.
-        if kept is not None:
-            acc *= kept
-        weight = tl.full(peak.shape, 1.0, tl.float32)
-    else:
-        weight = tl.load(weights + lse_rows, mask=known, other=0.0)
+    # A normalized state weighs 1 at its own peak; the weight of a row that saw no key drops to 0 with its first.
+    peak = tl.load(lse + lse_rows, mask=known, other=float("-inf")) * LOG2_E
+    weight = tl.full(peak.shape, 1.0, tl.float32)
+    # What dropout leaves is divided by `kept` at the end.
+    if kept is not None:
+        acc *= kept
     # A sink is a key of value 0: peak = its logit, weight 1, acc 0.
     if sinks is not None:
         peak = tl.where(begins, tl.load(sinks + head).to(tl.float32) * LOG2_E, peak)
@@ -155,7 +150,7 @@ def opening(
 
 @triton.jit
 def closing(
-    acc, peak, weight, out_base, lse, weights, result, kept, block, batch, head, idle, ends, out_row,
+    acc, peak, weight, out_base, lse, result, kept, block, batch, head, idle, ends, out_row,
     result_row, result_batch, result_head, lse_batch, lse_head, lse_row,
     D_V: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -170,19 +165,13 @@ def closing(
     if result is not None:
         result_base = result + batch * result_batch + head * result_head
         store_rows(result_base, rows * result_row, live & ends, mean, D_V, PAD_V)
-    goes_on = live & (ends == 0)
-    if weights is None:
-        store_rows(out_base, rows * out_row, goes_on, mean, D_V, PAD_V)
-        tl.store(lse + lse_rows, natural, mask=live)
-    else:
-        store_rows(out_base, rows * out_row, goes_on, acc, D_V, PAD_V)
-        tl.store(weights + lse_rows, weight, mask=goes_on)
-        tl.store(lse + lse_rows, tl.where(ends, natural, peak), mask=live)
+    store_rows(out_base, rows * out_row, live & (ends == 0), mean, D_V, PAD_V)
+    tl.store(lse + lse_rows, natural, mask=live)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _forward(
-    q, k, v, out, lse, weights, result, sinks, blocks, entries, places, slopes, positions,
+    q, k, v, out, lse, result, sinks, blocks, entries, places, slopes, positions,
     seed_low, seed_high, threshold, kept, block_count, slots, batches, section, group, first_kv_head, scale, softcap,
     q_row: tl.int64, q_batch: tl.int64, q_head: tl.int64, k_row: tl.int64, k_batch: tl.int64, k_head: tl.int64,
     v_row: tl.int64, v_batch: tl.int64, v_head: tl.int64, out_row: tl.int64, out_batch: tl.int64, out_head: tl.int64,
@@ -209,7 +198,7 @@ def _forward(
         out_base = out + batch * out_batch + head * out_head
         lse_rows = batch * lse_batch + head * lse_head + rows * lse_row
         acc, peak, weight = opening(
-            out_base, lse, weights, sinks, kept, head, live, begins, rows * out_row, lse_rows, D_V, PAD_V
+            out_base, lse, sinks, kept, head, live, begins, rows * out_row, lse_rows, D_V, PAD_V
         )
 
         k_base = k + batch * k_batch + kv_head * k_head
@@ -241,15 +230,14 @@ def _forward(
                     TOGETHER,
                 )  # fmt: skip
         closing(
-            acc, peak, weight, out_base, lse, weights, result, kept, block, batch, head, idle, ends, out_row,
+            acc, peak, weight, out_base, lse, result, kept, block, batch, head, idle, ends, out_row,
             result_row, result_batch, result_head, lse_batch, lse_head, lse_row, D_V, PAD_V, BLOCK_M,
         )  # fmt: skip
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor, table: Table, config: Config, *,
-    result: Tensor | None = None, sinks: Tensor | None = None, weights: Tensor | None = None,
-    **options: Unpack[CallOptions],
+    result: Tensor | None = None, sinks: Tensor | None = None, **options: Unpack[CallOptions],
 ) -> LaunchCall:  # fmt: skip
     """The launch that updates the softmax state (`out`, `lse`) by the table's pairs, in place.
 
@@ -260,8 +248,6 @@ def forward(
     A FIRST block of the table does not read the state; with `sinks`, (query heads,), its rows begin with a logit that
     takes weight and gives no value: lse = sink, out 0. A LAST block writes `result`, like `out` in the dtype of q, and
     `lse`, and leaves `out` alone. Without `result` no block may be LAST; `out` may be None where all blocks are both.
-    `weights`: like `lse`, with its strides; the state is then raw, `out` unnormalized, `lse` the peak of the base-2
-    logits and `weights` the sum of 2 ** (logit - peak). A raw state is not yet divided by what dropout keeps.
     The form "descriptors" needs `describable` k and v, "specialized" one of `BLOCKS`, q too and `one_entry_each`.
     Raises ValueError without `out` and `result`.
     """
@@ -270,7 +256,7 @@ def forward(
     in_scale, out_scale = logit_scales(options["scale"], softcap)
     section = section_for(table, k, v, sharing=options.get("group", 1))
     args = (
-        q, k, v, state, lse, weights, result, sinks, *shared_arguments(table, batches, section, options), in_scale,
+        q, k, v, state, lse, result, sinks, *shared_arguments(table, batches, section, options), in_scale,
         out_scale, *strides_of(q, k, v), *strides, *lse.stride(),
     )  # fmt: skip
     factor = in_scale if softcap is None else out_scale
@@ -278,7 +264,7 @@ def forward(
     meta = {**shared_constants(q, v, config, table, options), "RAW_PEAK": raw_peak}
     meta["SPLIT"] = config.form == "specialized"
     grid = grid_of(table, batches, options.get("programs"))
-    return LaunchCall(_forward, grid, args, meta, seed_at=13 if options.get("dropout") else None)
+    return LaunchCall(_forward, grid, args, meta, seed_at=12 if options.get("dropout") else None)
 
 
 # --- the specialized form --------------------------------------------------------------------------------------------

@@ -29,14 +29,13 @@ PACKAGES = ("triton", "torch", "numpy")
 GROUPS = {
     "compile gate": ("tests/kernels/test_compile_gate.py",),
     "compile gate of rows": ("tests/kernels/test_compile_gate_rows.py",),
-    "compile gate of Gluon": ("tests/kernels/test_attention_gluon.py",),
     "Gluon backward": ("tests/kernels/test_attention_gluon_backward.py",),
-    "engine in the interpreter": ("tests/engine/test_triton.py", "tests/kernels/interpreter/engine_cases.py"),
-    "attention kernels in the interpreter": (
-        "tests/kernels/test_attention_kernels.py",
-        "tests/kernels/interpreter/mutation_cases.py",  # which imports the other two suites
+    "kernels in the interpreter": (
+        "tests/kernels/test_interpreted.py",
+        "tests/kernels/interpreter/engine_cases.py",
+        "tests/kernels/interpreter/mutation_cases.py",  # imports the other two suites
+        "tests/kernels/interpreter_rows",
     ),
-    "row kernels in the interpreter": ("tests/kernels/test_kernels_rows.py", "tests/kernels/interpreter_rows"),
 }
 """The files with which each begins. The tests that belong to it are marked `unchanged(group)`."""
 DATA = ("*.json", "conftest.py", "golden*/*.json")

@@ -1,4 +1,4 @@
-"""The Triton engine: its suite in the interpreter, and what holds without one."""
+"""The Triton engine without a GPU; `tests/kernels/test_interpreted.py` runs its contract in the interpreter."""
 
 from __future__ import annotations
 
@@ -14,35 +14,8 @@ from ringattn.engine.triton import PassTables, TritonEngine
 from ringattn.errors import UnsupportedError
 from ringattn.kernels.launch import Config
 from tests.contract.engine_scenarios import SCENARIOS
-from tests.kernels.interpreted import outcomes_of
 
-pytestmark = pytest.mark.alone
-
-CASES = "tests/kernels/interpreter/engine_cases.py"
 HOST = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Each case of the interpreted suite: why it failed, or nothing."""
-    return outcomes_of([CASES], tmp_path_factory.mktemp("engine"))
-
-
-@pytest.mark.unchanged("engine in the interpreter")
-@pytest.mark.timeout(1200)
-def test_the_suite_passes_in_the_interpreter(outcomes: dict[str, str]) -> None:
-    failed = {name: why for name, why in outcomes.items() if why}
-    assert not failed, "\n".join(f"{name}: {why}" for name, why in failed.items())
-    scenarios = [name for name in outcomes if "::test_scenario[" in name]
-    assert len(scenarios) == 4 * len(SCENARIOS)
-
-
-@pytest.mark.unchanged("engine in the interpreter")
-@pytest.mark.timeout(1200)
-def test_carried_steps_equal_one_launch_bitwise(outcomes: dict[str, str]) -> None:
-    """Two, four and eight steps in float32, float16 and bfloat16, each case by its name in the interpreted suite."""
-    cases = {name: why for name, why in outcomes.items() if "::test_carried_steps_equal_one_launch" in name}
-    assert len(cases) == 9 and not any(cases.values()), cases
 
 
 def named(device: torch.device, dim: int = 64, softcap: float | None = None) -> Engine:

@@ -10,11 +10,8 @@ from torch import Tensor
 
 from ringattn.core.geometry import CAUSAL, StridedRange, Tile, TokenRange
 from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
-from ringattn.engine.blocks import flagged, query_blocks
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.triton import TritonEngine
-from ringattn.kernels.attention_forward import forward, one_entry_each
-from ringattn.kernels.launch import Config, Table
 
 HEADS, SCALE = 4, 0.1
 
@@ -36,44 +33,14 @@ def ring_tiles(rows: int, steps: int) -> list[tuple[Tile, ...]]:
     ]
 
 
-def tables_of(steps: list[tuple[Tile, ...]], config: Config, q_rows: int, device: str) -> list[Table]:
-    """Block tables with flags."""
-    made = [query_blocks(tiles, config.block_m, config.block_n) for tiles in steps]
-    assert flagged(made, q_rows, HEADS)
-    return [Table(*(torch.from_numpy(x).to(device) for x in one[:2]), one.slots) for one in made]
-
-
-def carried_steps(config: Config, dtype: torch.dtype, device: str, rows: int, dim: int, steps: int) -> list[Tensor]:
-    """(result, lse) of `steps` raw launches, and of one launch over the same keys in the same order.
-
-    The form "specialized" takes one entry a block: its steps go from the first keys to the last, which one tile holds.
-    """
-    q, k, v = inputs(dtype, device, rows, dim)
-    n = rows // steps
-    q, tiles, found = q[-n:], ring_tiles(rows, steps), []
-    whole = tuple(tile for step in tiles for tile in step)
-    if config.form == "specialized":
-        tiles, whole = tiles[::-1], (tiles[0][0]._replace(k=TokenRange(StridedRange(0, rows), StridedRange(0, rows))),)
-    for launches in (tiles, [whole]):
-        out = torch.full((n, 2, HEADS, dim), float("nan"), device=device)
-        result = torch.full_like(out, float("nan"), dtype=dtype)
-        lse, weights = (torch.full((2, HEADS, n), float("nan"), device=device) for _ in range(2))
-        for table in tables_of(launches, config, n, device):
-            assert config.form != "specialized" or one_entry_each(table.blocks)
-            call = forward(q, k, v, out, lse, table, config, scale=SCALE, result=result, weights=weights)
-            call.run()
-        found += [result, lse]
-    return found
-
-
 def ring_errors(engine: TritonEngine, dtype: torch.dtype, device: str, rows: int, dim: int, steps: int) -> list[float]:
     """Relative error of a pass of `steps` steps and of one step, through the engine, against float64."""
     q, k, v = inputs(dtype, device, rows, dim)
     n = rows // steps
     q, tiles = q[-n:], ring_tiles(rows, steps)
-    reference = _attended(PlainEngine(), *(x.double() for x in (q, k, v)), tiles)
+    reference = attended(PlainEngine(), *(x.double() for x in (q, k, v)), tiles)
     one = [(tiles[0][0]._replace(k=TokenRange(StridedRange(0, rows), StridedRange(0, rows))),)]
-    found = [_attended(engine, q, k, v, passed).double() for passed in (tiles, one)]
+    found = [attended(engine, q, k, v, passed).double() for passed in (tiles, one)]
     return [float((x - reference).norm() / reference.norm()) for x in found]
 
 
@@ -88,7 +55,7 @@ def whole_pass(engine: Engine, works: Sequence[Any], q: Tensor, k: Tensor, v: Te
     return out, dq.finalized(q.dtype)
 
 
-def _attended(
+def attended(
     engine: TritonEngine | PlainEngine, q: Tensor, k: Tensor, v: Tensor, steps: list[tuple[Tile, ...]]
 ) -> Tensor:
     works = engine.prepare(steps, Softmax(SCALE), q.shape[0], HEADS)

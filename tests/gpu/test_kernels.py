@@ -57,21 +57,6 @@ class TestScenarios(EngineContract):
 
 
 @pytest.mark.parametrize("steps", [2, 4, 8])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", HALVES)
-def test_carried_steps_equal_one_launch_bitwise(dtype: str, form: str, steps: int) -> None:
-    from ringattn.engine.triton import architecture
-    from ringattn.kernels.attention_forward import specialized_configs
-    from ringattn.kernels.configs import configs_for
-    from tests.gpu.kernel_checks import carried_steps
-
-    facts = architecture(torch.device("cuda")), HALVES[dtype], 128
-    config = (specialized_configs(*facts) if form == "specialized" else configs_for(*facts, form)).forward
-    result, lse, whole, whole_lse = carried_steps(config, HALVES[dtype], "cuda", 4096, 128, steps)
-    assert result.isfinite().all() and torch.equal(result, whole) and torch.equal(lse, whole_lse)
-
-
-@pytest.mark.parametrize("steps", [2, 4, 8])
 @pytest.mark.parametrize("form", [*FORMS, "gluon"])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_more_steps_lose_no_accuracy(dtype: str, form: str, steps: int) -> None:
@@ -159,10 +144,10 @@ def test_the_workspace_is_what_a_launch_takes() -> None:
 
 
 def test_a_margin_of_multiprocessors_changes_no_bit() -> None:
-    from tests.gpu.kernel_checks import _attended, inputs, ring_tiles
+    from tests.gpu.kernel_checks import attended, inputs, ring_tiles
 
     q, k, v = inputs(torch.bfloat16, "cuda", 4096, 128)
-    whole, beside = (_attended(engine(sm_margin=sm_margin), q, k, v, ring_tiles(4096, 1)) for sm_margin in (0, 8))
+    whole, beside = (attended(engine(sm_margin=sm_margin), q, k, v, ring_tiles(4096, 1)) for sm_margin in (0, 8))
     assert torch.equal(whole, beside)
 
 

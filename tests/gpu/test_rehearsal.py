@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,12 +23,14 @@ from ringattn.bench.options import parse
 from ringattn.transport.base import Opening
 from ringattn.transport.nccl.binding import CommConfig
 from ringattn.transport.nccl.communicator import Communicator
+from ringattn.transport.nccl.transport import NcclTransport
 from tests.gpu import kept
+from tests.gpu import test_lifetimes as lifetimes
 from tests.gpu import test_processes as processes
 from tests.gpu.processes import in_order
 from tests.gpu.test_loopback import bytes_of_every_size, nothing
-from tests.transport.nccl_rings import on_rings, results
-from tests.transport.simulated.device import SimDevice
+from tests.transport.nccl_rings import on_rings, open_on, results
+from tests.transport.simulated.device import SimDevice, span
 from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import SimWorld
 
@@ -222,3 +227,60 @@ def test_the_library_is_called_as_the_plan_says() -> None:
     for rank, planned in enumerate(results(on_rings(world, in_order, ring={"engine": "plain"}))):
         called = [[call.kind.title(), call.peer, call.nbytes] for call in world.calls(rank)]
         assert called[4:] == 2 * planned and len(planned) > 20
+
+
+# --- the bodies of the GPU checks of memory, run on CPU over the simulated library -----------------------------------
+
+
+class SimMachine:
+    """A simulated GPU of 16 units; see `lifetimes.Machine`."""
+
+    unit = 1024
+
+    def __init__(self) -> None:
+        self.world = SimWorld(1, memory_bytes=16 * self.unit, limit_s=20.0)
+
+    def open(self, timeout_s: float) -> NcclTransport:
+        return open_on(self.world, 0, HashStore(), timeout_s)
+
+    def read_late(self, ring: NcclTransport, slots: Any, late_s: float) -> Callable[[], bool]:
+        gpu: Any = ring.gpu
+        with gpu.on(gpu.user_stream()):
+            ring.begin_pass()
+            reader = gpu.kernel(reads=[span(slots)], label="late", held=True)
+            ring.end_pass()
+        threading.Timer(late_s, lambda: self.world.finish(reader)).start()
+        return lambda: reader.complete and self.world.violations == []
+
+    def free_bytes(self) -> int:
+        gc.collect()
+        self.world.memory.cached[0] = 0
+        return 16 * self.unit - self.world.memory.nccl_bytes(0)
+
+    def cache(self, leaving: int) -> None:
+        self.world.memory.cached[0] = self.free_bytes() - leaving
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lifetimes.close_waits_for_compute,
+        lifetimes.a_stuck_gpu_keeps_its_memory,
+        lifetimes.growth_waits_for_the_pass,
+        lifetimes.a_full_gpu,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_memory_of_a_ring_of_one(body: Callable[[SimMachine], None]) -> None:
+    machine = SimMachine()
+    body(machine)
+    assert machine.world.violations == []
+
+
+@pytest.mark.parametrize(
+    "fails", [pytest.param(False, id="closed"), pytest.param(True, id="aborted", marks=pytest.mark.slow)]
+)
+def test_openings_leave_nothing(fails: bool) -> None:
+    machine = SimMachine()
+    assert set(lifetimes.openings_leave_nothing(machine, fails, openings=lifetimes.SETTLED + 1)) == {16 * machine.unit}
+    assert machine.world.violations == [] and machine.world.registry.of(0) == []

@@ -19,7 +19,7 @@ __all__ = ["canaries"]
 
 pytestmark = pytest.mark.gpu
 
-SUITES = ("delta", "packing", "merge", "move_rows", "qkv", "quantize")
+SUITES = ("packing", "qkv", "quantize", "rows")
 
 for suite in SUITES:
     tests = vars(import_module(f"tests.kernels.interpreter_rows.test_{suite}"))

@@ -35,13 +35,13 @@ def once(folders: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]
     return json.loads(kept.read_text(encoding="utf-8"))
 
 
-def written_by(module: str, folder: Path, *words: str) -> dict[str, dict[str, Any]]:
+def written_by(module: str, folder: Path, *words: str, timeout_s: float = 280) -> dict[str, Any]:
     """What `python -m MODULE FILE WORDS` writes: a child, since a compiler that fails an assertion ends its process."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
     command = [sys.executable, "-m", module, str(folder / "found"), *words]
     root = Path(__file__).resolve().parents[2]
-    child = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
+    child = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert child.returncode == 0, child.stdout + child.stderr
-    found: dict[str, dict[str, Any]] = json.loads((folder / "found").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((folder / "found").read_text(encoding="utf-8"))
     return found

@@ -5,9 +5,7 @@ No GPU has run these kernels yet.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -23,14 +21,11 @@ from ringattn.engine.blocks import Blocks, flagged, key_blocks, query_blocks
 from tests.contract.engine_scenarios import Scenario, random_scenario, simple, strip
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from ringattn.kernels.attention_gluon import gluon_missing, gluon_takes, grad_kv_gluon, grad_q_gluon
+from ringattn.kernels.attention_gluon import grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.launch import FIRST, LAST, Config, Table
-from tests.kernels.gluon_gate.compiling_backward import hasty_arrivals
 from tests.kernels.gluon_gate.simulator import MODULES, Fault, simulate, source_of
-from tests.kernels.once import once, written_by
 from tests.kernels.test_attention_gluon import PLAIN, SCALE, SEEING, Pass, _counts, rows_like
 
-ROOT = Path(__file__).resolve().parents[2]
 NAN = float("nan")
 pytestmark = pytest.mark.unchanged("Gluon backward")
 SOURCES = MODULES[1:]
@@ -322,68 +317,6 @@ def test_the_simulation_sees(name: str) -> None:
 
 
 TELLING = (*SEEING, PLAIN["part-of-the-heads"])
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By head dimension and form."""
-    return dict(
-        once(
-            tmp_path_factory,
-            "gluon-backward",
-            lambda folder: written_by("tests.kernels.gluon_gate.compiling_backward", folder),
-        )
-    )
-
-
-MOST = {"grad_kv/64": (265, 375), "grad_kv/128": (310, 410), "grad_q/64": (375, 660), "grad_q/128": (420, 695)}
-"""Instructions of a pass without and with the mask: those of Triton 3.6 and 3.7, and 5 in a hundred more."""
-STEPS = {"grad_kv": "HWe{32}HWHWW!", "grad_q": "HWe{64}WHW!"}
-"""Products, waits for them, exponentials and the arrival at a barrier, in their order; products one or more."""
-
-
-@pytest.mark.parametrize("name", MOST)
-def test_the_machine_code(name: str, compiled: dict[str, dict[str, Any]]) -> None:
-    """Warpgroups that share registers anew, TMA, no spill in a loop, each kind of product beside what it overlaps."""
-    if why := gluon_missing(90):
-        pytest.skip(why)
-    found, (kernel, dim) = compiled[name], name.split("/")
-    opcodes, loops = found["opcodes"], found["loops"]
-    assert found["threads"] == 384 and found["registers"] == 168
-    assert found["shared_bytes"] <= 232_448
-    assert not opcodes["HMMA"] and not found["hasty_arrivals"]
-    # Four boxes of rows, of 64 columns each; registers change hands.
-    assert opcodes["UTMALDG"] == 4 * int(dim) // 64 and opcodes["USETMAXREG"] >= 6
-    # Of each consumer: full blocks and masked ones.
-    products = (2 * int(dim) + 2 * 64) // 16 if kernel == "grad_kv" else (2 * int(dim) + 128) // 16
-    assert len(loops) == 4 and opcodes["HGMMA"] == 4 * products
-    for at, (steps, instructions, spills) in enumerate(loops):
-        assert re.fullmatch(STEPS[kernel].replace("H", "H+"), steps), steps
-        assert instructions <= MOST[name][at % 2] and not spills
-
-
-def test_the_gate_reads_code() -> None:
-    left, wrote = "wgmma.wait_group.sync.aligned 0;", "st.shared.v2.b32 [%r1], {%r2, %r3};"
-    met, warp, said = "bar.sync 2, 128;", "bar.warp.sync -1;", "mbarrier.arrive.shared::cta.b64 _;"
-    assert hasty_arrivals(left + met + said + wrote + warp + said) == 0
-    assert hasty_arrivals(left + said) == hasty_arrivals(left + warp + said) == hasty_arrivals(wrote + said) == 1
-
-
-@pytest.mark.parametrize(
-    ("case", "why"),
-    [
-        ({}, None),
-        ({"arch": 100}, "is for sm_90, not sm_100"),
-        ({"options": ("alibi_slopes",)}, "the Gluon kernel has no alibi_slopes"),
-        ({"v": rows_like(dim=64), "dout": rows_like(dim=64)}, "64 or 128, .*not 128 and 64"),
-        ({"q": rows_like(torch.float32)}, "torch.float32"),
-        ({"dout": torch.zeros(8, 1, 2, 129, dtype=torch.bfloat16)[..., :128]}, "multiples of 16 bytes"),
-    ],
-)
-def test_what_it_takes(case: dict[str, Any], why: str | None) -> None:
-    facts: dict[str, Any] = {name: rows_like() for name in ("q", "k", "v", "dout")} | {"arch": 90} | case
-    found = gluon_takes(**facts)
-    assert found is None if why is None else re.search(why, str(found))
 
 
 def test_without_sums_and_results_there_is_nowhere_to_write() -> None:

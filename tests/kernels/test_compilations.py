@@ -21,9 +21,8 @@ from ringattn.engine.triton import TritonEngine
 from ringattn.kernels.attention_forward import specialized_configs
 from ringattn.kernels.attention_gluon import CONFIG, gluon_missing
 from ringattn.kernels.configs import Configs, configs_for
-from ringattn.kernels.launch import Kept, LaunchCall
-from ringattn.kernels.qkv import Finish, epilogue_call, epilogue_grad_call, norm_parts, projection_call
-from ringattn.kernels.rows import delta_call, merge_call, move_rows_call, quantize_call, restore_call
+from ringattn.kernels.launch import Kept
+from tests.kernels.compile_gate import row_cases
 
 SETS, HEADS, KV_HEADS, DIM, DTYPE = 200, 4, 2, 64, torch.bfloat16
 PROGRAM_BYTES = 256
@@ -175,40 +174,10 @@ def test_what_no_descriptor_takes_is_counted_before_the_first_call(monkeypatch: 
     gluon_missing.cache_clear()
 
 
-def row_calls(rows: int, batch: int) -> list[LaunchCall]:
-    """All the launches beside attention, for so many tokens."""
-    model, dim = 256, DIM
-    x, raw = torch.zeros(batch, rows, model, dtype=DTYPE), torch.zeros(batch, rows, 2 * HEADS * dim, dtype=DTYPE)
-    places = torch.zeros(batch, rows, 2 * HEADS, dim, dtype=DTYPE).split(HEADS, 2)
-    angles, norm = torch.zeros(rows, dim // 2), torch.zeros(dim, dtype=DTYPE)
-    finish = Finish(*places, norm=norm, cos=angles, sin=angles)
-    plain = finish._replace(norm=None, cos=None, sin=None)
-    weight, kept_rows = torch.zeros(2 * HEADS * dim, model, dtype=DTYPE), torch.zeros(rows, dtype=torch.int64)
-    half, full = (torch.zeros(rows, batch, HEADS, dim, dtype=dtype) for dtype in (DTYPE, torch.float32))
-    lse, scales = torch.zeros(batch, HEADS, rows), torch.zeros(rows, batch, HEADS)
-    wire = torch.zeros(rows, batch, HEADS, dim, dtype=torch.int8)
-    return [
-        merge_call(full, lse, full.clone(), lse.clone()),
-        delta_call(half, half, None, lse),
-        delta_call(half, half, lse, lse),
-        move_rows_call(half, half.clone()),
-        move_rows_call(half, full, gather=kept_rows, scatter=kept_rows, add=True),
-        quantize_call(half, wire, scales),
-        restore_call(wire, scales, half),
-        epilogue_call(raw, finish),
-        epilogue_call(raw, plain),
-        epilogue_grad_call(raw, finish, raw.clone(), norm_parts(finish)),
-        epilogue_grad_call(None, plain, raw.clone(), None),
-        projection_call(x, weight, None, finish),
-        projection_call(x, weight, None, plain, kept_rows),
-    ]
-
-
-def test_row_kernels_compile_nothing_anew(counted: Counted) -> None:
-    """Projection, finishing, merging, sums, moves and eight bits, for counts of tokens of every divisibility."""
-    random = Random(8)
-    for _ in range(SETS // 4):
-        rows = random.choice((1, random.randrange(2, 60), 16 * random.randrange(1, 9)))
-        for call in row_calls(rows, random.choice((1, 2, 16))):
-            counted.kept.compile(call)
-    assert counted.both() == (13, 13), sorted(name for name, _ in counted.kernels)
+def test_row_kernels_compile_once(counted: Counted) -> None:
+    """Projection, finishing, merging, sums, moves and eight bits, for any counts of tokens and heads."""
+    names = [name for name in row_cases.CASES if name.startswith("sm_90")]
+    for tokens, heads in ((64, 4), (37, 3), (1, 1), (16, 2), (33, 16)):
+        for name in names:
+            counted.kept.compile(row_cases.call_of(name, tokens, heads))
+    assert counted.both() == (len(names), len(names)), sorted(name for name, _ in counted.kernels)

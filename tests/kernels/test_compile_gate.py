@@ -14,10 +14,7 @@ architectures and writes both tables; `test_the_golden_tables_are_whole` then sa
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +25,9 @@ from ringattn.bench.kernel_code import KernelCode
 from ringattn.kernels.configs import ARCHITECTURES
 from tests.kernels.compile_gate.cases import ENTRIES, PURPOSES, TESTED, arch_of
 from tests.kernels.compile_gate.compiling import GOLDEN, Found, golden_tables
+from tests.kernels.compile_gate.gluon_code import exponentials_under_products, gluon_faults, hasty_arrivals
 from tests.kernels.compile_gate.loops import table, worse
-from tests.kernels.once import once
+from tests.kernels.once import once, written_by
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -72,6 +70,8 @@ def faults(name: str, finding: Finding) -> list[str]:
         wrong.append(f"{found.bulk_loads} loads through tensor descriptors")
     if bool(found.handovers) != (name.split("/")[3] in ("specialized", "gluon")):
         wrong.append(f"{found.handovers} handovers of registers between groups of warps")
+    if found.gluon is not None:
+        wrong += gluon_faults(name, found.registers, found.gluon)
     return wrong
 
 
@@ -88,26 +88,19 @@ def drift(finding: Found, golden: Found) -> list[str]:
     return wrong
 
 
-def findings(names: tuple[str, ...], folder: Path) -> dict[str, Finding]:
-    """The cases compiled in a process of their own, which may set a driver and fork."""
-    result = folder / "found.json"
-    command = [sys.executable, "-m", "tests.kernels.compile_gate.compiling", str(result), *names]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700)
-    assert child.returncode == 0, child.stdout + child.stderr
-    found: dict[str, Finding] = json.loads(result.read_text(encoding="utf-8"))
-    assert tuple(sorted(found)) == tuple(sorted(names))
-    return found
+def compiled(folder: Path, names: Iterable[str]) -> dict[str, Finding]:
+    """Compile cases in a process of their own, which may set a driver and fork."""
+    return written_by("tests.kernels.compile_gate.compiling", folder, *names, timeout_s=1700)
 
 
 @pytest.fixture(scope="module")
 def entries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
-    return dict(once(tmp_path_factory, "entries", lambda folder: findings(TESTED, folder)))
+    return dict(once(tmp_path_factory, "entries", lambda folder: compiled(folder, TESTED)))
 
 
 @pytest.fixture(scope="module")
 def purposes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
-    return dict(once(tmp_path_factory, "purposes", lambda folder: findings(tuple(PURPOSES), folder)))
+    return dict(once(tmp_path_factory, "purposes", lambda folder: compiled(folder, PURPOSES)))
 
 
 TABLES = golden_tables(GOLDEN)
@@ -180,3 +173,15 @@ def test_how_many_blocks_each_architecture_holds(arch: int) -> None:
     assert small.resident(arch) == (12 if arch in (86, 89, 120) else 16)
     half = (SHARED_BYTES[arch] + 1024) // 2 - 1024
     assert [small._replace(shared_bytes=half + more).resident(arch) for more in (0, 1)] == [2, 1]
+
+
+def test_the_gate_reads_gluons_code() -> None:
+    """What no compiler produces on request."""
+    product, wait, softmax = "HGMMA ;", "WARPGROUP.DEPBAR.LE gsb0 ;", "MUFU.EX2 R1, R2 ;"
+    assert exponentials_under_products(" ".join((product, wait, softmax, softmax, wait, softmax))) == [2]
+    assert exponentials_under_products(" ".join((product, wait, wait, softmax))) == [0]
+    assert exponentials_under_products(" ".join((product, wait, softmax, product, wait))) == []
+    left, wrote = "wgmma.wait_group.sync.aligned 0;", "st.shared.v2.b32 [%r1], {%r2, %r3};"
+    met, warp, said = "bar.sync 2, 128;", "bar.warp.sync -1;", "mbarrier.arrive.shared::cta.b64 _;"
+    assert hasty_arrivals(left + met + said + wrote + warp + said) == 0
+    assert hasty_arrivals(left + said) == hasty_arrivals(left + warp + said) == hasty_arrivals(wrote + said) == 1

@@ -9,10 +9,6 @@ golden table of the installed Triton; `test_the_golden_tables_are_whole` then sa
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +18,7 @@ import triton
 from tests.kernels.compile_gate.compiling import golden_tables
 from tests.kernels.compile_gate.loops import table, worse
 from tests.kernels.compile_gate.row_cases import CASES, GOLDEN, FoundRows, widths
-from tests.kernels.once import once
+from tests.kernels.once import once, written_by
 from tests.kernels.test_compile_gate import SHARED_BYTES, SLACK_REGISTERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,8 +57,6 @@ def faults(name: str, found: FoundRows) -> list[str]:
         wrong.append(f"{found.shared_bytes} bytes of shared memory, more than {SHARED_BYTES[arch]}")
     if kernel == "project_heads" and found.matrix != ("FFMA" if "single" in name else MATRIX[arch]):
         wrong.append(f"multiplies matrices by {found.matrix or 'nothing'}")
-    if found.compilations > 1:
-        wrong.append(f"{found.compilations} compilations for calls of several sizes")
     moved = {"loads": found.loads, "stores": found.stores}
     if kernel == "row_sums":
         del moved["stores"]  # one number a row
@@ -80,7 +74,7 @@ def drift(found: FoundRows, golden: FoundRows) -> list[str]:
         wrong.append(f"{found.registers} registers, {golden.registers} in the golden table")
     if found.spills > golden.spills:
         wrong.append(f"{found.spills} spills, {golden.spills} in the golden table")
-    for part in ("shared_bytes", "matrix", "loads", "stores", "compilations"):
+    for part in ("shared_bytes", "matrix", "loads", "stores"):
         if getattr(found, part) != getattr(golden, part):
             wrong.append(f"{part} {getattr(found, part)}, {getattr(golden, part)} in the golden table")
     return wrong
@@ -88,18 +82,11 @@ def drift(found: FoundRows, golden: FoundRows) -> list[str]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FoundRows]:
-    """Compiled in a process of its own, which may set a driver and fork."""
-    return {name: FoundRows(**one) for name, one in once(tmp_path_factory, "rows", _found).items()}
-
-
-def _found(folder: Path) -> dict[str, Any]:
-    result = folder / "found.json"
-    command = [sys.executable, "-m", "tests.kernels.compile_gate.row_cases", str(result), *TESTED]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert child.returncode == 0, child.stdout + child.stderr
-    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return found
+    """Compile in a process of its own, which may set a driver and fork."""
+    module = "tests.kernels.compile_gate.row_cases"
+    made = once(tmp_path_factory, "rows", lambda folder: written_by(module, folder, *TESTED))
+    assert not {name: why for name, why in made.items() if isinstance(why, str)}
+    return {name: FoundRows(**one) for name, one in made.items()}
 
 
 TABLES = golden_tables(GOLDEN)
@@ -124,7 +111,7 @@ def test_the_golden_tables_are_whole(version: str) -> None:
     assert not {name: why for name, why in wrong.items() if why}
 
 
-GOOD = FoundRows(200, 0, 0, 90_000, "HGMMA", {"64": 4, "128": 8}, {"128": 4}, 1)
+GOOD = FoundRows(200, 0, 0, 90_000, "HGMMA", {"64": 4, "128": 8}, {"128": 4})
 PROJECTION = f"sm_90/project_heads/128/neox,{EVERYTHING}"
 
 
@@ -136,7 +123,6 @@ PROJECTION = f"sm_90/project_heads/128/neox,{EVERYTHING}"
         ({"matrix": "FFMA"}, "multiplies matrices by FFMA"),
         ({"matrix": ""}, "multiplies matrices by nothing"),
         ({"loads": {"16": 5, "128": 8}}, "loads by their bits"),
-        ({"compilations": 2}, "2 compilations"),
         ({"stores": {"64": 8}}, "stores by their bits"),
         ({"stores": {"16": 64, "128": 1}}, "stores by their bits"),
     ],
@@ -147,16 +133,12 @@ def test_the_gate_sees(changed: dict[str, Any], told: str) -> None:
 
 
 def test_what_each_kernel_may() -> None:
-    """Sums of rows are stored number by number; float32 products have no matrix unit, and others no FFMA.
-
-    None is compiled again for calls of other sizes.
-    """
+    """Sums of rows are stored number by number; float32 products have no matrix unit, and others no FFMA."""
     sums, single = "sm_90/row_sums/128/", f"sm_90/project_heads/128/single,neox,{EVERYTHING}"
     assert not faults(sums, GOOD._replace(stores={"32": 1})) and faults(
         "sm_90/merge/128/", GOOD._replace(stores={"32": 1})
     )
     assert not faults(single, GOOD._replace(matrix="FFMA")) and faults(single, GOOD)
-    assert faults("sm_90/quantize/128/int8", GOOD._replace(compilations=2))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +151,6 @@ def test_what_each_kernel_may() -> None:
         {"matrix": "HMMA"},
         {"loads": {}},
         {"stores": {}},
-        {"compilations": 3},
     ],
 )
 def test_a_change_is_seen(changed: dict[str, Any]) -> None:

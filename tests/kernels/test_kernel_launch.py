@@ -21,6 +21,7 @@ from triton.runtime import _allocation, driver
 
 from ringattn.bench.launch import StubDriver
 from ringattn.kernels import configs, launch
+from ringattn.kernels.attention_forward import specialized_configs
 from ringattn.kernels.configs import configs_for, put_config
 from ringattn.kernels.launch import Config, Kept, LaunchCall, Repeat, allocate, layouts
 from tests.kernels.compile_gate.purpose import product
@@ -287,3 +288,36 @@ def test_a_written_entry_is_read_by_the_next_process(monkeypatch: pytest.MonkeyP
     finally:
         for cached in (configs._entries, configs._table):
             cached.cache_clear()
+
+
+def test_descriptors_are_the_default_where_there_are_some() -> None:
+    assert configs_for(90, torch.bfloat16, 100) is configs_for(90, torch.bfloat16, 128, "descriptors")
+    assert configs_for(80, torch.float16, 128) is configs_for(80, torch.float16, 128, "pointers")
+    assert {config.form for config in configs_for(100, torch.float32, 64)} == {"pointers"}
+    assert {config.form for config in configs_for(90, torch.float16, 64, "pointers")} == {"pointers"}
+
+
+def test_only_the_forward_kernel_is_specialized() -> None:
+    found = specialized_configs(90, torch.float16, 128)
+    assert [config.form for config in found] == ["specialized", *3 * ["descriptors"]]
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "dim", "form", "there"),
+    [
+        (80, torch.float16, 64, "descriptors", "pointers"),
+        (90, torch.float32, 64, "descriptors", "pointers"),
+    ],
+)
+def test_a_form_without_an_entry_is_refused(arch: int, dtype: torch.dtype, dim: int, form: str, there: str) -> None:
+    with pytest.raises(LookupError, match=f"form '{form}' for sm_{arch}, {dtype}.*; there are some of {there}$"):
+        configs_for(arch, dtype, dim, form)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "dim"), [(80, torch.float16, 64), (90, torch.float32, 64), (90, torch.float16, 129)]
+)
+def test_a_specialized_launch_is_refused_by_name(arch: int, dtype: torch.dtype, dim: int) -> None:
+    told = f"sm_90, half precision and head dimensions to 128, not sm_{arch}, {dtype} and {dim}"
+    with pytest.raises(LookupError, match=told):
+        specialized_configs(arch, dtype, dim)

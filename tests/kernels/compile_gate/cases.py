@@ -56,7 +56,7 @@ def _variants() -> list[str]:
     """Calls that are not the ordinary ones, for one architecture of each kind."""
     forms = {80: "pointers", 90: "descriptors", 100: "descriptors"}
     of_128 = (
-        "forward/softcap", "forward/sinks", "forward/raw", "grad_q/softcap", "grad_kv/softcap",
+        "forward/softcap", "forward/sinks", "grad_q/softcap", "grad_kv/softcap",
         "forward/alibi", "grad_q/alibi", "grad_kv/alibi",
         "forward/dropout", "grad_q/dropout", "grad_kv/dropout", "forward/apart", "grad_kv/apart",
     )  # fmt: skip
@@ -127,11 +127,10 @@ def call_of(name: str) -> LaunchCall:
     if kernel == "forward" and name in GLUON:
         return forward_gluon(*rows, _rows(d_v), lse, table, config, scale=scale, result=_rows(d_v, dtype))
     if kernel == "forward":
-        weights = torch.zeros(1, 16, 64) if variant == "raw" else None
         sinks = torch.zeros(16) if variant == "sinks" else None
         return forward(
             *rows, _rows(d_v), lse, table, config, scale=scale, softcap=softcap,
-            result=_rows(d_v, dtype), sinks=sinks, weights=weights, slopes=slopes, dropout=dropout,
+            result=_rows(d_v, dtype), sinks=sinks, slopes=slopes, dropout=dropout,
         )  # fmt: skip
     seed = *rows, _rows(d_v, dtype), lse, delta
     if kernel == "grad_q":

@@ -3,7 +3,7 @@
 `python -m tests.kernels.compile_gate.compiling FILE [case ...]` writes what it finds to FILE, for the test.
 `python -m tests.kernels.compile_gate.compiling renew [PART ...]` compiles every entry, or those with a PART in their
 names, and writes them into the golden table of the installed Triton and into that of the inner loops (`loops.py`);
-`renew counted` compiles those that are in the latter.
+`renew counted` compiles those that are in the latter. `row_cases` has the same commands for the row kernels.
 Guarantees: a compiler that crashes, on a failed assertion say, takes its own case with it and no other; nothing is left
 in Triton's cache.
 """
@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ import triton
 
 from ringattn.bench.kernel_code import code_of
 from ringattn.bench.sass import instructions
-from tests.kernels.compile_gate import loops
-from tests.kernels.compile_gate.cases import COUNTED, ENTRIES, arch_of, call_of
+from tests.kernels.compile_gate import gluon_code, loops
+from tests.kernels.compile_gate.cases import COUNTED, ENTRIES, GLUON, arch_of, call_of
 
 GOLDEN = Path(__file__).with_name("golden")
 """A folder with a table for each Triton version that was tried; each brings its own assembler."""
@@ -40,7 +40,7 @@ class Found(NamedTuple):
     innermost loops that multiply matrices, which run for every block of keys or queries.
     `bulk_loads`: instructions that load through a tensor descriptor (UTMALDG); `handovers`: of registers between groups
     of warps (USETMAXREG), which only a kernel that was split between them has. `row`: of the table of inner loops, for
-    the cases that it has.
+    the cases that it has. `gluon`: what `gluon_code` reads, of Gluon's kernels.
     """
 
     registers: int
@@ -52,6 +52,7 @@ class Found(NamedTuple):
     bulk_loads: int
     handovers: int
     row: loops.Row | None = None
+    gluon: dict[str, Any] | None = None
 
 
 def compiled(name: str) -> Found:
@@ -69,25 +70,36 @@ def compiled(name: str) -> Found:
         bulk_loads=len(re.findall(r"\bUTMALDG\b", code.listing)),
         handovers=len(re.findall(r"\bUSETMAXREG\b", code.listing)),
         row=row if name in COUNTED else None,
+        gluon=gluon_code.read(code) if name in GLUON else None,
     )
 
 
-def all_compiled(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """(name, `Found` as a dict, or why there is none) in the order in which the children end."""
+class Gate(NamedTuple):
+    """A set of cases. `kind`: of `loops.KINDS`; `counted`: those whose inner loops are in a table."""
+
+    kind: str
+    golden: Path
+    cases: Sequence[str]
+    counted: Sequence[str]
+    compiled: Callable[[str], Any]
+
+
+def all_compiled(names: Sequence[str], gate: Gate) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """(name, the finding as a dict, or why there is none) in the order in which the children end."""
     waiting, running = list(names), dict[int, str]()
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 name = waiting.pop(0)
-                running[_forked(name, Path(folder, name.replace("/", ",")))] = name
+                running[_forked(name, Path(folder, name.replace("/", ";")), gate)] = name
             child, status = os.wait()
             name = running.pop(child)
-            said = Path(folder, name.replace("/", ",")).read_text(encoding="utf-8")
+            said = Path(folder, name.replace("/", ";")).read_text(encoding="utf-8")
             yield name, json.loads(said.splitlines()[-1]) if status == 0 else f"status {status}: {said[-2000:]}"
 
 
-def _forked(name: str, said: Path) -> int:
+def _forked(name: str, said: Path, gate: Gate) -> int:
     """The child that compiles a case; its output, the finding as the last line, goes to the file `said`."""
     child = os.fork()
     if child:
@@ -96,7 +108,7 @@ def _forked(name: str, said: Path) -> int:
         with said.open("wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        os.write(1, f"\n{json.dumps(compiled(name)._asdict())}\n".encode())
+        os.write(1, f"\n{json.dumps(gate.compiled(name)._asdict())}\n".encode())
         os._exit(0)
     except BaseException as error:
         os.write(2, repr(error).encode())
@@ -108,34 +120,31 @@ def golden_tables(folder: Path) -> dict[str, dict[str, Any]]:
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))}
 
 
-def write_golden(folder: Path, found: dict[str, Any]) -> None:
-    """The table of the installed Triton."""
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in found.items())
-    (folder / f"{triton.__version__}.json").write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-
-
-def renew(parts: Sequence[str]) -> None:
-    """Compile every entry, or those with one of `parts` in their names, and write the tables."""
+def renew(parts: Sequence[str], gate: Gate) -> None:
+    """Compile every case, or those with one of `parts` in their names, and write the tables."""
     counted = list(parts) == ["counted"]
-    names = COUNTED if counted else [name for name in ENTRIES if not parts or any(part in name for part in parts)]
-    found = golden_tables(GOLDEN).get(triton.__version__, {})
+    names = gate.counted if counted else [x for x in gate.cases if not parts or any(part in x for part in parts)]
+    found = golden_tables(gate.golden).get(triton.__version__, {})
     rows: dict[str, loops.Row] = {}
-    for name, finding in all_compiled(names):
+    for name, finding in all_compiled(names, gate):
         print(name, finding, flush=True)
         found[name] = finding
-        if isinstance(finding, dict) and (row := finding.pop("row")):
-            rows[name] = row
-    write_golden(GOLDEN, {name: found[name] for name in ENTRIES if name in found})
-    loops.renew("attention", triton.__version__, rows, COUNTED)
+        if isinstance(finding, dict):
+            finding.pop("gluon", None)
+            if row := finding.pop("row"):
+                rows[name] = row
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name])}" for name in gate.cases if name in found)
+    (gate.golden / f"{triton.__version__}.json").write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    loops.renew(gate.kind, triton.__version__, rows, gate.counted)
 
 
-def main(words: Sequence[str]) -> None:
+def main(words: Sequence[str], gate: Gate) -> None:
     """Compile the named cases and write the findings, or `renew`."""
     if words[0] == "renew":
-        renew(words[1:])
+        renew(words[1:], gate)
     else:
-        Path(words[0]).write_text(json.dumps(dict(all_compiled(words[1:]))), encoding="utf-8")
+        Path(words[0]).write_text(json.dumps(dict(all_compiled(words[1:], gate))), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:], Gate("attention", GOLDEN, ENTRIES, COUNTED, compiled))

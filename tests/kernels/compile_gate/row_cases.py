@@ -9,44 +9,36 @@ with the alignments of ordinary calls; nothing is left in Triton's cache.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
-from triton.runtime import driver
 
-from ringattn.bench.kernel_code import read
-from ringattn.bench.launch import StubDriver
+from ringattn.bench.kernel_code import code_of
 from ringattn.bench.sass import instructions
 from ringattn.kernels.launch import LaunchCall
 from ringattn.kernels.qkv import Finish, epilogue_call, epilogue_grad_call, norm_parts, projection_call
 from ringattn.kernels.rows import delta_call, merge_call, move_rows_call, quantize_call, restore_call
 from tests.kernels.compile_gate import loops
-from tests.kernels.compile_gate.compiling import AT_ONCE, MATRIX, RANKED, golden_tables, write_golden
+from tests.kernels.compile_gate.compiling import MATRIX, RANKED, Gate, main
 
 GOLDEN = Path(__file__).with_name("golden_rows")
 MODEL = 256
-ORDINARY, OTHERS = (64, 4), ((37, 3), (1, 1))
-"""Tokens and heads of the call whose machine code is read, and of those that should need no other."""
+ORDINARY = 64, 4
+"""Tokens and heads of the call whose machine code is read."""
 
 
 class FoundRows(NamedTuple):
     """Of one compiled kernel. `matrix`: the strongest unit it multiplies matrices on, "" for none.
 
     `loop_spills`: those of the spills that are in the innermost loops with products, which run for every block.
-    `loads`, `stores`: of global memory by a thread, how many instructions by their bits. `compilations`: how many it
-    takes to serve calls of other numbers of tokens and heads as well. `row`: of the table of inner loops, for the cases
-    that it has.
+    `loads`, `stores`: of global memory by a thread, how many instructions by their bits. `row`: of the table of
+    inner loops, for the cases that it has.
     """
 
     registers: int
@@ -56,7 +48,6 @@ class FoundRows(NamedTuple):
     matrix: str
     loads: dict[str, int]
     stores: dict[str, int]
-    compilations: int
     row: loops.Row | None = None
 
 
@@ -160,13 +151,10 @@ def call_of(name: str, tokens: int, heads: int) -> LaunchCall:
 
 def compiled(name: str) -> FoundRows:
     """Compile a case through its launch wrapper, for the GPU that it names."""
-    driver.set_active(StubDriver(int(name.split("/")[0].removeprefix("sm_"))))
-    calls = [call_of(name, *sizes) for sizes in (ORDINARY, *OTHERS)]
-    calls[0].kernel.device_caches.clear()  # they hold the GPU of the process's first case
-    kernel, *others = (call.kernel.warmup(*call.args, grid=call.grid, **call.meta) for call in calls)
-    code = read(kernel)
+    arch = int(name.split("/")[0].removeprefix("sm_"))
+    code = code_of(call_of(name, *ORDINARY), arch)
     units = set(MATRIX.findall(code.listing))
-    row = loops.row_of(code, int(name.split("/")[0].removeprefix("sm_")))
+    row = loops.row_of(code, arch)
     return FoundRows(
         registers=code.registers,
         spills=sum(one.spills for one in instructions(code.listing)),
@@ -175,7 +163,6 @@ def compiled(name: str) -> FoundRows:
         matrix=next((rank for rank in RANKED if any(unit.startswith(rank) for unit in units)), ""),
         loads=widths("LDG", code.listing),
         stores=widths("STG", code.listing),
-        compilations=len({id(one) for one in (kernel, *others)}),
         row=row if name in COUNTED else None,
     )
 
@@ -189,27 +176,5 @@ def widths(opcode: str, code: str) -> dict[str, int]:
     return {str(bits): found[bits] for bits in sorted(found)}
 
 
-def all_compiled(names: Sequence[str]) -> dict[str, FoundRows]:
-    """The findings by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        triton.knobs.cache.dir = folder
-        with ProcessPoolExecutor(AT_ONCE, get_context("fork")) as pool:
-            return dict(zip(names, pool.map(compiled, names), strict=True))
-
-
-def main(words: Sequence[str]) -> None:
-    """Compile the named cases, or all, and write the findings."""
-    renewing, counted = words[0] == "renew", list(words[1:]) == ["counted"]
-    names = (COUNTED if counted else CASES) if renewing else words[1:]
-    found = {name: one._asdict() for name, one in all_compiled(names).items()}
-    if renewing:
-        rows = {name: row for name, one in found.items() if (row := one.pop("row"))}
-        kept = golden_tables(GOLDEN).get(triton.__version__, {}) | found
-        write_golden(GOLDEN, {name: kept[name] for name in CASES if name in kept})
-        loops.renew("rows", triton.__version__, rows, COUNTED)
-    else:
-        Path(words[0]).write_text(json.dumps(found), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:], Gate("rows", GOLDEN, CASES, COUNTED, compiled))

@@ -101,7 +101,7 @@ def test_neither_the_grid_nor_the_order_changes_a_bit(monkeypatch: pytest.Monkey
         monkeypatch.setattr(attention_tiles, "gpu_of", lambda device, l2=l2: attention_tiles.Gpu(l2, 1))
         by_head = section_for(queries, inputs.k, inputs.v, sharing=GROUP)
         assert (by_head, section_for(keys, inputs.q, inputs.dout, reads=GROUP)) == sections
-        state, grads = state_of(inputs, raw=False), grads_of(inputs, fill=1.0)
+        state, grads = state_of(inputs), grads_of(inputs, fill=1.0)
         state.out.fill_(1.0), state.lse.fill_(0.5)
         attended(inputs, state, "pointers", 0, result=None, programs=programs, table=queries, config=config)
         grad_q(*at, grads.dq, queries, config, scale=SCALE, group=GROUP, programs=programs).run()
@@ -280,7 +280,7 @@ def test_descriptors_equal_pointers_bitwise(dtype: torch.dtype) -> None:
     inputs, found = Inputs(MANY, dtype, 24, 40), []
     at = seeds(inputs, inputs.reference())
     for form in ("pointers", "descriptors"):
-        state, grads, config = state_of(inputs, raw=False), grads_of(inputs), config_of(form, 32, 16)
+        state, grads, config = state_of(inputs), grads_of(inputs), config_of(form, 32, 16)
         attended(inputs, state, form, FIRST | LAST, config=config)
         grad_q(*at, grads.dq, by_query(MANY, config), config, scale=SCALE, group=GROUP).run()
         grad_kv(*at, grads.dk, grads.dv, by_key(MANY, config), config, scale=SCALE, group=GROUP).run()

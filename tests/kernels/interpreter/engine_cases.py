@@ -11,15 +11,11 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 from ringattn.core.geometry import CAUSAL, FULL, StridedRange, Tile
 from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
-from ringattn.engine.blocks import query_blocks
 from ringattn.engine.plain import PlainEngine
 from ringattn.engine.select import choose
 from ringattn.engine.triton import TritonEngine
@@ -27,21 +23,20 @@ from ringattn.errors import UnsupportedError
 from ringattn.kernels import attention_tiles
 from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.configs import Configs
-from ringattn.kernels.launch import Config, LaunchCall, Table
+from ringattn.kernels.launch import Config, LaunchCall
 from tests import philox
 from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_scenarios import SCENARIOS, Scenario, random_scenario, simple, strip
 from tests.contract.engine_trial import SCALE, TOLERANCE, Trial
 from tests.gpu import kernel_checks
-from tests.kernels.interpreter.bf16_shim import bf16, rounded, stock_interpreter, widened
-from tests.kernels.interpreter.patching import STOCK, patched_once
+from tests.kernels.interpreter.shims import corrected
 
 SMALL = Configs(Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1))
 
 
 @pytest.fixture(autouse=True)
 def _bfloat16() -> Iterator[None]:
-    with bf16(), patched_once():
+    with corrected():
         yield
 
 
@@ -72,61 +67,13 @@ class TestTriton(EngineContract):
         self.tried(random_scenario(seed, self.places), torch.float32, with_dlse=seed % 2 == 1, seed=seed)
 
 
-def launched(
-    q: Tensor, kv: tuple[Tensor, Tensor], state: tuple[Tensor, ...], tiles: list[Tile], **options: object
-) -> None:
-    """One forward launch with blocks of 16 x 16; `state` is (out, lse) or, raw, (out, lse, weights)."""
-    made = query_blocks(tiles, 16, 16)
-    table = Table(torch.from_numpy(made.blocks), torch.from_numpy(made.entries), made.slots)
-    weights = state[2] if len(state) > 2 else None
-    forward(q, *kv, *state[:2], table, Config(16, 16, 4, 1), scale=SCALE, weights=weights, **options).run()  # type: ignore[arg-type]
-
-
-def unseen(q: Tensor, raw: bool) -> tuple[Tensor, ...]:
-    """The state of rows that have seen no key."""
-    per_row = torch.full((q.shape[1], q.shape[2], q.shape[0]), float("-inf"))
-    return (torch.zeros(q.shape), per_row, torch.zeros_like(per_row))[: 3 if raw else 2]
-
-
-def random_inputs(dtype: torch.dtype, q_rows: int, k_rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """q and (k, v) of two heads of dimension 16."""
-    generator = torch.Generator().manual_seed(7)
-    q, k, v = (torch.randn(n, 1, 2, 16, generator=generator).to(dtype) for n in (q_rows, k_rows, k_rows))
-    return q, (k, v)
-
-
-def ring_tiles(steps: int) -> list[Tile]:
-    """The last of `steps` ranks, 128 tokens in all: its own keys first, then those of the ranks before it."""
-    q, n = strip(80, 48), 128 // steps
-    return [Tile(q, strip(start, n, row=start), CAUSAL, StridedRange(0, 2)) for start in reversed(range(0, 128, n))]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("steps", [2, 4, 8])
-def test_carried_steps_equal_one_launch_bitwise(steps: int, dtype: torch.dtype) -> None:
-    """The raw state leaves and enters without a rounding: cutting one launch into steps changes no bit."""
-    (q, kv), tiles = random_inputs(dtype, 48, 128), ring_tiles(steps)
-    whole, carried = unseen(q, raw=True), unseen(q, raw=True)
-    launched(q, kv, whole, tiles)
-    for tile in tiles:
-        launched(q, kv, carried, [tile])
-    assert all(torch.equal(one, other) for one, other in zip(whole, carried, strict=True))
-    assert whole[1].isfinite().all()
-
-
-@pytest.mark.parametrize("steps", [2, 4])
 @pytest.mark.parametrize("form", ["pointers", "descriptors", "specialized"])
-def test_the_gpu_check_of_carried_steps(form: str, steps: int) -> None:
-    """Its body, as tests/gpu/test_kernels.py runs it: both sides have the same bits, and are right."""
-    config = Config(16, 16, 4, 1, form)
-    result, lse, whole, whole_lse = kernel_checks.carried_steps(config, torch.float16, "cpu", 64, 16, steps)
-    assert result.isfinite().all() and torch.equal(result, whole) and torch.equal(lse, whole_lse)
-    q, k, v = (x.double().permute(1, 2, 0, 3) for x in kernel_checks.inputs(torch.float16, "cpu", 64, 16))
-    logits = (q @ k.mT * kernel_checks.SCALE).masked_fill(torch.ones(64, 64).triu(1).bool(), float("-inf"))
-    n = 64 // steps
-    reference = (logits.softmax(-1) @ v).permute(2, 0, 1, 3)[-n:]
-    torch.testing.assert_close(result.double(), reference, rtol=2**-10, atol=2**-10 * float(v.abs().max()))
-    torch.testing.assert_close(lse.double(), logits.logsumexp(-1)[..., -n:], rtol=0, atol=4e-6)
+def test_the_gpu_check_of_more_steps(form: str, steps: int) -> None:
+    """Its body, as tests/gpu/test_kernels.py runs it: a ring of steps is as exact as one step."""
+    engine = TritonEngine(SMALL._replace(forward=Config(16, 16, 4, 1, form)))
+    errors = kernel_checks.ring_errors(engine, torch.bfloat16, "cpu", 128, 16, steps)
+    assert 0 < errors[0] <= 1.25 * errors[1]
 
 
 @pytest.mark.parametrize("form", ["pointers", "descriptors"])
@@ -144,45 +91,45 @@ def test_the_gpu_check_of_a_whole_pass(form: str) -> None:
         assert torch.equal(mine, same) and float((mine - wanted).norm() / wanted.norm()) < 2**-10
 
 
-@pytest.mark.parametrize("steps", [2, 4, 8])
-def test_more_steps_lose_no_accuracy(steps: int) -> None:
-    """The error of a bfloat16 result of a ring of any size is within 1.25 times that of one step."""
-    (q, kv), alone, plain = random_inputs(torch.bfloat16, 48, 128), ring_tiles(1), PlainEngine()
-    reference, works = plain.begin((), q.double(), 16, None), plain.prepare([alone], Softmax(SCALE), 48, 2)
-    plain.attend(q.double(), KV(*(x.double() for x in kv)), reference, works[0])
-    errors = []
-    for tiles in (alone, ring_tiles(steps)):
-        state = unseen(q, raw=False)
-        for tile in tiles:
-            launched(q, kv, state, [tile])
-        errors.append(
-            (state[0].bfloat16().double() - reference.out.finalized(torch.float64)).square().mean().sqrt().item()
-        )
-    assert 0 < errors[1] <= 1.25 * errors[0]
+def test_a_specialized_engine_has_the_bits_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each block reads one run of keys; a pass with a step of two runs is refused before it begins."""
+    launches: list[LaunchCall] = []
+
+    def recorded(*args: Any, **options: Any) -> LaunchCall:
+        launches.append(forward(*args, **options))
+        return launches[-1]
+
+    monkeypatch.setattr("ringattn.engine.triton.forward", recorded)
+    q, k, v = kernel_checks.inputs(torch.float16, "cpu", 64, 16)
+    steps, found = kernel_checks.ring_tiles(64, 2), []
+    for form in ("descriptors", "specialized"):
+        engine = TritonEngine(SMALL._replace(forward=Config(16, 16, 4, 1, form)))
+        found.append(kernel_checks.attended(engine, q[32:], k, v, steps))
+    assert torch.equal(*found) and found[0].isfinite().all()
+    assert [call.meta["SPLIT"] for call in launches] == [False, False, True, True]
+    several = engine.prepare([steps[0], steps[0] + steps[1]], Softmax(SCALE), 32, kernel_checks.HEADS)
+    with pytest.raises(UnsupportedError, match=r"form='specialized': .*several runs of keys"):
+        engine.begin(several, q[32:], 16, None)
 
 
-@pytest.mark.parametrize("programs", [1, 4, 100])
-def test_the_size_of_the_grid_changes_no_bit(programs: int) -> None:
-    """Five programs' work by one, by four (which do not divide it) and by more than there is work for."""
-    (q, kv), tiles = random_inputs(torch.float32, 48, 128), ring_tiles(1)
-    whole, shared = unseen(q, raw=False), unseen(q, raw=False)
-    launched(q, kv, whole, tiles)
-    launched(q, kv, shared, tiles, programs=programs)
-    assert all(torch.equal(one, other) for one, other in zip(whole, shared, strict=True))
-
-
-def test_a_step_without_a_visible_key_leaves_the_state() -> None:
-    """Rows of a block that see none of its keys: at first (0, -inf) stays, later the bits stay."""
-    q, kv = random_inputs(torch.float32, 16, 16)
-    tile = Tile(strip(0, 16), strip(8, 16), CAUSAL, StridedRange(0, 2))  # Rows 0 to 7 see nothing.
-    state = unseen(q, raw=False)
-    launched(q, kv, state, [tile])
-    assert not state[0][:8].any() and state[1][..., :8].isneginf().all() and state[1][..., 8:].isfinite().all()
+@pytest.mark.parametrize(
+    ("form", "options", "message"),
+    [
+        ("specialized", {"alibi_slopes": (0.5,)}, "has no alibi_slopes"),
+        ("specialized", {"dropout_p": 0.5}, r"form='specialized': .*has no dropout_p"),
+        ("pointers", {"alibi_slopes": (1e10,)}, r"slopes to .*plain"),
+    ],
+)
+def test_what_a_form_does_not_take_is_refused(form: str, options: dict[str, Any], message: str) -> None:
+    engine, q = TritonEngine(SMALL._replace(forward=Config(16, 16, 4, 1, form))), torch.zeros(4, 1, 1, 16)
+    tiles = [Tile(strip(0, 4), strip(0, 4), CAUSAL, StridedRange(0, 1))]
+    with pytest.raises(UnsupportedError, match=message):
+        engine.begin(engine.prepare([tiles], Softmax(SCALE, **options), 4, 1), q, 16, None)
 
 
 def test_offsets_beyond_int32() -> None:
     """Rows of q, K and V 2^30 elements apart: the third lies beyond what 32 bits can address."""
-    q, kv = random_inputs(torch.float16, 3, 3)
+    q, *kv = (torch.randn(3, 1, 2, 16).half() for _ in range(3))
     shape, strides = q.shape, (1 << 30, 32, 16, 1)
     far = [torch.empty((1 << 31) + 32, dtype=torch.float16).as_strided(shape, strides) for _ in range(3)]
     for near, there in zip((q, *kv), far, strict=True):
@@ -200,31 +147,6 @@ def test_offsets_beyond_int32() -> None:
         results.append((out, state.lse, dq.finalized(q.dtype), dk, dv))
     assert all(torch.equal(here, beyond) for here, beyond in zip(*results, strict=True))
     assert all(x.abs().sum() > 0 for x in results[0])
-
-
-def test_a_specialized_engine_has_the_bits_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a block meets one run of keys; a pass that has a step of two is refused before it begins."""
-    launches: list[LaunchCall] = []
-
-    def recorded(*args: Any, **options: Any) -> LaunchCall:
-        launches.append(forward(*args, **options))
-        return launches[-1]
-
-    monkeypatch.setattr("ringattn.engine.triton.forward", recorded)
-    (q, kv), tiles = random_inputs(torch.float16, 48, 128), ring_tiles(4)
-    results = []
-    for form in ("descriptors", "specialized"):
-        engine = TritonEngine(SMALL._replace(forward=Config(16, 16, 4, 1, form)))
-        works = engine.prepare([tiles[:1], tiles[1:2]], Softmax(SCALE), 48, 2)
-        state = engine.begin(works, q, 16, None)
-        for work in works:
-            engine.attend(q, KV(*kv), state, work)
-        results.append((state.out.finalized(q.dtype), state.lse))
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True)) and results[0][1].isfinite().all()
-    assert [call.meta["SPLIT"] for call in launches] == [False, False, True, True]
-    several = engine.prepare([tiles[:1], tiles[1:]], Softmax(SCALE), 48, 2)
-    with pytest.raises(UnsupportedError, match=r"form='specialized': .*several runs of keys"):
-        engine.begin(several, q, 16, None)
 
 
 @pytest.mark.parametrize("dims", [(80, 96), (256, 256), (1, 40)])
@@ -264,14 +186,6 @@ def test_queries_far_from_all_keys() -> None:
 def test_a_fused_backward_with_a_bias() -> None:
     trial = Trial(SCENARIOS["alibi"], torch.float32, True)
     trial.check(trial.run(TritonEngine(SMALL, deterministic=False)), TOLERANCE[torch.float32])
-
-
-def test_what_slopes_are_refused() -> None:
-    for form, slope, told in (("specialized", 0.5, "has no alibi_slopes"), ("pointers", 1e10, r"slopes to .*plain")):
-        engine, q = TritonEngine(SMALL._replace(forward=Config(16, 16, 4, 1, form))), torch.zeros(4, 1, 1, 16)
-        tiles = [Tile(strip(0, 4), strip(0, 4), CAUSAL, StridedRange(0, 1))]
-        with pytest.raises(UnsupportedError, match=told):
-            engine.begin(engine.prepare([tiles], Softmax(SCALE, alibi_slopes=(slope,)), 4, 1), q, 16, None)
 
 
 WORD = 1 << 32
@@ -317,13 +231,6 @@ def test_a_fused_backward_with_dropout() -> None:
     trial.check(trial.run(TritonEngine(SMALL, deterministic=False)), TOLERANCE[torch.float32])
 
 
-def test_dropout_by_a_specialized_kernel_is_refused() -> None:
-    engine, q = TritonEngine(SMALL._replace(forward=Config(16, 16, 4, 1, "specialized"))), torch.zeros(4, 1, 1, 16)
-    tiles = [Tile(strip(0, 4), strip(0, 4), CAUSAL, StridedRange(0, 1))]
-    with pytest.raises(UnsupportedError, match=r"form='specialized': .*has no dropout_p"):
-        engine.begin(engine.prepare([tiles], Softmax(SCALE, dropout_p=0.5), 4, 1), q, 16, None)
-
-
 def test_a_strong_softcap() -> None:
     """Scores far beyond the cap: tanh saturates without an overflow."""
     trial = Trial(SCENARIOS["softcap"]._replace(softcap=0.01), torch.float32, True)
@@ -339,31 +246,3 @@ def test_wider_heads_than_the_kernels_hold_are_refused() -> None:
 
 def test_the_interpreter_is_enough_to_be_chosen_by_name() -> None:
     assert choose("triton", torch.device("cpu"), torch.float32, 64, 64, None).engine.name == "triton"
-
-
-def test_without_the_shim_bfloat16_is_silently_wrong() -> None:
-    (q, kv), tiles = random_inputs(torch.bfloat16, 48, 128), ring_tiles(1)
-    stock, shimmed = unseen(q, raw=False), unseen(q, raw=False)
-    launched(q, kv, shimmed, tiles)
-    with stock_interpreter():
-        launched(q, kv, stock, tiles)
-    assert (stock[0] - shimmed[0]).abs().nan_to_num(1e30).max() > 1e3
-    assert shimmed[0].abs().max() < 4
-
-
-def test_the_interpreter_patched_once_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward, to the bit."""
-    found = []
-    for call in (STOCK, InterpretedFunction.__call__):
-        monkeypatch.setattr(InterpretedFunction, "__call__", call)
-        found.append(Trial(SCENARIOS["zigzag"], torch.float32, True).run(TritonEngine(SMALL)))
-    assert STOCK is not InterpretedFunction.__call__
-    assert all(torch.equal(found[0][part].nan_to_num(7.0), found[1][part].nan_to_num(7.0)) for part in found[0])
-
-
-def test_the_shim_rounds_as_torch_does() -> None:
-    values = torch.cat([torch.randn(10_000), torch.tensor([0.0, -0.0, 1e-40, 3e38, float("inf"), float("nan")])])
-    odd_nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)  # Rounding it up would make it -0.
-    values = torch.cat([values, values.bfloat16().float() * (1 + 2.0**-8), odd_nan])  # The second part are ties.
-    ours, torchs = torch.from_numpy(widened(rounded(values.numpy()))), values.bfloat16().float()
-    assert np.array_equal(ours.numpy(), torchs.numpy(), equal_nan=True)

@@ -1,7 +1,7 @@
 """Settings of the tests that run kernels in Triton's interpreter.
 
 Triton decides when a kernel is decorated whether it is interpreted, so these tests need a process of their own:
-tests/kernels/test_kernels_rows.py starts it. Anywhere else they are not collected.
+tests/kernels/test_interpreted.py starts it. Anywhere else they are not collected.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 def narrow_floats() -> Iterator[None]:
     """The interpreter with the bfloat16 and the float8 of a GPU."""
     # Not above: a process that collects nothing here must not load triton's interpreter.
-    from tests.kernels.interpreter.bf16_shim import bf16
-    from tests.kernels.interpreter.patching import patched_once
-    from tests.kernels.interpreter_rows.fp8_shim import fp8
+    from tests.kernels.interpreter.shims import corrected
 
-    with bf16(), fp8(), patched_once():
+    with corrected():
         yield

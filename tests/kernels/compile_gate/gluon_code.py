@@ -1,0 +1,90 @@
+"""What the machine code of the Gluon kernels must hold, beyond what the compile gate asks of every kernel."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+from ringattn.bench.kernel_code import KernelCode
+from ringattn.bench.sass import product_loops
+
+OPCODES = ("HGMMA", "HMMA", "UTMALDG", "USETMAXREG", "SYNCS")
+STEPS = {"HGMMA": "H", "WARPGROUP.DEPBAR": "W", "MUFU.EX2": "e", "SYNCS.ARRIVE": "!"}
+ORDER = {"grad_kv": "H+We{32}H+WH+WW!", "grad_q": "H+We{64}WH+W!"}
+"""Products, waits for them, exponentials and the arrival at a barrier, in each loop of the backward."""
+
+
+def read(code: KernelCode) -> dict[str, Any]:
+    """Return the facts that `gluon_faults` judges, as JSON has them."""
+    opcodes = Counter(re.findall(rf"\b({'|'.join(OPCODES)})\b", code.listing))
+    loops = product_loops(code.listing)
+    return {
+        "threads": code.threads,
+        "opcodes": {name: opcodes[name] for name in OPCODES},
+        "loops": ["".join(STEPS.get(_step(one.opcode), "") for one in loop.least) for loop in loops],
+        "prefetches": len(re.findall(r"\bCCTL\.E\.PF2\b", code.listing)),
+        "under_products": exponentials_under_products(code.listing),
+        "hasty_arrivals": hasty_arrivals(code.ptx),
+    }
+
+
+def gluon_faults(name: str, registers: int, found: dict[str, Any]) -> list[str]:
+    """Return what is wrong with the machine code of a case, `sm_90/half/128/gluon/forward` say.
+
+    Warpgroups hand registers over, rows come by TMA, products are issued as often as the algorithm says, and each
+    softmax but the first runs while a product does.
+    """
+    dim, kernel = int(name.split("/")[2]), name.split("/")[4]
+    forward, opcodes = kernel == "forward", found["opcodes"]
+    products = 2 * 3 * (dim // 16 + 128 // 16) if forward else 4 * (2 * dim + 128) // 16
+    # Forward: two copies of the K/V loop, whose first turn loads Q as well. Backward: four boxes of 64 columns each.
+    loads = (3 if forward else 4) * dim // 64
+    rules = {
+        f"{found['threads']} threads with {registers} registers": (found["threads"], registers) == (384, 168),
+        f"opcodes {opcodes}": not opcodes["HMMA"] and opcodes["HGMMA"] == products
+        and (opcodes["UTMALDG"] >= loads if forward else opcodes["UTMALDG"] == loads)
+        and opcodes["USETMAXREG"] >= 6 and opcodes["SYNCS"] >= 24 * forward,
+        f"loops {found['loops']}": len(found["loops"]) == 4
+        and (forward or all(re.fullmatch(ORDER[kernel], steps) for steps in found["loops"])),
+        "the old state is not asked into L2": not forward or found["prefetches"] >= 1,
+        f"exponentials under products: {found['under_products']}": not forward
+        or (len(found["under_products"]) == 4 and min(found["under_products"]) >= 64),
+        f"{found['hasty_arrivals']} hasty arrivals": not found["hasty_arrivals"],
+    }  # fmt: skip
+    return [fault for fault, holds in rules.items() if not holds]
+
+
+def _step(opcode: str) -> str:
+    return next((name for name in STEPS if opcode.startswith(name)), "")
+
+
+def exponentials_under_products(code: str) -> list[int]:
+    """Count the exponentials between two waits for products of which the second waits for no new ones.
+
+    These are the waits of a key block, for Q.K and for the P.V that was issued next to it.
+    """
+    pairs, waiting, exponentials = [], False, 0
+    for opcode in re.findall(r"\b(HGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2)\b", code):
+        if opcode == "MUFU.EX2":
+            exponentials += 1
+            continue
+        if opcode != "HGMMA" and waiting:
+            pairs.append(exponentials)
+        waiting, exponentials = opcode != "HGMMA", 0
+    return pairs
+
+
+def hasty_arrivals(code: str) -> int:
+    """Count the arrivals at a barrier before all threads of the group have met.
+
+    They meet after a wait for products, all together, and after the producer's writes, within its one warp.
+    """
+    hasty, apart = 0, ""
+    for step in re.findall(r"wgmma\.wait_group|\bbar\.sync|bar\.warp\.sync|st\.shared|mbarrier\.arrive\.shared", code):
+        hasty += step == "mbarrier.arrive.shared" and apart != ""
+        if step in ("wgmma.wait_group", "st.shared"):
+            apart = step
+        elif step == "bar.sync" or (step == "bar.warp.sync" and apart == "st.shared"):
+            apart = ""
+    return hasty

@@ -1,0 +1,120 @@
+"""Corrections of Triton's interpreter: bfloat16 and float8_e4m3fn as a GPU rounds them, and one patch per launch.
+
+The interpreter keeps bfloat16 as uint16 and computes with those integers; here casts round to nearest even, and
+products and element-wise operations are taken in float32 and rounded back. Its own float8 casts round some values to
+the wrong neighbor. It patches the whole language again at each call of a device function: a function of Triton's own
+library sees `triton.language.core`, whose patches are never taken back, so the first of them serves all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterError, TensorHandle
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """The float32 values of bfloat16 patterns in uint16."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """The bfloat16 patterns, uint16, nearest to `values`; ties go to the even one."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    nearest = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
+
+
+def _wide(handle: Any) -> Any:
+    """A bfloat16 operand as float32, anything else as it is."""
+    return TensorHandle(widened(handle.data), tl.float32) if handle.dtype.scalar == tl.bfloat16 else handle
+
+
+def _computed_wide(method: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation on operands and a numpy function, in float32 where the first operand is bfloat16."""
+
+    def wide(self: Any, first: Any, *rest: Any) -> Any:
+        if first.dtype.scalar != tl.bfloat16:
+            return method(self, first, *rest)
+        made = method(self, _wide(first), *(_wide(x) if isinstance(x, TensorHandle) else x for x in rest))
+        if made.dtype.scalar != tl.float32:
+            return made
+        return made if made.data.dtype == bool else TensorHandle(rounded(made.data), tl.bfloat16)
+
+    return wide
+
+
+def _cast(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A cast that goes through float32 on either side of bfloat16."""
+
+    def cast(self: Any, source: Any, to: Any, *rounding: Any) -> Any:
+        wide = _wide(source)
+        if to.scalar == tl.bfloat16:
+            return TensorHandle(rounded(wide.data.astype(np.float32)), tl.bfloat16)
+        if wide is not source and to.scalar == tl.float32:
+            return wide
+        return method(self, wide, to, *rounding)
+
+    return cast
+
+
+def _dot(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, a, b, *rest: method(self, _wide(a), _wide(b), *rest)
+
+
+def _cast_float8(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a cast that rounds to float8_e4m3fn as torch does; other casts are those of bfloat16."""
+
+    def cast(self: Any, source: Any, to: Any, *rounding: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and to.scalar == tl.float8e4nv:
+            codes = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.float8_e4m3fn)
+            return TensorHandle(codes.view(torch.uint8).numpy(), tl.float8e4nv)
+        if source.dtype.scalar == tl.float8e4nv and to.scalar == tl.float32:
+            codes = torch.from_numpy(np.ascontiguousarray(source.data)).view(torch.float8_e4m3fn)
+            return TensorHandle(codes.float().numpy(), tl.float32)
+        return _cast(method)(self, source, to, *rounding)
+
+    return cast
+
+
+_patched: list[Any] = []
+"""A function of the library that has been called, so that `core` is patched."""
+
+
+def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _patched and not any(value is tl for value in self.fn.__globals__.values()):
+        interpreter._patch_lang(self.fn)
+        _patched.append(self.fn)
+    try:
+        return self.rewrite()(*args, **kwargs)
+    except Exception as error:
+        raise InterpreterError(repr(error)) from error
+
+
+CHANGES = {
+    (InterpreterBuilder, "create_dot"): _dot,
+    (InterpreterBuilder, "cast_impl"): _cast,
+    (InterpreterBuilder, "create_fp_to_fp"): _cast_float8,
+    (InterpreterBuilder, "binary_op"): _computed_wide,
+    (InterpreterBuilder, "unary_op"): _computed_wide,
+    (InterpretedFunction, "__call__"): lambda method: _call,
+}
+
+
+@contextmanager
+def corrected() -> Iterator[None]:
+    """Correct the interpreter, and restore it afterwards."""
+    before = {place: getattr(*place) for place in CHANGES}
+    for place, change in CHANGES.items():
+        setattr(*place, change(before[place]))
+    try:
+        yield
+    finally:
+        for place, method in before.items():
+            setattr(*place, method)
