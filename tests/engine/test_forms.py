@@ -155,14 +155,6 @@ def test_the_forms_of_a_device(capability: tuple[int, int], told: str) -> None:
     assert told in forms.on_device(capability)
 
 
-def test_without_gluon_the_forms_of_a_device_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    gluon_missing.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(attention_gluon.triton, "__version__", "3.9.0")
-        assert "on sm_90: descriptors, or" in forms.on_device((9, 0)) and "not 3.9.0" in forms.on_device((9, 0))
-    gluon_missing.cache_clear()
-
-
 def test_a_form_or_blocks_by_name_are_not_exchanged(launched: Recorded) -> None:
     blocks = configs_for(90, HALF, 128)._replace(forward=Config(64, 64, 4, 2, "pointers"))
     for engine in (TritonEngine(form="pointers"), TritonEngine(form="descriptors"), TritonEngine(blocks)):
@@ -177,6 +169,7 @@ def test_a_triton_without_gluon_runs_descriptors(launched: Recorded, monkeypatch
     attended(TritonEngine(), rows(), rows(), rows())
     assert form_of(launched.calls[0]) == "descriptors"
     assert "forward by the form descriptors (the Gluon kernel needs Triton" in forms.told(90, HALF, (128, 128), ())
+    assert "on sm_90: descriptors, or" in forms.on_device((9, 0)) and "not 3.9.0" in forms.on_device((9, 0))
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 100, 120])

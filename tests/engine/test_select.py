@@ -124,15 +124,10 @@ def test_a_softcap_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_named_engine_comes_or_is_refused() -> None:
     assert choose("plain", HOST, torch.float64, 8, 8, CAPPED).why == "plain: asked for by name"
     assert choose("aten", HOST, HALF, 8, 8, None).engine.name == "aten"
-    for name in ("aten", "fa3", "fa4"):
-        with pytest.raises(UnsupportedError, match=f"engine='{name}' has no softcap; use engine='auto'"):
-            choose(name, HOST, HALF, 8, 8, CAPPED)
-    for name in ("aten", "fa3", "fa4"):
-        with pytest.raises(UnsupportedError, match=f"engine='{name}' has no alibi_slopes; use engine='auto'"):
-            choose(name, HOST, HALF, 8, 8, BIASED)
-    for name in ("aten", "fa3", "fa4"):
-        with pytest.raises(UnsupportedError, match=f"engine='{name}' has no dropout_p; use engine='auto'"):
-            choose(name, HOST, HALF, 8, 8, DROPPED)
+    for option, softmax in (("softcap", CAPPED), ("alibi_slopes", BIASED), ("dropout_p", DROPPED)):
+        for name in ("aten", "fa3", "fa4"):
+            with pytest.raises(UnsupportedError, match=f"engine='{name}' has no {option}; use engine='auto'"):
+                choose(name, HOST, HALF, 8, 8, softmax)
     for name in ("fa3", "fa4", "triton"):
         with pytest.raises(UnsupportedError, match=f"engine='{name}' needs a .*, not cpu"):
             choose(name, HOST, HALF, 8, 8, None)

@@ -25,7 +25,7 @@ from ringattn.bench.kernel_code import KernelCode
 from ringattn.kernels.configs import ARCHITECTURES
 from tests.kernels.compile_gate.cases import ENTRIES, PURPOSES, TESTED, arch_of
 from tests.kernels.compile_gate.compiling import GOLDEN, Found, golden_tables
-from tests.kernels.compile_gate.gluon_code import exponentials_under_products, gluon_faults, hasty_arrivals
+from tests.kernels.compile_gate.gluon_code import gluon_faults, hasty_arrivals
 from tests.kernels.compile_gate.loops import table, worse
 from tests.kernels.once import once, written_by
 
@@ -177,10 +177,6 @@ def test_how_many_blocks_each_architecture_holds(arch: int) -> None:
 
 def test_the_gate_reads_gluons_code() -> None:
     """What no compiler produces on request."""
-    product, wait, softmax = "HGMMA ;", "WARPGROUP.DEPBAR.LE gsb0 ;", "MUFU.EX2 R1, R2 ;"
-    assert exponentials_under_products(" ".join((product, wait, softmax, softmax, wait, softmax))) == [2]
-    assert exponentials_under_products(" ".join((product, wait, wait, softmax))) == [0]
-    assert exponentials_under_products(" ".join((product, wait, softmax, product, wait))) == []
     left, wrote = "wgmma.wait_group.sync.aligned 0;", "st.shared.v2.b32 [%r1], {%r2, %r3};"
     met, warp, said = "bar.sync 2, 128;", "bar.warp.sync -1;", "mbarrier.arrive.shared::cta.b64 _;"
     assert hasty_arrivals(left + met + said + wrote + warp + said) == 0

@@ -203,31 +203,36 @@ def changed(plan: Plan, change: Callable[[AttendOp], AttendOp], only_own: bool =
     return replace(plan, steps=tuple(steps))
 
 
-def test_a_first_flag_that_is_missing() -> None:
-    plan = changed(plans("zigzag", "ring", causal=True)[1], lambda item: item._replace(first=False))
-    with pytest.raises(AssertionError, match="adds to rows that nothing has set"):
-        check_visits(plan)
+def first_missing(plan: Plan) -> Plan:
+    return changed(plan, lambda item: item._replace(first=False))
 
 
-def test_a_first_flag_too_late() -> None:
-    """On the sum that arrives for rows to which the own work has added."""
-    plan = plans("zigzag", "ring", causal=True)[1]
+def first_too_late(plan: Plan) -> Plan:
+    """Mark the sum that arrives for rows to which the rank's own work has added."""
     ((now, n),) = adds_of(plan)
     work = list(plan.steps[now].work)
     work[n] = work[n]._replace(first=True)
-    steps = (*plan.steps[:now], plan.steps[now]._replace(work=tuple(work)), *plan.steps[now + 1 :])
-    with pytest.raises(AssertionError, match="Add is not the first on its rows"):
-        check_visits(replace(plan, steps=steps))
+    return with_plan_step(plan, now, work=tuple(work))
 
 
-def test_a_last_flag_too_early() -> None:
-    plan = changed(plans("zigzag", "ring", causal=True)[1], lambda item: item._replace(last=True), only_own=True)
-    with pytest.raises(AssertionError, match="Add adds to rows that are final"):
-        check_visits(plan)
+def last_too_early(plan: Plan) -> Plan:
+    return changed(plan, lambda item: item._replace(last=True), only_own=True)
 
 
-def test_rows_that_are_left_unset() -> None:
-    plan = plans("zigzag", "ring", causal=True)[3]
-    steps = tuple(step._replace(zeros=()) for step in plan.steps)
-    with pytest.raises(AssertionError, match="rows that nothing"):
-        check_visits(replace(plan, steps=steps))
+def left_unset(plan: Plan) -> Plan:
+    return replace(plan, steps=tuple(step._replace(zeros=()) for step in plan.steps))
+
+
+@pytest.mark.parametrize(
+    ("change", "rank", "message"),
+    [
+        (first_missing, 1, "adds to rows that nothing has set"),
+        (first_too_late, 1, "Add is not the first on its rows"),
+        (last_too_early, 1, "Add adds to rows that are final"),
+        (left_unset, 3, "rows that nothing"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_wrong_flag(change: Callable[[Plan], Plan], rank: int, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_visits(change(plans("zigzag", "ring", causal=True)[rank]))
