@@ -57,10 +57,10 @@ def run(case: Case, config: Config, options: TuneOptions, timed: bool) -> Timed:
             work: Any = lambda: engine.attend(q, KV(k, v), state, works[0][0])  # noqa: B023, E731
             if case.kernel != "forward":
                 out = state.out.finalized(q.dtype)
-                seed = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
+                backward_inputs = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
                 dq = engine.begin_grad(works[1], q, case.dim)
                 dkv = KV(torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32))
-                work = lambda: engine.attend_grad(q, KV(k, v), seed, dq, dkv, works[1][0])  # noqa: B023, E731
+                work = lambda: engine.attend_grad(q, KV(k, v), backward_inputs, dq, dkv, works[1][0])  # noqa: B023, E731
                 work()
             us.append(device_us(work, options.ms) if timed else 0.0)
         own = {"grad_fused": "grad_kv"}.get(case.kernel, case.kernel)  # one kernel does both

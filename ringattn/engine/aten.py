@@ -228,7 +228,7 @@ class AtenEngine(Accumulating):
         works = []
         for step, plain in enumerate(self._plain.prepare(steps, softmax, rows, heads, visits=visits)):
             sets = None
-            if plain.visit.first:
+            if plain.visit.overwrite:
                 keys = [Piece(one.k_rows, part.kv_heads) for one, part in cut[step]]
                 known = first_pieces([keys], plain.keys)
                 sets = None if known is None else known[0]
@@ -300,7 +300,7 @@ class AtenEngine(Accumulating):
         self,
         q: Tensor,
         kv: KV,
-        seed: BackwardInputs,
+        inputs: BackwardInputs,
         dq: Output,
         dkv: KV | None,
         work: AtenWork,
@@ -308,14 +308,14 @@ class AtenEngine(Accumulating):
     ) -> None:
         """Add the tiles' gradients to `dq` and `dkv`, in place, or write the last sums to `result`."""
         # A gradient of lse is one more column of v, which may widen the padded head dimension.
-        op, width = self._op_and_width(*_dims(q, kv), extra_columns=0 if seed.dlse is None else 1)
+        op, width = self._op_and_width(*_dims(q, kv), extra_columns=0 if inputs.dlse is None else 1)
         begins = _flags(work.begins, work)
         if op is None:
-            for (rectangle, heads), first in zip(work.rectangles, begins, strict=True):
-                if first:
+            for (rectangle, heads), overwrite in zip(work.rectangles, begins, strict=True):
+                if overwrite:
                     assert dq.carried is not None
                     Place(rectangle, heads, q.dtype).view(dq.carried).zero_()
-            self._plain.attend_grad(q, kv, seed, dq, dkv, work.plain, result)
+            self._plain.attend_grad(q, kv, inputs, dq, dkv, work.plain, result)
             return
         if _at_once(work):
             # What a rectangle makes is final, so it needs no accumulator.
@@ -325,9 +325,9 @@ class AtenEngine(Accumulating):
             sums = accumulators(dkv, result, work.plain.keys, visit)
         assert sums is not None
         dtype, sets = q.dtype if op.keeps_half else accumulator_dtype(q.dtype), _flags(work.sets, work)
-        for (rectangle, heads), *firsts in zip(work.rectangles, begins, sets, strict=True):
+        for (rectangle, heads), *overwrites in zip(work.rectangles, begins, sets, strict=True):
             at = Place(rectangle, heads, dtype)
-            self._grad_of_rectangle(at, op, width, q, kv, seed, dq, sums, work.scaling, firsts)
+            self._grad_of_rectangle(at, op, width, q, kv, inputs, dq, sums, work.scaling, overwrites)
         if sums is not result:
             finish(sums, result, work.plain.keys)
 
@@ -338,33 +338,33 @@ class AtenEngine(Accumulating):
         width: int,
         q: Tensor,
         kv: KV,
-        seed: BackwardInputs,
+        inputs: BackwardInputs,
         dq: Output,
         sums: KV,
         by: Scaling,
-        firsts: Sequence[bool],
+        overwrites: Sequence[bool],
     ) -> None:
-        """As `_attend_rectangle`. `firsts`: on the queries, on the keys."""
+        """As `_attend_rectangle`. `overwrites`: the rows of the queries, and of the keys."""
         into, rectangle = dq.carried, at.rectangle
         assert into is not None
         # As forward, by the number of keys.
         call = op if rectangle.k_rows.count >= op.min_keys else FLASH
-        dout, (k, v) = at.queries(seed.dout), at.keys(kv)
-        if seed.dlse is not None:
+        dout, (k, v) = at.queries(inputs.dout), at.keys(kv)
+        if inputs.dlse is not None:
             # With v' = [v, 1], dout' = [dout, dlse] and out' = [out, 0] the op's ds = p (dout'.v' - dout'.out')
             # is the wanted p (dout.v + dlse - dout.out).
             dout, v = (widened(x, x.shape[-1] + 1, value=1.0) for x in (dout, v))
-            dout[..., -1:] = by_row(at.rows(seed.dlse))
+            dout[..., -1:] = by_row(at.rows(inputs.dlse))
         dout, q_part, k, v, out = (
-            operand(x, width) for x in (dout, times(at.queries(q), by.of_q), k, v, at.queries(seed.out))
+            operand(x, width) for x in (dout, times(at.queries(q), by.of_q), k, v, at.queries(inputs.out))
         )
         # The merged lse makes exp(score - lse) the weight among all keys of the row, not only this rectangle's.
-        grads = call.backward(dout, q_part, k, v, out, at.rows(seed.lse), rectangle.causal, by.scale)
+        grads = call.backward(dout, q_part, k, v, out, at.rows(inputs.lse), rectangle.causal, by.scale)
         # q went in times of_q, so its gradient comes out to be multiplied by it once more (chain rule).
-        put(at.view(into), at.restored(grads[0], q.shape[-1]), firsts[0], by.of_q)
+        put(at.view(into), at.restored(grads[0], q.shape[-1]), overwrites[0], by.of_q)
         # The sums may begin at a later head than K and V.
         for x, part in zip(at.view_keys(sums), grads[1:], strict=True):
-            put(x, at.restored(part, x.shape[-1]), firsts[1])
+            put(x, at.restored(part, x.shape[-1]), overwrites[1])
 
     def workspace_bytes(self, work: AtenWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
         """See `Engine`; on CUDA without what the fused kernels take for themselves inside a call."""
@@ -478,9 +478,9 @@ class Place(NamedTuple):
         return x.flip(axis) if self.rectangle.reversed else x
 
 
-def put(x: Tensor, part: Tensor, first: bool, factor: float = 1.0) -> None:
-    """`part` times `factor` added to `x`, or put there."""
-    if not first:
+def put(x: Tensor, part: Tensor, overwrite: bool, factor: float = 1.0) -> None:
+    """Add `part` times `factor` to `x`, or overwrite `x` with it."""
+    if not overwrite:
         x.add_(part, alpha=factor)
     elif factor == 1:
         x.copy_(part)

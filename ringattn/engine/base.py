@@ -139,9 +139,13 @@ class KV(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """What a step is to the dK/dV rows of its tiles, backward: the `first` to add to any of them, the `last` one."""
+    """How a step of a backward pass adds to the dK/dV rows of its tiles.
 
-    first: bool = False
+    `overwrite`: no step added to these rows before, so it overwrites them and does not accumulate. `last`: no step adds
+    to them afterwards, so its sums are final.
+    """
+
+    overwrite: bool = False
     last: bool = False
 
 
@@ -238,7 +242,7 @@ class Engine(Protocol):
         ...
 
     def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-        """`BackwardInputs.delta` of these parts of the seed."""
+        """Return `BackwardInputs.delta`."""
         ...
 
     def begin_grad(self, works: Sequence[Any], q: Tensor, value_dim: int) -> Output:
@@ -249,7 +253,7 @@ class Engine(Protocol):
         self,
         q: Tensor,
         kv: KV,
-        seed: BackwardInputs,
+        inputs: BackwardInputs,
         dq: Output,
         dkv: KV | None,
         work: Any,
@@ -257,9 +261,9 @@ class Engine(Protocol):
     ) -> None:
         """Add the gradients of a step's tiles to `dq` and to `dkv` (like kv, accumulator dtype), in place.
 
-        The first step on its dK/dV does not read `dkv`, and sets all key rows of its tiles: to zero where no query
-        sees one. The last one writes the sums to `result`, like kv in the inputs' dtype; what `dkv` then holds is
-        nobody's, and where a step is both it may be None.
+        A step that overwrites does not read `dkv` and sets all key rows of its tiles: to zero where no query attends.
+        The last step writes the sums to `result`, like kv in the inputs' dtype; `dkv` is then undefined, and may be
+        None where a step is both.
         """
         ...
 

@@ -122,7 +122,7 @@ class PlainEngine(Accumulating):
         self,
         q: Tensor,
         kv: KV,
-        seed: BackwardInputs,
+        inputs: BackwardInputs,
         dq: Output,
         dkv: KV | None,
         work: PlainWork,
@@ -132,9 +132,9 @@ class PlainEngine(Accumulating):
         assert dq.carried is not None
         sums = accumulators(dkv, result, work.keys, work.visit)
         for tile, heads in work.tiles:
-            for part in _parts(tile, heads.q_heads.count * q.shape[1], seed.lse.element_size()):
-                chunk = _chunk(part, heads, work.softmax, q, seed.dropout_seed)
-                _grad_of_part(q, _held(kv, heads), heads, seed, dq.carried, _held(sums, heads), chunk, work.softmax)
+            for part in _parts(tile, heads.q_heads.count * q.shape[1], inputs.lse.element_size()):
+                chunk = _chunk(part, heads, work.softmax, q, inputs.dropout_seed)
+                _grad_of_part(q, _held(kv, heads), heads, inputs, dq.carried, _held(sums, heads), chunk, work.softmax)
                 del chunk  # before the next one is made
         finish(sums, result, work.keys)
 
@@ -170,15 +170,15 @@ def _attend_part(q: Tensor, kv: KV, heads: HeadGroup, state: SoftmaxState, chunk
 
 
 def _grad_of_part(
-    q: Tensor, kv: KV, heads: HeadGroup, seed: BackwardInputs, into: Tensor, dkv: KV, chunk: _Chunk, softmax: Softmax
+    q: Tensor, kv: KV, heads: HeadGroup, inputs: BackwardInputs, into: Tensor, dkv: KV, chunk: _Chunk, softmax: Softmax
 ) -> None:
     """Add the gradients of some rows, in place; a call of its own as `_attend_part`."""
     rows, cols, q_heads = chunk.q_rows, chunk.k_rows, as_slice(heads.q_heads)
-    q_part, dout = (_grouped(x[rows, :, q_heads], heads) for x in (q, seed.dout))
+    q_part, dout = (_grouped(x[rows, :, q_heads], heads) for x in (q, inputs.dout))
     k_part, v_part = kv.k[cols].to(into.dtype), kv.v[cols].to(into.dtype)
     s, slope = _scores(q_part, k_part, chunk, softmax, True)
     # By the merged lse: the weights among all keys of a row, so parts add up.
-    p = weights(s, _grouped_rows(seed.lse[:, q_heads, rows], heads))
+    p = weights(s, _grouped_rows(inputs.lse[:, q_heads, rows], heads))
     # dV = D(P)^T dO, with the dropout D; the sum over g adds the query heads of a K/V head.
     kept = p if chunk.dropout is None else chunk.dropout.apply_(p.clone())
     dkv.v[cols].add_(torch.einsum("bhgnm,nbhgd->mbhd", kept, dout))
@@ -187,7 +187,7 @@ def _grad_of_part(
     ds = torch.einsum("nbhgd,mbhd->bhgnm", dout, v_part)
     if chunk.dropout is not None:
         chunk.dropout.apply_(ds)
-    ds.sub_(_grouped_rows(seed.delta[:, q_heads, rows], heads)).mul_(p).mul_(softmax.scale)
+    ds.sub_(_grouped_rows(inputs.delta[:, q_heads, rows], heads)).mul_(p).mul_(softmax.scale)
     # The softcap's derivative: S = cap * tanh(x / cap).
     if slope is not None:
         ds.mul_(slope)

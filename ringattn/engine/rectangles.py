@@ -283,7 +283,7 @@ def accumulators(dkv: KV | None, result: KV | None, pieces: Sequence[Piece], vis
     if dkv is None:
         assert result is not None
         dkv = result if not narrower(result.k.dtype) else _wide(result, pieces)
-    if visit.first:
+    if visit.overwrite:
         for piece in pieces:
             for x in held_by(dkv, piece):
                 x.zero_()
@@ -301,7 +301,7 @@ def finish(sums: KV, result: KV | None, pieces: Iterable[Piece]) -> None:
 
 def own_sums_bytes(pieces: Iterable[Piece], visit: Visit, sizes: Sizes) -> int:
     """Bytes of the memory of its own in which a step sums that is the first and the last on its rows."""
-    if not (visit.first and visit.last and narrower(sizes.dtype)):
+    if not (visit.overwrite and visit.last and narrower(sizes.dtype)):
         return 0
     rows, heads = _extent(pieces)
     elements = rows * sizes.batch * heads.count * (sizes.head_dim + sizes.value_dim)

@@ -170,7 +170,7 @@ class TritonEngine(Accumulating):
         self,
         q: Tensor,
         kv: KV,
-        seed: BackwardInputs,
+        inputs: BackwardInputs,
         dq: Output,
         dkv: KV | None,
         work: TritonWork,
@@ -218,8 +218,8 @@ class TritonEngine(Accumulating):
             ]
 
         sums, results = ((None, None) if one is None else (one.k, one.v) for one in (dkv, result))
-        operands = (q, kv.k, kv.v, seed.dout, seed.lse, seed.delta, *sums, *results, *dq)
-        self._launch(work, kv, operands, describe, seed.dropout_seed)
+        operands = (q, kv.k, kv.v, inputs.dout, inputs.lse, inputs.delta, *sums, *results, *dq)
+        self._launch(work, kv, operands, describe, inputs.dropout_seed)
 
     def workspace_bytes(self, work: TritonWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
         """The tensor descriptors that its launches make in global memory; block tables stay.
@@ -445,7 +445,7 @@ class PassTables:
             if side == "key":
                 # A step is the first, or the last, on all rows of its tiles.
                 for one, visit in zip(made, self.visits, strict=True):
-                    one.blocks[:, BlockColumn.FLAGS] = FIRST * visit.first | LAST * visit.last
+                    one.blocks[:, BlockColumn.FLAGS] = FIRST * visit.overwrite | LAST * visit.last
             # Only query rows carry a state between steps; with `more` to come none of these steps is the last.
             known = side == "query" and not self.more and flagged(made, self.rows, self.heads)
             # Every block the first and last on its rows: one step does all its work.

@@ -475,11 +475,11 @@ class _Projection:
                 self._use(part, now)
         if self.schedule.backward:
             draft.zeros.append(self._zeroed(used[Kind.DKV]))
-        result, seed, dkv = (
+        result, inputs, dkv = (
             used.get(kind, LOCAL) for kind in (Kind.DQ if self.schedule.backward else Kind.OUT, Kind.GRAD_OUT, Kind.DKV)
         )
         tiles = received.tiles(self.problem.group)
-        draft.work += [AttendReceivedOp(tiles, used[Kind.Q], used[Kind.KV], result, seed, dkv), *apart]
+        draft.work += [AttendReceivedOp(tiles, used[Kind.Q], used[Kind.KV], result, inputs, dkv), *apart]
 
     def _attend_fused(self, buffer: FusedBuffer, items: list[Attend | AttendGrad], draft: _Draft) -> None:
         """One attention update for all work on a fused buffer."""
@@ -707,7 +707,7 @@ def _with_buffers(plan: Plan, step: PlanStep) -> PlanStep:
         # Two works on one row: neither can be the first for the whole of its rows, whatever their order.
         if sum(map(size, set_rows)) == size(together):
             for n in at:
-                work[n] = work[n]._replace(first=True)
+                work[n] = work[n]._replace(overwrite=True)
             zero = zero._replace(rows=without(zero.rows, together))
         if zero.rows:
             zeros.append(zero)
@@ -729,7 +729,7 @@ def _with_own(plan: Plan) -> Plan:
     for (at, item), rows in zip(works.items(), _with_equal_parts(adds), strict=True):
         both = union((met, rows))
         if size(both) == size(met) + size(rows):
-            found[at] = item._replace(first=True)
+            found[at] = item._replace(overwrite=True)
         elif size(both) > size(met):
             return plan  # it meets rows that are set and rows that are not
         alone, met = alone and at in found and isinstance(item, AttendOp), both

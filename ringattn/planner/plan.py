@@ -77,8 +77,8 @@ class AttendOp(NamedTuple):
     `owner` None: of several owners and heads, in a fused buffer where every row has a head of its own.
 
     Key row r of a tile is row kv_row + r * kv_step of `kv` (a buffer or LOCAL). Backward: gradients of key row r are
-    added to row dkv_row + r * dkv_step of `dkv`. `first`: nothing of the pass has set these rows, of any tile, before;
-    `last`: nothing adds to them afterwards, so the sum is final.
+    added to row dkv_row + r * dkv_step of `dkv`. `overwrite`: nothing has set these rows, of any tile, so the gradients
+    overwrite them; `last`: nothing adds to them afterwards, so the sum is final.
     """
 
     owner: int | None
@@ -90,36 +90,36 @@ class AttendOp(NamedTuple):
     dkv_row: int = 0
     kv_step: int = 1
     dkv_step: int = 1
-    first: bool = False
+    overwrite: bool = False
     last: bool = False
 
 
 class AttendReceivedOp(NamedTuple):
     """Work on queries that came, and on keys that came; no two heads share a row, so there is one head.
 
-    The works with one buffer `q` carry one state: the first of them begins it, backward from `seed`, and the last
-    fills `result` with out and lse, backward with dQ; elsewhere these are LOCAL, for none. Backward adds to `dkv`, or
-    where it is the `first` on it sets the rows of its tiles.
+    The works with one buffer `q` carry one state: the first of them begins it, backward from `inputs`, and the last
+    fills `result` with out and lse, backward with dQ; elsewhere these are LOCAL, for none. Backward accumulates into
+    `dkv`, or overwrites the rows of its tiles.
     """
 
     tiles: TileTable
     q: int
     kv: int
     result: int = LOCAL
-    seed: int = LOCAL
+    inputs: int = LOCAL
     dkv: int = LOCAL
-    first: bool = False
+    overwrite: bool = False
 
 
 class Add(NamedTuple):
     """Add a whole buffer into the same rows of another (or LOCAL); partial outputs are merged.
 
-    `first`: nothing of the pass has set these rows before, so they are copied.
+    `overwrite`: nothing of the pass has set these rows before, so they are copied.
     """
 
     part: int
     into: int
-    first: bool = False
+    overwrite: bool = False
 
 
 class Zero(NamedTuple):

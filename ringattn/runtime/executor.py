@@ -89,7 +89,7 @@ class Executor:
         # Outputs of other ranks are merged after the last update here, so no update is the last that adds to a row.
         merged = any(isinstance(item, Add) and plan.buffers[item.part].kind is not Kind.DKV for item in items)
         steps = [tuple(attend.tiles) for attend in updates]
-        visits = [Visit(attend.first, attend.last) for attend in updates]
+        visits = [Visit(attend.overwrite, attend.last) for attend in updates]
         self.works = engine.prepare(steps, softmax, rows, plan.problem.q_heads, more=merged, visits=visits)
         # By identity: the plan keeps its operations alive at least as long as this dict.
         self._work_of: dict[int, Any] = {id(attend): work for attend, work in zip(updates, self.works, strict=True)}
@@ -103,7 +103,7 @@ class Executor:
             # In a fused buffer each (row, head) is a separate row, so there is one query head and one K/V head.
             rows, alone = size(plan.buffers[queries].content), softmax._replace(group=1)
             works = engine.prepare(
-                [tuple(op.tiles) for op in ops], alone, rows, 1, more=True, visits=[Visit(op.first) for op in ops]
+                [tuple(op.tiles) for op in ops], alone, rows, 1, more=True, visits=[Visit(op.overwrite) for op in ops]
             )
             for index, op in enumerate(ops):
                 self._received[id(op)], self._work_of[id(op)] = (works, index), works[index]
@@ -225,10 +225,10 @@ class Executor:
                     pack(buffers[restore.source], buffers[restore.into])
                 for item in step.work:
                     if isinstance(item, Add):
-                        add(buffers[item.part], place(item.into, self.plan.buffers[item.part].kind), item.first)
+                        add(buffers[item.part], place(item.into, self.plan.buffers[item.part].kind), item.overwrite)
                     elif isinstance(item, AttendReceivedOp):
                         # The kind of a buffer is its role; a role that this pass does not have is LOCAL.
-                        roles = (item.q, item.kv, item.result, item.seed, item.dkv)
+                        roles = (item.q, item.kv, item.result, item.inputs, item.dkv)
                         received = {self.plan.buffers[role].kind: buffers[role] for role in roles if role != LOCAL}
                         arithmetic.attend_received(received, *self._received[id(item)])
                     else:

@@ -161,20 +161,20 @@ def pack(source: BufferRef, into: PackedBuffer) -> None:
                 dst_scalar.copy_(src_scalar)
 
 
-def add(part: PackedBuffer, into: BufferRef, first: bool = False) -> None:
+def add(part: PackedBuffer, into: BufferRef, overwrite: bool = False) -> None:
     """Add a content to the same rows of `into`. Outputs with their lse are merged.
 
-    `first`: overwrite these rows, which are unset.
+    `overwrite`: overwrite these rows, which are unset.
     """
     if isinstance(into, LocalTensors) and not part.form.scalars and kernel_is_faster(part, part.flat.device):
-        add_by_kernel(part, into, first)
+        add_by_kernel(part, into, overwrite)
         return
     for src, dst in _pairs(part, into, part.content):
         if src.scalars:
             # A packed lse is (rows, batch, heads); the merge takes (batch, heads, rows).
             dst_lse, src_lse = (rows.scalars[0].permute(1, 2, 0) for rows in (dst, src))
             merge_(dst.x, dst_lse, src.x, src_lse)
-        elif first:
+        elif overwrite:
             dst.x.copy_(src.x)
         else:
             dst.x.add_(src.x)
@@ -265,12 +265,12 @@ def gather_by_kernel(local: LocalTensors, records: PackedBuffer) -> None:
         move_rows_call(values, packed, gather=rows).run()
 
 
-def add_by_kernel(records: PackedBuffer, local: LocalTensors, first: bool = False) -> None:
-    """Add the records to the local tensors; with `first`, overwrite instead."""
+def add_by_kernel(records: PackedBuffer, local: LocalTensors, overwrite: bool = False) -> None:
+    """Add the records to the local tensors; with `overwrite`, overwrite them instead."""
     from ringattn.kernels.rows import move_rows_call
 
     for values, packed, rows in _sides(local, records):
-        move_rows_call(packed, values, scatter=rows, add=not first).run()
+        move_rows_call(packed, values, scatter=rows, add=not overwrite).run()
 
 
 def _sides(local: LocalTensors, records: PackedBuffer) -> Iterator[Side]:

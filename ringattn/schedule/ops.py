@@ -84,7 +84,7 @@ class AttendGrad(NamedTuple):
     rank: int
     q: Block
     kv: Block
-    seed: Block
+    inputs: Block
     dq: Block
     dkv: Block
     tiles: tuple[HeadTiles, ...]
@@ -160,11 +160,11 @@ def attend(rank: int, owner: int, tiles: tuple[HeadTiles, ...], ring: int | None
 def attend_grad(item: Attend) -> AttendGrad:
     """The backward of an attend. Of received queries dQ is a partial sum of this rank, as dK and dV always are."""
     rank, q, kv = item.rank, item.q, item.kv
-    seed, dq = (
+    inputs, dq = (
         Block(Kind.GRAD_OUT, q.owner, ring=q.ring),
         Block(Kind.DQ, q.owner, q.ring if q.ring is None else rank, q.ring),
     )
-    return AttendGrad(rank, q, kv, seed, dq, Block(Kind.DKV, kv.owner, rank, kv.ring), item.tiles)
+    return AttendGrad(rank, q, kv, inputs, dq, Block(Kind.DKV, kv.owner, rank, kv.ring), item.tiles)
 
 
 def work_of(problem: Problem, rank: int, *, keys: bool = False) -> dict[int, tuple[HeadTiles, ...]]:

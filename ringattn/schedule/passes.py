@@ -197,7 +197,7 @@ def inputs_of(item: Attend | AttendGrad) -> list[tuple[Block, Content]]:
     found = [(item.kv, rows_read(item.tiles))]
     if is_on_received(item):
         asked = rows_asked(item.tiles)
-        found += [(block, asked) for block in ((item.q,) if isinstance(item, Attend) else (item.q, item.seed))]
+        found += [(block, asked) for block in ((item.q,) if isinstance(item, Attend) else (item.q, item.inputs))]
     return found
 
 

@@ -48,15 +48,15 @@ class EngineContract(NotFinite):
         self.tried(SCENARIOS[name], dtype, with_dlse)
 
     @pytest.mark.parametrize(
-        ("name", "first", "last"),
+        ("name", "overwrite", "last"),
         [
             ("zigzag", True, False), ("blind", True, False), ("dilated", True, False), ("blind", True, True),
             ("part-of-the-heads", True, True), ("window", False, True),
         ],
     )  # fmt: skip
-    def test_the_first_and_the_last_on_keys(self, name: str, first: bool, last: bool) -> None:
+    def test_the_first_and_the_last_on_keys(self, name: str, overwrite: bool, last: bool) -> None:
         """A first step finds NaN and sets every key row of its tiles; a last one writes its sums to the result."""
-        visit = Visit(first, last)
+        visit = Visit(overwrite, last)
         trial = Trial(SCENARIOS[name], torch.float32, True, 0, self.device)
         trial.check(trial.run(self.engine(), visit), TOLERANCE[torch.float32])
         trial.check_margins()
@@ -138,9 +138,9 @@ class EngineContract(NotFinite):
             for kv, work in zip(held, works, strict=True):
                 engine.attend(q, kv, state, work)
             out, dq = state.out.finalized(q.dtype), engine.begin_grad(works, q, 16)
-            seed = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
+            inputs = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
             for kv, dkv, work in zip(held, dkvs, works, strict=True):
-                engine.attend_grad(q, kv, seed, dq, dkv, work)
+                engine.attend_grad(q, kv, inputs, dq, dkv, work)
             return [out, state.lse, dq.finalized(q.dtype)]
 
         sums, bundle = ([torch.zeros_like(x) for x in (k, v)] for _ in range(2))

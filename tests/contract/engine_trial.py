@@ -20,7 +20,7 @@ from tests.poison import unset_is_nan
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 SCALE, SEED = 0.3, (0xFEDCBA98 << 32) + 0x76543210
 NAN = float("nan")
-NEITHER, ONLY = Visit(), Visit(first=True, last=True)
+NEITHER, ONLY = Visit(), Visit(overwrite=True, last=True)
 
 
 def laid_out(values: Tensor, memory: str) -> tuple[Tensor, Tensor]:
@@ -128,17 +128,17 @@ class Trial:
             dq = self._relaid(engine.begin_grad(works, self.q, s.d_v), torch.ones_like(self.q_touched))
         results = {"out": final, "lse": state.lse}
         delta = engine.delta(self.dout, final, self.dlse)
-        seed = BackwardInputs(self.dout, final, state.lse, self.dlse, delta, SEED)
+        inputs = BackwardInputs(self.dout, final, state.lse, self.dlse, delta, SEED)
         for i, (kv, work) in enumerate(zip(self.kvs, works, strict=True)):
-            dkv = self._filled(kv, self.accumulator, NAN if visit.first else 1.0)
+            dkv = self._filled(kv, self.accumulator, NAN if visit.overwrite else 1.0)
             result = self._filled(kv, self.dtype, NAN) if visit.last else None
-            engine.attend_grad(self.q, kv, seed, dq, None if visit == ONLY else dkv, work, result)
+            engine.attend_grad(self.q, kv, inputs, dq, None if visit == ONLY else dkv, work, result)
             held = touched(s.steps[i].tiles, "k", s.group, kv.first_head, kv.k)
             for name, x in zip(("dk", "dv"), (result or dkv)[:2], strict=True):
                 if visit != NEITHER:  # elsewhere nothing is written
                     assert x[~held.expand(x.shape)].isnan().all()
-                    x = x.masked_fill(~held, 0.0 if visit.first else 1.0)
-                results[f"{name}{i}"] = x.to(self.accumulator) - (0 if visit.first else 1)
+                    x = x.masked_fill(~held, 0.0 if visit.overwrite else 1.0)
+                results[f"{name}{i}"] = x.to(self.accumulator) - (0 if visit.overwrite else 1)
         return results | {"dq": dq.finalized(self.dtype)}
 
     def _filled(self, kv: KV, dtype: torch.dtype, value: float) -> KV:

@@ -70,9 +70,9 @@ def test_an_op_with_the_needs_of_cuda(
 def test_a_wrong_first_flag_shows(flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is unset holds NaN, and what a second first one overwrites is missed."""
     trial = Trial(SCENARIOS["whole-zigzag-pass"], torch.float64, False)
-    trial.check(trial.run(AtenEngine(HOST), Visit(first=True)), 1e-10)
+    trial.check(trial.run(AtenEngine(HOST), Visit(overwrite=True)), 1e-10)
     monkeypatch.setattr(aten, "first_pieces", lambda steps, _: [(flag,) * len(step) for step in steps])
-    for visit in (Visit(), Visit(first=True)):
+    for visit in (Visit(), Visit(overwrite=True)):
         with pytest.raises(AssertionError):
             trial.check(trial.run(AtenEngine(HOST), visit), 1e-10)
 

@@ -49,9 +49,9 @@ def whole_pass(engine: Engine, works: Sequence[Any], q: Tensor, k: Tensor, v: Te
     state = engine.begin(works, q, v.shape[3], None)
     engine.attend(q, KV(k, v), state, works[0])
     out = state.out.finalized(q.dtype)
-    seed = BackwardInputs(q, out, state.lse, None, engine.delta(q, out, None))
+    inputs = BackwardInputs(q, out, state.lse, None, engine.delta(q, out, None))
     dq, (dk, dv) = engine.begin_grad(works, q, v.shape[3]), (torch.zeros_like(x, dtype=state.lse.dtype) for x in (k, v))
-    engine.attend_grad(q, KV(k, v), seed, dq, KV(dk, dv), works[0])
+    engine.attend_grad(q, KV(k, v), inputs, dq, KV(dk, dv), works[0])
     return out, dq.finalized(q.dtype)
 
 

@@ -102,10 +102,10 @@ def passed(engine: TritonEngine, rows: int, steps: list[list[Tile]], batch: int)
     for work in works[0]:
         engine.attend(q, KV(k, v), state, work)
     out = state.out.finalized(DTYPE)
-    seed = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
+    inputs = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
     dq, dkv = engine.begin_grad(works[1], q, DIM), KV(*(torch.zeros_like(x, dtype=torch.float32) for x in (k, v)))
     for work in works[1]:
-        engine.attend_grad(q, KV(k, v), seed, dq, dkv, work)
+        engine.attend_grad(q, KV(k, v), inputs, dq, dkv, work)
     return works
 
 

@@ -89,7 +89,7 @@ def verify_placement(plan: Plan) -> None:
         for recv in step.recvs:
             receive(recv, now)
         # A dK/dV buffer is filled by zeros and first works together, each some of its rows (see `visits`).
-        firsts = {item.dkv for item in step.work if isinstance(item, (AttendOp, AttendReceivedOp)) and item.first}
+        firsts = {item.dkv for item in step.work if isinstance(item, (AttendOp, AttendReceivedOp)) and item.overwrite}
         for buffer in sorted({zero.buffer for zero in step.zeros} | firsts - {LOCAL}):
             write(buffer, now)
         for pack in step.restores:
@@ -102,7 +102,7 @@ def verify_placement(plan: Plan) -> None:
                 if item.result != LOCAL:
                     ended.add(item.q)
                     write(item.result, now)
-                for source in (item.q, item.kv, item.seed, item.dkv):
+                for source in (item.q, item.kv, item.inputs, item.dkv):
                     read(source, now)
                 continue
             sources = (item.part, item.into) if isinstance(item, Add) else (item.kv, item.dkv)

@@ -135,9 +135,9 @@ def check_workspace(engine: Engine, softmax: Softmax, shape: tuple[int, ...], ba
     there = allocated(lambda: engine.attend(q, kv, state, work))
     assert there - 2 * 8 <= engine.workspace_bytes(work, sizes, backward=False) <= there
     dout, out = normal(n, heads, value_dim), state.out.finalized(dtype)
-    seed = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
+    inputs = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
     dq, into = engine.begin_grad([work], q, value_dim), KV(*(x.to(accumulator_dtype(dtype)).clone() for x in kv[:2]))
-    back = allocated(lambda: engine.attend_grad(q, kv, seed, dq, into, work))
+    back = allocated(lambda: engine.attend_grad(q, kv, inputs, dq, into, work))
     assert back - 2 * 8 <= engine.workspace_bytes(work, sizes, backward=True) <= back
 
 

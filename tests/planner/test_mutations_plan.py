@@ -97,11 +97,11 @@ def test_a_buffer_that_nobody_fills(route: str, backward: bool, what: str) -> No
 @each_route
 def test_a_sum_that_nobody_begins(route: str) -> None:
     whole = plan(route, True)
-    assert not any(step.zeros or item.first for step in plan(route, False).steps for item in step.work)
-    begun = [any(not isinstance(item, Add) and item.first and item.dkv != LOCAL for item in step.work)
+    assert not any(step.zeros or item.overwrite for step in plan(route, False).steps for item in step.work)
+    begun = [any(not isinstance(item, Add) and item.overwrite and item.dkv != LOCAL for item in step.work)
              for step in whole.steps]  # fmt: skip
     at = begun.index(True)
-    work = tuple(item._replace(first=False) for item in whole.steps[at].work)
+    work = tuple(item._replace(overwrite=False) for item in whole.steps[at].work)
     with pytest.raises(PlanError, match=r"is read too early"):
         verify_placement(with_plan_step(whole, at, work=work, zeros=()))
 
@@ -204,14 +204,14 @@ def changed(plan: Plan, change: Callable[[AttendOp], AttendOp], only_own: bool =
 
 
 def first_missing(plan: Plan) -> Plan:
-    return changed(plan, lambda item: item._replace(first=False))
+    return changed(plan, lambda item: item._replace(overwrite=False))
 
 
 def first_too_late(plan: Plan) -> Plan:
     """Mark the sum that arrives for rows to which the rank's own work has added."""
     ((now, n),) = adds_of(plan)
     work = list(plan.steps[now].work)
-    work[n] = work[n]._replace(first=True)
+    work[n] = work[n]._replace(overwrite=True)
     return with_plan_step(plan, now, work=tuple(work))
 
 

@@ -62,12 +62,12 @@ def _touches(plan: Plan) -> Iterator[Touch]:
         for item in step.work:
             what = f"step {step.number}: {type(item).__name__}"
             if isinstance(item, AttendOp):
-                yield Touch(item.dkv, _cells_of(plan, item), item.first, item.last, what)
+                yield Touch(item.dkv, _cells_of(plan, item), item.overwrite, item.last, what)
             elif isinstance(item, AttendReceivedOp):
                 rows = {(0, row) for tile in item.tiles for row in tile.k.rows.members()}
-                yield Touch(item.dkv, rows, item.first, False, what)
+                yield Touch(item.dkv, rows, item.overwrite, False, what)
             elif item.into == LOCAL and plan.buffers[item.part].kind is Kind.DKV:
-                yield Touch(LOCAL, cells(plan.buffers[item.part].content), item.first, False, what)
+                yield Touch(LOCAL, cells(plan.buffers[item.part].content), item.overwrite, False, what)
 
 
 def _cells_of(plan: Plan, item: AttendOp) -> Cells:

@@ -141,14 +141,16 @@ def unzeroed(whole: Plan) -> Plan:
     return with_first(whole, lambda step: {"zeros": ()} if step.zeros else None)
 
 
-def with_flag(what: type, first: bool) -> Callable[[Plan], Plan]:
+def with_flag(what: type, overwrite: bool) -> Callable[[Plan], Plan]:
     """The flag of the first work of some kind that has the other."""
 
     def change(step: PlanStep) -> dict[str, Any] | None:
-        at = next((n for n, item in enumerate(step.work) if isinstance(item, what) and item.first != first), None)
+        at = next(
+            (n for n, item in enumerate(step.work) if isinstance(item, what) and item.overwrite != overwrite), None
+        )
         if at is None:
             return None
-        return {"work": (*step.work[:at], step.work[at]._replace(first=first), *step.work[at + 1 :])}
+        return {"work": (*step.work[:at], step.work[at]._replace(overwrite=overwrite), *step.work[at + 1 :])}
 
     return lambda whole: with_first(whole, change)
 
@@ -164,8 +166,8 @@ def unpacked(whole: Plan) -> Plan:
         (True, without(AttendOp)),
         (True, without(Add)),
         (True, unzeroed),
-        (True, with_flag(AttendOp, first=False)),
-        (True, with_flag(Add, first=True)),
+        (True, with_flag(AttendOp, overwrite=False)),
+        (True, with_flag(Add, overwrite=True)),
         (False, unpacked),
         (True, unpacked),
     ],

@@ -147,7 +147,7 @@ def test_received_queries_carry_one_state_over_all_turns(backward: bool) -> None
     works = received(plan)
     assert len(works) == 3 and len({item.q for item in works}) == 1 and len({item.kv for item in works}) == 3
     assert [item.result != LOCAL for item in works] == [False, False, True]
-    assert [item.seed != LOCAL for item in works] == [backward, False, False]
+    assert [item.inputs != LOCAL for item in works] == [backward, False, False]
     result = works[-1].result
     with pytest.raises(PlanError, match=r"received for step \d+ is read too early"):
         verify_placement(with_result(plan, 2, LOCAL))
