@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ringattn import masks
 from ringattn.core.dilation import Dilated
-from ringattn.core.geometry import UNBOUNDED, Band, StridedRange
+from ringattn.core.geometry import UNBOUNDED, Band, StridedRange, Tile, TokenRange
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, make_layout
 from ringattn.core.mask import Branch, Mask, make_mask
 from ringattn.core.problem import Problem
@@ -273,3 +273,29 @@ def geometric(ranks: int = 8) -> Problem:
     layout = make_layout("contiguous", tokens, ranks)
     pairs = Dilated(tuple(2048 * power for power in powers), tuple(powers))
     return Problem(layout, layout, pairs.mask(tokens, tokens, None, None, 12, 12), 1, 12, 12, 64, 64, "bfloat16")
+
+
+# --- tiles of any shape ----------------------------------------------------------------------------------------------
+
+runs = st.builds(StridedRange, st.integers(-30, 30), st.integers(0, 20), st.integers(1, 9))
+tight_or_open = st.integers(-50, 50)
+bands = st.builds(Band, st.one_of(st.just(-UNBOUNDED), tight_or_open), st.one_of(st.just(UNBOUNDED), tight_or_open))
+
+
+@st.composite
+def tiles(draw: st.DrawFn) -> Tile:
+    """Any tile of up to 20 queries and keys, for one to four heads."""
+    strips = []
+    for _ in range(2):
+        positions = draw(runs)
+        strips.append(
+            TokenRange(positions, StridedRange(draw(st.integers(0, 9)), positions.count, draw(st.integers(1, 3))))
+        )
+    return Tile(strips[0], strips[1], draw(bands), StridedRange(0, draw(st.integers(1, 4))))
+
+
+def row_pairs(tile: Tile) -> list[tuple[int, int]]:
+    """Return the (q row, k row) pairs of a tile."""
+    q = list(zip(tile.q.positions.members(), tile.q.rows.members(), strict=True))
+    k = list(zip(tile.k.positions.members(), tile.k.rows.members(), strict=True))
+    return [(qr, kr) for qp, qr in q for kp, kr in k if tile.band.lo <= qp - kp <= tile.band.hi]

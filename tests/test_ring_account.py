@@ -320,7 +320,7 @@ def test_explain_says_which_links_the_hops_cross() -> None:
     )
     assert "rank 1 to 2 over network, takes 30.08 us, 30 us of them latency" in text
     assert (
-        "ranks 0-1 on node 0; 2 on node 1: the ring crosses from node to node 2 times" in text
+        "ranks 0,1 on node 0; 2 on node 1: the ring crosses from node to node 2 times" in text
         and "would do" not in text
     )
     assert backward[0].kind is LinkClass.NETWORK and "backward sends" in text and "unknown" not in text

@@ -31,20 +31,12 @@ from ringattn.planner.choose import choose_route, plan_of, plan_once, prologue_b
 from ringattn.planner.cluster import Cluster, packing_s, step_s
 from ringattn.planner.plan import Plan, PlanStep
 from ringattn.schedule.passes import Prologue
-from ringattn.schedule.routes import Route, route_named
+from ringattn.schedule.routes import ROUTES, Route, route_named
 
-AT_ONCE = ("all_gather",)
-"""Schedules that exchange everything in one step, see `AtOnce`."""
-SERVED = "ring", "direct", "sub_rings", "bidirectional", "double_ring", "ulysses_ring", "pass_q", "balanced", *AT_ONCE
-"""Schedules that are simulated by classes: of the others a rank sends a few messages a step, to ranks that follow from
-the step."""
-HALVED = "direct", "bidirectional", "pass_q", "balanced"
-"""Schedules in which what lies half a ring away makes a difference."""
+SERVED = tuple(name for name, route in ROUTES.items() if route.by_classes)
+"""Schedules that are simulated by classes."""
 NEAR = 3
 """How far from a line cells may differ; a window reaches as many shards farther."""
-GROUPED = {"double_ring": ((1, 1, 2, 1), 8), "ulysses_ring": ((2, 2, 3, 2), 12)}
-"""The same for groups of ranks, which are told apart by their places too: by line, see `Classes._lines`; and how many
-groups have each class."""
 MOST_GROUPED = 16
 """Ranks of a group: as many times more plans are made."""
 FARTHEST = 8
@@ -358,13 +350,12 @@ def classes_of(
             f"too large to be planned; name groups of up to {MOST_GROUPED}, as {name}:8"
         )
     counts = learned_from(schedule, quarter, reach, group)
-    if name in AT_ONCE:
+    route = ROUTES[name]
+    if route.at_once:
         return _at_once_of(problem_of, schedule, cluster, counts, reach, prologue)
-    halves = name in HALVED and not reach
-    near = (
-        [NEAR + reach] * (9 if halves else 4) if group == 1 else [one - (-reach // group) for one in GROUPED[name][0]]
-    )
-    if name == "ulysses_ring":
+    lines = 9 if route.halves and not reach else 4
+    near = [NEAR + reach] * lines if group == 1 else [one - (-reach // group) for one in route.group_lines]
+    if route.by_head:
         check_extent(problem_of(counts[-1]), by_head=True, groups=counts[-1] // group)
     routes = routes_on(problem_of, schedule, cluster, counts, group, prologue)
     # Multiprocessors that messages hold depend on links, and so on nodes: `recurrence` counts them.
@@ -420,19 +411,19 @@ def prologue_on(problem_of: Callable[[int], Problem], routes: Routes, cluster: C
 
 def learned_from(schedule: str, quarter: int, reach: int, group: int) -> tuple[int, ...]:
     """Return the numbers of ranks that classes are learned from: two, or three for schedules of one step."""
-    name, step = schedule.partition(":")[0], 4
+    route, step = ROUTES[schedule.partition(":")[0]], 4
     if group > 1:
         # Lines cross on a group or between two.
-        least, step = GROUPED[name][1] - 6 * (-reach // group), 2
-    elif name in AT_ONCE:
+        least, step = route.least_groups - 6 * (-reach // group), 2
+    elif route.at_once:
         # The least has each class of pairs. Whether buffers of one step fit between those of another depends on the
         # ranks modulo 4.
         least = 3 * (NEAR + reach) + 3
     else:
         # Lines cross at a quarter of the ranks, on a rank or between two.
-        least = (12 if name in HALVED and not reach else 6) * (NEAR + reach) + 2
+        least = (12 if route.halves and not reach else 6) * (NEAR + reach) + 2
     least += (quarter - least) % step
-    return tuple((least + more * step) * group for more in range(3 if name in AT_ONCE else 2))
+    return tuple((least + more * step) * group for more in range(3 if route.at_once else 2))
 
 
 # --- steps of a pass, by turn of the schedule ------------------------------------------------------------------------

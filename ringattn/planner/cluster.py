@@ -29,6 +29,7 @@ from ringattn.errors import InputError
 from ringattn.planner.plan import LOCAL, Add, AttendReceivedOp, Pack, Plan, PlanStep, buffer_bytes, record_bytes
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Kind
+from ringattn.schedule.text import spans
 
 # --- the work of a step -----------------------------------------------------------------------------------------------
 
@@ -532,21 +533,10 @@ def placement(links: Links) -> str:
     told = []
     for node in range(max(links.nodes) + 1):
         ranks = [rank for rank, where in enumerate(links.nodes) if where == node]
-        told.append(f"{ranges(ranks)} on node {node}")
+        told.append(f"{spans(ranks)} on node {node}")
     often = f"the ring crosses from node to node {links.crossings} times"
     least = "" if links.crossings == links.least_crossings else f", and {links.least_crossings} would do"
     return f"ranks {'; '.join(told)}: {often}{least}"
-
-
-def ranges(ranks: list[int]) -> str:
-    """Ascending numbers in few words: 0-3, 6, 8-9."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in found)
 
 
 # --- transport and reserved SMs: the current setting and the alternatives --------------------------------------------

@@ -29,6 +29,7 @@ class Ring(TreeRoute):
     """Each rank passes the block that it received to its neighbour, one hop a step."""
 
     name: str = "ring"
+    by_classes: ClassVar[bool] = True
 
     def trees(self, problem: Problem) -> Chains:
         """See `TreeRoute.trees`."""
@@ -41,6 +42,7 @@ class AllGather(TreeRoute):
     """Each owner sends to every reader in the first step."""
 
     name: str = "all_gather"
+    by_classes: ClassVar[bool] = True
     at_once: ClassVar[bool] = True
     arrives_at_once: ClassVar[bool] = True
 
@@ -59,6 +61,8 @@ class Direct(TreeRoute):
     """Each owner sends to every reader, one message a step."""
 
     name: str = "direct"
+    by_classes: ClassVar[bool] = True
+    halves: ClassVar[bool] = True
 
     def trees(self, problem: Problem) -> Stars:
         """See `TreeRoute.trees`."""
@@ -71,6 +75,8 @@ class Bidirectional(TreeRoute):
     """Two rings, one each way, which share the work of one."""
 
     name: str = "bidirectional"
+    by_classes: ClassVar[bool] = True
+    halves: ClassVar[bool] = True
 
     def trees(self, problem: Problem) -> Chains:
         """See `TreeRoute.trees`."""

@@ -35,6 +35,9 @@ class DoubleRing(GridRoute, TreeRoute):
     """Rings inside nodes, and a ring of nodes."""
 
     name: str = "double_ring"
+    by_classes: ClassVar[bool] = True
+    group_lines: ClassVar[tuple[int, int, int, int]] = (1, 1, 2, 1)
+    least_groups: ClassVar[int] = 8
     parameter: ClassVar[str] = "M"
 
     def default_group(self, problem: Problem) -> int:

@@ -39,6 +39,8 @@ class PlacedRoute(Route):
     """A schedule that places each pair of ranks on the asker or on the owner of the keys."""
 
     moves_queries: ClassVar[bool] = True
+    by_classes: ClassVar[bool] = True
+    halves: ClassVar[bool] = True
     transposed: ClassVar[bool] = False
     undoes_steps: ClassVar[bool] = False
 

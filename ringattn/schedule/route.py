@@ -181,6 +181,15 @@ class Route(ABC):
     """The backward pass undoes the steps of the forward pass from the last on."""
     extra_steps: ClassVar[int] = 0
     """Steps of a forward pass that are no turn of a ring."""
+    by_classes: ClassVar[bool] = False
+    """It may be simulated by classes of ranks, see `planner.classes`: a rank sends a few messages a step, or all at
+    once, to ranks that follow from the step."""
+    halves: ClassVar[bool] = False
+    """Ranks half a ring away behave differently."""
+    group_lines: ClassVar[tuple[int, int, int, int]] = (1, 1, 1, 1)
+    """How far from each line of `planner.classes.Classes` groups of ranks may behave differently."""
+    least_groups: ClassVar[int] = 0
+    """How many groups show each class of groups."""
 
     @abstractmethod
     def forward_part(self, problem: Problem, rank: int) -> Schedule:

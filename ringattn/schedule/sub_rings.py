@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import ClassVar
 
 from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
@@ -32,6 +33,7 @@ class SubRings(WholeRoute):
     """A ring in each segment of each kind of branch."""
 
     name: str = "sub_rings"
+    by_classes: ClassVar[bool] = True
 
     def whole(self, problem: Problem, backward: bool) -> Schedule:
         """See `Route.whole`."""

@@ -52,6 +52,9 @@ class UlyssesRing(GridRoute):
     """By heads within groups, and rings between the groups."""
 
     name: str = "ulysses_ring"
+    by_classes: ClassVar[bool] = True
+    group_lines: ClassVar[tuple[int, int, int, int]] = (2, 2, 3, 2)
+    least_groups: ClassVar[int] = 12
     parameter: ClassVar[str] = "M"
     by_head: ClassVar[bool] = True
     moves_queries: ClassVar[bool] = True

@@ -108,20 +108,6 @@ def test_zero_pad_is_zero_rows_appended_to_each_segment(tokens: int, w: int, r: 
     assert torch.equal(*causal)
 
 
-def test_refusals() -> None:
-    q, k, v = qkv(4, 1, 1)
-    bad: list[dict[str, Any]] = [
-        {"tail": "zero"},
-        {"grad": "none"},
-        {"grad": "detached", "sinks": torch.zeros(1)},
-        {"layer": 1},
-        {"offset": "layer_rotated"},
-    ]
-    for options in bad:
-        with pytest.raises(ValueError, match=r"no reference|does not go"):
-            dilated_reference(q, k, v, **OVERLAPPING, **options)
-
-
 def on_torchscales_terms(case: Case) -> dict[str, Tensor]:
     q, k, v, dout = inputs(case.shape)
     leaves = [x.requires_grad_() for x in (q, k, v)]

@@ -6,32 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.core.geometry import CAUSAL, FULL, UNBOUNDED, Band, StridedRange, Tile, TokenRange, count_pairs
-
-runs = st.builds(StridedRange, st.integers(-30, 30), st.integers(0, 20), st.integers(1, 9))
-tight_or_open = st.integers(-50, 50)
-bands = st.builds(Band, st.one_of(st.just(-UNBOUNDED), tight_or_open), st.one_of(st.just(UNBOUNDED), tight_or_open))
-
-
-@st.composite
-def tiles(draw: st.DrawFn) -> Tile:
-    strips = []
-    for _ in range(2):
-        positions = draw(runs)
-        strips.append(
-            TokenRange(positions, StridedRange(draw(st.integers(0, 9)), positions.count, draw(st.integers(1, 3))))
-        )
-    return Tile(strips[0], strips[1], draw(bands), StridedRange(0, draw(st.integers(1, 4))))
+from tests.strategies import bands, row_pairs, runs, tight_or_open, tiles
 
 
 def allowed(q: StridedRange, k: StridedRange, band: Band) -> set[tuple[int, int]]:
     """The pairs of positions inside the band."""
     return {(a, b) for a in q.members() for b in k.members() if band.lo <= a - b <= band.hi}
-
-
-def row_pairs(tile: Tile) -> list[tuple[int, int]]:
-    q = list(zip(tile.q.positions.members(), tile.q.rows.members(), strict=True))
-    k = list(zip(tile.k.positions.members(), tile.k.rows.members(), strict=True))
-    return [(qr, kr) for qp, qr in q for kp, kr in k if tile.band.lo <= qp - kp <= tile.band.hi]
 
 
 @settings(max_examples=300, deadline=None)

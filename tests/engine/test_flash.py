@@ -43,25 +43,18 @@ def _all_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_all_dtypes", "calls")
-@pytest.mark.parametrize("op", [FA3], ids=["fa3"])
-class TestFlashAttention3(EngineContract):
-    """The whole suite but softcap. What the kernels themselves say of scores of -inf is not known."""
+@BOTH
+class TestFlashAttention(EngineContract):
+    """The whole suite but softcap. What the kernels themselves return for scores of -inf is not known."""
 
     softcap = infinite_scores = False
 
-    def engine(self) -> FlashEngine:
-        return FlashEngine(HOST, FA3)
-
-
-@pytest.mark.usefixtures("_all_dtypes", "calls")
-@pytest.mark.parametrize("op", [FA4], ids=["fa4"])
-class TestFlashAttention4(EngineContract):
-    """The whole suite but softcap. What the kernels themselves say of scores of -inf is not known."""
-
-    softcap = infinite_scores = False
+    @pytest.fixture(autouse=True)
+    def _take(self, op: BlockOp) -> None:
+        self.op = op
 
     def engine(self) -> FlashEngine:
-        return FlashEngine(HOST, FA4)
+        return FlashEngine(HOST, self.op)
 
 
 def operands(dim: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:

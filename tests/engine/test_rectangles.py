@@ -13,24 +13,9 @@ from hypothesis import strategies as st
 from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
 from ringattn.engine.rectangles import Piece, Rectangle, first_pieces, head_groups, joined, key_pieces, rectangles
 from tests.contract.engine_scenarios import strip
+from tests.strategies import row_pairs, tiles
 
 HEADS = StridedRange(0, 1)
-
-counts = st.integers(0, 24)
-strides = st.integers(1, 5)
-bands = st.builds(
-    Band, st.one_of(st.just(FULL.lo), st.integers(-40, 40)), st.one_of(st.just(FULL.hi), st.integers(-40, 40))
-)
-
-
-@st.composite
-def tiles(draw: st.DrawFn) -> Tile:
-    def strip() -> TokenRange:
-        count = draw(counts)
-        positions = StridedRange(draw(st.integers(0, 30)), count, draw(strides))
-        return TokenRange(positions, StridedRange(draw(st.integers(0, 9)), count, draw(st.integers(1, 3))))
-
-    return Tile(strip(), strip(), draw(bands), HEADS)
 
 
 def pairs_of(rectangle: Rectangle) -> list[tuple[int, int]]:
@@ -39,12 +24,6 @@ def pairs_of(rectangle: Rectangle) -> list[tuple[int, int]]:
     if rectangle.reversed:
         q_rows, k_rows = q_rows[::-1], k_rows[::-1]
     return [(q, k) for i, q in enumerate(q_rows) for j, k in enumerate(k_rows) if not rectangle.causal or j <= i]
-
-
-def reference(tile: Tile) -> set[tuple[int, int]]:
-    q = list(zip(tile.q.positions.members(), tile.q.rows.members(), strict=True))
-    k = list(zip(tile.k.positions.members(), tile.k.rows.members(), strict=True))
-    return {(qr, kr) for qp, qr in q for kp, kr in k if tile.band.lo <= qp - kp <= tile.band.hi}
 
 
 @settings(max_examples=800, deadline=None)
@@ -58,7 +37,7 @@ def test_rectangles_hold_every_allowed_pair_once_and_suit_the_kernels(tile: Tile
         if rectangle.causal and square_causal_only:
             assert rectangle.q_rows.count == rectangle.k_rows.count
     counted = Counter(pair for rectangle in made for pair in pairs_of(rectangle))
-    assert set(counted) == reference(tile)
+    assert set(counted) == set(row_pairs(tile))
     assert all(times == 1 for times in counted.values())
 
 

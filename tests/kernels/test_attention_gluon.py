@@ -25,6 +25,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from ringattn.kernels import attention_gluon, attention_tiles
 from ringattn.kernels.attention_gluon import CONFIG, forward_gluon, gluon_missing
 from ringattn.kernels.launch import FIRST, LAST, Config, Table
+from tests.fuzz import reference
 from tests.kernels.gluon_gate.simulator import MODULES, Fault, simulate, source_of
 
 DIM = 16
@@ -83,24 +84,19 @@ class Pass:
             simulate(call._replace(meta=call.meta | (meta or {})), rng.randrange(1 << 20), **how)
 
     def reference(self) -> tuple[Tensor, Tensor]:
-        """(out, lse) by a softmax over all that the tiles hold, in float64; a pair of two tiles counts twice."""
+        """Return (out, lse) over all that the tiles hold, in float64; a pair of two tiles counts twice."""
         heads, rows = self.scenario.heads, self.scenario.q_rows
-        logits, values = [], []
+        counts, keys, values = [], [], []
         for step, (k, v) in zip(self.scenario.steps, self.kv, strict=True):
             kv_heads = torch.arange(heads) // self.scenario.group - step.held.start
             inside = kv_heads.clamp(0, step.held.count - 1)
-            counts = torch.tensor(np.stack([_counts(step.tiles, head, rows, step.k_rows) for head in range(heads)]))
-            k, v = (x.nan_to_num(0).double()[:, :, inside] for x in (k, v))
-            scores = torch.einsum("nbhd,mbhd->bhnm", self.q.double(), k) * self.scale
-            logits.append(scores + counts.double().log())
-            values.append(v)
-        s = torch.cat(logits, -1)
-        if self.sinks is not None:
-            s = torch.cat((s, self.sinks.double()[None, :, None, None].expand(*s.shape[:3], 1)), -1)
-            values.append(torch.zeros_like(values[0][:1]))
-        lse = s.logsumexp(-1)
-        weights = (s - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
-        return torch.einsum("bhnm,mbhd->nbhd", weights, torch.cat(values)), lse
+            counts.append(np.stack([_counts(step.tiles, head, rows, step.k_rows) for head in range(heads)]))
+            keys.append(k.nan_to_num(0).double()[:, :, inside])
+            values.append(v.nan_to_num(0).double()[:, :, inside])
+        q, k, v = (x.transpose(0, 1) for x in (self.q.double(), torch.cat(keys), torch.cat(values)))
+        pairs = reference.Counts(torch.tensor(np.concatenate(counts, -1))[None])
+        out, lse = reference.attention(q, k, v, pairs, self.scale, None, self.sinks)
+        return out.transpose(0, 1), lse
 
     def check(self) -> None:
         """Probabilities in float16 have an error of 2 ** -11 each; weights and logits have the roundings of float32."""

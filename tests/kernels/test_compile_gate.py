@@ -23,7 +23,7 @@ import triton
 
 from ringattn.bench.kernel_code import KernelCode
 from ringattn.kernels.configs import ARCHITECTURES
-from tests.kernels.compile_gate.cases import ENTRIES, PURPOSES, TESTED, arch_of
+from tests.kernels.compile_gate.cases import ENTRIES, TESTED, arch_of
 from tests.kernels.compile_gate.compiling import GOLDEN, Found, golden_tables
 from tests.kernels.compile_gate.gluon_code import gluon_faults, hasty_arrivals
 from tests.kernels.compile_gate.loops import table, worse
@@ -98,11 +98,6 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
     return dict(once(tmp_path_factory, "entries", lambda folder: compiled(folder, TESTED)))
 
 
-@pytest.fixture(scope="module")
-def purposes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
-    return dict(once(tmp_path_factory, "purposes", lambda folder: compiled(folder, PURPOSES)))
-
-
 TABLES = golden_tables(GOLDEN)
 
 
@@ -127,20 +122,6 @@ def test_the_golden_tables_are_whole(version: str) -> None:
     golden = TABLES[version]
     assert tuple(golden) == ENTRIES
     assert not {name: wrong for name in ENTRIES if (wrong := faults(name, golden[name]))}
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("good", ""),
-        ("spilling", "spill instructions in the loop"),
-        ("too_much_shared", "bytes of shared memory, more than 166912"),
-        ("crashing", "did not compile: status 6"),
-    ],
-)
-def test_the_gate_sees(name: str, wrong: str, purposes: dict[str, Finding]) -> None:
-    found = faults(case := f"sm_80/purpose/0/pointers/{name}", purposes[case])
-    assert any(wrong in one for one in found) if wrong else not found
 
 
 def test_the_gate_reads_numbers() -> None:

@@ -1,7 +1,6 @@
 """Kept handles against Triton's own launch, with a driver that launches nothing; and the look-up of block sizes.
 
-The kernel is one of the compile gate's, so that nothing compiled here for a GPU that is not there stays in a kernel of
-the library.
+The kernel is a test's own, so that nothing compiled here for an absent GPU stays in a kernel of the library.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.runtime import _allocation, driver
 
 from ringattn.bench.launch import StubDriver
@@ -24,9 +24,19 @@ from ringattn.kernels import configs, launch
 from ringattn.kernels.attention_forward import specialized_configs
 from ringattn.kernels.configs import configs_for, put_config
 from ringattn.kernels.launch import Config, Kept, LaunchCall, Repeat, allocate, layouts
-from tests.kernels.compile_gate.purpose import product
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@triton.jit
+def product(a, b, out, steps, scale, SIZE: tl.constexpr, DEPTH: tl.constexpr):
+    row, column = tl.arange(0, SIZE), tl.arange(0, DEPTH)
+    total = tl.zeros((SIZE, SIZE), tl.float32)
+    for step in range(steps):
+        left = tl.load(a + row[:, None] * DEPTH + (column + step * DEPTH)[None, :])
+        right = tl.load(b + (column + step * DEPTH)[:, None] * SIZE + row[None, :])
+        total = tl.dot(left, right, total)
+    tl.store(out + row[:, None] * SIZE + row[None, :], total * scale)
 
 
 @pytest.fixture

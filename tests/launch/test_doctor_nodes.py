@@ -87,7 +87,7 @@ def test_speed_beside_what_the_port_says() -> None:
 def test_order_and_other_nodes_are_told() -> None:
     trouble = Finding("memlock", ERROR, "a process may lock 64 KiB", "ulimit -l unlimited", "why")._asdict()
     fine = Finding("ACS", OK, "no bridge")._asdict()
-    order = "ranks 0, 2 on node 0; 1, 3 on node 1: too often (node 0 is h0). Number the ranks of a node"
+    order = "ranks 0,2 on node 0; 1,3 on node 1: too often (node 0 is h0). Number the ranks of a node"
     found = doctor.judged([answer(0, order=order), answer(1, network=[trouble, fine])])
     told = {one.topic: one for one in found}
     assert told["memlock, h1"].level == ERROR and "ACS, h1" not in told

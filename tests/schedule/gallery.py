@@ -1,6 +1,9 @@
 """The generated parts of docs/schedules.md: what each schedule sends, and its steps on 4 and 8 ranks.
 
-`python -m tests.schedule.gallery` writes them anew.
+`python -m tests.schedule.gallery` writes them. In the formulas P ranks; of one shard: M bytes of keys and values, Q of
+queries, O of partial outputs with their lse; in the backward G of key and value gradients, D of output gradients with
+lse and delta, R of query gradients. A double ring has N nodes of L ranks, Ulysses x ring N groups of L ranks. Source:
+the counts of Ring Attention, Ulysses and ring pass-Q in their papers.
 """
 
 from __future__ import annotations
@@ -8,12 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+from ringattn.core.problem import ITEM_BYTES, Problem
 from ringattn.schedule.content import size
 from ringattn.schedule.ops import Block, Kind, Merge, Schedule
 from ringattn.schedule.routes import ROUTES, Route, schedule_of
 from ringattn.schedule.text import cell, grid
-from tests.schedule import formulas
 from tests.schedules import RING
 from tests.strategies import simple
 
@@ -21,6 +25,75 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
 HEADS, ROWS = 8, 8
 SHARD = {Kind.KV: 1.0, Kind.DKV: 1.0, Kind.Q: 0.5, Kind.OUT: 0.5, Kind.GRAD_OUT: 0.5, Kind.DQ: 0.5}
 """Of a row of each kind: its share of a row of K and V, with as many query heads."""
+
+
+class Formulas(NamedTuple):
+    """Bytes and messages that a rank sends, in the mean over the ranks."""
+
+    forward_bytes: str
+    forward_messages: str
+    backward_bytes: str
+    backward_messages: str
+
+
+ALONG_THE_RING = Formulas("(P - 1) * M", "P - 1", "(P - 1) * (M + G)", "2 * (P - 1)")
+"""Whether blocks are relayed, go straight, at once or both ways round."""
+
+FORMULAS = {
+    "ring": ALONG_THE_RING,
+    "all_gather": ALONG_THE_RING,
+    "direct": ALONG_THE_RING,
+    "sub_rings": ALONG_THE_RING,
+    "ulysses": Formulas("(P - 1) / P * (M + Q + O)", "3 * (P - 1)", "(P - 1) / P * (M + Q + D + R + G)", "5 * (P - 1)"),
+    "bidirectional": ALONG_THE_RING,
+    "double_ring": ALONG_THE_RING._replace(
+        forward_messages="N * (L - 1) + (N - 1) * L",
+        backward_messages="N * (L - 1) + (N - 1) * L + P - 1 + max(0, N - 2) * (L - 1)",
+    ),
+    "ulysses_ring": Formulas(
+        "(L - 1) / L * (M + Q + O) + (N - 1) * M",
+        "3 * (L - 1) + (N - 1) * L",
+        "(L - 1) / L * (M + Q + D + R + G) + (N - 1) * (M + G)",
+        "5 * (L - 1) + 2 * (N - 1) * L",
+    ),
+    "pass_q": Formulas("(P - 1) * (Q + O)", "2 * (P - 1)", "(P - 1) * (Q + D + R)", "3 * (P - 1)"),
+    "balanced": Formulas(
+        "P // 2 * M + (P - 1) // 2 * (Q + O)",
+        "P // 2 + 2 * ((P - 1) // 2)",
+        "P // 2 * (M + G) + (P - 1) // 2 * (Q + D + R)",
+        "2 * (P // 2) + 3 * ((P - 1) // 2)",
+    ),
+}
+
+
+def quantities(problem: Problem, nodes: int) -> dict[str, int]:
+    """The letters of the formulas."""
+    rows = problem.batch * problem.q_layout.counts[0]
+    item, sums = ITEM_BYTES[problem.dtype], ITEM_BYTES[problem.accumulator_dtype]
+    wire = ITEM_BYTES[problem.wire_dtype or problem.accumulator_dtype]
+    out = ITEM_BYTES[problem.out_wire_dtype or problem.accumulator_dtype]
+    queries, pair = rows * problem.q_heads, rows * problem.kv_heads * (problem.head_dim + problem.value_dim)
+    return {
+        "P": problem.world_size,
+        "N": nodes,
+        "L": problem.world_size // nodes,
+        "M": pair * item,
+        "G": pair * wire,
+        "Q": queries * problem.head_dim * item,
+        "O": queries * (problem.value_dim * out + sums),
+        "D": queries * (problem.value_dim * item + 2 * sums),
+        "R": queries * problem.head_dim * sums,
+    }
+
+
+def formulas() -> str:
+    """Return a table: bytes and messages that a rank sends under a full mask over equal shards."""
+    lines = [
+        "| schedule | forward: bytes | messages | backward: bytes | messages |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [f"| `{name}` | {' | '.join(f'`{one}`' for one in row)} |" for name, row in FORMULAS.items()]
+    return "\n".join(lines)
 
 
 def sent() -> str:
@@ -108,7 +181,7 @@ def turned(schedule: Schedule, by: int) -> list[tuple[set[tuple], set[tuple]]]:
 def renewed(page: str) -> str:
     """The page with its parts as they should be."""
     for mark, text in (
-        ("formulas", formulas.table()),
+        ("formulas", formulas()),
         ("sent", sent()),
         ("grids", grids()),
         ("backwards", backwards()),

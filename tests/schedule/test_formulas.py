@@ -9,7 +9,7 @@ import pytest
 from ringattn.planner.choose import plan_of
 from ringattn.schedule.route import GridRoute
 from ringattn.schedule.routes import ROUTES, Route, route_named
-from tests.schedule.formulas import FORMULAS, quantities
+from tests.schedule.gallery import FORMULAS, quantities
 from tests.schedules import ALL_GATHER, DIRECT, DOUBLE_RING, RING
 from tests.strategies import simple
 

@@ -16,14 +16,9 @@ from ringattn.kernels.attention_gluon import DIMS as GLUON_DIMS
 from ringattn.kernels.attention_options import Dropout
 from ringattn.kernels.configs import ARCHITECTURES, DIMS, configs_for, with_dropout
 from ringattn.kernels.launch import FORMS, PLACES, POSITIONS, LaunchCall, Table
-from tests.kernels.compile_gate import purpose
 
 DTYPES = {"half": torch.bfloat16, "single": torch.float32}
 KERNELS = ("forward", "grad_q", "grad_kv", "grad_fused")
-PURPOSES = {
-    f"sm_80/purpose/0/pointers/{call.__name__}": call
-    for call in (purpose.good, purpose.too_much_shared, purpose.spilling, purpose.crashing)
-}
 WIDE_KEYS = {"wide_keys": 192}
 """Variant to key dimension, with values of 128: served by the entries for 256."""
 
@@ -97,8 +92,6 @@ COUNTED = tuple(name for name in ENTRIES if _counted(name))
 
 def call_of(name: str) -> LaunchCall:
     """The launch to compile, with the sizes and alignments of ordinary calls."""
-    if name in PURPOSES:
-        return PURPOSES[name]()
     _, precision, width, form, kernel, *variants = name.split("/")
     variant, dtype = (*variants, "")[0], DTYPES[precision]
     d_k = WIDE_KEYS.get(variant, int(width))
