@@ -1,16 +1,12 @@
 """GPT-2 and Llama that train with attention dropout, over ranks that are processes, against one process.
 
-`python -m tests.adapters.dropout_ranks FOLDER` imports transformers once and forks: a reference process, 2 ranks, 4.
 The reference attends by the definition, and drops by the Philox of `tests.philox` with the seeds that the calls have.
 Checkpointed layers keep the generator of a process, which ranks that are threads would share.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,33 +76,22 @@ def known(name: str, batch: Batch, step: int) -> dict[str, Tensor]:
         return one_process(made(name, NAME), batch)
 
 
-def reference(folder: Path) -> None:
-    """Save what one process computes."""
-    torch.save([known(name, batches()[kind], step) for step, (name, kind) in enumerate(CASES)], folder / "reference.pt")
-
-
-def rank(folder: Path, number: int) -> list[float]:
+def rank(expected: list[dict[str, Tensor]], number: int) -> list[float]:
     """Return the errors of one rank, by case."""
     torch.manual_seed(number)  # ranks' generators are their own
-    true, errors = torch.load(folder / "reference.pt"), []
+    errors = []
     with Ring(timeout_s=60.0) as ring, in_double():  # no mode reaches what is computed again
         for step, (name, kind) in enumerate(CASES):
             model = prepare(made(name, "eager"))
             model.gradient_checkpointing_enable(HOW[(step + ring.world_size // 2) % 2])
             model.enable_input_require_grads()  # a reentrant checkpoint has no gradients without
-            errors.append(over_ranks(ring, model, batches()[kind], true[step], dropout_seed=step))
+            errors.append(over_ranks(ring, model, batches()[kind], expected[step], dropout_seed=step))
     return errors
 
 
-def main(folder: Path) -> None:
-    """The reference, then all ranks of each world size; the errors of the first rank are saved."""
-    torch.set_num_threads(1)
+def compute_errors() -> list[list[float]]:
+    """Return the errors on the first of 2 ranks and of 4, by case."""
     for name in ("gpt2", "llama"):
         made(name, "eager")  # imported here, so that no process that is forked has to
-    forked(partial(reference, folder))
-    errors = [forked_ranks(world_size, partial(rank, folder))[0] for world_size in (2, 4)]
-    (folder / "errors.json").write_text(json.dumps(errors), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (expected,) = forked(lambda: [known(name, batches()[kind], step) for step, (name, kind) in enumerate(CASES)])
+    return [forked_ranks(world_size, partial(rank, expected))[0] for world_size in (2, 4)]

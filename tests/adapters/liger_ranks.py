@@ -1,14 +1,12 @@
 """Liger's own kernels in a Llama over two ranks (threads) against one process without Liger, on the CPU.
 
-`python -m tests.adapters.liger_ranks`, with liger-kernel importable and TRITON_INTERPRET=1, prints as JSON the greatest
-error of each batch, relative to the greatest of a tensor, and which of the model's functions are Liger's. Triton's
-interpreter is told three things that its compiler does by itself.
+For a process with liger-kernel importable and TRITON_INTERPRET=1. Triton's interpreter is told three things that its
+compiler does by itself.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import threading
 from functools import partial
 from typing import Any
@@ -62,8 +60,9 @@ def result(model: Any, loss: Tensor) -> dict[str, Tensor]:
     return {"loss": loss.detach().clone(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
 
-def main() -> None:
-    """Compare and print."""
+def compute_errors() -> dict[str, Any]:
+    """Return the largest error of each batch, and which of the model's functions are Liger's."""
+    as_compiled()
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     plain = tiny_model("llama", "eager").float()
@@ -95,9 +94,4 @@ def main() -> None:
         errors = [((found[of] - true[of]).abs().max() / true[of].abs().max()).item()
                   for found in run_ranks(2, partial(body, batch=batch), timeout_s=60.0) for of in true]  # fmt: skip
         told[name] = max(errors)
-    print(json.dumps(told))
-
-
-if __name__ == "__main__":
-    as_compiled()
-    main()
+    return told

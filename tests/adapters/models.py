@@ -108,3 +108,27 @@ def bert_config(**other: Any) -> BertConfig:
 def made(of: str, config: str, **options: Any) -> Any:
     """A model of transformers by the names of its class and of its configuration."""
     return filled(getattr(transformers, of)(getattr(transformers, config)(**options)))
+
+
+ROTARY_TOKENS = 16
+"""The length from which the models of `rotary` take other frequencies."""
+
+
+def rotary(kind: str) -> Any:
+    """Phi-3 with longrope, or Llama with dynamic: their frequencies depend on the length."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 100.0}
+    if kind == "dynamic":
+        rope |= {"factor": 4.0}
+        return tiny_model("llama", "eager", **rope_options(rope), max_position_embeddings=ROTARY_TOKENS)
+    rope |= {"original_max_position_embeddings": ROTARY_TOKENS, "short_factor": [1.0, 1.5, 1.0, 2.0],
+             "long_factor": [4.0, 3.0, 9.0, 5.0]}  # fmt: skip
+    return tiny_model("phi3", "eager", **rope_options(rope), original_max_position_embeddings=ROTARY_TOKENS,
+                      sliding_window=None)  # fmt: skip
+
+
+def rope_options(rope: dict[str, Any]) -> dict[str, Any]:
+    """The option of a configuration, which 4.57 spells differently."""
+    if hasattr(transformers.LlamaConfig(), "rope_parameters"):
+        return {"rope_parameters": rope}
+    kept = {k: v for k, v in rope.items() if k in ("factor", "short_factor", "long_factor")}
+    return {"rope_scaling": {"type": rope["rope_type"], **kept}, "rope_theta": rope["rope_theta"]}

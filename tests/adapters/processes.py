@@ -1,4 +1,4 @@
-"""Ranks that are processes forked from this one, and how far their values are from those of one process.
+"""Ranks that are processes forked from this one, functions in a new Python process, and the largest error of values.
 
 What is imported before forking is imported once. A process that has started threads must not fork.
 """
@@ -13,61 +13,76 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def forked(*functions: Callable[[], None]) -> None:
-    """Call each function in a process of its own, all at once. Exits this process unless all of them succeed."""
-    pids = []
-    for function in functions:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                function()
-                code = 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                os._exit(code)
-        pids.append(pid)
-    if any(os.waitpid(pid, 0)[1] for pid in pids):
-        sys.exit(1)
+def forked(*functions: Callable[[], Any]) -> list[Any]:
+    """Return the value of each function, each called in a child process, all at once. Exits unless all succeed."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{number}.pt" for number in range(len(functions))]
+        pids = []
+        for function, file in zip(functions, files, strict=True):
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    torch.save(function(), file)
+                    code = 0
+                except BaseException:
+                    sys.excepthook(*sys.exc_info())
+                finally:
+                    os._exit(code)
+            pids.append(pid)
+        if any(os.waitpid(pid, 0)[1] for pid in pids):
+            sys.exit(1)
+        return [torch.load(file, weights_only=False) for file in files]
 
 
 def forked_ranks(count: int, rank: Callable[[int], Any]) -> list[Any]:
-    """Return what `rank(number)` returns on each of `count` processes; they find each other as those of torchrun do.
-
-    Values are passed as JSON.
-    """
+    """Return what `rank(number)` returns on each of `count` processes; they find each other as those of torchrun do."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 
-    def run(folder: Path, number: int) -> None:
+    def run(number: int) -> Any:
         os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
         os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        (folder / f"{number}.json").write_text(json.dumps(rank(number)), encoding="utf-8")
+        return rank(number)
 
+    return forked(*(partial(run, number) for number in range(count)))
+
+
+def call_in_program(entry: str, *arguments: Any, timeout_s: float = 280.0, **env: str) -> Any:
+    """Return what a function of a test module returns in a new Python process, in which torch has one thread.
+
+    Args:
+        entry: The function, as "module:function".
+        arguments: Its arguments. They and its value are passed as JSON.
+        timeout_s: Seconds after which the process is killed.
+        env: More environment variables.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        forked(*(partial(run, Path(folder), number) for number in range(count)))
-        return [json.loads((Path(folder) / f"{number}.json").read_text(encoding="utf-8")) for number in range(count)]
+        file = Path(folder) / "value.json"
+        program = "-m", "tests.adapters.processes", str(file), entry, json.dumps(arguments)
+        run_program(*program, timeout_s=timeout_s, **env)
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
-def run_program(*arguments: str, folder: Path = ROOT, timeout_s: float = 280.0, **env: str) -> str:
-    """What `python ARGUMENTS` prints in `folder`. Raises AssertionError where it fails. `env`: more variables."""
+def run_program(*arguments: str, folder: Path = ROOT, timeout_s: float = 280.0, **env: str) -> None:
+    """Run `python ARGUMENTS` in `folder`. Raises AssertionError if it fails. `env`: more environment variables."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    done = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout_s
     )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    return done.stdout
+    assert ended.returncode == 0, ended.stdout[-1000:] + ended.stderr[-4000:]
 
 
 def worst_error(pairs: Iterable[tuple[Tensor, Tensor]], floor: float = 0.0) -> float:
@@ -82,3 +97,15 @@ def worst_error(pairs: Iterable[tuple[Tensor, Tensor]], floor: float = 0.0) -> f
             return math.inf
         worst = max(worst, difference / largest if difference else 0.0)
     return worst
+
+
+def main(file: str, entry: str, arguments: str) -> None:
+    """Call the function and write its value into the file."""
+    torch.set_num_threads(1)
+    module, _, name = entry.partition(":")
+    value = getattr(import_module(module), name)(*json.loads(arguments))
+    Path(file).write_text(json.dumps(value), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import create_masks_for_generate
 
 from ringattn import InputError, Ring, Sequence
 from ringattn.adapters.transformers import prepare, register, shard_batch
 from ringattn.adapters.transformers.batches import WHOLE
+from ringattn.adapters.transformers.checks import base_of
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
-from tests.adapters.processes import worst_error
+from tests.adapters.processes import forked_ranks, worst_error
 
 register()
 TOKENS = 27
@@ -260,3 +266,63 @@ def far_off_compiled(make: Callable[[str], Any], row: Tensor, documents: list[in
 
     floor = 1e-3 * max(x.abs().max().item() for x in true.values())
     return worst_error(((found[name], true[name]) for found in run_ranks(2, body) for name in true), floor)
+
+
+# --- weights that FSDP2 shards ---------------------------------------------------------------------------------------
+
+SHARDED_STEPS = 2
+
+
+def far_off_sharded(make: Callable[[], Any], whole: Mapping[str, Tensor], parts: tuple[str, ...] = ()) -> float:
+    """The greatest relative error of losses, gradients and weights of two steps over two processes.
+
+    They are forked from this one, which has no threads yet. `whole`: the batch, with labels. `parts`: submodules that
+    are sharded besides layers.
+    """
+    return float(forked_ranks(2, partial(_sharded_rank, make, whole, parts))[0])
+
+
+def _sharded_rank(make: Callable[[], Any], whole: Mapping[str, Tensor], parts: tuple[str, ...], number: int) -> float:
+    """Return how far this process is from one alone."""
+    labels = labels_of(whole)
+    dist.init_process_group("gloo")
+    with in_double():
+        true = _steps(make(), lambda model: model(**whole, num_items_in_batch=labels).loss)
+    with Ring(init_device_mesh("cpu", (2,)), timeout_s=60.0) as ring, in_double():
+        ours = prepare(make())
+        for part in (*base_of(ours).model.layers, *map(ours.get_submodule, parts), ours):
+            fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+
+        def part_of_loss(model: Any) -> Tensor:
+            seq, mine = shard_batch(ring, whole, model=model)
+            with ring.activate(seq):  # FSDP averages over the ranks
+                loss: Tensor = model(**mine, num_items_in_batch=labels).loss * 2
+            return loss
+
+        mine = _steps(ours, part_of_loss)
+        for name, found in mine.items():
+            if name.startswith("loss"):
+                ring.all_reduce([found])
+                found /= 2
+    assert mine.keys() == true.keys() and len(true) > SHARDED_STEPS + 2
+    dist.destroy_process_group()
+    return worst_error((mine[name], true[name]) for name in true)
+
+
+def _steps(model: Any, loss_of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    """Losses of steps, the first one's gradients, and the weights at the end; whole."""
+    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer, found = torch.optim.SGD(learned.values(), lr=1e-2), {}
+    for step in range(SHARDED_STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        found[f"loss of step {step}"] = loss.detach().clone()
+        if step == 0:
+            found |= {f"gradient of {name}": _whole(p.grad) for name, p in learned.items()}
+        optimizer.step()
+    return found | {name: _whole(p.detach()) for name, p in learned.items()}
+
+
+def _whole(x: Any) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x.clone()

@@ -1,18 +1,16 @@
-"""TRL's SFTTrainer and PEFT over two ranks against one process: `python -m tests.adapters.sft FOLDER`.
+"""TRL's SFTTrainer and PEFT over two ranks against one process, and refusals of TRL's other trainers.
 
 Needs trl, peft and datasets, which `tests.adapters.environments` installs.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+import trl
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -23,6 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 from ringattn import InputError, Ring, UnsupportedError
 from ringattn.adapters.transformers import prepare, shard_batch
+from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer
 from ringattn.adapters.trl import RingSFTTrainer
 from ringattn.testing import run_ranks
 from tests.adapters import trainer as plain_trainer
@@ -33,11 +32,11 @@ from tests.adapters.ranks import (
     batches,
     far_from_one,
     far_off_compiled,
+    far_off_sharded,
     gradients,
     in_double,
     summed_gradients,
 )
-from tests.adapters.sharded import far_off_sharded
 from tests.adapters.trainer import as_on_accelerators, whole
 from tests.adapters.version_cells import checkpointed, eager
 
@@ -57,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dft": ("text", {"loss_type": "dft"}),
     "smoothed": ("text", {"label_smoothing_factor": 0.1}),
     "checkpointed": ("text", {"gradient_checkpointing": True, "packing": True}),
+    "reentrant": ("text", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
     "LoRA": ("text", {"packing": True}),
     "LoRA, checkpointed": ("text", {"packing": True, "gradient_checkpointing": True}),
     "compiled": ("text", {"packing": True, "packing_strategy": "wrapped", **COMPILED}),
@@ -98,7 +98,7 @@ def data(kind: str) -> Dataset:
     return Dataset.from_list([{"messages": [*turn, {"role": "assistant", "content": words(4)}]} for turn in turns])
 
 
-def trained(folder: Path, case: str, ring: Ring | None) -> tuple[dict[str, Tensor], list[list[float]]]:
+def trained(folder: str, case: str, ring: Ring | None) -> tuple[dict[str, Tensor], list[list[float]]]:
     """Weights after three steps, and what was logged: of each step, and of an evaluation."""
     kind, differs = CASES[case]
     if ring is None:
@@ -112,7 +112,7 @@ def trained(folder: Path, case: str, ring: Ring | None) -> tuple[dict[str, Tenso
     given: dict[str, Any] = {
         "model": tiny_model("llama", "eager"), "processing_class": tokenizer(),
         "train_dataset": data(kind), "eval_dataset": data(kind).select(range(5)),
-        "args": SFTConfig(output_dir=str(folder / case), **{**settings, **differs}),
+        "args": SFTConfig(output_dir=f"{folder}/{case}", **{**settings, **differs}),
     }  # fmt: skip
     if "LoRA" in case:
         torch.manual_seed(7)
@@ -129,41 +129,36 @@ def trained(folder: Path, case: str, ring: Ring | None) -> tuple[dict[str, Tenso
     found = [one for one in trainer.state.log_history if "eval_loss" in one]
     logged += [[one[f"eval_{name}"] for name in METRICS if f"eval_{name}" in one] for one in found]
     if case == "LoRA" and (ring is None or ring.rank == 0):
-        trainer.save_model(str(folder / f"adapter-{0 if ring is None else RANKS}"))
+        trainer.save_model(f"{folder}/adapter-{0 if ring is None else RANKS}")
     return weights, logged
 
 
-def alone(folder: Path, *cases: str) -> None:
-    """Save what one process does."""
-    with in_double():
-        found = {case: trained(folder, case, None) for case in cases}
-    torch.save(found, folder / "sft-alone.pt")
-
-
-def rank(folder: Path, cases: tuple[str, ...], number: int) -> dict[str, Any]:
+def rank(folder: str, expected: dict[str, Any], number: int) -> dict[str, Any]:
     """Return how far one of two processes is from one process, by case."""
-    true = torch.load(folder / "sft-alone.pt")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with Ring(timeout_s=60.0) as ring, in_double():
-        for case in cases:
+        for case, (theirs, truly) in expected.items():
             weights, logged = trained(folder, case, ring)
-            theirs, truly = true[case]
             error = worst_error((weights[name], weight) for name, weight in theirs.items())
-            found[case] = {"weights": error, "logged": [logged, truly]}
-    return found
+            results[case] = {"weights": error, "logged": [logged, truly]}
+    return results
 
 
-def over_processes(folder: Path, *cases: str) -> dict[str, Any]:
-    """How far two processes are from one, by case; all are forked from this one."""
+def train_errors(folder: str, *cases: str) -> dict[str, Any]:
+    """Return how far two processes are from one, by case; all are forked from this one."""
     tiny_model("llama", "eager")  # imported here, so that no process that is forked has to
-    forked(partial(alone, folder, *cases))
-    found: dict[str, Any] = forked_ranks(RANKS, partial(rank, folder, cases))[0]
-    (folder / "sft.json").write_text(json.dumps(found), encoding="utf-8")
-    return found
+
+    def alone() -> dict[str, Any]:
+        with in_double():
+            return {case: trained(folder, case, None) for case in cases}
+
+    (expected,) = forked(alone)
+    results: dict[str, Any] = forked_ranks(RANKS, partial(rank, folder, expected))[0]
+    return results
 
 
 @in_double()
-def adapters(folder: Path) -> None:
+def adapters(folder: str) -> dict[str, Any]:
     """PeftModels prepared before and after, by threads, and adapters saved by a ring."""
     found: dict[str, Any] = {"off by": {}, "saved": 0.0}
     tokens = torch.randint(3, 64, (2, 27), generator=torch.Generator().manual_seed(1))
@@ -197,13 +192,12 @@ def adapters(folder: Path) -> None:
             learned = [name for name, grad in true.items() if grad.any()]
             found["off by"][f"{kind}: {order}"] = worst_error((grads[name], true[name]) for name in learned)
     one, two = (
-        PeftModel.from_pretrained(tiny_model("llama", "eager"), str(folder / f"adapter-{n}")).double()
-        for n in (0, RANKS)
+        PeftModel.from_pretrained(tiny_model("llama", "eager"), f"{folder}/adapter-{n}").double() for n in (0, RANKS)
     )
     found["saved"] = (one(tokens).logits - two(tokens).logits).abs().max().item()
     found["changed"] = (one(tokens).logits - tiny_model("llama", "eager")(tokens).logits).abs().max().item()
     found["refused"] = refused(batch)
-    (folder / "adapters.json").write_text(json.dumps(found), encoding="utf-8")
+    return found
 
 
 def other_adapters(tokens: list[int]) -> dict[str, Any]:
@@ -252,11 +246,10 @@ def refused(batch: dict[str, Tensor]) -> dict[str, str]:
     return found
 
 
-def modes(folder: Path) -> None:
+def modes(folder: str) -> dict[str, float]:
     """How far a model with LoRA is from one process, by mode of the table of hosts."""
     trainers = ("packed, LoRA", "packed, LoRA by configuration")
-    forked(partial(plain_trainer.alone, folder, *trainers))
-    trained = plain_trainer.over_processes(folder, RANKS, *trainers)
+    trained = plain_trainer.compute_errors(folder, RANKS, list(trainers))
     found = {name: max(trained[name]["weights"].values()) for name in trainers}
     make, packed = eager("llama"), batches()["packed"]
     found["FSDP2"] = far_off_sharded(lambda: with_lora(make()), packed)
@@ -267,12 +260,23 @@ def modes(folder: Path) -> None:
         lambda attention: with_lora(tiny_model("llama", attention, num_hidden_layers=1)),
         packed["input_ids"][:, :24], [*DOCUMENTS[:-1], 24],
     )  # fmt: skip
-    (folder / "modes.json").write_text(json.dumps(found), encoding="utf-8")
+    return found
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    over_processes(folder, *CASES)
-    forked(partial(adapters, folder))
-    modes(folder)
+def compute_errors(folder: str) -> dict[str, Any]:
+    """Return the errors of every case, kind of adapter and mode."""
+    trained = train_errors(folder, *CASES)
+    (found,) = forked(partial(adapters, folder))
+    return {"sft": trained, "adapters": found, "modes": modes(folder)}
+
+
+def refused_trainers() -> dict[str, str]:
+    """By the name of each trainer of TRL, how it is refused before it is made, or "taken"."""
+    found = {}
+    for name in sorted(name for name in dir(trl) if name.endswith("Trainer")):
+        try:
+            check_trainer(type("Ours", (RingTrainerMixin, getattr(trl, name)), {}))
+            found[name] = "taken"
+        except UnsupportedError as error:
+            found[name] = str(error)
+    return found

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -322,14 +320,6 @@ def test_arguments_are_those_of_megatron() -> None:
         )
         own = [(p.name, p.default) for p in ours.values() if p.name not in ("k_channels", "v_channels")]
         assert [(p.name, p.default) for p in theirs.values()] == own
-        # As text: without TransformerEngine the class is not to be had.
-        source = Path(DotProductAttention.__init__.__code__.co_filename).parent.parent / "extensions"
-        tree = ast.parse((source / "transformer_engine.py").read_text(encoding="utf-8"))
-        (fast,) = (
-            function for of in ast.walk(tree) if isinstance(of, ast.ClassDef) and of.name == "TEDotProductAttention"
-            for function in of.body if isinstance(function, ast.FunctionDef) and function.name == method
-        )  # fmt: skip
-        assert {argument.arg for argument in fast.args.args} - set(ours) == {"num_splits"}
 
 
 def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:

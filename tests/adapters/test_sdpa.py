@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from ringattn import InputError, Ring, Sequence, UnsupportedError
+from ringattn import InputError, Ring, UnsupportedError
 from ringattn.adapters.context_parallel import context_parallel, context_parallel_unshard, recompute_context
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.testing import dense_attention, run_ranks
@@ -242,29 +243,13 @@ def test_buffers_are_refused_before_anything_changes(make: Callable[[], dict[str
 
 # --- autocast --------------------------------------------------------------------------------------------------------
 
-Run = Callable[[Ring, Sequence, list[Tensor], bool], Tensor]
-
-
-def by_name(ring: Ring, seq: Sequence, qkv: list[Tensor], compiled: bool) -> Tensor:
-    run = torch.compile(ring_sdpa, backend="aot_eager", fullgraph=True) if compiled else ring_sdpa
-    with ring.activate(seq), torch.autocast("cpu", torch.bfloat16):
-        return run(*qkv, is_causal=True)
-
-
-def redirected(ring: Ring, seq: Sequence, qkv: list[Tensor], compiled: bool) -> Tensor:
-    run = F.scaled_dot_product_attention
-    if compiled:
-        run = torch.compile(run, backend="aot_eager", fullgraph=True)
-    with context_parallel(ring, buffers=[whole(0)], buffer_seq_dims=[2]), torch.autocast("cpu", torch.bfloat16):
-        return run(*qkv, is_causal=True)
-
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("run", [by_name, redirected])
-def test_autocast_casts_like_sdpa(run: Run, compiled: bool) -> None:
+def test_autocast_casts_like_sdpa(compiled: bool) -> None:
     """Out and gradients, of rotary embeddings' float32 beside a projection's bfloat16 too; float64 stays."""
     rotary, single, double = [torch.float32] * 2 + [torch.bfloat16], [torch.float32] * 3, [torch.float64] * 3
     torch._dynamo.reset()
+    run = torch.compile(ring_sdpa, backend="aot_eager", fullgraph=True) if compiled else ring_sdpa
     for dtypes in (rotary, single, double):
         given = [whole(seed).to(dtype) for seed, dtype in enumerate(dtypes)]
         alone = [x.clone().requires_grad_() for x in given]
@@ -275,7 +260,8 @@ def test_autocast_casts_like_sdpa(run: Run, compiled: bool) -> None:
         def body(ring: Ring, given: list[Tensor] = given) -> list[Tensor]:
             seq = ring.sequence(TOKENS)
             shards = [seq.shard(x, 2).requires_grad_() for x in given]
-            out = run(ring, seq, shards, compiled)
+            with ring.activate(seq), torch.autocast("cpu", torch.bfloat16):
+                out = run(*shards, is_causal=True)
             out.sin().sum().backward()
             return [seq.gather(x, 2) for x in (out.detach(), *(x.grad for x in shards if x.grad is not None))]
 
@@ -284,3 +270,88 @@ def test_autocast_casts_like_sdpa(run: Run, compiled: bool) -> None:
             for one, other in zip(found, (expected.detach(), *(x.grad for x in alone)), strict=True):
                 assert other is not None
                 torch.testing.assert_close(one, other, rtol=bound, atol=bound)  # and dtypes
+
+
+# --- other ways to attend --------------------------------------------------------------------------------------------
+
+
+class Attends(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+class AttendsByDefinition(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch._scaled_dot_product_attention_math(x, x, x, is_causal=True)[0]
+        return out
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is, and people have its modules
+    scripted, traced = torch.jit.script(Attends()), torch.jit.trace(AttendsByDefinition(), (whole(0),))
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: aten.scaled_dot_product_attention(x, x, x, is_causal=True),
+        lambda x: aten.scaled_dot_product_attention.default(x, x, x, None, 0.0, True),
+    ],
+)
+def test_the_operator_by_its_name_attends_over_the_ring(run: Callable[[Tensor], Tensor]) -> None:
+    def body(ring: Ring) -> Tensor:
+        x = whole(0)
+        with context_parallel(ring, buffers=[x], buffer_seq_dims=[2]):
+            return context_parallel_unshard(ring, [run(x)], [2])[0]
+
+    x = whole(0)
+    for out in run_ranks(2, body):
+        close(out, reference(x, x, x, causal=True))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        (scripted, "_scaled_dot_product_flash_attention_for_cpu"),
+        (traced, "_safe_softmax"),
+        (lambda x: aten._scaled_dot_product_flash_attention_for_cpu(x, x, x, 0.0, True)[0], "flash_attention_for_cpu"),
+        (AttendsByDefinition(), "_safe_softmax"),
+        (lambda x: aten._scaled_dot_product_attention_math(x, x, x)[0], "_safe_softmax"),
+    ],
+)
+def test_kernels_and_scripts_are_refused_inside(run: Callable[[Tensor], Tensor], name: str, grad: bool) -> None:
+    """On all ranks, and not in a tower; attention of a ring's own calls the same kernels."""
+
+    def body(ring: Ring) -> tuple[str, Tensor]:
+        x, alone = whole(0), run(whole(0))
+        with pytest.raises(UnsupportedError) as raised, torch.set_grad_enabled(grad):
+            with context_parallel(ring, buffers=[x], buffer_seq_dims=[2]):
+                run(x)
+        with torch.set_grad_enabled(grad), context_parallel(ring, buffers=[x], buffer_seq_dims=[2]) as seq:
+            with ring.activate(None):
+                assert torch.equal(run(whole(0)), alone)
+            rows = x.transpose(1, 2).clone().requires_grad_(grad)
+            out = ring.attention(rows, rows, rows, seq, causal=True)
+            if grad:
+                out.sum().backward()
+        return str(raised.value), seq.gather(out.detach()).transpose(1, 2)
+
+    x = whole(0)
+    for words, out in run_ranks(2, body, engine="aten", timeout_s=20.0):
+        assert name in words and "under an active sequence attends to this rank's tokens only" in words
+        close(out, reference(x, x, x, causal=True))
+
+
+def test_an_exported_module_attends_over_the_ring() -> None:
+    def body(ring: Ring) -> Tensor:
+        x = whole(0, tokens=12)
+        with context_parallel(ring, buffers=[x], buffer_seq_dims=[2]):
+            return context_parallel_unshard(ring, [programs[ring.rank](x)], [2])[0]
+
+    programs = [torch.export.export(Attends(), (whole(0, tokens=6),)).module() for _ in range(2)]
+    x = whole(0, tokens=12)
+    for out in run_ranks(2, body):
+        close(out, reference(x, x, x, causal=True))

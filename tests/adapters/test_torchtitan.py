@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +37,8 @@ from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
 
 from ringattn.adapters import torchtitan as adapter
 from ringattn.adapters.groups import close_rings
-from tests.adapters.hosts import record
-from tests.adapters.processes import worst_error
+from tests.adapters.hosts import ROOT, record
+from tests.adapters.processes import run_program, worst_error
 
 DIM, HEADS, VOCABULARY, TOKENS = 32, 4, 50, 22
 STARTS = ((0, 7, 13), (0, 18))
@@ -340,3 +342,46 @@ def test_heads_over_ranks_of_tensor_parallelism() -> None:
             module(*(DTensor.from_local(x, mesh, [Shard(1)]) for x in (q, k, v)))
     finally:
         dist.destroy_process_group()
+
+
+# --- the Trainer -----------------------------------------------------------------------------------------------------
+
+STEPS = 10
+AT_TWO = ("plain", "packed", "full checkpointing", "partial_dtensor")
+OF_THE_TABLE = {"plain": ("plain", "Trainer", "FSDP2"), "packed": ("packed", "checkpointing")}
+"""Which modes of the table of hosts a case is of; checkpointing is torchtitan's default, SelectiveAC."""
+
+
+def trained(folder: Path, ranks: int, *cases: str) -> dict[str, Any]:
+    """By case, the loss and the norm of the gradients of each step; see torchtitan_train.py."""
+    file = folder / f"{ranks}.json"
+    script = [str(ROOT / "tests" / "adapters" / "torchtitan_train.py"), str(file), *cases]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    run_program(*torchrun, *script, folder=folder)
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone_trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process with torchtitan's own attention, and one that attends densely within each document."""
+    return trained(tmp_path_factory.mktemp("alone"), 1, "torchtitan", "dense, packed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "cases"), [(2, AT_TWO), (4, ("plain", "packed"))])
+def test_ten_steps_over_a_ring_equal_one_process(
+    alone_trained: dict[str, Any], tmp_path: Path, ranks: int, cases: tuple[str, ...]
+) -> None:
+    found = trained(tmp_path, ranks, *cases)
+    worst = {}
+    for case, steps in found.items():
+        expected = alone_trained["torchtitan" if case == "plain" else "dense, packed"]
+        assert len(steps) == len(expected) == STEPS
+        pairs = [pair for step in zip(steps, expected, strict=True) for pair in zip(*step, strict=True)]
+        worst[case] = max(abs(mine - theirs) / theirs for mine, theirs in pairs)
+    assert max(worst.values()) < 1e-5, worst  # of float32
+    for case, modes in OF_THE_TABLE.items():
+        for mode in modes:
+            words = "loss and norm of the gradients of ten steps of torchtitan's Trainer, float32, spmd_types"
+            record("torchtitan", version("torchtitan"), mode, "exact", ranks=ranks, worst=worst[case], words=words)

@@ -9,23 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from ringattn import Ring
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers import shard_batch
-from ringattn.bench.processes import run_in_processes
 from ringattn.bench.storage_meter import StorageMeter
 from ringattn.errors import InputError, UnsupportedError
-from ringattn.launch.train.mesh import join_process_group
 from ringattn.layers import tiled
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
-from tests.adapters.processes import worst_error
-from tests.adapters.ranks import InDouble, batches, gradients, labels_of, summed_gradients
+from tests.adapters.processes import call_in_program, worst_error
+from tests.adapters.ranks import InDouble, batches, far_off_sharded, gradients, labels_of, summed_gradients
 
 EXACT = 1e-12
 ALL = {"tiled_mlp": 5, "chunked_loss": 7}
@@ -109,35 +105,20 @@ def test_two_ranks_have_the_loss_and_gradients_of_one(name: str) -> None:
     assert max(run_ranks(2, body)) < EXACT
 
 
-def sharded_on_rank(ring: Ring) -> float:
-    """Entry of a process: the greatest relative error of gradients under FSDP2 against those of the plain model."""
-    return max(sharded_error(ring, heads_alone) for heads_alone in (False, True))
+def sharded_errors() -> list[float]:
+    """For a process of its own: errors under FSDP2, with the head among the model's weights and in a group alone."""
 
+    def make() -> Any:
+        model = adapter.prepare(tiny_model("llama", "ringattn"), **ALL)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
 
-def sharded_error(ring: Ring, heads_alone: bool) -> float:
-    """The same with the head in the model's group of weights, or in one of its own."""
-    join_process_group(ring, "fsdp")
-    mesh = init_device_mesh("cpu", (ring.world_size,))
-    plain = adapter.prepare(tiny_model("llama", "ringattn").double())
-    true = gradients(plain, loss_over(ring, plain))
-    ring.all_reduce(list(true.values()))
-    model = adapter.prepare(tiny_model("llama", "ringattn").double(), **ALL).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    parts = [*model.model.layers, *([model.lm_head] if heads_alone else []), model]
-    for part in parts:
-        fully_shard(part, mesh=mesh, reshard_after_forward=True)
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)
-    for _ in range(2):  # weights are gathered anew in each step
-        model.zero_grad()
-        loss_over(ring, model).backward()
-    return worst({of: p.grad.full_tensor() for of, p in model.named_parameters()}, true)
+    return [far_off_sharded(make, PLAIN, parts) for parts in ((), ("lm_head",))]
 
 
 @pytest.mark.slow
 def test_sharded_weights_learn_the_same() -> None:
-    # Norms and transformers' own loss round to float32.
-    assert max(run_in_processes(2, "tests.adapters.test_transformers_memory:sharded_on_rank", {}, print)) < 1e-6
+    assert max(call_in_program("tests.adapters.test_transformers_memory:sharded_errors")) < EXACT
 
 
 def test_float32_and_bfloat16_stay_within_their_rounding() -> None:

@@ -27,11 +27,8 @@ from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers import shard_batch
 from ringattn.adapters.transformers.positions import counts_by_itself
 from ringattn.testing import run_ranks
-from tests.adapters.models import filled, tiny_model
+from tests.adapters.models import ROTARY_TOKENS, filled, rotary, tiny_model
 from tests.adapters.ranks import DOCUMENTS, InDouble, far_off, forward, refused, restarting
-
-ORIGINAL = 16
-"""Tokens from which a rotary embedding of the tests takes other frequencies."""
 
 
 def ids(tokens: int, rows: int = 2) -> Tensor:
@@ -48,19 +45,8 @@ def padded(tokens: int = 27, pad: int = 1) -> dict[str, Tensor]:
 # --- rotary embeddings that depend on the length --------------------------------------------------------------------
 
 
-def rotary(kind: str, **other: Any) -> Any:
-    """Phi-3 with longrope, or Llama with dynamic."""
-    if kind == "longrope":
-        rope = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": ORIGINAL,
-                "short_factor": [1.0, 1.5, 1.0, 2.0], "long_factor": [4.0, 3.0, 9.0, 5.0]}  # fmt: skip
-        return tiny_model("phi3", "eager", rope_parameters=rope, original_max_position_embeddings=ORIGINAL,
-                          sliding_window=None, **other)  # fmt: skip
-    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
-    return tiny_model("llama", "eager", rope_parameters=rope, max_position_embeddings=ORIGINAL, **other)
-
-
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-@pytest.mark.parametrize("tokens", [ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 27])
+@pytest.mark.parametrize("tokens", [ROTARY_TOKENS - 1, ROTARY_TOKENS, ROTARY_TOKENS + 1, 27])
 def test_rotary_embeddings_are_chosen_by_the_whole_length(kind: str, tokens: int) -> None:
     for layout in ("contiguous", "zigzag"):
         assert far_off(lambda: rotary(kind), {"input_ids": ids(tokens)}, layout=layout) < 1e-9

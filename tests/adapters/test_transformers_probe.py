@@ -24,9 +24,9 @@ from ringattn.adapters.transformers.positions import counts_by_itself, image_pla
 from ringattn.runtime.activation import activate
 from ringattn.testing import run_ranks
 from tests.adapters import test_transformers_images as images
-from tests.adapters.models import MODELS, tiny_model
+from tests.adapters.models import MODELS, rotary, tiny_model
 from tests.adapters.ranks import far_off
-from tests.adapters.test_transformers_places import COUNTING, counting, ids, opt, padded, rotary
+from tests.adapters.test_transformers_places import COUNTING, counting, ids, opt, padded
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     **{name: partial(tiny_model, name, "eager") for name in MODELS},

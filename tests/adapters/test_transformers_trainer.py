@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +29,8 @@ from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_train
 from ringattn.errors import UnsupportedError
 from tests.adapters.hosts import record
 from tests.adapters.models import tiny_model
-from tests.adapters.processes import run_program
-from tests.adapters.trainer import CASES, RingTrainer, Stream, padded, texts
+from tests.adapters.processes import call_in_program
+from tests.adapters.trainer import CASES, QUICK, RingTrainer, Stream, padded, texts
 
 TOLERANCE = 1e-9
 BY_CONFIGURATION = {
@@ -45,33 +44,42 @@ BY_CONFIGURATION = {
 """By mode of the table of hosts, the case of accelerate."""
 
 
+def check_trained(folder: Path, world_size: int, cases: tuple[str, ...]) -> dict[str, Any]:
+    """Return the errors of these cases: weights, losses of steps and of evaluations are those of one process."""
+    entry = "tests.adapters.trainer:compute_errors"
+    found: dict[str, Any] = call_in_program(entry, str(folder), world_size, cases, timeout_s=560.0)
+    assert tuple(found) == cases
+    for case, errors in found.items():
+        assert errors["weights"] and max(errors["weights"].values()) <= TOLERANCE, case
+        (*mine, evaluated), (*true, truly) = errors["losses"]
+        assert len(mine) >= 2 and mine == pytest.approx(true, rel=1e-6), case  # Trainer adds these up in float32
+        assert evaluated == pytest.approx(truly, rel=TOLERANCE), case
+        counted, truly_counted = errors["counted"]
+        for name in ("right", "called"):
+            assert counted.pop(name, []) == pytest.approx(truly_counted.pop(name, []), rel=TOLERANCE), case
+        assert counted == pytest.approx(truly_counted, rel=TOLERANCE), case
+        assert counted["tokens"] > 0 or case not in ("measured", "by configuration")
+    return found
+
+
+def test_checkpointed_layers_of_both_routes(tmp_path: Path) -> None:
+    check_trained(tmp_path, 2, QUICK)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_trainer_over_processes(tmp_path: Path) -> None:
-    """One ring of two ranks, then two: weights, losses of steps and of evaluations are those of one process."""
-    run_program("-m", "tests.adapters.trainer", str(tmp_path), timeout_s=560.0)
-    for world_size, cases in CASES.items():
-        found = json.loads((tmp_path / f"trainer-{world_size}.json").read_text())
-        assert tuple(found) == cases
-        for case, errors in found.items():
-            assert errors["weights"] and max(errors["weights"].values()) <= TOLERANCE, case
-            (*mine, evaluated), (*true, truly) = errors["losses"]
-            assert len(mine) >= 2 and mine == pytest.approx(true, rel=1e-6), case  # Trainer adds these up in float32
-            assert evaluated == pytest.approx(truly, rel=TOLERANCE), case
-            counted, truly_counted = errors["counted"]
-            assert counted.pop("right", None) == truly_counted.pop("right", None), case
-            assert counted == pytest.approx(truly_counted, rel=TOLERANCE), case
-            assert counted["tokens"] > 0 or case not in ("measured", "by configuration")
-        if world_size == 2:
-            words = "RingParallelismConfig(cp_size=2), a plain Trainer: weights, float64; losses and token counts equal"
-            for mode, case in BY_CONFIGURATION.items():
-                worst = max(found[case]["weights"].values())
-                record("accelerate", accelerate.__version__, mode, "exact", ranks=2, worst=worst, words=words)
-            errors = found["measured"]["weights"].values()
-            words = "weights, in float64; accuracy, predictions, smoothed labels and token counts equal"
-            record(
-                "transformers", transformers.__version__, "Trainer", "exact", ranks=2, worst=max(errors), words=words
-            )
+@pytest.mark.parametrize("world_size", CASES)
+def test_trainer_over_processes(world_size: int, tmp_path: Path) -> None:
+    """One ring of two ranks, or two."""
+    found = check_trained(tmp_path, world_size, CASES[world_size])
+    if world_size == 2:
+        words = "RingParallelismConfig(cp_size=2), a plain Trainer: weights, float64; losses and token counts equal"
+        for mode, case in BY_CONFIGURATION.items():
+            worst = max(found[case]["weights"].values())
+            record("accelerate", accelerate.__version__, mode, "exact", ranks=2, worst=worst, words=words)
+        worst = max(found["measured"]["weights"].values())
+        words = "weights, in float64; accuracy, predictions, smoothed labels and token counts equal"
+        record("transformers", transformers.__version__, "Trainer", "exact", ranks=2, worst=worst, words=words)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

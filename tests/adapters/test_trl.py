@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +13,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed, which Tra
 
 from tests.adapters.environments import environment
 from tests.adapters.hosts import record
-from tests.adapters.processes import ROOT, run_program
+from tests.adapters.processes import ROOT, call_in_program
 from tests.adapters.versions import PEFT, TRL, WITH_TRL
 from tests.doc_code import code_of, run_under_torchrun
 
@@ -45,8 +44,8 @@ def with_trl() -> dict[str, str]:
 @pytest.mark.timeout(600)  # some 60 s where nothing runs beside it
 def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
     """Weights after three steps, every metric that SFTTrainer logs, and gradients of every kind of adapter."""
-    run_program("-m", "tests.adapters.sft", str(tmp_path), timeout_s=560.0, **with_trl())
-    found = json.loads((tmp_path / "sft.json").read_text())
+    answers = call_in_program("tests.adapters.sft:compute_errors", str(tmp_path), timeout_s=560.0, **with_trl())
+    found, adapters, with_lora = answers["sft"], answers["adapters"], answers["modes"]
     worst = dict.fromkeys(("plain", "packed", "SFTTrainer", "PEFT", "FSDP2", "compile", "checkpointing"), 0.0)
     assert len(found) >= 14
     for case, errors in found.items():
@@ -58,12 +57,10 @@ def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
             assert mine[1:] == pytest.approx(true[1:], rel=TOLERANCE), case
         mode = "PEFT" if "LoRA" in case else OF_THE_TABLE.get(case, "SFTTrainer")
         worst[mode] = max(worst[mode], errors["weights"])
-    adapters = json.loads((tmp_path / "adapters.json").read_text())
     assert len(adapters["off by"]) == 18 and max(adapters["off by"].values()) <= TOLERANCE, adapters
     assert adapters["saved"] <= TOLERANCE < 1e-3 < adapters["changed"]
     for kind, says in REFUSED.items():
         assert says in adapters["refused"][kind], adapters["refused"]
-    with_lora = json.loads((tmp_path / "modes.json").read_text())
     assert len(with_lora) == 7 and max(with_lora.values()) <= TOLERANCE, with_lora
     words = "weights after three steps, in float64; entropy, accuracy and token counts equal"
     for mode, error in worst.items():
@@ -91,7 +88,7 @@ def test_the_page_of_trainers_runs_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_other_trainer_of_trl_is_refused() -> None:
-    said = json.loads(run_program("-m", "tests.adapters.trl_trainers", **with_trl()).splitlines()[-1])
+    said = call_in_program("tests.adapters.sft:refused_trainers", **with_trl())
     assert {"DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"} <= set(said)
     for name, words in said.items():
         assert words.startswith(f"TRL's {name} "), (name, words)

@@ -1,15 +1,12 @@
-"""transformers' Trainer over processes, against the same in one process: `python -m tests.adapters.trainer FOLDER`.
+"""transformers' Trainer over processes, against the same in one process, in float64.
 
-Two ranks of one ring, then two rings of two ranks.
+A ring of two ranks, then two rings of two ranks. Losses of users run by both routes: the mixin and the configuration.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,47 +14,28 @@ from accelerate import DistributedType, PartialState
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 
 from ringattn import Ring
 from ringattn.adapters.accelerate import RingParallelismConfig
+from ringattn.adapters.local import local_attention
 from ringattn.adapters.transformers.trainer import RingTrainerMixin
 from tests.adapters.models import tiny_model, with_lora
 from tests.adapters.processes import forked, forked_ranks, worst_error
-from tests.adapters.ranks import InDouble, in_double
+from tests.adapters.ranks import in_double
 
-CASES = {
-    2: (
-        "packed",
-        "made by model_init",
-        "streamed",
-        "measured",
-        "by configuration",
-        "plain by configuration",
-        "packed by configuration",
-        "packed, checkpointed by configuration",
-        "plain, compiled by configuration",
-        "measured by configuration",
-        "streamed by configuration",
-        "packed, sharded by configuration",
-    ),
-    4: (
-        "two rings",
-        "two rings, full batches",
-        "two rings, measured",
-        "two rings by configuration",
-        "two rings, measured by configuration",
-        "two rings, own loss by configuration",
-    ),
-}
-"""By the number of processes. Sharded weights come last: accelerate remembers them in variables of the process."""
+BY_CONFIGURATION = " by configuration"
+"""The end of the name of a case in which a plain Trainer gets its ring from `RingParallelismConfig`."""
 
 
 class RingTrainer(RingTrainerMixin, Trainer):
     """Trainer over a ring."""
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset):
@@ -88,10 +66,27 @@ def padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return {**batch, "attention_mask": (batch["labels"] != -100).long()}
 
 
+def left_padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """A batch (texts, tokens), padded on the left, without labels that are predicted from padding."""
+    batch = padded([{"input_ids": row["input_ids"][::-1]} for row in rows])
+    batch = {name: x.flip(1) for name, x in batch.items()}
+    batch["labels"][:, 1:][batch["attention_mask"][:, :-1] == 0] = -100
+    return batch
+
+
 def unpadded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     """A batch of texts of one length, without a mask."""
     tokens = torch.tensor([row["input_ids"] for row in rows])
     return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def real(inputs: dict[str, Tensor]) -> Tensor:
+    """Which positions predict a label, (rows, tokens)."""
+    labels = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+    return labels != -100
+
+
+# --- losses and metrics of users -------------------------------------------------------------------------------------
 
 
 def accuracy(found: EvalPrediction) -> dict[str, float]:
@@ -100,22 +95,164 @@ def accuracy(found: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float((said == labels)[labels != -100].mean())}
 
 
-def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """A loss of a user, (), over the labels of a step: a mean of each batch would be another for two rings."""
-    losses = cross_entropy(outputs.logits[:, :-1].mT, labels[:, 1:], ignore_index=-100, reduction="none")
-    return (losses**2).sum() / num_items_in_batch
-
-
 def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
     """What the model would say next, which is less to keep than its logits."""
     return logits.argmax(-1)
 
 
-def settings(case: str, rings: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of TrainingArguments and of Trainer; of one process where `rings` is 0.
+def sum_of_squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A `compute_loss_func`, over the labels of a step: a mean of each batch would be another for two rings."""
+    losses = cross_entropy(outputs.logits[:, :-1].mT, labels[:, 1:], ignore_index=-100, reduction="none")
+    return (losses + 0.1 * losses**2).sum() / num_items_in_batch
+
+
+class Forwards(Trainer):
+    """Changes nothing."""
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        return super().compute_loss(*args, **options)
+
+
+class AddsTerm(Trainer):
+    """Adds a term to Trainer's loss."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        before = self.before(model, inputs)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + self.term(outputs, inputs, before)
+        return (loss, outputs) if return_outputs else loss
+
+    def before(self, model: Any, inputs: Any) -> Any:
+        """What is computed before Trainer's loss."""
+
+    def term(self, outputs: Any, inputs: Any, before: Any) -> Tensor:
+        """What is added."""
+        raise NotImplementedError
+
+
+class ZLoss(AddsTerm):
+    def term(self, outputs: Any, inputs: Any, before: Any) -> Tensor:
+        return 0.1 * (outputs.logits.logsumexp(-1)[real(inputs)] ** 2).mean()
+
+
+class Distilled(AddsTerm):
+    """Its teacher is no prepared model and sees whole texts, before and after the student."""
+
+    def term(self, outputs: Any, inputs: Any, before: Any) -> Tensor:
+        teacher = tiny_model("qwen2", "sdpa")
+        with torch.no_grad():
+            targets = teacher(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        shown = real(inputs)
+        taught = (outputs.logits.float().double() / 2).log_softmax(-1)[shown]
+        return kl_div(taught, (targets.flip(-1) / 2).softmax(-1)[shown], reduction="batchmean")
+
+
+class Twice(AddsTerm):
+    """Two calls of the model for one loss."""
+
+    def before(self, model: Any, inputs: Any) -> Tensor:
+        flipped = {"input_ids": inputs["input_ids"].flip(0), "attention_mask": inputs["attention_mask"].flip(0)}
+        second: Tensor = model(**flipped).logits.flip(0)
+        return second
+
+    def term(self, outputs: Any, inputs: Any, before: Any) -> Tensor:
+        return ((outputs.logits.softmax(-1) - before.roll(1, -1).softmax(-1))[real(inputs)] ** 2).mean()
+
+
+class Hidden(Trainer):
+    """Hidden states and weights, and the loss of one batch, squared; the number of labels is not handed on."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+        outputs = model(**inputs, output_hidden_states=True)
+        states = sum((state[real(inputs)] ** 2).mean() for state in outputs.hidden_states)
+        loss = outputs.loss**2 + 0.01 * states + 0.01 * self.model.lm_head.weight.square().sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Calls(TrainerCallback):
+    """Calls the model with whole texts at the end of each step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        self.values += called(model)
+
+
+@torch.no_grad()
+def called(model: Any) -> list[float]:
+    """Logits of a text, and the tokens that the model generates after it, on every rank."""
+    model.eval()
+    prompt = torch.tensor([[5, 9, 33, 12]])
+    with local_attention():
+        logits = model(input_ids=prompt).logits
+        more = model.generate(
+            input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False
+        )
+    model.train()
+    return [*logits.flatten().tolist(), *more.flatten().tolist()]
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "Qwen2DecoderLayer"}}
+LOSSES: dict[str, tuple[type[Trainer], dict[str, Any], dict[str, Any]]] = {
+    "forwards": (Forwards, {}, {}),
+    "forwards, smoothed": (Forwards, {"label_smoothing_factor": 0.1}, {}),
+    "z-loss": (ZLoss, {}, {}),
+    "z-loss, labels of each process": (ZLoss, {"average_tokens_across_devices": False}, {}),
+    "z-loss, checkpointed": (ZLoss, CHECKPOINTED, {}),
+    "distilled": (Distilled, {}, {}),
+    "hidden states": (Hidden, {}, {}),
+    "twice": (Twice, {}, {}),
+    "function": (Trainer, {}, {"compute_loss_func": sum_of_squares}),
+    "padded on the left": (Trainer, {}, {"data_collator": left_padded}),
+    "z-loss, padded on the left": (ZLoss, {}, {"data_collator": left_padded}),
+    "z-loss, sharded": (ZLoss, SHARDED, {}),
+}
+"""Losses of users: the Trainer, and what differs of TrainingArguments and of Trainer's arguments."""
+QUICK = ("packed, reentrant", "packed, reentrant by configuration")
+_TWO = (
+    "packed",
+    "made by model_init",
+    "streamed",
+    "measured",
+    *QUICK,
+    "by configuration",
+    "plain by configuration",
+    "packed by configuration",
+    "packed, checkpointed by configuration",
+    "plain, compiled by configuration",
+    "plain, compiled, checkpointed by configuration",
+    "measured by configuration",
+    "streamed by configuration",
+    *LOSSES,
+    *(case + BY_CONFIGURATION for case in LOSSES),
+    "packed, sharded by configuration",
+)
+CASES = {
+    2: tuple(sorted(_TWO, key=lambda case: "sharded" in case)),
+    4: (
+        "two rings",
+        "two rings, full batches",
+        "two rings, measured",
+        "two rings by configuration",
+        "two rings, measured by configuration",
+        "two rings, own loss by configuration",
+    ),
+}
+"""By the number of processes. Sharded weights come last: accelerate remembers them in variables of the process."""
+
+
+def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict[str, Any]]:
+    """The Trainer, and what it gets: TrainingArguments and other arguments; of one process where `rings` is 0.
 
     The last batch of an epoch and of an evaluation is not full, except where texts are packed.
     """
+    name, kind = case.removesuffix(BY_CONFIGURATION), Trainer
     args: dict[str, Any] = {
         "per_device_train_batch_size": 3, "per_device_eval_batch_size": 3, "num_train_epochs": 2,
         "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [],
@@ -123,6 +260,12 @@ def settings(case: str, rings: int) -> tuple[dict[str, Any], dict[str, Any]]:
     }  # fmt: skip
     uneven = sorted(texts()[:7], key=lambda row: -len(row["input_ids"]))
     trainer: dict[str, Any] = {"train_dataset": uneven, "eval_dataset": uneven, "data_collator": padded}
+    if name in LOSSES:
+        kind, options, arguments = LOSSES[name]
+        args |= {"max_steps": 2, "max_grad_norm": 0.0, "remove_unused_columns": False, **options}
+        trainer |= {"train_dataset": texts(), "eval_dataset": texts()[:4], "callbacks": [Calls()], **arguments}
+    elif case.endswith(BY_CONFIGURATION):
+        args |= {"include_num_input_tokens_seen": "non_padding"}
     if case.startswith("packed"):
         args |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 3}
         trainer = {"train_dataset": texts(), "eval_dataset": texts()[:4], "data_collator": DataCollatorWithFlattening()}
@@ -142,20 +285,18 @@ def settings(case: str, rings: int) -> tuple[dict[str, Any], dict[str, Any]]:
         trainer |= {"train_dataset": texts()}
     if "own loss" in case:
         args |= {"max_steps": 2, "max_grad_norm": 0.0}
-        trainer |= {"compute_loss_func": squared, "eval_dataset": equal_texts()[:3]}
-    if case.endswith("by configuration"):
-        args |= {"include_num_input_tokens_seen": "non_padding"}
-    if case.endswith("by configuration") and rings:
+        trainer |= {"compute_loss_func": sum_of_squares, "eval_dataset": equal_texts()[:3]}
+    if case.endswith(BY_CONFIGURATION) and rings:
         args |= {"parallelism_config": RingParallelismConfig(cp_size=2)}
     if case.startswith("plain"):
         trainer |= {"train_dataset": equal_texts(), "eval_dataset": equal_texts(), "data_collator": unpadded}
-    if "checkpointed" in case:
-        args |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    if "checkpointed" in case or "reentrant" in case:
+        args |= {**CHECKPOINTED, "gradient_checkpointing_kwargs": {"use_reentrant": "reentrant" in case}}
     if "compiled" in case:
         args |= {"max_steps": 2, "gradient_accumulation_steps": 1, "torch_compile_backend": "aot_eager"}
         args |= {"torch_compile": rings > 0}
-    if "sharded" in case and rings:
-        args |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "Qwen2DecoderLayer"}}
+    if "sharded" in case:
+        args |= SHARDED if rings else dict.fromkeys(SHARDED)
     if case == "two rings, full batches":
         args |= {"dataloader_drop_last": True, "num_train_epochs": 1}
         trainer |= {"eval_dataset": texts()[:11]}
@@ -167,21 +308,24 @@ def settings(case: str, rings: int) -> tuple[dict[str, Any], dict[str, Any]]:
         trainer |= {"model": tiny_model("qwen2", "eager")}
     if "LoRA" in case:
         trainer |= {"model": with_lora(trainer["model"])}
-    return args, trainer
+    return kind, args, trainer
 
 
-def trained(folder: Path, case: str, rings: int = 0) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+@in_double()
+def trained(folder: str, case: str, rings: int = 0) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
     """Weights after a few steps, all losses, of the steps and of evaluations, and whatever else was counted."""
-    with in_double() if "checkpointed" in case or "compiled" in case else InDouble():
-        options, given = settings(case, rings)
-        args = TrainingArguments(output_dir=str(folder), **options)
-        if args.fsdp:
-            as_on_accelerators()
-        if rings and not case.endswith("by configuration"):
-            mesh = init_device_mesh("cpu", (rings, args.world_size // rings), mesh_dim_names=("dp", "cp"))
-            with Ring(mesh, timeout_s=60.0) as ring:
-                return run(RingTrainer(args=args, ring=ring, **given))
-        return run(Trainer(args=args, **given))
+    kind, options, given = settings(case, rings)
+    args = TrainingArguments(output_dir=folder, **options)
+    if args.fsdp:
+        as_on_accelerators()
+    if rings and not case.endswith(BY_CONFIGURATION):
+        mesh = init_device_mesh("cpu", (rings, args.world_size // rings), mesh_dim_names=("dp", "cp"))
+        with Ring(mesh, timeout_s=60.0) as ring:
+            return run(type("Ours", (RingTrainerMixin, kind), {})(args=args, ring=ring, **given))
+    return run(kind(args=args, **given))
 
 
 def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
@@ -189,10 +333,14 @@ def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any
     trainer.train()
     if trainer.args.fsdp:
         assert all(isinstance(weight, DTensor) for weight in trainer.model.parameters())
+    weights = {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     found = trainer.evaluate()
     losses += [found[name] for name in sorted(found) if name.endswith("loss")]
     counted: dict[str, Any] = {"tokens": trainer.state.num_input_tokens_seen}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, Calls):
+            counted["called"] = callback.values + called(trainer.model)
     if trainer.args.per_device_train_batch_size != 4 and trainer.args.world_size < 4:  # others pad otherwise
         counted["operations"] = trainer.state.total_flos
     if trainer.compute_metrics is not None:
@@ -201,7 +349,7 @@ def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any
         counted["loss"] = said.metrics["test_loss"]
         counted["right"] = said.predictions[said.label_ids != -100].tolist()
         counted["unlabeled"] = unlabeled(trainer)
-    return {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}, losses, counted
+    return weights, losses, counted
 
 
 def as_on_accelerators() -> None:
@@ -221,34 +369,22 @@ def unlabeled(trainer: Trainer) -> float:
     return float(trainer.predict(equal_texts()[:2]).predictions.std())
 
 
-def alone(folder: Path, *cases: str) -> None:
-    """Save what one process does."""
-    torch.save({case: trained(folder, case) for case in cases}, folder / "alone.pt")
+def compute_errors(folder: str, world_size: int, cases: list[str]) -> dict[str, Any]:
+    """Return how far the weights and losses on the last of several processes are from those of one, by case.
+
+    All are forked from this process.
+    """
+    tiny_model("qwen2", "eager")  # imported here, so that no forked process has to
+    (expected,) = forked(lambda: {case: trained(folder, case) for case in cases})
+    results: dict[str, Any] = forked_ranks(world_size, partial(rank, folder, world_size, expected))[-1]
+    return results
 
 
-def rank(folder: Path, world_size: int, cases: tuple[str, ...], number: int) -> dict[str, Any]:
-    """Return how far the weights and losses of one of several processes are from those of one process."""
-    true = torch.load(folder / "alone.pt")
-    found = {}
-    for case in cases:
+def rank(folder: str, world_size: int, expected: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return the errors on one of several processes."""
+    errors = {}
+    for case, (theirs, true_losses, truly_counted) in expected.items():
         mine, losses, counted = trained(folder, case, rings=world_size // 2)
-        theirs, true_losses, truly_counted = true[case]
-        errors = {name: worst_error([(mine[name], weight)]) for name, weight in theirs.items()}
-        found[case] = {"weights": errors, "losses": [losses, true_losses], "counted": [counted, truly_counted]}
-    return found
-
-
-def over_processes(folder: Path, world_size: int, *cases: str) -> dict[str, Any]:
-    """Save and return what the last of these processes returns; `alone` has run."""
-    found: dict[str, Any] = forked_ranks(world_size, partial(rank, folder, world_size, cases))[-1]
-    (folder / f"trainer-{world_size}.json").write_text(json.dumps(found), encoding="utf-8")
-    return found
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    tiny_model("qwen2", "eager")
-    forked(partial(alone, folder, *(case for cases in CASES.values() for case in cases)))
-    for world_size, cases in CASES.items():
-        over_processes(folder, world_size, *cases)
+        off_by = {name: worst_error([(mine[name], weight)]) for name, weight in theirs.items()}
+        errors[case] = {"weights": off_by, "losses": [losses, true_losses], "counted": [counted, truly_counted]}
+    return errors

@@ -1,31 +1,26 @@
-"""What one version of transformers does over two ranks: `python -m tests.adapters.version_cells FOLDER [CELL ...]`.
+"""What one version of transformers does over two ranks.
 
-Leaves cells.json in the folder, of these cells, or of all. Run with that version first on the path, by
-tests.adapters.versions. Each cell is the worst error against one process, in float64 throughout, or the words of the
-refusal.
+For a process with that version first on the path, see tests.adapters.versions. Each cell is the worst error against one
+process, in float64 throughout, or the words of the refusal.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DataCollatorWithFlattening, LlamaConfig
+from transformers import DataCollatorWithFlattening
 
 from ringattn import InputError, Ring
 from ringattn.adapters.context import recompute_context
 from ringattn.adapters.transformers import prepare
 from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer
 from ringattn.testing import run_ranks
-from tests.adapters.models import tiny_model, with_lora
-from tests.adapters.processes import forked
+from tests.adapters.models import rotary, tiny_model, with_lora
 from tests.adapters.ranks import (
     DOCUMENTS,
     TOKENS,
@@ -34,10 +29,10 @@ from tests.adapters.ranks import (
     far_from_one,
     far_off,
     far_off_compiled,
+    far_off_sharded,
     forward,
 )
-from tests.adapters.sharded import far_off_sharded
-from tests.adapters.trainer import RingTrainer, alone, over_processes
+from tests.adapters.trainer import RingTrainer, compute_errors
 
 Cell = Callable[[], float]
 PLAIN, PACKED, PADDED = batches().values()
@@ -59,24 +54,6 @@ def eager(name: str, **other: Any) -> Callable[[], Any]:
 # --- exact ----------------------------------------------------------------------------------------------------------
 
 
-def rotary(kind: str) -> Any:
-    """A model whose frequencies depend on the length, which a rank's part of the text does not reach."""
-    if kind == "dynamic":
-        rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
-        return tiny_model("llama", "eager", **rope_options(rope), max_position_embeddings=16)
-    rope = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 16,
-            "short_factor": [1.0, 1.5, 1.0, 2.0], "long_factor": [4.0, 3.0, 9.0, 5.0]}  # fmt: skip
-    return tiny_model("phi3", "eager", **rope_options(rope), original_max_position_embeddings=16, sliding_window=None)
-
-
-def rope_options(rope: dict[str, Any]) -> dict[str, Any]:
-    """The option of a configuration that 4.57 spells otherwise."""
-    if hasattr(LlamaConfig(), "rope_parameters"):
-        return {"rope_parameters": rope}
-    kept = {k: v for k, v in rope.items() if k in ("factor", "short_factor", "long_factor")}
-    return {"rope_scaling": {"type": rope["rope_type"], **kept}, "rope_theta": rope["rope_theta"]}
-
-
 def checkpointed(model: Any) -> Any:
     """Every layer is computed again in backward, in float64 there too."""
 
@@ -94,13 +71,11 @@ def checkpointed(model: Any) -> Any:
     return model
 
 
-def trained(folder: Path) -> float:
+def trained(folder: str) -> float:
     """Trainer's weights, and the loss of its evaluation; losses of steps are rounded to float32 by it."""
     check_trainer(RingTrainer)  # what a process raises is lost
-    cases = ("packed", "packed, labels of each process")
-    forked(partial(alone, folder, *cases))
     errors = []
-    for found in over_processes(folder, 2, *cases).values():
+    for found in compute_errors(folder, 2, ["packed", "packed, labels of each process"]).values():
         (*steps, evaluated), (*true_steps, truly) = found["losses"]
         assert len(steps) == 3
         rounded = [abs(a / b - 1) for a, b in zip(steps, true_steps, strict=True)]
@@ -108,14 +83,14 @@ def trained(folder: Path) -> float:
     return max(errors)
 
 
-def fine_tuned(folder: Path) -> float:
+def fine_tuned(folder: str) -> float:
     """SFTTrainer's weights, and what it logs besides losses, which are rounded to float32."""
     from ringattn.adapters.trl import RingSFTTrainer
 
     check_trainer(RingSFTTrainer)
     from tests.adapters import sft
 
-    (found,) = sft.over_processes(folder, "packed").values()
+    (found,) = sft.train_errors(folder, "packed").values()
     errors = [found["weights"]]
     for (loss, *others), (true_loss, *truly) in zip(*found["logged"], strict=True):
         assert len(others) == 3
@@ -124,7 +99,7 @@ def fine_tuned(folder: Path) -> float:
     return max(errors)
 
 
-def preferred(folder: Path) -> float:
+def preferred(folder: str) -> float:
     """Nothing: DPOTrainer is refused before it is made."""
     from trl import DPOTrainer
 
@@ -153,7 +128,7 @@ def generated() -> float:
     return max(run_ranks(2, body))
 
 
-FORKED: dict[str, Callable[[Path], float]] = {
+FORKED: dict[str, Callable[[str], float]] = {
     "Trainer, 3 steps, packed": trained,
     "TRL's SFTTrainer, 3 steps, packed": fine_tuned,
     "TRL's DPOTrainer": preferred,
@@ -230,13 +205,7 @@ def verdict(cell: Cell) -> float | str:
         return str(error)
 
 
-def main(folder: Path, *names: str) -> None:
-    """These cells, or all."""
-    torch.set_num_threads(1)
+def verdicts(folder: str, *names: str) -> dict[str, float | str]:
+    """Return the verdicts of these cells, or of all."""
     made: dict[str, Cell] = {name: partial(cell, folder) for name, cell in FORKED.items()} | EXACT | REFUSED
-    found = {name: verdict(cell) for name, cell in made.items() if not names or name in names}
-    (folder / "cells.json").write_text(json.dumps(found), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    return {name: verdict(cell) for name, cell in made.items() if not names or name in names}

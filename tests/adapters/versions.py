@@ -5,7 +5,6 @@ See tests.adapters.environments.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.adapters.environments import environment
-from tests.adapters.processes import ROOT, run_program
+from tests.adapters.processes import ROOT, call_in_program
 
 PAGE = ROOT / "docs" / "embedding-transformers.md"
 TABLE = re.compile(r"(^<!-- versions -->\n).*?(^<!-- end of versions -->$)", re.MULTILINE | re.DOTALL)
@@ -53,8 +52,9 @@ def cells(version: str, folder: Path, *names: str) -> dict[str, Verdict]:
     path = os.pathsep.join([str(packages(version)), *besides, str(ROOT)])
     variables = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     variables["PYTHONDONTWRITEBYTECODE"] = ""  # pip has not compiled these packages
-    run_program("-m", "tests.adapters.version_cells", str(folder), *names, **variables)
-    found: dict[str, Verdict] = json.loads((folder / "cells.json").read_text(encoding="utf-8"))
+    found: dict[str, Verdict] = call_in_program(
+        "tests.adapters.version_cells:verdicts", str(folder), *names, **variables
+    )
     return found
 
 
