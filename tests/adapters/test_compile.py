@@ -25,42 +25,29 @@ from ringattn.adapters import torch_ops
 from ringattn.adapters.torch_ops import ACTIVE, attention, attention_backward, ring_attention
 from ringattn.sequence import sequence_with
 from ringattn.testing import dense_attention, run_ranks
-from tests.adapters.hosts import record
-from tests.adapters.processes import worst_error
 
 TOKENS, DIM, HEADS, KV_HEADS = 17, 16, 4, 2
 DOCUMENTS = [0, 3, 12, 17]
 Attend = Callable[..., Tensor]
 
 
-class Block(nn.Module):
-    """A pre-norm layer with grouped heads: x (batch, tokens, 16) to the same."""
+class Layers(nn.Module):
+    """Two pre-norm layers with grouped heads and one set of weights: x (batch, tokens, 16) to the same."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(DIM, DIM + 2 * DIM * KV_HEADS // HEADS, bias=False, dtype=torch.float64)
         self.up = nn.Linear(DIM, DIM, dtype=torch.float64)
-
-    def forward(self, x: Tensor, attend: Attend, *where: Sequence) -> Tensor:
-        heads = self.qkv(F.rms_norm(x, (DIM,))).unflatten(2, (-1, DIM // HEADS))
-        q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), 2)
-        x = x + attend(q, k, v, *where).flatten(2)
-        return x + F.silu(self.up(x))
-
-
-class Layers(nn.Module):
-    """Two blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
         generator = torch.Generator().manual_seed(0)
         for weight in self.parameters():
             nn.init.uniform_(weight, -0.5, 0.5, generator=generator)
 
     def forward(self, x: Tensor, attend: Attend, *where: Sequence) -> Tensor:
-        for block in self.blocks:
-            x = block(x, attend, *where)
+        for _ in range(2):
+            heads = self.qkv(F.rms_norm(x, (DIM,))).unflatten(2, (-1, DIM // HEADS))
+            q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), 2)
+            x = x + attend(q, k, v, *where).flatten(2)
+            x = x + F.silu(self.up(x))
         return x
 
 
@@ -103,12 +90,10 @@ def reference(x: Tensor, documents: list[int] | None = None, **options: Any) -> 
     return [out.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The greatest difference, relative to the greatest number of its tensor."""
-    assert len(found) == len(expected) == 7
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected) == 4
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
-    return worst_error(zip(found, expected, strict=True))
 
 
 # Thread ranks share dynamo's caches: its counters count both, and each rank compiles a model of its own.
@@ -127,13 +112,10 @@ def test_layers_compile_into_one_graph() -> None:
 
     for (first, second, third, eager), graphs in run_ranks(2, body):
         assert graphs == 1
-        worst = assert_same(first, reference(inputs()))
-        of_documents = assert_same(second, reference(inputs(seed=1), DOCUMENTS))
+        assert_same(first, reference(inputs()))
+        assert_same(second, reference(inputs(seed=1), DOCUMENTS))
         assert_same(third, reference(inputs(seed=2)))
         assert_same(eager, second)
-        words = "output and gradients of ring_attention in one compiled graph, float64"
-        for mode, error in (("compile", worst), ("packed", of_documents)):
-            record("PyTorch", torch.__version__.split("+")[0], mode, "exact", ranks=2, worst=error, words=words)
 
 
 @pytest.mark.slow
@@ -201,24 +183,6 @@ def test_operators_keep_their_word_to_compilers(dtype: torch.dtype, window: tupl
             out, lse, ticket = attention(*arguments)
             given = (*arguments[:4], out, lse, ticket, torch.randn_like(out), torch.randn_like(lse))
             torch.library.opcheck(attention_backward, given)
-
-
-def test_what_the_ring_would_keep_for_backward_is_sent_again() -> None:
-    """Few rows come to a window: `Ring.attention` keeps them, the operator does not, and the gradients are the same."""
-
-    def body(ring: Ring) -> tuple[Tensor, Tensor, int]:
-        seq = ring.sequence(64, layout="contiguous")
-        x = torch.linspace(-1, 1, len(seq.positions()) * 8, dtype=torch.float64).view(1, -1, 1, 8).requires_grad_()
-        options: dict[str, Any] = {"causal": True, "window": (2, None), "schedule": "all_gather"}
-        (expected,) = torch.autograd.grad(ring.attention(x, x, x, seq, **options).sin().sum(), x)
-        kept_bytes = ring.memory_info()["kept_bytes"]
-        (found,) = torch.autograd.grad(ring_attention(x, x, x, seq, **options).sin().sum(), x)
-        return found, expected, kept_bytes
-
-    results = run_ranks(2, body, poison=True)
-    assert max(kept_bytes for *_, kept_bytes in results) > 0
-    for found, expected, _ in results:
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

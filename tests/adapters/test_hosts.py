@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import json
 import re
 from pathlib import Path
 
@@ -12,36 +12,25 @@ from torch import Tensor
 
 from ringattn import InputError, Ring
 from ringattn.testing import dense_attention, run_ranks
-from tests.adapters.hosts import MODES, NONE, PAGE, ROOT, read, renewed, shown, table
-from tests.adapters.processes import worst_error
+from tests.adapters.processes import ROOT, worst_error
 from tests.contract.processes import free_port
 from tests.contributing import example
 from tests.doc_code import run_page, run_page_under_torchrun
 
 
-def test_each_cell_is_of_a_test_and_on_the_page() -> None:
-    functions: dict[str, set[str]] = {}
-    for cell in read():
-        file, test = cell.test.split("::")
-        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        known = functions.setdefault(file, {one.name for one in tree.body if isinstance(one, ast.FunctionDef)})
-        assert test in known, f"{cell.test} is gone; run what took its place, then python -m tests.adapters.hosts"
-    page = PAGE.read_text(encoding="utf-8")
-    assert renewed(page, read()) == page, "run python -m tests.adapters.hosts"
-    assert table(read()) in page
-
-
-@pytest.mark.parametrize("host", sorted({cell.host for cell in read()}))
-def test_no_cell_is_empty(host: str) -> None:
-    """Each is exact or refused, or a dash with its reason."""
-    rows = {version: row for (of, version), row in shown(read()).items() if of == host}
-    empty = [(version, mode) for version, row in rows.items() for mode, said in row.items() if not said]
-    assert not empty, f"{host}: compare or refuse these and record it, or give the reason in hosts.NONE: {empty}"
-
-
-def test_a_dash_is_of_a_host_that_there_is_and_has_a_reason() -> None:
-    assert set(NONE) <= {cell.host for cell in read()}
-    assert all(mode in MODES and reason for modes in NONE.values() for mode, reason in modes.items())
+def test_each_cell_of_the_table_has_a_test_or_a_reason() -> None:
+    """hosts.json: by host and version, and by mode, the cell, and the test that shows it or why there is none."""
+    page = (ROOT / "docs" / "embedding.md").read_text(encoding="utf-8")
+    head, _, *rows = (line.strip("| ").split(" | ") for line in TABLE.search(page)[0].splitlines())
+    cells = {f"{host} {version}": dict(zip(head[2:], row, strict=True)) for host, version, *row in rows}
+    sources = json.loads(Path(__file__).with_name("hosts.json").read_text(encoding="utf-8"))
+    assert {
+        host: {mode: source.split(": ")[0] for mode, source in row.items()} for host, row in sources.items()
+    } == cells
+    for source in {source for row in sources.values() for source in row.values() if not source.startswith("–: ")}:
+        outcome, file, test = re.split(": |::", source)
+        assert outcome in ("exact", "refused")
+        assert re.search(rf"^def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), source
 
 
 def test_the_adapter_of_contributing_is_exact_and_refuses_what_it_cannot() -> None:
@@ -75,6 +64,7 @@ def test_a_nan_is_infinitely_far_off() -> None:
 
 # --- pages -----------------------------------------------------------------------------------------------------------
 
+TABLE = re.compile(r"^\| host \| version \|.*?(?=\n\n)", re.MULTILINE | re.DOTALL)
 _LINE = re.compile(r"^(?:loss|image|block|gradients) .*\d$", re.MULTILINE)
 _NUMBER = re.compile(r"\d+\.\d+")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +42,6 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from ringattn.adapters.groups import close_rings, ring_of
 from ringattn.adapters.megatron import RingCoreAttention
-from tests.adapters.hosts import record
 from tests.adapters.processes import worst_error
 
 VOCABULARY, TOKENS, CUTS = 40, 16, [0, 4, 16]
@@ -183,17 +181,6 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
 def test_a_model_over_two_processes_equals_one() -> None:
     for errors in run_ranks_in_processes("tests.adapters.test_megatron:of_processes", {}, 2, 120, 1):
         assert len(errors) == 10 and max(errors.values()) < 1e-10, errors
-    cases = {
-        "plain": ("batch", "a GPTModel"),
-        "packed": ("packed", "a GPTModel"),
-        "checkpointing": ("checkpointing", "a GPTModel, recompute_granularity full and selective"),
-        "compile": ("compile", "a GPTModel with a compiled layer"),
-        "FSDP2": ("FSDP2", "a GPTModel under TorchFullyShardedDataParallel"),
-    }
-    for mode, (start, what) in cases.items():
-        worst = max(one for name, one in errors.items() if name.startswith(start))
-        words = f"loss and gradients of {what}, float64"
-        record("Megatron Core", version("megatron-core"), mode, "exact", ranks=2, worst=worst, words=words)
 
 
 # --- one layer, ranks as threads -------------------------------------------------------------------------------------

@@ -131,25 +131,6 @@ def test_unshard_outside_takes_the_last_sequence() -> None:
         close(out, reference(*[whole(0)] * 3, cu_seqlens=DOCUMENTS))
 
 
-def test_other_threads_attend_as_before() -> None:
-    """One rank of two is inside at a time; the other's SDPA stays torch's."""
-
-    def body(ring: Ring) -> None:
-        x = whole(0)
-        if ring.rank == 0:
-            with Ring() as alone, context_parallel(alone, buffers=[x], buffer_seq_dims=[2]):
-                ring.barrier()
-                with pytest.raises(InputError, match="no dropout_seed"):
-                    F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
-                ring.barrier()
-        else:
-            ring.barrier()
-            F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
-            ring.barrier()
-
-    run_ranks(2, body)
-
-
 def attend(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x.sin(), x, x, is_causal=True)
 

@@ -22,9 +22,8 @@ from ringattn.adapters.transformers import prepare
 from ringattn.adapters.transformers.calls import _refuse_replaced, around_forward, stands_around
 from ringattn.testing import run_ranks
 from tests.adapters.environments import environment
-from tests.adapters.hosts import ROOT, record
 from tests.adapters.models import tiny_model
-from tests.adapters.processes import call_in_program
+from tests.adapters.processes import ROOT, call_in_program
 
 TOKENS = torch.arange(3, 17)[None]
 LIGER = "0.8.5"
@@ -150,10 +149,7 @@ def test_the_kernels_of_liger_over_two_ranks(tmp_path: Path) -> None:
     told = call_in_program("tests.adapters.liger_ranks:compute_errors", **env)
     assert told.pop("Liger's") == ["lce_forward", "forward", "forward", "liger_rotary_pos_emb"]
     assert told.keys() == {"plain", "packed"}
-    for mode, error in told.items():
-        assert error <= 1e-5, told
-        words = "loss and gradients of a Llama with all its kernels, interpreted, in float32, against one without Liger"
-        record("Liger", LIGER, mode, "exact", ranks=2, worst=error, words=words)
+    assert max(told.values()) <= 1e-5, told
 
 
 def test_the_check_of_a_replaced_forward_does_not_break_compiled_graphs() -> None:
