@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from ringattn.adapters import context
 from ringattn.adapters.groups import ring_of
-from ringattn.adapters.hosts import refused_by_all
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.core.layout import Layout
 from ringattn.errors import InputError, UnsupportedError
@@ -96,7 +95,7 @@ def context_parallel(
     except RuntimeError as error:
         if _FLEX not in str(error) or isinstance(error, UnsupportedError):
             raise
-        with refused_by_all(ring):  # raised inside of the compiler that flex_attention brings along
+        with ring.refused_by_all():  # raised inside of the compiler that flex_attention brings along
             raise UnsupportedError(_FLEX) from error
     finally:
         with torch.no_grad():
@@ -217,7 +216,7 @@ class _LocalRanges:
         if is_ours or active_sequence() is not self.seq or self._has_positions():
             return
         ring, function = self.seq.ring, f"{module}.{caller.f_code.co_qualname}"
-        with refused_by_all(ring):
+        with ring.refused_by_all():
             raise InputError(
                 f"rank {ring.rank}: {function} calls torch.arange({self.tokens}) inside of context_parallel, which "
                 f"numbers this rank's tokens from 0: add torch.arange({self.seq.length}) to the buffers, and give it "

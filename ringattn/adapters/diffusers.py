@@ -9,7 +9,7 @@ Not covered: embeddings of patches and positions; a caller shards tokens and the
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
-from ringattn.adapters.hosts import refused_by_all, require_checked
+from ringattn.adapters.hosts import require_checked
 from ringattn.core.layout import Layout
 from ringattn.errors import InputError
 from ringattn.ring import Ring
@@ -188,7 +188,7 @@ class RingAttnProcessor(AttnProcessor2_0):
         is_cross = encoder_hidden_states is not None
         is_whole = is_cross and isinstance(kv_seq, str) and kv_seq == "whole"
         if seq is not None:
-            with refused_by_all(seq.ring):
+            with seq.ring.refused_by_all():
                 _refuse(attn, attention_mask, kv_seq if is_cross else seq, is_whole)
         if seq is None or is_whole:
             with activate(None):
@@ -209,7 +209,7 @@ class RingAttnProcessor(AttnProcessor2_0):
 def _refused_by_all() -> AbstractContextManager[None]:
     """For what a processor refuses before it has asked for its sequence."""
     seq = active_sequence()
-    return refused_by_all(None if seq is None else seq.ring)
+    return nullcontext() if seq is None else seq.ring.refused_by_all()
 
 
 def _refuse(attn: Any, mask: Tensor | None, kv_seq: object, is_whole: bool) -> None:

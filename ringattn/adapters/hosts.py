@@ -1,10 +1,9 @@
-"""What several adapters share: checked versions, refusals and batches of all ranks, heads of tensor parallelism."""
+"""What several adapters share: checked versions, batches of all ranks, heads of tensor parallelism."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from importlib.metadata import version
 from typing import Any
@@ -28,20 +27,6 @@ def require_checked(package: str, *checked: str) -> None:
 
 
 # --- What the ranks of a ring have in common --------------------------------------------------------------------------
-
-
-@contextmanager
-def refused_by_all(ring: Ring | None) -> Iterator[None]:
-    """An `InputError` that this rank alone raises inside is raised by the next call of every rank of `ring`.
-
-    Inside must be no collective call: its refusals are those of all ranks already. None: nobody else has to hear.
-    """
-    try:
-        yield
-    except InputError as error:
-        if ring is not None and ring.is_open:
-            ring.check_consistency("", error)
-        raise
 
 
 def check_alike(ring: Ring, batch: Mapping[str, Any], advice: str) -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from ringattn.adapters.hosts import check_alike, refused_by_all, require_checked
+from ringattn.adapters.hosts import check_alike, require_checked
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
@@ -159,7 +159,7 @@ class RingMixin:
         Example:
             seq, tokens, labels = self.ring_shard(batch[0])
         """
-        with refused_by_all(self.ring):
+        with self.ring.refused_by_all():
             documents = None if cu_seqlens is None else check_documents(cu_seqlens, tokens.shape[1])
         whole = {"tokens": tokens, "labels": labels, "cu_seqlens": documents}
         check_alike(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ringattn.adapters.attend import UNTRACED, as_autocast, lone_sequence
 from ringattn.adapters.groups import ring_of
-from ringattn.adapters.hosts import refused_by_all, require_checked
+from ringattn.adapters.hosts import require_checked
 from ringattn.core.layout import Layout
 from ringattn.errors import InputError
 from ringattn.ring import Ring
@@ -157,7 +157,7 @@ class RingCoreAttention(MegatronModule):
         params = packed_seq_params if packed_seq_params and packed_seq_params.qkv_format == "thd" else None
         packed = params is not None
         ring = self._ring(packed_seq_params)
-        with refused_by_all(ring):
+        with ring.refused_by_all():
             _check_size(ring, packed_seq_params)
             if attention_mask is not None or attention_bias is not None:
                 raise InputError(

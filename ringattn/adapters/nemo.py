@@ -20,7 +20,7 @@ from torch.distributed import DeviceMesh
 from ringattn.adapters import transformers
 from ringattn.adapters.dropout import told_seed
 from ringattn.adapters.groups import ring_of
-from ringattn.adapters.hosts import refused_by_all, require_checked
+from ringattn.adapters.hosts import require_checked
 from ringattn.adapters.transformers import shard_batch
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
@@ -98,7 +98,7 @@ class _Shards:
         from nemo_automodel.components.distributed.context_parallel.sharder import ShardLayout
 
         ring = ring_of(self._mesh)
-        with refused_by_all(ring):
+        with ring.refused_by_all():
             if loss_mask is not None:
                 raise InputError("loss_mask: over a ring labels say what is learned; set labels to -100 instead")
             if "labels" not in batch:

@@ -28,7 +28,7 @@ from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.groups import close_rings, ring_of
-from ringattn.adapters.hosts import local_heads, refused_by_all, require_checked
+from ringattn.adapters.hosts import local_heads, require_checked
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.runtime.activation import activation
 from ringattn.sequence import Sequence
@@ -319,7 +319,7 @@ def prepare_context_parallel_input(
         inputs, labels, extra = prepare_context_parallel_input(inputs, labels, extra, mesh, inputs.device)
     """
     ring = ring_of(cp_mesh)
-    with refused_by_all(ring):
+    with ring.refused_by_all():
         if load_balancer_type not in _LAYOUTS:
             raise InputError(f"load_balancer_type={load_balancer_type!r}: a ring knows 'headtail' and None")
         if extra_kwargs.get("attention_masks") is not None:
@@ -350,6 +350,6 @@ def _checked(masks: Any, batch: int) -> Rows:
             "ringattn.adapters.torchtitan.prepare_context_parallel_input made"
         )
     if len(masks) != batch:
-        with refused_by_all(masks[0].ring):
+        with masks[0].ring.refused_by_all():
             raise InputError(f"attention_masks has {len(masks)} rows, the batch has {batch}")
     return masks

@@ -332,7 +332,8 @@ def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any
     """`trained`, of a trainer."""
     trainer.train()
     if trainer.args.fsdp:
-        assert all(isinstance(weight, DTensor) for weight in trainer.model.parameters())
+        # A call of `Calls` leaves the weights whole that FSDP2 gathers for the model itself.
+        assert any(isinstance(weight, DTensor) for weight in trainer.model.parameters())
     weights = {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     found = trainer.evaluate()

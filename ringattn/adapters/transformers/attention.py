@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ringattn.adapters.attend import as_autocast, attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.dropout import drawn_seed, refuse_without_seed, seed_from
-from ringattn.adapters.hosts import local_sinks, refused_by_all, require_checked
+from ringattn.adapters.hosts import local_sinks, require_checked
 from ringattn.adapters.transformers.calls import PART, ModelCall, attending
 from ringattn.adapters.transformers.checks import (
     check_encoder,
@@ -320,12 +320,12 @@ def attention_forward(
             return _locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     active = active_sequence()
     if active is not None and isinstance(attention_mask, MaskSpec):
-        with refused_by_all(active.ring):
+        with active.ring.refused_by_all():
             attention_mask.refuse()  # before the number of tokens of a decoding step is called wrong
     seq = sequence_of()
     if seq is None:
         return _locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
-    with refused_by_all(seq.ring):
+    with seq.ring.refused_by_all():
         spec = known_mask(module, attention_mask)
         refuse_options(module, dropout, kwargs)
         check_tokens(seq, query.shape[2])
@@ -410,7 +410,7 @@ def is_tower(module: nn.Module, query: Tensor, mask: object) -> bool:
     if seq is None:
         return False  # attention is local where `sequence_of` allows that
     if seq.ring.world_size > 1 and query.shape[2] == seq.counts[seq.ring.rank]:
-        with refused_by_all(seq.ring):
+        with seq.ring.refused_by_all():
             raise InputError(
                 f"rank {seq.ring.rank}: {type(module).__name__} may be a tower that sees a whole image, or text of "
                 f"which the {query.shape[2]} tokens are this rank's: call ringattn.adapters.transformers.prepare("

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.adapters.context import attends_locally
-from ringattn.adapters.hosts import refused_by_all
 from ringattn.adapters.transformers.checks import (
     LEAVE_OUT,
     check_encoder,
@@ -106,7 +105,7 @@ def _refuse_replaced(inner: nn.Module, args: tuple[Any, ...]) -> None:
         return
     model = _outer[inner]() if inner in _outer else None  # none of a copy's, until that is prepared
     if model is not None and not stands_around(model):
-        with refused_by_all(seq.ring):
+        with seq.ring.refused_by_all():
             raise InputError(
                 f"the forward of {type(model).__name__} was replaced after prepare(model), by Liger or another patch, "
                 "and its calls would not be checked: call prepare(model) once more"
@@ -147,7 +146,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _check_inputs(model: nn.Module, seq: Sequence, given: Mapping[str, Any]) -> None:
     """Raise `InputError`, on all ranks, for what is not a shard, or would give something of this rank's tokens."""
-    with refused_by_all(seq.ring):
+    with seq.ring.refused_by_all():
         refuse_layers(_text_config(model))  # those before the first attention would have run by then
         refuse_adapters(model)
         _refuse_picking(model)
@@ -183,7 +182,7 @@ def _after(model: nn.Module, args: object, out: Any) -> Any:
     if call.outer is not None:
         call.outer.has_attended |= call.has_attended
     _mark_caches(call, out)
-    with refused_by_all(call.seq.ring):
+    with call.seq.ring.refused_by_all():
         if not call.has_attended:
             raise UnsupportedError(
                 f"no attention of {type(model).__name__} went through the ring: whatever mixes its tokens saw those of "
@@ -230,7 +229,7 @@ def _is_placed(model: nn.Module, seq: Sequence, given: Mapping[str, Any]) -> boo
     if not wanted:
         return False
     real = torch.ones_like(wanted[0], dtype=torch.bool) if mask is None else mask != 0
-    with refused_by_all(seq.ring):
+    with seq.ring.refused_by_all():
         if found.dim() != 2 or not any(torch.equal(found.expand_as(own)[real], own[real]) for own in wanted):
             raise InputError(
                 f"rank {seq.ring.rank}: position_ids are {short(found.flatten())}, {type(model).__name__} by itself "
@@ -395,7 +394,7 @@ def _with_the_last(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return None
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     ids: Tensor = bound.arguments["position_ids"]
-    with refused_by_all(call.seq.ring):
+    with call.seq.ring.refused_by_all():
         if ids.shape[-1] != call.seq.counts[call.seq.ring.rank]:
             raise InputError(
                 f"{type(module).__name__} got positions {tuple(ids.shape)}, not those of this rank's tokens"

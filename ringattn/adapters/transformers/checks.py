@@ -1,6 +1,6 @@
 """What a model over a ring refuses because one process would compute something else.
 
-The checks raise on this rank only. A caller that may fail on one rank alone uses `hosts.refused_by_all`.
+The checks raise on this rank only. A caller that may fail on one rank alone uses `Ring.refused_by_all`.
 Guarantees: every message says what to do instead. Outputs that one process would compute from the tokens of other ranks
 too are refused or left out, under whatever name.
 Checked with PEFT 0.21 and liger-kernel 0.8.

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ringattn.adapters.hosts import refused_by_all
 from ringattn.adapters.transformers.checks import may_count_by_itself, short
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.runtime.activation import activate, active_sequence
@@ -319,7 +318,7 @@ def _before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     given = {**inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
     given = {name: x for name, x in given.items() if x is not None and name != "kwargs"}
-    with refused_by_all(seq.ring):
+    with seq.ring.refused_by_all():
         brings = (Tensor, list, tuple, dict)
         seen = sorted(name for name, x in given.items() if isinstance(x, brings) and any(w in name for w in _WORDS))
         if not set(seen) & set(PIXELS):
@@ -335,7 +334,7 @@ def _before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tokens = ("input_ids", "mm_token_type_ids", "attention_mask")
     whole: dict[str, Any] = {name: seq.gather(given[name]) for name in tokens if name in given}
     whole |= {name: given[name] for name in seen}
-    with refused_by_all(seq.ring):
+    with seq.ring.refused_by_all():
         places = _places(module, whole)
         _check_places(given.get("position_ids"), seq.shard(places, 2), seq)
     features = {}
@@ -388,7 +387,7 @@ def _of_this_rank(module: Any, kind: str, pixels: Tensor, whole: Mapping[str, An
     made = getattr(module, f"get_{kind}_features")(pixels, whole[f"{kind}_grid_thw"], return_dict=True)
     features = torch.cat(list(made.pooler_output))
     if len(features) != int(stands.sum()):
-        with refused_by_all(seq.ring):
+        with seq.ring.refused_by_all():
             raise InputError(f"{len(features)} features of {kind}s for {int(stands.sum())} tokens in the whole batch")
     made.pooler_output = (features[mine],)
     if getattr(made, "deepstack_features", None) is not None:
