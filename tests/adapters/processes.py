@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore
+from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,6 +84,11 @@ def run_program(*arguments: str, folder: Path = ROOT, timeout_s: float = 280.0, 
         [sys.executable, *arguments], cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout_s
     )
     assert ended.returncode == 0, ended.stdout[-1000:] + ended.stderr[-4000:]
+
+
+def whole(x: Tensor) -> Tensor:
+    """A copy of a tensor; of a DTensor that of all its parts."""
+    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
 
 
 def worst_error(pairs: Iterable[tuple[Tensor, Tensor]], floor: float = 0.0) -> float:

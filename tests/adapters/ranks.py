@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import create_masks_for_generate
 
@@ -29,6 +28,7 @@ from ringattn.adapters.transformers.checks import base_of
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
 from tests.adapters.processes import forked_ranks, worst_error
+from tests.adapters.processes import whole as whole_tensor
 
 register()
 TOKENS = 27
@@ -319,10 +319,6 @@ def _steps(model: Any, loss_of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
         loss.backward()
         found[f"loss of step {step}"] = loss.detach().clone()
         if step == 0:
-            found |= {f"gradient of {name}": _whole(p.grad) for name, p in learned.items()}
+            found |= {f"gradient of {name}": whole_tensor(p.grad) for name, p in learned.items()}
         optimizer.step()
-    return found | {name: _whole(p.detach()) for name, p in learned.items()}
-
-
-def _whole(x: Any) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
+    return found | {name: whole_tensor(p.detach()) for name, p in learned.items()}

@@ -26,7 +26,7 @@ from ringattn.adapters.trl import RingSFTTrainer
 from ringattn.testing import run_ranks
 from tests.adapters import trainer as plain_trainer
 from tests.adapters.models import tiny_model, with_lora
-from tests.adapters.processes import forked, forked_ranks, worst_error
+from tests.adapters.processes import forked, forked_ranks, whole, worst_error
 from tests.adapters.ranks import (
     DOCUMENTS,
     batches,
@@ -37,7 +37,7 @@ from tests.adapters.ranks import (
     in_double,
     summed_gradients,
 )
-from tests.adapters.trainer import as_on_accelerators, whole
+from tests.adapters.trainer import as_on_accelerators
 from tests.adapters.version_cells import checkpointed, eager
 
 RANKS = 2

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from ringattn import InputError, Ring
 from ringattn.launch.ranks import run_ranks_in_processes
@@ -23,7 +22,7 @@ from diffusers import FluxTransformer2DModel
 from diffusers.models.attention import BasicTransformerBlock
 
 from ringattn.adapters.diffusers import JointSequence, RingAttnProcessor, RingFluxAttnProcessor
-from tests.adapters.processes import worst_error
+from tests.adapters.processes import whole, worst_error
 from tests.adapters.versions import packages
 
 DIM = 16
@@ -142,9 +141,6 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
     def adapted(model: Any) -> Any:
         model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "add_v_proj", "to_out.0"]))
         return filled(model)
-
-    def whole(gradient: Tensor) -> Tensor:
-        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
     dist.init_process_group("gloo")
     expected = {}

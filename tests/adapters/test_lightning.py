@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -28,6 +27,7 @@ from lightning.pytorch import LightningModule, Trainer
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.lightning import RingMixin
+from tests.adapters.processes import whole
 
 DIM, VOCABULARY, TOKENS = 16, 30, 13
 DOCUMENTS, OTHERS = [0, 4, 13], {0: [0, 4, 13], 1: [0, 5, 13]}
@@ -120,7 +120,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
     def fit(model: Model, strategy: Strategy | None = None) -> dict[str, Any]:
         run = trainer(devices=2, strategy=strategy or DDPStrategy(process_group_backend="gloo"))
         run.fit(model)
-        weights = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in model.parameters()]
+        weights = [whole(weight) for weight in model.parameters()]
         found = {"weights": [weight.tolist() for weight in weights], "open": model.ring.is_open}
         return {**found, "loss": float(run.callback_metrics["loss"])}
 

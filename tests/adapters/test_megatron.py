@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ringattn import InputError, Ring
 from ringattn.launch.ranks import run_ranks_in_processes
@@ -42,7 +41,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from ringattn.adapters.groups import close_rings, ring_of
 from ringattn.adapters.megatron import RingCoreAttention
-from tests.adapters.processes import worst_error
+from tests.adapters.processes import whole, worst_error
 
 VOCABULARY, TOKENS, CUTS = 40, 16, [0, 4, 16]
 REAL = [0, 3, 12]
@@ -109,7 +108,7 @@ def results(model: GPTModel, loss: Tensor) -> list[Tensor]:
     model.zero_grad()
     loss.backward()
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    return [*(grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in grads), loss.detach()]
+    return [*map(whole, grads), loss.detach()]
 
 
 def error(found: list[Tensor], wanted: list[Tensor]) -> float:

@@ -31,6 +31,7 @@ from ringattn.adapters.context_parallel import context_parallel, context_paralle
 from ringattn.adapters.context_parallel import recompute_context as redirected_recompute_context
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.launch.ranks import run_ranks_in_processes
+from tests.adapters.processes import whole
 
 PAGE = Path(__file__).parents[2] / "docs" / "embedding-pytorch.md"
 OPENED: WeakSet[Ring] = WeakSet()
@@ -98,7 +99,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     for name, weight in model.named_parameters():
         grad = weight.grad
         assert grad is not None, name
-        found[name.removeprefix("module.")] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+        found[name.removeprefix("module.")] = whole(grad)
     return found
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from ringattn import InputError, Ring, UnsupportedError
 from ringattn.adapters import hosts, nemo
@@ -26,6 +25,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 
 from tests.adapters.environments import environment
 from tests.adapters.models import tiny_model
+from tests.adapters.processes import whole as whole_tensor
 from tests.adapters.processes import worst_error
 from tests.adapters.versions import packages
 
@@ -241,7 +241,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
             loss.backward()
         grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
         # FSDP2 takes the mean over ranks, of which the sum over ranks is the sum.
-        found = [*(grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads), loss.detach()]
+        found = [*map(whole_tensor, grads), loss.detach()]
         for one in found:
             torch.distributed.all_reduce(one)
         shard = sharder.shard_token_tensor(kept)

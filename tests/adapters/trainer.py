@@ -24,7 +24,7 @@ from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.local import local_attention
 from ringattn.adapters.transformers.trainer import RingTrainerMixin
 from tests.adapters.models import tiny_model, with_lora
-from tests.adapters.processes import forked, forked_ranks, worst_error
+from tests.adapters.processes import forked, forked_ranks, whole, worst_error
 from tests.adapters.ranks import in_double
 
 BY_CONFIGURATION = " by configuration"
@@ -356,11 +356,6 @@ def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any
 def as_on_accelerators() -> None:
     """From now on accelerate takes this process's CPU for an accelerator: it shards weights on no other devices."""
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-
-
-def whole(x: Tensor) -> Tensor:
-    """A copy, of all ranks' parts."""
-    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
 
 
 def unlabeled(trainer: Trainer) -> float:

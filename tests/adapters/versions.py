@@ -1,14 +1,9 @@
-"""Versions of transformers, each in an environment of its own: `python -m tests.adapters.versions` writes their table.
-
-See tests.adapters.environments.
-"""
+"""Versions of transformers, each in an environment of its own, and what the page says of them."""
 
 from __future__ import annotations
 
 import os
 import re
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from tests.adapters.environments import environment
@@ -58,36 +53,6 @@ def cells(version: str, folder: Path, *names: str) -> dict[str, Verdict]:
     return found
 
 
-def told(verdict: Verdict) -> str:
-    """A cell of the table."""
-    if isinstance(verdict, str):
-        return "refused"
-    return f"exact ({verdict:.0e})" if verdict <= TOLERANCE else f"WRONG ({verdict:.0e})"
-
-
-def table(found: Mapping[str, Mapping[str, Verdict]]) -> str:
-    """The table, in Markdown."""
-    names = list(next(iter(found.values())))
-    lines = ["| over 2 ranks | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
-    lines += ["| " + " | ".join([name, *(told(one[name]) for one in found.values())]) + " |" for name in names]
-    worst = [max((x for x in one.values() if isinstance(x, float)), default=0.0) for one in found.values()]
-    return "\n".join([*lines, "| worst error | " + " | ".join(f"{x:.0e}" for x in worst) + " |"])
-
-
-def reasons(found: Mapping[str, Mapping[str, Verdict]]) -> str:
-    """Why cells are refused, one line for each reason and row."""
-    whose: dict[tuple[str, str], list[str]] = {}
-    for version, one in found.items():
-        for name, verdict in one.items():
-            if isinstance(verdict, str):
-                why = re.split(r"[;:] ", re.sub(r"^rank \d+: ", "", verdict))[0].replace(version, "…")
-                whose.setdefault((name, why), []).append(version)
-    lines = []
-    for (name, why), versions in whose.items():
-        lines.append(f"- {name}" + ("" if len(versions) == len(found) else f", {', '.join(versions)}") + f": {why}.")
-    return "\n".join(lines)
-
-
 def documented(version: str) -> dict[str, str]:
     """What the page says of a version, by cell, without errors: "exact" or "refused"."""
     block = TABLE.search(PAGE.read_text(encoding="utf-8"))
@@ -95,18 +60,3 @@ def documented(version: str) -> dict[str, str]:
     head, _, *rows = [line.strip("| ").split(" | ") for line in block[0].splitlines() if line.startswith("|")]
     column = head.index(version)
     return {row[0]: row[column].split()[0] for row in rows if row[0] != "worst error"}
-
-
-def main() -> None:
-    """Write the table into the page."""
-    found = {}
-    for version in VERSIONS:
-        with tempfile.TemporaryDirectory() as folder:
-            found[version] = cells(version, Path(folder))
-    written = f"{table(found)}\n\n{reasons(found)}"
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(TABLE.sub(lambda block: f"{block[1]}\n{written}\n\n{block[2]}", page), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
