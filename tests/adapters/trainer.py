@@ -27,7 +27,7 @@ from tests.adapters.models import tiny_model, with_lora
 from tests.adapters.processes import forked, forked_ranks, whole, worst_error
 from tests.adapters.ranks import in_double
 
-BY_CONFIGURATION = " by configuration"
+BY_CONFIGURATION = "by configuration"
 """The end of the name of a case in which a plain Trainer gets its ring from `RingParallelismConfig`."""
 
 
@@ -230,7 +230,7 @@ _TWO = (
     "measured by configuration",
     "streamed by configuration",
     *LOSSES,
-    *(case + BY_CONFIGURATION for case in LOSSES),
+    *(f"{case} {BY_CONFIGURATION}" for case in LOSSES),
     "packed, sharded by configuration",
 )
 CASES = {
@@ -252,7 +252,7 @@ def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict
 
     The last batch of an epoch and of an evaluation is not full, except where texts are packed.
     """
-    name, kind = case.removesuffix(BY_CONFIGURATION), Trainer
+    name, kind = case.removesuffix(BY_CONFIGURATION).rstrip(), Trainer
     args: dict[str, Any] = {
         "per_device_train_batch_size": 3, "per_device_eval_batch_size": 3, "num_train_epochs": 2,
         "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [],
