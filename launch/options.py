@@ -5,7 +5,7 @@ powers of 1024. Names are read in any case. `config.load` composes with Hydra; w
 reads the same words.
 Guarantees: nothing is guessed. A word without a meaning is refused, and the message names the word to write instead.
 The names of engines, transports and dtypes are listed here, because the modules that define them import torch;
-tests/launch/test_help.py compares the lists.
+tests/launch/test_options.py compares the lists.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""`ringattn run` as a Hydra application: what users of Hydra type, and what they find afterwards.
-
-Points are measured by a stand-in, but for the slow tests, which start processes and install plugins of Hydra's.
-"""
+"""`ringattn run` as a Hydra application: what users of Hydra type, what they find afterwards, and plugins."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +18,8 @@ from ringattn import cli
 from ringattn.errors import RingError
 from ringattn.launch.calls import RunConfig
 from ringattn.launch.measure import run
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.adapters.environments import environment
+from tests.launch.commands import ROOT, ringattn
 
 
 class StandIn:
@@ -218,3 +216,53 @@ def test_only_hydras_public_names_are_used() -> None:
     for file in (ROOT / "launch").rglob("*.py"):
         private = re.findall(r"^.*(?:from|import) (?:hydra|omegaconf)[\w.]*\._.*$", file.read_text(), re.MULTILINE)
         assert not private, f"{file.name}: {private}"
+
+
+# --- launchers and sweepers of Hydra, with processes -----------------------------------------------------------------
+
+
+SMALL = ("shape=small", "repeats=1", "warmup=1", "threads_per_rank=1", "backward=false")
+JOBLIB = ("hydra-joblib-launcher==1.2.0", "joblib==1.6.0")
+# What the sweeper asks for, and what that imports; alembic and SQLAlchemy as old as this Optuna.
+OPTUNA = ("hydra-optuna-sweeper==1.3.0", "optuna==2.10.1", "alembic==1.12.1", "cmaes==0.13.1", "colorlog==6.12.0",
+          "joblib==1.6.0", "mako==1.4.3", "scipy==1.17.1", "sqlalchemy==1.4.54")  # fmt: skip
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def ran(folder: Path, *words: str, packages: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`ringattn run` in `folder`, with the packages in another folder."""
+    path = os.pathsep.join(str(each) for each in (ROOT, packages) if each is not None)
+    return ringattn("run", *words, cwd=folder, env={"PYTHONPATH": path})
+
+
+def test_jobs_of_submitit(tmp_path: Path) -> None:
+    done = ran(tmp_path, "-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep", "tokens=64", *SMALL)
+    assert done.returncode == 0, done.stderr
+    (log,) = (tmp_path / "sweep" / ".submitit").glob("*/*_log.out")
+    assert re.search(r"^tokens/s +[\d,]+$", log.read_text(), re.MULTILINE)
+    assert OmegaConf.load(tmp_path / "sweep" / "0" / ".hydra" / "config.yaml").tokens == 64
+
+
+def test_jobs_of_joblib(tmp_path: Path) -> None:
+    words = "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1", "hydra.sweep.dir=sweep"
+    done = ran(tmp_path, *words, "schedule=direct", "tokens=64", *SMALL, packages=environment(*JOBLIB))
+    assert done.returncode == 0, done.stderr
+    assert "Joblib.Parallel" in done.stdout and "\nforward " in done.stdout
+    assert OmegaConf.load(tmp_path / "sweep" / "0" / ".hydra" / "config.yaml").schedule == "direct"
+
+
+def test_optuna_minimises_the_time(tmp_path: Path) -> None:
+    """What it calls best is the least of the times that were measured, over schedules and lengths."""
+    done = ran(
+        tmp_path, "-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1",
+        "hydra.sweeper.direction=minimize", "hydra.sweeper.sampler.seed=1", "hydra.sweep.dir=sweep", "ranks=1",
+        "schedule=choice(ring,direct)", "tokens=choice(64,512,2048)", *SMALL, packages=environment(*OPTUNA),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    best = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml")
+    times = [float(one) for one in re.findall(r"^forward +([\d.]+) ms", done.stdout, re.MULTILINE)]
+    jobs = [OmegaConf.load(one) for one in sorted((tmp_path / "sweep").glob("*/.hydra/overrides.yaml"))]
+    assert len(times) == len(jobs) == 3
+    assert best.best_value == pytest.approx(min(times), abs=1e-3)  # as it is printed
+    chosen = jobs[times.index(min(times))]
+    assert {f"schedule={best.best_params.schedule}", f"tokens={best.best_params.tokens}"} <= set(chosen)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -37,6 +35,7 @@ from ringattn.planner.cluster import COPIED, UNITS, Cluster, call_work, cluster_
 from ringattn.planner.simulate import simulate
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
+from tests.launch.commands import python
 
 REFERENCE = Cluster(
     "made up", 6e10, 8e8, 3e-4, backward_flops=5e10, call_s=1e-4, copy_bytes_s=1.5e10, cores=2, tile_s=3e-4,
@@ -184,7 +183,7 @@ sys.meta_path.insert(0, Absent())
 from ringattn.cli import main
 sys.exit(main(["calibrate", "ranks=1"]))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = python("-c", program)
     assert done.returncode == 2
     assert done.stderr.splitlines()[1:] == ["ringattn calibrate: ranks=1: must be at least 2"]
 

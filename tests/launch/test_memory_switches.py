@@ -26,8 +26,8 @@ from ringattn.launch.train.model import Transformer
 from ringattn.launch.train.switches import EIGHT_BIT, SavedActivations, pack_rows, unpack_rows
 from ringattn.layers import tiled
 from ringattn.testing import run_ranks
+from tests.launch.training import TINY, run, same
 
-TINY = TrainConfig(tokens=61, batch=2, steps=4, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
 EXACT: list[dict[str, Any]] = [
     {"recompute": "selective"},
     {"recompute": "full"},
@@ -42,22 +42,9 @@ STEP = {"int8": 1 / 127, "fp8": 1 / 16}
 """One rounding step of the format: of a row's greatest element in int8, of each element in e4m3 (half of 2**-3)."""
 
 
-def trained(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """The result of a run on threads."""
-    results = run_ranks(world_size, lambda ring: loop.train(ring, config))
-    assert all(result["losses"] == results[0]["losses"] for result in results)
-    return dict(results[0])
-
-
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
-    return trained(TINY, 1)
-
-
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Losses and gradient norms agree to 1e-10."""
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
-    assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-10)
+    return run(TINY, 1)
 
 
 # --- exact switches --------------------------------------------------------------------------------------------------
@@ -66,19 +53,19 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("change", EXACT)
 def test_recomputing_and_chunks_change_nothing(plain: dict[str, Any], world_size: int, change: dict[str, Any]) -> None:
-    same(trained(replace(TINY, **change), world_size), plain)
+    same(run(replace(TINY, **change), world_size), plain)
 
 
 def test_exact_switches_with_ranks_that_have_no_tokens() -> None:
     few = replace(TINY, tokens=3, layout="contiguous")
-    same(trained(replace(few, recompute="full", chunked_loss_tokens=1, tiled_mlp_tokens=1), 5), trained(few, 1))
+    same(run(replace(few, recompute="full", chunked_loss_tokens=1, tiled_mlp_tokens=1), 5), run(few, 1))
     packed = replace(few, saved_activations="int8")
-    same(trained(packed, 5), trained(packed, 1))
+    same(run(packed, 5), run(packed, 1))
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 2), ("full", 3)])
 def test_only_full_attends_again(recompute: str, passes: int) -> None:
-    found = trained(replace(TINY, recompute=recompute), 2)
+    found = run(replace(TINY, recompute=recompute), 2)
     assert found["counters"]["passes"] == passes * TINY.steps * TINY.model.layers
 
 
@@ -89,7 +76,7 @@ def test_offload_goes_with_no_other_packing() -> None:
 
 def test_threads_cannot_shard() -> None:
     with pytest.raises(InputError, match=r"^sharding: the ranks are threads"):
-        trained(replace(TINY, sharding="zero3"), 2)
+        run(replace(TINY, sharding="zero3"), 2)
 
 
 # --- eight bits ------------------------------------------------------------------------------------------------------
@@ -133,11 +120,11 @@ def test_packing_hides_nothing(narrow: torch.dtype) -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("how", EIGHT_BIT)
 def test_packed_activations_round_only_gradients(plain: dict[str, Any], how: str, recompute: str) -> None:
-    found = trained(replace(TINY, saved_activations=how, recompute=recompute), 1)
+    found = run(replace(TINY, saved_activations=how, recompute=recompute), 1)
     assert found["losses"][0] == plain["losses"][0] and found["grad_norms"] != plain["grad_norms"]
     exact, rounded = gradients(TINY), gradients(replace(TINY, saved_activations=how, recompute=recompute))
     assert (rounded - exact).norm() <= STEP[how] * exact.norm()
-    again = trained(replace(TINY, saved_activations=how, recompute=recompute), 2)
+    again = run(replace(TINY, saved_activations=how, recompute=recompute), 2)
     assert again["losses"] == pytest.approx(found["losses"], rel=1e-10)
 
 
@@ -286,12 +273,6 @@ def test_the_learning_rate_warms_up_from_any_step() -> None:
     assert float(tensor) == 0.5
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adafactor"])
-def test_optimizers_train_alike_on_two_ranks(optimizer: str) -> None:
-    config = replace(TINY, optimizer=optimizer)
-    same(trained(config, 2), trained(config, 1))
-
-
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -305,7 +286,7 @@ def test_optimizers_train_alike_on_two_ranks(optimizer: str) -> None:
 )
 def test_switches_that_do_not_go_together(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
-        trained(replace(TINY, **change), 2)
+        run(replace(TINY, **change), 2)
 
 
 def test_the_command_refuses_with_the_key_first(

@@ -1,23 +1,34 @@
-"""The words of a command line: one key for one concept, names in any case, counts of tokens, and what is refused."""
+"""The words of a command line: one key for one concept, names, counts of tokens, help, and what is refused."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Sequence
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ringattn import cli
+from ringattn.engine import select
 from ringattn.errors import InputError
+from ringattn.launch import options
 from ringattn.launch.calls import RunConfig
 from ringattn.launch.capacity import plan
 from ringattn.launch.capacity.plan import PlanConfig
 from ringattn.launch.config import load
+from ringattn.launch.measure import exactness, run
 from ringattn.launch.measure.calibrate import CalibrateConfig
 from ringattn.launch.measure.check import CheckConfig
+from ringattn.launch.measure.environment import code_version
+from ringattn.launch.measure.points import opened
 from ringattn.launch.measure.sweep import SweepConfig, described
 from ringattn.launch.options import (
     ELSEWHERE,
@@ -35,7 +46,10 @@ from ringattn.launch.pictures.timeline import TimelineConfig
 from ringattn.launch.report import compare
 from ringattn.launch.train.config import TrainConfig
 from ringattn.planner.cluster import cluster_named
+from ringattn.transport import rendezvous
+from tests.contract.processes import free_port
 from tests.contributing import example
+from tests.launch.commands import process_of_rank, python, ringattn, started, wait_for_line
 
 COMMANDS = (RunConfig, CheckConfig, ExplainConfig, PlanConfig, TrainConfig, TimelineConfig)
 
@@ -288,3 +302,266 @@ def test_a_wrong_name_is_answered_with_one_that_makes_sense(words: str, told: st
 def test_a_machine_is_its_model(name: str, meant: str) -> None:
     with pytest.raises(InputError, match=f"^cluster={name}: did you mean {meant}[?] one of "):
         cluster_named(name)
+
+
+# --- what a command says at once -------------------------------------------------------------------------------------
+
+
+SLOW = ("torch", "hydra", "matplotlib", "jinja2")
+"""Packages that take from half a second to several."""
+
+
+def test_the_names_are_those_of_what_they_name() -> None:
+    assert (options.ENGINES, options.TRANSPORTS, options.DTYPES) == (
+        select.ENGINES, rendezvous.TRANSPORTS, tuple(exactness.DTYPES)
+    )  # fmt: skip
+
+
+def test_no_help_waits_for_what_is_slow_to_load() -> None:
+    program = f"""
+import contextlib, io, json, sys
+from ringattn import cli
+found = {{}}
+for command in cli.COMMANDS:
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        assert cli.main([command, "--help"]) == 0
+    found[command] = [told.getvalue()[:6], *(name for name in {SLOW!r} if name in sys.modules)]
+print(json.dumps(found))
+"""
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {command: ["usage:"] for command in cli.COMMANDS}
+
+
+def test_no_default_of_the_help_breaks_its_line() -> None:
+    (line,) = (line for line in help_text("train", "", TrainConfig).splitlines() if "separator" in line)
+    assert r"\n\n" in line and "what documents of the text end with" in line
+
+
+@pytest.mark.parametrize("command", ["run", "sweep", "train", "check"])
+def test_what_starts_is_said_before_anything_slow_is_loaded(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def load(name: str) -> object:
+        said.append(capsys.readouterr().err)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", load)
+    assert cli.main([command, "tokens=8k"]) == 130
+    assert said[0].startswith(f"ringattn {command}: {cli.STARTS[command]}")
+    assert "tokens=8k is 8,000 tokens" in said[0]
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main([command]) == 130 and said[1] == ""  # one rank says it
+
+
+@pytest.mark.parametrize(
+    ("command", "again"),
+    [("run", "nothing is kept; give the same command again"), ("sweep", "what was measured is kept"),
+     ("train", "goes on from the last checkpoint in the folder out")],
+)  # fmt: skip
+def test_ctrl_c_while_modules_are_loaded_is_answered_at_once(
+    command: str, again: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+        raise AssertionError("not interrupted")
+
+    monkeypatch.setattr(cli, "import_module", load)
+    # Python's own handler, which a process that was started in the background lacks: there Ctrl-C is ignored.
+    theirs, before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.default_int_handler
+    try:
+        assert cli.main([command]) == 130
+        assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, theirs)
+    printed = capsys.readouterr()
+    assert f"ringattn {command}: interrupted; " in printed.err and again in printed.err
+    assert "Traceback" not in printed.err
+
+
+def heeds_ctrl_c() -> None:
+    """What a shell in the foreground does for a command; in the background SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_ranks_at_once_and_leaves_none() -> None:
+    words = "-m", "ringattn", "run", "ranks=2", "tokens=256", "shape=small", "repeats=100000"
+    running = started(*words, start_new_session=True, preexec_fn=heeds_ctrl_c)
+    wait_for_line(running, "pass 1 ")
+    start = time.monotonic()
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    took_s = time.monotonic() - start
+    assert running.returncode == 130 and "interrupted; nothing is kept" in errors and "Traceback" not in errors
+    assert took_s < 20.0  # torch's agent would wait 30 s for ranks that do not end; what is left is for a busy machine
+
+
+def test_under_torchrun_what_all_ranks_refuse_is_one_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 tells torchrun why; another one ends well when torchrun ends it, and as a failure if it was alone."""
+    file = tmp_path / "error.json"
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(file)}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["plan", "tokn=1"]) == 2
+    assert json.loads(file.read_text())["message"] == "ringattn plan refused its words, see above"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(cli, "REFUSED_S", 0.0)
+    file.unlink()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert cli.main(["plan", "tokn=1"]) == 2 and not file.exists()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    program = "import sys\nfrom ringattn import cli\nsys.exit(cli.main(['plan', 'tokn=1']))"
+    with started("-c", program, env=dict(os.environ)) as waiting:
+        assert waiting.stderr is not None and "no such key" in waiting.stderr.readline()
+        time.sleep(0.5)
+        waiting.terminate()
+        assert waiting.wait(20) == 0
+    assert "no such key" in capsys.readouterr().err
+
+
+# --- the mistakes that users are most likely to make -----------------------------------------------------------------
+
+
+SMALL = ("tokens=64", "shape=small", "repeats=1", "warmup=1")
+INSIDE = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+"""What torchrun sets for rank 0 of 4; the mistakes are found before anybody meets."""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("sweep out=/proc/nowhere tokens=64,128", "out=/proc/nowhere: cannot be written"),
+        ("sweeep ranks=1,2", "'sweeep' is not a command; did you mean sweep?"),
+    ],
+)
+def test_mistakes_in_words(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words.split()) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err and not printed.out
+
+
+@pytest.mark.slow
+def test_the_command_exits_with_the_code() -> None:
+    done = ringattn("run", "shedule=ring")
+    assert done.returncode == 2 and "shedule: no such key; did you mean schedule?" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "told"),
+    [
+        (run.main, ["ranks=8", "tokens=64"], "ranks=8: torchrun started 4; leave ranks out"),
+        (run.main, ["tokens=64,128"], "without torchrun, for it starts its own ranks"),
+        (cli.main, ["sweep", "tokens=64,128"], "run it without torchrun"),
+    ],
+)
+def test_mistakes_under_torchrun(
+    main: Callable[[list[str]], int], words: list[str], told: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name, value in INSIDE.items():
+        monkeypatch.setenv(name, value)
+    assert main(words) == 2 and told in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert main(words) == 2 and ("sweep" in words or not capsys.readouterr().err)  # said once, not by every rank
+
+
+@pytest.mark.slow
+def test_a_mistake_under_torchrun_is_an_exit_code() -> None:
+    done = ringattn("run", "ranks=8", "tokens=64", env=INSIDE)
+    assert done.returncode == 2 and "torchrun started 4; leave ranks out" in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["ranks=2", "transport=nccl"], "transport='nccl' needs a CUDA device, and torch finds none; use gloo"),
+        (["engine=triton"], "engine='triton' "),
+    ],
+)
+def test_what_this_machine_cannot_do(words: list[str], told: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine can")
+    done = ringattn("run", *words, *SMALL)
+    assert done.returncode == 2 and told in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_host_that_nobody_can_reach() -> None:
+    meeting = "nnodes=2", "node_rank=1", "timeout_s=2"
+    for host in ("127.0.0.1", "no.such.host.invalid"):
+        port = free_port()
+        done = ringattn("run", *meeting, f"rdzv_endpoint={host}:{port}", *SMALL)
+        assert done.returncode == 1
+        assert f"node 0 does not answer at {host}:{port}: check the host and port" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_node_that_waits_alone() -> None:
+    done = ringattn("run", "nnodes=2", f"rdzv_endpoint=127.0.0.1:{free_port()}", "timeout_s=2", *SMALL)
+    assert done.returncode == 1 and "nodes [1] of 2 did not arrive within 2 s: start `ringattn run`" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        meeting = f"rdzv_endpoint=127.0.0.1:{taken.getsockname()[1]}"
+        done = ringattn("run", meeting, "timeout_s=2", *SMALL)
+    assert done.returncode == 1 and "is in use on node 0: choose another" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_missing_nccl(tmp_path: Path) -> None:
+    # A GPU and no libnccl: torch says that there is a GPU, and no file is found under any of the library's names.
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch\n"
+        "from ringattn.transport import location\n"
+        "from ringattn.transport.nccl import library\n"
+        "torch.cuda.is_available = lambda: True\n"
+        "torch.cuda.set_device = lambda device: None\n"
+        "torch.cuda.device_count, torch.cuda.current_device = lambda: 1, lambda: 0\n"
+        "location.torch_gpu = lambda index: location.Gpu('a GPU', None)\n"
+        "library.SONAME, library.WHEEL = 'libnone.so.2', 'none.such'\n"
+        "import ringattn\n"
+        "try:\n    ringattn.Ring(transport='nccl', timeout_s=5)\n"
+        "except ringattn.errors.RingError as error:\n    sys.exit(f'{type(error).__name__}: {error}')\n"
+    )
+    done = python(str(program))
+    assert done.returncode == 1 and "UnsupportedError: no libnccl in this process" in done.stderr
+    assert "install a CUDA build" in done.stderr and "`ringattn[cu13]`" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_folder_of_another_sweep(tmp_path: Path) -> None:
+    with opened(tmp_path) as folder:
+        folder.claim(["tokens=64,128"], ["0123456789ab"], code_version())
+    done = ringattn("sweep", f"out={tmp_path}", *SMALL, "seed=1,2")
+    assert done.returncode == 2 and "holds the points of another sweep (tokens=64,128)" in done.stderr
+    assert "give this sweep a folder of its own with out=" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    flights = {"RINGATTN_FLIGHT_DIR": str(tmp_path)}
+    running = started("-m", "ringattn", "run", "ranks=2", "tokens=2048", "repeats=100000", env=flights)
+    wait_for_line(running, "pass 1 ")
+    os.kill(process_of_rank(1, running.pid), signal.SIGKILL)
+    start = time.monotonic()
+    _, errors = running.communicate(timeout=120)
+    assert running.returncode == 1 and time.monotonic() - start < 60
+    assert "rank 1 was killed (SIGKILL)" in errors and "use fewer tokens" in errors
+    (left,) = tmp_path.iterdir()  # by the other rank
+    assert left.name == "flight-0.json" and json.loads(left.read_text())["exchanges"] > 0
+    assert cli.main(["flight", str(tmp_path)]) == 1

@@ -1,23 +1,35 @@
-"""Odd words, places and terminals: no command ends in a traceback or finds out after the work."""
+"""Odd places, terminals and planted links: no command ends in a traceback, finds out late or writes elsewhere."""
 
 from __future__ import annotations
 
+import ast
 import errno
 import io
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ringattn.cli import STARTS, main
+from ringattn.errors import InputError, RingError
 from ringattn.launch.calls import RunConfig
 from ringattn.launch.config import load
-from ringattn.launch.measure.points import read_points
+from ringattn.launch.folders import locked, write_json
+from ringattn.launch.measure.points import ARRIVALS, Folder, leave, read_points
 from ringattn.launch.options import MOST_SEED
+from ringattn.launch.pictures.timeline import write_tracks
+from ringattn.launch.train.checkpoints import write_run
 from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.data import load_documents, windows
+from ringattn.observe import files
+from ringattn.observe.files import is_stream, write_file
+from ringattn.observe.flight import FlightRecord
+from tests.launch.commands import ROOT
 from tests.launch.sweep_records import folder, quiet, record, strong
 
 DIGITS = "9" * 400
@@ -136,3 +148,143 @@ def test_a_terminal_without_unicode(encoding: str, tmp_path: Path, monkeypatch: 
             main(words)
         letter = expected[words[0]]
         assert letter.encode(encoding, "backslashreplace") in written.getvalue()
+
+
+# --- planted links lead nowhere --------------------------------------------------------------------------------------
+
+
+KEPT = "what the user keeps elsewhere"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A file outside the folder that commands write to."""
+    path = tmp_path / "target"
+    path.write_text(KEPT)
+    return path
+
+
+def planted(target: Path, *names: str) -> Path:
+    """A folder with links of these names that lead to the target."""
+    shared = target.parent / "shared"
+    for name in names:
+        (shared / name).parent.mkdir(parents=True, exist_ok=True)
+        (shared / name).symlink_to(target)
+    return shared
+
+
+WRITERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "result": ("result.json", lambda shared: write_json(shared / "result.json", {})),
+    "flight record": ("flight-0.json", lambda shared: FlightRecord(0, 1, "shm").dump(shared, "a test")),
+    "recording": (
+        "recording-3.json",
+        lambda shared: write_tracks(shared, [SimpleNamespace(rank=3, as_dict=dict)]),  # type: ignore[list-item]
+    ),
+    "record of a job": (f"{ARRIVALS}/abc.json", lambda shared: leave(shared, {"hash": "abc"})),
+    "plan": ("plan.json", lambda shared: main(["plan", f"json={shared / 'plan.json'}"])),
+    "picture of a plan": ("plan.png", lambda shared: main(["plan", f"picture={shared / 'plan.png'}"])),
+    "picture of a schedule": (
+        "s.svg", lambda shared: main(["explain", "ranks=2", "tokens=64", f"picture={shared / 's.svg'}"])
+    ),
+    "simulation": (
+        "s.json", lambda shared: main(["simulate", "ranks=2", "tokens=64", "cluster=h100", f"json={shared / 's.json'}"])
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "write"), WRITERS.values(), ids=WRITERS)
+def test_links_are_replaced_and_their_targets_stay(target: Path, name: str, write: Callable[[Path], Any]) -> None:
+    shared = planted(target, name, f"{name}.partial", str(Path(name).with_suffix(".partial")))
+    assert write(shared) != 2
+    assert target.read_text() == KEPT
+    assert not (shared / name).is_symlink() and (shared / name).stat().st_size
+    assert not (shared / f"{name}.partial").is_symlink()
+
+
+def test_reports_replace_links(target: Path, tmp_path: Path) -> None:
+    shared = folder(tmp_path, strong())
+    for name in ("report.md", "report.html", "report.md.partial"):
+        (shared / name).symlink_to(target)
+    assert main(["report", str(shared)]) == 0
+    assert target.read_text() == KEPT and not (shared / "report.html").is_symlink()
+
+
+def test_files_that_are_kept_open_are_refused_behind_a_link(target: Path) -> None:
+    shared = planted(target, ".lock", "points.jsonl", "run.json")
+    with pytest.raises(InputError, match=r"out=.*: \.lock there is a symbolic link; remove it, or go away"):
+        with locked(shared, "out", "sweep", "go away"):
+            pass
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        Folder(shared).append({"hash": "abc", "environment": None})
+    with pytest.raises(FileExistsError):
+        write_run(shared, {}, {})
+    assert target.read_text() == KEPT
+
+
+def test_a_file_is_created_exclusively(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that is planted after the last look is not followed either."""
+    shared = planted(target, "result.json.partial")
+    monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: None)
+    with pytest.raises(RingError, match=r"result\.json could not be written: File exists"):
+        write_json(shared / "result.json", {})
+    assert target.read_text() == KEPT
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_file(tmp_path / "file", "old")
+    assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+    def full(self: Path, other: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(OSError, match="No space"):
+        write_file(path, "new")
+    assert [file.name for file in tmp_path.iterdir()] == ["file"] and path.read_text() == "old"
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_links_to_open_files_are_written_through(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /dev/stdout, which root could replace; a folder of this test stands for /dev."""
+    assert all(is_stream(Path(path)) for path in ("/dev/stdout", "/dev/null", "/dev/fd/63"))
+    assert not is_stream(Path("/dev/shm/file")) and not is_stream(Path("stdout"))
+    shared = planted(target, "stdout")
+    monkeypatch.setattr(files, "STREAMS", (str(shared),))
+    assert main(["plan", f"json={shared / 'stdout'}"]) == 0
+    assert (shared / "stdout").is_symlink() and "model" in json.loads(target.read_text())
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["plan", f"json={tmp_path / 'pipe'}"]) == 2
+    assert "is no regular file; name one, or /dev/stdout" in capsys.readouterr().err
+
+
+SAFE = {
+    "launch/ranks.py": "in a private folder with a random name",
+    "launch/processes.py": "there, too, and exclusively",
+    "launch/train/checkpoints.py": "exclusively",
+    "launch/outputs.py": "a picture into memory",
+    "launch/report/charts.py": "a picture into memory",
+    "ringattn/observe/files.py": "the one place",
+    "ringattn/observe/memory.py": "/proc",
+}
+
+
+def test_all_files_are_written_in_one_place() -> None:
+    """Nothing else in the commands opens a file to write."""
+    writers = set()
+    for file in (*(ROOT / "launch").rglob("*.py"), *(ROOT / "ringattn" / "observe").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+                modes = [value.value for value in node.args if isinstance(value, ast.Constant)]
+                opens = name in ("open", "fdopen") and any(set(str(mode)) & set("wxa+") for mode in modes)
+                if opens or name in ("write_text", "write_bytes", "savefig", "touch", "_dump_snapshot"):
+                    writers.add(str(file.relative_to(ROOT)))
+    assert writers - {"launch/folders.py"} == set(SAFE)

@@ -1,17 +1,18 @@
-"""The launcher: which rank is named, that no process is left, that nothing listens but on loopback, how nodes meet."""
+"""Ranks that a command starts: the first cause is named, nothing is left, nodes meet, and nobody else is let in."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from ringattn.launch.nodes import ALONE, Meeting, Nodes, meeting
 from ringattn.launch.processes import Exit, RankProcesses, RanksError, root_cause
 from ringattn.launch.ranks import _environment, run_ranks_in_processes
 from tests.contract.processes import free_port
+from tests.launch.commands import all_end, below, environment, soon, started
 
-ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = "tests.launch.rank_entries"
 
 # --- which failure decides -------------------------------------------------------------------------------------------
@@ -79,10 +80,10 @@ def test_the_first_cause_is_named(
 
 def scripts(folder: Path, *code: str) -> tuple[RankProcesses, list[int]]:
     """Ranks that run these lines of Python, without torch, and their process ids."""
-    started = RankProcesses(folder)
+    ranks = RankProcesses(folder)
     for rank, lines in enumerate(code):
-        started.start(rank, [sys.executable, "-c", f"import os, signal, time\n{lines}"], os.environ)
-    return started, [process.pid for process in started._all]
+        ranks.start(rank, [sys.executable, "-c", f"import os, signal, time\n{lines}"], os.environ)
+    return ranks, [process.pid for process in ranks._all]
 
 
 def test_the_launchers_own_signals_are_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +92,11 @@ def test_the_launchers_own_signals_are_no_cause(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(processes, "GRACE_S", 0.3)
     report(tmp_path, 0, "DeadlineError", time.time())
     stopped = "signal.signal(15, signal.SIG_IGN)\nos.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(60)"
-    started, pids = scripts(tmp_path, "raise SystemExit(1)", stopped)
-    with started:
-        assert started.finish(20.0)
-        error = root_cause(tmp_path, started.exits)
-    assert started._all[1].returncode == -signal.SIGKILL and all_end(pids)
+    ranks, pids = scripts(tmp_path, "raise SystemExit(1)", stopped)
+    with ranks:
+        assert ranks.finish(20.0)
+        error = root_cause(tmp_path, ranks.exits)
+    assert ranks._all[1].returncode == -signal.SIGKILL and all_end(pids)
     assert str(error).startswith("rank 0 failed first: DeadlineError")
 
 
@@ -107,45 +108,22 @@ def test_a_stopped_rank_may_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "signal.signal(15, leave)\nos.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(60)"
     )
     monkeypatch.chdir(tmp_path)
-    started, pids = scripts(tmp_path, "raise SystemExit(1)", cleans)
-    with started:
+    ranks, pids = scripts(tmp_path, "raise SystemExit(1)", cleans)
+    with ranks:
         while "T (stopped)" not in Path(f"/proc/{pids[1]}/status").read_text():
             time.sleep(0.01)
-        assert started.finish(20.0)
+        assert ranks.finish(20.0)
     assert (tmp_path / "left").exists()
 
 
 def test_a_rank_has_no_input_and_its_own_session(tmp_path: Path) -> None:
-    started, pids = scripts(tmp_path, "assert not os.read(0, 1)\nassert os.getsid(0) == os.getpid()")
-    with started:
-        assert started.finish(20.0) and not started.exits
+    ranks, pids = scripts(tmp_path, "assert not os.read(0, 1)\nassert os.getsid(0) == os.getpid()")
+    with ranks:
+        assert ranks.finish(20.0) and not ranks.exits
     assert all_end(pids)
 
 
 # --- nothing is left -------------------------------------------------------------------------------------------------
-
-
-def all_end(pids: list[int]) -> bool:
-    """Whether all processes end within moments: one that was killed still shows as running while it is torn down."""
-    return soon(lambda: not any(runs(pid) for pid in pids), 5.0)
-
-
-def soon(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Whether it holds within that time."""
-    ends = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > ends:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def runs(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not yet waited for does not."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
 
 
 def written_pids(folder: Path, ranks: int) -> list[int]:
@@ -199,8 +177,7 @@ def test_a_signal_to_the_launcher_leaves_no_process(tmp_path: Path, number: sign
         f"run('{ENTRIES}:wait_for_end', {{'folder': sys.argv[1]}}, 2, 200)"
     )
     # SIGKILL leaves the launcher's folder of the ranks' files.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    launcher = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment, stderr=subprocess.PIPE)
+    launcher = started("-c", code, str(tmp_path), env={"TMPDIR": str(tmp_path)})
     pids, shared = written_pids(tmp_path, 2), set(os.listdir("/dev/shm"))
     launcher.send_signal(number)
     launcher.communicate(timeout=60)
@@ -332,3 +309,78 @@ def test_ranks_of_one_machine_use_loopback(monkeypatch: pytest.MonkeyPatch) -> N
     alone = _environment(place, 2, ALONE, 1)
     assert (alone["GLOO_SOCKET_IFNAME"], alone["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")  # the user's choice stays
     assert "GLOO_SOCKET_IFNAME" not in _environment(place, 2, Nodes(2, 1, "node0:29400"), 1)
+
+
+# --- processes listen on loopback alone ------------------------------------------------------------------------------
+
+
+LISTEN = "0A"
+LOOPBACK = re.compile(r"^(0{24}|0{16}F{4}0{4})?[0-9A-F]{6}7F$|^0{24}01000000$")
+"""127.0.0.0/8, the same as an IPv6 address, and ::1, as /proc/net has them: words of four bytes, each reversed."""
+
+COMMANDS = {
+    "run": "run ranks=2 tokens=64 shape=small warmup=1 repeats=1 transport=gloo",
+    "run by shared memory": "run ranks=2 tokens=64 shape=small warmup=1 repeats=1",
+    "sweep": "sweep out=points ranks=2 tokens=64 shape=small warmup=1 repeats=1 transport=gloo schedule=ring",
+    "check": "check ranks=2 transport=gloo tokens=23 combinations=pairs",
+    "train": "train ranks=2 replicas=2 batch=2 model=tiny tokens=64 steps=2 checkpoint_every_steps=1 transport=gloo",
+    "timeline": "timeline ranks=2 tokens=64 picture=",
+    "calibrate": "calibrate ranks=2 transport=gloo rounds=1",
+    "doctor": "doctor --json",
+    "demo": "demo ranks=2 steps=2 tokens=64 model=tiny",
+}
+
+
+def is_loopback(address: str) -> bool:
+    return LOOPBACK.match(address) is not None
+
+
+def listening_addresses(command: int) -> set[str]:
+    """The addresses on which the process `command` and those below it listen, as in /proc/net."""
+    sockets = set()
+    for process in below(command):
+        for descriptor in Path(f"/proc/{process}/fd").glob("*"):
+            with suppress(OSError):
+                sockets.add(os.readlink(descriptor))
+    addresses = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and f"socket:[{fields[9]}]" in sockets:
+                addresses.add(fields[1].partition(":")[0])
+    return addresses
+
+
+def test_a_listening_process_is_seen() -> None:
+    """The test of the test: a child that listens on every interface, on loopback, and on both kinds of addresses."""
+    code = (
+        "import socket, sys\nlisteners = [socket.create_server((host, 0), family=family) for host, family in "
+        "(('127.0.0.1', 2), ('::1', 10), ('', 2), ('::', 10))]\nprint(flush=True)\nsys.stdin.read()"
+    )
+    starts = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}])"
+    command = subprocess.Popen([sys.executable, "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert command.stdout is not None and command.stdout.readline()
+    addresses = listening_addresses(command.pid)
+    command.communicate()
+    assert {address for address in addresses if is_loopback(address)} == {"0100007F", "0" * 24 + "01000000"}
+    assert {address for address in addresses if not is_loopback(address)} == {"0" * 8, "0" * 32}
+    assert is_loopback("0" * 16 + "FFFF0000" + "0100007F") and not is_loopback("0100000A")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+def test_commands_listen_on_loopback_only(tmp_path: Path, words: str) -> None:
+    lacking = {name: value for name, value in environment().items() if not name.endswith("SOCKET_IFNAME")}
+    with (tmp_path / "printed").open("wb") as printed:
+        command = subprocess.Popen([sys.executable, "-m", "ringattn", *words.split()], cwd=tmp_path, env=lacking,
+                                   stdout=printed, stderr=printed)  # fmt: skip
+    seen: set[str] = set()
+    try:
+        while command.poll() is None:
+            seen |= listening_addresses(command.pid)
+            time.sleep(0.02)
+    finally:
+        command.terminate()
+        command.wait()
+    assert command.returncode == 0, (tmp_path / "printed").read_text()
+    assert seen and all(map(is_loopback, seen)), seen

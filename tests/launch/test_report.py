@@ -1,19 +1,27 @@
-"""`ringattn report`: what is read, which points make a series, what the figures are, and what the files say."""
+"""`ringattn report` and `compare`: what is read, which points make a series, what the files say, what counts."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import matplotlib.image
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
 from ringattn.cli import main
+from ringattn.errors import InputError
 from ringattn.launch.report import report as report_page
 from ringattn.launch.report.charts import COLORS, charts_of
 from ringattn.launch.report.points import LINES, SINGLE, STRONG, panels_of, read_sweep, scaling, series_of
-from ringattn.launch.report.report import summary_of
+from ringattn.launch.report.report import page_of, simulated_panel, summary_of
 from ringattn.launch.report.tables import BEST, UNKNOWN, Table, results, shared_options
 from tests.launch.sweep_records import ENVIRONMENT, Record, folder, grid, quiet, record, strong, weak
 
@@ -122,7 +130,7 @@ def test_points_that_share_nothing_stand_side_by_side(tmp_path: Path) -> None:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def timed(line: Record, forward: float, backward: float, tflops: float | None) -> Record:
+def timed_record(line: Record, forward: float, backward: float, tflops: float | None) -> Record:
     """The record with these milliseconds and this rate."""
     times = {
         f"{name}_ms": {"median": ms, "p10": ms, "p90": ms, "samples": 3}
@@ -132,7 +140,7 @@ def timed(line: Record, forward: float, backward: float, tflops: float | None) -
 
 
 def test_strong_speed_up_is_that_of_time(tmp_path: Path) -> None:
-    records = [timed(record(p, 4096), 100 / p + 5, 200 / p, None) for p in (2, 4, 8)]
+    records = [timed_record(record(p, 4096), 100 / p + 5, 200 / p, None) for p in (2, 4, 8)]
     sweep = read_sweep(folder(tmp_path, records))
     found = scaling(sweep, series_of(sweep)[0])
     times = [155.0, 80.0, 42.5]
@@ -144,7 +152,7 @@ def test_strong_speed_up_is_that_of_time(tmp_path: Path) -> None:
 
 def test_weak_speed_up_is_that_of_the_rate_of_work(tmp_path: Path) -> None:
     # Causal work grows with the square of the tokens: ranks that are as fast as one take p times as long.
-    records = [timed(record(p, 1024 * p), 10.0 * p, 20.0 * p, 0.5 * p) for p in (1, 2, 4)]
+    records = [timed_record(record(p, 1024 * p), 10.0 * p, 20.0 * p, 0.5 * p) for p in (1, 2, 4)]
     sweep = read_sweep(folder(tmp_path, records))
     found = scaling(sweep, series_of(sweep)[0])
     assert [one and one.efficiency for one in found] == pytest.approx([1.0, 1.0, 1.0])
@@ -153,7 +161,10 @@ def test_weak_speed_up_is_that_of_the_rate_of_work(tmp_path: Path) -> None:
 
 
 def test_forward_alone_counts_where_a_backward_is_missing(tmp_path: Path) -> None:
-    records = [timed(record(1, 4096), 8.0, 90.0, None), {**timed(record(2, 4096), 4.0, 1.0, None), "backward_ms": None}]
+    records = [
+        timed_record(record(1, 4096), 8.0, 90.0, None),
+        {**timed_record(record(2, 4096), 4.0, 1.0, None), "backward_ms": None},
+    ]
     sweep = read_sweep(folder(tmp_path, records))
     assert sweep.passes == ("forward",)
     found = scaling(sweep, series_of(sweep)[0])
@@ -174,7 +185,10 @@ def test_results_mark_the_best_of_each_group_and_leave_out_what_nobody_knows(tmp
 
 
 def test_nothing_is_the_best_within_the_noise(tmp_path: Path) -> None:
-    ring, other = timed(record(2, 4096), 10.0, 20.0, None), timed(record(2, 4096, "direct"), 11.0, 21.0, None)
+    ring, other = (
+        timed_record(record(2, 4096), 10.0, 20.0, None),
+        timed_record(record(2, 4096, "direct"), 11.0, 21.0, None),
+    )
 
     def table_of(low: float, high: float) -> Table:
         for line, middle in ((ring, 30.0), (other, 32.0)):
@@ -186,7 +200,7 @@ def test_nothing_is_the_best_within_the_noise(tmp_path: Path) -> None:
     assert not noisy.marked and "best" not in noisy.columns
     assert "No point is marked as the fastest: p10 to p90 of the first two of each group overlap." in noisy.note
     one_rank = [
-        timed(record(1, 4096, name), *times, None) for name, *times in (("ring", 9.0, 9.0), ("direct", 1.0, 2.0))
+        timed_record(record(1, 4096, name), *times, None) for name, *times in (("ring", 9.0, 9.0), ("direct", 1.0, 2.0))
     ]
     assert not results(read_sweep(folder(tmp_path, one_rank))).marked  # the same work twice
 
@@ -194,7 +208,7 @@ def test_nothing_is_the_best_within_the_noise(tmp_path: Path) -> None:
 def test_one_rank_is_the_baseline_of_every_schedule(tmp_path: Path) -> None:
     """Of several the fastest."""
     times = {(1, "ring"): 560.0, (1, "direct"): 298.0, (2, "ring"): 149.0, (2, "direct"): 298.0}
-    records = [timed(record(p, 4096, name), ms, 0.0, None) for (p, name), ms in times.items()]
+    records = [timed_record(record(p, 4096, name), ms, 0.0, None) for (p, name), ms in times.items()]
     sweep = read_sweep(folder(tmp_path, records))
     found = {series.label: series for series in series_of(sweep)}
     assert set(found) == {"schedule ring, tokens 4,096", "schedule direct, tokens 4,096"}
@@ -203,7 +217,7 @@ def test_one_rank_is_the_baseline_of_every_schedule(tmp_path: Path) -> None:
 
 
 def test_tokens_per_second_are_of_the_time_that_scaling_shows(tmp_path: Path) -> None:
-    line = {**timed(record(2, 4096), 1000.0, 1100.0, None), "tokens_per_s": 4096 / 1.771}
+    line = {**timed_record(record(2, 4096), 1000.0, 1100.0, None), "tokens_per_s": 4096 / 1.771}
     line["pass_ms"] = {"median": 1771.0, "p10": 1700.0, "p90": 1800.0, "samples": 10}  # no sum of the two medians
     sweep = read_sweep(folder(tmp_path, [line]))
     assert sweep.pass_ms(sweep.ok[0]) == 1771.0 and sweep.tokens_per_s(sweep.ok[0]) == pytest.approx(4096 / 1.771)
@@ -361,3 +375,253 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     links.feed(page)
     assert links.loaded == []
     assert "@import" not in page and not re.search(r"url\((?!#)", page)
+
+
+# --- simulations -----------------------------------------------------------------------------------------------------
+
+
+def test_a_simulation_beside_a_sweep_has_a_section_of_its_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = read_sweep(folder(tmp_path, strong()))
+    assert "<h2>Simulated</h2>" not in page_of(sweep, print)
+    words = ["ranks=1,2,4", "tokens=4Ki", "scaling=both", "heads=4", "kv_heads=2"]
+    assert main(["simulate", *words, f"json={sweep.folder / 'simulated-h100.json'}"]) == 0
+    page = page_of(sweep, print)
+    assert "<h2>Simulated</h2>" in page and "ring, 4,096 tokens, H100 SXM" in page
+    panel = simulated_panel(sweep.folder / "simulated-h100.json")
+    assert [name for name, _, _ in panel["legend"]] == ["strong scaling", "weak scaling"]
+    assert len(panel["charts"]) == 3 and all(chart.svg in page for chart in panel["charts"])
+    capsys.readouterr()
+
+
+def test_a_file_that_is_no_simulation_is_refused(tmp_path: Path) -> None:
+    for text in ("[]", "{", '{"curves": {}}'):
+        (tmp_path / "simulated.json").write_text(text)
+        with pytest.raises(InputError, match=r"simulated\.json is not a simulation of this version"):
+            simulated_panel(tmp_path / "simulated.json")
+
+
+# --- comparisons -----------------------------------------------------------------------------------------------------
+
+
+def compared(tmp_path: Path, before: list[Record], after: list[Record], *words: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the JSON."""
+    paths = [str(folder(tmp_path / name, records)) for name, records in (("a", before), ("b", after))]
+    code = main(["compare", *paths, *words, f"json={tmp_path / 'compared.json'}"])
+    return code, json.loads((tmp_path / "compared.json").read_text())
+
+
+def timed(ms: float, p10: float, p90: float) -> Record:
+    """A record whose forward pass takes this long."""
+    return {**record(2, 4096), "forward_ms": {"median": ms, "p10": p10, "p90": p90, "samples": 10}}
+
+
+def test_a_sweep_is_as_good_as_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = compared(tmp_path, strong(), strong())
+    assert code == 0
+    assert found["counts"] == {"worse": 0, "better": 0, "same": 10, "no results": 2}
+    assert "12 points: 0 worse, 0 better, 10 the same, 2 without results on both sides" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ((100, 99, 101), (104, 103, 105), "same"),  # within the threshold
+        ((100, 99, 101), (106, 105, 107), "worse"),
+        ((100, 99, 101), (94, 93, 95), "better"),
+        ((100, 99, 101), (110, 104, 116), "same"),  # its own spread is 12
+        ((100, 94, 106), (110, 109, 111), "same"),  # the other's is
+        ((100, 96, 104), (110, 107, 113), "worse"),  # 10 is more than 8 and than 6
+        ((100, 99, 101), (105, 105, 105), "same"),  # exactly at the threshold
+    ],
+)
+def test_times_count_beyond_threshold_and_spread(
+    tmp_path: Path, before: tuple[float, float, float], after: tuple[float, float, float], verdict: str
+) -> None:
+    code, found = compared(tmp_path, [timed(*before)], [timed(*after)])
+    assert found["points"][0]["changes"]["forward_ms"]["verdict"] == verdict == found["points"][0]["verdict"]
+    assert code == (verdict == "worse")
+
+
+def test_the_threshold_can_be_chosen(tmp_path: Path) -> None:
+    before, after = [timed(100, 99, 101)], [timed(115, 114, 116)]
+    assert compared(tmp_path, before, after)[0] == 1
+    assert compared(tmp_path, before, after, "threshold=0.2")[0] == 0
+
+
+@pytest.mark.parametrize("key", ["peak_bytes", "bytes_sent"])
+def test_bytes_count_on_the_rank_that_has_most(tmp_path: Path, key: str) -> None:
+    before, after = ({**record(2, 4096), key: by_rank} for by_rank in ([100, 200], [200, 100]))
+    assert compared(tmp_path, [before], [after])[0] == 0
+    code, found = compared(tmp_path, [before], [{**after, key: [220, 100]}])
+    assert code == 1 and found["points"][0]["changes"][key]["verdict"] == "worse"
+    assert compared(tmp_path, [{**before, key: [0, 0]}], [{**after, key: [1, 0]}])[0] == 1
+
+
+def test_worse_outweighs_better(tmp_path: Path) -> None:
+    code, found = compared(tmp_path, [timed(100, 99, 101)], [{**timed(50, 49, 51), "peak_bytes": [1 << 40, 1 << 40]}])
+    assert code == 1 and found["points"][0]["verdict"] == "worse"
+
+
+@pytest.mark.parametrize("status", ["oom", "error", "timeout"])
+def test_a_point_that_lost_its_results_is_worse(
+    tmp_path: Path, status: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = record(2, 4096), record(2, 4096, status=status, message="why")
+    code, found = compared(tmp_path, [good], [bad])
+    assert code == 1 and found["points"][0]["status"] == ["ok", status]
+    assert f"worse: ok → {status}" in capsys.readouterr().out
+    code, found = compared(tmp_path, [bad], [good])
+    assert code == 0 and found["counts"]["better"] == 1
+
+
+def test_points_of_one_side_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared, old, new = record(2, 4096), record(4, 4096), record(8, 4096)
+    code, found = compared(tmp_path, [shared, old], [shared, new])
+    assert code == 0 and len(found["points"]) == 1
+    assert (found["only_before"], found["only_after"]) == ([old["hash"]], [new["hash"]])
+    printed = capsys.readouterr().out
+    assert f"only in {tmp_path / 'a'}: 4,096 tokens, 4 ranks, ok" in printed
+    assert f"only in {tmp_path / 'b'}: 4,096 tokens, 8 ranks, ok" in printed
+
+
+def test_one_rank_is_named_as_in_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank alone has any schedule, layout and transport, whichever was written down."""
+    shared = [record(1, 4096, "direct", "contiguous"), record(2, 4096, "ring")]
+    old, new = record(1, 8192, "direct"), record(2, 8192, "direct")
+    assert compared(tmp_path, [*shared, old], [*shared, new])[0] == 0
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines() if "4,096" in line]
+    assert [(row.count("any"), row.count("direct"), row.count("ring")) for row in rows] == [(2, 0, 0), (0, 0, 1)]
+    assert f"only in {tmp_path / 'a'}: schedule any, layout any, 8,192 tokens, 1 ranks" in printed
+    assert f"only in {tmp_path / 'b'}: schedule direct, layout zigzag, 8,192 tokens, 2 ranks" in printed
+
+
+def test_different_environments_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [folder(tmp_path / name, [record(2, 4096)]) for name in ("a", "b")]
+    (paths[1] / "environments.json").write_text(json.dumps({"e2": {"torch": "2.12.0"}}))
+    assert main(["compare", *map(str, paths)]) == 0
+    assert "note: the environments differ in hardware, python, torch, variables.OMP" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a"], "expected two folders, got a"),
+        (["a", "b", "c"], "expected two folders, got a b c"),
+        (["a", "none"], "none is not a folder"),
+        (["a", "b", "treshold=0.1"], "did you mean threshold"),
+        (["a", "b", "threshold=0"], "threshold=0.0: must be more than 0.0"),
+        (["a", "c"], "a and c have no configuration in common"),
+    ],
+)
+def test_bad_input_is_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, line in (("a", record(2, 4096)), ("b", record(2, 4096)), ("c", record(4, 4096))):
+        folder(tmp_path / name, [line])
+    assert main(["compare", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+# --- the page in a real browser --------------------------------------------------------------------------------------
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path")
+
+MEASURE = """<script>addEventListener("load", () => {
+  const box = (one) => { const r = one.getBoundingClientRect();
+    return [r.left, r.top, r.right, r.bottom].map(Math.round) };
+  const inside = (one) => !one.closest(".scroll") || one.classList.contains("scroll");
+  const beyond = (one) => one.getBoundingClientRect().right > innerWidth + 1;
+  const wide = [...document.querySelectorAll("body *")]
+    .filter((one) => inside(one) && !one.closest("svg") && beyond(one)).map((one) => one.outerHTML.slice(0, 80));
+  const texts = (svg) => [...svg.querySelectorAll("text")];
+  const clipped = [...document.querySelectorAll("svg")].flatMap((svg) => texts(svg).filter((text) => {
+    const t = text.getBoundingClientRect(), s = svg.getBoundingClientRect();
+    return t.left < s.left - 1 || t.right > s.right + 1 || t.top < s.top - 1 || t.bottom > s.bottom + 1 })
+    .map((text) => text.textContent));
+  const page = document.documentElement;
+  const found = {viewport: innerWidth, page: [page.scrollWidth, page.scrollHeight],
+    charts: [...document.querySelectorAll("figure svg")].map(box), wide, clipped,
+    broken: [...document.images].filter((one) => !one.naturalWidth).length,
+    dark: matchMedia("(prefers-color-scheme: dark)").matches };
+  parent.postMessage(JSON.stringify(found), "*") })</script>"""
+# A window is at least 500 pixels wide, a frame as wide as asked for.
+FRAME = """<!doctype html><meta name="color-scheme" content="light dark"><body style="margin: 0">
+<pre id="measured" hidden></pre>
+<script>addEventListener("message", (told) => { document.getElementById("measured").textContent = told.data })</script>
+<iframe src="measured.html" style="border: 0; display: block; width: WIDTHpx; height: HEIGHTpx"></iframe>"""
+
+
+def browse(page: Path, size: tuple[int, int], *flags: str) -> str:
+    """What headless Chromium prints about a file in a window of this many pixels."""
+    assert CHROMIUM is not None
+    profile = f"--user-data-dir={page.parent / 'profile'}"
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage",
+               "--force-device-scale-factor=1", profile, f"--window-size={size[0]},{size[1]}", *flags]  # fmt: skip
+    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def drawn(path: Path, html: str, width: int, *flags: str) -> tuple[dict[str, Any], np.ndarray]:
+    """What the page measured of itself, and a picture of all of it: (height, width, 3), 0 to 255."""
+    (path / "measured.html").write_text(html.replace("</body>", f"{MEASURE}</body>"), encoding="utf-8")
+    frame, shot = path / "frame.html", path / f"page-{width}.png"
+    frame.write_text(FRAME.replace("WIDTH", str(width)).replace("HEIGHT", "800"), encoding="utf-8")
+    left = re.search(r'<pre id="measured"[^>]*>(.+?)</pre>', browse(frame, (1280, 800), *flags, "--dump-dom"))
+    assert left, "the page's script did not run"
+    measured = json.loads(unescape(left[1]))
+    height = measured["page"][1]
+    frame.write_text(FRAME.replace("WIDTH", str(width)).replace("HEIGHT", str(height)), encoding="utf-8")
+    browse(frame, (1280, height), *flags, f"--screenshot={shot}")
+    return measured, np.round(matplotlib.image.imread(shot)[:, :width, :3] * 255).astype(int)
+
+
+def colored(picture: np.ndarray, box: list[int], color: tuple[float, ...]) -> int:
+    """How many pixels inside the box are of this color, give or take rounding."""
+    left, top, right, bottom = box
+    return int((np.abs(picture[top:bottom, left:right] - np.array(color)).max(-1) <= 2).sum())
+
+
+DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
+
+
+@in_browser
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "flags", "brightness"), [(1280, (), 1.0), (400, DARK, 1.3)])
+def test_what_a_browser_draws(tmp_path: Path, width: int, flags: tuple[str, ...], brightness: float) -> None:
+    html = page_of(read_sweep(folder(tmp_path, strong())), lambda line: None)
+    measured, picture = drawn(tmp_path, html, width, *flags)
+    assert measured["viewport"] == width == measured["page"][0]
+    assert measured["wide"] == [] and measured["clipped"] == []
+    assert measured["broken"] == 0
+    assert measured["dark"] == bool(flags)
+    page, ink = ([20, 24, 29], [228, 233, 238]) if flags else ([255, 255, 255], [29, 39, 51])
+    assert picture[2, 2].tolist() == page
+    assert len(measured["charts"]) == 9
+    series = [tuple(min(255, 255 * part * brightness) for part in to_rgb(color)) for color in COLORS[:3]]
+    letters = tuple(min(255, part * brightness) for part in ink)
+    for box in measured["charts"]:
+        assert (box[2] - box[0]) * (box[3] - box[1]) > 50_000
+        seen = [colored(picture, box, color) for color in series]
+        # Three markers of 4 x 4 pixels at least for the line on top; one below it shows at its marker's corners.
+        assert max(seen) > 48 and sum(count > 0 for count in seen) >= 2, seen
+        assert colored(picture, box, letters) > 0  # the inside of some stroke of a letter, or of an axis
+
+
+@in_browser
+@pytest.mark.slow
+def test_the_browser_test_sees_what_is_wrong(tmp_path: Path) -> None:
+    html = page_of(read_sweep(folder(tmp_path, strong())), lambda line: None)
+    html = html.replace("</header>", '<img src="gone.png"><div style="width: 900px">too wide</div></header>')
+    html = html.replace(">ranks</text>", f">{'ranks ' * 30}</text>", 1)
+    measured, picture = drawn(tmp_path, html, 400)
+    assert measured["page"][0] > 400 and any("too wide" in one for one in measured["wide"])
+    assert measured["broken"] == 1 and len(measured["clipped"]) == 1
+    box = [2, 2, 398, 60]  # the heading: no line of any series
+    assert colored(picture, box, tuple(255 * part for part in to_rgb(COLORS[0]))) == 0

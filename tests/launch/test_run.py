@@ -1,13 +1,16 @@
-"""`ringattn run`: its options, what it measures and what it does not time, on threads; then processes, and nodes."""
+"""`ringattn run` and `check`: options, what is measured and what is not timed; then processes, and nodes."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -17,26 +20,35 @@ from typing import Any
 import pytest
 import torch
 
+import ringattn as package
 from ringattn import masks
 from ringattn.engine.select import ENGINES
 from ringattn.errors import InputError, OutOfMemoryError
 from ringattn.launch.calls import RunConfig, load_run, resolved, words_of
 from ringattn.launch.capacity.plan import PlanConfig
-from ringattn.launch.measure import point
-from ringattn.launch.measure.check import CheckConfig
+from ringattn.launch.config import load
+from ringattn.launch.doctor.doctor import DoctorConfig
+from ringattn.launch.measure import calibration, check, exactness, point
+from ringattn.launch.measure.calibrate import CalibrateConfig
+from ringattn.launch.measure.check import Case, CheckConfig
 from ringattn.launch.measure.environment import code_version, environment
 from ringattn.launch.measure.points import MEASURED
 from ringattn.launch.measure.run import load_here, main
 from ringattn.launch.measure.sweep import SweepConfig
 from ringattn.launch.options import leaves, presets_of
+from ringattn.launch.pictures import timeline
 from ringattn.launch.pictures.show import ExplainConfig
 from ringattn.launch.pictures.timeline import TimelineConfig
 from ringattn.launch.train.config import TrainConfig
+from ringattn.launch.train.mesh import opened_mesh
 from ringattn.options import AttentionOptions
 from ringattn.ring import Ring
 from ringattn.schedule.routes import NUMBERED, ROUTES
 from ringattn.testing import run_ranks
 from tests.contract.processes import free_port
+from tests.covering import parts
+from tests.launch.commands import environment as environment_of
+from tests.launch.commands import process_of_rank, ringattn, started, wait_for_line
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["shape=small", "tokens=120", "warmup=1", "repeats=2"]
@@ -51,18 +63,6 @@ SWEEP_OPTIONS = """
 out launcher preset slurm.partition slurm.account slurm.gpus_per_node slurm.cpus_per_task slurm.mem_gb
 slurm.array_parallelism slurm.setup
 """.split()
-
-
-def ringattn(
-    *words: str, env: dict[str, str] | None = None, module: Sequence[str] = ("ringattn",)
-) -> subprocess.CompletedProcess[str]:
-    """The command as a user runs it."""
-    inside = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    clean = {key: value for key, value in os.environ.items() if key not in inside}
-    return subprocess.run(
-        [sys.executable, "-m", *module, *words], cwd=ROOT, env={**clean, "PYTHONPATH": str(ROOT), **(env or {})},
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
@@ -328,8 +328,8 @@ def test_the_printed_command_does_what_run_does() -> None:
     done = ringattn(*words, "--dry-run")
     command = done.stdout.strip()
     assert "-m torch.distributed.run --standalone --nproc-per-node=2 -m ringattn run " in command, done.stderr
-    repeated = subprocess.run(["bash", "-c", command], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                              capture_output=True, text=True, timeout=280)  # fmt: skip
+    repeated = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment_of(), capture_output=True, text=True,
+                              timeout=280)  # fmt: skip
     assert repeated.returncode == 0, repeated.stderr
     for line in ("gate: exact at a small size", "ranks         2\n", "tokens        120\n", "pass 3 of 3"):
         assert repeated.stdout.count(line) == 1  # by one rank alone
@@ -339,12 +339,147 @@ def test_the_printed_command_does_what_run_does() -> None:
 def test_two_nodes_meet_at_an_endpoint() -> None:
     meeting = f"rdzv_endpoint=127.0.0.2:{free_port()}"
     words = ["-m", "ringattn", "run", "ranks=1", "nnodes=2", meeting, *TINY]
-    agents = [
-        subprocess.Popen([sys.executable, *words, f"node_rank={rank}"], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        for rank in (1, 0)
-    ]  # fmt: skip
+    agents = [started(*words, f"node_rank={rank}") for rank in (1, 0)]
     (other, _), (first, errors) = (agent.communicate(timeout=280) for agent in agents)
     assert [agent.returncode for agent in agents] == [0, 0], errors
     assert "ranks         2\n" in first and other == ""
     assert shlex.split(first.partition("sent")[2].partition("MiB")[0])[0] != "0.0"
+
+
+# --- `ringattn check` ------------------------------------------------------------------------------------------------
+
+
+EVERY, PAIRED = list(check.cases()), list(check.paired_cases())
+FEW = [
+    Case("full", "contiguous", "ring"),
+    Case("causal", "contiguous", "ring"),
+    Case("causal", "zigzag", "ring"),
+    Case("causal", "zigzag", "direct"),
+]
+CHECKED = ["transport=local", "ranks=2", "tokens=13", "dtype=fp64", "head_dim=8", "value_dim=8"]
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "cases", lambda: iter(FEW))
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> list[list[str]]:
+    assert check.main([*CHECKED, *words]) == code
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_line_for_each_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, code=0)
+    assert [line[:4] for line in lines[2:]] == [
+        ["ring", "2", "2", "3"],  # masks, layouts, cases
+        ["direct", "1", "1", "1"],
+        ["4", "cases,", "all", "exact"],
+    ]
+    for line in lines[2:4]:
+        assert all(float(error) < 1e-10 for error in line[4:8]) and line[8] == "exact"
+
+
+def test_paired_cases_hold_every_two_values_that_the_cases_hold_together() -> None:
+    wanted, found = (set().union(*(parts(case, 2) for case in some)) for some in (EVERY, PAIRED))
+    assert found == wanted and len(PAIRED) < len(EVERY) / 3
+
+
+def test_the_paired_cases_are_those_that_are_tried(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "paired_cases", lambda: iter(FEW[:1]))
+    assert printed(capsys, "combinations=pairs", code=0)[-1] == ["1", "cases,", "all", "exact"]
+
+
+def test_verbose_prints_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [line[:3] for line in printed(capsys, "verbose=true", code=0)[2:-1]]
+    assert rows == [[case.mask, case.layout, case.schedule] for case in FEW]
+
+
+def test_a_wrong_case_shows_the_cases_of_its_schedule(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = exactness.attended
+
+    def wrong_by_direct(ring, case, *rest):  # type: ignore[no-untyped-def]
+        out, *grads = right(ring, case, *rest)
+        return [out * float("nan") if case.schedule == "direct" else out, *grads]
+
+    monkeypatch.setattr(exactness, "attended", wrong_by_direct)
+    lines = printed(capsys, code=1)
+    assert lines[2][0] == "ring" and lines[2][-1] == "exact"
+    assert lines[3][:5] == ["direct", "1", "1", "1", "nan"] and lines[3][-4:] == ["1", "OVER", "THEIR", "BOUND"]
+    assert lines[5][:4] == ["causal", "zigzag", "direct", "nan"] and lines[5][-1] == "OVER"
+    assert lines[-1] == ["4", "cases,", "1", "over", "their", "bound"]
+
+
+@pytest.mark.parametrize(("asked", "opened"), [("nccl", "nccl"), ("peer", "peer"), ("gloo", "gloo"), ("local", "shm")])
+def test_processes_are_checked_over_the_transport_that_was_asked_for(
+    asked: str, opened: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Opened(Exception):
+        pass
+
+    def ring(transport: str, **_: object) -> None:
+        raise Opened(transport)
+
+    monkeypatch.setattr("ringattn.Ring", ring)
+    with pytest.raises(Opened, match=f"^{opened}$"):
+        check.worker({"transport": asked, "engine": "plain", "timeout_s": 5.0})
+
+
+# --- `timeout_s` is the deadline of every wait on every command that starts ranks ------------------------------------
+
+
+CONFIGS = (RunConfig, TrainConfig, CheckConfig, TimelineConfig, CalibrateConfig, DoctorConfig)
+
+
+@pytest.mark.parametrize("schema", CONFIGS)
+def test_every_command_has_the_key_of_ring(schema: Any) -> None:
+    keys = {key: field for key, _, field in leaves(schema()) if key.rpartition(".")[2] == "timeout_s"}
+    assert list(keys) == ["timeout_s"] and "timeout_s" in inspect.signature(package.Ring).parameters
+    assert keys["timeout_s"].metadata["about"] == "deadline of every wait for another rank, in seconds"
+
+
+class Opened(Exception):
+    """Raised instead of a ring that is opened with these options."""
+
+
+WORKERS: Mapping[str, Callable[[], Any]] = {
+    "run": lambda: point.on_rank({"config": asdict(load_run(["timeout_s=7"])), "quiet": True}),
+    "check": lambda: check.worker({"transport": "shm", "engine": "plain", "timeout_s": 7.0}),
+    "timeline": lambda: timeline.worker({"timeout_s": 7.0}),
+    "calibrate": lambda: calibration.worker({"timeout_s": 7.0, "transport": "auto"}),
+    "train": lambda: opened_mesh(load(["timeout_s=7"], TrainConfig, "train")).__enter__(),
+}
+
+
+@pytest.mark.parametrize("open_ring", WORKERS.values(), ids=WORKERS)
+def test_the_ring_gets_it(open_ring: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*_: Any, **options: Any) -> None:
+        raise Opened(options["timeout_s"])
+
+    for module in (package, point, sys.modules[opened_mesh.__module__]):
+        monkeypatch.setattr(module, "Ring", opened)
+    with pytest.raises(Opened, match=r"^7"):
+        open_ring()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run ranks=2 tokens=64 shape=small repeats=1000000 transport=shm",
+        "train ranks=2 tokens=64 model=tiny steps=1000000 transport=gloo",
+    ],
+)
+def test_a_stopped_rank_of_a_command_is_named_as_silent(tmp_path: Path, words: str) -> None:
+    command = started("-m", "ringattn", *words.split(), "timeout_s=4", "threads_per_rank=1", cwd=tmp_path)
+    wait_for_line(command, "pass " if words.startswith("run") else "step ")  # until the ranks exchange
+    os.kill(process_of_rank(1, command.pid), signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    _, errors = command.communicate()
+    assert command.wait() == 1 and time.monotonic() - stopped_s < 40.0
+    assert "rank 0 failed first: DeadlineError: " in errors and "rank 1 is silent" in errors, errors
+    assert not any(word in errors for word in ("killed", "memory ran out", "SIGKILL"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from ringattn.launch.pictures.charts import work_shares
 from ringattn.launch.pictures.simulate import counts, factors, main, shared_out, traced_ranks
 from ringattn.launch.pictures.simulation import SimulateConfig, Simulator
 from ringattn.planner.cluster import CLUSTERS
+from tests.launch.commands import python
 
 SMALL = ["heads=4", "kv_heads=2", "head_dim=64"]
 
@@ -139,6 +138,6 @@ def test_a_rank_that_is_not_there_is_refused() -> None:
 def test_it_needs_no_torch() -> None:
     code = ("import sys; from ringattn.cli import main; sys.modules['torch'] = sys.modules['hydra'] = None; "
             "raise SystemExit(main(['simulate', 'ranks=2', 'tokens=64', 'heads=2', 'kv_heads=2']))")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "simulated in" in done.stdout

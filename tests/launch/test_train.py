@@ -1,4 +1,4 @@
-"""Training on several ranks is training on one: losses, gradients, and what would be wrong instead.
+"""Training on several ranks is training on one; what differs between ranks, is not finite or dies is named.
 
 Threads in float64, where only a wrong rule can show; then real processes.
 """
@@ -6,11 +6,14 @@ Threads in float64, where only a wrong rule can show; then real processes.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,60 +23,57 @@ import torch
 from torch import Tensor
 
 from ringattn import Ring
-from ringattn.errors import InputError, RingError
+from ringattn.errors import DisagreementError, InputError, NonFiniteError, RingError
 from ringattn.launch.memory import PeakMemory
+from ringattn.launch.options import leaves
 from ringattn.launch.pictures.charts import Bars, CurveDistance, draw_losses, draw_memory
-from ringattn.launch.ranks import agreed_ranks, threads_for
-from ringattn.launch.train import loop, train
-from ringattn.launch.train.config import ModelConfig, TrainConfig
-from ringattn.launch.train.mesh import locked_folder
+from ringattn.launch.ranks import RanksError, agreed_ranks, threads_for
+from ringattn.launch.train import demo, loop, mesh, train
+from ringattn.launch.train.config import TrainConfig, load_train
+from ringattn.launch.train.data import Documents, load
+from ringattn.launch.train.loop import TrainingProgress
+from ringattn.launch.train.mesh import PROCESS_KEYS, locked_folder
 from ringattn.launch.train.model import Transformer
 from ringattn.testing import run_ranks
-
-TINY = TrainConfig(tokens=61, batch=2, steps=4, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def losses(config: TrainConfig, world_size: int) -> list[float]:
-    """The losses of a run on threads; all ranks must report the same."""
-    results = run_ranks(world_size, lambda ring: loop.train(ring, config))
-    assert all(result["losses"] == results[0]["losses"] for result in results)
-    assert all(result["grad_norms"] == results[0]["grad_norms"] for result in results)
-    return list(results[0]["losses"])
+from ringattn.transport.local import LocalWorld
+from tests.launch.commands import TORCHRUN, all_end, below, environment, python, ringattn, runs, soon, started
+from tests.launch.fuzz_train.faults import spoiled
+from tests.launch.training import SMALL, TINY, names, run, same
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[float]:
-    return losses(TINY, 1)
+def alone() -> dict[str, Any]:
+    return run(TINY)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "auto"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_losses_do_not_depend_on_the_ranks(alone: list[float], world_size: int, layout: str) -> None:
-    # 61 is a prime number: the ranks' counts differ.
-    assert losses(replace(TINY, layout=layout), world_size) == pytest.approx(alone, rel=1e-10)
+def test_losses_do_not_depend_on_the_ranks(alone: dict[str, Any], world_size: int, layout: str) -> None:
+    same(run(replace(TINY, layout=layout), world_size), alone)
 
 
-def test_the_model_learns(alone: list[float]) -> None:
-    assert alone[0] == pytest.approx(5.55, abs=0.2)  # log 256: nothing is known yet
-    assert losses(replace(TINY, steps=30, learning_rate=1e-2), 2)[-1] < alone[0] - 1
+def test_the_model_learns(alone: dict[str, Any]) -> None:
+    first = alone["losses"][0]
+    assert first == pytest.approx(5.55, abs=0.2)  # log 256: nothing is learned yet
+    assert run(replace(TINY, steps=30, learning_rate=1e-2), 2)["losses"][-1] < first - 1
 
 
-@pytest.mark.parametrize("change", [{"tied": False}, {"kv_heads": 4}, {"kv_heads": 1}])
-def test_losses_agree_for_other_models(change: dict[str, Any]) -> None:
-    config = replace(TINY, model=replace(TINY.model, **change))
-    assert losses(config, 3) == pytest.approx(losses(config, 1), rel=1e-10)
-
-
-def test_labels_that_fall_on_few_ranks_count_right() -> None:
-    # 40 of 61 tokens are read only; of four contiguous shards the first two have no label at all.
-    config = replace(TINY, prompt_tokens=40, layout="contiguous")
-    assert losses(config, 4) == pytest.approx(losses(config, 1), rel=1e-10)
-
-
-def test_ranks_without_tokens_take_part() -> None:
-    config = replace(TINY, tokens=3, layout="contiguous")
-    assert losses(config, 5) == pytest.approx(losses(config, 1), rel=1e-10)
+@pytest.mark.parametrize(
+    ("ranks", "change"),
+    [
+        (3, {"model": replace(TINY.model, tied=False)}),
+        (3, {"model": replace(TINY.model, kv_heads=4)}),
+        (3, {"model": replace(TINY.model, kv_heads=1)}),
+        # 40 of 61 tokens are read only; of four contiguous shards the first two have no label at all.
+        (4, {"prompt_tokens": 40, "layout": "contiguous"}),
+        (5, {"tokens": 3, "layout": "contiguous"}),  # ranks without tokens
+        (2, {"optimizer": "sgd"}),
+        (2, {"optimizer": "adafactor"}),
+    ],
+)  # fmt: skip
+def test_ranks_train_other_models_like_one_process(ranks: int, change: dict[str, Any]) -> None:
+    config = replace(TINY, **change)
+    same(run(config, ranks), run(config))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -110,7 +110,7 @@ def test_weights_are_the_same_in_every_dtype() -> None:
 def test_bf16_keeps_its_weights_in_fp32() -> None:
     model = Transformer(TINY.model, 256, torch.bfloat16, seed=3)
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
-    assert losses(replace(TINY, dtype="bf16"), 2) == pytest.approx(losses(TINY, 1), rel=1e-2)
+    assert run(replace(TINY, dtype="bf16"), 2)["losses"] == pytest.approx(run(TINY)["losses"], rel=1e-2)
 
 
 def test_memory_counts_what_is_allocated_after_the_start() -> None:
@@ -124,62 +124,29 @@ def test_memory_counts_what_is_allocated_after_the_start() -> None:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def ringattn(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """`ringattn train` as a person would run it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", "ringattn", "train", *words], cwd=cwd, env=environment, capture_output=True, text=True
-    )
-
-
 @pytest.mark.slow
-def test_two_processes_train_like_threads(tmp_path: Path, alone: list[float]) -> None:
+def test_two_processes_train_like_threads(tmp_path: Path, alone: dict[str, Any]) -> None:
     sizes = ["tokens=61", "batch=2", "steps=4", "dtype=fp64", "warmup_steps=2"]
     shape = ["model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.hidden_dim=48"]
-    done = ringattn("ranks=2", *sizes, *shape, "layout=striped", "out=run", cwd=tmp_path)
+    done = ringattn("train", "ranks=2", *sizes, *shape, "layout=striped", "out=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "step 4/4" in done.stdout and "wrote run/result.json" in done.stdout
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["losses"] == pytest.approx(alone, rel=1e-10)
+    same(result, alone)
     assert result["tokens_of_rank"] == [31, 30]
     assert len(result["memory_growth_bytes"]) == 2 and min(result["memory_growth_bytes"]) > 0
     assert result["config"]["model"]["dim"] == 32 and result["counters"]["bytes_sent"] > 0
 
 
-def all_end(pids: list[int]) -> bool:
-    """Whether all processes end within moments: one that was killed still shows as running while it is torn down."""
-    for _ in range(50):
-        if not any(runs(pid) for pid in pids):
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def runs(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not yet waited for does not."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
 @pytest.mark.slow
 def test_the_ranks_of_a_torchrun_that_is_killed_end(tmp_path: Path) -> None:
     words = ["tokens=64", "model=tiny", "transport=gloo", "steps=1000000", "checkpoint_every_steps=1"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    agent = subprocess.Popen(
-        [*torchrun, "-m", "ringattn", "train", *words, f"out={tmp_path}"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    for _ in range(1200):
-        if list(tmp_path.glob("checkpoints/step-*/run.json")):
-            break
-        time.sleep(0.1)
-    children = Path(f"/proc/{agent.pid}/task").glob("*/children")
-    ranks = [int(pid) for file in children for pid in file.read_text().split()]
-    assert len(ranks) == 2
+    agent = started(*TORCHRUN, "--nproc-per-node=2", "-m", "ringattn", "train", *words, f"out={tmp_path}")
+    assert soon(lambda: bool(list(tmp_path.glob("checkpoints/step-*/run.json"))), 120.0)
+    _, *ranks = below(agent.pid)
+    assert len(ranks) >= 2
     agent.kill()
-    agent.wait()
+    agent.communicate()
     assert all_end(ranks)
     with locked_folder(str(tmp_path)):  # nobody writes there any more
         pass
@@ -198,9 +165,8 @@ def test_a_process_ends_with_its_parent(kernel: bool) -> None:
         "import os, subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', sys.argv[1], str(os.getpid())],"
         " stdout=subprocess.PIPE)\nchild.stdout.readline()\nprint(child.pid, flush=True)\nsys.stdin.read()"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     starter = subprocess.Popen(
-        [sys.executable, "-c", starts, child], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", starts, child], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert starter.stdout is not None
     pid = int(starter.stdout.readline())
@@ -208,8 +174,8 @@ def test_a_process_ends_with_its_parent(kernel: bool) -> None:
     starter.kill()
     starter.communicate()
     assert all_end([pid])
-    of_another = subprocess.run([sys.executable, "-c", child, "1"], env=environment, capture_output=True)
-    assert (of_another.returncode, of_another.stdout) == (-signal.SIGKILL, b"")
+    of_another = python("-c", child, "1")
+    assert (of_another.returncode, of_another.stdout) == (-signal.SIGKILL, "")
 
 
 def test_torchruns_ranks_are_not_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,3 +204,347 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     draw_memory(tmp_path / "memory.png", bars, "how it was measured")
     for name in ("loss.png", "memory.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and (tmp_path / name).stat().st_size > 10_000
+
+
+# --- ranks that would train other runs than each other ---------------------------------------------------------------
+
+
+def refusals(config: TrainConfig, odd: TrainConfig) -> list[InputError]:
+    """What each of two ranks, of one ring or of two replicas, is told where rank 1 has the configuration `odd`."""
+    worlds = [LocalWorld(1, 20.0) for _ in range(2)]
+
+    def of_rank(everyone: Ring) -> InputError:
+        mine = odd if everyone.rank == 1 else config
+        shared = everyone if config.replicas == 1 else Ring(transport=worlds[everyone.rank].transport(0))
+        with pytest.raises(InputError) as raised:
+            loop.train(shared, mine, everyone=everyone)
+        return raised.value
+
+    return run_ranks(2, of_rank, timeout_s=20.0)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rate": 0.5}, "learning_rate: rank 1 has 0.5 and rank 0 0.001; start all ranks with the same words"),
+        ({"seed": 1}, "seed: rank 1 has 1 and rank 0 0"),
+        ({"steps": 3}, "steps: rank 1 has 3 and rank 0 6"),
+        ({"clip_norm": 2.0}, "clip_norm: rank 1 has 2.0 and rank 0 1.0"),
+        ({"model": replace(SMALL.model, tied=False)}, "model.tied: rank 1 has False and rank 0 True"),
+        ({"text": __file__}, "text=.*: rank 1 reads other tokens or documents than rank 0"),
+    ],
+    ids=str,
+)
+def test_another_run_on_one_rank_is_refused_on_all(replicas: int, change: dict[str, Any], message: str) -> None:
+    config = replace(SMALL, replicas=replicas)
+    for error in refusals(config, replace(config, **change)):
+        assert isinstance(error, DisagreementError) and re.match(message, str(error))
+
+
+def test_other_documents_of_the_same_tokens_are_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_the_first_cut(config: TrainConfig) -> Documents:
+        text = load(config)
+        return replace(text, cuts=(0, *text.cuts[2:])) if config.timeout_s == 1.0 else text
+
+    monkeypatch.setattr(mesh, "load", without_the_first_cut)
+    config = replace(SMALL, pack_documents=True)
+    for error in refusals(config, replace(config, timeout_s=1.0, limit_s=2.0)):
+        assert str(error).startswith("text=: rank 1 reads other tokens or documents than rank 0")
+
+
+def test_a_folder_that_rank_0_cannot_write_is_refused_on_all(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    config = replace(SMALL, out=str(tmp_path / "taken"), checkpoint_every_steps=1)
+    first, second = refusals(config, config)
+    assert str(first).startswith(f"out={config.out}: cannot be written (File exists)")
+    assert str(second).startswith(f"rank 0 refused the call, so all ranks do: out={config.out}: ")
+
+
+@pytest.mark.parametrize("change", [{"text": "nowhere.txt"}, {"tokens": 10**9}, {"replicas": 2}], ids=str)
+def test_what_one_rank_cannot_load_is_refused_on_all(change: dict[str, Any]) -> None:
+    first, second = refusals(SMALL, replace(SMALL, **change))
+    key, value = next(iter(change.items()))
+    assert str(second).startswith(f"{key}={value}: ")
+    assert str(first).startswith(f"rank 1 refused the call, so all ranks do: {key}={value}: ")
+
+
+def test_a_file_may_lie_elsewhere_on_another_machine(tmp_path: Path) -> None:
+    files = [tmp_path / "here", tmp_path / "there"]
+    for file in files:
+        file.write_bytes(bytes(range(256)))
+
+    def of_rank(ring: Ring) -> list[float]:
+        config = replace(
+            SMALL, steps=2, text=str(files[ring.rank]), timeout_s=60.0 + ring.rank, threads_per_rank=1 + ring.rank
+        )
+        return list(loop.train(ring, config)["losses"])
+
+    first, second = run_ranks(2, of_rank)
+    assert first == second
+
+
+def test_every_key_is_compared_or_a_process_own() -> None:
+    assert {key for key, _, _ in leaves(SMALL)} > PROCESS_KEYS
+
+
+# --- steps that are not finite, or that have nothing to learn --------------------------------------------------------
+
+
+OVERSHOOTS = replace(SMALL, dtype="fp32", optimizer="sgd", warmup_steps=0, learning_rate=1e38, weight_decay=1e6)
+"""Its first step is finite and leaves weights that are not."""
+
+
+Plant = Callable[..., None]
+
+
+@pytest.fixture
+def plant() -> Iterator[Plant]:
+    """Spoils one step (from 0) of the model that is trained, on one rank: its loss, or a gradient alone."""
+    with ExitStack() as stack:
+        yield lambda step, rank=0, value=math.nan, what="loss": stack.enter_context(spoiled(step, rank, value, what))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_the_first_step_that_is_not_finite_ends_the_run_on_all_ranks(plant: Plant, value: float, what: str) -> None:
+    plant(2, rank=1, value=value, what=what)
+
+    def of_rank(ring: Ring) -> str:
+        with pytest.raises(NonFiniteError) as raised:
+            loop.train(ring, SMALL)
+        return str(raised.value)
+
+    first, second = run_ranks(2, of_rank)
+    assert first == second and first.startswith("step 3 of 6: its ")
+    spoilt = "loss is" if what == "loss" else "gradient norm is"
+    assert re.findall("(loss is|gradient norm is)", first) == [spoilt] and "nonfinite=skip" in first
+
+
+def test_the_last_finite_checkpoints_stay(tmp_path: Path, plant: Plant) -> None:
+    plant(4)
+    with pytest.raises(NonFiniteError):
+        run(replace(SMALL, out=str(tmp_path), checkpoint_every_steps=1))
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    # The step itself is finite; what it makes of the weights is not.
+    config = replace(OVERSHOOTS, out=str(tmp_path), checkpoint_every_steps=1)
+    run(replace(config, steps=2, learning_rate=1e-9))
+    with pytest.raises(NonFiniteError, match=r"^step 3 of 6: .* are not finite, so they are not saved"):
+        run(config)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_skipped_step_is_counted_and_changes_no_weight(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = loop.drawn
+    monkeypatch.setattr(loop, "drawn", lambda ring, replica, text, at, config: drawn(ring, replica, text, 0, config))
+    undisturbed = run(SMALL, ranks=2)["losses"]  # of the same sequences at each step
+    plant(2, rank=1)
+    result = run(replace(SMALL, nonfinite="skip"), ranks=2)
+    losses = result["losses"]
+    assert (result["skipped_steps"], losses[2], result["grad_norms"][2]) == ([2], None, None)
+    assert losses[:2] == undisturbed[:2] and losses[3] == undisturbed[2] and None not in losses[4:]
+
+
+def test_a_resumed_run_remembers_what_it_skipped(tmp_path: Path, plant: Plant) -> None:
+    plant(1)
+    config = replace(SMALL, nonfinite="skip", out=str(tmp_path), checkpoint_every_steps=2)
+    whole = run(replace(config, checkpoint_every_steps=None))
+    run(replace(config, steps=4))
+    resumed = run(config)
+    assert (resumed["first_step"], resumed["skipped_steps"]) == (4, [1])
+    assert (resumed["losses"], resumed["grad_norms"]) == (whole["losses"], whole["grad_norms"])
+
+
+def test_a_checkpoint_before_the_first_step_that_counts_changes_nothing(tmp_path: Path, plant: Plant) -> None:
+    """torch makes the state of an optimizer that has none by a step of its own, which would count."""
+    plant(0)
+    config = replace(SMALL, nonfinite="skip")
+    expected = run(config)
+    saves = replace(config, out=str(tmp_path), checkpoint_every_steps=1)
+    assert run(saves)["losses"] == expected["losses"]
+    stopped = replace(saves, out=str(tmp_path / "stopped"))
+    with pytest.raises(NonFiniteError, match=r"^all 1 steps were skipped"):
+        run(replace(stopped, steps=1))
+    assert run(stopped)["losses"] == expected["losses"]
+
+
+def test_skipping_cannot_help_spoiled_weights() -> None:
+    config = replace(OVERSHOOTS, nonfinite="skip")
+    with pytest.raises(NonFiniteError, match=r"^step 2 of 6: .* weights are not finite, which skipping cannot mend"):
+        run(config)
+
+
+def test_the_result_is_strict_json(tmp_path: Path, plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
+    plant(1)
+    words = ["model=tiny", "tokens=32", "transport=gloo", "steps=3", f"out={tmp_path}"]
+    words += ["model.layers=1"]
+    assert train.main(words) == 1
+    assert "step 2 of 3: its loss is nan" in capsys.readouterr().err and not (tmp_path / "result.json").exists()
+    assert train.main([*words, "nonfinite=skip"]) == 0
+
+    def refused(token: str) -> None:
+        raise AssertionError(f"{token} is no JSON")
+
+    result = json.loads((tmp_path / "result.json").read_text(), parse_constant=refused)
+    assert result["skipped_steps"] == [1] and result["losses"][1] is None
+    assert "1 skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
+@pytest.mark.parametrize("key", ["learning_rate", "weight_decay", "clip_norm", "timeout_s", "model.rope_base"])
+def test_numbers_that_are_not_finite_are_refused_by_key(key: str, value: str) -> None:
+    with pytest.raises(InputError, match=f"^{key}={value}: must be a finite number"):
+        load_train([f"{key}={value}"])
+
+
+# --- nothing to learn ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", ["a", "aaa"])  # a separator is a token of the document before it
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_text_without_a_second_token_in_any_document_is_refused(tmp_path: Path, content: str, ranks: int) -> None:
+    (tmp_path / "text").write_text(content)
+    config = replace(SMALL, text=str(tmp_path / "text"), pack_documents=True, separator="a")
+    with pytest.raises(InputError, match=r"^text=.*: no document has a second token, so there is nothing to learn"):
+        run(config, ranks)
+
+
+def test_a_step_without_a_label_is_refused_by_its_number(tmp_path: Path) -> None:
+    # Of sequences of 8 tokens one in 50 has the document with a second token.
+    (tmp_path / "text").write_text("a" * 400 + "bc")
+    config = replace(SMALL, tokens=8, text=str(tmp_path / "text"), pack_documents=True, separator="a", batch=1)
+    with pytest.raises(InputError, match=r"^step \d of 6: no label is counted"):
+        run(config, 2)
+
+
+def test_a_prompt_of_all_tokens_is_refused_at_its_first_step() -> None:
+    with pytest.raises(InputError, match=r"^step 1 of 6: no label is counted.*prompt_tokens=41"):
+        run(replace(SMALL, prompt_tokens=41), 2)
+
+
+# --- a rank that is killed costs the steps since the last checkpoint, and nothing else -------------------------------
+
+
+WORDS = [
+    "tokens=41", "batch=2", "steps=8", "dtype=fp64", "transport=gloo", "model.layers=1", "model.dim=16",
+    "model.heads=2", "model.kv_heads=1", "model.hidden_dim=24", "checkpoint_every_steps=2", "timeout_s=100",
+]  # fmt: skip
+
+
+def check_result(folder: Path) -> None:
+    """The run died at step 5, went on from step 4, and came to what a run comes to that never died."""
+    assert (folder / "died").exists()
+    result = json.loads((folder / "result.json").read_text())
+    never_killed = run(replace(SMALL, steps=8, warmup_steps=TrainConfig().warmup_steps))
+    assert result["first_step"] == 4
+    same(result, never_killed)
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_killed_ranks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "ENTRY", "tests.launch.train_entries:train_and_die_once")
+    mesh = ["replicas=2", "ranks=1", "sharding=zero2"]
+    assert train.main([*WORDS, *mesh, "restarts=1", f"out={tmp_path}"]) == 0
+    check_result(tmp_path)
+    told = capsys.readouterr().err
+    assert "ringattn train: rank 1 was killed (SIGKILL)" in told
+    assert f"starting again from {tmp_path}/checkpoints/step-00000004" in told
+
+
+@pytest.mark.slow
+def test_torchrun_starts_killed_ranks_again(tmp_path: Path) -> None:
+    restarting = (*TORCHRUN, "--nproc-per-node=2", "--max-restarts=1")
+    done = python(*restarting, "-m", "tests.launch.train_entries", *WORDS, f"out={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    check_result(tmp_path)
+
+
+# --- when not to start again -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tries(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The runs that the launcher asks for, all of which fail; `refused` if so says their text."""
+    asked: list[dict[str, Any]] = []
+
+    def fails(entry: str, spec: dict[str, Any], *more: Any) -> list[dict[str, Any]]:
+        asked.append(spec["runs"][0])
+        raise RanksError("planted", "killed", refused=spec["runs"][0]["seed"] == 7)
+
+    monkeypatch.setattr(train, "run_ranks_in_processes", fails)
+    return asked
+
+
+def test_restarts_are_counted(tmp_path: Path, tries: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS, "ranks=2", "restarts=2", f"out={tmp_path}", "resume=never"]
+    assert train.main(words) == 1
+    assert [one["resume"] for one in tries] == ["never"] * 3
+    assert capsys.readouterr().err.count("starting again from the first step") == 2
+
+
+def test_a_restart_goes_on_from_its_own_checkpoint(tmp_path: Path, tries: list[dict[str, Any]]) -> None:
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000002" / "run.json").touch()
+    assert train.main([*WORDS, "ranks=2", "restarts=1", f"out={tmp_path}", "resume=somewhere"]) == 1
+    assert [one["resume"] for one in tries] == ["somewhere", "auto"]
+
+
+def test_what_was_refused_is_not_tried_again(tmp_path: Path, tries: list[dict[str, Any]]) -> None:
+    assert train.main([*WORDS, "ranks=2", "restarts=2", "seed=7", f"out={tmp_path}"]) == 2
+    assert len(tries) == 1
+
+
+def test_one_process_is_started_so_that_it_can_be_started_again(tmp_path: Path, tries: list[dict[str, Any]]) -> None:
+    assert train.main([*WORDS, "restarts=1", f"out={tmp_path}"]) == 1
+    assert len(tries) == 2
+
+
+# --- the story of `make demo`: runs and check are stand-ins ----------------------------------------------------------
+
+
+CHECK_LINES = 8
+"""What `ringattn check` prints: two of heading, one for each of five schedules, one for all."""
+
+
+def test_the_story_has_about_twenty_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(config: TrainConfig, ranks: int, console: object) -> list[dict[str, Any]]:
+        found = []
+        for dtype in ("fp32", "fp64"):
+            with TrainingProgress(f"{ranks} x {dtype}", 40, lines=1) as progress:
+                for step in range(40):
+                    progress.done(step, 5.0 - step / 10, 1e3)
+            found.append({
+                "config": {"dtype": dtype}, "losses": [5.0 - step / 10 + 1e-7 * (ranks > 1) for step in range(40)],
+                "ranks": ranks, "memory_growth_bytes": [2**20] * ranks, "tokens_of_rank": [2048 // ranks] * ranks,
+                "tokens_per_s": 1e3, "memory_method": "a scale",
+            })  # fmt: skip
+            found[-1]["losses"] = [loss if dtype == "fp32" else 5.0 for loss in found[-1]["losses"]]
+        return found
+
+    monkeypatch.setattr(demo, "_train", trained)
+    monkeypatch.setattr(demo, "_check", lambda console, verbose: True)
+    monkeypatch.setattr(demo, "explain", lambda config, ranks: None)
+    monkeypatch.setattr(demo, "_write", lambda *given: None)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert demo.main([f"out={tmp_path}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) + CHECK_LINES <= 24
+    told = "\n".join(lines)
+    assert "    40            1.1000001        1.1000000    +1.0e-07" in told
+    assert "        4             512         1.0 MiB      1,000" in told
+    assert "fp32: over 40 steps" in told and "fp64: over 40 steps" in told and "DIFFERENT" not in told
+
+
+def test_a_run_prints_as_many_lines_as_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for asked, printed in ((0, 0), (1, 1), (10, 11)):
+        with TrainingProgress("a run", 40 if asked else 0, asked) as progress:
+            for step in range(40):
+                progress.done(step, 1.0, 1.0)
+        assert len(capsys.readouterr().out.splitlines()) == printed

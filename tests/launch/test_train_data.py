@@ -1,7 +1,8 @@
-"""What a training step is given: packed documents, a tokenizer, short sequences first; the same on any mesh."""
+"""What a training step is given: the text, packed documents, a tokenizer, short sequences first; on any mesh."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -9,15 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import Ring
 from ringattn.errors import InputError
+from ringattn.launch.options import help_text
 from ringattn.launch.train import loop
-from ringattn.launch.train.config import TrainConfig, load_train
-from ringattn.launch.train.data import BatchPart, drawn, load
+from ringattn.launch.train.config import TrainConfig, doublings, load_train
+from ringattn.launch.train.data import BatchPart, Documents, drawn, load, load_documents, packed, shortened, windows
 from ringattn.testing import run_ranks
-from tests.launch.test_train_mesh import TINY, alone, on_threads, same
+from tests.launch.test_train_mesh import MESH
+from tests.launch.training import TINY, alone, run, same
 
 PACKED: dict[str, Any] = {"pack_documents": True, "separator": "\n"}
 GROWING: dict[str, Any] = {"tokens": 64, "curriculum_start_tokens": 16, "curriculum_steps": 3}
@@ -37,10 +42,8 @@ GROWING: dict[str, Any] = {"tokens": 64, "curriculum_start_tokens": 16, "curricu
     ],
 )
 def test_any_mesh_trains_like_one_process(replicas: int, ranks: int, change: dict[str, Any]) -> None:
-    config = replace(TINY, replicas=replicas, steps=4, **change)
-    expected = alone(config)
-    for result in on_threads(config, ranks):
-        same(result, expected)
+    config = replace(MESH, replicas=replicas, steps=4, **change)
+    same(run(config, ranks), alone(config))
 
 
 def test_packed_documents_do_not_see_each_other() -> None:
@@ -66,7 +69,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
 
 
 def test_a_step_has_as_many_tokens_throughout_and_leaves_none_out() -> None:
-    growing = replace(TINY, **GROWING, **PACKED)
+    growing = replace(MESH, **GROWING, **PACKED)
     whole = replace(growing, curriculum_start_tokens=None, curriculum_steps=0)
 
     def steps(config: TrainConfig) -> list[list[Tensor]]:
@@ -89,9 +92,9 @@ def test_a_tokenizer_gives_the_model_its_vocabulary(tmp_path: Path) -> None:
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
     config = replace(TINY, tokenizer=str(tmp_path / "tokenizer.json"), pack_documents=True, steps=2)
-    results = on_threads(replace(config, replicas=2), 2)
-    same(results[0], alone(config))
-    assert results[0]["losses"][0] < 2.0 < alone(replace(TINY, steps=1))["losses"][0]  # of 5 words, and of 256 bytes
+    result = run(replace(config, replicas=2), 2)
+    same(result, alone(config))
+    assert result["losses"][0] < 2.0 < alone(replace(TINY, steps=1))["losses"][0]  # of 5 words, and of 256 bytes
 
 
 def test_a_vocabulary_goes_up_to_the_greatest_id(tmp_path: Path) -> None:
@@ -168,3 +171,176 @@ def test_a_text_without_tokens_is_refused(tmp_path: Path) -> None:
         load(config)
     with pytest.raises(InputError, match=r"^tokenizer=.*tokenizer\.json: makes no token of the text"):
         load(replace(config, pack_documents=False))
+
+
+# --- documents -------------------------------------------------------------------------------------------------------
+
+
+def marked(lengths: list[int]) -> Documents:
+    """Documents whose tokens are all different."""
+    cuts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    return Documents(torch.arange(cuts[-1], dtype=torch.int32), tuple(cuts), cuts[-1])
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 30), st.integers(0, 5))
+def test_packing_leaves_nothing_out_and_mixes_no_documents(lengths: list[int], length: int, seed: int) -> None:
+    documents = marked(lengths)
+    total, wanted = documents.cuts[-1], 3
+    sequences = -(-wanted * total // length)
+    stream, ends = [], []
+    for index in range(sequences):
+        tokens, cuts = packed(documents, index, length, seed)
+        assert tokens.dtype == torch.int64 and len(tokens) == length and (cuts[0], cuts[-1]) == (0, length)
+        for start, stop in pairwise(cuts):
+            inside = tokens[start:stop]
+            assert stop > start and (inside.diff() == 1).all()  # one piece of the text ...
+            owners = torch.bucketize(inside, torch.tensor(documents.cuts[1:]), right=True)
+            assert owners.unique().numel() == 1  # ... of one document
+            ends.append(index * length + stop)
+        stream += tokens.tolist()
+    for round_ in range(wanted):  # each pass over the text has all of it
+        assert sorted(stream[round_ * total : (round_ + 1) * total]) == list(range(total))
+
+
+def test_a_document_that_is_too_long_goes_on_in_the_next_sequence() -> None:
+    documents = marked([10])
+    assert [packed(documents, index, 4, 0)[0].tolist() for index in range(3)] == [
+        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]  # fmt: skip
+    assert packed(documents, 2, 4, 0)[1] == (0, 2, 4)
+
+
+def test_passes_and_seeds_have_other_orders() -> None:
+    documents = marked([1] * 50)
+    first, second, other = (packed(documents, *where)[0].tolist() for where in ((0, 50, 0), (1, 50, 0), (0, 50, 1)))
+    assert sorted(first) == sorted(second) == sorted(other) and first != second and first != other
+    assert packed(documents, 0, 50, 0)[0].tolist() == first
+
+
+def test_documents_of_a_file_keep_every_byte(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"one\n\ntwo, \xff\n\n\n\nthree")
+    documents = load_documents(str(file))
+    parts = [bytes(documents.tokens[a:b].tolist()) for a, b in pairwise(documents.cuts)]
+    assert parts == [b"one\n\n", b"two, \xff\n\n", b"\n\n", b"three"] and documents.vocabulary == 256
+    assert len(load_documents(str(file), separator="|").cuts) == 2
+    with pytest.raises(InputError, match="separator: what documents end with must not be empty"):
+        load_documents(str(file), separator="")
+
+
+def test_a_digest_tells_tokens_and_documents_apart() -> None:
+    documents = marked([3, 4])
+    assert documents.digest() == marked([3, 4]).digest()
+    others = [
+        marked([4, 3]),
+        marked([7]),
+        Documents(documents.tokens.flip(0), documents.cuts, documents.vocabulary),
+        Documents(documents.tokens, documents.cuts, 256),
+    ]
+    assert len({one.digest() for one in (documents, *others)}) == 5
+
+
+def test_a_tokenizer_is_used_and_its_faults_are_named(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("two one\n\n\n\none three two")
+    documents = load_documents(str(tmp_path / "text.txt"), tokenizer=str(tmp_path / "tokenizer.json"))
+    assert documents.tokens.tolist() == [1, 0, 0, 2, 1] and documents.tokens.dtype == torch.int32
+    assert documents.cuts == (0, 2, 5) and documents.vocabulary == 3
+    lacking = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0}, unk_token="?"))
+    lacking.save(str(tmp_path / "lacking.json"))
+    with pytest.raises(InputError, match=r"tokenizer=.*lacking\.json: cannot encode the text, "):
+        load_documents(str(tmp_path / "text.txt"), tokenizer=str(tmp_path / "lacking.json"))
+    with pytest.raises(InputError, match=r"tokenizer=nowhere\.json: there is no such file"):
+        load_documents(tokenizer="nowhere.json")
+    (tmp_path / "bad.json").write_text(json.dumps({}))
+    with pytest.raises(InputError, match=r"tokenizer=.*bad\.json: "):
+        load_documents(tokenizer=str(tmp_path / "bad.json"))
+    (tmp_path / "text.txt").write_bytes(b"\xff\xff")
+    with pytest.raises(InputError, match=r"text=.*text\.txt: a tokenizer needs UTF-8"):
+        load_documents(str(tmp_path / "text.txt"), tokenizer=str(tmp_path / "tokenizer.json"))
+
+
+def test_short_sequences_come_first() -> None:
+    parts = [shortened(step, 128, 1024, 9) for step in range(12)]
+    assert parts == [8, 8, 8, 4, 4, 4, 2, 2, 2, 1, 1, 1]
+    assert [shortened(step, 512, 1024, 3) for step in range(5)] == [2, 2, 2, 1, 1]
+    assert {shortened(step, None, 1024, 9) for step in range(12)} == {1} == {shortened(0, 1024, 1024, 9)}
+    assert [shortened(step, 128, 1024, 2) for step in range(3)] == [8, 4, 1]  # fewer steps than stages
+
+
+@pytest.mark.parametrize(("start", "length"), [(100, 1024), (2048, 1024), (3, 1024), (341, 1024)])
+def test_lengths_that_do_not_double_into_the_whole_are_refused(start: int, length: int) -> None:
+    with pytest.raises(InputError, match=f"curriculum_start_tokens={start}: must be tokens={length}, its half"):
+        doublings(start, length)
+
+
+# --- the text and its windows ----------------------------------------------------------------------------------------
+
+
+def test_the_language_reference_is_real_text() -> None:
+    text = load_documents().tokens
+    assert text.dtype == torch.uint8 and len(text) > 300_000 and len(load_documents().cuts) > 1000
+    assert b'The "while" statement' in bytes(text.tolist())
+
+
+def test_windows_are_pieces_of_the_text() -> None:
+    text = torch.arange(100, dtype=torch.uint8)
+    batch = windows(text, step=3, batch=5, tokens=8, seed=1)
+    assert batch.dtype == torch.int64 and batch.shape == (5, 8)
+    assert (batch.diff(dim=1) == 1).all()
+
+
+def test_windows_reach_both_ends_of_the_text() -> None:
+    text = torch.arange(5, dtype=torch.uint8)
+    starts = windows(text, step=0, batch=100, tokens=4, seed=0)[:, 0]
+    assert set(starts.tolist()) == {0, 1}
+
+
+def test_text_errors_name_their_key(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^text=.*nowhere.txt: No such file"):
+        load_documents(str(tmp_path / "nowhere.txt"))
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(InputError, match=r"^text=.*empty.txt: the file is empty"):
+        load_documents(str(tmp_path / "empty.txt"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tokns=3"], "tokns: no such key; did you mean tokens?"),
+        (["model.layres=3"], "model.layres: no such key; did you mean model.layers?"),
+        (["hydra.run.dir=x"], "hydra.run.dir: no such key"),
+        (["steps=1,2"], "steps: one value at a time"),
+        (["--steps=3"], "--steps=3: write steps=3"),
+        (["text=a=b"], "text=a=b: "),
+        (["+more=1"], "+more=1: keys can be set, not added"),
+        (["model=huge"], "model=huge: choose one of medium, tiny"),
+        (["steps=0"], "steps=0: must be at least 1"),
+        (["clip_norm=0"], "clip_norm=0.0: must be more than 0.0"),
+        (["dtype=fp8"], "dtype=fp8: choose one of fp32, fp64, bf16"),
+        (["ranks=9", "tokens=4"], "ranks=9: more ranks than tokens"),
+        (["model.kv_heads=3"], "model.kv_heads=3: does not divide model.heads=4"),
+        (["model.dim=20"], "model.dim=20: must be an even multiple of model.heads=4"),
+    ],
+)
+def test_config_errors_begin_with_the_key(words: list[str], message: str) -> None:
+    with pytest.raises(InputError) as raised:
+        load_train(words)
+    assert str(raised.value).startswith(message)
+
+
+def test_overrides_win_over_presets_and_presets_over_defaults() -> None:
+    config = load_train(["model.dim=64", "model=tiny", "learning_rate=1e-2"])
+    assert (config.model.dim, config.model.layers, config.learning_rate) == (64, 1, 1e-2)
+    assert load_train([]) == TrainConfig()
+    assert load_train(["ranks=2"], "demo").ranks == 2
+
+
+def test_help_lists_every_key_with_default_and_meaning() -> None:
+    text = help_text("train", "Trains.", TrainConfig)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "tokens 2048 tokens of one sequence, over all ranks" in lines
+    assert "model.kv_heads" in text and "presets, one of each list:\n  model=medium,tiny" in text

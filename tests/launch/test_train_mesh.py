@@ -18,45 +18,18 @@ from ringattn.bench.storage_meter import StorageMeter
 from ringattn.errors import InputError
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.launch.train import loop, train
-from ringattn.launch.train.config import ModelConfig, TrainConfig, load_train
+from ringattn.launch.train.config import TrainConfig, load_train
 from ringattn.launch.train.data import BatchPart
 from ringattn.launch.train.mesh import agreed_ranks_of_ring
 from ringattn.launch.train.model import Transformer
 from ringattn.testing import run_ranks
-from ringattn.transport.local import LocalWorld
+from tests.launch.training import TINY, alone, run, same
 
-# 61 is a prime number, so that the ranks of a ring have different counts.
-TINY = TrainConfig(tokens=61, batch=4, steps=6, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
+MESH = replace(TINY, batch=4, steps=6)
 CLIPPED: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.5, "clip_norm": 0.1, "weight_decay": 0.0}
 """Plain SGD, because AdamW hardly minds a gradient of the wrong length."""
 FEW_LABELS: dict[str, Any] = {"prompt_tokens": 40, "layout": "contiguous"}
 DILATED: dict[str, Any] = {"attention": "dilated", "segment_lengths": [8, 64], "dilation_rates": [1, 3]}
-
-
-def alone(config: TrainConfig) -> dict[str, Any]:
-    """The result of the same run in one process, from its first step."""
-    one = replace(config, ranks=1, replicas=1, micro_batch=None, sharding="none", checkpoint_every_steps=None,
-                  resume="never", out=TINY.out)  # fmt: skip
-    return run_ranks(1, lambda ring: loop.train(ring, one))[0]
-
-
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Every loss and every norm before clipping agree to 1e-10, in other dtypes than float64 as far as these go."""
-    rel = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}[expected["config"]["dtype"]]
-    assert found["losses"] == pytest.approx(expected["losses"], rel=rel)
-    assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=rel)
-
-
-def on_threads(config: TrainConfig, ranks: int) -> list[dict[str, Any]]:
-    """The results of a mesh of threads, whose rings are worlds of their own."""
-    rings = [LocalWorld(ranks, 60.0) for _ in range(config.replicas)]
-
-    def of_rank(everyone: Ring) -> dict[str, Any]:
-        replica, rank = divmod(everyone.rank, ranks)
-        with Ring(transport=rings[replica].transport(rank)) as ring:
-            return loop.train(ring, config, everyone=everyone)
-
-    return run_ranks(config.replicas * ranks, of_rank)
 
 
 # --- threads ---------------------------------------------------------------------------------------------------------
@@ -77,26 +50,24 @@ def on_threads(config: TrainConfig, ranks: int) -> list[dict[str, Any]]:
     ],
 )
 def test_a_mesh_of_threads_trains_like_one_process(replicas: int, ranks: int, change: dict[str, Any]) -> None:
-    config = replace(TINY, replicas=replicas, steps=4, **change)
-    results = on_threads(config, ranks)
-    expected = alone(config)
-    for result in results:
-        same(result, expected)
-    assert {(result["replicas"], result["ranks"]) for result in results} == {(replicas, ranks)}
-    assert len(results[0]["memory_growth_bytes"]) == replicas * ranks
+    config = replace(MESH, replicas=replicas, steps=4, **change)
+    result = run(config, ranks)
+    same(result, alone(config))
+    assert (result["replicas"], result["ranks"]) == (replicas, ranks)
+    assert len(result["memory_growth_bytes"]) == replicas * ranks
 
 
 def test_attention_is_what_the_configuration_says() -> None:
-    full, dilated = alone(TINY), alone(replace(TINY, **DILATED))
+    full, dilated = alone(MESH), alone(replace(MESH, **DILATED))
     assert dilated["losses"][-1] != pytest.approx(full["losses"][-1], rel=1e-6)
     # One branch that keeps every position of one segment is full attention.
-    whole = replace(TINY, attention="dilated", segment_lengths=[61], dilation_rates=[1])
+    whole = replace(MESH, attention="dilated", segment_lengths=[61], dilation_rates=[1])
     same(alone(whole), full)
 
 
 @pytest.mark.slow
 def test_accumulating_holds_the_activations_of_a_part() -> None:
-    big = replace(TINY, batch=8, tokens=512, dtype="fp32")
+    big = replace(MESH, batch=8, tokens=512, dtype="fp32")
     batch = torch.randint(0, 256, (8, 512), generator=torch.Generator().manual_seed(1))
 
     def peak_bytes(config: TrainConfig) -> int:
@@ -151,7 +122,7 @@ def test_branches_that_reach_too_little_are_told(
 
 def test_a_mesh_of_another_size_is_refused() -> None:
     with pytest.raises(InputError, match=r"^replicas=2: 2 ranks train in rings of 2"):
-        run_ranks(2, lambda ring: loop.train(ring, replace(TINY, replicas=2)))
+        run_ranks(2, lambda ring: loop.train(ring, replace(MESH, replicas=2)))
 
 
 def test_torchruns_processes_are_dealt_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,10 +145,10 @@ def test_torchruns_processes_are_dealt_out(monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.slow
 def test_four_processes_in_every_shape_train_like_one(tmp_path: Path) -> None:
     saved = str(tmp_path / "first" / "checkpoints" / "step-00000003")
-    mesh = replace(TINY, replicas=2, ranks=2, transport="gloo")
+    mesh = replace(MESH, replicas=2, ranks=2, transport="gloo")
     first = replace(mesh, sharding="zero3", micro_batch=1, checkpoint_every_steps=3, out=str(tmp_path / "first"))
     resumed = replace(mesh, resume=saved, out=str(tmp_path / "second"))
-    runs = [
+    configs = [
         first,
         replace(resumed, replicas=4, ranks=1, sharding="zero2"),
         replace(resumed, replicas=1, ranks=4, sharding="none", micro_batch=2),
@@ -192,10 +163,13 @@ def test_four_processes_in_every_shape_train_like_one(tmp_path: Path) -> None:
         replace(mesh, sharding="zero2", dtype="fp32", micro_batch=1, steps=2),
         replace(mesh, sharding="zero3", dtype="bf16", steps=2),
     ]
-    spec = {"runs": [asdict(run) for run in runs], "counted": asdict(replace(mesh, sharding="zero3", micro_batch=1))}
+    spec = {
+        "runs": [asdict(config) for config in configs],
+        "counted": asdict(replace(mesh, sharding="zero3", micro_batch=1)),
+    }
     answers = run_ranks_in_processes("tests.launch.train_entries:train_and_count", spec, 4, limit_s=200)
-    expected = [alone(run) for run in runs]
-    weights = [weight.numel() for weight in Transformer(TINY.model, 256, torch.float64, 0).parameters()]
+    expected = [alone(config) for config in configs]
+    weights = [weight.numel() for weight in Transformer(MESH.model, 256, torch.float64, 0).parameters()]
     steps = 4 * len(weights)  # AdamW counts steps in a float32 for each weight
     # Weights, gradients and two moments; every number of rows is even.
     assert answers[0]["runs"][0]["replicated_bytes"] == 4 * 8 * sum(weights) // 4 + steps
@@ -206,6 +180,6 @@ def test_four_processes_in_every_shape_train_like_one(tmp_path: Path) -> None:
             same(found, wanted)
         assert [result["first_step"] for result in answer["runs"]] == [0, 3, 3, 3, 0, 0, 0, 0, 0, 0, 0, 0]
         assert answer["reductions"] == answer["sharded_parts"]  # two micro steps, one reduction of each part
-    back = run_ranks(1, lambda ring: loop.train(ring, replace(TINY, resume=saved)))[0]
+    back = run(replace(MESH, resume=saved))
     assert back["first_step"] == 3
     same(back, expected[0])

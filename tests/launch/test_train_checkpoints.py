@@ -1,0 +1,644 @@
+"""A run that stops and goes on is the run that never stopped; checkpoints that are damaged or a stranger's are refused.
+
+One process, bit by bit; other numbers of processes are in `test_train_mesh.py`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ringattn import Ring
+from ringattn.errors import InputError, RingError
+from ringattn.launch import ranks
+from ringattn.launch.folders import locked
+from ringattn.launch.options import leaves
+from ringattn.launch.train import checkpoints, loop, mesh, train
+from ringattn.launch.train.checkpoint_reader import INSTANCES, MetadataUnpickler
+from ringattn.launch.train.checkpoints import MAY_CHANGE, RUN, Checkpoints, described, latest, read_run, write_run
+from ringattn.launch.train.config import TrainConfig
+from ringattn.launch.train.data import load
+from ringattn.testing import run_ranks
+from tests.launch.fuzz_train import faults
+from tests.launch.training import SMALL, names, run
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> TrainConfig:
+    """A run of three steps that has left its checkpoint; more steps would go on from it."""
+    config = replace(SMALL, steps=3, checkpoint_every_steps=3, out=str(tmp_path / "run"))
+    run(config)
+    return config
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path, optimizer: str, dtype: str) -> None:
+    config = replace(SMALL, optimizer=optimizer, dtype=dtype, out=str(tmp_path), checkpoint_every_steps=2)
+    whole = run(replace(config, checkpoint_every_steps=None))
+    run(replace(config, steps=3))  # ends, and saves, between two checkpoints
+    resumed = run(config)
+    assert (resumed["first_step"], len(resumed["step_s"])) == (3, 3)
+    assert (resumed["losses"], resumed["grad_norms"]) == (whole["losses"], whole["grad_norms"])
+
+
+def test_the_last_two_are_kept(tmp_path: Path) -> None:
+    run(replace(SMALL, out=str(tmp_path), checkpoint_every_steps=2, steps=5))
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+    run(replace(SMALL, out=str(tmp_path), checkpoint_every_steps=1, steps=7))
+    assert names(tmp_path) == ["step-00000006", "step-00000007"]
+
+
+def test_no_checkpoints_without_being_asked(tmp_path: Path) -> None:
+    run(replace(SMALL, out=str(tmp_path / "none")))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_that_has_ended_ends_again(saved: TrainConfig) -> None:
+    again = run(saved)
+    assert (again["first_step"], again["step_s"], again["tokens_per_s"]) == (3, [], 0.0)
+    assert again["losses"] == run(replace(SMALL, steps=3))["losses"]
+
+
+@pytest.mark.parametrize("place", ["save", "write_run", "rename"])
+def test_a_half_written_checkpoint_is_not_taken(tmp_path: Path, place: str) -> None:
+    config = replace(SMALL, out=str(tmp_path), checkpoint_every_steps=2)
+    with faults.at(place, 2, faults.stop), pytest.raises(faults.StoppedError):
+        run(config)
+    assert names(tmp_path) == ["step-00000002", "step-00000004.partial"]
+    resumed = run(config)
+    assert resumed["first_step"] == 2 and resumed["losses"] == run(SMALL)["losses"]
+    assert names(tmp_path) == ["step-00000004", "step-00000006"]
+
+
+def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    for name in ("step-00000009", "step-00000010", "step-99999999.partial", "step-00000011", "step-x"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        if name != "step-00000011":  # no longer, or not yet, whole
+            (tmp_path / "checkpoints" / name / "run.json").touch()
+    assert latest(tmp_path) == tmp_path / "checkpoints" / "step-00000010"
+
+
+def test_a_run_that_saves_nothing_goes_on_too(saved: TrainConfig) -> None:
+    again = run(replace(saved, steps=5, checkpoint_every_steps=None))
+    assert again["first_step"] == 3 and len(again["losses"]) == 5
+    assert names(saved.out) == ["step-00000003"]
+
+
+def test_what_is_no_checkpoint_makes_way(tmp_path: Path) -> None:
+    config = replace(SMALL, out=str(tmp_path), checkpoint_every_steps=2)
+    # As a save or a deletion that was stopped leaves them.
+    for name in ("step-00000002.deleted", "step-00000004.partial", "step-00000077.partial"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "remains").touch()
+    (tmp_path / "checkpoints" / "step-by-step-1").mkdir()
+    assert run(config)["first_step"] == 0
+    assert names(tmp_path) == ["step-00000004", "step-00000006", "step-by-step-1"]
+    assert run(config)["first_step"] == 6
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"model": replace(SMALL.model, dim=32)},
+            "model.dim=32: the checkpoint .*/step-00000003 has 16; choose another folder",
+        ),
+        ({"dtype": "fp32"}, "dtype=fp32: .* has fp64"),
+        ({"attention": "dilated", "segment_lengths": [8], "dilation_rates": [1]}, "attention=dilated: .* has full"),
+        ({"text": __file__}, f"text={__file__}: .* was trained on another text"),
+        ({"steps": 2}, "steps=2: .*/step-00000003 has 3 steps behind it already"),
+        ({"resume": "never"}, "resume=never: .*/step-00000003 is in the folder already"),
+        ({"resume": "never", "checkpoint_every_steps": None}, "resume=never: .*/step-00000003 is in the folder al"),
+        (
+            {"model": replace(SMALL.model, dim=32), "checkpoint_every_steps": None},
+            "model.dim=32: the checkpoint .*/step-00000003 has 16",
+        ),
+        ({"out": "elsewhere", "resume": "/nowhere"}, "resume=/nowhere: no complete checkpoint is there"),
+    ],
+    ids=str,
+)
+def test_another_run_is_refused_by_key(
+    saved: TrainConfig, change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=f"^{message}"):
+        run(replace(saved, **{"steps": 6, **change}))
+
+
+def test_what_may_change_changes_nothing_that_was_learned(saved: TrainConfig) -> None:
+    again = run(replace(saved, steps=4, micro_batch=1, recompute="full", learning_rate=1e-4, clip_norm=5.0))
+    assert again["first_step"] == 3 and again["losses"][:3] == run(replace(SMALL, steps=3))["losses"]
+
+
+def test_every_key_is_of_the_run_or_may_change() -> None:
+    known = {key for key, _, _ in leaves(TrainConfig())}
+    assert known > MAY_CHANGE
+    # Whoever adds a key decides: these are the model and the data.
+    assert {key for key in known - MAY_CHANGE if not key.startswith("model.")} == {
+        "attention", "segment_lengths", "dilation_rates", "batch", "dtype", "tokens", "optimizer",
+        "prompt_tokens", "seed", "text", "weight_decay", "pack_documents", "separator", "curriculum_start_tokens",
+        "curriculum_steps",
+    }  # fmt: skip
+
+
+def test_the_text_is_known_by_what_it_says(tmp_path: Path) -> None:
+    text, config = tmp_path / "text", replace(SMALL, checkpoint_every_steps=3, out=str(tmp_path / "run"))
+    text.write_bytes(bytes(range(256)) * 4)
+    run(replace(config, steps=3, text=str(text)))
+    moved = text.rename(tmp_path / "moved")
+    assert run(replace(config, text=str(moved)))["first_step"] == 3
+    moved.write_bytes(bytes(range(255)) * 4)
+    with pytest.raises(InputError, match=r"^text=.*moved: .* was trained on another text"):
+        run(replace(config, text=str(moved)))
+
+
+@pytest.mark.parametrize("lacking", [[1], [0, 1]], ids=str)
+def test_a_checkpoint_that_a_machine_does_not_see_is_told_on_all(
+    tmp_path: Path, saved: TrainConfig, monkeypatch: pytest.MonkeyPatch, lacking: list[int]
+) -> None:
+    monkeypatch.setattr(checkpoints, "join_process_group", lambda *_: None)  # these ranks are threads
+    begins_from = latest(Path(saved.out))
+
+    def of_rank(ring: Ring) -> str:
+        seen = f"{begins_from}-of-another-machine" if ring.rank in lacking else str(begins_from)
+        config = replace(saved, out=str(tmp_path / "own"), resume=seen)
+        with pytest.raises(InputError) as raised:
+            Checkpoints(ring, config, load(config)).resume(*loop.make_model(ring, config))
+        return str(raised.value).removeprefix(f"resume={seen}: ")
+
+    told = f"no complete checkpoint is there on ranks {lacking}; name a folder step-N that all machines see"
+    assert run_ranks(2, of_rank, timeout_s=20.0) == [told] * 2
+
+
+def test_the_documents_of_a_text_are_of_it(saved: TrainConfig) -> None:
+    def of_rank(ring: Ring) -> None:
+        text = load(saved)
+        Checkpoints(ring, saved, text).resume(*loop.make_model(ring, saved))
+        text = replace(text, cuts=(0, *text.cuts[2:]))
+        with pytest.raises(InputError, match=r"^text=: .* was trained on another text"):
+            Checkpoints(ring, saved, text).resume(*loop.make_model(ring, saved))
+
+    run_ranks(1, of_rank)
+
+
+def test_a_folder_that_one_machine_alone_sees_is_told(saved: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "join_process_group", lambda *_: None)  # these ranks are threads
+    latest_here = latest
+
+    def of_rank(ring: Ring) -> str:
+        config = replace(saved, checkpoint_every_steps=None)
+        if ring.rank == 1:
+            config = replace(config, out=f"{saved.out}-of-another-machine")
+        found = checkpoints.checkpoints_of(ring, config, load(config))
+        assert found is not None and (latest_here(Path(config.out)) is None) == (ring.rank == 1)
+        with pytest.raises(InputError) as raised:
+            found.resume(*loop.make_model(ring, config))
+        return str(raised.value)
+
+    assert all(told.endswith("all machines must share this folder") for told in run_ranks(2, of_rank))
+
+
+@pytest.mark.parametrize(("every", "key"), [(None, "resume=auto"), (3, "checkpoint_every_steps")])
+def test_threads_neither_keep_nor_pass_over_checkpoints(saved: TrainConfig, every: int | None, key: str) -> None:
+    config = replace(saved, checkpoint_every_steps=every)
+    with pytest.raises(InputError, match=rf"^{key}: the ranks are threads"):
+        run_ranks(2, lambda ring: loop.train(ring, config))
+
+
+# --- restarts of torchrun --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment of a process that torchrun has started, here by the parent of this one."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    return monkeypatch
+
+
+@pytest.mark.parametrize("resume", ["never", "of another run"])
+def test_a_restart_of_torchrun_goes_on_with_its_own(
+    tmp_path: Path, saved: TrainConfig, job: pytest.MonkeyPatch, resume: str
+) -> None:
+    begins_from = str(latest(Path(saved.out))) if resume != "never" else resume
+    config = replace(saved, out=str(tmp_path / "own"), resume=begins_from)
+    assert run(replace(config, steps=4, checkpoint_every_steps=4))["first_step"] == (0 if resume == "never" else 3)
+    with pytest.raises(InputError, match=r"^resume=.*/own/checkpoints/step-00000004 is in the folder already"):
+        run(config)  # no restart
+    job.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run(replace(config, steps=5))["first_step"] == 4
+
+
+@pytest.mark.parametrize("earlier", ["by hand", "by another torchrun"])
+def test_a_restart_of_torchrun_goes_on_with_no_others(tmp_path: Path, job: pytest.MonkeyPatch, earlier: str) -> None:
+    config = replace(SMALL, out=str(tmp_path), checkpoint_every_steps=3, resume="never")
+    with job.context() as before:
+        before.setattr(checkpoints, "torchrun_job", lambda: None if earlier == "by hand" else "none of this boot 7 9")
+        run(replace(config, steps=3))
+    # torchrun starts ranks again whatever they ended of, so also those that were refused.
+    job.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(InputError, match=r"^resume=never: .*/step-00000003 is in the folder already"):
+        run(config)
+
+
+def test_a_torchrun_is_known_by_its_process(job: pytest.MonkeyPatch) -> None:
+    mine = ranks.torchrun_job()
+    assert mine is not None and mine == ranks.torchrun_job()
+    job.setattr(ranks.os, "getppid", lambda: os.getpid())
+    assert ranks.torchrun_job() not in (None, mine)
+    job.delenv("TORCHELASTIC_RUN_ID")
+    assert ranks.torchrun_job() is None
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=tiny", "tokens=32", "transport=gloo", "checkpoint_every_steps=2", f"out={tmp_path}"]
+    assert train.main([*words, "steps=2"]) == 0
+    assert "in 2 steps\n" in capsys.readouterr().out
+    assert train.main([*words, "steps=5"]) == 0
+    printed = capsys.readouterr().out
+    assert "in 5 steps, 2 of them before\n" in printed and "step 3/5" in printed and "step 2/5" not in printed
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["first_step"], len(result["losses"]), len(result["step_s"])) == (2, 5, 3)
+    assert train.main([*words, "steps=5", "model.layers=2"]) == 2
+    assert "ringattn train: model.layers=2: the checkpoint" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc"), Path("/proc/nope")):
+        for more in ([], ["checkpoint_every_steps=1"]):
+            words = ["model=tiny", "tokens=32", "transport=gloo", "steps=1", *more, f"out={folder}"]
+            assert train.main(words) == 2
+            shown = capsys.readouterr()
+            assert shown.err.startswith(f"ringattn train: out={folder}: ") and not shown.out, shown
+
+
+# --- damaged checkpoints ---------------------------------------------------------------------------------------------
+
+
+DESCRIBED = checkpoints.described
+
+
+@pytest.fixture
+def saved_twice(tmp_path: Path) -> TrainConfig:
+    """A run that has left checkpoints after its steps 2 and 4, and would go on to 6."""
+    config = replace(SMALL, checkpoint_every_steps=2, out=str(tmp_path / "run"))
+    run(replace(config, steps=4))
+    return config
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "flipped": (flipped, "is damaged"),
+    "truncated": (truncated, "is (truncated|damaged)"),
+    "empty": (lambda path: os.truncate(path, 0), "is (truncated|damaged)"),
+    "missing": (Path.unlink, "is missing"),
+}
+
+
+@pytest.mark.parametrize("part", ["__0_0.distcp", ".metadata", "run.json"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    saved_twice: TrainConfig, capsys: pytest.CaptureFixture[str], part: str, fault: str
+) -> None:
+    whole = run(SMALL)
+    spoil, told = FAULTS[fault]
+    broken = Path(saved_twice.out) / "checkpoints" / "step-00000004"
+    spoil(broken / part)
+    resumed = run(saved_twice)
+    assert resumed["first_step"] == 2
+    assert (resumed["losses"], resumed["grad_norms"]) == (whole["losses"], whole["grad_norms"])
+    (line,) = resumed["damaged_checkpoints"]
+    assert re.fullmatch(rf".*{broken / part} {told}.*; going on from .*/step-00000002", line)
+    assert f"ringattn train: {line}\n" in capsys.readouterr().err
+    assert names(saved_twice.out) == ["step-00000004", "step-00000006"]
+    assert run(saved_twice)["damaged_checkpoints"] == []
+
+
+def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_next_good_one(saved_twice: TrainConfig) -> None:
+    folder = Path(saved_twice.out) / "checkpoints"
+    flipped(folder / "step-00000004" / "__0_0.distcp")
+    config = replace(saved_twice, out=f"{saved_twice.out}-2", resume=str(folder / "step-00000004"))
+    with pytest.raises(InputError, match=r"__0_0\.distcp is damaged.*the next older good one is .*/step-00000002$"):
+        run(config)
+    assert run(replace(config, resume=str(folder / "step-00000002")))["first_step"] == 2
+
+
+def test_a_run_does_not_begin_anew_where_all_are_damaged(saved_twice: TrainConfig) -> None:
+    folder = Path(saved_twice.out) / "checkpoints"
+    truncated(folder / "step-00000002" / "__0_0.distcp")
+    (folder / "step-00000004" / "run.json").unlink()
+    with pytest.raises(
+        InputError, match=r"^resume=auto: .*4/run.json is missing; .*2/__0_0.distcp is truncated .*no older"
+    ):
+        run(saved_twice)
+    assert names(saved_twice.out) == ["step-00000002", "step-00000004"]
+
+
+def test_a_damaged_checkpoint_evicts_no_good_one(saved_twice: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damaged while the run goes on: of two that are kept one would be worth nothing."""
+    save = checkpoints.Checkpoints.save
+
+    def damages(self: Any, model: Any, optimizer: Any, curve: Any) -> None:
+        flipped(self.folder / "step-00000004" / "__0_0.distcp")
+        save(self, model, optimizer, curve)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoints.Checkpoints, "save", damages)
+        run(saved_twice)
+    assert names(saved_twice.out) == ["step-00000002", "step-00000004", "step-00000006"]
+    run(replace(saved_twice, steps=8))
+    assert names(saved_twice.out) == ["step-00000006", "step-00000008"]
+
+
+def test_the_curve_in_a_checkpoint_has_a_digest(saved_twice: TrainConfig) -> None:
+    path = Path(saved_twice.out) / "checkpoints" / "step-00000004" / "run.json"
+    content = json.loads(path.read_text())
+    content["losses"][0] += 1.0
+    path.write_text(json.dumps(content))
+    assert "run.json is damaged (its digest differs)" in run(saved_twice)["damaged_checkpoints"][0]
+
+
+def test_a_checkpoint_that_does_not_load_is_an_error_of_the_run(
+    saved_twice: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise CheckpointException("load", {0: (ValueError("planted"), None)})  # type: ignore[dict-item]
+
+    monkeypatch.setattr(checkpoints.dcp, "load", fails)
+    with pytest.raises(RingError, match=r"step-00000004 could not be loaded: ValueError: planted"):
+        run(saved_twice)
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_while_saving(path: Path) -> tuple[int, str]:
+    return full() if path.parent.suffix == ".partial" else DESCRIBED(path)  # type: ignore[no-any-return]
+
+
+def full_in_torch(*_: Any, **__: Any) -> Any:
+    raise CheckpointException("write", {0: (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), None)})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "how"),
+    [
+        (checkpoints.dcp, "save", full_in_torch),
+        (checkpoints, "write_run", full),
+        (checkpoints, "described", full_while_saving),
+    ],
+)
+def test_a_full_disk_is_told_and_leaves_the_old_checkpoints(
+    saved_twice: TrainConfig, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, how: Any
+) -> None:
+    with monkeypatch.context() as filled:
+        filled.setattr(where, name, how)
+        with pytest.raises(
+            RingError, match=r"/step-00000006 could not be written: No space left on device; it needs about"
+        ) as raised:
+            run(saved_twice)
+    assert "MiB, and the disk at /" in str(raised.value) and "resume=auto goes on from them" in str(raised.value)
+    assert names(saved_twice.out) == ["step-00000002", "step-00000004"]
+    assert run(saved_twice)["first_step"] == 4
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_in_a_save_is_not_a_full_disk(
+    saved_twice: TrainConfig, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, error: type[BaseException]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        signal.raise_signal(number)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    monkeypatch.setattr(FileSystemWriter, "write_data", interrupted)
+    try:
+        with pytest.raises(error):
+            loop.train_rank({"runs": [asdict(saved_twice)]})
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert names(saved_twice.out) == ["step-00000002", "step-00000004"]
+    monkeypatch.undo()
+    assert run(saved_twice)["first_step"] == 4
+
+
+# --- two runs in one folder ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "DYING_S", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_second_run_in_a_folder_is_refused(saved_twice: TrainConfig) -> None:
+    before = names(saved_twice.out)
+    with mesh.locked_folder(saved_twice.out):
+        with pytest.raises(InputError, match=rf"^out=.*/run: another run is writing there, process {os.getpid()} on "):
+            run(saved_twice)
+        assert names(saved_twice.out) == before
+        run(replace(saved_twice, checkpoint_every_steps=None))  # writes nothing there
+    assert run(saved_twice)["first_step"] == 4
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_command_is_refused_before_its_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with mesh.locked_folder(str(tmp_path)):
+        assert train.main(["ranks=2", "tokens=64", f"out={tmp_path}"]) == 2
+    assert "another run is writing there" in capsys.readouterr().err
+
+
+def test_a_run_waits_a_moment_for_one_that_dies(tmp_path: Path) -> None:
+    code = (
+        "import fcntl, sys, time; lock = open(sys.argv[1], 'a'); "
+        "fcntl.flock(lock, 2); print(flush=True); time.sleep(60)"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / ".lock")]
+    holder = subprocess.Popen(words, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    with pytest.raises(InputError), locked(tmp_path, "out", "run", "", wait_s=0.0):
+        pass
+    holder.send_signal(signal.SIGKILL)  # a lock ends with its process, however that ends
+    with locked(tmp_path, "out", "run", "", wait_s=5.0) as lock:
+        assert lock.lost() is None
+    holder.wait()
+
+
+def test_a_folder_that_was_replaced_meanwhile_is_not_written_to(
+    saved_twice: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = checkpoints.Checkpoints.save
+
+    def moved(self: Any, model: Any, optimizer: Any, curve: Any) -> None:
+        Path(saved_twice.out).rename(f"{saved_twice.out}-moved")
+        Path(saved_twice.out).mkdir()
+        save(self, model, optimizer, curve)
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", moved)
+    with pytest.raises(RingError, match=r"^out=.*/run: the folder was removed or replaced"):
+        run(saved_twice)
+    assert not list(Path(saved_twice.out).iterdir())
+
+
+# --- checkpoints of a stranger, into which something is planted; their digests are right -----------------------------
+
+
+class Calls:
+    """Unpickled, it calls `function(argument)`."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """A file that planted code makes."""
+    return tmp_path / "code has run"
+
+
+def strange_checkpoint(folder: Path) -> Path:
+    """The checkpoint of a run."""
+    run(replace(SMALL, steps=3, checkpoint_every_steps=3, out=str(folder / "foreign")))
+    path = latest(folder / "foreign")
+    assert path is not None
+    return path
+
+
+def sealed(path: Path) -> TrainConfig:
+    """A run that resumes from the checkpoint, after its digests were made those of its files."""
+    content = read_run(path)
+    del content["files"]
+    (path / RUN).unlink()
+    write_run(path, content, {file.name: described(file) for file in path.iterdir()})
+    return replace(SMALL, steps=5, checkpoint_every_steps=3, out=str(path.parents[2] / "mine"), resume=str(path))
+
+
+def refused(path: Path, reason: str) -> None:
+    config = sealed(path)
+    with pytest.raises(InputError) as raised:
+        run(config)
+    message = str(raised.value)
+    assert message.startswith(f"resume={path}: {path}: {reason}"), message
+    assert message.endswith("load only checkpoints that you trust") and "\n" not in message
+
+
+def test_a_good_checkpoint_is_loaded(tmp_path: Path) -> None:
+    assert run(sealed(strange_checkpoint(tmp_path)))["first_step"] == 3
+
+
+@pytest.mark.parametrize(
+    "function", ["os.system", "builtins.exec", "builtins.getattr", "torch.load", "pathlib.Path.touch"]
+)
+def test_metadata_that_calls_a_function_is_refused(tmp_path: Path, marker: Path, function: str) -> None:
+    path = strange_checkpoint(tmp_path)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    calls, name = {
+        "os.system": (Calls(os.system, f"touch '{marker}'"), "posix.system"),
+        "builtins.exec": (Calls(exec, f"open({str(marker)!r}, 'w')"), "builtins.exec"),
+        "builtins.getattr": (Calls(getattr, str, "upper"), "builtins.getattr"),
+        "torch.load": (Calls(torch.load, str(marker)), "torch.serialization.load"),
+        "pathlib.Path.touch": (Calls(Path.touch, marker), "pathlib.Path.touch"),
+    }[function]
+    metadata.planner_data = [calls]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(path, f".metadata names {name}; it might run code")
+    assert not marker.exists()
+
+
+def test_a_whole_metadata_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = strange_checkpoint(tmp_path)
+    (path / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": {}}))
+    refused(path, ".metadata holds a dict; ")
+
+
+@pytest.mark.parametrize(
+    "target", ["torch.distributed.checkpoint.metadata Metadata", "torch.serialization _get_layout"]
+)
+def test_metadata_changes_no_class_or_function(tmp_path: Path, target: str) -> None:
+    path = strange_checkpoint(tmp_path)
+    # The name of the target, None as its first state, and {"planted": 1} to be set by setattr, BUILD.
+    code = f"c{target.replace(' ', chr(10))}\n".encode() + b"N}X\x07\x00\x00\x00plantedK\x01s\x86b."
+    (path / ".metadata").write_bytes(code)
+    refused(path, ".metadata sets attributes of <")
+    assert not hasattr(Metadata, "planted") and not hasattr(torch.serialization._get_layout, "planted")
+
+
+def test_an_entry_that_calls_a_function_is_refused(
+    tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = checkpoints._state
+
+    def planted(*given: Any) -> dict[str, Any]:
+        state = good(*given)
+        state["optimizer"]["param_groups"][0]["weight_decay"] = Calls(os.system, f"touch '{marker}'")
+        return state
+
+    monkeypatch.setattr(checkpoints, "_state", planted)
+    monkeypatch.setattr(checkpoints, "all_finite", lambda *_: True)
+    path = strange_checkpoint(tmp_path)
+    monkeypatch.undo()
+    refused(path, "its entry optimizer.param_groups.0.weight_decay holds posix.system; it might run code")
+    assert not marker.exists()
+
+
+def test_every_class_that_torch_writes_is_taken(tmp_path: Path) -> None:
+    """Tensors of every dtype, and entries of every kind that weights are made of."""
+    state = {
+        **{
+            str(dtype): torch.zeros(2, dtype=dtype)
+            for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+        },
+        "numbers": {"lr": 0.1, "betas": (0.9, 0.99), "foreach": None, "names": ["a", "b"]},
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    with (tmp_path / "checkpoint" / ".metadata").open("rb") as file:
+        metadata = MetadataUnpickler(file).load()
+    assert isinstance(metadata, Metadata)
+    with (tmp_path / "checkpoint" / ".metadata").open("rb") as file:
+        true = pickle.load(file)
+    assert metadata.state_dict_metadata == true.state_dict_metadata and metadata.storage_data == true.storage_data
+    assert {type(each) for each in metadata.state_dict_metadata.values()} <= set(INSTANCES)
