@@ -1,27 +1,47 @@
-"""The benchmarks: the gate bites, every contender is exact, and every entry runs at a tiny size."""
+"""The benchmarks: gates bite, contenders are exact, jobs may die, verdicts say what was measured, entries run tiny."""
 
 from __future__ import annotations
 
+import json
+import os
+import random
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import matplotlib.image
+import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 from torch import Tensor
 
-from ringattn.bench import clock, dilated, memory, speed
+from ringattn.bench import choice, clock, dilated, margin, memory, placement, soak, soak_ranks, speed
 from ringattn.bench.baselines import Flash, OurRing, independent, one_process
+from ringattn.bench.choice import FORWARD_FLOPS, Case, ChoiceOptions, different, drawn, flops, judged, tables_of
+from ringattn.bench.clock import Sample
+from ringattn.bench.crash_proof import Budget, JobFailed, Worker, run_all
 from ringattn.bench.gate import Baseline, GateError, open_gate, random_inputs, reference
+from ringattn.bench.memory import draw_curve
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import Table
+from ringattn.bench.shm import SIZES, calls_table, calls_verdict, messages_verdict, paired
+from ringattn.bench.soak import GROWTH_MIB, slope_bytes
 from ringattn.bench.speed import STAGES, stages
+from ringattn.bench.timed_calls import PASSES, Shape, TimedCall, plans_of
+from ringattn.core.documents import CHOICES, EVEN, load_of, place, placed, placed_at_once
 from ringattn.errors import InputError, RingError
+from ringattn.planner.cluster import Cluster
+from ringattn.planner.simulate import simulate
 from ringattn.ring import Ring
 from ringattn.testing import run_ranks
+from tests.launch.test_calibrate import REFERENCE
 
 SMALL = random_inputs(24, 4, 2, 8, torch.float32)
 
@@ -205,3 +225,382 @@ def test_memory(tmp_path: Path) -> None:
     assert (tmp_path / "memory.png").stat().st_size > 10_000
     small, large = data["pools"]
     assert small["measured"] == large["measured"] == large["ring backward"]
+
+
+# --- jobs in processes that die, hang or raise -----------------------------------------------------------------------
+
+
+def job(folder: str, number: int) -> int:
+    """Leaves a mark; every third dies, every fourth raises."""
+    with Path(folder, str(number)).open("a") as file:
+        file.write("x")
+    if number % 3 == 0:
+        os._exit(134)
+    if number % 4 == 0:
+        raise ValueError(f"number {number}\nand more")
+    return number * number
+
+
+@pytest.mark.slow
+def test_every_job_is_run_once_and_deaths_are_told(tmp_path: Path) -> None:
+    given = [(str(tmp_path), number) for number in range(5)]
+    ended = {index: str(found) for index, found in run_all(job, given, 2, 60.0, Budget(60.0))}
+    died, raised = "its process ended with exit code 134", "ValueError: number 4"
+    assert ended == {0: died, 1: "1", 2: "4", 3: died, 4: raised}
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {str(number): "x" for number in range(5)}
+
+
+def test_no_jobs() -> None:
+    assert list(run_all(job, [], 4, 1.0, Budget(1.0))) == []
+
+
+def test_a_job_that_hangs_is_ended_and_the_next_one_has_a_process() -> None:
+    with Worker() as worker:
+        first = worker.ask(os.getpid, limit_s=60.0)
+        assert worker.ask(os.getpid, limit_s=60.0) == first != os.getpid()
+        began = time.monotonic()
+        with pytest.raises(JobFailed, match="no answer within 0 s"):
+            worker.ask(time.sleep, 1000, limit_s=0.2)
+        assert time.monotonic() - began < 10
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+        assert worker.ask(os.getpid, limit_s=60.0) not in (first, os.getpid())
+
+
+def test_a_process_whose_job_raised_does_no_other() -> None:
+    """Its CUDA context may be broken."""
+    with Worker() as worker:
+        first = worker.ask(os.getpid, limit_s=60.0)
+        with pytest.raises(JobFailed, match=r"^ValueError: invalid literal"):
+            worker.ask(int, "x", limit_s=60.0)
+        assert worker.ask(os.getpid, limit_s=60.0) != first
+
+
+def test_nothing_is_begun_when_the_budget_is_spent(tmp_path: Path) -> None:
+    spent = Budget(0.0)
+    (found,) = run_all(job, [(str(tmp_path), 1)], 1, 60.0, spent)
+    assert str(found[1]) == "not tried: the 0 s of budget_s are spent" and not list(tmp_path.iterdir())
+    assert Budget(50.0).limit(20.0) == 20.0 and 29.0 < Budget(30.0).limit(60.0) <= 30.0
+
+
+# --- the verdict on shared memory ------------------------------------------------------------------------------------
+
+
+LARGE = str(SIZES[-1])
+
+
+def messages(shm_s: float, gloo_s: float, copy_s: float) -> dict[str, dict[str, list[float]]]:
+    """Ten times each at the largest size; all others are met."""
+    found = {name: {str(size): [s] * 10 for size in SIZES} for name, s in (("shm", 1.0), ("gloo", 9.0), ("copy", 0.5))}
+    for name, s in (("shm", shm_s), ("gloo", gloo_s), ("copy", copy_s)):
+        found[name][LARGE] = [s] * 10
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ((1.0, 4.0, 0.9), "At least 4.0 times gloo, the bar is 4 at every size: met."),
+        # Twice as fast as copying would be enough here, so the copy must not be counted as shm's.
+        ((1.0, 4.0, 2.0), "At least 4.0 times gloo, the bar is 4 at every size: met."),
+        ((1.0, 3.9, 0.9), "every size: MISSED at 65536 KiB (3.9 times, the bare copy 4.3)."),
+        ((1.0, 3.6, 0.9), "every size: MISSED at 65536 KiB (3.6 times, the bare copy 4.0)."),
+        (
+            (1.0, 3.5, 0.9),
+            "At least 3.5 times gloo, the bar is 4 at every size: above what copying allows here, so not met either, "
+            "at 65536 KiB (3.5 times, the bare copy 3.9).",
+        ),
+    ],
+)
+def test_a_size_that_copying_cannot_reach_is_told_apart_and_is_not_met(
+    seconds: tuple[float, float, float], words: str
+) -> None:
+    assert messages_verdict(messages(*seconds)).endswith(words)
+
+
+def rounds(by: float, count: int = 60) -> tuple[list[float], list[float]]:
+    """Seconds of ours and of another that takes `by` times as long, on a machine whose speed wanders threefold."""
+    draw = random.Random(7)
+    speed = [1 + 2 * draw.random() for _ in range(count)]
+    ours, other = ([s * (1 + 0.02 * draw.random()) for s in speed] for _ in range(2))
+    return ours, [by * s for s in other]
+
+
+@pytest.mark.parametrize(("by", "word"), [(0.97, "slower"), (1.0, "level"), (1.03, "faster")])
+def test_three_percent_show_where_both_take_turns(by: float, word: str) -> None:
+    ratio = paired(*rounds(by))
+    assert ratio.words == word
+    assert ratio.low < ratio.median < ratio.high and ratio.median == pytest.approx(by, rel=0.01)
+
+
+def calls(forward: float, backward: float) -> dict[str, dict[str, list[float]]]:
+    ours, peer = {}, {}
+    for name, by in (("forward", forward), ("backward", backward)):
+        ours[name], peer[name] = rounds(by)
+    return {"ringattn over shm": ours, "ringattn over gloo": ours, "torch ring (alltoall)": peer}
+
+
+@pytest.mark.parametrize(
+    ("by", "words"),
+    [
+        ((1.0, 1.05), "ring: met; forward"),
+        ((0.95, 1.05), "ring: MISSED; forward"),
+        ((1.05, 0.95), "ring: MISSED; forward"),
+    ],
+)
+def test_level_is_missed_only_where_a_pass_is_slower_beyond_doubt(by: tuple[float, float], words: str) -> None:
+    said = calls_verdict(calls(*by))
+    assert words in said
+    assert str(paired(*rounds(by[0]))) in said and str(paired(*rounds(by[1]))) in said
+    few = {name: {one: times[:5] for one, times in by_pass.items()} for name, by_pass in calls(*by).items()}
+    assert "ring: OPEN; forward" in calls_verdict(few)
+    table = calls_table(1024, calls(*by))
+    assert [row[-1] for row in table.rows[:3]] == [
+        "",
+        str(paired(*[rounds(by[0])[0]] * 2)),
+        str(paired(*rounds(by[0]))),
+    ]
+
+
+# --- the soak --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_short_soak_is_flat(tmp_path: Any) -> None:
+    words = ["seconds=15", "transport=shm", "ranks=2", "stops_per_minute=30", "stop_s=0.5", f"results={tmp_path}"]
+    data = soak.main(words)
+    assert data["complaints"] == [] and data["stops"] > 0
+    assert [soaked[-1]["error"] <= soak_ranks.EXACT for soaked in data["samples"]] == [True, True]
+    assert "The bar: no more descriptors" in (tmp_path / "soak.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_an_error() -> None:
+    with pytest.raises(RingError, match=r"a rank failed(.|\n)*transport='carrier pigeon' is not known"):
+        soak.main(["seconds=1", "transport=carrier pigeon", "ranks=2", "results="])
+
+
+def test_drawn_calls_are_exact_and_a_wrong_result_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(ring: Any) -> None:
+        random_ = random.Random(1)
+        for _ in range(10):
+            assert soak_ranks.check(ring, soak_ranks.drawn(random_)) <= soak_ranks.EXACT
+        attention = type(ring).attention
+        monkeypatch.setattr(type(ring), "attention", lambda *args, **options: attention(*args, **options) * (1 + 1e-8))
+        with pytest.raises(GateError, match="a result is off by"):
+            soak_ranks.check(ring, soak_ranks.drawn(random_))
+
+    run_ranks(1, body)
+
+
+def soaked(**grows: float) -> soak.Samples:
+    """Thirty samples in which each number is 100, or rises to that plus its growth after the warm-up."""
+    names = ("descriptors", "threads", "maps", "rss_bytes")
+    return [
+        {"calls": 10.0 * n, **{name: 100 + grows.get(name, 0) * max(n - 10, 0) / 19 for name in names}}
+        for n in range(30)
+    ]
+
+
+@pytest.mark.parametrize("name", ["descriptors", "threads", "maps"])
+def test_counts_must_not_grow(name: str) -> None:
+    assert soak.judged([soaked(), soaked()]) == []
+    assert [words.split(" grew")[0] for words in soak.judged([soaked(), soaked(**{name: 10})])] == [f"rank 1: {name}"]
+
+
+def test_memory_must_not_grow_beyond_the_bound() -> None:
+    grown = soaked(rss_bytes=2 * GROWTH_MIB * 2**20)
+    assert soak.judged([grown])[0].startswith("rank 0: memory grew by 16.8 MiB")
+    assert soak.judged([soaked(rss_bytes=GROWTH_MIB * 2**20)]) == []
+    assert slope_bytes(grown) == pytest.approx(1000 * 2 * GROWTH_MIB * 2**20 / 190)
+    assert soak.judged([soaked()[:2]]) == ["rank 0 has 2 samples, too few to judge"]
+
+
+def test_options_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(InputError, match="ranks at least 2"):
+        soak.main(["ranks=1"])
+
+
+# --- what prediction chooses for drawn calls -------------------------------------------------------------------------
+
+
+CALL = Shape(1024, 4, 4, 64, "zigzag", "ring")
+
+
+def test_calls_are_drawn_alike_and_of_every_kind() -> None:
+    assert drawn(10, 23) == drawn(10, 23) and drawn(10, 23)[:2] == drawn(2, 23) != drawn(2, 24)
+    calls = [call for _, call in drawn(10, 23)]
+    assert {ranks for ranks, _ in drawn(10, 23)} == {2, 3, 4}
+    assert {bool(call.documents) for call in calls} == {bool(call.window) for call in calls} == {True, False}
+    for call in calls:
+        assert FORWARD_FLOPS[0] <= flops(call) <= FORWARD_FLOPS[1]
+        assert not call.documents or sum(call.documents) == call.tokens
+
+
+def test_schedules_with_the_same_plans_are_measured_once() -> None:
+    two, four = ({shape.schedule for shape in different(CALL, ranks)} for ranks in (2, 4))
+    # On two ranks one exchange brings everything, whatever it is called.
+    assert not two & {"direct", "all_gather", "double_ring"} and {"ring", "pass_q"} <= two
+    assert {"ring", "direct", "all_gather", "bidirectional", "double_ring"} <= four
+
+
+def test_packed_documents_are_exact_and_small_ones_stay_documents() -> None:
+    shape = Shape(2048, 4, 2, 32, "per_document", "direct", documents=(300, 1500, 248))
+    small = shape.small(2)
+    assert small.tokens == sum(small.documents) == 128 and len(small.documents) == 3
+    assert max(run_ranks(2, lambda ring: TimedCall(ring, small).gate())) < 1e-5
+    assert Shape.read([*shape[:-1], list(shape.documents)]) == shape
+
+
+def measured(case: Case, slower: dict[str, float]) -> list[dict[str, list[Sample]]]:
+    """What ranks would measure that take just what is predicted, times `slower` by schedule."""
+    found = []
+    for shape in case.shapes:
+        by_pass = {}
+        for name in PASSES:
+            said = simulate(plans_of(shape, case.ranks, name == "backward", REFERENCE), REFERENCE).total_us / 1e6
+            by_pass[name] = [Sample(said * slower.get(shape.schedule, 1.0), said, 0.0)]
+        found.append(by_pass)
+    return found
+
+
+def test_a_choice_is_judged_by_what_was_measured() -> None:
+    case = Case(3, different(CALL, 3))
+    right = judged(case, measured(case, {}), REFERENCE)
+    assert right.chosen == right.fastest and right.over_fastest(right.chosen) == 1
+    assert max(map(abs, right.errors())) == pytest.approx(0)
+    assert right.auto in right.took
+    # What is chosen turns out slow: another is the fastest, and the errors say so.
+    spoiled = judged(case, measured(case, {right.chosen: 1.5}), REFERENCE)
+    assert spoiled.chosen == right.chosen != spoiled.fastest and spoiled.over_fastest(spoiled.chosen) > 1.1
+    assert min(spoiled.errors()) == pytest.approx(-1 / 3)
+
+
+def test_the_bar_is_nine_in_ten() -> None:
+    cases = [Case(3, different(CALL, 3))] * 10
+    good = measured(cases[0], {})
+    bad = measured(cases[0], {judged(cases[0], good, REFERENCE).chosen: 1.5})
+    for wrong, word in ((1, "met"), (2, "MISSED")):
+        found = [bad] * wrong + [good] * (10 - wrong)
+        choices, passes = tables_of(ChoiceOptions(results=""), REFERENCE, found, cases)
+        assert f"in {10 - wrong} of 10; the bar is 90%: {word}." in choices.notes[0]
+        assert "the bar is 10%: met" in choices.notes[1]
+        assert len(passes.rows) == sum(len(case.shapes) for case in cases) * len(PASSES)
+    assert all(a[0] <= b[0] for a, b in pairwise(choices.rows))
+
+
+@pytest.mark.parametrize("word", ["cases=0", "repeats=0"])
+def test_bad_options_are_refused(word: str) -> None:
+    with pytest.raises(InputError, match="must be positive"):
+        choice.main([word, "results="])
+
+
+# --- placements of documents of a published distribution -------------------------------------------------------------
+
+
+TOKENS = 131072
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("longest", [0, TOKENS // 4])
+def test_pairs_are_balanced_for_documents_of_a_published_distribution(ranks: int, longest: int) -> None:
+    for seed in range(6):
+        cuts = placement.drawn(TOKENS, seed, longest)
+        pairs = load_of(cuts, placed(cuts, ranks)).pairs
+        assert max(pairs) * ranks <= 1.05 * sum(pairs), f"seed {seed}"
+
+
+@pytest.mark.parametrize(("ranks", "seed", "fewest"), [(2, 0, 10_905), (2, 2, 90_974), (8, 0, 67_159), (8, 2, 634_840)])
+def test_placed_at_once_pairs_are_even_and_rows_few(ranks: int, seed: int, fewest: int) -> None:
+    """`fewest`: a lower bound on the rows that any placement as even as this sends."""
+    cuts = placement.drawn(TOKENS, seed)
+    load, steps = (load_of(cuts, place(cuts, ranks)) for place in (placed_at_once, placed))
+    assert max(load.pairs) * ranks <= EVEN * sum(load.pairs)
+    assert fewest <= sum(load.sent) <= (1.001 if seed == 2 else 1.1) * fewest
+    assert sum(load.sent) < sum(steps.sent)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seed", "fewest"),
+    [(2, 2, 91_266), (2, 4, 64_671), (4, 2, 273_793), (4, 4, 191_968), (8, 2, 638_836), (8, 4, 446_014)],
+)
+def test_cut_at_its_end_one_document_that_outweighs_all_others_sends_as_few_rows_as_can_be(
+    ranks: int, seed: int, fewest: int
+) -> None:
+    cuts = placement.drawn(TOKENS, seed)
+    assert max(stop - start for start, stop in pairwise(cuts)) > TOKENS / 2
+    load = load_of(cuts, place(cuts, ranks, CHOICES[1]))
+    assert fewest <= sum(load.sent) <= 1.01 * fewest
+    fastest = load_of(cuts, placed(cuts, ranks))
+    assert fastest.in_steps < load.in_steps and sum(fastest.sent) <= 1.15 * fewest, "zigzag costs a few rows more"
+
+
+def test_direct_sends_what_is_read_and_nothing_more() -> None:
+    options = placement.PlacementOptions(heads=2, kv_heads=1, head_dim=8, schedule="direct")
+    cuts = placement.drawn(4096, 3)
+    found = placement.placed_by(cuts, "documents", 4, options)
+    assert found.sent == found.read == sum(load_of(cuts, placed(cuts, 4)).sent) > 0
+
+
+def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tokens=2000", "ranks=2", "seeds=1", "longest_tokens=0", "heads=2", "kv_heads=1", "head_dim=8",
+             f"results={tmp_path}"]  # fmt: skip
+    data = placement.main(words)
+    assert json.loads((tmp_path / "placement.json").read_text())["0 2"] == data["0 2"]
+    assert set(data["0 2"]) == {*placement.LAYOUTS, placement.AT_ONCE}
+    assert "rows sent" in capsys.readouterr().out
+
+
+# --- what a ring loses to the multiprocessors that it leaves to exchanges --------------------------------------------
+
+
+def test_a_long_ring_loses_its_share_and_a_short_one_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On 8 of 132 multiprocessors; hops that nothing hides cost a short ring more than any margin."""
+    margin.main(["clusters=h100", "masks=causal", "tokens=8192,1048576", f"results={tmp_path}"])
+    short, long = json.loads((tmp_path / "margin.json").read_text())["rows"]
+    lost = [[row["margins_ms"][of] / row["free_ms"] - 1 for of in ("4", "8")] for row in (short, long)]
+    shares = 132 / 128 - 1, 132 / 124 - 1
+    assert lost[1] == pytest.approx(shares, rel=0.01)
+    assert all(0.3 * share < one < 0.8 * share for one, share in zip(lost[0], shares, strict=True))
+    assert short["serial_ms"] > 1.5 * short["free_ms"] and long["serial_ms"] < 1.01 * long["free_ms"]
+    assert "| h100    | causal | 8192" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("by", "words"), [(2.0, "a margin of 4"), (0.5, "a margin of 4")])
+def test_a_wrong_margin_stops_the_benchmark(
+    by: float, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A margin that makes a pass faster, or slower than its share, is a fault of the model."""
+    leaving = Cluster.leaving
+    wrong = {"flops": 648e12 * by, "backward_flops": 561e12 * by}
+    told = iter([None])  # the first question, for the time; what may be is asked of the true one
+
+    def spoiled(self: Cluster, sm_margin: int) -> Cluster:
+        made = leaving(self, sm_margin)
+        return made if next(told, True) else Cluster(**{**vars(made), **wrong})
+
+    monkeypatch.setattr(Cluster, "leaving", spoiled)
+    with pytest.raises(GateError, match=words):
+        margin.main(["clusters=h100", "masks=full", "tokens=1048576", "margins=4", f"results={tmp_path}"])
+    assert not list(tmp_path.iterdir())
+
+
+# --- the picture of the memory curve ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alike", [2, 3])
+def test_methods_that_need_the_same_are_all_seen(alike: int, tmp_path: Path) -> None:
+    methods = [f"method {number}" for number in range(alike)] + ["more"]
+    factors = {method: 1 + 0.02 * (method == methods[1]) + 7 * (method == "more") for method in methods}
+    records = [
+        {"length_tokens": length, "method": method, "storages_bytes": length * 2**12 * factors[method]}
+        for length in (512, 4096)
+        for method in methods
+    ]
+    path = tmp_path / "memory.png"
+    draw_curve(methods, records, lambda method, length: int(length * 2**12 * factors[method]), "", path)
+    image = matplotlib.image.imread(path)[:, :, :3]
+    middle = image[:, image.shape[1] // 3 : 2 * image.shape[1] // 3]  # lines alone: no points, no legend
+    seen = [int((np.abs(middle - to_rgb(f"C{number}")).max(2) < 0.08).sum()) for number in range(alike + 1)]
+    assert min(seen[:alike]) > 0.5 * max(seen[:alike]) > 50
+    assert seen[alike] > max(seen[:alike])  # alone on its line, without dashes

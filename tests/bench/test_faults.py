@@ -1,21 +1,39 @@
-"""The fault table: what its judge accepts, and some of its cells in real processes.
-
-`python -m ringattn.bench faults` runs all of them.
-"""
+"""The fault table's judge, and benchmarks of several GPUs and of two nodes, rehearsed over gloo."""
 
 from __future__ import annotations
 
+import json
+import re
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from ringattn.bench import faults
+from ringattn.bench import faults, many, many_ranks, two_nodes
+from ringattn.bench.clock import Sample
 from ringattn.bench.fault_ranks import Answer
 from ringattn.bench.faults import COLUMNS, FAULTS, FaultsOptions, Outcome, applies, blamed, judged, suffer, tabulate
-from ringattn.bench.hosts import TwoHosts
+from ringattn.bench.hosts import RailedNodes, TwoHosts, _shares, address
+from ringattn.bench.many import PARTS, ManyOptions, cases_of, measure
+from ringattn.bench.processes import Ended
+from ringattn.bench.timed_calls import PASSES, plans_of
+from ringattn.bench.two_nodes import CALLS, PLACES, RANKS, SCHEDULES, TwoNodesOptions, cluster_of, crossing_bytes
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.launch.measure.calibrate import FAR, MESSAGE_BYTES, NEAR
+from ringattn.planner.cluster import Cluster
+from ringattn.planner.simulate import simulate
+from ringattn.ring import Ring
+from ringattn.transport.base import Message
+from ringattn.transport.nccl.options import NcclOptions
+from tests.launch.test_calibrate import REFERENCE, made_up
+from tests.transport.nccl_rings import on_rings, results
+from tests.transport.simulated.world import SimWorld
 
 GRACE_S = 5.0
 """The table grants two seconds after a deadline; a test may share its machine with other tests."""
@@ -185,3 +203,233 @@ def test_an_unknown_fault_or_transport_is_refused() -> None:
         faults.main(["only=tsunami"])
     with pytest.raises(InputError, match="transports: tcp is not one of shm, gloo, nodes, hosts"):
         faults.main(["transports=tcp"])
+
+
+# --- several GPUs ----------------------------------------------------------------------------------------------------
+
+
+SMALL = (
+    "ranks=2", "transports=gloo", "engines=plain", "bytes=4096,65536", "rows=64", "tokens=128", "heads=2",
+    "kv_heads=1", "head_dim=16", "dtype=float32", "count=2", "cycles=2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_case_can_be_asked_for(part: str) -> None:
+    """What is measured first is what a ring takes by itself, of every transport; no case is asked for twice."""
+    cases = list(cases_of(ManyOptions(part=part)))
+    assert [case["transport"] for case in cases if not case["nccl"]][:2] in (["nccl", "peer"], ["nccl", "nccl"])
+    first_varied = next((at for at, case in enumerate(cases) if case["nccl"]), len(cases))
+    assert not any(not case["nccl"] for case in cases[first_varied:])
+    assert len({json.dumps(case) for case in cases}) == len(cases)
+    chosen = [NcclOptions(**case["nccl"]) for case in cases if case["nccl"]]
+    if part in ("hops", "overlap"):
+        assert {one.sm_margin for one in chosen} >= {0, 4, 8, 16} and {one.cga_cluster_size for one in chosen} >= {1, 4}
+    if part == "hops":
+        assert any(not one.register for one in chosen) and any(one.blocking for one in chosen)
+    if part == "ring":
+        assert {case["kind"] for case in cases} == {"ring", "fsdp"}
+    if part == "life":
+        assert {case["kind"] for case in cases} == {"life", "abort"} and cases[0]["cycles"] == 20
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    for words, says in (
+        (["part=hop"], "part=hop: choose one of hops, overlap, ring, life, report"),
+        (["ranks=1"], "ranks=1: .* takes two GPUs"),
+        (["part=report", f"results={tmp_path}"], "no part has been measured there"),
+    ):
+        with pytest.raises(InputError, match=says):
+            many.main(words)
+
+
+def ranks_that(monkeypatch: pytest.MonkeyPatch, answers: list[dict[int, dict[str, Any]]]) -> list[int]:
+    """In the place of torchrun: of each start, the answers of both ranks by case; how many cases each was given."""
+    given: list[int] = []
+
+    def run(program: list[str], job: Path, meanwhile: Any, ranks: int, job_s: float) -> Ended:
+        given.append(len(json.loads(job.read_text())))
+        for case, answer in answers[len(given) - 1].items():
+            for rank in range(ranks):
+                (job.parent / f"answer-{case}-{rank}.json").write_text(json.dumps(answer))
+            meanwhile()
+        meanwhile()
+        return Ended(3, "the last words")
+
+    monkeypatch.setattr(many, "run_torchrun", run)
+    return given
+
+
+def test_a_case_that_fails_costs_its_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad, refused = {"x": 1}, {"failed": "ArithmeticError"}, {"failed": "no fa3", "goes on": True}
+    given = ranks_that(monkeypatch, [{0: good, 1: bad}, {0: refused, 1: good}, {0: good}])
+    found: list[Any] = []
+    measure([{"n": n} for n in range(6)], 2, ManyOptions(), lambda case, answer: found.append((case["n"], answer)))
+    died = {"failed": "its processes ended with exit code 3: the last words"}
+    assert found == [(0, good), (1, bad), (2, refused), (3, good), (4, died), (5, good)]
+    assert given == [6, 4, 1]
+
+
+def test_a_case_that_hangs_costs_its_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_that(monkeypatch, [{}, {0: {"x": 1}}])
+    found: list[Any] = []
+    measure([{"n": 0}, {"n": 1}], 2, ManyOptions(limit_s=0.0), lambda case, answer: found.append(answer))
+    assert found[0]["failed"].startswith("no answer within 0 s") and found[1] == {"x": 1}
+
+
+def test_what_the_budget_leaves_no_time_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any, **__: Any) -> Ended:
+        raise AssertionError("started")
+
+    monkeypatch.setattr(many, "run_torchrun", run)
+    found: list[Any] = []
+    measure([{"n": 0}, {"n": 1}], 2, ManyOptions(budget_s=-1.0), lambda case, answer: found.append(answer["failed"]))
+    assert found == ["not tried: the -1 s of budget_s are spent"] * 2
+
+
+@pytest.mark.slow
+def test_every_part_runs_and_is_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for part in PARTS:
+        many.main([*SMALL, f"part={part}", f"results={tmp_path}"])
+        kept = json.loads((tmp_path / f"many_{part}.json").read_text())
+        assert kept["complete"] and not [case for case in kept["cases"] if "failed" in case["found"]], kept
+    many.main(["part=report", f"results={tmp_path}"])
+    assert "not measured: faults" in (tmp_path / "many.md").read_text()
+    kept = {"measured on": {"device": "2 x GPU"}, "seconds to the named error, stop": {"rank 0": 11.2}, "other": [1]}
+    (tmp_path / "nccl_processes.json").write_text(json.dumps(kept))
+    capsys.readouterr()
+    many.main(["part=report", f"results={tmp_path}"])
+    page = (tmp_path / "many.md").read_text()
+    assert re.search(r"nccl +\| 2 x GPU +\| seconds to the named error, stop +\| rank 0: 11\.2", page)
+    titles = ("A hop, GB/s", "A hop beside", "A causal pass", "A training step", "Openings", "An abort", "Faults")
+    assert all(f"### {title}" in page for title in titles) and "not measured" not in page
+    assert page in capsys.readouterr().out
+
+
+def test_every_choice_of_nccl_hops_over_the_simulated_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The body of a hop and of an overlap, on a ring opened with what each case asks for."""
+    cases = [case for case in cases_of(ManyOptions(transports=("nccl",))) if case["kind"] == "hop"]
+    assert len(cases) == 11
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": 8, "rows": 16, "dtype": "float32", "count": 2}
+    local = threading.local()
+    monkeypatch.setattr(many_ranks, "opened", lambda case: nullcontext(local.ring))
+
+    def body(ring: Ring) -> tuple[Any, Any]:
+        local.ring = ring
+        hops = many_ranks.hop({"kind": "hop", "bytes": [256, 4096], "count": 2})
+        return hops, many_ranks.overlap({"kind": "overlap", **shape})
+
+    for case in cases:
+        world = SimWorld(2, any_memory=True)
+        answers = results(on_rings(world, body, ring={"engine": "plain"}, options=NcclOptions(**case["nccl"])))
+        assert world.violations == []
+        for hops, both in answers:
+            assert set(hops) == {"256", "4096"} and all(of["us"] > 0 for of in hops.values()) and both["both_us"] > 0
+
+
+# --- two nodes with slow links between their ranks -------------------------------------------------------------------
+
+
+NODES = replace(REFERENCE, cores=1, ranks_per_node=PLACES, node_bandwidth=25e6, node_latency_s=1e-4)
+OPTIONS = TwoNodesOptions(calls=1, repeats=1, results="")
+SHARD = 4096 // RANKS * 8 * 2 * 64 * 4  # bytes of K and V that a rank owns in the first call
+
+
+@pytest.mark.parametrize(
+    ("schedule", "forward", "backward"),
+    # Backward gradients cross as often as what they are gradients of; Ulysses' queries, keys and values there, outputs
+    # back, a quarter of each to either rank of the other node.
+    [
+        ("ring", 3, 6),
+        ("double_ring", 1, 2),
+        ("all_gather", 2, 4),
+        ("direct", 2, 4),
+        ("ulysses", 1, None),
+        ("ulysses_ring", 1, 2),
+    ],
+)
+def test_what_crosses_between_the_nodes(schedule: str, forward: int, backward: int | None) -> None:
+    for back, shards in ((False, forward), (True, backward)):
+        plans = plans_of(CALLS[0]._replace(schedule=schedule), RANKS, back, NODES)
+        if shards is not None:
+            assert crossing_bytes(plans, NODES) == pytest.approx(shards * SHARD, rel=0.01), (schedule, back)
+
+
+def test_constants_of_both_kinds_of_messages_are_found_again() -> None:
+    seconds = made_up(NODES)
+    for nbytes in MESSAGE_BYTES:
+        seconds[f"{FAR} {nbytes}"] = 1e-4 + nbytes / 25e6
+    assert f"{NEAR} {MESSAGE_BYTES[0]}" in seconds
+    by_rank = [{"seconds": {name: [value] for name, value in seconds.items()}, "jobs": 4}] * RANKS
+    found = cluster_of(by_rank, 1, 25.0)
+    assert found.node_bandwidth == pytest.approx(25e6) and found.node_latency_s == pytest.approx(1e-4)
+    assert found.bandwidth == pytest.approx(NODES.bandwidth) and found.cores == 1 and found.ranks_per_node == PLACES
+
+
+def samples(cluster: Cluster, slower: dict[str, float]) -> list[dict[str, list[Sample]]]:
+    """What nodes would measure that take just what is predicted, times `slower` by schedule."""
+    found = []
+    for shape in two_nodes.shapes(OPTIONS.calls):
+        times = slower.get(shape.schedule, 1.0)
+        seconds = {
+            name: simulate(plans_of(shape, RANKS, name == "backward", cluster), cluster).total_us / 1e6 * times
+            for name in PASSES
+        }
+        found.append({name: [Sample(value, value, 0.0)] for name, value in seconds.items()})
+    return found
+
+
+def test_the_table_says_how_far_off_and_whether_the_choice_was_right() -> None:
+    exact = two_nodes.table_of(OPTIONS, NODES, samples(NODES, {}))
+    assert len(exact.rows) == len(SCHEDULES) * len(PASSES)
+    assert {row[6] for row in exact.rows} == {"+0.0%"} and all(row[7] == row[8] for row in exact.rows)
+    assert "median error 0.0%" in exact.notes[-1] and "in 2 of 2 passes" in exact.notes[-1]
+    gains = {row[2]: float(row[7]) for row in exact.rows if row[1] == "forward"}
+    assert gains["ring"] == 1.0 and gains["double_ring"] > 1.5 * gains["direct"]
+    wrong = two_nodes.table_of(
+        OPTIONS, NODES, samples(NODES, {"double_ring": 4.0, "ulysses": 4.0, "ulysses_ring": 4.0})
+    )
+    assert "greatest 75.0%" in wrong.notes[-1] and "in 0 of 2 passes" in wrong.notes[-1]
+
+
+@pytest.mark.parametrize("word", ["rate_mb=0", "repeats=0", "rounds=0", "calls=0", "calls=9"])
+def test_bad_options_are_refused(word: str) -> None:
+    with pytest.raises(InputError, match="must be positive"):
+        two_nodes.main([word, "results="])
+
+
+def test_nodes_share_processors_and_node_1_connects() -> None:
+    assert _shares([3, 4, 5, 7]) == [[3, 4], [5, 7]] and _shares([2]) == [[2], [2]] and _shares([1, 2, 3]) == [[1], [2]]
+    # Gloo connects from the greater address to the smaller one.
+    assert max(address(0, place) for place in range(9)) < min(address(1, place) for place in range(9))
+
+
+def probe(ring: Ring, nbytes: int) -> list[int]:
+    """Every rank sends `nbytes` to each rank of the other node; the last byte of each, and this rank's node."""
+    peers = [rank for rank in range(RANKS) if rank // PLACES != ring.rank // PLACES]
+    sent = ring.transport.allocate(nbytes)
+    sent.fill_(ring.rank)
+    received = [ring.transport.allocate(nbytes) for _ in peers]
+    sends = [Message(peer, sent, "probe") for peer in peers]
+    ring.transport.exchange(sends, [Message(*one, "probe") for one in zip(peers, received, strict=True)]).wait()
+    return [int(x.view(torch.uint8)[-1]) for x in received]
+
+
+@pytest.mark.slow
+def test_every_rail_carries_as_much_and_nothing_is_left() -> None:
+    try:
+        nodes = RailedNodes(PLACES, 100e6)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    nbytes = 1 << 20
+
+    def silent(line: str) -> None:
+        """Shows nothing."""
+
+    with nodes:
+        found: list[Any] = nodes.run("tests.bench.test_faults:probe", {"nbytes": nbytes}, silent, "shm")
+        assert found == [[2, 3], [2, 3], [0, 1], [0, 1]]
+        for by_place in nodes.sent_bytes():
+            assert all(2 * nbytes <= sent <= 2.1 * nbytes for sent in by_place), nodes.sent_bytes()
+    with pytest.raises(Exception, match=r"No such file|Cannot open|does not exist|non-zero"):
+        nodes.sent_bytes()

@@ -76,7 +76,7 @@ def store_of(rank: int, world_size: int, members: int | None = None) -> dist.Sto
 # --- forks ------------------------------------------------------------------------------------------------------------
 
 
-LOADED = ("pytest", "tests.launch.fuzz_train.ranks")
+LOADED = ("pytest", "torch._dynamo", "ringattn.launch.train.loop")
 """What every process has: torch, its compiler, which the deterministic mode loads too, and ringattn."""
 
 

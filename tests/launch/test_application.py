@@ -71,14 +71,6 @@ def test_cfg_job_shows_the_configuration(ranks: StandIn, tmp_path: Path, capsys:
     assert not ranks.ran and not files(tmp_path)
 
 
-@pytest.mark.slow
-def test_info(ranks: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--info", "searchpath"]) == 0
-    assert "pkg://ringattn.launch.conf" in capsys.readouterr().out
-    assert run.main(["--info", "plugins"]) == 0
-    assert "SlurmLauncher" in capsys.readouterr().out and not ranks.ran
-
-
 def test_a_multirun_has_a_job_a_point(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["-m", "tokens=64,96", "schedule=ring,direct", "hydra.sweep.dir=sweep"]) == 0
     found = [(one.tokens, one.schedule) for one in ranks.ran]
@@ -87,12 +79,6 @@ def test_a_multirun_has_a_job_a_point(ranks: StandIn, tmp_path: Path, capsys: py
     assert "sweep/multirun.yaml" in files(tmp_path) and {file.split("/")[0] for file in files(tmp_path)} == {"sweep"}
     told = capsys.readouterr().out
     assert "#3 : tokens=96 schedule=direct" in told and "96 192" in told
-
-
-@pytest.mark.slow
-def test_a_multirun_goes_where_hydra_puts_it(ranks: StandIn, tmp_path: Path) -> None:
-    assert run.main(["--multirun", "tokens=64,96", "hydra/launcher=basic"]) == 0
-    assert len(list(tmp_path.glob("multirun/*/*/[01]/.hydra/config.yaml"))) == 2
 
 
 @pytest.mark.slow
@@ -222,7 +208,6 @@ def test_only_hydras_public_names_are_used() -> None:
 
 
 SMALL = ("shape=small", "repeats=1", "warmup=1", "threads_per_rank=1", "backward=false")
-JOBLIB = ("hydra-joblib-launcher==1.2.0", "joblib==1.6.0")
 # What the sweeper asks for, and what that imports; alembic and SQLAlchemy as old as this Optuna.
 OPTUNA = ("hydra-optuna-sweeper==1.3.0", "optuna==2.10.1", "alembic==1.12.1", "cmaes==0.13.1", "colorlog==6.12.0",
           "joblib==1.6.0", "mako==1.4.3", "scipy==1.17.1", "sqlalchemy==1.4.54")  # fmt: skip
@@ -233,22 +218,6 @@ def ran(folder: Path, *words: str, packages: Path | None = None) -> subprocess.C
     """`ringattn run` in `folder`, with the packages in another folder."""
     path = os.pathsep.join(str(each) for each in (ROOT, packages) if each is not None)
     return ringattn("run", *words, cwd=folder, env={"PYTHONPATH": path})
-
-
-def test_jobs_of_submitit(tmp_path: Path) -> None:
-    done = ran(tmp_path, "-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep", "tokens=64", *SMALL)
-    assert done.returncode == 0, done.stderr
-    (log,) = (tmp_path / "sweep" / ".submitit").glob("*/*_log.out")
-    assert re.search(r"^tokens/s +[\d,]+$", log.read_text(), re.MULTILINE)
-    assert OmegaConf.load(tmp_path / "sweep" / "0" / ".hydra" / "config.yaml").tokens == 64
-
-
-def test_jobs_of_joblib(tmp_path: Path) -> None:
-    words = "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1", "hydra.sweep.dir=sweep"
-    done = ran(tmp_path, *words, "schedule=direct", "tokens=64", *SMALL, packages=environment(*JOBLIB))
-    assert done.returncode == 0, done.stderr
-    assert "Joblib.Parallel" in done.stdout and "\nforward " in done.stdout
-    assert OmegaConf.load(tmp_path / "sweep" / "0" / ".hydra" / "config.yaml").schedule == "direct"
 
 
 def test_optuna_minimises_the_time(tmp_path: Path) -> None:

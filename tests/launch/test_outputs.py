@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,15 +19,13 @@ from ringattn.errors import InputError, RingError
 from ringattn.launch.calls import RunConfig
 from ringattn.launch.config import load
 from ringattn.launch.folders import locked, write_json
-from ringattn.launch.measure.points import ARRIVALS, Folder, leave, read_points
+from ringattn.launch.measure.points import Folder, read_points
 from ringattn.launch.options import MOST_SEED
-from ringattn.launch.pictures.timeline import write_tracks
 from ringattn.launch.train.checkpoints import write_run
 from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.data import load_documents, windows
 from ringattn.observe import files
 from ringattn.observe.files import is_stream, write_file
-from ringattn.observe.flight import FlightRecord
 from tests.launch.commands import ROOT
 from tests.launch.sweep_records import folder, quiet, record, strong
 
@@ -175,20 +172,7 @@ def planted(target: Path, *names: str) -> Path:
 
 WRITERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "result": ("result.json", lambda shared: write_json(shared / "result.json", {})),
-    "flight record": ("flight-0.json", lambda shared: FlightRecord(0, 1, "shm").dump(shared, "a test")),
-    "recording": (
-        "recording-3.json",
-        lambda shared: write_tracks(shared, [SimpleNamespace(rank=3, as_dict=dict)]),  # type: ignore[list-item]
-    ),
-    "record of a job": (f"{ARRIVALS}/abc.json", lambda shared: leave(shared, {"hash": "abc"})),
-    "plan": ("plan.json", lambda shared: main(["plan", f"json={shared / 'plan.json'}"])),
     "picture of a plan": ("plan.png", lambda shared: main(["plan", f"picture={shared / 'plan.png'}"])),
-    "picture of a schedule": (
-        "s.svg", lambda shared: main(["explain", "ranks=2", "tokens=64", f"picture={shared / 's.svg'}"])
-    ),
-    "simulation": (
-        "s.json", lambda shared: main(["simulate", "ranks=2", "tokens=64", "cluster=h100", f"json={shared / 's.json'}"])
-    ),
 }  # fmt: skip
 
 

@@ -612,16 +612,3 @@ def test_what_a_browser_draws(tmp_path: Path, width: int, flags: tuple[str, ...]
         # Three markers of 4 x 4 pixels at least for the line on top; one below it shows at its marker's corners.
         assert max(seen) > 48 and sum(count > 0 for count in seen) >= 2, seen
         assert colored(picture, box, letters) > 0  # the inside of some stroke of a letter, or of an axis
-
-
-@in_browser
-@pytest.mark.slow
-def test_the_browser_test_sees_what_is_wrong(tmp_path: Path) -> None:
-    html = page_of(read_sweep(folder(tmp_path, strong())), lambda line: None)
-    html = html.replace("</header>", '<img src="gone.png"><div style="width: 900px">too wide</div></header>')
-    html = html.replace(">ranks</text>", f">{'ranks ' * 30}</text>", 1)
-    measured, picture = drawn(tmp_path, html, 400)
-    assert measured["page"][0] > 400 and any("too wide" in one for one in measured["wide"])
-    assert measured["broken"] == 1 and len(measured["clipped"]) == 1
-    box = [2, 2, 398, 60]  # the heading: no line of any series
-    assert colored(picture, box, tuple(255 * part for part in to_rgb(COLORS[0]))) == 0

@@ -404,6 +404,9 @@ def test_the_printed_script_is_what_sbatch_gets(
         assert f"#SBATCH {line}\n" in script
     assert "module load cuda\nulimit -l unlimited\n" in script
     assert sweep.main([*ASKED, out, "tokens=64,96,128"]) == 1
+    told = capsys.readouterr().err
+    assert "planted: no such partition" in told and "give the same command again" in told
+    assert not (tmp_path / "out" / "points.jsonl").exists()
 
     def without_job(text: str) -> list[str]:
         """All lines but the one that names the job's own files."""
@@ -411,15 +414,6 @@ def test_the_printed_script_is_what_sbatch_gets(
         return [line for line in text.strip().splitlines() if not line.startswith(own)]
 
     assert without_job(sbatch.read_text()) == without_job(script)
-
-
-def test_a_submission_that_fails_says_what_to_do(
-    tmp_path: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert sweep.main([*ASKED, f"out={tmp_path / 'out'}", "tokens=64,96,128"]) == 1
-    told = capsys.readouterr().err
-    assert "planted: no such partition" in told and "give the same command again" in told
-    assert not (tmp_path / "out" / "points.jsonl").exists()
 
 
 def test_nodes_of_a_sweep_are_asked_for_together() -> None:

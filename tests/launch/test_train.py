@@ -37,7 +37,7 @@ from ringattn.launch.train.model import Transformer
 from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalWorld
 from tests.launch.commands import TORCHRUN, all_end, below, environment, python, ringattn, runs, soon, started
-from tests.launch.fuzz_train.faults import spoiled
+from tests.launch.fuzz_train import spoiled
 from tests.launch.training import SMALL, TINY, names, run, same
 
 

@@ -36,7 +36,7 @@ from ringattn.launch.train.checkpoints import MAY_CHANGE, RUN, Checkpoints, desc
 from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.data import load
 from ringattn.testing import run_ranks
-from tests.launch.fuzz_train import faults
+from tests.launch import fuzz_train
 from tests.launch.training import SMALL, names, run
 
 
@@ -80,7 +80,7 @@ def test_a_run_that_has_ended_ends_again(saved: TrainConfig) -> None:
 @pytest.mark.parametrize("place", ["save", "write_run", "rename"])
 def test_a_half_written_checkpoint_is_not_taken(tmp_path: Path, place: str) -> None:
     config = replace(SMALL, out=str(tmp_path), checkpoint_every_steps=2)
-    with faults.at(place, 2, faults.stop), pytest.raises(faults.StoppedError):
+    with fuzz_train.at(place, 2, fuzz_train.stop), pytest.raises(fuzz_train.StoppedError):
         run(config)
     assert names(tmp_path) == ["step-00000002", "step-00000004.partial"]
     resumed = run(config)
@@ -642,3 +642,11 @@ def test_every_class_that_torch_writes_is_taken(tmp_path: Path) -> None:
         true = pickle.load(file)
     assert metadata.state_dict_metadata == true.state_dict_metadata and metadata.storage_data == true.storage_data
     assert {type(each) for each in metadata.state_dict_metadata.values()} <= set(INSTANCES)
+
+
+# --- drawn runs with a fault each ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", fuzz_train.KINDS)
+def test_a_drawn_run_is_exact_or_named(kind: str) -> None:
+    assert fuzz_train.judge(fuzz_train.draw(7, (kind,))) in ("exact", "told")

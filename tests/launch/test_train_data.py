@@ -310,17 +310,12 @@ def test_text_errors_name_their_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["tokns=3"], "tokns: no such key; did you mean tokens?"),
         (["model.layres=3"], "model.layres: no such key; did you mean model.layers?"),
         (["hydra.run.dir=x"], "hydra.run.dir: no such key"),
         (["steps=1,2"], "steps: one value at a time"),
-        (["--steps=3"], "--steps=3: write steps=3"),
         (["text=a=b"], "text=a=b: "),
         (["+more=1"], "+more=1: keys can be set, not added"),
         (["model=huge"], "model=huge: choose one of medium, tiny"),
-        (["steps=0"], "steps=0: must be at least 1"),
-        (["clip_norm=0"], "clip_norm=0.0: must be more than 0.0"),
-        (["dtype=fp8"], "dtype=fp8: choose one of fp32, fp64, bf16"),
         (["ranks=9", "tokens=4"], "ranks=9: more ranks than tokens"),
         (["model.kv_heads=3"], "model.kv_heads=3: does not divide model.heads=4"),
         (["model.dim=20"], "model.dim=20: must be an even multiple of model.heads=4"),
