@@ -1,13 +1,15 @@
 """Folders that one process writes at a time, and files in them that are there whole or not at all.
 
 Guarantees: a lock ends with the process that holds it, however that ends; who holds it is told. What a full disk or a
-refused write leaves half is removed, and said with the disk, the path and the bytes.
+refused write leaves half is removed, and said with the disk, the path and the bytes. A file that a command writes where
+an option says is refused before the work if it cannot be written.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -17,10 +19,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ringattn.errors import InputError, RingError
-from ringattn.observe.files import write_file
+from ringattn.observe.files import is_stream, write_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LOCK = ".lock"
 OPEN_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -116,3 +121,47 @@ def not_written(path: Path, error: BaseException, needed_bytes: int) -> RingErro
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:,.1f} MiB"
+
+
+# --- files of the user -----------------------------------------------------------------------------------------------
+
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_output(key: str, path: str, kind: str) -> None:
+    """Raise `InputError` if no file can be written at `path`; `kind` is file or picture."""
+    target = Path(path)
+    folder = target.absolute().parent
+    if kind == "picture" and target.suffix not in PICTURES:
+        raise InputError(f"{key}={path}: a picture's name ends in one of {', '.join(PICTURES)}")
+    if is_stream(target):
+        return
+    if target.is_dir():
+        raise InputError(f"{key}={path}: is a folder; name a file")
+    if target.exists() and not target.is_file():
+        raise InputError(f"{key}={path}: is no regular file; name one, or /dev/stdout")
+    if not folder.is_dir():
+        raise InputError(f"{key}={path}: its folder does not exist; make it, or write elsewhere")
+    # The file is replaced, which needs its folder.
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"{key}={path}: cannot be written; choose a place that you may write")
+
+
+def save_picture(figure: Figure, path: str | Path, dpi: int) -> None:
+    """Write a figure to `path`, in the format of its ending, and close it. Raises `OSError`."""
+    import matplotlib.pyplot as plt
+
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=dpi, format=Path(path).suffix.removeprefix(".") or None)
+    plt.close(figure)
+    write_file(Path(path), picture.getvalue())
+
+
+@contextmanager
+def writing(key: str, path: str | Path) -> Iterator[None]:
+    """What writes `path`: an `OSError` in the block becomes an `InputError` that begins with the key."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{key}={path}: cannot be written ({error.strerror or error}); write elsewhere") from error

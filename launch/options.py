@@ -19,7 +19,7 @@ from math import isfinite
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ringattn.errors import InputError
-from ringattn.launch.outputs import check_output
+from ringattn.launch.folders import check_output
 
 T = TypeVar("T")
 

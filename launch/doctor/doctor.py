@@ -3,34 +3,40 @@
 Alone it starts two processes that meet, exchange and attend; under torchrun all of its ranks do.
 Guarantees: it ends, with a finding for whatever cannot be found out; returns 1 only for a finding of level error.
 Each rank measures message times and bandwidth, and compares one attention call with a float64 reference.
-Not covered: the meaning of a fact (`probes`), how a fact is read (`facts`).
+A package or a driver that is missing or broken is a fact, never an error.
+Not covered: the meaning of a fact (`probes`, `network`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import os
 import platform
 import socket
 import sys
+from base64 import urlsafe_b64encode
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from importlib import metadata
+from itertools import combinations, pairwise
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import collect_env
 
 import ringattn
 from ringattn.errors import RingError
-from ringattn.launch.doctor import facts, network, probes
-from ringattn.launch.doctor.facts import installed, nccl_library
+from ringattn.launch.doctor import network, probes
 from ringattn.launch.doctor.network import network_facts
-from ringattn.launch.doctor.probes import ERROR, LEVELS, NOTE, OK, WARNING, Finding
+from ringattn.launch.doctor.probes import ERROR, LEVELS, NOTE, OK, WARNING, Finding, Gpu, Link, Nccl, Wheel
 from ringattn.launch.options import load_plain, option
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
 from ringattn.planner.cluster import Links
@@ -38,12 +44,11 @@ from ringattn.ring import Ring
 from ringattn.testing import dense_attention
 from ringattn.transport.base import Message
 from ringattn.transport.location import order_advice
-from ringattn.transport.nccl.library import mismatch
+from ringattn.transport.nccl.library import installed, load_library, mismatch
 from ringattn.transport.nodes import NodesTransport
 
 if TYPE_CHECKING:
     from rich.console import Console
-
 
 # --- what the ranks measure -------------------------------------------------------------------------------------------
 
@@ -223,31 +228,32 @@ def _progress(silent: bool) -> Iterator[Say]:
 
 def _looked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
     """All findings that need no other process, and torch's own account of the system."""
-    build, system = torch.version.cuda, {}
+    build = torch.version.cuda
+    account: dict[str, Any] = {}
     found: list[Finding] = []
 
-    def account() -> list[Finding]:
-        system.update(facts.system())
+    def look_at_system() -> list[Finding]:
+        account.update(system())
         return []
 
     def devices() -> list[Finding]:
-        driver, gpus, links = facts.nvml()
-        driver = driver or system.get("nvidia_driver_version")
+        driver, gpus, links = nvml()
+        driver = driver or account.get("nvidia_driver_version")
         on_gpu = probes.cuda(build, driver, torch.cuda.is_available())
-        forms = [Finding("kernels' forms", OK, told) for told in facts.kernel_forms(gpus)]
+        forms = [Finding("kernels' forms", OK, told) for told in kernel_forms(gpus)]
         return [on_gpu, *probes.devices(gpus, torch.cuda.is_available()), *forms, *probes.topology(links)]
 
     looks: dict[str, Callable[[], Sequence[Finding]]] = {
-        "packages": lambda: probes.versions(facts.package_versions()),
-        "system": account,
+        "packages": lambda: probes.versions(package_versions()),
+        "system": look_at_system,
         "devices": devices,
-        "processors": lambda: probes.processors(*facts.cores(), os.environ.get("OMP_NUM_THREADS")),
-        "NCCL": lambda: probes.nccl(facts.nccl_library(), facts.torch_nccl()),
-        "NCCL wheels": lambda: probes.wheels(facts.nccl_wheels(), build),
+        "processors": lambda: probes.processors(*cores(), os.environ.get("OMP_NUM_THREADS")),
+        "NCCL": lambda: probes.nccl(nccl_library(), torch_nccl()),
+        "NCCL wheels": lambda: probes.wheels(nccl_wheels(), build),
         "CUDA wheels": lambda: probes.fitting(mismatch(build)),
-        "network": lambda: network.network(network_facts(), os.environ, facts.nccl_library().version),
+        "network": lambda: network.network(network_facts(), os.environ, nccl_library().version),
         "environment": lambda: probes.variables(os.environ),
-        "kernels": lambda: [probes.kernels_name(facts.installed("kernels"), facts.kernels_origin())],
+        "kernels": lambda: [probes.kernels_name(installed("kernels"), kernels_origin())],
     }
     for topic, look in looks.items():
         say(topic)
@@ -256,7 +262,7 @@ def _looked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
         except Exception as error:  # on a machine that nobody has thought of, the other findings still help
             text = f"could not be looked at: {type(error).__name__}: {error}"
             found.append(Finding(topic, WARNING, text, "report this with the output of `ringattn doctor --json`"))
-    return found, system
+    return found, account
 
 
 def _loopback(say: Say, timeout_s: float) -> tuple[list[dict[str, Any]], list[Finding]]:
@@ -343,3 +349,126 @@ def _console(**options: Any) -> Console | None:
     except ImportError:
         return None
     return Console(**options)
+
+
+# --- facts: a package or a driver that is missing or broken is one, never an error -----------------------------------
+
+
+PACKAGES = ("torch", "numpy", "triton", "hydra-core")
+CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+ANCESTORS = ((0, "one board"), (10, "one PCIe switch"), (20, "several PCIe switches"), (30, "a PCIe host bridge"),
+             (40, "the NUMA node"), (50, "the whole system"))  # fmt: skip
+"""Levels of topology as NVML counts them, in words."""
+
+
+def package_versions() -> dict[str, str | None]:
+    """Versions by name, None for what is missing; cupy under whichever name it has."""
+    cupy = next(((name, version) for name in CUPY if (version := installed(name))), ("cupy", None))
+    return {"python": platform.python_version(), **{name: installed(name) for name in PACKAGES}, cupy[0]: cupy[1]}
+
+
+def system() -> dict[str, Any]:
+    """What `python -m torch.utils.collect_env` prints, by name; takes a second or two."""
+    return dict(collect_env.get_env_info()._asdict())
+
+
+def nccl_library() -> Nccl:
+    """The libnccl that this process has or loads now."""
+    try:
+        library = load_library()
+    except RingError as error:
+        return Nccl(error=str(error))
+    return Nccl(library.path, library.version)
+
+
+def torch_nccl() -> int | None:
+    """The version that torch was built with, as `ncclGetVersion` counts; None for a CPU build."""
+    if torch.version.cuda is None:
+        return None
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def nccl_wheels(distributions: Iterable[metadata.Distribution] | None = None) -> list[Wheel]:
+    """The installed nvidia-nccl-* distributions, and whether the libnccl on disk is the one that each brought."""
+    found = []
+    for distribution in metadata.distributions() if distributions is None else distributions:
+        name = distribution.metadata["Name"] or ""
+        if not name.startswith("nvidia-nccl"):
+            continue
+        for file in distribution.files or ():
+            if file.name.startswith("libnccl.so"):
+                path = Path(str(distribution.locate_file(file)))
+                found.append(Wheel(name, distribution.version, str(path), _intact(path, file.hash)))
+    return sorted(found, key=lambda wheel: wheel.name)
+
+
+def _intact(path: Path, recorded: metadata.FileHash | None) -> bool | None:
+    """Whether the file has the hash that was recorded when it was installed (PEP 376: base64 without padding)."""
+    if not path.exists():
+        return False
+    if recorded is None:
+        return None
+    with path.open("rb") as content:
+        digest = hashlib.file_digest(content, recorded.mode).digest()
+    return urlsafe_b64encode(digest).decode().rstrip("=") == recorded.value
+
+
+def nvml() -> tuple[str | None, list[Gpu], list[Link]]:
+    """The driver, the devices and how they reach each other, from NVML; no driver, nothing."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no package, no driver, or one without the other
+        return None, [], []
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]
+    gpus = [
+        Gpu(
+            pynvml.nvmlDeviceGetName(handle),
+            tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+            pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+        )
+        for handle in handles
+    ]
+    links = [_link(pynvml, first, second, handles) for first, second in combinations(range(len(handles)), 2)]
+    return pynvml.nvmlSystemGetDriverVersion(), gpus, links
+
+
+def kernel_forms(gpus: Sequence[Gpu]) -> list[str]:
+    """Which forms of our own kernels would run on each kind of device, in words."""
+    try:
+        import ringattn.engine.forms as forms
+    except ModuleNotFoundError as error:  # triton comes with CUDA builds of torch alone
+        return [f"engine='triton' does not run here: no {error.name}"]
+    visible = range(torch.cuda.device_count())
+    kinds = {gpu.capability for gpu in gpus} or {torch.cuda.get_device_capability(n) for n in visible}
+    return [forms.on_device(kind) for kind in sorted(kinds)] or ["engine='triton' does not run here: no GPU"]
+
+
+def _link(pynvml: Any, first: int, second: int, handles: list[Any]) -> Link:
+    pair = handles[first], handles[second]
+    try:
+        return _connection(pynvml, first, second, pair)
+    except pynvml.NVMLError as error:  # virtual machines hide what lies between devices
+        return Link(first, second, f"an unknown way ({error})", True)
+
+
+def _connection(pynvml: Any, first: int, second: int, pair: tuple[Any, Any]) -> Link:
+    peer = pynvml.nvmlDeviceGetP2PStatus(*pair, pynvml.NVML_P2P_CAPS_INDEX_READ) == pynvml.NVML_P2P_STATUS_OK
+    if pynvml.nvmlDeviceGetP2PStatus(*pair, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_OK:
+        return Link(first, second, "NVLink", peer)
+    level = pynvml.nvmlDeviceGetTopologyCommonAncestor(*pair)
+    return Link(first, second, dict(ANCESTORS).get(level, f"level {level}"), peer)
+
+
+def cores() -> tuple[int, int, int]:
+    """Cores of the machine, cores that this process may use, NUMA nodes."""
+    nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    return os.cpu_count() or 1, len(os.sched_getaffinity(0)), max(1, len(nodes))
+
+
+def kernels_origin() -> str | None:
+    """The file that `import kernels` would load; None for nothing, or for a folder without `__init__.py`."""
+    spec = importlib.util.find_spec("kernels")
+    return None if spec is None else spec.origin

@@ -20,9 +20,9 @@ from ringattn.core.mask import Banded
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import TileTable
 from ringattn.errors import InputError, RingError
+from ringattn.launch.folders import writing
 from ringattn.launch.measure.environment import CALIBRATION_FILE, hardware
 from ringattn.launch.options import help_text, load_plain, option
-from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.observe.files import write_file
 from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, COPIED, FORWARD_FLOPS_PER_DIM, UNITS, Cluster, call_work

@@ -28,7 +28,7 @@ from ringattn.core.problem import Problem
 from ringattn.core.span import COMM, COMPUTE, Span, exposed
 from ringattn.core.tiling import branch_tiles
 from ringattn.errors import InputError
-from ringattn.launch.outputs import save_picture
+from ringattn.launch.folders import save_picture
 from ringattn.launch.pictures.simulation import PASSES, Simulated
 from ringattn.schedule.ops import Kind, Merge, Schedule, Work
 from ringattn.schedule.passes import is_on_received

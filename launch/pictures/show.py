@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from ringattn.core.dilation import OFFSETS
 from ringattn.errors import InputError
 from ringattn.launch.calls import TORCH_DTYPES, MaskedCallConfig, tokens_option
+from ringattn.launch.folders import writing
 from ringattn.launch.measure.environment import NOT_CALIBRATED, own_cluster
 from ringattn.launch.options import DTYPES, MOST, help_text, option
-from ringattn.launch.outputs import writing
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, cluster_named
 from ringattn.schedule.text import to_text
 

@@ -16,8 +16,8 @@ from textwrap import wrap
 from typing import Any
 
 from ringattn.errors import InputError
+from ringattn.launch.folders import writing
 from ringattn.launch.options import help_text, load_plain
-from ringattn.launch.outputs import writing
 from ringattn.launch.pictures.simulation import PASSES, SCALINGS, SimulateConfig, Simulated, Simulator
 from ringattn.observe.files import write_file
 from ringattn.planner.cluster import Cluster, cluster_named

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError
 from ringattn.launch.calls import TORCH_DTYPES, MaskedCallConfig
+from ringattn.launch.folders import writing
 from ringattn.launch.options import help_text, option
-from ringattn.launch.outputs import writing
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.observe.files import write_file
 from ringattn.planner.cluster import CLUSTERS, Cluster, cluster_named

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from ringattn.errors import InputError
 from ringattn.launch.config import keys_of, load
+from ringattn.launch.folders import writing
 from ringattn.launch.options import help_text, no_option, option
-from ringattn.launch.outputs import writing
 from ringattn.launch.report.points import Point, Sweep, differing, read_sweep
 from ringattn.launch.report.tables import MIB, UNKNOWN, Table, console_of, figure
 from ringattn.observe.files import write_file

@@ -7,14 +7,17 @@ its bytes and digest, and has a digest of itself. On several machines the folder
 Guarantees: a checkpoint exists once it is complete, and not before; a file that is missing, shorter, longer or
 different from when it was written is named before anything is loaded; the last two good checkpoints are kept, and a
 damaged one is never loaded. One of another model or of other data is refused by the name of the key that differs; any
-number of replicas, ranks and any sharding may load it.
+number of replicas, ranks and any sharding may load it. Loading runs no code that a checkpoint holds.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
+import pathlib
+import pickle
 import re
 import shutil
 import sys
@@ -23,12 +26,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -38,12 +46,10 @@ from ringattn.errors import InputError, NonFiniteError, RingError
 from ringattn.launch.folders import FolderLock, not_written
 from ringattn.launch.options import leaves
 from ringattn.launch.ranks import restarts_of_torchrun, torchrun_job
-from ringattn.launch.train.checkpoint_reader import first_failure, load_checkpoint
 from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.data import Documents
 from ringattn.launch.train.mesh import join_process_group
-from ringattn.launch.train.model import Transformer
-from ringattn.launch.train.switches import local_bytes
+from ringattn.launch.train.model import Transformer, local_bytes
 
 RUN = "run.json"
 KEPT = 2
@@ -411,3 +417,116 @@ def check_files(folder: Path, files: dict[str, tuple[int, str]], part: int = 0, 
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+# --- reading a stranger's checkpoint runs none of its code -----------------------------------------------------------
+
+
+INSTANCES = (
+    dcp_metadata.Metadata,
+    dcp_metadata.MetadataIndex,
+    dcp_metadata.TensorStorageMetadata,
+    dcp_metadata.BytesStorageMetadata,
+    dcp_metadata.ChunkStorageMetadata,
+    dcp_metadata.TensorProperties,
+    dcp_metadata.StorageMeta,
+    _StorageInfo,
+)
+"""Classes whose attributes `.metadata` may set."""
+ALLOWED: dict[tuple[str, str], Any] = {
+    **{(each.__module__, each.__name__): each for each in (*INSTANCES, dcp_metadata._MEM_FORMAT_ENCODING)},
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
+}
+"""What the names in `.metadata` mean. The path in it is that of the checkpoint when it was saved, and is not used."""
+REMEDY = "it might run code, and `ringattn train` writes no such thing: load only checkpoints that you trust"
+
+
+# torch's reader unpickles `.metadata`, and its planner every entry that is not a tensor, with any class: whoever wrote
+# such a checkpoint runs code in the process that loads it. Here `.metadata` may hold only what torch itself writes
+# there, and the entries are loaded with `weights_only=True`.
+
+
+class MetadataUnpickler(pickle._Unpickler):
+    """The unpickler in Python, whose steps can be overridden."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The object of a name in the pickle."""
+        try:
+            return ALLOWED[module, name]
+        except KeyError:
+            raise InputError(f".metadata names {module}.{name}; {REMEDY}") from None
+
+    def load_build(self) -> None:
+        """Set attributes of an object: never of a class or function, which would change it for the whole process."""
+        if not isinstance(self.stack[-2], INSTANCES):
+            raise InputError(f".metadata sets attributes of {self.stack[-2]!r}; {REMEDY}")
+        build: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
+        build(self)
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+class Reader(FileSystemReader):
+    """torch's reader, with the unpickler above. Raises `InputError` if `.metadata` names other classes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        with (path / ".metadata").open("rb") as file:
+            self._metadata = MetadataUnpickler(file).load()
+        if not isinstance(self._metadata, dcp_metadata.Metadata):
+            raise InputError(f".metadata holds a {type(self._metadata).__name__}; {REMEDY}")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
+        """See `FileSystemReader.read_metadata`."""
+        self._metadata.storage_meta = self._metadata.storage_meta or dcp_metadata.StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's planner; entries that are no tensors may be numbers, text, and lists, tuples and dictionaries of them."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """See `DefaultLoadPlanner.load_bytes`, which loads any class."""
+        name = read_item.dest_index.fqn
+        try:
+            content = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            matches = re.search(r"(?:GLOBAL|class|function) (\S+)", str(error))
+            raise InputError(f"its entry {name} holds {matches[1] if matches else 'no value'}; {REMEDY}") from None
+        set_element(self.original_state_dict, self.mappings[name], content)
+
+
+def load_checkpoint(everyone: Ring, state: dict[str, Any], path: Path) -> None:
+    """Load the checkpoint at `path` into the tensors and entries of `state`, on all ranks together.
+
+    Raises `InputError` on all ranks if it holds other classes, `RingError` if it cannot be loaded.
+    """
+    reader, refusal = None, None
+    try:
+        reader = Reader(path)
+    except InputError as error:
+        refusal = error
+    except Exception as error:  # what unpickling raises for bytes that are no pickle
+        refusal = InputError(f".metadata cannot be read ({type(error).__name__}: {error})")
+    everyone.check_consistency("which checkpoint to load", refusal, always=True)
+    try:
+        dcp.load(state, storage_reader=reader, planner=Planner())
+    except CheckpointException as error:
+        cause = first_failure(error)
+        if isinstance(cause, InputError):
+            raise cause from error
+        raise RingError(f"{path} could not be loaded: {type(cause).__name__}: {cause}") from error
+
+
+def first_failure(error: BaseException) -> BaseException:
+    """The first rank's own error inside one of `torch.distributed.checkpoint`, which is no Exception."""
+    if not isinstance(error, CheckpointException):
+        return error
+    return next((of_rank for of_rank, _ in error.failures.values()), error)

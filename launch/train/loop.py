@@ -38,8 +38,15 @@ from ringattn.launch.train.checkpoints import Curve, all_finite, checkpoints_of
 from ringattn.launch.train.config import ModelConfig, TrainConfig, from_spec
 from ringattn.launch.train.data import VOCABULARY, BatchPart, Documents, drawn
 from ringattn.launch.train.mesh import folder_of_run, load_on_all_ranks, opened_mesh, replica_of
-from ringattn.launch.train.model import Attend, Transformer
-from ringattn.launch.train.switches import SavedActivations, local_bytes, make_optimizer, shard_model, state_bytes
+from ringattn.launch.train.model import (
+    Attend,
+    SavedActivations,
+    Transformer,
+    local_bytes,
+    make_optimizer,
+    shard_model,
+    state_bytes,
+)
 from ringattn.layers.tiled import Tiling, tiled
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}

@@ -3,20 +3,43 @@
 RMSNorm, rotary positions, grouped-query attention, SwiGLU. Two things come from outside: the *global* positions of
 the tokens it is given, and the function that attends. So the same code trains one process and one shard of many.
 Guarantees: the same seed gives the same weights in every process and, up to their rounding, in every dtype.
+
+Below it are the switches that trade memory for time.
+
+Sharding: zero2 gathers the weights once for forward and backward together; zero3 drops each block's again after its
+forward pass and gathers them a second time. Both shard gradients and optimizer state (ZeRO, arXiv:1910.02054) over all
+ranks of a run, replicas times ranks of a ring, because weights are the same everywhere.
+
+Optimizers: bytes of state for each weight in float32 are adamw 8, lion 4, adamw8bit 2 and a scale for each block,
+adafactor two vectors for each matrix (rows and columns), sgd 0.
+
+Saved activations: autograd's saved-tensor hooks pack an activation when an operation saves it and unpack it when
+backward needs it. Forward computes with the true values, so the loss of a step is unchanged and only gradients are
+rounded. Measured on 2 layers of 32 in float64: a step's gradients are off by 0.13 % of their norm in int8 and 0.57 % in
+fp8 (0.46 % with bf16 activations throughout); 30 losses at the default learning rate by at most 8e-6 and 8e-5 of
+themselves (1.2e-4 with bf16).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from ringattn.launch.train.config import ModelConfig, head_dim
+from ringattn import Ring
+from ringattn.engine.base import accumulator_dtype
+from ringattn.launch.train.config import ModelConfig, head_dim, optimizer_source
+from ringattn.launch.train.mesh import join_process_group
 from ringattn.layers.projection import project_qkv
 from ringattn.layers.rotary import Rope
 from ringattn.layers.tiled import Tiling, inputs_on_host, tiled
@@ -152,3 +175,163 @@ class Transformer(nn.Module):
             x = block(x, positions, attend)
         x = self.norm(x)
         return self.unembedding(x) if head is None else head(x, self.unembedding)
+
+
+# --- sharding by FSDP2 -----------------------------------------------------------------------------------------------
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+EIGHT_BIT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The value to which the largest element of a row is scaled. OCP 8-bit floating point specification for e4m3: 448."""
+
+
+# --- sharding --------------------------------------------------------------------------------------------------------
+
+
+def shard_model(everyone: Ring, model: Transformer, sharding: str, timeout_s: float) -> None:
+    """Shard the model's weights over all ranks, in place; every rank calls it with the same weights.
+
+    Gradients are then summed over the ranks, not averaged, as `Ring.all_reduce` does.
+    Raises `InputError` for ranks that are threads: FSDP uses torch's process group, which a process has once.
+    """
+    # Not at the top: these take half a second to import.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    join_process_group(everyone, "sharding", timeout_s)
+    mesh = init_device_mesh(everyone.device.type, (everyone.world_size,), mesh_dim_names=("dp_cp",))
+    parts = [fully_shard(block, mesh=mesh, reshard_after_forward=sharding == "zero3") for block in model.blocks]
+    # The weights outside the blocks are not dropped after forward, because their backward begins at once.
+    parts.append(fully_shard(model, mesh=mesh, reshard_after_forward=False))
+    for part in parts:
+        part.set_gradient_divide_factor(1.0)  # of that part alone; the default divides by the ranks
+        # Else float32 and bf16 gradients are reduced by PREMUL_SUM, which gloo does not have.
+        part.set_force_sum_reduction_for_comms(True)
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(name: str, weights: Iterable[Tensor], lr: float, weight_decay: float) -> Optimizer:
+    """Return the optimizer `name` of `config.OPTIMIZERS`. Raises `InputError` if its package is not installed.
+
+    sgd is without momentum. adafactor is torch's, whose steps are `lr` times the root mean square of each weight.
+    """
+    module, _, kind = optimizer_source(name).partition(":")
+    options = {"betas": (0.9, 0.95)} if name in ("adamw", "adamw8bit") else {}
+    optimizer: Optimizer = getattr(import_module(module), kind)(weights, lr=lr, weight_decay=weight_decay, **options)
+    return optimizer
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of the tensors that the optimizer keeps on this rank."""
+    kept = (tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, Tensor))
+    return sum(local_bytes(tensor) for tensor in kept)
+
+
+def local_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor on this rank: of its shard under FSDP, of codes and scales in eight bits."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        inner = (getattr(tensor, name) for name in names)
+        return sum(local_bytes(part) for part in inner if isinstance(part, Tensor))  # a DTensor has its mesh there too
+    return tensor.numel() * tensor.element_size()
+
+
+# --- saved activations -----------------------------------------------------------------------------------------------
+
+
+class PackedRows(NamedTuple):
+    """Rows in eight bits: `values` like the tensor, `scales` (..., 1) in its accumulator dtype, and its `dtype`."""
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+
+def pack_rows(x: Tensor, dtype: torch.dtype) -> PackedRows:
+    """Pack the rows (last dimension) of a floating `x` in int8 or float8_e4m3fn, with a scale for each row.
+
+    Let a be the largest magnitude of a row. The error of an element, apart from the rounding of x's own dtype, is at
+    most half a step in int8, a / 254; in float8_e4m3fn 1/16 of the element (3 bits of mantissa), or a / 448 / 1024
+    where that is more (half the smallest subnormal, 2**-9). A row with a NaN or an infinity becomes NaN.
+    """
+    wide = x.to(accumulator_dtype(x.dtype))
+    scales = wide.abs().amax(-1, keepdim=True) / LARGEST[dtype]
+    # A row of zeros would be divided by 0, and so would a row so small that its scale has no reciprocal.
+    scaled = wide / scales.clamp_min(torch.finfo(scales.dtype).tiny)
+    return PackedRows((scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales, x.dtype)
+
+
+def unpack_rows(packed: PackedRows) -> Tensor:
+    """Return the tensor, rounded as `pack_rows` says."""
+    return (packed.values.to(packed.scales.dtype) * packed.scales).to(packed.dtype)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A packed activation, of another type than the tensors that are saved as they are."""
+
+    content: Any
+
+
+class SavedActivations:
+    """Packs the activations that one forward pass saves for its backward pass; every step makes a new one.
+
+    `how`: keep, offload (to pinned host memory, from a GPU), int8 or fp8. An activation is a floating tensor of `rows`
+    rows (batch times tokens of this rank) of at least `row_elements` each; shorter rows are angles and norms.
+    Guarantees: packs nothing else. Weights (`weights`), integers and angles stay as they are, and so does what a
+    function wrapped by `exactly` saves: attention recomputes its probabilities as exp(score - lse), which would not
+    sum to one with rounded keys or lse.
+    """
+
+    def __init__(self, how: str, weights: Iterable[Tensor], rows: int, row_elements: int) -> None:
+        self._how, self._rows, self._row_elements = how, rows, row_elements
+        self._exact = {_address(weight) for weight in weights} if how != "keep" else set()
+        self._to_host = save_on_cpu(pin_memory=True) if how == "offload" else None
+
+    def packing(self) -> AbstractContextManager[Any]:
+        """Return a context in which what is saved for backward is packed."""
+        return nullcontext() if self._how == "keep" else saved_tensors_hooks(self._pack, self._unpack)
+
+    def exactly(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Return `function` with its saved tensors left as they are, also where others save the same memory.
+
+        Not for a function that is called under activation checkpointing: its tensors would be kept, not recomputed.
+        """
+
+        def run(*arguments: P.args, **named: P.kwargs) -> T:
+            with saved_tensors_hooks(self._keep, lambda tensor: tensor):
+                return function(*arguments, **named)
+
+        return function if self._how == "keep" else run
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self._exact.add(_address(tensor))
+        return tensor
+
+    def _is_activation(self, tensor: Tensor) -> bool:
+        if not tensor.is_floating_point() or tensor.dim() < 2 or _address(tensor) in self._exact:
+            return False
+        rows, elements = tensor.shape[:-1].numel(), tensor.shape[-1]
+        # Matrix products save weights, and their casts, transposed: those have no contiguous rows.
+        return rows == self._rows and elements >= self._row_elements and tensor.stride(-1) == 1
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Packed:
+        if not self._is_activation(tensor):
+            return tensor
+        return _Packed(self._to_host.pack_hook(tensor) if self._to_host else pack_rows(tensor, EIGHT_BIT[self._how]))
+
+    def _unpack(self, saved: Tensor | _Packed) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        unpacked: Tensor = self._to_host.unpack_hook(saved.content) if self._to_host else unpack_rows(saved.content)
+        return unpacked
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where the memory of a tensor begins, the same for all its views; unique while the tensor is alive."""
+    return tensor.untyped_storage().data_ptr()

@@ -19,21 +19,25 @@ from ringattn.bench.gate import GateError
 from ringattn.bench.storage_meter import StorageMeter
 from ringattn.cli import main
 from ringattn.errors import InputError
-from ringattn.launch.capacity.fitting import (
+from ringattn.launch.capacity.hardware import GIB, Hardware, hardware
+from ringattn.launch.capacity.hardware import PRESETS as MACHINES
+from ringattn.launch.capacity.model_shapes import PRESETS, ModelShape, model_shape
+from ringattn.launch.capacity.plan import (
+    PlanConfig,
     advice,
     attention_flops,
     compute_flops,
     fits,
     longest_tokens,
+    machine_of,
     matrix_flops,
+    plan,
+    run_of,
+    shape_of,
     smallest_ring,
     step_seconds,
     with_steps,
 )
-from ringattn.launch.capacity.hardware import GIB, Hardware, hardware
-from ringattn.launch.capacity.hardware import PRESETS as MACHINES
-from ringattn.launch.capacity.model_shapes import PRESETS, ModelShape, model_shape
-from ringattn.launch.capacity.plan import PlanConfig, machine_of, plan, run_of, shape_of
 from ringattn.launch.capacity.training_bytes import (
     PRECISIONS,
     AttentionSetup,

@@ -22,7 +22,6 @@ from ringattn.cli import main
 from ringattn.engine.plain import PlainEngine
 from ringattn.errors import UnsupportedError
 from ringattn.launch.doctor import doctor
-from ringattn.launch.doctor import facts as doctor_facts
 from ringattn.launch.doctor import probes as doctor_probes
 from ringattn.launch.doctor.doctor import examine, rounds
 from ringattn.launch.doctor.network import (
@@ -113,8 +112,8 @@ def test_an_old_nccl_is_told_by_its_refusal(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse() -> None:
         raise UnsupportedError("/old/libnccl.so.2 is NCCL 2.18.3; ringattn needs 2.23.0 or newer")
 
-    monkeypatch.setattr(doctor_facts, "load_library", refuse)
-    assert doctor_facts.nccl_library() == Nccl(error="/old/libnccl.so.2 is NCCL 2.18.3; ringattn needs 2.23.0 or newer")
+    monkeypatch.setattr(doctor, "load_library", refuse)
+    assert doctor.nccl_library() == Nccl(error="/old/libnccl.so.2 is NCCL 2.18.3; ringattn needs 2.23.0 or newer")
 
 
 def install(site: Path, name: str, content: bytes) -> None:
@@ -131,7 +130,7 @@ def install(site: Path, name: str, content: bytes) -> None:
 
 def test_one_wheel_overwrites_another(tmp_path: Path) -> None:
     def found(build: str | None) -> Finding:
-        wheels = doctor_facts.nccl_wheels(metadata.distributions(path=[str(tmp_path)]))
+        wheels = doctor.nccl_wheels(metadata.distributions(path=[str(tmp_path)]))
         return worst(doctor_probes.wheels(wheels, build))
 
     assert found(None).level == NOTE and found("13.0").level == WARNING
@@ -150,7 +149,7 @@ def test_one_wheel_overwrites_another(tmp_path: Path) -> None:
 def test_a_wheel_without_its_file(tmp_path: Path) -> None:
     install(tmp_path, "nvidia-nccl-cu13", b"thirteen")
     (tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2").unlink()
-    (wheel,) = doctor_facts.nccl_wheels(metadata.distributions(path=[str(tmp_path)]))
+    (wheel,) = doctor.nccl_wheels(metadata.distributions(path=[str(tmp_path)]))
     (found,) = doctor_probes.wheels([wheel], "13.0")
     assert wheel.intact is False and found.level == ERROR
     assert found.advice == "pip install --force-reinstall --no-deps nvidia-nccl-cu13==2.29.7"
@@ -185,11 +184,11 @@ def test_dtypes_by_generation(capability: tuple[int, int], level: str, words: st
 
 def test_which_forms_of_the_kernels_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="the kernels are Triton's")
-    told = doctor_facts.kernel_forms([Gpu("H100", (9, 0)), Gpu("A100", (8, 0)), Gpu("H100", (9, 0))])
+    told = doctor.kernel_forms([Gpu("H100", (9, 0)), Gpu("A100", (8, 0)), Gpu("H100", (9, 0))])
     assert len(told) == 2 and "on sm_80: pointers" in told[0] and "on sm_90: " in told[1]
-    assert doctor_facts.kernel_forms([]) == ["engine='triton' does not run here: no GPU"]
+    assert doctor.kernel_forms([]) == ["engine='triton' does not run here: no GPU"]
     monkeypatch.setitem(sys.modules, "ringattn.engine.forms", None)
-    assert "does not run here: no ringattn.engine.forms" in doctor_facts.kernel_forms([])[0]
+    assert "does not run here: no ringattn.engine.forms" in doctor.kernel_forms([])[0]
 
 
 def test_devices_of_different_generations() -> None:
@@ -228,12 +227,12 @@ def fake_nvml(nvlink: bool, peer: bool) -> SimpleNamespace:
 
 def test_topology(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvlink=True, peer=True))
-    driver, gpus, links = doctor_facts.nvml()
+    driver, gpus, links = doctor.nvml()
     assert (driver, gpus[2]) == ("580.1", Gpu("GPU 2", (9, 0), 2**36))
     (found,) = doctor_probes.topology(links)
     assert found.level == OK and "2 over NVLink, 1 over an unknown way (not supported)" in found.text
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvlink=False, peer=False))
-    (found,) = doctor_probes.topology(doctor_facts.nvml()[2])
+    (found,) = doctor_probes.topology(doctor.nvml()[2])
     assert found.level == WARNING
     assert "2 over the NUMA node" in found.text and "other's memory: 0 and 1, 1 and 2" in found.text
     assert doctor_probes.topology([]) == []
@@ -245,9 +244,9 @@ def test_no_driver_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
         raise NvmlError("Driver Not Loaded")
 
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(nvmlInit=fail))
-    assert doctor_facts.nvml() == (None, [], [])
+    assert doctor.nvml() == (None, [], [])
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert doctor_facts.nvml() == (None, [], [])
+    assert doctor.nvml() == (None, [], [])
 
 
 def test_processors() -> None:
@@ -333,7 +332,7 @@ def test_words_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A doctor that starts no process."""
-    monkeypatch.setattr(doctor.facts, "system", lambda: {"os": "some Linux"})
+    monkeypatch.setattr(doctor, "system", lambda: {"os": "some Linux"})
     monkeypatch.setattr(doctor, "run_ranks_in_processes", lambda *_, **__: [answer(0), answer(1)])
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -366,7 +365,7 @@ def test_a_look_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys:
     def fail() -> None:
         raise OSError("no such file")
 
-    monkeypatch.setattr(doctor.facts, "cores", fail)
+    monkeypatch.setattr(doctor, "cores", fail)
     code, document = told(capsys)
     found = {one["topic"]: one for one in document["findings"]}
     assert code == 0 and found["processors"]["level"] == WARNING

@@ -19,11 +19,11 @@ from torch.autograd.graph import save_on_cpu
 from ringattn import Ring
 from ringattn.errors import InputError
 from ringattn.launch.train import config as train_config
-from ringattn.launch.train import loop, switches, train
+from ringattn.launch.train import loop, train
+from ringattn.launch.train import model as model_module
 from ringattn.launch.train.config import ModelConfig, TrainConfig, check_switches
 from ringattn.launch.train.data import BatchPart
-from ringattn.launch.train.model import Transformer
-from ringattn.launch.train.switches import EIGHT_BIT, SavedActivations, pack_rows, unpack_rows
+from ringattn.launch.train.model import EIGHT_BIT, SavedActivations, Transformer, pack_rows, unpack_rows
 from ringattn.layers import tiled
 from ringattn.testing import run_ranks
 from tests.launch.training import TINY, run, same
@@ -195,7 +195,7 @@ def test_offload_moves_activations_and_changes_nothing(monkeypatch: pytest.Monke
         hooks.pack_hook = lambda tensor: (moved.append(tensor.numel()), pack(tensor))[1]
         return hooks
 
-    monkeypatch.setattr(switches, "save_on_cpu", watched)
+    monkeypatch.setattr(model_module, "save_on_cpu", watched)
     assert torch.equal(gradients(replace(TINY, saved_activations="offload")), gradients(TINY))
     rows, (blocks, dim, hidden) = TINY.batch * TINY.tokens, (TINY.model.layers, 32, 48)
     assert sum(moved) == rows * (blocks * (8 * dim + 4 * hidden) + 3 * dim)  # as the test above counts them
@@ -218,12 +218,12 @@ def test_state_of_the_optimizers() -> None:
     # A step counter each for the first and the last; Adafactor keeps rows and columns of a matrix, all of a vector.
     expected = {"adamw": 8 * count + 8, "sgd": 0, "adafactor": 4 * (24 + 16 + 16) + 8}
     for name, nbytes in expected.items():
-        optimizer = switches.make_optimizer(name, [matrix, vector], lr=0.1, weight_decay=0.0)
+        optimizer = model_module.make_optimizer(name, [matrix, vector], lr=0.1, weight_decay=0.0)
         before = matrix.detach().clone()
         matrix.grad, vector.grad = torch.ones_like(matrix), torch.ones_like(vector)
         optimizer.step()
         assert (matrix < before).all(), name
-        assert switches.state_bytes(optimizer) == nbytes, name
+        assert model_module.state_bytes(optimizer) == nbytes, name
 
 
 @pytest.mark.parametrize(("name", "packages"), [("adamw8bit", "torchao or bitsandbytes"), ("lion", "lion-pytorch")])
@@ -247,10 +247,10 @@ def test_optimizers_are_taken_from_what_is_installed(monkeypatch: pytest.MonkeyP
 
         return SimpleNamespace(AdamW8bit=kind("AdamW8bit"), Lion=kind("Lion"))
 
-    monkeypatch.setattr(switches, "import_module", package)
+    monkeypatch.setattr(model_module, "import_module", package)
     for installed, name in (("torchao", "adamw8bit"), ("bitsandbytes", "adamw8bit"), ("lion_pytorch", "lion")):
         monkeypatch.setattr(train_config, "find_spec", lambda package, here=installed: here == package or None)
-        switches.make_optimizer(name, [], lr=0.1, weight_decay=0.2)
+        model_module.make_optimizer(name, [], lr=0.1, weight_decay=0.2)
     options = {"lr": 0.1, "weight_decay": 0.2}
     assert made == [
         ("torchao.optim:AdamW8bit", {**options, "betas": (0.9, 0.95)}),

@@ -19,9 +19,8 @@ from matplotlib.colors import to_rgb
 from ringattn.cli import main
 from ringattn.errors import InputError
 from ringattn.launch.report import report as report_page
-from ringattn.launch.report.charts import COLORS, charts_of
 from ringattn.launch.report.points import LINES, SINGLE, STRONG, panels_of, read_sweep, scaling, series_of
-from ringattn.launch.report.report import page_of, simulated_panel, summary_of
+from ringattn.launch.report.report import COLORS, charts_of, page_of, simulated_panel, summary_of
 from ringattn.launch.report.tables import BEST, UNKNOWN, Table, results, shared_options
 from tests.launch.sweep_records import ENVIRONMENT, Record, folder, grid, quiet, record, strong, weak
 

@@ -31,8 +31,17 @@ from ringattn.launch import ranks
 from ringattn.launch.folders import locked
 from ringattn.launch.options import leaves
 from ringattn.launch.train import checkpoints, loop, mesh, train
-from ringattn.launch.train.checkpoint_reader import INSTANCES, MetadataUnpickler
-from ringattn.launch.train.checkpoints import MAY_CHANGE, RUN, Checkpoints, described, latest, read_run, write_run
+from ringattn.launch.train.checkpoints import (
+    INSTANCES,
+    MAY_CHANGE,
+    RUN,
+    Checkpoints,
+    MetadataUnpickler,
+    described,
+    latest,
+    read_run,
+    write_run,
+)
 from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.data import load
 from ringattn.testing import run_ranks
