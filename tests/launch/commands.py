@@ -26,8 +26,8 @@ def python(
 
 def started(*words: str, cwd: Path = ROOT, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
     """Start Python with these words; its output and errors are pipes."""
-    return subprocess.Popen([sys.executable, *words], cwd=cwd, env=environment(env), text=True, bufsize=1,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.Popen([sys.executable, *words], cwd=cwd, env=environment(env), text=True, bufsize=1, **pipes)
 
 
 def environment(more: dict[str, str] | None = None) -> dict[str, str]:

@@ -491,19 +491,9 @@ def main(words: list[str]) -> int:
             print(f"{elapsed_s:.0f} s, {counts.total()} runs, {failures} wrong", flush=True)
         if failures >= allowed:
             break
-    print(table(counts), f"\n{time.monotonic() - began:.0f} s")
+    for (kind, outcome), count in sorted(counts.items()):
+        print(f"{kind}: {count} {outcome}")
     return 1 if failures else 0
-
-
-def table(counts: Counter[tuple[str, str]]) -> str:
-    """A line for each kind of fault: how many runs, and what they came to."""
-    outcomes = ("exact", "told", "refused", "wrong")
-    lines = [f"{'fault':<18}{'runs':>6}" + "".join(f"{one:>9}" for one in outcomes)]
-    for kind in (*KINDS, "all"):
-        row = [sum(n for (of, how), n in counts.items() if kind in (of, "all") and how == one) for one in outcomes]
-        if sum(row):
-            lines.append(f"{kind:<18}{sum(row):>6}" + "".join(f"{n:>9}" for n in row))
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

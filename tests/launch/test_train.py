@@ -36,7 +36,7 @@ from ringattn.launch.train.mesh import PROCESS_KEYS, locked_folder
 from ringattn.launch.train.model import Transformer
 from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalWorld
-from tests.launch.commands import TORCHRUN, all_end, below, environment, python, ringattn, runs, soon, started
+from tests.launch.commands import TORCHRUN, all_end, below, environment, python, runs, soon, started
 from tests.launch.fuzz_train import spoiled
 from tests.launch.training import SMALL, TINY, names, run, same
 
@@ -122,20 +122,6 @@ def test_memory_counts_what_is_allocated_after_the_start() -> None:
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_two_processes_train_like_threads(tmp_path: Path, alone: dict[str, Any]) -> None:
-    sizes = ["tokens=61", "batch=2", "steps=4", "dtype=fp64", "warmup_steps=2"]
-    shape = ["model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.hidden_dim=48"]
-    done = ringattn("train", "ranks=2", *sizes, *shape, "layout=striped", "out=run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "step 4/4" in done.stdout and "wrote run/result.json" in done.stdout
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    same(result, alone)
-    assert result["tokens_of_rank"] == [31, 30]
-    assert len(result["memory_growth_bytes"]) == 2 and min(result["memory_growth_bytes"]) > 0
-    assert result["config"]["model"]["dim"] == 32 and result["counters"]["bytes_sent"] > 0
 
 
 @pytest.mark.slow
