@@ -11,9 +11,11 @@ import os
 import sys
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -146,6 +148,61 @@ class PassOrder:
     def passed(self) -> bool:
         """Whether the device has run the last pass, and with it all before."""
         return self._stream is None or self._ended.query()
+
+
+AnyPiece = TypeVar("AnyPiece")
+
+
+class _View:
+    """What every view of a piece keeps alive."""
+
+
+class ViewedMemory(ABC, Generic[AnyPiece]):
+    """Device memory of one ring, in pieces by their address, each of which is given back after its last view.
+
+    Used by the thread that uses the ring, and after its end by a thread of its own.
+    Guarantee: nothing is given back from a destructor, which may run on any thread at any time and must not wait for
+    the device: the end of the last view only notes the address.
+    """
+
+    def __init__(self, gpu: CudaDevice) -> None:
+        self._gpu = gpu
+        self._pieces: dict[int, AnyPiece] = {}
+        # Addresses whose last view has gone. A queue that a destructor may write to, whatever its thread holds.
+        self._unused: SimpleQueue[int] = SimpleQueue()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all has been given back."""
+        return not self._pieces
+
+    def free(self) -> None:
+        """Give back what has no view any more. The device can touch none of it."""
+        while True:
+            try:
+                pointer = self._unused.get_nowait()
+            except Empty:
+                return
+            self._give_back(self._pieces.pop(pointer))
+
+    def _viewed(self, pointer: int, nbytes: int, piece: AnyPiece) -> torch.Tensor:
+        """A flat uint8 tensor over a new piece."""
+        self._pieces[pointer] = piece
+        view = _View()
+        weakref.finalize(view, self._unused.put, pointer).atexit = False
+        return self._gpu.wrap(pointer, nbytes, view)
+
+    def _free_each(self, quiet: Callable[[], bool]) -> None:
+        """Give back each piece after its last view, while `quiet` returns that the device can touch it no more."""
+        while self._pieces:
+            pointer = self._unused.get()
+            if not quiet():
+                return
+            self._give_back(self._pieces.pop(pointer))
+
+    @abstractmethod
+    def _give_back(self, piece: AnyPiece) -> None:
+        """Free one piece."""
 
 
 # --- transports that exchange on a stream ----------------------------------------------------------------------------

@@ -94,6 +94,7 @@ class Binding(Protocol):
     `init` and `finalize` return the status SUCCESS or IN_PROGRESS through `state`; methods raise `NcclError`
     for any other status and `MissingError` for what the capabilities lack. The four calls of a hop (`send`, `recv`,
     `group_start`, `group_end`) raise nothing and return the bare status as an int, for they are on the fast path.
+    A class that lacks optional calls inherits their refusals from here.
     """
 
     name: str
@@ -126,7 +127,7 @@ class Binding(Protocol):
 
     def finalize(self, comm: int) -> None:
         """Flush a healthy communicator before `destroy`. May be in progress; see `state`."""
-        ...
+        raise not_offered(self.name, Capability.FINALIZE)
 
     def destroy(self, comm: int) -> None:
         """Free a healthy communicator. A collective of the node: with a dead peer it hangs, use `abort`."""
@@ -138,19 +139,28 @@ class Binding(Protocol):
 
     def mem_alloc(self, nbytes: int) -> int:
         """Device memory that transports can map; returns its address."""
-        ...
+        raise not_offered(self.name, Capability.MEMORY)
 
-    def mem_free(self, pointer: int) -> None: ...
+    def mem_free(self, pointer: int) -> None:
+        """Free what `mem_alloc` returned."""
+        raise not_offered(self.name, Capability.MEMORY)
 
     def register(self, comm: int, pointer: int, nbytes: int) -> int:
         """Tell `comm` about memory that will be sent from or received into; returns a handle for `deregister`."""
-        ...
+        raise not_offered(self.name, Capability.REGISTER)
 
-    def deregister(self, comm: int, handle: int) -> None: ...
+    def deregister(self, comm: int, handle: int) -> None:
+        """Undo `register`."""
+        raise not_offered(self.name, Capability.REGISTER)
 
     def last_error(self, comm: int) -> str:
         """The library's last words, on a communicator or (0) on this thread; empty where it cannot say."""
-        ...
+        return ""
+
+
+def not_offered(name: str, capability: Capability) -> MissingError:
+    """The error for what the binding `name` cannot do with any library."""
+    return MissingError(f"{capability.value} is not offered by the {name} binding; use the ctypes binding")
 
 
 def check_unique_id(unique_id: bytes) -> None:

@@ -15,15 +15,17 @@ from types import ModuleType
 from typing import Any
 
 from ringattn.errors import UnsupportedError
+from ringattn.transport.base import never_destroy
 from ringattn.transport.nccl.binding import (
+    Binding,
     Capability,
     CommConfig,
-    MissingError,
     NcclError,
     Status,
     check_unique_id,
     dead_handle,
     end_leaked_groups,
+    not_offered,
     version_text,
 )
 from ringattn.transport.nccl.library import load_library, refuse_copies
@@ -32,7 +34,7 @@ FLOOR_CUPY = 14
 """The first major version whose unique ids are bytes; 13 has tuples of signed ints."""
 
 
-class CupyBinding:
+class CupyBinding(Binding):
     """The communicators of cupy behind int handles; see `Binding`.
 
     `path` names the libnccl, see `load_library`; it is loaded before cupy is, so that cupy finds it in the process.
@@ -65,10 +67,10 @@ class CupyBinding:
     def init(self, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
         """See `Binding.init`; `config` must be blocking and otherwise empty."""
         for capability in config.needs():
-            raise _missing(capability)
+            raise not_offered(self.name, capability)
         check_unique_id(unique_id)
         communicator = self._nccl.NcclCommunicator.__new__(self._nccl.NcclCommunicator)
-        _keep(communicator)  # before it holds anything, for an init that fails may leave a handle behind
+        never_destroy(communicator)  # before it holds anything, for an init that fails may leave a handle behind
         try:
             communicator.__init__(world_size, unique_id, rank)
         except (RuntimeError, KeyError) as error:
@@ -106,10 +108,6 @@ class CupyBinding:
         """See `Binding.group_end`."""
         return _status(self._nccl.groupEnd)
 
-    def finalize(self, comm: int) -> None:
-        """Refused: cupy has no ncclCommFinalize; `destroy` flushes a blocking communicator by itself."""
-        raise _missing(Capability.FINALIZE)
-
     def destroy(self, comm: int) -> None:
         """See `Binding.destroy`."""
         communicator = self._communicators.pop(comm, None)
@@ -124,26 +122,6 @@ class CupyBinding:
         if communicator is not None:
             communicator.abort()
             _release(communicator)
-
-    def mem_alloc(self, nbytes: int) -> int:
-        """Refused: cupy has no ncclMemAlloc."""
-        raise _missing(Capability.MEMORY)
-
-    def mem_free(self, pointer: int) -> None:
-        """Refused: cupy has no ncclMemFree."""
-        raise _missing(Capability.MEMORY)
-
-    def register(self, comm: int, pointer: int, nbytes: int) -> int:
-        """Refused: cupy has no ncclCommRegister."""
-        raise _missing(Capability.REGISTER)
-
-    def deregister(self, comm: int, handle: int) -> None:
-        """Refused: cupy has no ncclCommDeregister."""
-        raise _missing(Capability.REGISTER)
-
-    def last_error(self, comm: int) -> str:
-        """Empty: cupy has no ncclGetLastError."""
-        return ""
 
 
 def _cupy_nccl() -> ModuleType:
@@ -162,10 +140,6 @@ def _cupy_nccl() -> ModuleType:
     if not nccl.available:
         raise UnsupportedError("this cupy was built without NCCL; install its wheel, or use the ctypes binding")
     return nccl
-
-
-def _missing(capability: Capability) -> MissingError:
-    return MissingError(f"{capability.value} is not offered by cupy.cuda.nccl; do without it or use the ctypes binding")
 
 
 def _status(function: Callable[[], object]) -> int:
@@ -190,11 +164,6 @@ def _typed(function: str, error: RuntimeError | KeyError) -> NcclError:
     return NcclError(function, _status_of(error), "" if isinstance(error, KeyError) else str(error))
 
 
-def _keep(communicator: object) -> None:
-    """One reference more than the interpreter knows of, so that not even its exit collects the object."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
-
-
 def _release(communicator: object) -> None:
-    """Undo `_keep`, once the communicator holds nothing that could be destroyed."""
+    """Undo `never_destroy`, once the communicator holds nothing that could be destroyed."""
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(communicator))

@@ -13,10 +13,8 @@ import math
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from queue import Empty, SimpleQueue
 
 import torch
 
@@ -32,6 +30,7 @@ from ringattn.transport.device import (
     StreamHop,
     StreamTransport,
     StreamWorkHandle,
+    ViewedMemory,
     bare,
 )
 from ringattn.transport.nccl.binding import Binding, Capability, NcclError, Status
@@ -417,51 +416,38 @@ _left: list[RingMemory] = []
 """Kept until the process ends: torch too would hand the memory out again."""
 
 
-class _View:
-    """What every view of a piece keeps alive."""
-
-
 class _Piece:
     """One allocation. `plain`: torch's memory, None for NCCL's; `registration`: its handle, where it is registered."""
 
-    def __init__(self, plain: torch.Tensor | None) -> None:
-        self.plain = plain
+    def __init__(self, pointer: int, plain: torch.Tensor | None) -> None:
+        self.pointer, self.plain = pointer, plain
         self.registration: int | None = None
 
 
-class RingMemory:
+class RingMemory(ViewedMemory[_Piece]):
     """The device memory of one ring: NCCL's own, registered, if all libraries have it, else torch's.
 
-    Used by the thread that uses the ring, and after its end by a thread of its own.
-    Guarantees: a piece is given back when nothing views it any more and the device has done what may still touch it,
-    and never from a destructor; if the device has no room, torch's cache is emptied once before an error is raised.
+    Guarantees: a piece is given back when nothing views it any more and the device has done what may still touch it; if
+    the device has no room, torch's cache is emptied once before an error is raised.
     """
 
     def __init__(
         self, binding: Binding, device: CudaDevice, communicator: Communicator, registered: bool, rank: int = 0
     ) -> None:
+        super().__init__(device)
         self.registered, self.order = registered, PassOrder(device)
-        self._rank = rank
-        self._binding, self._device, self._communicator = binding, device, communicator
-        self._pieces: dict[int, _Piece] = {}
-        # Addresses whose last view has gone. A queue that a destructor may write to, whatever its thread holds.
-        self._unused: SimpleQueue[int] = SimpleQueue()
+        self._rank, self._binding, self._communicator = rank, binding, communicator
         self._ending: threading.Thread | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether all has been given back."""
-        return not self._pieces
 
     def computed(self) -> Callable[[], bool]:
         """Whether the caller's streams have run what is on them now and may touch this memory."""
         order = self.order
         # Nothing asks for an event of a capture, nor does the capture's work run before a replay.
-        if self._device.is_capturing():
+        if self._gpu.is_capturing():
             return order.passed
-        now = self._device.new_event()
+        now = self._gpu.new_event()
         try:
-            now.record(self._device.current_stream())
+            now.record(self._gpu.current_stream())
         except RuntimeError:  # a device that is lost comes to no event
             return lambda: False
         return lambda: now.query() and order.passed()
@@ -481,28 +467,16 @@ class RingMemory:
         no room.
         """
         if not nbytes:
-            return self._device.empty(0)
+            return self._gpu.empty(0)
         if self._pieces and quiet():
             self.free()
-        self._device.activate()
-        plain = None if self.registered else self._device.empty(nbytes)
-        pointer = self._take(nbytes) if plain is None else plain.data_ptr()
-        piece = self._pieces[pointer] = _Piece(plain)
-        view = _View()
-        # A view's end only notes the address: giving back here could call NCCL from any thread, at any time.
-        weakref.finalize(view, self._unused.put, pointer).atexit = False
+        self._gpu.activate()
+        plain = None if self.registered else self._gpu.empty(nbytes)
+        piece = _Piece(self._take(nbytes) if plain is None else plain.data_ptr(), plain)
+        memory = self._viewed(piece.pointer, nbytes, piece)
         if self.registered:
-            piece.registration = self._binding.register(self._communicator.handle, pointer, nbytes)
-        return self._device.wrap(pointer, nbytes, view)
-
-    def free(self) -> None:
-        """Give back what has no view any more. The device can touch none of it."""
-        while True:
-            try:
-                pointer = self._unused.get_nowait()
-            except Empty:
-                return
-            self._give_back(pointer)
+            piece.registration = self._binding.register(self._communicator.handle, piece.pointer, nbytes)
+        return memory
 
     def end(self, name: str, quiet: Callable[[], bool]) -> None:
         """Give back each piece when its last view goes, and `quiet` says that the device can touch it no more.
@@ -519,13 +493,10 @@ class RingMemory:
 
     def _run_out(self, quiet: Callable[[], bool]) -> None:
         try:
-            self._device.activate()
+            self._gpu.activate()
             # Also before the first view has gone, for it lets go of what this package itself still views.
-            calm = quiet()
-            while calm and self._pieces:
-                pointer = self._unused.get()
-                if calm := quiet():
-                    self._give_back(pointer)
+            if quiet():
+                self._free_each(quiet)
         except RuntimeError as error:  # a device that is lost: its memory went with it
             say(self._rank, f"memory of the ring is not given back: {error}")
         if self._pieces:
@@ -538,14 +509,13 @@ class RingMemory:
             if not is_shortage(error):
                 raise
             # Torch empties its cache by itself where its own allocations find no room; NCCL knows nothing of it.
-            self._device.release_cached()
+            self._gpu.release_cached()
             return self._binding.mem_alloc(nbytes)
 
-    def _give_back(self, pointer: int) -> None:
-        piece = self._pieces.pop(pointer)
+    def _give_back(self, piece: _Piece) -> None:
         # A communicator that has ended took its registrations with it.
         if piece.registration is not None and self._communicator.state is State.READY:
             self._binding.deregister(self._communicator.handle, piece.registration)
         # Last: NCCL may not hold a registration of memory that is gone.
         if piece.plain is None:
-            self._binding.mem_free(pointer)
+            self._binding.mem_free(piece.pointer)

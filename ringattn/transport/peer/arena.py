@@ -9,14 +9,12 @@ go of it: the driver counts references.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
 
-from ringattn.transport.device import CudaDevice
+from ringattn.transport.device import CudaDevice, ViewedMemory
 from ringattn.transport.peer.driver import OUT_OF_MEMORY, CudaDriver, DriverError
 
 
@@ -28,10 +26,6 @@ class ArenaPlace(NamedTuple):
     offset: int
 
 
-class _Block:
-    """One allocation; every view of it keeps this object alive."""
-
-
 class Allocation:
     """What the driver gave. Other ranks are served its descriptor until it is given back."""
 
@@ -41,7 +35,7 @@ class Allocation:
         self.arena = 0
 
 
-class Arena:
+class Arena(ViewedMemory[Allocation]):
     """The memory of one rank."""
 
     def __init__(
@@ -55,14 +49,10 @@ class Arena:
         """`share` serves an allocation to the other ranks while it lives, and gives its number; `freed` is told how
         often memory was given back; `emptied` gives back to the device what others in this process keep for later.
         """
-        self._driver, self._gpu, self._share, self._freed, self._emptied = driver, gpu, share, freed, emptied
+        super().__init__(gpu)
+        self._driver, self._share, self._freed, self._emptied = driver, share, freed, emptied
         self._given_back = 0
         self._granularity = driver.granularity()
-        self._allocations: dict[int, Allocation] = {}
-        self._unused: SimpleQueue[int | None] = SimpleQueue()  # put from finalizers, at any time, on any thread
-
-    def __len__(self) -> int:
-        return len(self._allocations)
 
     def allocate(self, nbytes: int, quiet: Callable[[], None]) -> torch.Tensor:
         """A flat uint8 tensor. `quiet` returns when the device can touch nothing unused any more.
@@ -83,32 +73,23 @@ class Arena:
             # What torch keeps for later is memory, too; once.
             self._emptied()
             made = self._make(whole)
-        # Every view of the tensor keeps the block alive. Its finalizer only notes the address: freeing waits for the
-        # device, which a finalizer must not.
-        block = _Block()
-        weakref.finalize(block, self._unused.put, made.address).atexit = False
-        return self._gpu.wrap(made.address, nbytes, block)
+        return self._viewed(made.address, nbytes, made)
 
     def place(self, address: int, nbytes: int) -> ArenaPlace | None:
         """Where other ranks find this memory; None if it is no part of an allocation."""
-        for start, made in self._allocations.items():
+        for start, made in self._pieces.items():
             if start <= address and address + nbytes <= start + made.nbytes:
                 return ArenaPlace(made.arena, made.nbytes, address - start)
         return None
 
-    def free(self) -> None:
-        """Free what has no view any more. Nothing may be under way."""
-        while not self._unused.empty():
-            if (address := self._unused.get()) is not None:
-                self._give_back(address)
-
     def free_later(self, quiet: Callable[[], None]) -> None:
         """For a thread of its own, when the ring has ended: free the rest as its views end, behind `quiet`."""
-        while self._allocations:
-            address = self._unused.get()
+
+        def settled() -> bool:
             quiet()
-            if address is not None:
-                self._give_back(address)
+            return True
+
+        self._free_each(settled)
 
     def _make(self, nbytes: int) -> Allocation:
         """Create, map and export. A step that fails undoes those before."""
@@ -125,16 +106,14 @@ class Arena:
             driver.release(handle)
             raise
         made.arena = self._share(made)
-        self._allocations[address] = made
         return made
 
-    def _give_back(self, address: int) -> None:
-        made = self._allocations.pop(address)
-        fd, made.fd = made.fd, None
+    def _give_back(self, piece: Allocation) -> None:
+        fd, piece.fd = piece.fd, None
         if fd is not None:
             os.close(fd)
-        self._driver.unmap(made.address, made.nbytes)
-        self._driver.release(made.handle)
+        self._driver.unmap(piece.address, piece.nbytes)
+        self._driver.release(piece.handle)
         self._given_back += 1
         self._freed(self._given_back)
 

@@ -202,7 +202,7 @@ class PeerTransport(StreamTransport):
             self._computed()
             self.arena.free()
             # What the caller still views is freed when it lets go.
-            if len(self.arena):
+            if not self.arena.is_empty:
                 threading.Thread(
                     target=self.arena.free_later, args=(self._computed,), name=f"ringattn-free-{self.rank}", daemon=True
                 ).start()
