@@ -32,10 +32,9 @@ from ringattn.transport.peer.driver import (
     DriverError,
     WordOperation,
 )
-from ringattn.transport.peer.lane import Lane
 from ringattn.transport.peer.opening import Facts, refusal, warnings_of
 from ringattn.transport.peer.program import PAINTED, push_exchange
-from ringattn.transport.peer.transport import PeerTransport, Watch
+from ringattn.transport.peer.transport import Lane, PeerTransport, Watch
 from ringattn.transport.rendezvous import open_transport
 from tests.contract.processes import Processes
 from tests.transport.peer_model.machine import ABORT, DRAIN, EndStep
