@@ -85,11 +85,11 @@ class Arena(ViewedMemory[Allocation]):
     def free_later(self, quiet: Callable[[], None]) -> None:
         """For a thread of its own, when the ring has ended: free the rest as its views end, behind `quiet`."""
 
-        def settled() -> bool:
+        def is_quiet() -> bool:
             quiet()
             return True
 
-        self._free_each(settled)
+        self._free_each(is_quiet)
 
     def _make(self, nbytes: int) -> Allocation:
         """Create, map and export. A step that fails undoes those before."""
