@@ -118,7 +118,7 @@ def test_signatures_and_docstrings_list_each_option() -> None:
 def test_the_worked_example_of_an_option_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     names = example("WithTemperature")
     base = namedtuple("Softmax", (*Softmax._fields, "temperature"), defaults=(1, None, None, (), None, None))
-    methods = {"options": Softmax.options, "refuse_others": Softmax.refuse_others, "shift": Softmax.shift}
+    methods = {"options": Softmax.options, "refuse_options": Softmax.refuse_options, "shift": Softmax.shift}
     monkeypatch.setattr(attention, "Softmax", type("Softmax", (base,), methods))
     monkeypatch.setattr(attention, "OPTIONAL", (*attention.OPTIONAL, "temperature"))
     q = torch.randn(1, 11, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -214,7 +214,7 @@ class AtenEngine(Accumulating):
         visits: Sequence[Visit] = (),
     ) -> list[AtenWork]:
         """Cut the tiles. Raises UnsupportedError for options, which no fused kernel of torch knows."""
-        softmax.refuse_others(self.name)
+        softmax.refuse_options(self.name)
         cut, square_causal_only = [], any(op.square_causal_only for op in self._ops)
         for tiles in steps:
             # If one op of the device asks for square causal rectangles, all are cut so: the op is chosen later.

@@ -12,7 +12,7 @@ for float64 inputs). The identity is (0, -inf); the merge is associative and com
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -112,11 +112,10 @@ class Softmax(NamedTuple):
         """Those of `OPTIONAL` that the call uses, by name."""
         return {name: value for name in OPTIONAL if (value := getattr(self, name)) is not None}
 
-    def refuse_others(self, engine: str, known: Container[str] = ()) -> None:
-        """Raise UnsupportedError for an option that the engine does not know."""
+    def refuse_options(self, engine: str) -> None:
+        """Raise UnsupportedError for an option: the engine has none of `OPTIONAL`."""
         for name, value in self.options().items():
-            if name not in known:
-                raise UnsupportedError(f"engine={engine!r} has no {name}={value}; use engine='plain'")
+            raise UnsupportedError(f"engine={engine!r} has no {name}={value}; use engine='plain'")
 
     def shift(self, q_position: int) -> int:
         """By how much positions of queries exceed those of keys at the same distance from their documents' starts."""

@@ -21,17 +21,14 @@ def to_text(schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-def grid(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
-    """Steps downwards, ranks across: in each cell what the rank computes and what it sends while it does.
+def grid(schedule: Schedule) -> str:
+    """Return a table with a row per step and a column per rank: what the rank computes, and what it sends meanwhile.
 
-    `mark` = (step, rank) puts `>>` before one cell; step -1 marks the rank's name. Steps without anything are left out.
+    Steps without anything are left out.
     """
-    ranks = schedule.problem.world_size
-    head = [("  >>" if mark == (-1, rank) else "") + f"rank {rank}" for rank in range(ranks)]
-    rows = [["step", *head]]
-    for index in busy_steps(schedule):
-        cells = [cell(schedule.steps[index], rank) for rank in range(ranks)]
-        rows.append([str(index), *(">>" + text if mark == (index, rank) else text for rank, text in enumerate(cells))])
+    ranks = range(schedule.problem.world_size)
+    rows = [["step", *(f"rank {rank}" for rank in ranks)]]
+    rows += [[str(index), *(cell(schedule.steps[index], rank) for rank in ranks)] for index in busy_steps(schedule)]
     rows.insert(1, ["-" * max(map(len, column)) for column in zip(*rows, strict=True)])
     return "\n".join(line.rstrip() for line in aligned(rows, left=len(rows[0])))
 

@@ -1,6 +1,6 @@
 """Proof that a schedule computes its problem: direction, coverage, presence, payload.
 
-`verify` replays a global schedule on sets and raises `PlanError`, with the marked grid, at the first violation. It
+`verify` replays a global schedule on sets and raises `PlanError`, with the grid, at the first violation. It
 trusts only the tiles of the mask (`sweep`), not the code that made the schedule.
 Not covered: memory (see `planner.place`), torch.
 """
@@ -30,7 +30,7 @@ def verify(schedule: Schedule) -> None:
     """
 
     def fail(step: int, rank: int, why: str) -> NoReturn:
-        raise PlanError(f"{schedule.name}: step {step}, rank {rank}: {why}\n{grid(schedule, mark=(step, rank))}")
+        raise PlanError(f"{schedule.name}: step {step}, rank {rank}: {why}\n{grid(schedule)}")
 
     _check_direction(schedule, fail)
     _check_coverage(schedule, fail)

@@ -25,7 +25,7 @@ from ringattn.planner.choose import cheapest_prologue, plan_of
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
 from ringattn.planner.plan import live_bytes
 from ringattn.schedule.content import read_sets_of, size, whole
-from ringattn.schedule.ops import INPUTS, Attend, Copy, Kind, Merge, Schedule, Step, ordered_step
+from ringattn.schedule.ops import INPUTS, Copy, Kind, Merge, Schedule, Step, ordered_step
 from ringattn.schedule.passes import deliveries_of, merged_keys, merged_queries, prune, transpose
 from ringattn.schedule.routes import NUMBERED, ROUTES, Route, forward_of_rank, part_of_rank, route_named, schedule_of
 from ringattn.schedule.text import grid, to_text
@@ -165,14 +165,6 @@ def test_golden(name: str) -> None:
         problem = simple("zigzag", 16, 4, causal=True).problem
         text = "\n\n".join(grid(schedule_of(problem, RING, backward)) for backward in (False, True))
     assert text + "\n" == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
-
-
-def test_grid_marks_a_cell() -> None:
-    schedule = schedule_of(simple("contiguous", 7, 3, causal=True).problem, RING, False)
-    assert isinstance(schedule.steps[1].work[0], Attend)
-    marked = grid(schedule, mark=(1, 2)).splitlines()
-    assert [line.count(">>") for line in marked] == [0, 0, 0, 1, 0] and ">>KV1" in marked[3]
-    assert ">>rank 1" in grid(schedule, mark=(-1, 1)).splitlines()[0]
 
 
 def test_the_page_of_schedules_is_what_they_are() -> None:
