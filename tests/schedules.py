@@ -1,7 +1,7 @@
 """Which schedules a test tries.
 
-`NEWER` schedules are made of the parts of the others: heavy grids try one of them, in turn; the slow tests try all,
-`ringattn check` over processes among them.
+Heavy grids try a share of them, in turn. `NEWER` schedules are made of the parts of the others: some grids try them in
+the slow tests alone.
 """
 
 from __future__ import annotations
@@ -20,21 +20,8 @@ RING, ALL_GATHER, DIRECT, SUB_RINGS, ULYSSES, BIDIRECTIONAL, DOUBLE_RING, ULYSSE
 NEWER = ("bidirectional", "double_ring", "ulysses_ring", "pass_q", "balanced")
 
 
-OTHERS = tuple(name for name in ROUTES if name not in NEWER)
-
-
-def schedules_in_turn(number: int) -> list[str]:
-    """The others, and one of the `NEWER`."""
-    return [*OTHERS, NEWER[number % len(NEWER)]]
-
-
-def half_in_turn(number: int, half: int) -> list[str]:
-    """Half of the others, and one of the `NEWER`."""
-    return [*OTHERS[half::2], NEWER[(number + half) % len(NEWER)]]
-
-
 def share_in_turn(number: int, parts: int) -> list[str]:
-    """As many cells that follow each other take all of them."""
+    """Return one of so many shares of the schedules; cells with numbers that follow each other take all of them."""
     return list(ROUTES)[number % parts :: parts]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ringattn.transport.nccl.binding import Capability
 from ringattn.transport.nccl.options import NcclOptions
-from tests.schedules import schedules_in_turn
+from tests.schedules import share_in_turn
 from tests.transport.nccl_rings import EVERYTHING, on_rings, results
 from tests.transport.simulated.world import SimWorld
 from tests.trial import Trial, greatest_error, joined, on_rank, reference
@@ -30,7 +30,7 @@ RING = {"engine": "plain", "timeout_s": 30.0, "poison": True}
 @pytest.mark.parametrize("name", TRIALS)
 def test_exact(name: str, ranks: int, lazy: bool) -> None:
     trial, layout = TRIALS[name]
-    world, schedules = SimWorld(ranks, lazy=lazy), schedules_in_turn(list(TRIALS).index(name) + ranks)
+    world, schedules = SimWorld(ranks, lazy=lazy), share_in_turn(list(TRIALS).index(name) + ranks, 3)
     found = results(on_rings(
         world, lambda ring: [on_rank(ring, trial, layout, schedule, torch.float64) for schedule in schedules], ring=RING
     ))  # fmt: skip

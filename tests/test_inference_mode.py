@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ringattn import InputError, Ring, RingMultiheadAttention, Sequence
@@ -104,23 +103,6 @@ def test_ranks_in_different_modes_attend_together() -> None:
     for outs in run_ranks(3, body, engine="plain"):
         for out in outs:
             torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_sequence_made_in_inference_mode_serves_training(ranks: int) -> None:
-    """Its positions too: autograd keeps them where they index a table."""
-
-    def body(ring: Ring) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode():
-            seq = ring.sequence(24)
-            validate(seq, layered)
-        table = torch.ones(24, 3, requires_grad=True)
-        F.embedding(seq.positions(), table).sum().backward()
-        assert table.grad is not None
-        return table.grad[seq.positions()], step(seq, layered)
-
-    for rows, grad in run_ranks(ranks, body, engine="plain"):
-        assert (rows == 1).all() and grad.abs().sum() > 0
 
 
 def test_tensors_of_inference_mode_attend_outside_of_it() -> None:

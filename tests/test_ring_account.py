@@ -17,7 +17,7 @@ from ringattn import InputError, Ring, Sequence, masks
 from ringattn.attention import call_of
 from ringattn.core.dilation import Dilated
 from ringattn.options import AttentionOptions
-from ringattn.planner.cluster import CLUSTERS, Cluster, LinkClass
+from ringattn.planner.cluster import CLUSTERS, LinkClass
 from ringattn.planner.simulate import Crossed
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import dense_attention, run_ranks
@@ -86,21 +86,6 @@ def test_counters_and_explanations_are_what_happened(schedule: str, layout: str,
         assert f"{told.balance:.3f}" in str(told) and schedule in str(told) and "backward" not in str(ahead)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_a_full_ring_sends_three_times_its_other_shards(ranks: int) -> None:
-    # Forward K/V, backward K/V again and sums of twice the width.
-    def body(ring: Ring) -> dict[str, int]:
-        seq = ring.sequence(4 * ranks, layout="contiguous")
-        q = torch.randn(1, 4, 2, 8).bfloat16().requires_grad_()
-        ring.attention(q, q, q, seq, schedule="ring").sum().backward()
-        return ring.counters()
-
-    shard_bytes = 4 * 2 * 16 * 2
-    for counters in run_ranks(ranks, body):
-        assert counters["bytes_sent"] == (ranks - 1) * shard_bytes * (1 + 1 + 2)
-        assert counters["messages"] == 3 * (ranks - 1)
-
-
 def test_reset_and_memory() -> None:
     def body(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)
@@ -151,14 +136,6 @@ def test_explain_takes_numbers_instead_of_tensors() -> None:
 def test_explain_refuses_what_it_would_ignore(arguments: dict[str, Any], words: str) -> None:
     with Ring() as ring, pytest.raises(InputError, match=words):
         ring.explain(ring.sequence(8), **{**({} if "q" in arguments else {"q_heads": 2, "head_dim": 8}), **arguments})
-
-
-def test_explain_names_a_better_layout() -> None:
-    def body(ring: Ring) -> tuple[str | None, ...]:
-        seqs = [ring.sequence(64, layout=layout) for layout in ("contiguous", "zigzag")]
-        return tuple(ring.explain(seq, q_heads=1, head_dim=8, causal=True).better_layout for seq in seqs)
-
-    assert run_ranks(4, body) == [("zigzag", None)] * 4
 
 
 def test_the_slowest_hop_goes_at_the_rate_of_a_pair() -> None:
@@ -343,20 +320,6 @@ def test_calls_take_the_route_of_their_links(machines: str, route: str) -> None:
             seq, q_heads=16, head_dim=64, segment_lengths=[512, 1 << 14], dilation_rates=[1, 4], backward=False
         )
     assert call.route.name == told.forward.name == route
-
-
-def test_explain_of_machines_that_tell_their_nodes_keeps_them() -> None:
-    told, text = explained(
-        "abab", cluster=Cluster("two a machine", 1e12, 1e9, 1e-6, ranks_per_node=2, node_bandwidth=1e8), schedule="ring"
-    )
-    assert told.cluster.links is None
-    assert [(one.kind, one.pairs) for one in told.crossed[0]] == [
-        (LinkClass.NETWORK, ((1, 2), (3, 0))),
-        (LinkClass.UNKNOWN, ((0, 1), (2, 3))),
-    ]
-    assert "2 over links inside a node" in text and "on node" not in text
-    silent = explained("aa", cluster=Cluster("says nothing", 1e12, 1e9, 1e-6), schedule="ring")[1]
-    assert "2 over host memory" in silent
 
 
 def test_links_that_nobody_found_out_are_told_as_unknown() -> None:

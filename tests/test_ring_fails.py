@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from ringattn import (
     ClosedError,
@@ -223,15 +222,6 @@ def test_an_odd_argument_of_one_rank_is_refused_by_all_at_once(call: str, odd: A
     assert time.monotonic() - began < DEADLINE_S / 2
 
 
-def test_a_dimension_that_does_not_exist_on_one_rank() -> None:
-    def body(ring: Ring) -> None:
-        seq = ring.sequence(TOKENS)
-        seq.gather(seq.shard(X), dim=9 if ring.rank == 1 else 1)
-
-    for error in errors(body):
-        assert isinstance(error, InputError) and "dim=9 does not exist" in str(error)
-
-
 def alike(ring: Ring, kind: str) -> list[torch.Tensor]:
     """Two calls that differ in nothing but the numbers in their tensors."""
     seq, outs = ring.sequence(TOKENS), []
@@ -261,39 +251,3 @@ def test_backwards_of_equal_calls_in_another_order(kind: str) -> None:
         assert isinstance(error, DisagreementError)
         for rank, forward in ((0, 1), (1, 2), (2, 1)):
             assert re.search(rf"rank {rank}: call 3: backward of call {forward}\b", str(error))
-
-
-@pytest.mark.parametrize("kind", ["attention", "dilated", "operator", "gather"])
-def test_backwards_of_equal_calls_in_any_order_that_all_ranks_keep(kind: str) -> None:
-    def body(ring: Ring) -> list[torch.Tensor]:
-        found = []
-        for order in (1, -1):
-            outs = alike(ring, kind)
-            inputs = [out.grad_fn.next_functions[0][0].variable for out in outs]
-            for out in outs[::order]:
-                out.square().sum().backward()
-            found.append(torch.stack([q.grad for q in inputs]))
-        return found
-
-    for one, other in run_ranks(RANKS, body, engine="plain"):
-        assert torch.equal(one, other) and one.abs().sum() > 0
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_calls_that_are_alike(reentrant: bool) -> None:
-    """Backward makes their forward calls again, with new numbers, in the same order on every rank."""
-
-    def body(ring: Ring) -> tuple[torch.Tensor, torch.Tensor]:
-        seq = ring.sequence(TOKENS)
-        grads = []
-        for run in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=reentrant)):
-            q = seq.shard(X).requires_grad_()
-            x = q * 1.0
-            for _ in range(3):
-                x = run(lambda y: ring.attention(y, y, y, seq, causal=True), x)
-            x.square().sum().backward()
-            grads.append(q.grad)
-        return grads[0], grads[1]
-
-    for plain, again in run_ranks(2, body, engine="plain"):
-        assert torch.equal(plain, again)

@@ -2,93 +2,37 @@
 
 from __future__ import annotations
 
+from itertools import count, islice
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ringattn import DisagreementError, InputError, Ring, Sequence
+from ringattn import DisagreementError, InputError, Ring
 from ringattn.core.geometry import MOST_TOKENS
 from ringattn.core.layout import LAYOUTS
 from ringattn.testing import run_ranks
 from tests.face import TOKENS, X, errors
+from tests.fuzz.draw import draw, kind_of
+from tests.fuzz.judge import error_of
 
-WORLDS = (1, 2, 3, 5, 8)
 CUTS = [0, 5, 5, 6, 14]
 
 
-def every_sequence(ring: Ring) -> list[Sequence]:
-    """One of each layout over 14 tokens in four documents, and one shorter than most worlds."""
-    found = [ring.sequence(cu_seqlens=CUTS, layout=layout) for layout in LAYOUTS]
-    return [*found, ring.sequence(2, layout="zigzag"), ring.sequence(0)]
+SEEDS = list(islice((seed for seed in count() if kind_of(seed) == "sequences"), 30))
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_shard_gather_and_positions(ranks: int) -> None:
-    def body(ring: Ring) -> None:
-        for seq in every_sequence(ring):
-            full = torch.arange(2.0 * seq.length * 3).view(2, seq.length, 3)
-            mine = seq.shard(full)
-            assert seq.positions().dtype == torch.int64 and seq.positions().shape == (seq.counts[ring.rank],)
-            assert torch.equal(mine, full[:, seq.positions()])
-            assert torch.equal(seq.gather(mine), full)
-            for dim in (0, 2, -1):
-                moved = full.movedim(1, dim)
-                assert torch.equal(seq.shard(moved, dim), moved.index_select(dim, seq.positions()))
-                assert torch.equal(seq.gather(seq.shard(moved, dim), dim), moved)
-        run.append(ring.rank)
-
-    run: list[int] = []
-    run_ranks(ranks, body)
-    assert sorted(run) == list(range(ranks))
+def test_the_drawn_sequences_cover_every_layout_and_number_of_ranks() -> None:
+    drawn = [draw(seed) for seed in SEEDS]
+    assert {case["seq"]["layout"] for case in drawn} == {"auto", *LAYOUTS}
+    assert {case["ranks"] for case in drawn} >= {1, 2, 3, 4}
+    assert {tensor["wrong"] for case in drawn for tensor in case["tensors"]} == {-1, 0, 1}
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_gradients_of_shard_and_gather(ranks: int) -> None:
-    def body(ring: Ring) -> list[tuple[torch.Tensor, ...]]:
-        found = []
-        for seq in every_sequence(ring):
-            full = torch.randn(2, seq.length, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
-            mine = seq.shard(full)
-            seq.gather(mine.square()).mul(weight(ring.rank, seq.length)).sum().backward()
-            found.append((full.detach(), full.grad, seq.positions()))
-        return found
-
-    def weight(rank: int, length: int) -> torch.Tensor:
-        return torch.randn(2, length, 3, generator=torch.Generator().manual_seed(10 + rank))
-
-    results = run_ranks(ranks, body)
-    for full, grad, positions in (each for result in results for each in result):
-        # Through gather the sum over all ranks; through shard this rank's tokens, and zero elsewhere.
-        summed = 2 * full * sum(weight(rank, full.shape[1]) for rank in range(ranks))
-        wanted = torch.zeros_like(full)
-        wanted[:, positions] = summed[:, positions]
-        torch.testing.assert_close(grad, wanted)
-
-
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_labels_are_the_next_tokens_of_the_same_document(ranks: int) -> None:
-    tokens = torch.arange(100, 128).view(2, 14)
-    shifted = torch.tensor([1, 2, 3, 4, -7, -7, 7, 8, 9, 10, 11, 12, 13, -7])
-    labels = torch.stack([torch.where(shifted < 0, shifted, shifted + start) for start in (100, 114)])
-
-    def body(ring: Ring) -> list[bool]:
-        found = []
-        for layout in LAYOUTS:
-            seq = ring.sequence(cu_seqlens=CUTS, layout=layout)
-            found += [
-                torch.equal(seq.shard_labels(tokens, ignore_index=-7), labels[:, seq.positions()]),
-                torch.equal(seq.shard_labels(tokens.T, 0, -7), labels.T[seq.positions()]),
-            ]
-        single = ring.sequence(14)
-        last = single.shard_labels(tokens)[:, single.positions() == 13]
-        middle = single.shard_labels(tokens)[:, single.positions() == 4]
-        found += [bool((last == -100).all()), torch.equal(middle, tokens[:, 5:6][:, : middle.shape[1]])]
-        return [*found, ring.sequence(0).shard_labels(tokens[:, :0]).shape == (2, 0)]
-
-    assert all(all(found) for found in run_ranks(ranks, body))
-    assert tokens[0, 0] == 100  # and the tokens are left alone
+@pytest.mark.parametrize("seed", SEEDS)
+def test_shards_positions_gathers_gradients_and_labels(seed: int) -> None:
+    assert error_of(draw(seed)) is None
 
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)

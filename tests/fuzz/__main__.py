@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from tests.fuzz import session
-from tests.fuzz.draw import IDLE, KINDS, USUAL, draw, kind_of
+from tests.fuzz.draw import KINDS, USUAL, draw, kind_of
 from tests.fuzz.judge import error_of
 
 OPTIONS = ("seed", "seconds", "cases", "start", "kinds", "jobs", "failures")
@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> int:
     if "seed" in given:
         return _one(int(given["seed"]))
     kinds = given["kinds"].split(",") if "kinds" in given else list(USUAL)
-    if unknown := set(kinds) - {*KINDS, IDLE}:
-        print(f"no kind {', '.join(sorted(unknown))}; there are {', '.join([*KINDS, IDLE])}")
+    if unknown := set(kinds) - {*KINDS}:
+        print(f"no kind {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
         return 2
     cases = int(given["cases"]) if "cases" in given else None
     seconds = float(given["seconds"]) if "seconds" in given else 60.0 if cases is None else 1e9

@@ -1,9 +1,11 @@
-"""What single choices of the fuzzer are drawn from: ranks, lengths, documents, sequences, dtypes, engines."""
+"""What single choices of the fuzzer are drawn from: ranks, lengths, documents, sequences, schedules, engines."""
 
 from __future__ import annotations
 
 from random import Random
 from typing import Any
+
+from ringattn.schedule.routes import ALIASES, NUMBERED, ROUTES
 
 Case = dict[str, Any]
 
@@ -11,27 +13,31 @@ RANKS = [1] * 32 + [2] * 36 + [3] * 16 + [4] * 10 + [5, 5, 6, 7, 8, 8]
 LONGEST = 400
 """Tokens of a sequence; few are so long."""
 OF_DOCUMENTS = ("per_document", "documents")
-LAYOUTS = ("auto", "contiguous", "zigzag", "striped", "per_document")
-SCHEDULES = ["auto"] * 6 + ["ring", "all_gather", "direct", "sub_rings", "all_to_all"]
-NEW_SCHEDULES = ["bidirectional", "double_ring", "pass_q", "balanced"]
-"""Drawn apart from a case, so that the seeds of cases that once failed still draw them."""
-GRID_SCHEDULES = ["ulysses", "ulysses_ring", "ulysses_ring", "ulysses_ring:", "ulysses_ring:", "double_ring:"]
-"""Drawn apart again; a colon is followed by some ranks that divide all."""
+LAYOUTS = ("contiguous", "zigzag", "striped")
+SCHEDULES = [*ROUTES, *ALIASES]
 ENGINES = ["auto"] * 7 + ["aten"] * 2 + ["plain"] * 2
 STRIDES = ("plain", "transposed", "leaf", "sliced", "every_second", "heads_apart", "one_batch", "one_head")
 BATCH_LAST = "batch_last"
-"""Batches innermost in memory, drawn apart and for heads of one column: of more it is refused."""
+"""Batches innermost in memory; only for heads of one column, others are refused."""
 MODES = ["train"] * 10 + ["inference", "no_grad", "checkpoint", "reentrant"]
-
-
-def grid_schedule(r: Random, ranks: int) -> str:
-    """One of `GRID_SCHEDULES`."""
-    name = r.choice(GRID_SCHEDULES)
-    return name + str(r.choice([some for some in range(1, ranks + 1) if ranks % some == 0])) * name.endswith(":")
+SLOPES = [0.0, 1.0, 0.5, 0.1, 2.0**-8, -0.02, 0.3]
 
 
 def maybe(r: Random, chance: float) -> bool:
     return r.random() < chance
+
+
+def divisor(r: Random, ranks: int) -> int:
+    """A number of ranks that divides all."""
+    return r.choice([some for some in range(1, ranks + 1) if ranks % some == 0])
+
+
+def schedule(r: Random, ranks: int) -> str:
+    """The planner's choice, or a schedule by its name; some with the number that it takes."""
+    if maybe(r, 0.5):
+        return "auto"
+    name = r.choice([*SCHEDULES, *NUMBERED])
+    return f"{name}:{divisor(r, ranks)}" if name in NUMBERED and maybe(r, 0.4) else name
 
 
 def numbers(r: Random, kind: str) -> Case:
@@ -61,7 +67,7 @@ def draw_nodes(r: Random) -> Case:
 
 
 def _length(r: Random, ranks: int, longest: int) -> int:
-    """Tiny, beside a multiple of the ranks, medium, and a few long ones."""
+    """Tiny, next to a multiple of the ranks, medium, and a few long ones."""
     how = r.random() if longest == LONGEST else r.random() * 0.6
     if how < 0.35:
         return r.randint(0, 9)
@@ -69,9 +75,7 @@ def _length(r: Random, ranks: int, longest: int) -> int:
         return max(0, ranks * r.randint(1, 10) + r.choice([-1, 0, 1]))
     if how < 0.94:
         return r.randint(10, 48)
-    if how < 0.985:
-        return r.randint(49, 130)
-    return r.randint(131, LONGEST)
+    return r.randint(49, 130) if how < 0.985 else r.randint(131, LONGEST)
 
 
 def _documents(r: Random, length: int, count: int | None = None) -> list[int]:
@@ -84,12 +88,22 @@ def _documents(r: Random, length: int, count: int | None = None) -> list[int]:
     return [0, *sorted(cuts), length]
 
 
-def sequence(r: Random, ranks: int, documents: int | None = None, longest: int = LONGEST) -> Case:
+def of_documents(r: Random, case: Case) -> Case:
+    """The layout of documents, and the schedule that they are placed for."""
+    if maybe(r, 0.5):
+        return {"layout": "per_document"}
+    # On known machines what "auto" places for is the planner's own affair; without, it is for steps.
+    names = ["all_gather", "all_gather", "ring", *([] if case.get("nodes") else ["auto"])]
+    return {"layout": "documents", "schedule": r.choice(names)}
+
+
+def sequence(r: Random, case: Case, documents: int | None = None, longest: int = LONGEST) -> Case:
     """The arguments of `Ring.sequence`. `documents`: how many; 0 for none."""
-    length = _length(r, ranks, longest)
+    length = _length(r, case["ranks"], longest)
     cut = maybe(r, 0.35) if documents is None else documents > 0
     cuts = _documents(r, length, documents) if cut else None
-    names = LAYOUTS if cut or maybe(r, 0.01) else LAYOUTS[:-1]
+    names = [*LAYOUTS, "auto", *(["per_document"] if cut or maybe(r, 0.01) else [])]
     layout = "auto" if maybe(r, 0.35) else r.choice(names)
-    return {"length": length, "documents": cuts, "layout": layout, "for_": r.choice(
-        ["causal"] * 5 + ["full", "window", "dilated"])}  # fmt: skip
+    placed = of_documents(r, case) if layout == "per_document" else {"layout": layout}
+    for_ = r.choice(["causal"] * 5 + ["full", "window", "dilated"])
+    return {"length": length, "documents": cuts, "for_": for_} | placed

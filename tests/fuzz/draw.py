@@ -8,32 +8,8 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.fuzz.choices import (
-    MODES,
-    NEW_SCHEDULES,
-    OF_DOCUMENTS,
-    RANKS,
-    SCHEDULES,
-    Case,
-    draw_nodes,
-    grid_schedule,
-    maybe,
-    numbers,
-    sequence,
-)
-from tests.fuzz.draw_calls import (
-    branches,
-    call,
-    draw_activation,
-    draw_alibi,
-    draw_dropout,
-    draw_frozen,
-    draw_grids,
-    draw_mask,
-    draw_memory,
-    next_call,
-    odd,
-)
+from tests.fuzz.choices import MODES, RANKS, Case, draw_nodes, maybe, numbers, schedule, sequence
+from tests.fuzz.draw_calls import branches, call, draw_activation, draw_frozen, next_call, odd
 from tests.fuzz.draw_idle import draw_idle
 
 KINDS = {
@@ -41,91 +17,41 @@ KINDS = {
     "dilated": 30,
     "layers": 15,
     "sequences": 8,
+    "idle": 5,
     "order": 5,
     "disagree": 4,
     "nan": 3,
     "processes": 3,
     "triton": 2,
 }
-"""How often each kind is drawn, in a hundred."""
-IDLE, IDLE_SHARE = "idle", 0.05
-"""Ranks without keys, queries or heads. Drawn before the others, and not by old seeds."""
-USUAL = (*(kind for kind in KINDS if kind != "triton"), IDLE)
+"""How often each kind is drawn."""
+USUAL = tuple(kind for kind in KINDS if kind != "triton")
 """Kinds of a run that names none: all but the one that needs Triton's interpreter."""
-
-
-OLD_SEEDS = 1000
-"""Seeds below draw as they did before there were `NEW_SCHEDULES`: many are kept as cases that once failed."""
-
-LATER_SEEDS = 10**8
-"""Seeds below draw no frozen parts, no numbers of a schedule that differ, and no transport but threads and gloo."""
+FEW_RANKS = {
+    "processes": [2, 2, 3, 4], "order": [2, 2, 3, 4], "disagree": [2, 2, 3, 4], "triton": [1, 2, 2, 3],
+}  # fmt: skip
 
 
 def kind_of(seed: int) -> str:
     """The kind of this seed's case."""
-    if seed >= OLD_SEEDS and maybe(Random(f"idle {seed}"), IDLE_SHARE):
-        return IDLE
     return Random(f"kind {seed}").choices(list(KINDS), list(KINDS.values()))[0]
 
 
 def draw(seed: int) -> Case:
-    """The case of this seed; some of its schedules by name are the newer ones, and so are some masks and layouts."""
-    if seed < OLD_SEEDS:
-        return _case(seed)
-    if kind_of(seed) == IDLE:
-        return draw_idle(seed)
-    case, r, grids = _case(seed), Random(f"rings {seed}"), Random(f"grids {seed}")
-    for holder in (*case.get("calls", ()), case):
-        options = holder.get("options", {})
-        if options.get("schedule", "auto") != "auto" and maybe(r, 0.4):
-            options["schedule"] = r.choice(NEW_SCHEDULES)
-        if options.get("schedule", "auto") != "auto" and maybe(grids, 0.3):
-            options["schedule"] = grid_schedule(grids, case["ranks"])
-        for seq in (holder.get("seq"), holder.get("kv_seq")):
-            if seq and seq["layout"] == "per_document":
-                seq["layout"] = Random(f"documents {seed}").choice(OF_DOCUMENTS)
-    if case["kind"] in ("attention", "dilated", "processes", "nan") and maybe(r, 0.25):
-        case["nodes"] = draw_nodes(r)
-    for seq in (one for holder in (*case.get("calls", ()), case) for one in (holder.get("seq"), holder.get("kv_seq"))):
-        if seq and seq["layout"] == "documents":
-            # On known machines what "auto" places for is the planner's own affair; without, it is for steps.
-            names = ["all_gather", "all_gather", "ring", *([] if case.get("nodes") else ["auto"])]
-            seq["schedule"] = Random(f"placed {seed}").choice(names)
-    if case["kind"] in ("attention", "processes", "nan"):
-        for call in case["calls"]:
-            draw_mask(Random(f"masks {seed}"), call)
-    if case["kind"] in ("attention", "dilated", "processes", "nan", "triton"):
-        for call in case["calls"]:
-            draw_alibi(Random(f"alibi {seed}"), call)
-            draw_memory(Random(f"memory {seed}"), call)
-            if case["kind"] != "nan":
-                draw_dropout(Random(f"dropout {seed}"), call)
-    if case["kind"] in ("attention", "dilated", "processes"):
-        draw_activation(Random(f"activation {seed}"), case)
-    if seed < LATER_SEEDS:
-        return case
-    if case["kind"] in ("attention", "dilated", "processes"):
-        draw_frozen(Random(f"frozen {seed}"), case)
-    if case["kind"] == "disagree":
-        draw_grids(Random(f"odd grids {seed}"), case)
-    if case["kind"] == "processes" or (case["kind"] in ("attention", "dilated", "disagree") and case["ranks"] <= 4):
-        names = ["gloo", "shm"] if case["kind"] == "processes" else ["local"] * 4 + ["nccl"]
-        case["transport"] = Random(f"transport {seed}").choice(names)
-    return case
-
-
-def _case(seed: int) -> Case:
+    """The case of this seed."""
     r, kind = Random(f"case {seed}"), kind_of(seed)
-    case: Case = {"seed": seed, "kind": kind, "ranks": r.choice(RANKS)}
+    case: Case = {"seed": seed, "kind": kind, "ranks": r.choice(FEW_RANKS.get(kind, RANKS))}
     if kind == "sequences":
-        return case | {"seq": sequence(r, case["ranks"]), "cut_later": maybe(r, 0.2), "tensors": _tensors(r)}
-    if kind == "processes":
-        case["ranks"] = r.choice([2, 2, 3, 4])
-    elif kind in ("order", "disagree"):
-        case["ranks"] = r.choice([2, 2, 3, 4])
-    elif kind == "triton":
-        case["ranks"] = r.choice([1, 2, 2, 3])
+        return case | {"seq": sequence(r, case), "cut_later": maybe(r, 0.2), "tensors": _tensors(r)}
+    if kind == "idle":
+        return draw_idle(r, case)
     case |= numbers(r, kind)
+    if kind in ("attention", "dilated", "processes", "nan") and maybe(r, 0.25):
+        case["nodes"] = draw_nodes(r)
+    if kind == "processes":
+        case["transport"] = r.choice(["gloo", "shm"])
+    elif kind in ("attention", "dilated", "disagree") and case["ranks"] <= 4:
+        case["transport"] = r.choice(["local"] * 4 + ["nccl"])
     if kind == "layers":
         return case | _layer(r, case)
     calls = [call(r, case)]
@@ -138,10 +64,10 @@ def _case(seed: int) -> Case:
         while other == order:
             r.shuffle(other)
         case |= {"order": order, "odd": {"rank": r.randrange(case["ranks"]), "order": other}}
-        return case | ({"seq": sequence(r, case["ranks"], 0), "options": {}} if maybe(r, 0.2) else {"calls": calls})
+        return case | ({"seq": sequence(r, case, 0), "options": {}} if maybe(r, 0.2) else {"calls": calls})
     if kind == "disagree":
-        good = calls[0] | {"bad": None, "like": 0}
-        return case | {"calls": [calls[0], good], "order": None, "odd": odd(r, case, calls[0])}
+        case["calls"] = [calls[0], calls[0] | {"bad": None, "like": 0}]
+        return case | {"order": None, "odd": odd(r, case, calls[0])}
     if kind == "nan":
         calls[0] |= {"mode": "train", "bad": None, "twice": False}
         at = [(r.choice("qqqkv"), r.random(), r.random(), r.random()) for _ in range(r.choice([1, 1, 2]))]
@@ -149,8 +75,11 @@ def _case(seed: int) -> Case:
     if kind != "triton":
         for _ in range(r.choice([0, 0, 0, 0, 1, 1, 2])):
             calls.append(next_call(r, case, calls))
-    order = None if maybe(r, 0.5) else r.sample(range(len(calls)), len(calls))
-    return case | {"calls": calls, "order": order}
+    case |= {"calls": calls, "order": None if maybe(r, 0.5) else r.sample(range(len(calls)), len(calls))}
+    if kind != "triton":
+        draw_activation(r, case)
+        draw_frozen(r, case)
+    return case
 
 
 def _layer(r: Random, case: Case) -> Case:
@@ -163,7 +92,7 @@ def _layer(r: Random, case: Case) -> Case:
     dim = r.choice([4, 8, 8, 6] if rope else [4, 8, 3, 5])
     options: Case = {
         "num_kv_heads": kv_heads, "head_dim": dim, "bias": maybe(r, 0.5), "qk_norm": maybe(r, 0.3),
-        "rope": rope, "causal": maybe(r, 0.6), "schedule": r.choice(SCHEDULES),
+        "rope": rope, "causal": maybe(r, 0.6), "schedule": schedule(r, case["ranks"]),
     }  # fmt: skip
     if rope and maybe(r, 0.3):
         options["rope_base"] = r.choice([100.0, 500_000.0])
@@ -171,7 +100,7 @@ def _layer(r: Random, case: Case) -> Case:
         options["scale"] = r.choice([0.0, -0.5, 1.0, 0.05])
     if maybe(r, 0.1):
         options["softcap"] = r.choice([1.0, 10.0])
-    seq = sequence(r, case["ranks"])
+    seq = sequence(r, case)
     if name == "RingMultiheadAttention":
         if maybe(r, 0.25):
             right = [None, 0] if options["causal"] else [None, 0, 3]
@@ -190,9 +119,8 @@ def _layer(r: Random, case: Case) -> Case:
         "between": r.choice([None, None, "inference"]),
     }  # fmt: skip
     if name == "MultiheadDilatedAttention":
-        found |= {"ranks": 1, "engine": "auto", "ring": {}}
-        seq["documents"] = None
-        seq["layout"] = "auto"
+        found |= {"ranks": 1, "engine": "auto", "ring": {}, "seq": seq | {"documents": None, "layout": "auto"}}
+        options["schedule"] = "auto" if ":" in options["schedule"] else options["schedule"]
     if case["dtype"] in ("bfloat16", "float16"):  # autocast is for wide weights: torch's own norms refuse half ones
         found["autocast"] = None
     return found
@@ -205,10 +133,9 @@ def _tensors(r: Random) -> list[Case]:
     for _ in range(r.choice([1, 2])):
         dims = r.choice([1, 2, 3])
         at = r.randrange(dims)
-        shape = [r.choice([1, 2, 3]) for _ in range(dims)]
-        floats = ["float64", "float32", "float64", "bfloat16"]
         found.append({
-            "shape": shape, "dim": r.choice([at, at - dims]), "dtype": r.choice(integers * 2 + floats),
+            "shape": [r.choice([1, 2, 3]) for _ in range(dims)], "dim": r.choice([at, at - dims]),
+            "dtype": r.choice(integers * 2 + ["float64", "float32", "float64", "bfloat16"]),
             "ignore_index": r.choice([None, None, None, -1, 0, 7]), "wrong": r.choice([0, 0, 0, 0, 0, 1, -1]),
         })  # fmt: skip
     return found

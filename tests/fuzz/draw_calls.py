@@ -5,7 +5,21 @@ from __future__ import annotations
 from random import Random
 
 from ringattn import masks
-from tests.fuzz.choices import BATCH_LAST, LONGEST, MODES, SCHEDULES, STRIDES, Case, maybe, sequence
+from ringattn.schedule.routes import NUMBERED
+from tests.fuzz.choices import (
+    BATCH_LAST,
+    LONGEST,
+    MODES,
+    OF_DOCUMENTS,
+    SLOPES,
+    STRIDES,
+    Case,
+    divisor,
+    maybe,
+    of_documents,
+    schedule,
+    sequence,
+)
 
 
 def call(r: Random, case: Case) -> Case:
@@ -19,16 +33,16 @@ def call(r: Random, case: Case) -> Case:
         dims[1] = r.choice([8, 1, 3, 12, 16])
     call: Case = {
         "op": "dilated" if dilated else "attention",
-        "seq": sequence(r, case["ranks"], longest=LONGEST if kind != "triton" else 32),
+        "seq": sequence(r, case, longest=LONGEST if kind != "triton" else 32),
         "kv_seq": None,
         "cut_later": False,
         "batch": r.choice([1, 1, 1, 2, 3]) if maybe(r, 0.99) else 0,
         "heads": [heads, kv_heads],
         "dims": dims,
-        "options": {"schedule": r.choice(SCHEDULES), "causal": maybe(r, 0.6)},
+        "options": {"schedule": schedule(r, case["ranks"]), "causal": maybe(r, 0.6)},
         "sinks": r.choice([1.0, 1.0, 20.0]) if maybe(r, 0.15) else None,
         "grads": r.choice(["qkv"] * 6 + ["q", "k", "v", "qk", "kv", "qv", ""]),
-        "strides": [r.choice(STRIDES) if maybe(r, 0.35) else "plain" for _ in range(3)],
+        "strides": [_strides(r, dim) for dim in (dims[0], *dims)],
         "size": r.choice([1.0] * 8 + [0.1, 3.0]),
         "uses": {
             "out": r.choice(["weighted"] * 4 + ["sum", "transposed", "none"]), "lse": maybe(r, 0.3)},
@@ -52,16 +66,13 @@ def call(r: Random, case: Case) -> Case:
     if dilated:
         options |= branches(r, call)
         if maybe(r, 0.4):  # shards of several runs, as in training
-            call["seq"]["layout"] = "zigzag" if documents is None else "per_document"
+            call["seq"] |= {"layout": "zigzag"} if documents is None else of_documents(r, case)
     else:
         if maybe(r, 0.35):
-            side = [None, -1, 0, 0, 1, 2, 3, r.randint(0, 40)]
-            options["window"] = (r.choice(side), r.choice([None, -1, 0] if options["causal"] else side))
+            options["window"] = window(r, options["causal"])
         if maybe(r, 0.15):
-            call["kv_seq"] = sequence(r, case["ranks"], 0 if documents is None else len(documents) - 1)
-            if "window" in options and maybe(r, 0.8):
-                del options["window"]
-    if documents is not None and call["seq"]["layout"] not in ("per_document", "auto"):
+            call["kv_seq"] = sequence(r, case, 0 if documents is None else len(documents) - 1)
+    if documents is not None and call["seq"]["layout"] not in (*OF_DOCUMENTS, "auto"):
         call["cut_later"] = maybe(r, 0.3)
     _maybe_bad(r, call)
     plain = not call["bad"] and not call["kv_seq"] and not call["sinks"]
@@ -75,7 +86,27 @@ def call(r: Random, case: Case) -> Case:
             del options["schedule"]
     if call["via"] != "ring" and call["uses"]["out"] == "none":
         call["uses"]["out"] = "weighted"
+    if kind in ("attention", "processes", "nan"):
+        draw_mask(r, call)
+    if kind not in ("order", "disagree") and call["via"] != "sdpa" and maybe(r, 0.15):
+        options["alibi_slopes"] = [r.choice(SLOPES) for _ in range(call["heads"][0])]
+    small = call["via"] == "ring" and call["seq"]["length"] <= 100  # modules take the seed otherwise
+    if kind not in ("order", "disagree", "nan") and small and maybe(r, 0.12):
+        options |= {"dropout_p": r.choice([0.1, 0.5]), "dropout_seed": r.choice([0, 1, 2**32 + 5, 2**64 - 1])}
     return call
+
+
+def window(r: Random, causal: bool) -> tuple[int | None, int | None]:
+    """A window that may be used with `causal`."""
+    side = [None, -1, 0, 0, 1, 2, 3, r.randint(0, 40)]
+    return r.choice(side), r.choice([None, -1, 0] if causal else side)
+
+
+def _strides(r: Random, dim: int) -> str:
+    """How a tensor lies in memory."""
+    if dim == 1 and maybe(r, 0.35):
+        return BATCH_LAST
+    return r.choice(STRIDES) if maybe(r, 0.35) else "plain"
 
 
 def branches(r: Random, call: Case) -> Case:
@@ -121,15 +152,10 @@ def _maybe_bad(r: Random, call: Case) -> None:
 
 
 def draw_mask(r: Random, call: Case) -> None:
-    """Masks that older seeds do not draw: windows between two sequences, chunks, prefixes, global tokens.
-
-    Alike calls share their options.
-    """
-    options, side = call["options"], [None, -1, 0, 0, 1, 2, 3, r.randint(0, 40)]
+    """Chunks, prefixes, or global tokens, in some calls."""
+    options = call["options"]
     if call["op"] != "attention" or call["via"] not in ("ring", "module"):
         return
-    if call["kv_seq"] and maybe(r, 0.7):
-        options["window"] = (r.choice(side), r.choice([None, -1, 0] if options["causal"] else side))
     sizes = [1, 2, 3, 4, 8, 16, r.randint(1, 60)]
     if maybe(r, 0.2):
         options["mask"] = f"chunked:{r.choice(sizes)}"
@@ -142,21 +168,8 @@ def draw_mask(r: Random, call: Case) -> None:
         options["mask"] = f"global_tokens:{r.choice(sizes)}"
 
 
-def draw_alibi(r: Random, call: Case) -> None:
-    """Slopes of ALiBi, which older seeds do not draw. Alike calls share their options."""
-    if call["via"] in ("ring", "module", "alone") and maybe(r, 0.15):
-        slopes = [0.0, 1.0, 0.5, 0.1, 2.0**-8, -0.02, 0.3]
-        call["options"]["alibi_slopes"] = [r.choice(slopes) for _ in range(call["heads"][0])]
-
-
-def draw_dropout(r: Random, call: Case) -> None:
-    """Dropout, which older seeds do not draw either; by the ring, for modules take the seed otherwise."""
-    if call["via"] == "ring" and call["seq"]["length"] <= 100 and maybe(r, 0.12):
-        call["options"] |= {"dropout_p": r.choice([0.1, 0.5]), "dropout_seed": r.choice([0, 1, 2**32 + 5, 2**64 - 1])}
-
-
 def draw_frozen(r: Random, case: Case) -> None:
-    """Parts that are frozen on some ranks: which inputs need gradients, by rank. Older seeds draw them for all alike.
+    """Parts that are frozen on some ranks: which inputs need gradients, by rank.
 
     A reentrant checkpoint runs no backward on a rank where none of its inputs needs a gradient, so each rank has one.
     """
@@ -173,27 +186,6 @@ def draw_frozen(r: Random, case: Case) -> None:
             "".join(r.sample(several, r.randint(min(least, len(several)), len(several)))) for _ in range(case["ranks"])
         ]
         call["grads"] = "".join(name for name in names if any(name in grads for grads in call["grads_of"]))
-
-
-def draw_grids(r: Random, case: Case) -> None:
-    """A schedule that differs in a number alone on one rank, which older seeds do not draw."""
-    first, ranks = case["calls"][0], case["ranks"]
-    if first["via"] == "sdpa" or first["bad"] or not maybe(r, 0.35):
-        return
-    usual, odd = r.sample([size for size in range(1, ranks + 1) if ranks % size == 0], 2)
-    name = r.choice(["double_ring", "ulysses_ring"])
-    for call in case["calls"]:
-        call["options"]["schedule"] = f"{name}:{usual}"
-    case["odd"]["change"] = {"schedule": f"{name}:{odd}"}
-
-
-def draw_memory(r: Random, call: Case) -> None:
-    """Heads of one column with batches innermost, which older seeds do not draw; of alike calls alike."""
-    (d_k, d_v), strides = call["dims"], list(call["strides"])
-    for at, dim in enumerate((d_k, d_k, d_v)):
-        if dim == 1 and strides[at] == "plain" and not call["chained"] and maybe(r, 0.5):
-            strides[at] = BATCH_LAST
-    call["strides"] = strides
 
 
 def next_call(r: Random, case: Case, calls: list[Case]) -> Case:
@@ -216,7 +208,13 @@ def next_call(r: Random, case: Case, calls: list[Case]) -> Case:
 
 def odd(r: Random, case: Case, call: Case) -> Case:
     """What one rank does otherwise than the others, which all ranks must refuse."""
-    options, rank = call["options"], r.randrange(case["ranks"])
+    options, rank, ranks = call["options"], r.randrange(case["ranks"]), case["ranks"]
+    if call["via"] != "sdpa" and not call["bad"] and maybe(r, 0.35):  # a number of the schedule alone
+        name, usual = r.choice(NUMBERED), divisor(r, ranks)
+        others = [size for size in range(1, ranks + 1) if ranks % size == 0 and size != usual]
+        for one in case["calls"]:
+            one["options"]["schedule"] = f"{name}:{usual}"
+        return {"rank": rank, "change": {"schedule": f"{name}:{r.choice(others)}"}}
     scale = options.get("scale")
     scale = call["dims"][0] ** -0.5 if scale is None else scale
     changes: list[Case] = [
@@ -224,7 +222,7 @@ def odd(r: Random, case: Case, call: Case) -> Case:
         {"scale": scale * (1 + 1e-9) + 1e-13},
         {"softcap" if call["via"] != "sdpa" else "scale": options.get("softcap", scale) + 3.0},
         {"causal": "a tensor" if call["via"] != "module" else not options["causal"]},  # a constructor refuses by itself
-        {"seq": call["seq"] | {"length": call["seq"]["length"] + case["ranks"], "documents": None, "layout": "auto"}},
+        {"seq": call["seq"] | {"length": call["seq"]["length"] + ranks, "documents": None, "layout": "auto"}},
         {"dtype": "float32" if case["dtype"] == "float64" else "float64"},
         {"tokens": 1},
     ]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from ringattn.schedule.routes import ROUTES
-from tests.fuzz.choices import BATCH_LAST, STRIDES, Case, draw_nodes, grid_schedule, maybe, numbers
-from tests.fuzz.draw_calls import call, draw_alibi, draw_dropout, draw_mask
+from tests.fuzz.choices import Case, draw_nodes, maybe, numbers, schedule
+from tests.fuzz.draw_calls import call, draw_mask, window
 
 TRANSPORTS = ("local", "shm", "shm", "gloo")
 MOVING_QUERIES = ["ulysses", "ulysses_ring", "pass_q", "balanced"]
@@ -14,21 +13,17 @@ PROCESSES = 4
 """Ranks of a case over processes, at most."""
 
 
-def draw_idle(seed: int) -> Case:
-    """The case of this seed."""
-    r = Random(f"idle case {seed}")
+def draw_idle(r: Random, case: Case) -> Case:
+    """A case of one call, or of two that are alike."""
     transport = r.choice(TRANSPORTS)
     ranks = r.choice([2, 3, 4, 4, 5, 6, 8]) if transport == "local" else r.choice([2, 3, 3, PROCESSES, PROCESSES])
-    case: Case = {"seed": seed, "kind": "idle", "ranks": ranks, "transport": transport} | numbers(r, "idle")
+    case |= {"ranks": ranks, "transport": transport} | numbers(r, "idle")
     if maybe(r, 0.15):
         case["nodes"] = draw_nodes(r)
     calls = [_call(r, case)]
-    for draw_more in (draw_mask, draw_alibi, draw_dropout):
-        draw_more(r, calls[0])
     if maybe(r, 0.3):  # the same shapes again, on other tensors
         calls.append(calls[0] | {"like": 0})
-    order = None if maybe(r, 0.5) else r.sample(range(len(calls)), len(calls))
-    return case | {"calls": calls, "order": order}
+    return case | {"calls": calls, "order": None if maybe(r, 0.5) else r.sample(range(len(calls)), len(calls))}
 
 
 def _call(r: Random, case: Case) -> Case:
@@ -36,19 +31,17 @@ def _call(r: Random, case: Case) -> Case:
     drawn, ranks = call(r, case | {"kind": r.choice(["attention"] * 4 + ["dilated"])}), case["ranks"]
     drawn |= {"bad": None, "in_place": False, "cut_later": False, "via": "ring", "batch": r.choice([1, 1, 2])}
     drawn |= {"mode": r.choice(["train"] * 8 + ["checkpoint", "no_grad"])}
-    drawn["strides"] = [r.choice([*STRIDES, BATCH_LAST]) if kind != "plain" else kind for kind in drawn["strides"]]
-    if any(kind == BATCH_LAST and dim > 1 for kind, dim in zip(drawn["strides"], _dims(drawn), strict=True)):
-        drawn["strides"] = ["plain"] * 3
     options = drawn["options"]
-    if maybe(r, 0.8):
-        names = r.choice([list(ROUTES), MOVING_QUERIES])
-        options["schedule"] = grid_schedule(r, ranks) if maybe(r, 0.2) else r.choice(names)
+    options["schedule"] = r.choice(MOVING_QUERIES) if maybe(r, 0.4) else schedule(r, ranks)
     drawn["seq"] = _sequence(r, r.randint(0, ranks + 2))
     if drawn["op"] == "dilated":
         return drawn
     drawn["kv_seq"] = None
     drawn["heads"] = r.choice([[1, 1], [1, 1], [2, 1], [2, 2], [3, 3], [4, 2]])
-    options.pop("window", None)
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = (options["alibi_slopes"] * 4)[: drawn["heads"][0]]
+    for name in ("window", "mask"):
+        options.pop(name, None)
     how = r.choice(["few", "longer", "longer", "shorter", "documents", "window"])
     if how in ("longer", "shorter"):  # causal: the queries read the first keys alone, or the last queries read all
         length = r.randint(1, 12)
@@ -61,11 +54,10 @@ def _call(r: Random, case: Case) -> Case:
     elif how == "window":  # farther keys than there are
         drawn["seq"], drawn["kv_seq"] = _sequence(r, r.randint(1, 12)), _sequence(r, r.randint(1, 24))
         options["window"] = r.choice([(0, 0), (2, 0), (None, 0), (0, None if not options["causal"] else 0)])
+    if drawn["kv_seq"] and how != "window" and maybe(r, 0.6):
+        options["window"] = window(r, options["causal"])
+    draw_mask(r, drawn)
     return drawn
-
-
-def _dims(drawn: Case) -> tuple[int, int, int]:
-    return drawn["dims"][0], drawn["dims"][0], drawn["dims"][1]
 
 
 def _sequence(r: Random, length: int) -> Case:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.fuzz import session
-from tests.fuzz.draw import draw
+from tests.fuzz.choices import Case
 from tests.fuzz.judge import error_of
 from tests.fuzz.workers import answers
 
 QUICK_S, SLOW_S = 5.0, 30.0
+FAILED = Path(__file__).parents[1] / "golden" / "fuzz_failed.json"
 CALLS = ("attention", "dilated", "nan")
 OTHERS = ("layers", "sequences", "order", "disagree", "processes", "idle")
 
@@ -34,34 +37,10 @@ def test_fresh_seeds(kinds: tuple[str, ...], default_s: float) -> None:
 # below its normal numbers, heads of one column with batches innermost (2).
 # Then: backward in another order, a plan without steps, labels (2), inference mode between steps, float64 under
 # autocast, a scale that differs in the last bits, a tensor as causal= on one rank.
-@pytest.mark.parametrize(
-    "seed",
-    [
-        103,
-        96,
-        240,
-        460,
-        56,
-        139,
-        168,
-        461,
-        30001230,
-        40000369,
-        60003907,
-        5711,
-        8274,
-        66,
-        165,
-        44,
-        231,
-        142,
-        193,
-        606,
-        42,
-    ],
-)
-def test_a_seed_that_once_failed(seed: int) -> None:
-    assert error_of(draw(seed)) is None
+@pytest.mark.parametrize("case", json.loads(FAILED.read_text(encoding="utf-8")), ids=lambda case: str(case["seed"]))
+def test_a_case_that_once_failed(case: Case) -> None:
+    """As it was drawn then."""
+    assert error_of(case) is None
 
 
 def misbehaves(how: str) -> str:

@@ -23,7 +23,7 @@ from tests.covering import thinned
 from tests.face import attend, errors
 from tests.fuzz.reference import Rounded, attention, plain_counts, shards
 from tests.kernels.eight_bits import rounded
-from tests.schedules import RING, schedules_in_turn
+from tests.schedules import RING, share_in_turn
 from tests.strategies import simple
 from tests.trial import Results, Trial, greatest_error, inputs, joined, on_rank, reference, relative_error, run
 
@@ -77,7 +77,7 @@ def owners(layout: str, length: int, ranks: int, documents: Sequence[int] | None
 
 def schedules(trial: Trial, ranks: int, layout: str, code: str, names: Sequence[str] = ()) -> list[Results]:
     """Float32 results of the schedules, one after another on one ring."""
-    names = names or schedules_in_turn(ranks + len(layout) + len(trial.documents or ()) + trial.tokens)
+    names = names or share_in_turn(ranks + len(layout) + len(trial.documents or ()) + trial.tokens, 2)
     results = run_ranks(
         ranks, lambda ring: [on_rank(ring, trial, layout, name, torch.float32) for name in names],
         engine="plain", timeout_s=30.0, poison=True, kv_wire_dtype=code,
