@@ -8,22 +8,13 @@ from __future__ import annotations
 import gc
 import resource
 import sys
-from collections import Counter
 from collections.abc import Generator
-from typing import Any
 
 import pytest
 
-from tests.unchanged import is_unchanged
+from tests.unchanged import GROUPS, is_unchanged
 
-LEFT_OUT = pytest.StashKey[Counter[str]]()
-"""Of each group: how many tests are left out."""
 BEFORE = pytest.StashKey[float]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Nothing is left out yet."""
-    config.stash[LEFT_OUT] = Counter()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,32 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Count what is left out as unchanged; what runs alone belongs to a run of its own."""
-    for item in items:
-        expression, alone = item.config.option.markexpr, item.get_closest_marker("alone") is not None
-        marker = item.get_closest_marker("unchanged")
-        if marker and "not slow" in expression and ("not alone" in expression) != alone:
-            item.config.stash[LEFT_OUT][marker.args[0]] += 1
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of xdist hands its count on; each has collected all tests."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = dict(session.config.stash[LEFT_OUT])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Take over the count of a worker."""
-    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what is not run again because its sources are those it last passed with."""
-    if left_out := terminalreporter.config.stash[LEFT_OUT]:
-        groups = ", ".join(f"{group} ({count})" for group, count in left_out.items())
-        terminalreporter.write_line(f"left out, for nothing they read has changed since they passed: {groups}")
+    """Name the groups that are not run again because their sources are those that they last passed with."""
+    groups = [group for group in GROUPS if is_unchanged(group)]
+    if groups and "not slow" in terminalreporter.config.option.markexpr:
+        terminalreporter.write_line(
+            f"left out, for nothing they read has changed since they passed: {', '.join(groups)}"
+        )
 
 
 def core_s() -> float:

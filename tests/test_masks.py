@@ -64,35 +64,6 @@ def test_wrong_numbers_are_refused(make: Callable[[Any], AttentionMask], number:
         make(number)
 
 
-REMOVED = {
-    "chunk": (8192, r"chunk=8192 is now a mask: write mask=masks\.chunked\(8192\)"),
-    "prefix": ((1, 2), r"prefix=\(1, 2\) is now a mask: write mask=masks\.prefix\(\(1, 2\)\)"),
-    "global_tokens": (4, r"global_tokens=4 is now a mask: write mask=masks\.global_tokens\(4\)"),
-}
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_replaced_options_are_refused_with_the_line_to_write(name: str) -> None:
-    value, message = REMOVED[name]
-
-    def body(ring: Ring) -> None:
-        seq = ring.sequence(8)
-        x = torch.zeros(1, 4, 2, 8, dtype=torch.float64)
-        calls: list[Callable[..., object]] = [
-            lambda **removed: ring.attention(x, x, x, seq, **removed),
-            lambda **removed: ring_attention(x, x, x, seq, **removed),
-            lambda **removed: ring.explain(seq, q=x, **removed),
-            RingAttention,
-        ]
-        for call in calls:
-            with pytest.raises(InputError, match=message):
-                call(**{name: value})
-            with pytest.raises((InputError, TypeError), match="'chunks' is not an option of attention"):
-                call(chunks=3)
-
-    run_ranks(2, body)
-
-
 def attended(attend: Callable[..., Tensor], seq: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
     """The whole output and gradients of `attend(q, k, v)` on this rank's shards."""
     leaves = [seq.shard(x).clone().requires_grad_() for x in inputs]

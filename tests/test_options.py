@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import product
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -80,14 +83,25 @@ def test_every_option_has_a_wrong_value_above() -> None:
     assert {name for name, *_ in WRONG} == set(NAMES)
 
 
+REMOVED = (
+    ("chunk", 8192, "chunked(8192)"),
+    ("prefix", (1, 2), "prefix((1, 2))"),
+    ("global_tokens", 4, "global_tokens(4)"),
+)
+
+
 def test_names_that_do_not_exist_are_refused_where_options_are_taken() -> None:
     with Ring(engine="plain") as ring:
         seq, x = ring.sequence(4), torch.zeros(1, 4, 2, 8)
-        calls = (ring.attention, lambda *tensors, **options: ring.explain(seq, q_heads=2, head_dim=8, **options),
-                 ring_attention)  # fmt: skip
-        for call in calls:
-            with pytest.raises(InputError, match=r"chunk=2 is now a mask: write mask=masks\.chunked"):
-                call(x, x, x, seq, chunk=2)  # type: ignore[operator]
+        calls: list[Callable[..., object]] = [
+            functools.partial(ring.attention, x, x, x, seq), functools.partial(ring_attention, x, x, x, seq),
+            functools.partial(ring.explain, seq, q_heads=2, head_dim=8), RingAttention,
+        ]  # fmt: skip
+        for call, (name, value, line) in product(calls, REMOVED):
+            with pytest.raises(InputError, match=rf"{name}=.* is now a mask: write mask=masks\.{re.escape(line)}"):
+                call(**{name: value})
+            with pytest.raises((InputError, TypeError), match="'chunks' is not an option of attention"):
+                call(chunks=3)
         with pytest.raises(TypeError, match="'windw' is not an option of attention"):
             ring.explain(seq, q_heads=2, head_dim=8, windw=(1, 0))  # type: ignore[call-arg]
         branches: Any = {"segment_lengths": [4], "dilation_rates": [1]}

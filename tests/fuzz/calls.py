@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ringattn
 from ringattn import masks
 from ringattn.adapters.sdpa import ring_sdpa
+from ringattn.adapters.torch_ops import ring_attention
 from ringattn.core.layout import make_layout
 from tests.fuzz import inputs, reference
 from tests.fuzz.draw import Case
@@ -176,6 +177,8 @@ class _Call:
                 heads_first = (x.transpose(1, 2) for x in (q, k, v))
                 out = ring_sdpa(*heads_first, is_causal=options["causal"], scale=options.get("scale"), enable_gqa=True)
             return out, None
+        if call["via"] == "operator":
+            return ring_attention(q, k, v, seq, **options), None
         if call["via"] in ("module", "alone"):
             layers: Any = {"attention": ringattn.RingAttention, "dilated": ringattn.RingDilatedAttention}
             if call["via"] == "alone":

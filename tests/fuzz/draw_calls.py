@@ -84,13 +84,15 @@ def call(r: Random, case: Case) -> Case:
         if maybe(r, 0.3):
             call["via"], call["uses"]["lse"] = "sdpa", False
             del options["schedule"]
+    if plain and not dilated and not case["autocast"] and call["via"] == "ring" and maybe(r, 0.12):
+        call["via"], call["uses"]["lse"] = "operator", False
     if call["via"] != "ring" and call["uses"]["out"] == "none":
         call["uses"]["out"] = "weighted"
     if kind in ("attention", "processes", "nan"):
         draw_mask(r, call)
     if kind not in ("order", "disagree") and call["via"] != "sdpa" and maybe(r, 0.15):
         options["alibi_slopes"] = [r.choice(SLOPES) for _ in range(call["heads"][0])]
-    small = call["via"] == "ring" and call["seq"]["length"] <= 100  # modules take the seed otherwise
+    small = call["via"] in ("ring", "operator") and call["seq"]["length"] <= 100  # modules take the seed otherwise
     if kind not in ("order", "disagree", "nan") and small and maybe(r, 0.12):
         options |= {"dropout_p": r.choice([0.1, 0.5]), "dropout_seed": r.choice([0, 1, 2**32 + 5, 2**64 - 1])}
     return call
@@ -154,7 +156,7 @@ def _maybe_bad(r: Random, call: Case) -> None:
 def draw_mask(r: Random, call: Case) -> None:
     """Chunks, prefixes, or global tokens, in some calls."""
     options = call["options"]
-    if call["op"] != "attention" or call["via"] not in ("ring", "module"):
+    if call["op"] != "attention" or call["via"] == "sdpa":
         return
     sizes = [1, 2, 3, 4, 8, 16, r.randint(1, 60)]
     if maybe(r, 0.2):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from tests.fuzz import session
 from tests.fuzz.choices import Case
+from tests.fuzz.draw import draw, kind_of
 from tests.fuzz.judge import error_of
 from tests.fuzz.workers import answers
 
@@ -40,6 +42,47 @@ def test_fresh_seeds(kinds: tuple[str, ...], default_s: float) -> None:
 @pytest.mark.parametrize("case", json.loads(FAILED.read_text(encoding="utf-8")), ids=lambda case: str(case["seed"]))
 def test_a_case_that_once_failed(case: Case) -> None:
     """As it was drawn then."""
+    assert error_of(case) is None
+
+
+def features(case: Case) -> set[tuple[str, str, str]]:
+    """The values of a case's choices, each with the kind of attention and with the engine."""
+    found = set()
+    for call in case["calls"]:
+        options, length = call["options"], call["seq"]["length"]
+        values = {name: name in options for name in ("softcap", "alibi_slopes", "window", "scale", "dropout_p")}
+        values |= {name: options.get(name) for name in ("offset", "tail", "grad", "causal")}
+        values |= {name: case.get(name) for name in ("dtype", "autocast", "transport", "ranks", "ring")}
+        values |= {name: call[name] is None for name in ("kv_seq", "sinks")}
+        values |= {name: call[name] for name in ("grads", "mode", "via", "batch", "chained", "twice", "in_place",
+                                                 "backward_twice", "cut_later")}  # fmt: skip
+        values |= {
+            "schedule": options.get("schedule", "auto").partition(":")[0], "nodes": "nodes" in case,
+            "mask": options.get("mask", "").partition(":")[0], "layout": call["seq"]["layout"],
+            "documents": call["seq"]["documents"] is None, "groups": call["heads"][0] > call["heads"][1],
+            "frozen": "grads_of" in call, "narrow": call["dims"][0] > call["dims"][1],
+            "wide": call["dims"][0] < call["dims"][1], "out": call["uses"]["out"], "lse": call["uses"]["lse"],
+            "length": length if length < 2 else length < case["ranks"],
+        }  # fmt: skip
+        found |= {(name, str(value), with_) for name, value in values.items() for with_ in (call["op"], case["engine"])}
+    return found
+
+
+def covering_cases(seeds: Iterable[int]) -> list[Case]:
+    """Few of the seeds' cases, which hold every feature that any of them has."""
+    cases = [draw(seed) for seed in seeds if kind_of(seed) in CALLS]
+    has = [features(case) for case in cases]
+    missing, chosen = set().union(*has), []
+    while missing:
+        best = max(range(len(cases)), key=lambda at: len(has[at] & missing))
+        chosen.append(cases[best])
+        missing -= has[best]
+    return chosen
+
+
+@pytest.mark.parametrize("case", covering_cases(range(600)), ids=lambda case: str(case["seed"]))
+def test_every_choice(case: Case) -> None:
+    """The same cases in every run: each option, mask, layout, schedule, dtype, transport and use of results."""
     assert error_of(case) is None
 
 

@@ -19,7 +19,7 @@ from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers import calls
 from ringattn.adapters.transformers.attention import MaskSpec
 from tests.fuzz import session
-from tests.fuzz.models import cases, page, tiny, walk
+from tests.fuzz.models import cases, page, tiny
 from tests.fuzz.models.cases import cases_of
 from tests.fuzz.models.tiny import other_kinds
 from tests.fuzz.models.walk import Record, examined
@@ -96,43 +96,6 @@ def test_a_kind_of_layer_that_the_default_configuration_has_not(name: str, kind:
     is_softmax = kind in ("dense", "sliding_attention")
     assert record["verdict"] == record["cases"][f"{kind}, plain"][0] == ("exact" if is_softmax else "refused")
     assert is_softmax or f"({kind})" in record["reason"]
-
-
-def test_kinds_of_layers_that_the_files_of_a_model_know() -> None:
-    kinds_of = {
-        "Lfm2ForCausalLM": {"conv"}, "LlamaForCausalLM": set(), "Step3p7Model": {"sliding_attention", "sparse"},
-        "MiniMaxM3VLModel": {"minimax_m3_sparse", "dense"},
-    }  # fmt: skip
-    for name, kinds in kinds_of.items():
-        extras = tiny.other_kinds(tiny.build(name, tiny.PROFILES[0]))
-        assert {extra.kind for extra in extras} >= kinds
-        assert kinds or not extras
-        for extra in extras:
-            if extra.kind in kinds:
-                config = tiny.build(name, tiny.PROFILES[0], extra).config.get_text_config(decoder=True)
-                assert extra.kind in getattr(config, extra.field)
-
-
-def test_the_worst_verdict_of_a_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the usual model is the worst, or an added layer cannot be built."""
-    outcomes = [
-        ("wrong", "exact", "wrong"), ("exact", "wrong", "wrong"), ("exact", "refused", "refused"),
-        ("refused", "exact", "refused"), ("exact", None, "exact"),
-    ]  # fmt: skip
-    for usual, added, expected in outcomes:
-        verdicts = {"": usual, "conv, ": added}
-
-        def made(kind: Any, seed: int, extra: Any = None, added: Any = added) -> Any:
-            if extra is not None and added is None:
-                raise tiny.NotBuilt("KeyError: 'conv'")
-            return None, [], []
-
-        monkeypatch.setattr(walk, "made", made)
-        monkeypatch.setattr(walk, "_verdict", lambda *given, verdicts=verdicts: (verdicts[given[-1]], ""))
-        monkeypatch.setattr(tiny, "other_kinds", lambda model: [tiny.LayerKind("Lfm2Config", "layer_types", "conv")])
-        record = record_of("Lfm2Model")
-        assert record["verdict"] == expected
-        assert ("kinds_not_built" in record) == (added is None)
 
 
 def test_a_class_that_is_not_buildable_or_takes_no_text() -> None:

@@ -18,11 +18,12 @@ from ringattn.schedule.ops import INPUTS, Kind
 from ringattn.schedule.passes import Prologue
 from ringattn.schedule.routes import Route, schedule_of
 from ringattn.testing import run_ranks
+from tests.core.dilated_reference import dilated_reference
 from tests.planner.placement_verifier import verify_placement
 from tests.schedule.schedule_verifier import verify
 from tests.schedules import ALL_GATHER, RING, ULYSSES
 from tests.strategies import Case, covering, geometric, simple
-from tests.test_dilated import MIXED, of_the_reference, random_inputs
+from tests.test_dilated import MIXED, random_inputs
 from tests.trial import Trial, greatest_error, reference, run
 
 KEEPING = [replace(route, keeps=True) for route in (ALL_GATHER, ULYSSES)]
@@ -105,8 +106,11 @@ def test_dilated_and_twice_through_one_graph(schedule: str) -> None:
             ring.dilated_attention(*mine, seq, schedule=schedule, **MIXED)
         return found
 
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, _ = dilated_reference(*leaves, **MIXED)
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     for found in run_ranks(3, body, engine="plain", poison=True)[0]:
-        for ours, wanted in zip(found, of_the_reference([q, k, v, dout], None, **MIXED), strict=False):
+        for ours, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-10)
 
 
