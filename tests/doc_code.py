@@ -1,4 +1,4 @@
-"""Runs the Python of a documentation page: its ```python blocks in order, in one namespace, as a reader would.
+"""Run the Python of a documentation page: its ```python blocks in order, in one namespace, as a reader would.
 
 A block with a word after `python` is shown and not run. Errors name the line of the page.
 """
@@ -9,12 +9,14 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -62,3 +64,12 @@ def run_under_torchrun(
     assert ended.returncode == 0, (printed, ended.stderr)
     assert set(printed) == set(range(ranks)), printed
     return "".join(printed[rank] for rank in range(ranks))
+
+
+def example(name: str) -> dict[str, Any]:
+    """Execute the code block that defines `name`, a class or a function; return its names."""
+    blocks = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = (block for block in blocks if re.search(rf"^ *(class|def) {name}\(", block, re.MULTILINE))
+    names: dict[str, Any] = {"__name__": "tests.doc_code"}
+    exec(compile(textwrap.dedent(block), str(CONTRIBUTING), "exec", dont_inherit=True), names)
+    return names

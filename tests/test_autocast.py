@@ -55,30 +55,21 @@ def test_the_operator_casts_its_inputs_and_nothing_else() -> None:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
 
 
-class Watching(PlainEngine):
-    """Says whether it was called under autocast."""
+STAGES = ("begin", "attend", "delta", "begin_grad", "attend_grad")
 
-    def __init__(self) -> None:
-        self.seen: dict[str, bool] = {}
 
-    def begin(self, *given: Any) -> Any:
-        return self._noted("begin", super().begin, given)
+def watching(seen: dict[str, bool]) -> PlainEngine:
+    """An engine that records which of its stages were called under autocast."""
 
-    def attend(self, *given: Any) -> None:
-        self._noted("attend", super().attend, given)
+    def recorded(name: str) -> Any:
+        def stage(self: PlainEngine, *arguments: Any) -> Any:
+            seen[name] = seen.get(name, False) or torch.is_autocast_enabled("cpu")
+            return getattr(PlainEngine, name)(self, *arguments)
 
-    def delta(self, *given: Any) -> Tensor:
-        return self._noted("delta", super().delta, given)
+        return stage
 
-    def begin_grad(self, *given: Any) -> Any:
-        return self._noted("begin_grad", super().begin_grad, given)
-
-    def attend_grad(self, *given: Any) -> None:
-        self._noted("attend_grad", super().attend_grad, given)
-
-    def _noted(self, name: str, call: Any, given: Any) -> Any:
-        self.seen[name] = self.seen.get(name, False) or torch.is_autocast_enabled("cpu")
-        return call(*given)
+    engine: PlainEngine = type("Watching", (PlainEngine,), {name: recorded(name) for name in STAGES})()
+    return engine
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -86,7 +77,8 @@ def test_a_layer_that_projects_while_its_keys_travel(ranks: int) -> None:
     """Its products are autocast's, the attention between them is not."""
 
     def body(ring: Ring) -> tuple[dict[str, bool], torch.dtype]:
-        engine = Watching()
+        seen: dict[str, bool] = {}
+        engine = watching(seen)
         ring.engine_for = lambda *_: engine  # type: ignore[method-assign]
         seq = ring.sequence(12)
         layer = RingMultiheadAttention(16, 2, causal=True, softcap=2.0)
@@ -94,8 +86,8 @@ def test_a_layer_that_projects_while_its_keys_travel(ranks: int) -> None:
             out = layer(seq.shard(torch.ones(1, 12, 16)), seq)
             out.sum().backward()
             assert torch.is_autocast_enabled("cpu")
-        return engine.seen, out.dtype
+        return seen, out.dtype
 
     for seen, dtype in run_ranks(ranks, body):
         assert dtype == BF16
-        assert seen == dict.fromkeys(("begin", "attend", "delta", "begin_grad", "attend_grad"), False)
+        assert seen == dict.fromkeys(STAGES, False)

@@ -15,7 +15,7 @@ from ringattn.adapters.torch_ops import ring_attention
 from ringattn.errors import InputError
 from ringattn.masks import AttentionMask
 from ringattn.testing import dense_attention, run_ranks
-from tests.contributing import example
+from tests.doc_code import example
 
 VALUES = [
     masks.chunked(8192), masks.prefix(0), masks.prefix(128), masks.prefix((100, 30)), masks.prefix((7,)),

@@ -27,7 +27,7 @@ from ringattn.engine.base import Softmax
 from ringattn.errors import InputError
 from ringattn.options import NAMES, AttentionKeywords, AttentionOptions
 from ringattn.testing import dense_attention, run_ranks
-from tests.contributing import example
+from tests.doc_code import example
 
 PACKAGE = Path(ringattn.__file__).parent
 

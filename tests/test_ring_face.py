@@ -245,36 +245,6 @@ def test_only_some_ranks_may_use_lse() -> None:
     assert all(torch.equal(a, b) for a, b in zip(some, reference, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("engine", ["plain", "aten"])
-def test_no_batch_and_values_without_dimensions_are_computed(engine: str, ranks: int) -> None:
-    """Empty outputs and gradients of their shapes; of no values, zero gradients and the lse of the scores."""
-
-    def shapes(ring: Ring, batch: int, value_dim: int) -> list[tuple[int, ...]]:
-        seq = ring.sequence(TOKENS)
-        q = seq.shard(X)[:1].expand(1, -1, -1, -1)[:batch].clone().requires_grad_()
-        k, v = (q.detach()[:, :, :2, :d].clone().requires_grad_() for d in (8, value_dim))
-        sinks = torch.zeros(4, requires_grad=True)
-        out, lse = ring.attention(q, k, v, seq, causal=True, sinks=sinks, return_lse=True)
-        grads = torch.autograd.grad(out.sum(), (q, k, v, sinks))
-        assert not any(grad.any() for grad in grads)
-        if batch:
-            given = seq.shard(X)
-            wanted = ring.attention(
-                given, given[:, :, :2], given[:, :, :2], seq, causal=True, sinks=sinks.detach(), return_lse=True
-            )[1]
-            torch.testing.assert_close(lse.detach(), wanted, rtol=0, atol=1e-6)
-        return [tuple(x.shape) for x in (out, lse, *grads)]
-
-    def body(ring: Ring) -> list[list[tuple[int, ...]]]:
-        return [shapes(ring, 0, 8), shapes(ring, 1, 0)]
-
-    n = TOKENS // ranks
-    for empty, narrow in run_ranks(ranks, body, engine=engine, timeout_s=DEADLINE_S):
-        assert empty == [(0, n, 4, 8), (0, 4, n), (0, n, 4, 8), (0, n, 2, 8), (0, n, 2, 8), (4,)]
-        assert narrow == [(1, n, 4, 0), (1, 4, n), (1, n, 4, 8), (1, n, 2, 8), (1, n, 2, 0), (4,)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_sinks_of_another_float_are_taken_and_their_gradient_is_theirs(dtype: torch.dtype) -> None:
     def grads(ring: Ring, kind: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,7 @@ from ringattn import InputError, Ring
 from ringattn.testing import dense_attention, run_ranks
 from tests.adapters.processes import ROOT, worst_error
 from tests.contract.processes import free_port
-from tests.contributing import example
-from tests.doc_code import run_page, run_page_under_torchrun
+from tests.doc_code import example, run_page, run_page_under_torchrun
 
 
 def test_each_cell_of_the_table_has_a_test_or_a_reason() -> None:

@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 2
     if "seed" in given:
-        return _one(int(given["seed"]))
+        return replayed(int(given["seed"]))
     kinds = given["kinds"].split(",") if "kinds" in given else list(USUAL)
     if unknown := set(kinds) - {*KINDS}:
         print(f"no kind {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
@@ -51,10 +51,10 @@ def main(arguments: list[str]) -> int:
         for failure in tally.failures[shown:]:
             print(f"\n{failure}", flush=True)
         shown = len(tally.failures)
-        if elapsed_s - last >= (0.5 if sys.stdout.isatty() else 10.0) or last == 0.0:
+        if elapsed_s - last >= 10.0 or last == 0.0:
             last = elapsed_s
-            line = f"{elapsed_s:.0f} s, {tally.cases} cases, {tally.cases / elapsed_s:.1f} a second, {shown} failures"
-            print(f"\r{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
+            rate = tally.cases / elapsed_s
+            print(f"{elapsed_s:.0f} s, {tally.cases} cases, {rate:.1f} a second, {shown} failures", flush=True)
 
     began = time.monotonic()
     tally = session.run(seconds, cases, start, kinds, int(given.get("jobs", 1)), int(given.get("failures", 1)), report)
@@ -62,8 +62,8 @@ def main(arguments: list[str]) -> int:
     return 1 if tally.failures else 0
 
 
-def _one(seed: int) -> int:
-    """Replay one case in this process."""
+def replayed(seed: int) -> int:
+    """Replay one case in this process; return the exit code."""
     faulthandler.enable()
     if kind_of(seed) == "triton":
         os.environ["TRITON_INTERPRET"] = "1"

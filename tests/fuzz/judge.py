@@ -57,7 +57,7 @@ def _all_returned(outcomes: Outcomes) -> Outcomes:
 
 
 def _calls(case: Case) -> None:
-    apart = case["kind"] == "processes" or case.get("transport", "local") != "local"
+    apart = case["kind"] == "processes" or case.get("transport") in ("shm", "gloo")
     apart |= case["kind"] == "triton" and case["ranks"] > 1  # Triton's interpreter has no threads
     run: Callable[..., Outcomes] = _processes.run if apart else on_threads
     try:

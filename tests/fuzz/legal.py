@@ -13,12 +13,8 @@ def must_refuse(case: Case, call: Case) -> str | None:
     options = call["options"] | (call["bad"] or {})
     if call["bad"]:
         return f"{call['bad']} has no meaning"
-    if case["engine"] == "aten" and options.get("softcap") is not None:
-        return "torch's fused kernels have no softcap"
-    if case["engine"] == "aten" and options.get("alibi_slopes") is not None:
-        return "torch's fused kernels have no ALiBi"
-    if case["engine"] == "aten" and options.get("dropout_p"):
-        return "torch's fused kernels have no such dropout"
+    if case["engine"] == "aten" and (lacked := {"softcap", "alibi_slopes", "dropout_p"} & options.keys()):
+        return f"torch's fused kernels have no {', '.join(sorted(lacked))}"
     if case["engine"] == "triton" and case["dtype"] == "float64":
         return "the Triton kernels have no float64"
     if "kv_wire_dtype" in case["ring"] and case["dtype"] == "float64":

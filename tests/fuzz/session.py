@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
+from pprint import pformat
 from typing import NamedTuple
 
 from tests.fuzz.draw import USUAL, Case, draw, kind_of
@@ -67,14 +68,7 @@ class Tally:
 
 def readable(case: Case) -> str:
     """Return a case over several lines, which Python reads again."""
-    lines = []
-    for key, value in case.items():
-        if key == "calls":
-            inner = ",\n".join(f"    {call!r}" for call in value)
-            lines.append(f"  'calls': [\n{inner}],")
-        else:
-            lines.append(f"  {key!r}: {value!r},")
-    return "\n".join(["{", *lines, "}"])
+    return pformat(case, width=120, sort_dicts=False)
 
 
 def run(

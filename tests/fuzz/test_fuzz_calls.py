@@ -61,7 +61,8 @@ def features(case: Case) -> set[tuple[str, str, str]]:
             "mask": options.get("mask", "").partition(":")[0], "layout": call["seq"]["layout"],
             "documents": call["seq"]["documents"] is None, "groups": call["heads"][0] > call["heads"][1],
             "frozen": "grads_of" in call, "narrow": call["dims"][0] > call["dims"][1],
-            "wide": call["dims"][0] < call["dims"][1], "out": call["uses"]["out"], "lse": call["uses"]["lse"],
+            "wide": call["dims"][0] < call["dims"][1], "no values": call["dims"][1] == 0,
+            "out": call["uses"]["out"], "lse": call["uses"]["lse"],
             "length": length if length < 2 else length < case["ranks"],
         }  # fmt: skip
         found |= {(name, str(value), with_) for name, value in values.items() for with_ in (call["op"], case["engine"])}

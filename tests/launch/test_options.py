@@ -48,7 +48,7 @@ from ringattn.launch.train.config import TrainConfig
 from ringattn.planner.cluster import cluster_named
 from ringattn.transport import rendezvous
 from tests.contract.processes import free_port
-from tests.contributing import example
+from tests.doc_code import example
 from tests.launch.commands import process_of_rank, python, ringattn, started, wait_for_line
 
 COMMANDS = (RunConfig, CheckConfig, ExplainConfig, PlanConfig, TrainConfig, TimelineConfig)

@@ -30,7 +30,7 @@ from ringattn.schedule.passes import deliveries_of, merged_keys, merged_queries,
 from ringattn.schedule.routes import NUMBERED, ROUTES, Route, forward_of_rank, part_of_rank, route_named, schedule_of
 from ringattn.schedule.text import grid, to_text
 from ringattn.testing import dense_attention, run_ranks
-from tests.contributing import example
+from tests.doc_code import example
 from tests.planner.placement_verifier import verify_placement
 from tests.schedule import gallery
 from tests.schedule.schedule_verifier import verify
