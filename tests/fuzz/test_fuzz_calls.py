@@ -14,6 +14,7 @@ from tests.fuzz import session
 from tests.fuzz.choices import Case
 from tests.fuzz.draw import draw, kind_of
 from tests.fuzz.judge import error_of
+from tests.fuzz.legal import must_refuse
 from tests.fuzz.workers import answers
 
 QUICK_S, SLOW_S = 5.0, 30.0
@@ -46,10 +47,12 @@ def test_a_case_that_once_failed(case: Case) -> None:
 
 
 def features(case: Case) -> set[tuple[str, str, str]]:
-    """The values of a case's choices, each with the kind of attention and with the engine."""
+    """The values of the choices of calls that are answered, each with the kind of attention and with the engine."""
     found = set()
     for call in case["calls"]:
         options, length = call["options"], call["seq"]["length"]
+        if must_refuse(case, call):
+            continue
         values = {name: name in options for name in ("softcap", "alibi_slopes", "window", "scale", "dropout_p")}
         values |= {name: options.get(name) for name in ("offset", "tail", "grad", "causal")}
         values |= {name: case.get(name) for name in ("dtype", "autocast", "transport", "ranks", "ring")}
@@ -63,6 +66,7 @@ def features(case: Case) -> set[tuple[str, str, str]]:
             "frozen": "grads_of" in call, "narrow": call["dims"][0] > call["dims"][1],
             "wide": call["dims"][0] < call["dims"][1], "no values": call["dims"][1] == 0,
             "out": call["uses"]["out"], "lse": call["uses"]["lse"],
+            "tail of documents": (options.get("tail"), options["causal"], len(set(call["seq"]["documents"] or ())) > 2),
             "length": length if length < 2 else length < case["ranks"],
         }  # fmt: skip
         found |= {(name, str(value), with_) for name, value in values.items() for with_ in (call["op"], case["engine"])}
@@ -81,7 +85,7 @@ def covering_cases(seeds: Iterable[int]) -> list[Case]:
     return chosen
 
 
-@pytest.mark.parametrize("case", covering_cases(range(600)), ids=lambda case: str(case["seed"]))
+@pytest.mark.parametrize("case", covering_cases(range(1200)), ids=lambda case: str(case["seed"]))
 def test_every_choice(case: Case) -> None:
     """The same cases in every run: each option, mask, layout, schedule, dtype, transport and use of results."""
     assert error_of(case) is None
