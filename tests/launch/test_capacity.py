@@ -606,6 +606,7 @@ def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         (("mask=window",), "window_tokens=0: a window has at least 2"),
         (("window_tokens=5",), "window_tokens=5: has no effect on mask=causal; set mask=window"),
         (("dilation_rates=[1]",), "dilation_rates=[1]: has no effect on mask=causal; set mask=dilated"),
+        (("memory_gib=0",), "memory_gib=0.0: must be more than 0"),
         (("width=100",), "heads=16: does not divide width=100"),
     ],
 )

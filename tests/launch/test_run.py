@@ -131,6 +131,7 @@ def test_words_give_the_same_run_again() -> None:
         ("dropout_p=0.5", "dropout_p=0.5: goes with dropout_seed, a number; give both or neither"),
         ("sinks=[1,2]", "sinks: 2 numbers for heads=8; give one for each query head"),
         ("softcap=-1", "softcap must be positive and finite"),
+        ("repeats=0", "repeats=0: must be at least 1"),
         ("heads=6 kv_heads=4", "kv_heads=4: does not divide heads=6"),
         ("ranks=9 tokens=8", "ranks=9: 9 ranks are more than tokens=8"),
         ("ranks=3 nnodes=3 rdzv_endpoint=a:1 tokens=8", "9 ranks are more than tokens=8"),
