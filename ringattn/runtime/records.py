@@ -203,6 +203,9 @@ def quantize(x: Tensor, values: Tensor, scales: Tensor) -> None:
     `scales` is (rows, batch, heads). The result and its error bound are those of `ringattn.kernels.rows`: by its kernel
     on CUDA, otherwise in plain torch with the same bits.
     """
+    if not x.shape[-1]:
+        scales.fill_(SMALLEST_SCALE)  # values of dimension 0: there is no largest one
+        return
     if _kernel_serves(x.device, values.dtype):
         from ringattn.kernels.rows import quantize_call
 
@@ -220,7 +223,7 @@ def quantize(x: Tensor, values: Tensor, scales: Tensor) -> None:
 
 def restore(values: Tensor, scales: Tensor, x: Tensor) -> None:
     """Invert `quantize`: write values * scales to x, rounded to its dtype."""
-    if _kernel_serves(x.device, values.dtype):
+    if x.shape[-1] and _kernel_serves(x.device, values.dtype):
         from ringattn.kernels.rows import restore_call
 
         restore_call(values, scales, x).run()

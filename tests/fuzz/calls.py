@@ -178,6 +178,8 @@ class _Call:
                 out = ring_sdpa(*heads_first, is_causal=options["causal"], scale=options.get("scale"), enable_gqa=True)
             return out, None
         if call["via"] == "operator":
+            if "alibi_slopes" in options:  # its schema has no lists of numbers per head
+                options["alibi_slopes"] = torch.tensor(options["alibi_slopes"], dtype=torch.float64)
             return ring_attention(q, k, v, seq, **options), None
         if call["via"] in ("module", "alone"):
             layers: Any = {"attention": ringattn.RingAttention, "dilated": ringattn.RingDilatedAttention}

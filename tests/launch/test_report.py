@@ -18,9 +18,10 @@ from matplotlib.colors import to_rgb
 
 from ringattn.cli import main
 from ringattn.errors import InputError
-from ringattn.launch.report import report as report_page
+from ringattn.launch.report import page as page_module
+from ringattn.launch.report.page import COLORS, charts_of, page_of, simulated_panel
 from ringattn.launch.report.points import LINES, SINGLE, STRONG, panels_of, read_sweep, scaling, series_of
-from ringattn.launch.report.report import COLORS, charts_of, page_of, simulated_panel, summary_of
+from ringattn.launch.report.report import summary_of, title_of
 from ringattn.launch.report.tables import BEST, UNKNOWN, Table, results, shared_options
 from tests.launch.sweep_records import ENVIRONMENT, Record, folder, grid, quiet, record, strong, weak
 
@@ -345,8 +346,8 @@ def test_a_report_of_failures_alone(tmp_path: Path) -> None:
 def test_a_report_of_one_point_and_of_two_hundred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, page = reported(tmp_path / "one", [record(2, 4096)])
     assert "<figure" not in page and UNKNOWN not in results(read_sweep(tmp_path / "one")).rows[0]
-    monkeypatch.setattr(report_page, "OPEN_PANELS", 1)
-    monkeypatch.setattr(report_page, "DRAWN_PANELS", 3)
+    monkeypatch.setattr(page_module, "OPEN_PANELS", 1)
+    monkeypatch.setattr(page_module, "DRAWN_PANELS", 3)
     _, page = reported(tmp_path / "many", [quiet(line) for line in grid()])
     assert page.count("<figure") == 27 and page.count('<tr class="best">') == 40 and page.count("<tr") == 402
     assert "<summary>2 more panels</summary>" in page
@@ -383,10 +384,10 @@ def test_a_simulation_beside_a_sweep_has_a_section_of_its_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = read_sweep(folder(tmp_path, strong()))
-    assert "<h2>Simulated</h2>" not in page_of(sweep, print)
+    assert "<h2>Simulated</h2>" not in page_of(sweep, "title", "summary", print)
     words = ["ranks=1,2,4", "tokens=4Ki", "scaling=both", "heads=4", "kv_heads=2"]
     assert main(["simulate", *words, f"json={sweep.folder / 'simulated-h100.json'}"]) == 0
-    page = page_of(sweep, print)
+    page = page_of(sweep, "title", "summary", print)
     assert "<h2>Simulated</h2>" in page and "ring, 4,096 tokens, H100 SXM" in page
     panel = simulated_panel(sweep.folder / "simulated-h100.json")
     assert [name for name, _, _ in panel["legend"]] == ["strong scaling", "weak scaling"]
@@ -594,7 +595,8 @@ DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "flags", "brightness"), [(1280, (), 1.0), (400, DARK, 1.3)])
 def test_what_a_browser_draws(tmp_path: Path, width: int, flags: tuple[str, ...], brightness: float) -> None:
-    html = page_of(read_sweep(folder(tmp_path, strong())), lambda line: None)
+    sweep = read_sweep(folder(tmp_path, strong()))
+    html = page_of(sweep, title_of(sweep), summary_of(sweep), lambda line: None)
     measured, picture = drawn(tmp_path, html, width, *flags)
     assert measured["viewport"] == width == measured["page"][0]
     assert measured["wide"] == [] and measured["clipped"] == []

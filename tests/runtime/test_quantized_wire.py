@@ -126,6 +126,24 @@ MEASURED = {
 }
 
 
+@pytest.mark.parametrize("code", EIGHT_BIT)
+def test_values_of_dimension_zero_are_sent_without_numbers(code: str) -> None:
+    x = torch.randn(1, 24, 2, 8, generator=torch.Generator().manual_seed(2))
+
+    def on_each_rank(ring: Ring) -> tuple[Tensor, Tensor, Tensor]:
+        seq = ring.sequence(24)
+        q = seq.shard(x).requires_grad_()
+        out, lse = ring.attention(q, q, q[..., :0], seq, causal=True, return_lse=True)
+        return out, lse, torch.autograd.grad(lse.sum(), q)[0]
+
+    for (out, lse, grad), (_, plain_lse, plain_grad) in zip(
+        run_ranks(3, on_each_rank, kv_wire_dtype=code), run_ranks(3, on_each_rank), strict=True
+    ):
+        assert out.shape[-1] == 0
+        torch.testing.assert_close(lse, plain_lse, rtol=0, atol=0.1)
+        torch.testing.assert_close(grad, plain_grad, rtol=0, atol=0.1)
+
+
 @each_code
 def test_errors_are_those_that_the_ring_states(code: str) -> None:
     trial = Trial(tokens=256, heads=(4, 2), dims=(64, 64), causal=True)
