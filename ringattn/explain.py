@@ -1,11 +1,14 @@
-"""Before anything runs: who sends what to whom, when; bytes, pairs, memory, balance, predicted time.
+"""`Ring.explain`: the messages, bytes, pairs, memory, balance and predicted time of a call that does not run.
 
 Everything is read from the plans that would run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import torch
 
@@ -28,21 +31,31 @@ from ringattn.schedule.text import aligned, grid, idle_steps
 from ringattn.sequence import Sequence
 from ringattn.transport.nodes import NodesTransport
 
+SHOWN_IN_FULL, SHOWN_OF_MANY = 16, 4
+"""Up to so many ranks the text shows each of them; of more, the first few."""
+
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would do. Tuples are by rank; bytes and predicted time hold forward and, if asked for, backward.
+    """The facts of a call that does not run. Tuples are by rank; bytes and time include backward, if it was asked for.
 
-    `pairs`: of queries and keys, times heads, that a rank computes forward, its own queries' or those that it receives.
-    `engine`: the name of the engine; `engine_why`: one sentence that begins with it. `sm_margin`: multiprocessors of a
-    GPU that attention leaves to exchanges; `margin_us`: how much of `predicted_us` is owed to that. `crossed`: of each
-    pass, the links that its messages cross, the slowest first. `ways`: where messages go over two transports, which go
-    over which; else empty. `candidates`: for "auto" on machines that are known, all schedules with their predictions,
-    the chosen one first, or why each was left out; `exchanges`: what their times hold for, that of the choice first;
-    `layouts`: predicted seconds in the plain layouts, the caller's first.
-    `automatic`: how "auto" chose; empty where the caller did. `cluster_from`: who says which machines these are, or why
-    nobody does. `misplaced`: why documents lie better for other schedules, or None. `predicts`: whether the text has
-    times; without, nobody named the machines of `cluster`.
+    Attributes:
+        pairs: (query, key) pairs times heads that a rank computes in forward, for local and received queries.
+        schedule: The name of the schedule with its number, if it has one, as a call would name it.
+        engine: The name of the engine.
+        engine_why: A sentence with the reason, which begins with the name.
+        sm_margin: Multiprocessors of a GPU that attention leaves to exchanges.
+        margin_us: The part of `predicted_us` that this costs.
+        crossed: For each pass, the links that its messages cross, the slowest first.
+        ways: Which messages use which of two transports; empty for a single one.
+        candidates: For "auto" on known machines, all schedules with their predictions (the chosen one first), or the
+            reason why one was left out.
+        exchanges: The transports and margins for which these times hold, that of the choice first.
+        layouts: Predicted seconds in other layouts, that of the caller first.
+        automatic: How "auto" chose; empty if the caller named a schedule.
+        cluster_from: The source of the description of the machines, or why there is none.
+        misplaced: Why other schedules suit the placement of the documents better, or None.
+        predicts: Whether the machines are known, so that `predicted_us` means something.
     """
 
     problem: Problem
@@ -55,6 +68,7 @@ class Explanation:
     peak_bytes: int
     predicted_us: float
     cluster: Cluster
+    schedule: str
     engine: str
     engine_why: str
     better_layout: str | None
@@ -72,41 +86,57 @@ class Explanation:
 
     @property
     def balance(self) -> float:
-        """Greatest over mean (q, k) pairs of a rank: 1.0 is perfect, world_size is one rank doing everything."""
+        """The largest over the mean number of pairs of a rank: 1.0 is perfect; world_size if one rank has all."""
         total = sum(self.pairs)
         return max(self.pairs) * len(self.pairs) / total if total else 1.0
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, all_ranks: bool = False) -> str:
+        """Return the explanation as text.
+
+        Args:
+            all_ranks: Also show every rank if there are more than 16; otherwise the text is a summary of them.
+
+        Returns:
+            Lines of text.
+
+        Raises:
+            Nothing.
+        """
         p = self.problem
+        shown = p.world_size if all_ranks or p.world_size <= SHOWN_IN_FULL else SHOWN_OF_MANY
         lines = [
-            f"{self.forward.name} schedule, {p.q_layout.name} layout, {p.q_layout.length} tokens on "
+            f"{self.schedule} schedule, {p.q_layout.name} layout, {p.q_layout.length} tokens on "
             f"{p.world_size} ranks, {p.q_heads} query and {p.kv_heads} K/V heads of {p.head_dim}, {p.dtype}"
-            + (f", K/V travel as {p.kv_wire_dtype}" if p.kv_wire_dtype else "")
+            + (f", K/V sent as {p.kv_wire_dtype}" if p.kv_wire_dtype else "")
             + _output_wire(self),
             f"engine {self.engine_why}",
             "",
-            *_steps("forward: what each rank attends | what it sends meanwhile", self.forward),
+            *_steps("forward: blocks that a rank attends to | blocks that it sends in this step", self.forward, shown),
         ]
         if self.backward is not None:
-            head = "backward: gradients of what, +merged sums | what it sends meanwhile"
-            lines += ["", *_steps(head, self.backward)]
-        lines += ["", *_table(self)]
+            head = "backward: blocks whose gradients a rank computes, +gradients that it adds | blocks that it sends"
+            lines += ["", *_steps(head, self.backward, shown)]
+        lines += ["", *_table(self, shown)]
         lines.append(
-            f"balance {self.balance:.3f} (greatest over mean pairs), at most {_si(self.peak_bytes)}B staged on a rank"
+            f"balance {self.balance:.3f} (largest over mean pairs of a rank), at most {_si(self.peak_bytes)}B of "
+            "buffers on a rank"
             + (f", predicted {duration(self.predicted_us / 1e6)} on {self.cluster.name}" if self.predicts else "")
         )
         lines += _links(self)
         if self.automatic:
-            lines.append(f"auto took {self.forward.name}: {self.automatic}")
-        if self.predicts and p.world_size > 1 and self.cluster_from:
+            lines.append(f"auto took {self.schedule}: {self.automatic}")
+        if p.world_size > 1 and self.cluster_from:
             lines.append(f"machines {self.cluster_from}")
         if self.predicts and self.candidates:
             over = tuple(map(str, self.exchanges)) if len(self.exchanges) > 1 else ()
             lines += ["", *table_of(self.candidates, over), *([by_layout(self.layouts)] if self.layouts else []), ""]
         if self.ways:
-            lines.append(f"messages go over {self.ways}")
+            lines.append(f"messages use {self.ways}")
         if self.predicts:
-            lines.append(f"that prediction rests on {self.cluster.source or 'constants of no stated source'}")
+            lines.append(f"the prediction is based on {self.cluster.source or 'constants of no stated source'}")
         if self.predicts and self.sm_margin and self.cluster.sms:
             lines.append(
                 f"{self.sm_margin} of {self.cluster.sms} multiprocessors are left to exchanges, "
@@ -114,14 +144,40 @@ class Explanation:
                 f"{duration(self.margin_us / 1e6)} of that prediction"
             )
         if kept := max(plan.kept_bytes for plan in self.plans[0]):
-            lines.append(f"what comes forward is kept for the backward, at most {_si(kept)}B on a rank")
-        if others := _beside(self):
-            lines.append(others)
+            lines.append(f"remote K/V cached in forward for backward: at most {_si(kept)}B on a rank")
+        if comparison := _comparison(self):
+            lines.append(comparison)
         if self.misplaced:
             lines.append(self.misplaced)
         if self.better_layout:
             lines.append(f"layout={self.better_layout!r} would balance this mask better")
+        if shown < p.world_size:
+            lines.append(f"{shown} of {p.world_size} ranks are shown; explanation.text(all_ranks=True) shows all")
         return "\n".join(lines)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of the explanation as plain data, for JSON.
+
+        Returns:
+            The schedule, the sizes of the call, and per rank bytes, messages, pairs and buffers.
+
+        Raises:
+            Nothing.
+        """
+        p = self.problem
+        return {
+            "schedule": self.schedule, "layout": p.q_layout.name, "engine": self.engine, "sm_margin": self.sm_margin,
+            "tokens": p.q_layout.length, "ranks": p.world_size, "q_heads": p.q_heads, "kv_heads": p.kv_heads,
+            "head_dim": p.head_dim, "dtype": p.dtype, "balance": self.balance,
+            "predicted_us": self.predicted_us if self.predicts else None,
+            "cluster": self.cluster.name if self.predicts else None,
+            "automatic": self.automatic, "better_layout": self.better_layout,
+            "steps": {"forward": len(self.forward.steps), "backward": self.backward and len(self.backward.steps)},
+            "by_rank": {
+                "tokens": list(p.q_layout.counts), "pairs": list(self.pairs), "messages": list(self.messages),
+                "bytes_sent": list(self.bytes_sent), "buffer_bytes": list(_buffer_bytes(self)),
+            },
+        }  # fmt: skip
 
 
 @without_collector()
@@ -184,9 +240,10 @@ def explain_call(
         bytes_sent=tuple(sum(p[rank].bytes_sent for p in plans) for rank in ranks),
         messages=tuple(sum(p[rank].messages for p in plans) for rank in ranks),
         pairs=computed,
-        peak_bytes=max(plan.arena_bytes for one in plans for plan in one),
+        peak_bytes=max(plan.arena_bytes for of_pass in plans for plan in of_pass),
         predicted_us=predicted_us,
         cluster=cluster,
+        schedule=route.text(problem),
         engine=chosen.engine.name,
         engine_why=chosen.why + elsewhere,
         better_layout=better_layout(problem, seq.documents, route, computed) if kv_seq is None else None,
@@ -200,89 +257,107 @@ def explain_call(
         exchanges=over if weighed else (),
         cluster_from=cluster_from,
         misplaced=misplaced(problem, route),
+        predicts=known(cluster),
     )
 
 
 def _exchange(ring: Runtime, machines: Cluster, sm_margin: int | None) -> Exchange:
-    """What carries this ring's messages; for GPUs elsewhere than under this ring NCCL."""
+    """Return the transport and margin of this ring; NCCL if `machines` have GPUs and this ring has none."""
     own = ring.exchange
     elsewhere = machines.sms is not None and ring.transport.stream is None
     margin = own.sm_margin if sm_margin is None else sm_margin
     return Exchange("nccl" if elsewhere else own.transport, margin)
 
 
-def _beside(e: Explanation) -> str | None:
-    """What the forward of dilated branches sends, beside a full ring and beside an all-gather of the sparse rows.
+def _comparison(e: Explanation) -> str | None:
+    """Compare the bytes of a dilated forward pass with a full ring and with an all-gather of the sparse rows.
 
-    The latter is LongNet's own algorithm: every row that a branch keeps goes to all ranks if any rank needs another's.
+    The latter is LongNet's algorithm: if any rank needs a remote row, all rows of the branch are sent to all ranks.
     """
     p = e.problem
     if all(branch.dilation == 1 for branch in p.mask.branches) or p.world_size == 1:
         return None
-    ours = sum(plan.bytes_sent for plan in e.plans[0])
+    sent = sum(plan.bytes_sent for plan in e.plans[0])
     record = record_bytes(p, p.kv_dtype) * (p.world_size - 1)
     sparse = 0
     for branch in p.mask.branches:
-        met = {(rank, owner) for rank in range(p.world_size) for owner, *_ in branch_tiles(p, branch, rank, False)}
-        if any(rank != owner for rank, owner in met):
-            served = (
+        reads = {(rank, owner) for rank in range(p.world_size) for owner, *_ in branch_tiles(p, branch, rank, False)}
+        if any(rank != owner for rank, owner in reads):
+            parts = (
                 part for part in p.parts if part.q_heads.intersect(branch.heads or StridedRange(0, p.q_heads)).count
             )
-            heads = sum(part.kv_heads.count for part in served)
+            heads = sum(part.kv_heads.count for part in parts)
             sparse += int(pieces_of(p.kv_layout, branch, keys=True).size.sum()) * heads * record
     full = p.kv_layout.length * p.kv_heads * record
-    told = (f"{name} {_si(nbytes)}B" + (f" ({nbytes / ours:.3g} times)" if ours else "")
-            for name, nbytes in (("a full ring", full), ("an all-gather of the sparse rows", sparse)))  # fmt: skip
-    return f"forward sends {_si(ours)}B in all; " + ", ".join(told)
+    others = (f"{name} {_si(nbytes)}B" + (f" ({nbytes / sent:.3g} times)" if sent else "")
+              for name, nbytes in (("a full ring", full), ("an all-gather of the sparse rows", sparse)))  # fmt: skip
+    return f"forward sends {_si(sent)}B in total; " + ", ".join(others)
 
 
 def _output_wire(e: Explanation) -> str:
-    """The dtype to which outputs are rounded, where ranks compute them for other ranks and send them back."""
+    """Return the dtype to which outputs are rounded, if ranks compute them for other ranks and return them."""
     returns = any(copy.block.kind is Kind.OUT for step in e.forward.steps for copy in step.copies)
     return f", outputs return as {e.problem.out_wire_dtype}" if returns and e.problem.out_wire_dtype else ""
 
 
-def _steps(head: str, schedule: Schedule) -> list[str]:
-    """A pass as a table, with a word on the numbers that it leaves out."""
+def _steps(head: str, schedule: Schedule, shown: int) -> list[str]:
+    """Return a pass as a table of steps by the first `shown` ranks; the title names the steps that it leaves out."""
     idle = idle_steps(schedule)
-    return [head + (f" ({idle})" if idle else ""), grid(schedule)]
+    lines = grid(schedule, range(shown)).splitlines()
+    first, last = 2 + SHOWN_IN_FULL // 2, SHOWN_OF_MANY  # below the two lines of the head
+    if shown < schedule.problem.world_size and len(lines) > first + last:
+        lines = [*lines[:first], f"...   {len(lines) - first - last} further steps", *lines[-last:]]
+    return [head + (f" ({idle})" if idle else ""), *lines]
 
 
 def _links(e: Explanation) -> list[str]:
-    """Which links the hops of each pass cross and what the slowest costs; then how the ranks lie on nodes."""
-    known = e.cluster.links is not None
-    if not known and e.cluster.ranks_per_node is None:
+    """Return the links that the messages of each pass cross, with the slowest message, and the ranks of each node."""
+    has_links = e.cluster.links is not None
+    if not has_links and e.cluster.ranks_per_node is None:
         return []
-    names = {kind: kind.value if known or kind is LinkClass.NETWORK else "links inside a node" for kind in LinkClass}
+    names = {
+        kind: kind.value if has_links or kind is LinkClass.NETWORK else "links within a node" for kind in LinkClass
+    }
     lines = []
     for name, links in zip(("forward", "backward"), e.crossed, strict=False):
         if links:
             slowest, (src, dst) = links[0], links[0].slowest
-            told = ", ".join(f"{len(one.pairs)} over {names[one.kind]} ({_si(one.nbytes)}B)" for one in links)
+            counts = ", ".join(f"{len(each.pairs)} over {names[each.kind]} ({_si(each.nbytes)}B)" for each in links)
             lines.append(
-                f"{name} sends from rank to rank: {told}; the slowest hop, rank {src} to {dst} over "
-                f"{names[slowest.kind]}, takes {duration(slowest.slowest_us / 1e6)}, "
-                f"{duration(slowest.latency_us / 1e6)} of them latency"
+                f"pairs of ranks that exchange messages in {name}: {counts}; the slowest message, rank {src} to {dst} "
+                f"over {names[slowest.kind]}, takes {duration(slowest.slowest_us / 1e6)}, "
+                f"{duration(slowest.latency_us / 1e6)} of it latency"
             )
-    if known and any(one.kind is LinkClass.UNKNOWN for links in e.crossed for one in links):
-        lines.append("unknown links could not be found out on this machine; they count as any inside a node")
+    if has_links and any(each.kind is LinkClass.UNKNOWN for links in e.crossed for each in links):
+        lines.append("this machine does not report the kind of some links; they count as links within a node")
     if e.cluster.links is not None and e.cluster.links.crossings:
         lines.append(placement(e.cluster.links))
     return lines
 
 
-def _table(e: Explanation) -> list[str]:
-    """One line a rank: tokens, pairs, messages, bytes sent and staged."""
-    rows = [["rank", "tokens", "pairs", "messages", "sends", "staged"]]
-    for rank, tokens in enumerate(e.problem.q_layout.counts):
-        staged = max(plans[rank].arena_bytes for plans in e.plans)
-        sends = _si(e.bytes_sent[rank]) + "B"
-        rows.append([str(rank), str(tokens), _si(e.pairs[rank]), str(e.messages[rank]), sends, _si(staged) + "B"])
+def _buffer_bytes(e: Explanation) -> Many[int]:
+    """Return the bytes of the buffers of each rank: the larger pass counts."""
+    return [max(plans[rank].arena_bytes for plans in e.plans) for rank in range(e.problem.world_size)]
+
+
+def _table(e: Explanation, shown: int) -> list[str]:
+    """Return tokens, pairs, messages, bytes sent and buffers: a line for each of the first ranks, then a summary."""
+    columns = (e.problem.q_layout.counts, e.pairs, e.messages, e.bytes_sent, _buffer_bytes(e))
+
+    def row(name: str, values: Many[float]) -> list[str]:
+        tokens, pairs, messages, sent, buffers = values
+        return [name, f"{tokens:.15g}", _si(pairs), f"{messages:.15g}", f"{_si(sent)}B", f"{_si(buffers)}B"]
+
+    rows = [["rank", "tokens", "pairs", "messages", "sends", "buffers"]]
+    rows += [row(str(rank), [column[rank] for column in columns]) for rank in range(shown)]
+    if shown < e.problem.world_size:
+        for name, summarise in (("least", min), ("median", median), ("most", max)):
+            rows.append(row(name, [summarise(column) for column in columns]))
     return aligned(rows)
 
 
 def _si(number: float) -> str:
-    """1234567 as 1.23M; whole numbers below a thousand as they are."""
+    """Return 1234567 as 1.23M, and numbers below a thousand unchanged."""
     for power, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if number >= 10**power:
             return f"{number / 10**power:.3g}{letter}"

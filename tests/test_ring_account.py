@@ -292,15 +292,15 @@ def test_explain_says_which_links_the_hops_cross() -> None:
     assert network.slowest == (1, 2) and network.latency_us == pytest.approx(30)
     assert network.slowest_us == pytest.approx(30 + nbytes / 50e3)
     assert (
-        "forward sends from rank to rank: 2 over network (16.4kB), 1 over host memory (8.19kB); the slowest hop, "
-        in text
+        "pairs of ranks that exchange messages in forward: 2 over network (16.4kB), 1 over host memory (8.19kB); the "
+        "slowest message, " in text
     )
-    assert "rank 1 to 2 over network, takes 30.08 us, 30 us of them latency" in text
+    assert "rank 1 to 2 over network, takes 30.08 us, 30 us of it latency" in text
     assert (
         "ranks 0,1 on node 0; 2 on node 1: the ring crosses from node to node 2 times" in text
         and "would do" not in text
     )
-    assert backward[0].kind is LinkClass.NETWORK and "backward sends" in text and "unknown" not in text
+    assert backward[0].kind is LinkClass.NETWORK and "messages in backward" in text and "unknown" not in text
     near, _ = explained("aaa")
     assert told.predicted_us > near.predicted_us + 2 * 2 * 15  # two hops a pass, each 15 us of latency longer
     assert [one.kind for one in near.crossed[0]] == [LinkClass.MEMORY]
@@ -328,4 +328,4 @@ def test_links_that_nobody_found_out_are_told_as_unknown() -> None:
     transport.locations = locations
     with Ring(transport=transport) as ring:
         text = str(ring.explain(ring.sequence(16), q_heads=1, head_dim=64))
-    assert "2 over unknown" in text and "could not be found out" in text
+    assert "2 over unknown" in text and "does not report the kind of some links" in text

@@ -6,6 +6,7 @@ Colors are Okabe and Ito's ("Color Universal Design", 2008) where a picture tell
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -19,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 from matplotlib.ticker import FuncFormatter
 
 from ringattn.core.geometry import StridedRange
@@ -30,9 +31,9 @@ from ringattn.core.tiling import branch_tiles
 from ringattn.errors import InputError
 from ringattn.launch.folders import save_picture
 from ringattn.launch.pictures.simulation import PASSES, Simulated
-from ringattn.schedule.ops import Kind, Merge, Schedule, Work
+from ringattn.schedule.ops import Kind, Merge, Schedule, Step, Work
 from ringattn.schedule.passes import is_on_received
-from ringattn.schedule.text import busy_steps, idle_steps
+from ringattn.schedule.text import busy_steps
 from ringattn.schedule.text import spans as owners_text
 
 if TYPE_CHECKING:  # they import torch, which a simulation does not need
@@ -478,45 +479,70 @@ def draw_schedule(explanation: Explanation, path: str | Path) -> None:
 
 
 def schedule_figure(explanation: Explanation) -> Figure:
-    """The picture before it is written."""
+    """Return the picture before it is written."""
     schedules = [("forward", explanation.forward)]
     if explanation.backward is not None:
         schedules.append(("backward", explanation.backward))
     ranks = explanation.problem.world_size
-    rows = max(len(busy_steps(schedule)) for _, schedule in schedules)
-    size = (1.5 + max(1.45 * ranks * len(schedules), 6.0), 2.1 + 0.82 * rows)
-    figure, axes = plt.subplots(1, len(schedules), figsize=size, squeeze=False)
-    for ax, (title, schedule) in zip(axes[0], schedules, strict=True):
-        _draw_pass(ax, title, schedule, rows)
+    passes = [(title, schedule, drawn_rows(schedule)) for title, schedule in schedules]
+    rows = max(len(each) for _, _, each in passes)
+    size = (1.5 + max(1.45 * ranks * len(passes), 6.0), 2.1 + 0.82 * rows)
+    figure, axes = plt.subplots(1, len(passes), figsize=size, squeeze=False)
+    for ax, (title, schedule, steps) in zip(axes[0], passes, strict=True):
+        _draw_pass(ax, title, schedule, steps, rows)
     problem = explanation.problem
     figure.suptitle(
-        f"{explanation.forward.name} schedule, {problem.q_layout.name} layout, {problem.q_layout.length} tokens on "
+        f"{explanation.schedule} schedule, {problem.q_layout.name} layout, {problem.q_layout.length} tokens on "
         f"{ranks} ranks:\n{sum(explanation.bytes_sent) / 1e6:.3g} MB sent, balance {explanation.balance:.2f}",
         color=INK, fontsize=12,
     )  # fmt: skip
-    box = Patch(facecolor=_color(0, ranks), label="box: whose K and V the rank attends to; + what it adds up")
-    handles = [box, *_arrows_told(schedule for _, schedule in schedules)]
-    figure.legend(handles=handles, loc="lower center", ncols=2 if size[0] < 9 else 4, frameon=False, fontsize=9)
-    figure.tight_layout(rect=(0, 0.5 / size[1], 1, 1))
+    box = Patch(facecolor=_color(0, ranks), label="box: the K and V that a rank attends to; + gradients that it adds")
+    handles = [box, *_arrow_legend(schedule for _, schedule in schedules)]
+    if len(passes) > 1 and rows - len(passes[0][2]) >= 2:  # below the shorter forward pass
+        axes[0][0].legend(handles=handles, loc="lower center", frameon=False, fontsize=9)
+        figure.tight_layout()
+    else:
+        figure.legend(handles=handles, loc="lower center", ncols=2 if size[0] < 9 else 4, frameon=False, fontsize=9)
+        figure.tight_layout(rect=(0, 0.5 / size[1], 1, 1))
     return figure
 
 
-def _arrows_told(schedules: Iterable[Schedule]) -> list[Line2D]:
-    """What the arrows of these schedules carry."""
+def _arrow_legend(schedules: Iterable[Schedule]) -> list[Line2D]:
+    """Return a legend entry for each kind of block that is sent."""
     carried = {copy.block.kind for schedule in schedules for step in schedule.steps for copy in step.copies}
     return [Line2D([], [], color=color, marker=">", label=f"arrow: {words}")
             for kind, (color, words) in TRAVELS.items() if kind in carried]  # fmt: skip
 
 
-def _draw_pass(ax: Axes, title: str, schedule: Schedule, height: int) -> None:
-    ranks, shown = schedule.problem.world_size, busy_steps(schedule)
-    for y, number in enumerate(shown):
+def drawn_rows(schedule: Schedule) -> list[Step]:
+    """Return the steps as rows of the picture: without idle steps, and with additions in the row that receives them.
+
+    A step that only adds what has arrived is drawn with the next step, except at the end of the pass.
+    """
+    rows: list[Step] = []
+    added: tuple[Work, ...] = ()
+    for number in busy_steps(schedule):
         step = schedule.steps[number]
+        if not step.copies and all(isinstance(item, Merge) for item in step.work):
+            added += step.work
+        else:
+            rows.append(step._replace(work=(*step.work, *added)))
+            added = ()
+    return [*rows, Step((), added)] if added else rows
+
+
+def _draw_pass(ax: Axes, title: str, schedule: Schedule, rows: Sequence[Step], height: int) -> None:
+    ranks = schedule.problem.world_size
+    keys = Counter((item.rank, item.kv) for step in rows for item in step.work if not isinstance(item, Merge)
+                   and not is_on_received(item))  # fmt: skip
+    parts = {block for block, count in keys.items() if count > 1}
+    for y, step in enumerate(rows):
         for rank in range(ranks):
             work = [item for item in step.work if item.rank == rank]
             sends = any(copy.src == rank for copy in step.copies)
             if work or sends:
-                _box(ax, rank, y, work, ranks)
+                is_part = any(not isinstance(item, Merge) and (rank, item.kv) in parts for item in work)
+                _box(ax, rank, y, work, ranks, is_part)
         kinds = sorted({copy.block.kind for copy in step.copies}, key=list(TRAVELS).index)
         for copy in step.copies:
             shift = 0.14 * (kinds.index(copy.block.kind) - (len(kinds) - 1) / 2)
@@ -524,26 +550,37 @@ def _draw_pass(ax: Axes, title: str, schedule: Schedule, height: int) -> None:
     ax.set_xlim(-0.6, ranks - 0.4)
     ax.set_ylim(height - 0.3, -0.6)
     ax.set_xticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], color=INK)
-    # The schedule's own numbers, with their gaps: texts, errors and recordings name a step by them.
-    ax.set_yticks(range(len(shown)), [f"step {number}" for number in shown], color=INK)
+    names = [f"step {y}" for y in range(len(rows))]
+    if rows and not rows[-1].copies and all(isinstance(item, Merge) for item in rows[-1].work):
+        names[-1] = "end"
+    ax.set_yticks(range(len(rows)), names, color=INK)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
-    idle = idle_steps(schedule)
-    ax.set_title(f"{title}; {idle}" if idle else title, color=INK, pad=18, fontsize=12 if len(idle) < 30 else 10)
+    ax.set_title(title, color=INK, pad=18, fontsize=12)
     for spine in ax.spines.values():
         spine.set_visible(False)
 
 
-def _box(ax: Axes, rank: int, y: int, work: Sequence[Work], ranks: int) -> None:
+def _box(ax: Axes, rank: int, y: int, work: Sequence[Work], ranks: int, is_part: bool = False) -> None:
+    """Draw what a rank does in a step. `is_part`: a part of the block, whose rest is in another step, is half a box."""
     owners = {item.kv.owner for item in work if not isinstance(item, Merge)}
     color = _color(min(owners), ranks) if len(owners) == 1 else NEUTRAL
+    left, bottom = rank - BOX_WIDTH / 2, y - BOX_HEIGHT / 2
     box = FancyBboxPatch(
-        (rank - BOX_WIDTH / 2, y - BOX_HEIGHT / 2), BOX_WIDTH, BOX_HEIGHT, boxstyle="round,pad=0.02,rounding_size=0.08",
-        facecolor=color if work else "white", edgecolor=INK if work else FAINT_INK, linewidth=0.8, zorder=3,
-        linestyle="-" if work else (0, (3, 3)),
+        (left, bottom), BOX_WIDTH, BOX_HEIGHT, boxstyle="round,pad=0.02,rounding_size=0.08",
+        facecolor=color if work and not is_part else "white", edgecolor=INK if work else FAINT_INK, linewidth=0.8,
+        linestyle="-" if work else (0, (3, 3)), zorder=3,
     )  # fmt: skip
     ax.add_patch(box)
+    if is_part:
+        half = Rectangle(
+            (left - 0.02, bottom - 0.02), BOX_WIDTH / 2 + 0.02, BOX_HEIGHT + 0.04, color=color, zorder=3, lw=0
+        )
+        half.set_clip_path(box)
+        ax.add_patch(half)
     lines = label_of(work)
+    if is_part:
+        lines[0] = f"part of {lines[0]}"
     size = max(LEAST_FONT, FONT * min(1.0, LETTERS / max(map(len, lines)), 2 / len(lines)))
     color = INK if work else FAINT_INK
     ax.text(rank, y, "\n".join(lines), ha="center", va="center", fontsize=size, color=color, zorder=4, linespacing=1.1)

@@ -199,6 +199,10 @@ class Route(ABC):
     def backward_part(self, problem: Problem, rank: int) -> Schedule:
         """Return what `rank` does in the backward pass."""
 
+    def text(self, problem: Problem) -> str:
+        """Return the name that gives this schedule for this problem, with the number after it, if it has one."""
+        return self.name
+
     def steps(self, ranks: int) -> int:
         """Return the number of steps of a forward pass: as many as ranks, unless a schedule says otherwise."""
         return ranks
@@ -367,6 +371,12 @@ class GridRoute(Route):
     def group_size(self, problem: Problem) -> int:
         """See `Route.group_size`."""
         return len(self.grid_for(problem)[0])
+
+    def text(self, problem: Problem) -> str:
+        """See `Route.text`. Groups of other than neighbouring ranks have no number."""
+        size = self.group_size(problem)
+        is_numbered = self.grid_for(problem) == equal_groups(problem.world_size, size, self.name)
+        return f"{self.name}:{size}" if is_numbered else self.name
 
 
 def grid_of(nodes: tuple[int, ...], name: str = "double_ring") -> Grid:

@@ -21,12 +21,12 @@ def to_text(schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-def grid(schedule: Schedule) -> str:
-    """Return a table with a row per step and a column per rank: what the rank computes, and what it sends meanwhile.
+def grid(schedule: Schedule, ranks: Sequence[int] = ()) -> str:
+    """Return a table of steps by ranks: in each cell what the rank computes, and what it sends in the same step.
 
-    Steps without anything are left out.
+    `ranks`: the columns; all ranks if empty. Steps in which nothing happens are left out.
     """
-    ranks = range(schedule.problem.world_size)
+    ranks = ranks or range(schedule.problem.world_size)
     rows = [["step", *(f"rank {rank}" for rank in ranks)]]
     rows += [[str(index), *(cell(schedule.steps[index], rank) for rank in ranks)] for index in busy_steps(schedule)]
     rows.insert(1, ["-" * max(map(len, column)) for column in zip(*rows, strict=True)])

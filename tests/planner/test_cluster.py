@@ -170,7 +170,7 @@ def test_explain_predicts_for_a_preset_or_a_file(tmp_path: Path, capsys: pytest.
         assert main(["explain", *sizes, f"cluster='{name}'"]) == 0
         shown[name] = capsys.readouterr().out
         cluster = cluster_named(name)
-        assert f"s on {cluster.name}\n" in shown[name] and f"rests on {cluster.source}" in shown[name]
+        assert f"s on {cluster.name}\n" in shown[name] and f"is based on {cluster.source}" in shown[name]
     assert len({re.search(r"predicted ([\d.]+ [mu]?s) on", text)[1] for text in shown.values()}) == 3  # type: ignore[index]
     assert main(["explain", *sizes, "cluster=h20"]) == 2
     assert "did you mean h200?" in capsys.readouterr().err

@@ -201,7 +201,7 @@ def test_explain_tells_of_it(code: str) -> None:
         return told, ring.counters()["bytes_sent"]
 
     for rank, (told, sent) in enumerate(run_ranks(4, body, kv_wire_dtype=code)):
-        assert told.bytes_sent[rank] == sent and f"K/V travel as {code}" in str(told).splitlines()[0]
+        assert told.bytes_sent[rank] == sent and f"K/V sent as {code}" in str(told).splitlines()[0]
     assert "travel as" not in str(run_ranks(4, body)[0][0])
 
 

@@ -156,7 +156,7 @@ def test_explain_and_doctor_say_which_way() -> None:
     alone = [LocalWorld(1).transport(0) for _ in range(2)]
     with Ring(transport=NodesTransport(*alone, [0]), engine="plain") as ring:
         told = ring.explain(ring.sequence(16), q_heads=2, head_dim=8)
-        assert told.ways == ways and f"\nmessages go over {ways}\n" in str(told)
+        assert told.ways == ways and f"\nmessages use {ways}" in str(told)
         assert examine(ring)["transport"] == ways
     with Ring(engine="plain") as ring:
         assert ring.explain(ring.sequence(16), q_heads=2, head_dim=8).ways == ""
