@@ -6,7 +6,7 @@ A command extends `CallConfig`, or `MaskedCallConfig` if it can run or plan ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from ringattn.core.dilation import check as check_branches
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
 from ringattn.errors import InputError
 from ringattn.launch.config import load
-from ringattn.launch.options import DTYPES, ENGINES, MOST, MOST_SEED, TRANSPORTS, leaves, option
+from ringattn.launch.options import DTYPES, ENGINES, MOST, MOST_SEED, TRANSPORTS, json_option, leaves, option
 from ringattn.options import AttentionOptions
 from ringattn.planner.cluster import CLUSTERS, cluster_named
 from ringattn.schedule.routes import NUMBERED, ROUTES
@@ -222,6 +222,7 @@ class RunConfig(MaskedCallConfig):
     limit_s: float = option(1800.0, "seconds after which the run is ended", above=0.0)
     cluster: str = option("", "to predict for: a file of ringattn calibrate, or " + ", ".join(CLUSTERS)
                           + "; this machine if not set and calibrated", names=tuple(CLUSTERS))  # fmt: skip
+    json: str = json_option()
 
     @property
     def world_size(self) -> int:
@@ -264,6 +265,23 @@ def resolved(config: RunConfig) -> RunConfig:
     if config.rdzv_endpoint and not (host and port.isdecimal()):
         raise InputError(f"rdzv_endpoint={config.rdzv_endpoint}: write host:port, as node0:29400")
     return config
+
+
+AUTOMATIC = ("schedule", "layout", "engine", "transport")
+"""Keys whose default is auto: a run records which value it took."""
+
+
+def with_resolved(config: RunConfig, ran: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with the values of `ran` in place of auto, so that it repeats the same call.
+
+    One rank alone keeps auto for what is between ranks, because it has no transport that could be named.
+    """
+    keys = AUTOMATIC if config.world_size > 1 else ("engine",)
+    # Two transports, one inside a node and one between nodes, are named by the inner one.
+    taken: dict[str, Any] = {
+        key: str(ran[key]).partition("+")[0] for key in keys if getattr(config, key) == "auto" and key in ran
+    }
+    return replace(config, **taken)
 
 
 def words_of(config: RunConfig) -> list[str]:

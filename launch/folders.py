@@ -11,12 +11,14 @@ import errno
 import fcntl
 import io
 import json
+import math
 import os
 import shutil
 import socket
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -127,10 +129,14 @@ def _mib(size_bytes: int) -> str:
 
 
 PICTURES = (".png", ".svg", ".pdf")
+STANDARD_OUTPUT = "-"
+"""The value of `json` for which a command prints its figures."""
 
 
 def check_output(key: str, path: str, kind: str) -> None:
-    """Raise `InputError` if no file can be written at `path`; `kind` is file or picture."""
+    """Raise `InputError` if no file can be written at `path`. `kind`: file, picture, or data, which can also be `-`."""
+    if kind == "data" and path == STANDARD_OUTPUT:
+        return
     target = Path(path)
     folder = target.absolute().parent
     if kind == "picture" and target.suffix not in PICTURES:
@@ -165,3 +171,35 @@ def writing(key: str, path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"{key}={path}: cannot be written ({error.strerror or error}); write elsewhere") from error
+
+
+@contextmanager
+def json_output(path: str) -> Iterator[Callable[[Any], None]]:
+    """Yield the function that takes the figures of a command, and write them to `path`, the value of its key `json`.
+
+    With `-`, the standard output carries one JSON document and nothing else: the text for people goes to standard
+    error. An empty path writes nothing. Raises `InputError` if the file cannot be written.
+    """
+    figures: list[Any] = []
+    if path == STANDARD_OUTPUT:
+        with redirect_stdout(sys.stderr):
+            yield figures.append
+    else:
+        yield figures.append
+    for content in figures if path else ():
+        text = json.dumps(_finite(content), indent=1, allow_nan=False, default=str)
+        if path == STANDARD_OUTPUT:
+            print(text, flush=True)
+        else:
+            with writing("json", path):
+                write_file(Path(path), text + "\n")
+            print(f"written: {path}")
+
+
+def _finite(content: Any) -> Any:
+    """Return `content` with None in place of numbers that JSON does not have."""
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

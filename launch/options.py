@@ -46,6 +46,11 @@ def option(default: Any, about: str, **limits: Any) -> Any:
     return field(default=default, metadata={"about": about, **limits})
 
 
+def json_option() -> Any:
+    """The key `json` of a command, see `folders.json_output`."""
+    return option("", "file to write the figures into; - for the standard output, with nothing else", writes="data")
+
+
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
     """Yield (dotted key, value, field) of each option, nested ones included."""
     for described in fields(config):

@@ -66,7 +66,7 @@ def test_the_library_needs_none_of_them() -> None:
 
 @pytest.mark.slow
 def test_the_doctor_needs_none_of_them() -> None:
-    done = without("from ringattn.cli import main; sys.exit(main(['doctor', '--json']))")
+    done = without("from ringattn.cli import main; sys.exit(main(['doctor', 'json=-']))")
     found = json.loads(done.stdout)
     assert done.returncode == 0 and found["passed"] and len(found["ranks"]) == 2, done.stderr
 
@@ -100,6 +100,6 @@ def test_other_packages_are_nobodys_extra() -> None:
 
 def test_the_doctors_lines_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    doctor._show([Finding("NCCL", WARNING, "is old", "renew it", "it is slow")], {}, [], False)
+    doctor._shown([Finding("NCCL", WARNING, "is old", "renew it", "it is slow")], {}, [])
     told = "NCCL           warning  is old", "                        it is slow", "                        renew it"
     assert capsys.readouterr().out == "\n".join([*told, "1 warning"]) + "\n"

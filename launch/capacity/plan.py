@@ -13,7 +13,6 @@ token more on a rank does not; steps are taken cheapest first.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -38,9 +37,8 @@ from ringattn.launch.capacity.training_bytes import (
     training_bytes,
 )
 from ringattn.launch.config import load
-from ringattn.launch.folders import save_picture, writing
-from ringattn.launch.options import MOST, help_text, option
-from ringattn.observe.files import write_file
+from ringattn.launch.folders import json_output, save_picture, writing
+from ringattn.launch.options import MOST, help_text, json_option, option
 from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
 
 PURPOSE = """\
@@ -87,7 +85,7 @@ class PlanConfig(TrainingSwitches, PlannedCall):
     memory_gib: float | None = option(None, "instead of the hardware's: memory of an accelerator", above=0.0, most=MOST)
     link_gb_s: float | None = option(None, "instead: GB/s between accelerators, one way", above=0.0, most=MOST)
     tflops: float | None = option(None, "instead: peak arithmetic", above=0.0, most=MOST)
-    json: str = option("", "file to write everything into (JSON)", writes="file")
+    json: str = json_option()
     picture: str = option("", "file to draw the components into (PNG)", writes="picture")
 
 
@@ -101,18 +99,16 @@ def main(argv: Sequence[str]) -> int:
     if config.recommended:
         given = {word.partition("=")[0] for word in argv}
         config = replace(config, **{key: value for key, value in machine.start if key not in given})
-    with Console(stderr=True).status("searching what fits"):
-        found = plan(config, machine)
-    print(table(config, machine, found))
-    if config.json:
-        with writing("json", config.json):
-            write_file(Path(config.json), json.dumps(found, indent=1) + "\n")
-        print(f"written into {config.json}")
-    if config.picture:
-        with writing("picture", config.picture):
-            draw_capacity(found, config.picture)
-        print(f"drawn into {config.picture}")
-    return 0 if found["fits"] else 1
+    with json_output(config.json) as write:
+        with Console(stderr=True).status("searching what fits"):
+            figures = plan(config, machine)
+        print(table(config, machine, figures))
+        if config.picture:
+            with writing("picture", config.picture):
+                draw_capacity(figures, config.picture)
+            print(f"drawn into {config.picture}")
+        write(figures)
+    return 0 if figures["fits"] else 1
 
 
 def machine_of(config: PlanConfig) -> Hardware:

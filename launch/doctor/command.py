@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-HELP = """usage: ringattn doctor [--json] [timeout_s=30]
+HELP = """usage: ringattn doctor [json=FILE] [timeout_s=30]
 
 Look at this machine: versions, CUDA, NCCL, devices and how they are connected, network ports and what NCCL needs of
 them, environment variables; then let two processes (under torchrun: all ranks, of all nodes) meet, exchange inside
 nodes and between them, and attend beside a float64 reference. Findings say why they matter and what to do.
 
-  --json       one JSON document instead of a table
+  json=FILE    file to write the figures into; - for the standard output, with nothing else
   timeout_s=N  deadline of every wait for another rank, in seconds (30)
 
 Returns 0, or 1 if a finding is an error."""

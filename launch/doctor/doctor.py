@@ -33,11 +33,12 @@ import torch
 from torch.utils import collect_env
 
 import ringattn
-from ringattn.errors import RingError
+from ringattn.errors import InputError, RingError
 from ringattn.launch.doctor import network, probes
 from ringattn.launch.doctor.network import network_facts
 from ringattn.launch.doctor.probes import ERROR, LEVELS, NOTE, OK, WARNING, Finding, Gpu, Link, Nccl, Wheel
-from ringattn.launch.options import load_plain, option
+from ringattn.launch.folders import json_output
+from ringattn.launch.options import json_option, load_plain, option
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
 from ringattn.planner.cluster import Links
 from ringattn.ring import Ring
@@ -189,14 +190,17 @@ Say = Callable[[str], None]
 
 @dataclass
 class DoctorConfig:
-    """How long it takes at most; --json is a word of its own."""
+    """How long it takes at most, and where its figures go."""
 
     timeout_s: float = option(30.0, "deadline of every wait for another rank, in seconds", above=0.0)
+    json: str = json_option()
 
 
 def main(argv: Sequence[str]) -> int:
     """The command. Raises `InputError` for bad options."""
-    config = load_plain([word for word in argv if word != "--json"], DoctorConfig)
+    if "--json" in argv:
+        raise InputError("--json: write json=- to print the figures, or json=FILE")
+    config = load_plain(argv, DoctorConfig)
     place = place_in_torchrun()
     silent = place is not None and place.rank != 0
     findings: list[Finding] = []
@@ -209,7 +213,8 @@ def main(argv: Sequence[str]) -> int:
             findings, system = looking.result()
     findings += met
     if not silent:
-        _show(findings, system, answers, "--json" in argv)
+        with json_output(config.json) as write:
+            write(_shown(findings, system, answers))
     return int(any(finding.level == ERROR for finding in findings))
 
 
@@ -261,7 +266,7 @@ def _looked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
             found += look()
         except Exception as error:  # on a machine that nobody has thought of, the other findings still help
             text = f"could not be looked at: {type(error).__name__}: {error}"
-            found.append(Finding(topic, WARNING, text, "report this with the output of `ringattn doctor --json`"))
+            found.append(Finding(topic, WARNING, text, "report this with the output of `ringattn doctor json=-`"))
     return found, account
 
 
@@ -300,24 +305,22 @@ def _apart(error: Exception) -> Finding:
     return Finding("ranks", ERROR, str(error), advice)
 
 
-def _show(findings: Sequence[Finding], system: dict[str, Any], answers: Sequence[Any], as_json: bool) -> None:
+def _shown(findings: Sequence[Finding], system: dict[str, Any], answers: Sequence[Any]) -> dict[str, Any]:
+    """Print the findings and return all figures."""
     counts = Counter(finding.level for finding in findings)
-    if as_json:
-        document = {
-            "passed": not counts[ERROR],
-            "counts": {level: counts[level] for level in LEVELS},
-            "findings": [finding._asdict() for finding in findings],
-            "ranks": answers,
-            "system": system,
-        }
-        print(json.dumps(document, indent=1, default=str))
-        return
     console = _console()
     if console is None:
         _print_lines(findings)
     else:
         _print_table(findings, console if console.is_terminal else _console(width=WIDTH))
     print(", ".join(f"{counts[level]} {level}" for level in LEVELS if counts[level]))
+    return {
+        "passed": not counts[ERROR],
+        "counts": {level: counts[level] for level in LEVELS},
+        "findings": [finding._asdict() for finding in findings],
+        "ranks": answers,
+        "system": system,
+    }
 
 
 def _print_table(findings: Sequence[Finding], console: Any) -> None:

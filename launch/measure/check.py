@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
 from ringattn.errors import InputError
 from ringattn.launch.calls import MaskedCallConfig
-from ringattn.launch.options import DTYPES, ENGINES, MOST_SEED, help_text, option
-from ringattn.launch.ranks import agreed_ranks, place_in_torchrun, run_ranks_in_processes
+from ringattn.launch.folders import STANDARD_OUTPUT, json_output
+from ringattn.launch.options import DTYPES, ENGINES, MOST_SEED, help_text, json_option, option
+from ringattn.launch.ranks import Place, agreed_ranks, place_in_torchrun, run_ranks_in_processes
 from ringattn.schedule.routes import NUMBERED, ROUTES
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class CheckConfig:
         "all", "of masks, layouts and schedules: every one, or every two of these together", choices=("all", "pairs")
     )
     verbose: bool = option(False, "print every case, not only a line for each schedule")
+    json: str = json_option()
 
 
 class Case(NamedTuple):
@@ -118,20 +120,27 @@ def main(argv: Sequence[str]) -> int:
     if config.heads % config.kv_heads:
         raise InputError(f"kv_heads={config.kv_heads}: does not divide heads={config.heads}")
     place = place_in_torchrun()
+    with json_output(config.json if place is None or place.rank == 0 else "") as write:
+        result = checked(config, place)
+        if place is None or place.rank == 0:
+            verdict = f"{result['failed']} over their bound" if result["failed"] else "all exact"
+            print(f"{result['cases']} cases, {verdict}")
+            write(result)
+    return 1 if result["failed"] else 0
+
+
+def checked(config: CheckConfig, place: Place | None) -> dict[str, Any]:
+    """Compare all cases on the ranks that `config` names, and return the figures of rank 0."""
     ranks = agreed_ranks(config.ranks or (None if place else DEFAULT_RANKS))
-    spec = asdict(config)
+    # Processes inherit the standard output itself, so they must be quiet where it carries JSON.
+    spec = {**asdict(config), "quiet": place is None and config.transport != "local" and config.json == STANDARD_OUTPUT}
     if place:
-        result = worker(spec)
-    elif config.transport == "local":
+        return worker(spec)
+    if config.transport == "local":
         from ringattn.testing import run_ranks
 
-        result = run_ranks(ranks, lambda ring: check_rank(ring, spec), **_ring_options(spec))[0]
-    else:
-        result = run_ranks_in_processes("ringattn.launch.measure.check:worker", spec, ranks, None, 1)[0]
-    if place is None or place.rank == 0:
-        verdict = f"{result['failed']} over their bound" if result["failed"] else "all exact"
-        print(f"{result['cases']} cases, {verdict}")
-    return 1 if result["failed"] else 0
+        return run_ranks(ranks, lambda ring: check_rank(ring, spec), **_ring_options(spec))[0]
+    return run_ranks_in_processes("ringattn.launch.measure.check:worker", spec, ranks, None, 1)[0]
 
 
 def worker(spec: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +161,10 @@ def _ring_options(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
-    """All cases on one rank; rank 0 compares and prints. Returns the number of cases and of failures."""
+    """Compute all cases on one rank; rank 0 compares and prints. Return the numbers of cases and failures, and errors.
+
+    The errors, with their bounds, are those of rank 0, case by case.
+    """
     import torch
 
     from ringattn.launch.measure.exactness import (
@@ -169,12 +181,13 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
     dtype, length = TORCH_DTYPES[spec["dtype"]], spec["tokens"]
     heads, dims = (spec["heads"], spec["kv_heads"]), (spec["head_dim"], spec["value_dim"])
     inputs = tuple(x.to(ring.device) for x in drawn(spec["batch"], length, heads, dims, dtype, spec["seed"]))
-    say: Callable[[str], None] = partial(print, flush=True) if ring.rank == 0 else lambda _: None
+    say: Callable[[str], None] = partial(print, flush=True) if ring.rank == 0 and not spec["quiet"] else lambda _: None
     bound = f"{ABSOLUTE_BOUND[dtype]:.0e}" if dtype in ABSOLUTE_BOUND else f"{OVER_ONE_DEVICE} x one device"
     say(f"{ring.world_size} ranks over {ring.transport.name}, {length} tokens, {spec['dtype']}, bound {bound}")
     say(CASE_HEADING if spec["verbose"] else SUMMARY_HEADING)
     failed = torch.zeros(1, dtype=torch.int64, device=ring.device)
     references: dict[str, tuple[list[Tensor], list[float]]] = {}
+    figures: list[dict[str, Any]] = []
     refused = refused_schedules(ring)
     for why in refused.values():
         say(f"left out: {why}")
@@ -193,6 +206,7 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
                 results.append(Result(case, errors, bounds))
                 if spec["verbose"]:
                     say(results[-1].row())
+        figures += [result.figures() for result in results]
         if ring.rank == 0:
             wrong = sum(not result.exact for result in results)
             failed += wrong
@@ -201,7 +215,8 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
                 if wrong:
                     say("\n".join([CASE_HEADING, *(result.row() for result in results)]))
     ring.all_reduce([failed])  # only rank 0 has counted
-    return {"cases": len(everything), "failed": int(failed)}
+    return {"cases": len(everything), "failed": int(failed), "ranks": ring.world_size, "left_out": refused,
+            "results": figures}  # fmt: skip
 
 
 def refused_schedules(ring: Ring) -> dict[str, str]:
@@ -228,6 +243,11 @@ class Result(NamedTuple):
     def exact(self) -> bool:
         # Not `error > bound`: an error that is not a number must fail.
         return all(error <= bound for error, bound in zip(self.errors, self.bounds, strict=True))
+
+    def figures(self) -> dict[str, Any]:
+        """Return the case and its errors as plain data."""
+        errors, bounds = (dict(zip(NAMES, values, strict=True)) for values in (self.errors, self.bounds))
+        return {**self.case._asdict(), "errors": errors, "bounds": bounds, "exact": self.exact}
 
     def row(self) -> str:
         """The case's line of the table."""

@@ -176,7 +176,7 @@ def _exposed(
 
 
 def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
-    """From the plans of all ranks: the pairs that the mask keeps, times heads, and what was predicted, or None."""
+    """Return the allowed pairs times heads, the prediction (or None), and what `auto` took."""
     options = config.options(seq.length, ring.device)
     cluster = cluster_named(config.cluster) if config.cluster else own_cluster()
     explained = ring.explain(
@@ -185,7 +185,14 @@ def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
         schedule=config.schedule, **options,
     )  # fmt: skip
     predicted = _predicted(explained, cluster.joined(ring.links)) if cluster else None
-    return {"pairs": sum(explained.pairs), "predicted": predicted}
+    resolved = {
+        "schedule": explained.schedule,
+        "layout": explained.problem.q_layout.name,
+        "engine": explained.engine,
+        "transport": ring.transport.name,
+        "sm_margin": explained.sm_margin,
+    }
+    return {"pairs": sum(explained.pairs), "predicted": predicted, "resolved": resolved}
 
 
 def _predicted(explained: Explanation, cluster: Cluster) -> dict[str, Any]:
@@ -229,6 +236,7 @@ def _facts(config: RunConfig, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         "overlap": min(one["overlap"] for one in exposed),
         "arrivals_known": all(one["arrivals_known"] for one in exposed),
         "predicted": planned["predicted"],
+        "resolved": planned["resolved"],
         "environment": by_rank[0]["environment"],
     }
 

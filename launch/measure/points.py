@@ -21,18 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.errors import InputError
-from ringattn.launch.calls import RunConfig, words_of
+from ringattn.launch.calls import RunConfig, with_resolved, words_of
 from ringattn.launch.folders import locked, write_json
 from ringattn.launch.measure.environment import code_version
 from ringattn.observe.files import write_file
+from ringattn.schedule.text import aligned
 
 STATUSES = ("ok", "oom", "error", "timeout")
 MEASURED = (
     "forward_ms", "backward_ms", "pass_ms", "tokens_per_s", "tflops", "bytes_sent", "messages", "exposed_ms", "overlap",
-    "arrivals_known", "peak_bytes", "pool_bytes", "error", "predicted",
+    "arrivals_known", "peak_bytes", "pool_bytes", "error", "predicted", "resolved",
 )  # fmt: skip
 """Keys that a point has only after it ran; null in a record of a failure."""
-BESIDE = ("node_rank", "rdzv_endpoint", "limit_s")
+BESIDE = ("node_rank", "rdzv_endpoint", "limit_s", "json")
 """Options that do not change the result."""
 POINTS, ENVIRONMENTS, SWEEP, ARRIVALS = "points.jsonl", "environments.json", "sweep.json", "jobs"
 OTHER = "give this sweep a folder of its own with out="
@@ -48,12 +49,15 @@ def make_record(
 ) -> dict[str, Any]:
     """Return a point's record with every key; `facts` are those of `point.measure`, empty for a failure.
 
-    Its `environment` is the environment itself; `Folder.append` replaces it by an id.
+    `hash` is that of the configuration, which may say auto; `resolved_hash` and `command` have the values that auto
+    took. Its `environment` is the environment itself; `Folder.append` replaces it by an id.
     """
-    # On several nodes the command that repeats the point lacks where they meet.
-    command = ["ringattn", "run", *words_of(replace(config, node_rank=0, rdzv_endpoint=""))]
+    resolved = with_resolved(config, facts.get("resolved") or {})
+    # On several nodes, the command that repeats the point does not say where they meet.
+    command = ["ringattn", "run", *words_of(replace(resolved, node_rank=0, rdzv_endpoint="", json=""))]
     return {
         "hash": hash_of(config),
+        "resolved_hash": hash_of(resolved),
         "status": status,
         "message": message,
         "config": asdict(config),
@@ -90,6 +94,19 @@ def read_points(folder: Path) -> dict[str, dict[str, Any]]:
         return {record["hash"]: record for record in read_lines(folder) if record is not None}
     except FileNotFoundError:
         return {}
+
+
+def table_of(records: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Return a line for each record with its label: how it ended, times, speed, peak memory."""
+    rows = [("point", "status", "forward ms", "backward ms", "tokens/s", "peak MiB")]
+    for label, record in records:
+        if record["status"] != "ok":
+            rows.append((label, record["status"], "", "", "", ""))
+            continue
+        forward, backward = (each and f"{each['median']:.3f}" for each in (record["forward_ms"], record["backward_ms"]))
+        peak = f"{max(record['peak_bytes']) / 2**20:.1f}"
+        rows.append((label, "ok", forward, backward or "", f"{record['tokens_per_s']:,.0f}", peak))
+    return "\n".join(aligned(rows, left=6))
 
 
 def leave(folder: Path, record: Mapping[str, Any]) -> None:

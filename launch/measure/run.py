@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.calls import RunConfig, load_run, resolved, words_of
+from ringattn.launch.calls import AUTOMATIC, RunConfig, load_run, resolved, words_of
 from ringattn.launch.config import composed_as, is_for_hydra, keys_of, run_application, swept
+from ringattn.launch.folders import STANDARD_OUTPUT, json_output
 from ringattn.launch.measure.environment import NOT_CALIBRATED
+from ringattn.launch.measure.points import Folder, leave, make_record
 from ringattn.launch.nodes import Nodes
 from ringattn.launch.options import help_text, spelled
 from ringattn.launch.processes import RanksError
@@ -42,6 +47,7 @@ Hydra:   ringattn run -m tokens=4096,8192; --cfg job, --config-dir DIR, hydra/la
 
 ENTRY = "ringattn.launch.measure.point:on_rank"
 DRY_RUN = "--dry-run"
+OOM_KINDS = ("OutOfMemoryError", "MemoryError")
 FIRST_PORT, PORTS = 20_000, 12_000
 """Ports where the nodes of a Slurm job meet, below those that Linux assigns (net.ipv4.ip_local_port_range)."""
 
@@ -58,20 +64,23 @@ def main(argv: Sequence[str]) -> int:
         if is_for_hydra(words):
             if len(words) < len(argv):
                 raise InputError(f"{DRY_RUN}: does not go with Hydra's own words; --cfg job shows what would be run")
-            run_application(words, RunConfig, "run", measured)
+            from ringattn.launch.measure.multirun import print_multirun
+
+            try:
+                run_application(words, RunConfig, "run", measured)
+            finally:
+                print_multirun()
             return 0
         config = load_here(words, place)
         if len(words) < len(argv):
             print(command_of(config))
             return 0
-        facts = run_here(config, place)
+        run_and_print(config, place)
     except RingError as error:
         if leads or not isinstance(error, InputError):  # what every rank refuses is said once
             print(f"ringattn run: {error}", file=sys.stderr)
         refused = isinstance(error, InputError) or (isinstance(error, RanksError) and error.refused)
         return 2 if refused else 1
-    if leads and config.node_rank == 0:
-        print(table(config, facts))
     return 0
 
 
@@ -110,10 +119,51 @@ def measured(composed: DictConfig) -> float:
         config = met_in_job(config)
     config = resolved(config)
     _check_meeting(config)
-    facts = run_here(config, place)
-    if (place is None or place.rank == 0) and config.node_rank == 0:
-        print(table(config, facts), flush=True)
-    return sum(float(facts[name]["median"]) for name in ("forward_ms", "backward_ms") if facts[name])
+    hydra = HydraConfig.get()
+    folders = [Path(hydra.runtime.output_dir)]
+    if hydra.mode == RunMode.MULTIRUN:
+        folders.append(Path(hydra.sweep.dir).absolute())
+    record = run_and_print(config, place, folders)
+    return sum(float(record[name]["median"]) for name in ("forward_ms", "backward_ms") if record[name])
+
+
+def run_and_print(config: RunConfig, place: Place | None, folders: Sequence[Path] = ()) -> dict[str, Any]:
+    """Measure a point, print it and return its record.
+
+    `folders`: that of the job, which gets the record (also of a failure), and that of the multirun, which collects it.
+    """
+    leads = (place is None or place.rank == 0) and config.node_rank == 0
+    with json_output(config.json if leads else "") as write:
+        # The processes of the ranks inherit the standard output itself, so they must be quiet.
+        quiet = place is None and config.json == STANDARD_OUTPUT
+        record, failure = attempted(config, lambda: run_here(config, place, quiet))
+        if leads:
+            for folder in folders[:1]:
+                Folder(folder).append(record)
+            for folder in folders[1:]:
+                leave(folder, record)
+        if failure is not None:
+            raise failure
+        if leads:
+            print(table(config, record), flush=True)
+            write(record)
+    return record
+
+
+def attempted(config: RunConfig, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Exception | None]:
+    """Return the record of a point that `run` measures, and the error if it failed."""
+    started, begin = datetime.now(UTC), time.perf_counter()
+    facts: dict[str, Any] = {}
+    status, message = "ok", ""
+    failure: Exception | None = None
+    try:
+        facts = run()
+    except RanksError as error:
+        status = "oom" if error.kind in OOM_KINDS else "timeout" if error.kind == "timeout" else "error"
+        message, failure = str(error), error
+    except Exception as error:
+        status, message, failure = "error", str(error) if isinstance(error, RingError) else repr(error), error
+    return make_record(config, status, message, facts, started, time.perf_counter() - begin), failure
 
 
 def _check_meeting(config: RunConfig) -> None:
@@ -170,7 +220,7 @@ def command_of(config: RunConfig) -> str:
 
 def table(config: RunConfig, facts: Mapping[str, Any]) -> str:
     """What a point came to, a line for each figure."""
-    rows = [("ranks", f"{config.world_size}"), ("tokens", f"{config.tokens}")]
+    rows = [("ranks", f"{config.world_size}"), ("tokens", f"{config.tokens}"), ("call", call_text(config, facts))]
     for name in ("forward", "backward"):
         if spread := facts[f"{name}_ms"]:
             rows.append((name, f"{spread['median']:.3f} ms, p10 {spread['p10']:.3f}, p90 {spread['p90']:.3f}"))
@@ -198,6 +248,13 @@ def table(config: RunConfig, facts: Mapping[str, Any]) -> str:
         why = "" if facts["arrivals_known"] else ": this transport does not tell when messages arrive that work hides"
         rows.append(("overlap", f"{sign}{facts['overlap']:.0%} of the communication is hidden{why}"))
     return "\n".join(f"{name:<12}  {figure}" for name, figure in rows)
+
+
+def call_text(config: RunConfig, facts: Mapping[str, Any]) -> str:
+    """Return the schedule, layout, engine and transport of a measured call, and which of them auto took."""
+    ran = facts["resolved"]
+    words = [f"{key} {ran[key]}{' (auto)' if getattr(config, key) == 'auto' else ''}" for key in AUTOMATIC]
+    return ", ".join([*words, *([f"sm_margin {ran['sm_margin']}"] if ran["sm_margin"] else [])])
 
 
 def _reused(facts: Mapping[str, Any]) -> str:

@@ -22,12 +22,10 @@ from ringattn.errors import InputError, RingError
 from ringattn.launch.calls import RunConfig, load_run, plain
 from ringattn.launch.config import combinations, keys_of, load, parse, swept
 from ringattn.launch.measure.environment import code_version
-from ringattn.launch.measure.points import hash_of, leave, make_record, opened, read_points
-from ringattn.launch.measure.run import DRY_RUN, command_of, met_in_job, run_here
+from ringattn.launch.measure.points import hash_of, leave, make_record, opened, read_points, table_of
+from ringattn.launch.measure.run import DRY_RUN, attempted, command_of, met_in_job, run_here
 from ringattn.launch.options import CONF, help_text, no_such_key, option, presets_of, spelled
-from ringattn.launch.processes import RanksError
 from ringattn.launch.ranks import place_in_torchrun, threads_for
-from ringattn.schedule.text import aligned
 
 if TYPE_CHECKING:
     from submitit import AutoExecutor
@@ -44,7 +42,6 @@ SCALING = "scaling"
 LOOK_S = 0.2
 """Seconds between two looks for records that have arrived."""
 LAUNCHERS = ("local", "submitit_local", "slurm")
-OOM_KINDS = ("OutOfMemoryError", "MemoryError")
 START_MIN = 5
 """Minutes a job gets in addition to the point's own limit, for imports and for starting ranks."""
 SIGNAL_S = 60
@@ -115,6 +112,8 @@ def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
     for override in parse(spelled(words, SweepConfig, RunConfig), known):
         if override.key_or_group not in known:
             raise no_such_key(override.key_or_group, known)
+        if override.key_or_group == "json":
+            raise InputError("json: a sweep writes the records of its points into out; `ringattn run` has json")
         (of_sweep if override.key_or_group in keys else of_points).append(str(override.input_line))
     options = load(of_sweep, SweepConfig)
     of_points = [*_preset_words(options.preset, of_points), *of_points]
@@ -273,19 +272,11 @@ class PointJob:
 
     def __call__(self, config: RunConfig) -> None:
         """Run the point; on other nodes than the first, take part in it and leave nothing."""
-        started, begin, facts = datetime.now(UTC), time.perf_counter(), {}
-        status, message = "ok", ""
-        try:
-            if config.nnodes > 1:
-                config = met_in_job(config)
-            facts = run_here(config, None, quiet=True)
-        except RanksError as error:
-            status = "oom" if error.kind in OOM_KINDS else "timeout" if error.kind == "timeout" else "error"
-            message = str(error)
-        except Exception as error:
-            status, message = "error", str(error) if isinstance(error, RingError) else repr(error)
+        if config.nnodes > 1:
+            config = met_in_job(config)
+        record, _ = attempted(config, lambda: run_here(config, None, quiet=True))
         if config.node_rank == 0:
-            leave(self.folder, make_record(config, status, message, facts, started, time.perf_counter() - begin))
+            leave(self.folder, record)
 
     def checkpoint(self, config: RunConfig) -> Any:
         """Run the point again after Slurm has preempted it; submitit calls this."""
@@ -340,16 +331,7 @@ def script(options: SweepConfig, configs: Sequence[RunConfig]) -> str:
 
 def table(points: Sequence[Point], records: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a line for each point: what varies, how it ended, times, speed, peak memory."""
-    rows = [("point", "status", "forward ms", "backward ms", "tokens/s", "peak MiB")]
-    for point in points:
-        record = records.get(hash_of(point.config), {"status": "missing"})
-        if record["status"] != "ok":
-            rows.append((point.label, record["status"], "", "", "", ""))
-            continue
-        forward, backward = (each and f"{each['median']:.3f}" for each in (record["forward_ms"], record["backward_ms"]))
-        peak = f"{max(record['peak_bytes']) / 2**20:.1f}"
-        rows.append((point.label, "ok", forward, backward or "", f"{record['tokens_per_s']:,.0f}", peak))
-    return "\n".join(aligned(rows, left=6))
+    return table_of([(point.label, records.get(hash_of(point.config), {"status": "missing"})) for point in points])
 
 
 def _figure(record: Mapping[str, Any]) -> str:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from ringattn.core.dilation import OFFSETS
 from ringattn.errors import InputError
 from ringattn.launch.calls import TORCH_DTYPES, MaskedCallConfig, tokens_option
-from ringattn.launch.folders import writing
+from ringattn.launch.folders import json_output, writing
 from ringattn.launch.measure.environment import NOT_CALIBRATED, own_cluster
-from ringattn.launch.options import DTYPES, MOST, help_text, option
+from ringattn.launch.options import DTYPES, MOST, help_text, json_option, option
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, cluster_named
 from ringattn.schedule.text import to_text
 
@@ -39,7 +39,9 @@ class ExplainConfig(MaskedCallConfig):
                           + ", ".join(CLUSTERS) + "; this machine if not set and calibrated",
                           names=tuple(CLUSTERS))  # fmt: skip
     sm_margin: int = option(0, "multiprocessors of a GPU that attention leaves to exchanges, as NCCL takes 8", least=0)
-    operations: bool = option(False, "also list every operation, one a line")
+    operations: bool = option(False, "also list every operation, one per line")
+    all_ranks: bool = option(False, "show every rank also if there are more than 16")
+    json: str = json_option()
     picture: str = option("", "file to draw the schedule into (PNG)", writes="picture")
     rows_picture: str = option("", "dilated: file to draw into which rows each rank keeps, sends and receives (PNG)",
                                writes="picture")  # fmt: skip
@@ -60,8 +62,16 @@ def main(argv: Sequence[str]) -> int:
 
     config = load(argv, ExplainConfig)
     config.check()
-    explanation = explanation_of(config)
-    print(explanation)
+    with json_output(config.json) as write:
+        explanation = explanation_of(config)
+        show(explanation, config)
+        write({"command": "explain", **explanation.summary()})
+    return 0
+
+
+def show(explanation: Explanation, config: ExplainConfig) -> None:
+    """Print the explanation, and draw the pictures that the options name."""
+    print(explanation.text(config.all_ranks))
     if not explanation.predicts:
         print(f"predicted: {NOT_CALIBRATED}")
     if config.operations:
@@ -79,11 +89,10 @@ def main(argv: Sequence[str]) -> int:
         with writing("rows_picture", config.rows_picture):
             draw_rows(explanation, config.rows_picture)
         print(f"rows drawn into {config.rows_picture}")
-    return 0
 
 
 def explanation_of(config: ExplainConfig) -> Explanation:
-    """What the configured call would do."""
+    """Return what the configured call would do."""
     import torch
 
     from ringattn.testing import run_ranks
@@ -114,4 +123,5 @@ def explanation_of(config: ExplainConfig) -> Explanation:
 
     explanation = run_ranks(config.ranks, of_rank)[0]
     assert explanation is not None
-    return replace(explanation, predicts=cluster is not None)
+    # The ranks are threads, which say nothing about the machines that a reader may have in mind.
+    return explanation if cluster is not None else replace(explanation, cluster_from="")

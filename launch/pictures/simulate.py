@@ -5,21 +5,18 @@ Nothing is run. Few ranks are simulated with the plans that would run, thousands
 
 from __future__ import annotations
 
-import json
 import re
 import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from ringattn.errors import InputError
-from ringattn.launch.folders import writing
+from ringattn.launch.folders import json_output, writing
 from ringattn.launch.options import help_text, load_plain
 from ringattn.launch.pictures.simulation import PASSES, SCALINGS, SimulateConfig, Simulated, Simulator
-from ringattn.observe.files import write_file
 from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.simulate import Disturbance, duration
 
@@ -37,9 +34,16 @@ def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text("simulate", PURPOSE, SimulateConfig))
         return 0
-    began = time.perf_counter()
     config = load_plain(argv, SimulateConfig)
     config.check()
+    with json_output(config.json) as write:
+        write(simulated(config))
+    return 0
+
+
+def simulated(config: SimulateConfig) -> dict[str, Any]:
+    """Simulate and print each number of ranks, draw the picture, and return the record."""
+    began = time.perf_counter()
     ranks = counts(config.ranks)
     slow_ranks = [(rank, factor) for (rank,), factor in factors("slow_rank", config.slow_rank, 1)]
     slow_links = [(rank, peer, factor) for (rank, peer), factor in factors("slow_link", config.slow_link, 2)]
@@ -68,10 +72,6 @@ def main(argv: Sequence[str]) -> int:
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"simulated in {time.perf_counter() - began:.1f} s, at most {peak_mib:,.0f} MiB of this process")
     print("\n".join(wrap(f"constants: {cluster.source or 'of no stated source'}", 120, subsequent_indent="  ")))
-    if config.json:
-        with writing("json", config.json):
-            write_file(Path(config.json), json.dumps(record(config, cluster, curves), indent=1) + "\n")
-        print(f"written into {config.json}")
     if config.picture:
         from ringattn.launch.pictures.charts import draw_curves, draw_point
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
             else:
                 draw_curves(config.picture, curves, title)
         print(f"drawn into {config.picture}")
-    return 0
+    return record(config, cluster, curves)
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ringattn.core.problem import Problem
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import UnsupportedError
 from ringattn.launch.calls import MOST_HEADS, TORCH_DTYPES, CallConfig, schedule_option, tokens_option
-from ringattn.launch.options import DTYPES, MOST, option
+from ringattn.launch.options import DTYPES, MOST, json_option, option
 from ringattn.planner.candidates import check_extent
 from ringattn.planner.choose import choose_route, without_collector
 from ringattn.planner.classes import (
@@ -70,7 +70,7 @@ class SimulateConfig(CallConfig):
     slow_link: str = option("", "pairs whose messages take longer, either way, as 7-8:4")
     jitter: float = option(0.0, "work takes up to this share longer, drawn anew for each rank and step", least=0.0)
     seed: int = option(0, "what jitter is drawn from", least=0, most=2**32 - 1)
-    json: str = option("", "file to write everything into (JSON)", writes="file")
+    json: str = json_option()
     picture: str = option("", "file to draw curves or, of one number of ranks, a timeline into (PNG)", writes="picture")
 
 

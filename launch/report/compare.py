@@ -7,7 +7,6 @@ spread, and a point that no longer has results is worse, whatever the threshold.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ringattn.errors import InputError
+from ringattn.launch.calls import AUTOMATIC
 from ringattn.launch.config import keys_of, load
-from ringattn.launch.folders import writing
-from ringattn.launch.options import help_text, no_option, option
+from ringattn.launch.folders import json_output
+from ringattn.launch.options import help_text, json_option, no_option, option
 from ringattn.launch.report.points import Point, Sweep, differing, read_sweep
 from ringattn.launch.report.tables import MIB, UNKNOWN, Table, console_of, figure
-from ringattn.observe.files import write_file
 
 WORSE, BETTER, SAME, NOTHING = "worse", "better", "same", "no results"
 TIMES, BYTES = ("forward_ms", "backward_ms"), ("peak_bytes", "bytes_sent")
@@ -33,7 +32,7 @@ class CompareConfig:
     """What counts as a difference."""
 
     threshold: float = option(0.05, "share by which a figure may grow before it counts as worse", above=0.0)
-    json: str = option("", "file to write everything into (JSON)", writes="file")
+    json: str = json_option()
 
 
 class Change(NamedTuple):
@@ -74,40 +73,59 @@ def main(argv: Sequence[str]) -> int:
     if len(folders) != 2:
         raise InputError(f"expected two folders, got {' '.join(folders) or 'none'}; --help says more")
     config = load([word for word in argv if "=" in word], CompareConfig)
-    before, after = (read_sweep(Path(folder)) for folder in folders)
+    with json_output(config.json) as write:
+        before, after = (read_sweep(Path(folder)) for folder in folders)
+        figures = compared(before, after, config.threshold)
+        write(figures)
+    return 1 if figures["counts"][WORSE] else 0
+
+
+def compared(before: Sweep, after: Sweep, threshold: float) -> dict[str, Any]:
+    """Print the comparison of two sweeps and return its figures. Raises `InputError` if they share no configuration."""
     old, new = ({point.record["hash"]: point for point in sweep.points} for sweep in (before, after))
-    pairs = [_pair(old[key], new[key], config.threshold) for key in old if key in new]
+    pairs = [_pair(old[key], new[key], threshold) for key in old if key in new]
     if not pairs:
-        raise InputError(f"{folders[0]} and {folders[1]} have no configuration in common, so nothing can be compared")
+        raise InputError(f"{before.folder} and {after.folder} have no configuration in common: nothing can be compared")
     alone = [[old[key] for key in old if key not in new], [new[key] for key in new if key not in old]]
     different = differing([*before.environments.values(), *after.environments.values()])
-    notes = [f"the environments differ in {', '.join(different)}"] if different else []
+    notes = [*different_choices(pairs), *([f"the environments differ in {', '.join(different)}"] if different else [])]
     verdicts = Counter(pair.verdict for pair in pairs)
     for note in notes:
         print(f"note: {note}")
-    console_of(WIDTH).print(table_of(before, pairs, config.threshold).for_terminal())
+    console_of(WIDTH).print(table_of(before, pairs, threshold).for_terminal())
     for points, sweep in zip(alone, (before, after), strict=True):
         for point in points:
             print(f"only in {sweep.folder}: {_words(before, after, point)}")
     print(
         f"{len(pairs)} points: {verdicts[WORSE]} worse, {verdicts[BETTER]} better, {verdicts[SAME]} the "
-        f"same, {verdicts[NOTHING]} without results on both sides; {sum(map(len, alone))} on one side alone"
+        f"same, {verdicts[NOTHING]} without results on both sides; {sum(map(len, alone))} in one sweep only"
     )
-    if config.json:
-        content = {
-            "before": str(before.folder),
-            "after": str(after.folder),
-            "threshold": config.threshold,
-            "counts": {verdict: verdicts[verdict] for verdict in (WORSE, BETTER, SAME, NOTHING)},
-            "points": [_as_data(pair) for pair in pairs],
-            "only_before": [point.record["hash"] for point in alone[0]],
-            "only_after": [point.record["hash"] for point in alone[1]],
-            "environments": notes,
-        }
-        with writing("json", config.json):
-            write_file(Path(config.json), json.dumps(content, indent=1) + "\n")
-        print(f"written: {config.json}")
-    return 1 if verdicts[WORSE] else 0
+    return {
+        "before": str(before.folder),
+        "after": str(after.folder),
+        "threshold": threshold,
+        "counts": {verdict: verdicts[verdict] for verdict in (WORSE, BETTER, SAME, NOTHING)},
+        "points": [_as_data(pair) for pair in pairs],
+        "only_before": [point.record["hash"] for point in alone[0]],
+        "only_after": [point.record["hash"] for point in alone[1]],
+        "notes": notes,
+    }
+
+
+def different_choices(pairs: Sequence[Pair]) -> list[str]:
+    """Return a line for each option for which auto took different values before and after."""
+    changes: dict[tuple[str, str, str], int] = Counter(
+        (key, pair.before.taken(key), pair.after.taken(key))
+        for pair in pairs
+        if pair.before.ok and pair.after.ok
+        for key in AUTOMATIC
+    )
+    return [
+        f"auto took another {key}: {before} before, {after} after, in {count} of {len(pairs)} points; their times "
+        "compare two different calls"
+        for (key, before, after), count in changes.items()
+        if before != after
+    ]
 
 
 def _pair(before: Point, after: Point, threshold: float) -> Pair:
@@ -132,13 +150,13 @@ def table_of(sweep: Sweep, pairs: Sequence[Pair], threshold: float) -> Table:
     pairs = sorted(pairs, key=lambda pair: (WORSE, NOTHING, BETTER, SAME).index(pair.verdict))
     rows = []
     for pair in pairs:
-        options = [sweep.option(pair.before, key) or UNKNOWN for key in sweep.varying]
+        options = [sweep.shown(pair.before, key) or UNKNOWN for key in sweep.columns]
         sizes = [f"{pair.before.tokens:,}", str(pair.before.world_size)]
         rows.append((*options, *sizes, *(_cell(pair, key) for key in (*TIMES, *BYTES)), _verdict(pair)))
-    head = (*sweep.varying, "tokens", "ranks", "forward ms", "backward ms", "peak MiB", "sent MiB", "verdict")
+    head = (*sweep.columns, "tokens", "ranks", "forward ms", "backward ms", "peak MiB", "sent MiB", "verdict")
     marked = frozenset(n for n, pair in enumerate(pairs) if pair.verdict == WORSE)
     note = f"Before → after. A change counts beyond {threshold:.0%} and, for times, beyond p10 to p90 of either side."
-    return Table("Compared", head, rows, marked, note, texts=len(sweep.varying))
+    return Table("Compared", head, rows, marked, note, texts=len(sweep.columns))
 
 
 def _cell(pair: Pair, key: str) -> str:
@@ -165,6 +183,7 @@ def _as_data(pair: Pair) -> Mapping[str, Any]:
     return {
         "hash": pair.before.record["hash"],
         "options": pair.before.options,
+        "resolved": [pair.before.record.get("resolved"), pair.after.record.get("resolved")],
         "status": [pair.before.record["status"], pair.after.record["status"]],
         "verdict": pair.verdict,
         "changes": {key: change._asdict() for key, change in pair.changes.items()},

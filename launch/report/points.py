@@ -31,7 +31,7 @@ BETWEEN = ("schedule", "layout", "transport")
 ANY = "any"
 AXES = ("ranks", "nnodes", "tokens", "tokens_per_rank")
 """What an axis shows, in one way of writing it or another; no part of the name of a series."""
-BESIDE = ("node_rank", "rdzv_endpoint", "timeout_s", "limit_s", "threads_per_rank")
+BESIDE = ("node_rank", "rdzv_endpoint", "timeout_s", "limit_s", "threads_per_rank", "json")
 """What says how ranks were started, and follows the number of ranks."""
 
 
@@ -99,6 +99,10 @@ class Point:
         """The configuration, values as text."""
         return dict(flat(self.record["config"]))
 
+    def taken(self, key: str) -> str:
+        """Return the value of an option that ran: that which auto took, or that of the configuration."""
+        return str((self.record.get("resolved") or {}).get(key) or self.options.get(key, ""))
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -153,6 +157,19 @@ class Sweep:
     def option(self, point: Point, key: str) -> str:
         """Return an option's value as text; `any` for what makes no difference to one rank alone."""
         return ANY if point.world_size == 1 and key in BETWEEN else point.options.get(key, "")
+
+    def shown(self, point: Point, key: str) -> str:
+        """Return `option`, with the value that auto took: `auto: ring`."""
+        text = self.option(point, key)
+        taken = point.taken(key)
+        return f"{text}: {taken}" if text == "auto" != taken else text
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """The options that a table of points shows: those that differ, and those for which auto took several values."""
+        taken = {key: {self.shown(point, key) for point in self.ok if self.option(point, key) == "auto"}
+                 for key in CHOICES}  # fmt: skip
+        return [*(key for key in CHOICES if len(taken[key]) > 1 and key not in self.varying), *self.varying]
 
     @cached_property
     def alone(self) -> dict[tuple[str, ...], Point]:

@@ -96,7 +96,7 @@ def results(sweep: Sweep, brief: bool = False) -> Table:
         note += ", where p10 to p90 of the next are all slower." if close else "."
     elif close:
         note += " No point is marked as the fastest: p10 to p90 of the first two of each group overlap."
-    head = (*(("best",) if marked else ()), *sweep.varying, "tokens", "ranks")
+    head = (*(("best",) if marked else ()), *sweep.columns, "tokens", "ranks")
     names = tuple(name for name, _ in columns)
     return Table("Results", (*head, *names), rows, frozenset(marked), f"{note} {prediction_words(sweep)}".strip(),
                  texts=len(head) - 2)  # fmt: skip
@@ -148,7 +148,7 @@ def _error(point: Point) -> str:
 
 
 def _options(sweep: Sweep, point: Point) -> tuple[str, ...]:
-    return (*(sweep.option(point, key) or UNKNOWN for key in sweep.varying), f"{point.tokens:,}", str(point.world_size))
+    return (*(sweep.shown(point, key) or UNKNOWN for key in sweep.columns), f"{point.tokens:,}", str(point.world_size))
 
 
 def scalings(sweep: Sweep, found: Sequence[Series]) -> Table:
@@ -177,16 +177,21 @@ def failures(sweep: Sweep) -> Table:
         message = " ".join(str(point.record.get("message") or UNKNOWN).split())
         rows.append((*_options(sweep, point), str(point.record["status"]), message))
     note = "Out of memory, errors and timeouts are results: these configurations do not run as they are."
-    return Table("Points without results", (*sweep.varying, "tokens", "ranks", "status", "message"), rows, note=note,
-                 texts=len(sweep.varying) + 4)  # fmt: skip
+    return Table("Points without results", (*sweep.columns, "tokens", "ranks", "status", "message"), rows, note=note,
+                 texts=len(sweep.columns) + 4)  # fmt: skip
 
 
 def shared_options(sweep: Sweep) -> list[tuple[str, str]]:
-    """The options that all points have in common, with their values; without those that have none."""
+    """Return the options that all points have in common, with their values and what auto took; without empty ones."""
     options = sweep.points[0].options
     keys = [key for key in options if key not in (*sweep.varying, *AXES, *BESIDE) and options[key]]
     order = {key: place for place, key in enumerate(ALWAYS_SHOWN)}
-    return [(key, options[key]) for key in sorted(keys, key=lambda key: (order.get(key, len(order)), key))]
+
+    def value(key: str) -> str:
+        taken = {point.taken(key) for point in sweep.ok if sweep.option(point, key) == "auto"}
+        return f"auto: {', '.join(sorted(taken))}" if taken - {"auto"} else options[key]
+
+    return [(key, value(key)) for key in sorted(keys, key=lambda key: (order.get(key, len(order)), key))]
 
 
 def swept_options(sweep: Sweep) -> list[tuple[str, str]]:

@@ -18,6 +18,8 @@ from ringattn import cli
 from ringattn.errors import RingError
 from ringattn.launch.calls import RunConfig
 from ringattn.launch.measure import run
+from ringattn.launch.measure.points import read_points
+from ringattn.launch.processes import RanksError
 from tests.adapters.environments import environment
 from tests.launch.commands import ROOT, ringattn
 
@@ -29,13 +31,14 @@ class StandIn:
         self.ran: list[RunConfig] = []
         self.error: RingError | None = None
 
-    def __call__(self, config: RunConfig, place: object) -> dict[str, Any]:
+    def __call__(self, config: RunConfig, place: object, quiet: bool) -> dict[str, Any]:
         self.ran.append(config)
         if self.error is not None:
             raise self.error
         assert config.tokens is not None
         milliseconds = config.tokens * (2 if config.schedule == "ring" else 1)
-        return {"forward_ms": {"median": milliseconds}, "backward_ms": None}
+        spread = dict.fromkeys(("median", "p10", "p90"), milliseconds)
+        return {"forward_ms": {**spread, "samples": 1}, "backward_ms": None, "peak_bytes": [0], "tokens_per_s": 1.0}
 
 
 @pytest.fixture
@@ -79,6 +82,18 @@ def test_a_multirun_has_a_job_a_point(ranks: StandIn, tmp_path: Path, capsys: py
     assert "sweep/multirun.yaml" in files(tmp_path) and {file.split("/")[0] for file in files(tmp_path)} == {"sweep"}
     told = capsys.readouterr().out
     assert "#3 : tokens=96 schedule=direct" in told and "96 192" in told
+
+
+def test_a_job_that_fails_has_a_record_and_the_table_is_printed(
+    ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.error = RanksError("too slow", "timeout")
+    assert run.main(["-m", "tokens=64,96", "hydra.sweep.dir=sweep"]) == 1
+    records = read_points(tmp_path / "sweep")
+    assert [(record["tokens"], record["status"]) for record in records.values()] == [(64, "timeout"), (96, "timeout")]
+    told = capsys.readouterr()
+    assert re.findall(r"^(tokens=\d+) +timeout", told.out, re.MULTILINE) == ["tokens=64", "tokens=96"]
+    assert "ringattn run: too slow" in told.err
 
 
 @pytest.mark.slow
@@ -190,7 +205,8 @@ def test_a_multirun_under_torchrun(
 
 def test_the_task_returns_what_a_sweeper_minimises(ranks: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     spread = {"median": 1.5}
-    monkeypatch.setattr(run, "run_here", lambda config, place: {"forward_ms": spread, "backward_ms": {"median": 2.0}})
+    facts = {"forward_ms": spread, "backward_ms": {"median": 2.0}, "peak_bytes": [0], "tokens_per_s": 1.0}
+    monkeypatch.setattr(run, "run_here", lambda config, place, quiet: facts)
     monkeypatch.setattr(run, "table", lambda config, facts: "")
     returned = []
     measured = run.measured
@@ -211,7 +227,7 @@ SMALL = ("shape=small", "repeats=1", "warmup=1", "threads_per_rank=1", "backward
 # What the sweeper asks for, and what that imports; alembic and SQLAlchemy as old as this Optuna.
 OPTUNA = ("hydra-optuna-sweeper==1.3.0", "optuna==2.10.1", "alembic==1.12.1", "cmaes==0.13.1", "colorlog==6.12.0",
           "joblib==1.6.0", "mako==1.4.3", "scipy==1.17.1", "sqlalchemy==1.4.54")  # fmt: skip
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+JOBLIB = ("hydra-joblib-launcher==1.2.0", "joblib==1.6.0")
 
 
 def ran(folder: Path, *words: str, packages: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -220,6 +236,37 @@ def ran(folder: Path, *words: str, packages: Path | None = None) -> subprocess.C
     return ringattn("run", *words, cwd=folder, env={"PYTHONPATH": path})
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("launcher", ["basic", "submitit_local", "joblib"])
+def test_a_multirun_leaves_a_record_per_job_and_prints_one_table(launcher: str, tmp_path: Path) -> None:
+    words = [
+        "-m",
+        f"hydra/launcher={launcher}",
+        "hydra.sweep.dir=sweep",
+        "tokens=64,96",
+        "schedule=direct,ring",
+        "ranks=2",
+    ]
+    packages = environment(*JOBLIB) if launcher == "joblib" else None
+    done = ran(tmp_path, *words, *SMALL, packages=packages)
+    assert done.returncode == 0, done.stderr
+    jobs = [read_points(tmp_path / "sweep" / str(number)) for number in range(4)]
+    every = read_points(tmp_path / "sweep")
+    assert [len(each) for each in jobs] == [1] * 4 and len(every) == 4
+    assert all(every[key] == record for job in jobs for key, record in job.items())
+    assert sorted((record["tokens"], record["resolved"]["schedule"]) for record in every.values()) == [
+        (64, "direct"), (64, "ring"), (96, "direct"), (96, "ring")
+    ]  # fmt: skip
+    rows = re.findall(r"^(tokens=\d+ schedule=\w+) +ok ", done.stdout, re.MULTILINE)
+    assert rows == [f"tokens={tokens} schedule={name}" for tokens in (64, 96) for name in ("direct", "ring")]
+    assert "records of all jobs: " in done.stdout
+    reported = ringattn("report", "sweep", cwd=tmp_path)
+    assert reported.returncode == 0 and "4 points: 4 with results" in reported.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_optuna_minimises_the_time(tmp_path: Path) -> None:
     """What it calls best is the least of the times that were measured, over schedules and lengths."""
     done = ran(

@@ -340,7 +340,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
     """The exit code and the document."""
-    code = main(["doctor", "--json"])
+    code = main(["doctor", "json=-"])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -378,7 +378,7 @@ def test_a_look_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_this_machine(ranks: int, tmp_path: Path) -> None:
     # Alone, and as the ranks of torchrun: one document on standard output, progress beside it.
     torchrun = (*TORCHRUN, f"--nproc-per-node={ranks}") if ranks else ()
-    done = python(*torchrun, "-m", "ringattn", "doctor", "--json", cwd=tmp_path)
+    done = python(*torchrun, "-m", "ringattn", "doctor", "json=-", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     found = {one["topic"]: one for one in document["findings"]}

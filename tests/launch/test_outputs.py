@@ -253,7 +253,7 @@ SAFE = {
     "launch/ranks.py": "in a private folder with a random name",
     "launch/processes.py": "there, too, and exclusively",
     "launch/train/checkpoints.py": "exclusively",
-    "launch/report/report.py": "a picture into memory",
+    "launch/report/page.py": "a picture into memory",
     "ringattn/observe/files.py": "the one place",
     "ringattn/observe/memory.py": "/proc",
 }

@@ -326,7 +326,7 @@ COMMANDS = {
     "train": "train ranks=2 replicas=2 batch=2 model=tiny tokens=64 steps=2 checkpoint_every_steps=1 transport=gloo",
     "timeline": "timeline ranks=2 tokens=64 picture=",
     "calibrate": "calibrate ranks=2 transport=gloo rounds=1",
-    "doctor": "doctor --json",
+    "doctor": "doctor json=-",
     "demo": "demo ranks=2 steps=2 tokens=64 model=tiny",
 }
 

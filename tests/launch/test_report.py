@@ -498,6 +498,38 @@ def test_one_rank_is_named_as_in_a_report(tmp_path: Path, capsys: pytest.Capture
     assert f"only in {tmp_path / 'b'}: schedule direct, layout zigzag, 8,192 tokens, 2 ranks" in printed
 
 
+def automatic(schedule: str, ranks: int = 4) -> Record:
+    """A record of a call whose schedule was auto, which took `schedule`."""
+    made = record(ranks, 4096)
+    ran = {"schedule": schedule, "layout": "zigzag", "engine": "aten", "transport": "gloo", "sm_margin": 0}
+    return {**made, "config": {**made["config"], "schedule": "auto"}, "resolved": ran}
+
+
+def test_the_first_line_says_that_auto_took_another_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, figures = compared(
+        tmp_path, [automatic("ring"), automatic("ring", 2)], [automatic("all_gather"), automatic("ring", 2)]
+    )
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "note: auto took another schedule: ring before, all_gather after, in 1 of 2 points; their times compare two "
+        "different calls\n"
+    )
+    assert code == 0 and figures["notes"][0] in printed
+    assert [ran["schedule"] for ran in figures["points"][-1]["resolved"]] in (["ring", "all_gather"], ["ring", "ring"])
+    compared(tmp_path, [automatic("ring")], [automatic("ring")])
+    assert "auto took" not in capsys.readouterr().out
+
+
+def test_tables_show_what_auto_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder(tmp_path, [automatic("ring", 2), automatic("all_gather", 4)])
+    assert main(["report", str(path)]) == 0
+    assert re.findall(r"auto: (\w+)", capsys.readouterr().out) == ["ring", "all_gather"]
+    page = (path / "report.html").read_text()
+    assert "auto: all_gather, ring" in page and "auto: all_gather, ring" in (path / "report.md").read_text()
+
+
 def test_different_environments_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [folder(tmp_path / name, [record(2, 4096)]) for name in ("a", "b")]
     (paths[1] / "environments.json").write_text(json.dumps({"e2": {"torch": "2.12.0"}}))

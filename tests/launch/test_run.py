@@ -57,7 +57,7 @@ OPTIONS = """
 tokens batch heads kv_heads head_dim dtype causal window layout schedule backward scale softcap sinks alibi_slopes
 dropout_p dropout_seed mask documents cu_seqlens
 segment_lengths dilation_rates ranks tokens_per_rank engine transport warmup repeats seed nnodes node_rank
-rdzv_endpoint threads_per_rank timeout_s limit_s cluster
+rdzv_endpoint threads_per_rank timeout_s limit_s cluster json
 """.split()
 SWEEP_OPTIONS = """
 out launcher preset slurm.partition slurm.account slurm.gpus_per_node slurm.cpus_per_task slurm.mem_gb
@@ -243,7 +243,7 @@ def test_other_calls_are_measured_too(words: list[str]) -> None:
 
 
 def test_times_are_of_the_slowest_rank() -> None:
-    planned = {"pairs": 1, "predicted": {}}
+    planned = {"pairs": 1, "predicted": {}, "resolved": {}}
     exposed = {"forward": 0.0, "backward": 0.0, "overlap": 1.0, "arrivals_known": True}
     rank = {"exposed": exposed, "planned": planned, "environment": {}, "bytes_sent": 0, "messages": 0, "peak_bytes": 0,
             "pool_bytes": 0}  # fmt: skip

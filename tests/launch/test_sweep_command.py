@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ringattn.errors import RingError
-from ringattn.launch.calls import RunConfig, load_run, plain, words_of
+from ringattn.launch.calls import AUTOMATIC, RunConfig, load_run, plain, words_of
 from ringattn.launch.measure import sweep
 from ringattn.launch.measure.points import (
     ARRIVALS,
@@ -30,8 +30,8 @@ from ringattn.launch.processes import RanksError
 from tests.launch.commands import ROOT, ringattn, started, wait_for_line
 
 KEYS = {
-    "hash", "status", "message", "config", "started", "wall_s", "environment", "commit", "world_size", "tokens",
-    "command", *MEASURED,
+    "hash", "resolved_hash", "status", "message", "config", "started", "wall_s", "environment", "commit", "world_size",
+    "tokens", "command", *MEASURED,
 }  # fmt: skip
 
 
@@ -95,6 +95,24 @@ def test_every_combination_is_a_line(ranks: StandIn, tmp_path: Path, capsys: pyt
     assert "3 of 3 points are ok" in printed
     assert "the same work, run once: ranks=1, with schedule=ring; schedule=all_gather" in printed
     assert not list(tmp_path.glob("multirun")) and not (ROOT / "multirun").exists()
+
+
+def test_a_record_repeats_what_auto_took(ranks: StandIn, tmp_path: Path) -> None:
+    taken = {"schedule": "double_ring:2", "layout": "zigzag", "engine": "aten", "transport": "shm+gloo", "sm_margin": 0}
+    ranks.answer = lambda config: {**facts(config), "resolved": taken}
+    assert swept(tmp_path, "ranks=1,4", "tokens=64") == 0
+    alone, shared = lines(tmp_path)
+    words = ["schedule=double_ring:2", "layout=zigzag", "engine=aten", "transport=shm"]
+    assert set(words) <= set(shared["command"].split()) and shared["resolved"] == taken
+    assert {word for word in alone["command"].split() if word.partition("=")[0] in AUTOMATIC} == {"engine=aten"}
+    for record in (alone, shared):
+        repeated = load_run(record["command"].split()[2:])
+        assert record["resolved_hash"] == hash_of(repeated) != record["hash"]
+
+
+def test_json_is_no_key_of_a_sweep(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert swept(tmp_path, "json=a.json", "tokens=64") == 2
+    assert "json: a sweep writes the records of its points into out" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,0 +1,61 @@
+"""The key `json` of the commands: with `json=-` the standard output is one JSON document, and text is elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringattn.cli import main
+from tests.launch.commands import ringattn
+from tests.launch.sweep_records import folder, strong
+
+COMMANDS: dict[str, tuple[str, set[str]]] = {
+    "explain": ("ranks=2 tokens=64", {"schedule", "layout", "engine", "by_rank", "balance", "steps"}),
+    "plan": ("preset=1.3B ranks=8", {"model", "hardware", "fits", "bytes_by_component"}),
+    "simulate": ("ranks=8 tokens=64k", {"config", "cluster", "curves"}),
+    "check": ("transport=local ranks=2 combinations=pairs", {"cases", "failed", "results"}),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_standard_output_is_one_document(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, keys = COMMANDS[command]
+    assert main([command, *words.split(), "json=-"]) in (0, 1)  # `plan`: 1 if the run does not fit
+    told = capsys.readouterr()
+    assert keys <= set(json.loads(told.out)) and told.err.strip()
+
+
+def test_a_file_gets_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["explain", "ranks=3", "tokens=100"]
+    assert main([*words, f"json={tmp_path / 'figures.json'}"]) == 0
+    text = capsys.readouterr().out
+    assert f"written: {tmp_path / 'figures.json'}" in text and text.startswith("ring schedule")
+    assert main([*words, "json=-"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "figures.json").read_text()) == figures
+    assert figures["by_rank"]["tokens"] == [33, 33, 34] and figures["ranks"] == 3
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(folder(tmp_path, strong()))
+    assert main(["compare", path, path, "json=-"]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"]["worse"] == 0
+
+
+@pytest.mark.parametrize(
+    "words", ["run ranks=2 tokens=64 repeats=1 warmup=1", "check transport=gloo ranks=2 combinations=pairs", "doctor"]
+)
+def test_ranks_that_are_processes_print_nothing_else(words: str, tmp_path: Path) -> None:
+    done = ringattn(*words.split(), "json=-", cwd=tmp_path)
+    figures: dict[str, Any] = json.loads(done.stdout)
+    if words.startswith("run"):
+        assert figures["resolved"]["transport"] == "shm" and figures["forward_ms"]["samples"] == 1
+    assert done.returncode == 0 or words == "doctor"
+
+
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"json={tmp_path / 'none' / 'a.json'}"]) == 2
+    assert "its folder does not exist" in capsys.readouterr().err
