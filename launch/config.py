@@ -190,6 +190,7 @@ def run_application(words: Sequence[str], schema: Any, name: str, task: Callable
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     flags, overrides = _divided(words, keys_of(schema))
     overrides = spelled(overrides, schema)
@@ -211,7 +212,11 @@ def run_application(words: Sequence[str], schema: Any, name: str, task: Callable
         for start, package in PLUGINS.items():
             if f"'hydra/launcher/{start}" in text or f"'hydra/sweeper/{start}" in text:
                 text += f"\nit comes with: pip install {package}"
-        raise InputError(_wrong_value(error) or text) from error
+        raise InputError(_wrong_key(error, schema) or _wrong_value(error) or text) from error
+    except YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        file = f"{where.name}, line {where.line + 1}" if where else "a file of --config-dir"
+        raise InputError(f"{file}: is no YAML: {getattr(error, 'problem', None) or _first_line(error)}") from error
     finally:
         sys.argv = arguments
         del os.environ[FULL_ERROR]
@@ -239,6 +244,12 @@ def _divided(words: Sequence[str], known: Collection[str]) -> tuple[list[str], l
     if len(modes) > 1:
         raise InputError(f"{modes[1]}: does not go with {modes[0]}; give one of them")
     return flags, overrides
+
+
+def _wrong_key(error: BaseException, schema: Any) -> str:
+    """Return a message about a key that `schema` does not have, with the nearest one. Empty for other errors."""
+    match = re.search(r"Key '(.+)' not in ", f"{error} {error.__cause__}")
+    return str(no_such_key(match[1], keys_of(schema))) if match else ""
 
 
 def _wrong_value(error: BaseException) -> str:

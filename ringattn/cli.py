@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -105,13 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _has_no_reader() -> bool:
-    """Whether nobody reads standard output any more, as after `| head`; what is left to write is dropped then."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    """Whether the reader of the standard output has closed it, as `head` does; then drop what is left to write."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _say_what_starts(words: Sequence[str]) -> None:

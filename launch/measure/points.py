@@ -80,12 +80,16 @@ def read_lines(folder: Path) -> list[dict[str, Any] | None]:
     records = []
     for line in (folder / POINTS).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_constant=_no_number)
         except ValueError:
             record = None
         is_record = isinstance(record, dict) and isinstance(record.get("hash"), str)
         records += [record if is_record else None] if line.strip() else []
     return records
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not a number of JSON")
 
 
 def read_points(folder: Path) -> dict[str, dict[str, Any]]:

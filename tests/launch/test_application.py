@@ -166,16 +166,6 @@ def test_mistakes(words: str, told: str, ranks: StandIn, capsys: pytest.CaptureF
     assert told in said and "ringattn run: " in said and "Traceback" not in said and not ranks.ran
 
 
-def test_a_yaml_with_a_wrong_key(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults: [run, _self_]\ntoknes: 64\n")
-    (tmp_path / "bare.yaml").write_text("mask: {kind: full}\n")
-    assert run.main(["--config-dir=.", "--config-name=mine"]) == 2
-    assert "Key 'toknes' not in 'RunConfig'" in capsys.readouterr().err
-    assert run.main(["--config-dir=.", "--config-name=bare"]) == 2
-    assert "mask: " in capsys.readouterr().err
-    assert not ranks.ran
-
-
 @pytest.mark.slow
 def test_a_point_that_fails(
     ranks: StandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -212,6 +202,23 @@ def test_the_task_returns_what_a_sweeper_minimises(ranks: StandIn, monkeypatch: 
     measured = run.measured
     monkeypatch.setattr(run, "measured", lambda composed: returned.append(measured(composed)))
     assert run.main(["++tokens=64"]) == 0 and returned == [3.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("defaults: [run, _self_]\ntokns: 3\n", "tokns: no such key; did you mean tokens?"),
+        ("defaults: [run\ntokens: : 3\n", "nightly.yaml, line 2: is no YAML: expected ',' or ']', but got ':'"),
+    ],
+)
+def test_a_config_of_ones_own_is_refused_in_one_line(
+    text: str, message: str, ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "nightly.yaml").write_text(text)
+    assert run.main(["--config-dir", "conf", "--config-name", "nightly"]) == 2
+    told = capsys.readouterr().err
+    assert message in told and len(told.splitlines()) == 1 and not ranks.ran
 
 
 def test_only_hydras_public_names_are_used() -> None:

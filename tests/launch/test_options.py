@@ -147,14 +147,14 @@ def test_a_command_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not a command; a command comes first, as ringattn run tokens=128k\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("unread", [True, False])
+@pytest.mark.parametrize(("unread", "flushed"), [(True, False), (True, True), (False, False)])
 def test_a_pipe_that_nobody_reads_ends_a_command_without_a_traceback(
-    unread: bool, monkeypatch: pytest.MonkeyPatch
+    unread: bool, flushed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `ringattn explain | head`; where it is another pipe that broke, that is told."""
 
     def run(words: Sequence[str]) -> int:
-        print("many lines")
+        print("many lines", flush=flushed)
         if not unread:
             raise BrokenPipeError("of a socket")
         return 0

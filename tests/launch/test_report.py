@@ -522,6 +522,14 @@ def test_the_first_line_says_that_auto_took_another_schedule(
     assert "auto took" not in capsys.readouterr().out
 
 
+def test_a_number_that_json_does_not_have_is_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder(tmp_path, [record(2, 4096), record(4, 4096)])
+    lines = (path / "points.jsonl").read_text().splitlines()
+    (path / "points.jsonl").write_text("\n".join([re.sub('"median": [0-9.]+', '"median": NaN', lines[0]), lines[1]]))
+    assert main(["report", str(path)]) == 0
+    assert "1 point: 1 with results; 1 lines could not be read" in capsys.readouterr().out
+
+
 def test_tables_show_what_auto_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder(tmp_path, [automatic("ring", 2), automatic("all_gather", 4)])
     assert main(["report", str(path)]) == 0
