@@ -53,7 +53,9 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 IGNORE = -100
 """The label that does not count, as in torch's cross entropy."""
 LINES = 10
-"""Of progress, where there is no terminal."""
+"""Lines of progress without a terminal, if steps are fast."""
+QUIET_S, QUIET_SHARE = 5.0, 0.02
+"""Slow steps print more lines: after so many seconds, or this share of the time so far, whichever is longer."""
 
 
 def train_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,11 +353,13 @@ def local_loss(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
 class TrainingProgress(Progress):
     """Shows the steps of one run, `title` in front of each line.
 
-    A live bar on a terminal; anywhere else about `lines` plain lines. The caller decides which rank shows anything.
+    A live bar on a terminal; elsewhere plain lines: the last step, and if `lines` is more than 1 also the first, about
+    `lines` in between, and more of them if steps are slow. The caller decides which rank shows anything.
     """
 
     def __init__(self, title: str, steps: int, lines: int = LINES) -> None:
         self.title, self.steps, self.lines = title, steps, lines
+        self._began = self._printed = time.monotonic()
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -370,7 +374,10 @@ class TrainingProgress(Progress):
         figures = f"loss {'skipped' if loss is None else f'{loss:.4f}'}  {tokens_per_s:,.0f} tokens/s"
         figures += f"  {skipped} skipped" if skipped else ""
         every = max(1, self.steps // max(1, self.lines))
+        now = time.monotonic()
+        is_due = now - self._printed >= max(QUIET_S, QUIET_SHARE * (now - self._began))
         if not self.disable:
             self.update(self._run, completed=step + 1, figures=figures)
-        elif step == self.steps - 1 or (self.lines > 1 and (step == 0 or (step + 1) % every == 0)):
+        elif step == self.steps - 1 or (self.lines > 1 and (step == 0 or (step + 1) % every == 0 or is_due)):
+            self._printed = now
             print(f"{self.title}  step {step + 1}/{self.steps}  {figures}", flush=True)

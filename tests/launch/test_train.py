@@ -528,6 +528,17 @@ def test_the_story_has_about_twenty_lines(
     assert "fp32: over 40 steps" in told and "fp64: over 40 steps" in told and "DIFFERENT" not in told
 
 
+def test_slow_steps_print_by_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now)
+    with TrainingProgress("a run", 1_000_000) as progress:
+        for step in range(2000):
+            now += 1.0
+            progress.done(step, 1.0, 1.0)
+    shown = [int(each) for each in re.findall(r"step (\d+)/", capsys.readouterr().out)]
+    assert shown[:4] == [1, 6, 11, 16] and shown[-1] - shown[-2] == 40  # 2 % of the time so far
+
+
 def test_a_run_prints_as_many_lines_as_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     for asked, printed in ((0, 0), (1, 1), (10, 11)):
         with TrainingProgress("a run", 40 if asked else 0, asked) as progress:
