@@ -116,12 +116,12 @@ def traced_ranks(ranks: int, slow: Sequence[int]) -> list[int]:
 
 
 def shared_out(tokens: int, ranks: Sequence[int], weak: bool) -> list[int]:
-    """Return the tokens for each number of ranks: all, or (weak) as many for each rank as the most ranks have.
+    """Return the tokens for each number of ranks: all, or (weak) the same number per rank as the most ranks have.
 
-    Raises `InputError` where a rank would have none.
+    Raises `InputError` if a rank would have none.
     """
-    if weak and tokens < max(ranks):
-        raise InputError(f"tokens={tokens}: leaves nothing for some of {max(ranks)} ranks")
+    if tokens < max(ranks):
+        raise InputError(f"ranks={max(ranks)}: {max(ranks)} ranks are more than tokens={tokens}; use fewer ranks")
     return [max(1, tokens * count // max(ranks)) if weak else tokens for count in ranks]
 
 

@@ -93,7 +93,8 @@ def test_words() -> None:
                         (lambda: counts("16385"), "ranks=16385"), (lambda: counts("a"), "ranks=a"),
                         (lambda: factors("slow_rank", "3", 1), "slow_rank=3: write 3:1.5"),
                         (lambda: factors("slow_link", "3:2", 2), "slow_link=3:2: write 7-8:4"),
-                        (lambda: shared_out(3, [1, 8], weak=True), "tokens=3: leaves nothing")):  # fmt: skip
+                        (lambda: shared_out(3, [1, 8], True), "ranks=8: 8 ranks are more than tokens=3"),
+                        (lambda: shared_out(3, [1, 8], False), "ranks=8: 8 ranks are more than tokens=3")):  # fmt: skip
         with pytest.raises(InputError, match=told):
             wrong()
 
