@@ -6,6 +6,7 @@ printed with verbose=true, and where one is over its bound.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -132,8 +133,7 @@ def main(argv: Sequence[str]) -> int:
 def checked(config: CheckConfig, place: Place | None) -> dict[str, Any]:
     """Compare all cases on the ranks that `config` names, and return the figures of rank 0."""
     ranks = agreed_ranks(config.ranks or (None if place else DEFAULT_RANKS))
-    # Processes inherit the standard output itself, so they must be quiet where it carries JSON.
-    spec = {**asdict(config), "quiet": place is None and config.transport != "local" and config.json == STANDARD_OUTPUT}
+    spec = asdict(config)
     if place:
         return worker(spec)
     if config.transport == "local":
@@ -181,7 +181,9 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
     dtype, length = TORCH_DTYPES[spec["dtype"]], spec["tokens"]
     heads, dims = (spec["heads"], spec["kv_heads"]), (spec["head_dim"], spec["value_dim"])
     inputs = tuple(x.to(ring.device) for x in drawn(spec["batch"], length, heads, dims, dtype, spec["seed"]))
-    say: Callable[[str], None] = partial(print, flush=True) if ring.rank == 0 and not spec["quiet"] else lambda _: None
+    # Standard output may be for JSON alone.
+    stream = sys.stderr if spec["json"] == STANDARD_OUTPUT else sys.stdout
+    say: Callable[[str], None] = partial(print, flush=True, file=stream) if ring.rank == 0 else lambda _: None
     bound = f"{ABSOLUTE_BOUND[dtype]:.0e}" if dtype in ABSOLUTE_BOUND else f"{OVER_ONE_DEVICE} x one device"
     say(f"{ring.world_size} ranks over {ring.transport.name}, {length} tokens, {spec['dtype']}, bound {bound}")
     say(CASE_HEADING if spec["verbose"] else SUMMARY_HEADING)
