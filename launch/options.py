@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import difflib
 import re
+import shutil
+import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, field, fields, is_dataclass
 from importlib import resources
+from itertools import groupby
 from math import isfinite
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -102,20 +105,82 @@ def check_choice(key: str, value: Any, limits: Mapping[str, Any]) -> None:
             raise InputError(f"{key}={value}: choose one of {', '.join(choices)}")
 
 
-def help_text(command: str, purpose: str, schema: type) -> str:
-    """Return the text of `--help`: every key with its default and its meaning, from the fields of `schema`."""
+def help_text(command: str, purpose: str, *schemas: type) -> str:
+    """Return the wrapped text of `--help`: each key of `schemas` with its default and its meaning."""
     rows = [("key", "default", "meaning")]
-    for key, value, described in leaves(schema()):
+    for key, value, described in (leaf for schema in schemas for leaf in leaves(schema())):
         choices = described.metadata.get("choices")
         about = described.metadata["about"] + (f" ({', '.join(choices)})" if choices else "")
         rows.append((key, "" if value in (None, "") else str(value).replace("\n", r"\n"), about))
-    # A default that is much longer than the others must not push the meanings off the screen.
-    wide, middle = max(len(row[0]) for row in rows), min(24, max(len(row[1]) for row in rows))
-    lines = [f"  {key:<{wide}}  {default:<{middle}}  {about}" for key, default, about in rows]
-    presets = [f"{group}={','.join(names)}" for group in groups(schema) if (names := presets_of(group))]
-    if presets:
-        lines += ["", "presets, one of each list:", *(f"  {line}" for line in presets)]
-    return "\n".join([f"usage: ringattn {command} [key=value ...]", "", purpose, "", *lines])
+    presets = {group: presets_of(group) for schema in schemas for group in groups(schema)}
+    lists = [f"  {group}={','.join(names)}" for group, names in presets.items() if names]
+    notes = ["", *wrapped("\n".join(["presets, one of each list:", *lists]))] if lists else []
+    return "\n".join([f"usage: ringattn {command} [key=value ...]", "", *wrapped(purpose), "", *_columns(rows), *notes])
+
+
+def _columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Return the lines of a table of keys, defaults and meanings. On a narrow terminal meanings get their own lines."""
+    width, wide = _help_width(), max(len(key) for key, _, _ in rows)
+    # One long default must not push all meanings to the right.
+    middle = min(LONGEST_DEFAULT, max(len(default) for _, default, _ in rows))
+    stacked = width - wide - middle - 6 < LEAST_MEANING
+    lines = []
+    for key, default, about in rows:
+        start = f"  {key:<{wide}}  {default:<{middle}}  "
+        if stacked or len(default) > middle:
+            indent = " " * (6 if stacked else wide + middle + 6)
+            lines += _filled(f"  {key:<{wide}}  {default}".rstrip(), width, " " * (wide + 4))
+            lines += _filled(indent + about, width, indent)
+        else:
+            lines += _filled(start + about, width, " " * len(start))
+    return lines
+
+
+HELP_WIDTH = 100
+"""Columns of a help text that is not printed on a terminal."""
+MOST_HELP_WIDTH, LEAST_HELP_WIDTH = 120, 40
+LONGEST_DEFAULT, LEAST_MEANING = 24, 30
+"""Columns in a table of keys: the most for the defaults, and the fewest for the meanings beside them."""
+HANGING = re.compile(r" +\S+  +|[A-Z]\w+: +")
+"""The start of a row of a table, or of a line with a label as `Examples: `; its further lines are indented as far."""
+PROSE = re.compile(r"(?![A-Z]\w+: )\S")
+
+
+def _help_width() -> int:
+    """Return the columns of a help text: those of COLUMNS or of the terminal, within limits."""
+    return min(MOST_HELP_WIDTH, max(LEAST_HELP_WIDTH, shutil.get_terminal_size((HELP_WIDTH, 24)).columns))
+
+
+def wrapped(text: str) -> list[str]:
+    """Return the lines of a text for `--help`, wrapped at the width of the terminal.
+
+    Consecutive lines of prose are joined before. Indented lines, and lines that begin with a label, stay lines; a
+    command in such a line continues after a backslash.
+    """
+    width = _help_width()
+    lines: list[str] = []
+    for is_prose, block in groupby(text.split("\n"), key=lambda line: bool(PROSE.match(line))):
+        if is_prose:
+            lines += _filled(" ".join(block), width)
+            continue
+        for line in block:
+            label = HANGING.match(line)
+            indent = " " * (label.end() if label else len(line) - len(line.lstrip()))
+            lines += _command(line, width, indent) if "ringattn " in line else _filled(line, width, indent) or [""]
+    return lines
+
+
+def _command(line: str, width: int, indent: str) -> list[str]:
+    """Return the lines of a command, each but the last with a backslash at its end."""
+    if len(line) <= width:
+        return [line]
+    *first, last = _filled(line, width - 2, indent)
+    return [*(f"{part} \\" for part in first), last]
+
+
+def _filled(text: str, width: int, indent: str = "") -> list[str]:
+    """Return `text` in lines of at most `width`, those after the first indented. Words are not cut."""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 # --- words -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from types import FrameType
 
 import ringattn
 from ringattn.errors import RingError
-from ringattn.launch.options import advice
+from ringattn.launch.options import advice, wrapped
 
 COMMANDS = {  # word: module of ringattn.launch, what it does
     "check": ("measure.check", "compare every schedule, layout and mask with a dense float64 reference"),
@@ -166,6 +166,5 @@ def _interruptible(command: str) -> Iterator[None]:
 
 def _help() -> str:
     lines = [f"  {name:<11}{about}" for name, (_, about) in COMMANDS.items()]
-    return "\n".join(
-        ["usage: ringattn <command> [key=value ...]", "", *lines, "", "`ringattn <command> --help` lists its keys."]
-    )
+    usage = ["usage: ringattn <command> [key=value ...]", "", *lines, "", "`ringattn <command> --help` lists its keys."]
+    return "\n".join(wrapped("\n".join(usage)))

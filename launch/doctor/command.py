@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ringattn.launch.options import wrapped
+
 HELP = """usage: ringattn doctor [json=FILE] [timeout_s=30]
 
 Look at this machine: versions, CUDA, NCCL, devices and how they are connected, network ports and what NCCL needs of
@@ -19,7 +21,7 @@ Returns 0, or 1 if a finding is an error."""
 def main(argv: Sequence[str]) -> int:
     """The command. Raises `InputError` for bad options."""
     if {"--help", "-h"} & set(argv):
-        print(HELP)
+        print("\n".join(wrapped(HELP)))
         return 0
     from ringattn.launch.doctor.doctor import main as look
 

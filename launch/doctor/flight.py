@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ringattn.errors import InputError
+from ringattn.launch.options import wrapped
 from ringattn.observe.flight import CAPTURED, DONE, LAUNCHING
 
 # --- where ranks diverged --------------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ MOST_RANKS = 2**20
 def main(argv: Sequence[str]) -> int:
     """The command. Raises `InputError` for bad options, and for records that are missing or cannot be read."""
     if "--help" in argv or "-h" in argv:
-        print(HELP)
+        print("\n".join(wrapped(HELP)))
         return 0
     if len(argv) != 1:
         raise InputError(f"expected one folder, got {' '.join(argv) or 'nothing'}; --help says more")

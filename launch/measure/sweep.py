@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     """Run or resume the sweep that `argv` describes."""
     words = [word for word in argv if word != DRY_RUN]
     if any(word in ("-h", "--help") for word in words):
-        print(help_text("sweep", PURPOSE, SweepConfig), help_text("run", "", RunConfig).split("\n", 4)[4], sep="\n")
+        print(help_text("sweep", PURPOSE, SweepConfig, RunConfig))
         return 0
     try:
         if place_in_torchrun() is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ringattn.errors import InputError
 from ringattn.launch.folders import writing
+from ringattn.launch.options import wrapped
 from ringattn.launch.report.points import (
     Sweep,
     differing,
@@ -47,7 +48,7 @@ WIDTH = 200
 def main(argv: Sequence[str]) -> int:
     """The command. Raises `InputError` for bad options, and for a folder without points."""
     if "--help" in argv or "-h" in argv:
-        print(HELP)
+        print("\n".join(wrapped(HELP)))
         return 0
     if len(argv) != 1:
         raise InputError(f"expected one folder, got {' '.join(argv) or 'nothing'}; --help says more")

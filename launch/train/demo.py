@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         from ringattn.launch.train.config import TrainConfig
 
-        print(help_text("demo", PURPOSE, DemoConfig), help_text("demo", "", TrainConfig).split("\n", 4)[4], sep="\n")
+        print(help_text("demo", PURPOSE, DemoConfig, TrainConfig))
         return 0
     console, started = Console(), time.monotonic()
     console.print("the same model is trained by several processes and by one, in fp32 and in fp64; loading torch")

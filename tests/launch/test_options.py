@@ -40,6 +40,7 @@ from ringattn.launch.options import (
     notes_on,
     spelled,
     with_lengths,
+    wrapped,
 )
 from ringattn.launch.pictures.show import ExplainConfig
 from ringattn.launch.pictures.timeline import TimelineConfig
@@ -55,7 +56,10 @@ COMMANDS = (RunConfig, CheckConfig, ExplainConfig, PlanConfig, TrainConfig, Time
 
 
 @pytest.mark.parametrize("read", [load, load_plain])
-def test_the_worked_example_of_a_key_is_read_limited_suggested_and_shown(read: Any) -> None:
+def test_the_worked_example_of_a_key_is_read_limited_suggested_and_shown(
+    read: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     schema = example("WarmedCall")["WarmedCall"]
     assert (read(["warmups=5", "heads=4"], schema).warmups, read([], schema).warmups) == (5, 2)
     for words, message in {
@@ -333,7 +337,44 @@ print(json.dumps(found))
     assert json.loads(done.stdout) == {command: ["usage:"] for command in cli.COMMANDS}
 
 
-def test_no_default_of_the_help_breaks_its_line() -> None:
+@pytest.mark.parametrize("width", [60, 120])
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_help_fits_the_width_of_the_terminal(
+    command: str, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert cli.main([command, "--help"] if command else ["--help"]) == 0
+    widest = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert cli.main([command, "--help"] if command else ["--help"]) == 0
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if len(line) > width and " " in line.strip()] == []
+    assert text.replace("\\\n", "").split() == widest.replace("\\\n", "").split(), "no word is lost"
+
+
+def test_help_without_a_terminal_has_a_fixed_width() -> None:
+    done = python("-m", "ringattn", "train", "--help", env={"COLUMNS": ""})
+    assert 90 < max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_wrapped_commands_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    words = "ringattn plan tokens=1000000000 recompute=full picture=plan.png"
+    lines = wrapped(f"Examples: ringattn plan\n          {words}")
+    assert lines[0] == "Examples: ringattn plan" and len(lines) > 2
+    assert all(line.endswith(" \\") for line in lines[1:-1]) and max(map(len, lines)) <= 40
+    assert "".join(lines[1:]).replace("\\", "").split() == words.split()
+
+
+def test_prose_of_the_help_is_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "One two three four five six seven eight nine ten\neleven.\n\n  DIR  folder of one or more points of a sweep"
+    assert wrapped(text) == ["One two three four five six seven eight", "nine ten eleven.", "",
+                             "  DIR  folder of one or more points of a", "       sweep"]  # fmt: skip
+
+
+def test_no_default_of_the_help_breaks_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     (line,) = (line for line in help_text("train", "", TrainConfig).splitlines() if "separator" in line)
     assert r"\n\n" in line and "what documents of the text end with" in line
 

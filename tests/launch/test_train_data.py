@@ -337,7 +337,8 @@ def test_overrides_win_over_presets_and_presets_over_defaults() -> None:
     assert load_train(["ranks=2"], "demo").ranks == 2
 
 
-def test_help_lists_every_key_with_default_and_meaning() -> None:
+def test_help_lists_every_key_with_default_and_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     text = help_text("train", "Trains.", TrainConfig)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "tokens 2048 tokens of one sequence, over all ranks" in lines
