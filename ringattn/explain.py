@@ -45,7 +45,8 @@ class Explanation:
         engine: The name of the engine.
         engine_why: A sentence with the reason, which begins with the name.
         sm_margin: Multiprocessors of a GPU that attention leaves to exchanges.
-        margin_us: The part of `predicted_us` that this costs.
+        predicted_us: The predicted time, or None if the machines are unknown.
+        margin_us: The part of `predicted_us` that the margin costs.
         crossed: For each pass, the links that its messages cross, the slowest first.
         ways: Which messages use which of two transports; empty for a single one.
         candidates: For "auto" on known machines, all schedules with their predictions (the chosen one first), or the
@@ -55,7 +56,6 @@ class Explanation:
         automatic: How "auto" chose; empty if the caller named a schedule.
         cluster_from: The source of the description of the machines, or why there is none.
         misplaced: Why other schedules suit the placement of the documents better, or None.
-        predicts: Whether the machines are known, so that `predicted_us` means something.
     """
 
     problem: Problem
@@ -66,7 +66,7 @@ class Explanation:
     messages: tuple[int, ...]
     pairs: tuple[int, ...]
     peak_bytes: int
-    predicted_us: float
+    predicted_us: float | None
     cluster: Cluster
     schedule: str
     engine: str
@@ -76,7 +76,6 @@ class Explanation:
     margin_us: float = 0.0
     crossed: tuple[tuple[Crossed, ...], ...] = ()
     ways: str = ""
-    predicts: bool = True
     candidates: tuple[Candidate, ...] = ()
     layouts: tuple[InLayout, ...] = ()
     automatic: str = ""
@@ -105,7 +104,7 @@ class Explanation:
         Raises:
             Nothing.
         """
-        p = self.problem
+        p, predicted_us = self.problem, self.predicted_us
         shown = p.world_size if all_ranks or p.world_size <= SHOWN_IN_FULL else SHOWN_OF_MANY
         lines = [
             f"{self.schedule} schedule, {p.q_layout.name} layout, {p.q_layout.length} tokens on "
@@ -123,21 +122,21 @@ class Explanation:
         lines.append(
             f"balance {self.balance:.3f} (largest over mean pairs of a rank), at most {_si(self.peak_bytes)}B of "
             "buffers on a rank"
-            + (f", predicted {duration(self.predicted_us / 1e6)} on {self.cluster.name}" if self.predicts else "")
+            + ("" if predicted_us is None else f", predicted {duration(predicted_us / 1e6)} on {self.cluster.name}")
         )
         lines += _links(self)
         if self.automatic:
             lines.append(f"auto took {self.schedule}: {self.automatic}")
         if p.world_size > 1 and self.cluster_from:
             lines.append(f"machines {self.cluster_from}")
-        if self.predicts and self.candidates:
+        if predicted_us is not None and self.candidates:
             over = tuple(map(str, self.exchanges)) if len(self.exchanges) > 1 else ()
             lines += ["", *table_of(self.candidates, over), *([by_layout(self.layouts)] if self.layouts else []), ""]
         if self.ways:
             lines.append(f"messages use {self.ways}")
-        if self.predicts:
+        if predicted_us is not None:
             lines.append(f"the prediction is based on {self.cluster.source or 'constants of no stated source'}")
-        if self.predicts and self.sm_margin and self.cluster.sms:
+        if predicted_us is not None and self.sm_margin and self.cluster.sms:
             lines.append(
                 f"{self.sm_margin} of {self.cluster.sms} multiprocessors are left to exchanges, "
                 f"{self.sm_margin / self.cluster.sms:.1%} of the arithmetic: "
@@ -169,8 +168,8 @@ class Explanation:
             "schedule": self.schedule, "layout": p.q_layout.name, "engine": self.engine, "sm_margin": self.sm_margin,
             "tokens": p.q_layout.length, "ranks": p.world_size, "q_heads": p.q_heads, "kv_heads": p.kv_heads,
             "head_dim": p.head_dim, "dtype": p.dtype, "balance": self.balance,
-            "predicted_us": self.predicted_us if self.predicts else None,
-            "cluster": self.cluster.name if self.predicts else None,
+            "predicted_us": self.predicted_us,
+            "cluster": None if self.predicted_us is None else self.cluster.name,
             "automatic": self.automatic, "better_layout": self.better_layout,
             "steps": {"forward": len(self.forward.steps), "backward": self.backward and len(self.backward.steps)},
             "by_rank": {
@@ -229,9 +228,12 @@ def explain_call(
     computed = pairs_planned(plans[0])
     left = chosen.engine.sm_margin if cluster.sms and ring.transport.sm_margin else 0
     margin = left if sm_margin is None else sm_margin
-    whole = _exchange(ring, cluster, 0).on(cluster)
-    predicted_us = sum(simulate(one, whole.leaving(margin)).total_us for one in plans)
-    whole_us = sum(simulate(one, whole).total_us for one in plans) if margin else predicted_us
+    predicted_us, margin_us = None, 0.0
+    if known(cluster):
+        whole = _exchange(ring, cluster, 0).on(cluster)
+        predicted_us = sum(simulate(of_pass, whole.leaving(margin)).total_us for of_pass in plans)
+        if margin:
+            margin_us = predicted_us - sum(simulate(of_pass, whole).total_us for of_pass in plans)
     return Explanation(
         problem=problem,
         forward=schedule_of(problem, route, backward=False),
@@ -248,7 +250,7 @@ def explain_call(
         engine_why=chosen.why + elsewhere,
         better_layout=better_layout(problem, seq.documents, route, computed) if kv_seq is None else None,
         sm_margin=margin,
-        margin_us=predicted_us - whole_us,
+        margin_us=margin_us,
         crossed=tuple(crossed(one, cluster) for one in plans),
         ways=ring.transport.ways if isinstance(ring.transport, NodesTransport) else "",
         candidates=weighed,
@@ -257,7 +259,6 @@ def explain_call(
         exchanges=over if weighed else (),
         cluster_from=cluster_from,
         misplaced=misplaced(problem, route),
-        predicts=known(cluster),
     )
 
 

@@ -82,7 +82,7 @@ def test_counters_and_explanations_are_what_happened(schedule: str, layout: str,
         positions = [case.problem.q_layout.positions(r) for r in range(ranks)]
         assert told.pairs == tuple(3 * int(case.reference[0][p].sum()) for p in positions)
         assert told.balance == pytest.approx(max(told.pairs) / (sum(told.pairs) / ranks))
-        assert told.predicted_us > ahead.predicted_us > 0
+        assert told.predicted_us is ahead.predicted_us is None
         assert f"{told.balance:.3f}" in str(told) and schedule in str(told) and "backward" not in str(ahead)
 
 
@@ -302,7 +302,7 @@ def test_explain_says_which_links_the_hops_cross() -> None:
     )
     assert backward[0].kind is LinkClass.NETWORK and "messages in backward" in text and "unknown" not in text
     near, _ = explained("aaa")
-    assert told.predicted_us > near.predicted_us + 2 * 2 * 15  # two hops a pass, each 15 us of latency longer
+    assert near.crossed[0][0].latency_us == pytest.approx(15) and told.predicted_us is None
     assert [one.kind for one in near.crossed[0]] == [LinkClass.MEMORY]
     assert "4 times, and 2 would do" in explained("abab")[1]
 

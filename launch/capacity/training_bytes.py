@@ -444,6 +444,10 @@ class TrainingSetup(TrainingSwitches):
             )
         if self.pipeline_ranks == 1 and self.pipeline_chunks > 1:
             raise InputError(f"pipeline_chunks={self.pipeline_chunks}: there is one stage; set pipeline_ranks")
+        if not self.gradients_kept and self.micro_batches > 1:
+            raise InputError(
+                f"gradients_kept=false: gradients of micro_batches={self.micro_batches} accumulate, so they are kept"
+            )
         if self.offload == "parameters" and self.zero_stage < 3:
             raise InputError("offload=parameters: weights are fetched layer by layer under zero_stage=3 only")
 
@@ -476,11 +480,6 @@ class TrainingSetup(TrainingSwitches):
     def is_tiled(self) -> bool:
         """Whether feed-forwards pass in tiles."""
         return self.tiled_mlp_tokens > 0
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients of several micro batches add up."""
-        return self.gradients_kept or self.micro_batches > 1
 
 
 class Breakdown(NamedTuple):
@@ -636,8 +635,8 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
     """
     shape, numbers, share = run.model, run.numbers, run.share
     gradients, slots = gradient_bytes(run), staging_bytes(run)
-    early = gradients if run.accumulates else 0.0
-    head = gradients if run.accumulates else float(min(gradients, share.head * numbers.gradient))
+    early = gradients if run.gradients_kept else 0.0
+    head = gradients if run.gradients_kept else float(min(gradients, share.head * numbers.gradient))
     live, sums = live_bytes(run)
     flying = in_flight(run.pipeline_ranks, run.pipeline_chunks, run.micro_batches)
     first, last, alone = (activation_bytes(run, some) for some in (flying.first, flying.last, 1))

@@ -58,12 +58,15 @@ def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text("explain", "Print who sends what to whom, when, and what it costs.", ExplainConfig))
         return 0
+    from rich.console import Console
+
     from ringattn.launch.config import load
 
     config = load(argv, ExplainConfig)
     config.check()
     with json_output(config.json) as write:
-        explanation = explanation_of(config)
+        with Console(stderr=True).status(f"planning {config.ranks} ranks"):
+            explanation = explanation_of(config)
         show(explanation, config)
         write({"command": "explain", **explanation.summary()})
     return 0
@@ -72,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 def show(explanation: Explanation, config: ExplainConfig) -> None:
     """Print the explanation, and draw the pictures that the options name."""
     print(explanation.text(config.all_ranks))
-    if not explanation.predicts:
+    if explanation.predicted_us is None:
         print(f"predicted: {NOT_CALIBRATED}")
     if config.operations:
         passes = (explanation.forward, explanation.backward)
@@ -98,6 +101,10 @@ def explanation_of(config: ExplainConfig) -> Explanation:
     from ringattn.testing import run_ranks
 
     cluster = cluster_named(config.cluster) if config.cluster else own_cluster()
+    if cluster is None and config.sm_margin:
+        raise InputError(
+            f"sm_margin={config.sm_margin}: has no effect without a prediction; name machines, as cluster=h100"
+        )
 
     def of_rank(ring: Ring) -> Explanation | None:
         if ring.rank:

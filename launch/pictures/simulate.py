@@ -45,6 +45,10 @@ def simulated(config: SimulateConfig) -> dict[str, Any]:
     """Simulate and print each number of ranks, draw the picture, and return the record."""
     began = time.perf_counter()
     ranks = counts(config.ranks)
+    if len(ranks) == 1 and config.scaling != "strong":
+        raise InputError(f"scaling={config.scaling}: has no effect on one number of ranks; write ranks=1,8,64")
+    if config.seed and not config.jitter:
+        raise InputError(f"seed={config.seed}: has no effect without jitter, as jitter=0.05")
     slow_ranks = [(rank, factor) for (rank,), factor in factors("slow_rank", config.slow_rank, 1)]
     slow_links = [(rank, peer, factor) for (rank, peer), factor in factors("slow_link", config.slow_link, 2)]
     cluster = cluster_named(config.cluster).leaving(config.sm_margin)

@@ -1,0 +1,114 @@
+"""Every key of `plan` and `simulate` changes the figures; where it could not, it is refused."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+
+from ringattn.cli import main
+from ringattn.launch.capacity.plan import PlanConfig, machine_of, plan
+from ringattn.launch.config import load
+from ringattn.launch.options import leaves, load_plain
+from ringattn.launch.pictures.simulate import simulated
+from ringattn.launch.pictures.simulation import SimulateConfig
+
+OUTPUTS = {"json", "picture"}
+NEEDS_OTHERS = {"zero_degree", "pipeline_chunks", "shared_experts", "scaling", "seed"}
+
+PLAN = ["preset=llama3-8b", "tokens=32768", "ranks=8"]
+PLAN_WORDS = {
+    "preset": "preset=7B", "hardware": "hardware=a100-80", "tokens": "tokens=65536", "ranks": "ranks=4",
+    "batch": "batch=2", "mask": "mask=full", "window_tokens": "mask=window window_tokens=512",
+    "segment_lengths": "mask=dilated segment_lengths=[2048] dilation_rates=[4]",
+    "dilation_rates": "mask=dilated segment_lengths=[2048] dilation_rates=[2]", "framework_gib": "framework_gib=2",
+    "layers": "layers=12", "width": "width=2048 head_dim=128", "heads": "heads=16 head_dim=128",
+    "kv_heads": "kv_heads=16", "head_dim": "head_dim=64", "ffn": "ffn=1000", "experts": "experts=4 experts_per_token=1",
+    "experts_per_token": "experts=4 experts_per_token=2",
+    "shared_experts": "experts=4 experts_per_token=1 shared_experts=1", "vocabulary": "vocabulary=1000",
+    "tied": "tied=true", "block": "block=gelu", "memory_gib": "memory_gib=40", "link_gb_s": "link_gb_s=1",
+    "tflops": "tflops=100", "schedule": "schedule=all_gather", "precision": "precision=fp32",
+    "optimizer": "optimizer=sgd", "recompute": "recompute=full", "saved_activations": "saved_activations=int8",
+    "zero_stage": "zero_stage=1", "zero_degree": "zero_stage=1 zero_degree=2", "tensor_ranks": "tensor_ranks=2",
+    "pipeline_ranks": "pipeline_ranks=2", "pipeline_chunks": "pipeline_ranks=2 pipeline_chunks=2",
+    "micro_batches": "micro_batches=2", "offload": "offload=optimizer",
+    "chunked_loss_tokens": "chunked_loss_tokens=512", "tiled_mlp_tokens": "tiled_mlp_tokens=512", "data": "data=whole",
+    "gradients_kept": "gradients_kept=false", "transients": "transients=false",
+}  # fmt: skip
+
+SIMULATE = ["ranks=8", "tokens=65536"]
+SIMULATE_WORDS = {
+    "tokens": "tokens=32768", "batch": "batch=2", "heads": "heads=16", "kv_heads": "kv_heads=4",
+    "head_dim": "head_dim=64", "dtype": "dtype=fp32", "causal": "causal=false", "window": "window=[511,0]",
+    "layout": "layout=contiguous", "schedule": "schedule=all_gather", "backward": "backward=false", "ranks": "ranks=4",
+    "scaling": "ranks=4,8 scaling=weak", "cluster": "cluster=gb200", "overlap": "overlap=false",
+    "sm_margin": "sm_margin=16", "slow_rank": "slow_rank=3:1.5", "slow_link": "slow_link=3-4:99",
+    "jitter": "jitter=0.1", "seed": "jitter=0.1 seed=1",
+}  # fmt: skip
+
+
+@cache
+def planned(words: tuple[str, ...]) -> str:
+    """Return the figures of `plan` without the names and settings that it repeats."""
+    config = load(words, PlanConfig)
+    figures = plan(config, machine_of(config))
+    del figures["run"], figures["model"]["name"]
+    figures["hardware"] = {"longest_tokens": figures["hardware"]["longest_tokens"]}
+    return json.dumps(figures, sort_keys=True)
+
+
+@cache
+def simulation(words: tuple[str, ...]) -> str:
+    """Return the figures of `simulate` without the settings that it repeats."""
+    figures = simulated(load_plain(words, SimulateConfig))
+    points = [point for curve in figures["curves"].values() for point in curve]
+    return json.dumps([{name: value for name, value in point.items() if name != "took_s"} for point in points])
+
+
+def without(key: str, words: list[str]) -> list[str]:
+    """Return the words that `key` needs, to compare with: none if they need `key` too."""
+    return [word for word in words if not word.startswith(f"{key}=")] if key in NEEDS_OTHERS else []
+
+
+def merged(base: list[str], words: list[str]) -> tuple[str, ...]:
+    """Return the words of `base` that `words` does not replace, and `words`."""
+    keys = {word.partition("=")[0] for word in words}
+    return (*(word for word in base if word.partition("=")[0] not in keys), *words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", PLAN_WORDS)
+def test_a_key_of_plan_changes_the_figures(key: str) -> None:
+    words = PLAN_WORDS[key].split()
+    assert planned(merged(PLAN, words)) != planned(merged(PLAN, without(key, words)))
+
+
+@pytest.mark.parametrize("key", SIMULATE_WORDS)
+def test_a_key_of_simulate_changes_the_figures(key: str) -> None:
+    words = SIMULATE_WORDS[key].split()
+    assert simulation(merged(SIMULATE, words)) != simulation(merged(SIMULATE, without(key, words)))
+
+
+def test_every_key_has_a_case() -> None:
+    # `recommended` replaces other keys before the figures are computed.
+    assert {key for key, *_ in leaves(PlanConfig())} - OUTPUTS - {"recommended"} == set(PLAN_WORDS)
+    assert {key for key, *_ in leaves(SimulateConfig())} - OUTPUTS == set(SIMULATE_WORDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("simulate ranks=8 seed=3", "seed=3: has no effect without jitter"),
+        ("simulate ranks=8 scaling=weak", "scaling=weak: has no effect on one number of ranks"),
+        ("plan micro_batches=2 gradients_kept=false", "gradients of micro_batches=2 accumulate"),
+        ("plan window_tokens=512", "window_tokens=512: has no effect on mask=causal"),
+        ("explain sm_margin=4", "sm_margin=4: has no effect without a prediction"),
+    ],
+)
+def test_a_key_without_effect_is_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringattn.launch.pictures.show.own_cluster", lambda: None)
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
