@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from ringattn.launch.options import wrapped
 
-HELP = """usage: ringattn doctor [json=FILE] [timeout_s=30]
+HELP = """usage: ringattn doctor [transport=auto] [json=FILE] [timeout_s=30]
 
 Look at this machine: versions, CUDA, NCCL, devices and how they are connected, network ports and what NCCL needs of
 them, environment variables; then let two processes (under torchrun: all ranks, of all nodes) meet, exchange inside
 nodes and between them, and attend beside a float64 reference. Findings say why they matter and what to do.
 
+  transport=T  what carries the messages: auto (what Ring takes here), shm, gloo, nccl or peer
   json=FILE    file to write the figures into; - for the standard output, with nothing else
   timeout_s=N  deadline of every wait for another rank, in seconds (30)
 

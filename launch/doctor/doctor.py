@@ -1,6 +1,7 @@
 """`ringattn doctor`: looks at this machine, its packages and its ranks, and says what to do about what it finds.
 
-Alone it starts two processes that meet, exchange and attend; under torchrun all of its ranks do.
+Alone it starts two processes that meet, exchange and attend; under torchrun all of its ranks do. They use the transport
+that a ring takes on this machine, or the one of the option `transport`, and the findings name it.
 Guarantees: it ends, with a finding for whatever cannot be found out; returns 1 only for a finding of level error.
 Each rank measures message times and bandwidth, and compares one attention call with a float64 reference.
 A package or a driver that is missing or broken is a fact, never an error.
@@ -34,6 +35,7 @@ from torch.utils import collect_env
 
 import ringattn
 from ringattn.errors import InputError, RingError
+from ringattn.launch.calls import TRANSPORT_NAMES
 from ringattn.launch.doctor import network, probes
 from ringattn.launch.doctor.network import network_facts
 from ringattn.launch.doctor.probes import ERROR, LEVELS, NOTE, OK, WARNING, Finding, Gpu, Link, Nccl, Wheel
@@ -190,8 +192,9 @@ Say = Callable[[str], None]
 
 @dataclass
 class DoctorConfig:
-    """How long it takes at most, and where its figures go."""
+    """The transport of the ranks, how long they take at most, and where the figures go."""
 
+    transport: str = option("auto", "what carries the messages; auto: what Ring takes here", choices=TRANSPORT_NAMES)
     timeout_s: float = option(30.0, "deadline of every wait for another rank, in seconds", above=0.0)
     json: str = json_option()
 
@@ -208,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
     # Looking waits for other programs most of the time; the ranks are started here, where an interrupt ends them.
     with _progress(silent) as say, ThreadPoolExecutor(1) as aside:
         looking = None if silent else aside.submit(_looked, say)
-        answers, met = (_under_torchrun if place else _loopback)(say, config.timeout_s)
+        answers, met = (_under_torchrun if place else _loopback)(say, config.transport, config.timeout_s)
         if looking is not None:
             findings, system = looking.result()
     findings += met
@@ -270,10 +273,10 @@ def _looked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
     return found, account
 
 
-def _loopback(say: Say, timeout_s: float) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """Two processes of this machine: over NCCL where it has two GPUs, else on CPU."""
-    transport = "nccl" if torch.cuda.device_count() >= LOOPBACK_RANKS else "gloo"
-    say(f"two processes meet over {transport}, exchange, and attend")
+def _loopback(say: Say, transport: str, timeout_s: float) -> tuple[list[dict[str, Any]], list[Finding]]:
+    """Two processes of this machine."""
+    transport = _transport_of_loopback(transport, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    say(f"two processes meet over {transport_text(transport)}, exchange, and attend")
     spec = {"transport": transport, "timeout_s": timeout_s}
     try:
         answers = run_ranks_in_processes(
@@ -284,11 +287,22 @@ def _loopback(say: Say, timeout_s: float) -> tuple[list[dict[str, Any]], list[Fi
     return answers, judged(answers)
 
 
-def _under_torchrun(say: Say, timeout_s: float) -> tuple[list[dict[str, Any]], list[Finding]]:
+def _transport_of_loopback(transport: str, gpus: int) -> str:
+    """Return the transport for two processes on a machine with `gpus` devices."""
+    # A rank needs a GPU of its own, and auto takes NCCL where there is one.
+    return "shm" if transport == "auto" and 0 < gpus < LOOPBACK_RANKS else transport
+
+
+def transport_text(transport: str) -> str:
+    """Return the transport for a sentence."""
+    return "the transport that a ring takes here" if transport == "auto" else transport
+
+
+def _under_torchrun(say: Say, transport: str, timeout_s: float) -> tuple[list[dict[str, Any]], list[Finding]]:
     """All ranks that torchrun started; every one of them has all answers."""
     say("all ranks meet, exchange, and attend")
     try:
-        with ringattn.Ring(timeout_s=timeout_s) as ring:
+        with ringattn.Ring(transport=transport, timeout_s=timeout_s) as ring:
             answers = [json.loads(told) for told in ring.all_gather_text(json.dumps(examine(ring)))]
     except Exception as error:  # whatever a device or its driver raises
         return [], [_apart(error)]

@@ -107,7 +107,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 def cuda(build: str | None, driver: str | None, available: bool) -> Finding:
     """Whether torch and the driver are for each other. `build`: the CUDA of this torch, None for a CPU build."""
     if build is None and driver is None:
-        return Finding("CUDA", NOTE, "torch without CUDA, no NVIDIA driver: ranks are processes on CPU, over gloo")
+        return Finding("CUDA", NOTE, "torch without CUDA, no NVIDIA driver: rings run on CPUs, over shared memory "
+                       "within a machine and gloo between machines")  # fmt: skip
     if build is None:
         return Finding("CUDA", ERROR, f"driver {driver} is here, and this torch is a CPU build, so no GPU is used",
                        "install a CUDA build of torch (https://pytorch.org/get-started/locally)")  # fmt: skip
@@ -267,7 +268,7 @@ def exchange(answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """How fast the slowest rank exchanges with its neighbors, and whether attention over all ranks is right."""
     errors = [float(one["error"]) for one in answers]
     error = next(filter(isnan, errors), max(errors))  # no comparison finds a NaN
-    text = f"attention over {len(answers)} ranks differs from float64 by {error:.1e}"
+    text = f"attention on {len(answers)} ranks over {answers[0]['transport']} differs from float64 by {error:.1e}"
     if error <= PARITY_BOUND:
         findings = [Finding("parity", OK, f"{text} (float32, forward and gradients)")]
     else:
@@ -277,7 +278,8 @@ def exchange(answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
     if speeds:
         slowest, latency_us = min(one["bandwidth"] for one in speeds), max(one["latency_us"] for one in speeds)
         size = f"{speeds[0]['message_bytes'] / 2**20:.0f} MiB"
-        text = f"{slowest / 1e9:.2f} GB/s each way in messages of {size}, {latency_us:,.0f} µs for a small one"
+        text = (f"over {answers[0]['transport']}: {slowest / 1e9:.2f} GB/s each way in messages of {size}, "
+                f"{latency_us:,.0f} µs for a small one")  # fmt: skip
         findings.append(Finding("exchange", OK, text))
     return findings
 

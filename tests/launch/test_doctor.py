@@ -80,7 +80,7 @@ def test_versions(name: str, version: str | None, level: str) -> None:
 @pytest.mark.parametrize(
     ("build", "driver", "available", "level", "words"),
     [
-        (None, None, False, NOTE, "over gloo"),
+        (None, None, False, NOTE, "over shared memory within a machine and gloo between machines"),
         (None, "580.1", False, ERROR, "this torch is a CPU build"),
         ("13.0", None, False, WARNING, "no NVIDIA driver"),
         ("13.0", "470.2", False, ERROR, "finds no device under driver 470.2"),
@@ -299,7 +299,7 @@ def test_ranks_that_met(changed: dict[str, Any], level: str, words: str) -> None
 
 def test_the_slowest_rank_counts() -> None:
     found = {one.topic: one for one in doctor.judged([answer(0, latency_us=90.0), answer(1, bandwidth=1e9)])}
-    assert found["exchange"].text == "1.00 GB/s each way in messages of 16 MiB, 90 µs for a small one"
+    assert found["exchange"].text == "over nccl: 1.00 GB/s each way in messages of 16 MiB, 90 µs for a small one"
     alone = doctor.judged([answer(0, bandwidth=None, latency_us=None)])
     assert [one.topic for one in alone] == ["ranks", "parity"]
 
@@ -373,6 +373,36 @@ def test_a_look_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "kernels" in found and document["system"] == {"os": "some Linux"}
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("words", "gpus", "transport"),
+    [
+        ([], 0, "auto"),
+        ([], 1, "shm"),
+        ([], 2, "auto"),
+        (["transport=gloo"], 0, "gloo"),
+        (["transport=nccl"], 1, "nccl"),
+    ],
+)
+def test_two_processes_use_the_transport_of_a_ring(
+    words: list[str], gpus: int, transport: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    specs: list[dict[str, Any]] = []
+
+    def start(entry: str, spec: dict[str, Any], *_: Any, **__: Any) -> list[dict[str, Any]]:
+        specs.append(spec)
+        return [answer(0), answer(1)]
+
+    monkeypatch.setattr(doctor, "run_ranks_in_processes", start)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(doctor, "_looked", lambda say: ([], {}))
+    assert main(["doctor", *words]) == 0
+    assert [spec["transport"] for spec in specs] == [transport]
+    shown = "the transport that a ring takes here" if transport == "auto" else transport
+    assert f"two processes meet over {shown}, " in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_this_machine(ranks: int, tmp_path: Path) -> None:
@@ -383,6 +413,8 @@ def test_this_machine(ranks: int, tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     found = {one["topic"]: one for one in document["findings"]}
     assert found["torch"]["text"] == torch.__version__ and found["parity"]["level"] == OK
+    assert "2 ranks met over shm: " in found["ranks"]["text"] and found["exchange"]["text"].startswith("over shm: ")
+    assert found["parity"]["text"].startswith("attention on 2 ranks over shm differs from float64 by ")
     assert [one["rank"] for one in document["ranks"]] == [0, 1]
     assert document["passed"] and document["system"]["torch_version"] == torch.__version__
     assert "doctor: " in done.stderr
