@@ -637,7 +637,9 @@ class Ring(Runtime):
         self.check_open()
         if self._recording is not None:
             raise InputError("this ring is being recorded already; recordings do not nest")
-        self._recording = new_recording(self.rank, self.world_size, self.device, self.transport.stream, nvtx)
+        self._recording = new_recording(
+            self.rank, self.world_size, self.device, self.transport.stream, nvtx, self.transport.name
+        )
         try:
             yield self._recording
         finally:

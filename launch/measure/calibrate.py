@@ -29,8 +29,8 @@ from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, COPIED, FORWARD_FLOP
 
 PURPOSE = """\
 Measures on this machine what prediction needs: attention FLOP/s, copies, latency and bandwidth of messages, processors.
-Run it while nothing else runs; it takes about a minute. `run`, `sweep` and `explain` in
-this folder then predict for this machine."""
+Run it while nothing else runs; it takes about a minute. `run`, `sweep`, `explain` and
+`timeline` in this folder then predict for this machine."""
 
 
 @dataclass

@@ -95,6 +95,27 @@ def own_cluster() -> Cluster | None:
     return Cluster(**found["constants"]) if "constants" in found else None
 
 
+def cluster_over(transport: str) -> tuple[Cluster | None, str]:
+    """Return this machine's constants for messages over `transport`, or None and the reason as a sentence.
+
+    The constants of messages belong to the transport that was calibrated, so they predict no other. An empty
+    `transport`: no messages are sent. Raises `InputError` as `own_cluster` does.
+    """
+    from ringattn.transport.location import VARIABLE, own_calibration  # imports torch
+
+    calibration = json.loads(own_calibration(os.environ.get(VARIABLE)) or "{}")
+    if "unfit" in calibration:
+        return None, f"none: {calibration['unfit']}; run `ringattn calibrate` here"
+    if not calibration:
+        return None, NOT_CALIBRATED
+    if transport and transport != calibration["transport"]:
+        return None, (
+            f"none: this machine is calibrated for {calibration['transport']}, and messages go over {transport}; "
+            f"run `ringattn calibrate transport={transport}`"
+        )
+    return Cluster(**calibration["constants"]), ""
+
+
 def hardware() -> str:
     """The class of this machine, without its name."""
     from ringattn.transport import location  # imports torch

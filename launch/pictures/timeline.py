@@ -1,21 +1,26 @@
 """`ringattn timeline`: what every rank did in a pass, and when: a trace for Perfetto, a picture, a line a rank.
 
-Runs one attention call on processes of this machine and records it, or reads what ranks recorded elsewhere with `keep`.
-Beside it stands what the simulator predicts for the same plans. A recording is one `recording-<rank>.json` a rank.
-Guarantees: what is shown was recorded in one call, after others that nobody recorded.
+Runs one attention call on processes of this machine and records it, or reads the recordings of another run. Compares it
+with the simulated times of the same plans. A recording is one `recording-<rank>.json` for each rank.
+Guarantees: the transport is the one that `Ring` would choose, or the one of the option `transport`, and is printed. All
+that is shown was recorded in one call, after warm-up calls. Predicted times are of a call that sends the same messages;
+without `cluster`, they are for this machine and the transport that was calibrated.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence as Many
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ringattn.core.span import COMM, Span
 from ringattn.errors import InputError
-from ringattn.launch.calls import TORCH_DTYPES, MaskedCallConfig
+from ringattn.launch.calls import TORCH_DTYPES, TRANSPORT_NAMES, MaskedCallConfig
 from ringattn.launch.folders import writing
+from ringattn.launch.measure.environment import cluster_over, own_cluster
 from ringattn.launch.options import help_text, option
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.observe.files import write_file
@@ -23,13 +28,15 @@ from ringattn.planner.cluster import CLUSTERS, Cluster, cluster_named
 from ringattn.planner.simulate import simulate
 
 if TYPE_CHECKING:
+    from ringattn.explain import Explanation
     from ringattn.launch.pictures.trace import ByRank, Track
     from ringattn.ring import Ring
+    from ringattn.sequence import Sequence
 
 PURPOSE = """\
 Traces one attention call on processes of this machine, or reads recordings of other runs, and shows what each rank
-did and when: exposed communication, overlap, a trace for ui.perfetto.dev and a picture, predicted times beside.
-Examples: ringattn timeline ranks=4 schedule=all_gather cluster=calibrated.json
+did and when: exposed communication, overlap, a trace for ui.perfetto.dev, a picture, and the predicted times.
+Examples: ringattn timeline ranks=4 schedule=all_gather
           ringattn timeline recorded=recordings trace= picture=timeline.png"""
 
 
@@ -38,17 +45,32 @@ class TimelineConfig(MaskedCallConfig):
     """One recorded call."""
 
     ranks: int = option(4, "processes to start", least=1)
+    transport: str = option("auto", "what carries the messages; auto: what Ring takes here", choices=TRANSPORT_NAMES)
     warmup: int = option(2, "calls before the recorded one", least=0)
-    cluster: str = option("", "predict with these constants: a preset, or a file of ringattn calibrate",
-                          names=tuple(CLUSTERS))  # fmt: skip
+    cluster: str = option("", "to predict for: a file of ringattn calibrate, or " + ", ".join(CLUSTERS)
+                          + "; this machine if not set and calibrated", names=tuple(CLUSTERS))  # fmt: skip
     recorded: str = option("", "folder of recordings to read instead of running; keys describe their call")
     keep: str = option("", "folder to leave the recordings in")
     trace: str = option("timeline.json", "file for the trace; empty for none", writes="file")
     picture: str = option("timeline.png", "file for the picture (PNG); empty for none", writes="picture")
     timeout_s: float = option(120.0, "deadline of every wait for another rank, in seconds", above=0.0)
 
+    def check(self) -> None:
+        """See `MaskedCallConfig.check`."""
+        super().check()
+        if self.recorded and self.transport != "auto":
+            raise InputError(f"transport={self.transport}: has no effect with recorded=, which starts no ranks")
 
-def main(argv: Sequence[str]) -> int:
+
+class Prediction(NamedTuple):
+    """The simulated spans, for each pass by rank, and a sentence on their basis. `cluster`: a name, empty for none."""
+
+    passes: Many[ByRank]
+    cluster: str
+    basis: str
+
+
+def main(argv: Many[str]) -> int:
     """The command. Raises `InputError` for bad options and recordings that cannot be read."""
     if "--help" in argv or "-h" in argv:
         print(help_text("timeline", PURPOSE, TimelineConfig))
@@ -58,17 +80,22 @@ def main(argv: Sequence[str]) -> int:
 
     config = load(argv, TimelineConfig)
     config.check()
-    cluster = cluster_named(config.cluster) if config.cluster else None
-    tracks = read_tracks(Path(config.recorded)) if config.recorded else recorded_tracks(config)
+    if config.cluster:
+        cluster_named(config.cluster)  # refused before any rank starts
+    if config.recorded:
+        tracks = read_tracks(Path(config.recorded))
+        prediction = prediction_of_recordings(config, tracks)
+    else:
+        tracks, prediction = recorded_call(config)
     if config.keep:
         with writing("keep", config.keep):
             write_tracks(Path(config.keep), tracks)
         print(f"recordings kept in {config.keep}")
-    predicted = predicted_spans(config, cluster, tracks) if cluster else []
-    print(table(tracks, predicted))
-    words = cluster.name if cluster else ""
+    print(table(tracks, prediction.passes))
+    print(f"recorded over {tracks[0].transport or 'a transport that the recordings do not name'}")
+    print(f"predicted: {prediction.basis}")
     if config.trace:
-        trace = chrome_trace(tracks, predicted, words)
+        trace = chrome_trace(tracks, prediction.passes, prediction.cluster)
         with writing("trace", config.trace):
             write_file(Path(config.trace), json.dumps(trace))
         print(f"trace written into {config.trace}; open it at ui.perfetto.dev")
@@ -76,29 +103,72 @@ def main(argv: Sequence[str]) -> int:
         from ringattn.launch.pictures.charts import draw_timeline
 
         with writing("picture", config.picture):
-            draw_timeline(config.picture, tracks, predicted, words)
+            draw_timeline(config.picture, tracks, prediction.passes, prediction.cluster)
         print(f"drawn into {config.picture}")
     return 0
 
 
-def recorded_tracks(config: TimelineConfig) -> list[Track]:
-    """One call on fresh processes, by rank."""
+def recorded_call(config: TimelineConfig) -> tuple[list[Track], Prediction]:
+    """Record one call on fresh processes. Return the recordings by rank, and the prediction of the same plans."""
     from ringattn.launch.pictures.trace import Track
 
     print(f"starting {config.ranks} processes", flush=True)
     answers = run_ranks_in_processes("ringattn.launch.pictures.timeline:worker", asdict(config), config.ranks, None, 1)
-    return [Track.from_dict(answer) for answer in answers]
+    tracks = [Track.from_dict(answer["track"]) for answer in answers]
+    passes, cluster, basis = answers[0]["prediction"]
+    predicted: list[ByRank] = [[[Span(*span) for span in of_rank] for of_rank in by_rank] for by_rank in passes]
+    return tracks, Prediction(predicted, cluster, basis)
 
 
 def worker(spec: dict[str, Any]) -> dict[str, Any]:
-    """One process of the run."""
+    """One process of the run. Rank 0 also predicts."""
     import torch
 
     import ringattn
 
     torch.set_num_threads(1)
-    with ringattn.Ring(transport="gloo", timeout_s=spec["timeout_s"]) as ring:
-        return record_rank(ring, TimelineConfig(**spec)).as_dict()
+    with ringattn.Ring(transport=spec["transport"], timeout_s=spec["timeout_s"]) as ring:
+        config = TimelineConfig(**spec)
+        track = record_rank(ring, config)
+        return {"track": track.as_dict(), "prediction": None if ring.rank else predict(ring, config)}
+
+
+def predict(ring: Ring, config: TimelineConfig) -> Prediction:
+    """Simulate the plans of this ring on the named cluster, else on this machine if its transport is calibrated."""
+    if config.cluster:
+        cluster, basis = named_cluster(config.cluster)
+    else:
+        calibrated, reason = cluster_over(ring.transport.name if ring.world_size > 1 else "")
+        if calibrated is None:
+            return Prediction([], "", reason)
+        cluster, basis = calibrated, f"for this machine, by the constants of its calibration: {calibrated.name}"
+    plans = explanation_on(ring, config).plans
+    return Prediction([simulate(each, cluster.joined(ring.links)).spans for each in plans], cluster.name, basis)
+
+
+def named_cluster(name: str) -> tuple[Cluster, str]:
+    """Return the cluster that the option names, and what a prediction for it is based on."""
+    cluster = cluster_named(name)
+    if cluster.calibrated:
+        return cluster, f"by the constants of the calibration: {cluster.name}"
+    return cluster, f"by the constants of a preset, which were not measured on this machine: {cluster.name}"
+
+
+def explanation_on(ring: Ring, config: MaskedCallConfig, machines: Cluster | None = None) -> Explanation:
+    """Return what the ring would do in the call. `machines`: those for which it would plan; None: its own."""
+    return ring.explain(
+        sequence_of(ring, config), batch=config.batch, q_heads=config.heads, kv_heads=config.kv_heads,
+        head_dim=config.head_dim, dtype=TORCH_DTYPES[config.dtype], backward=config.backward,
+        schedule=config.schedule, cluster=machines, **config.options(config.length, ring.device),
+    )  # fmt: skip
+
+
+def sequence_of(ring: Ring, config: MaskedCallConfig) -> Sequence[Ring]:
+    """Return the sequence of the call on the ring."""
+    return ring.sequence(
+        config.length, cu_seqlens=config.cu_seqlens_at(config.length), layout=config.layout,
+        for_="dilated" if config.dilated else "causal",
+    )  # fmt: skip
 
 
 def record_rank(ring: Ring, config: TimelineConfig) -> Track:
@@ -107,10 +177,7 @@ def record_rank(ring: Ring, config: TimelineConfig) -> Track:
 
     from ringattn.launch.pictures.trace import Track, clock_offset
 
-    seq = ring.sequence(
-        config.length, cu_seqlens=config.cu_seqlens_at(config.length), layout=config.layout,
-        for_="dilated" if config.dilated else "causal",
-    )  # fmt: skip
+    seq = sequence_of(ring, config)
     attend: Any = ring.dilated_attention if config.dilated else ring.attention
     generator = torch.Generator().manual_seed(ring.rank)
 
@@ -136,21 +203,58 @@ def record_rank(ring: Ring, config: TimelineConfig) -> Track:
     return Track.of(recording, clock_offset(ring.transport.all_gather_bytes, ring.rank))
 
 
-def predicted_spans(config: TimelineConfig, cluster: Cluster, tracks: Sequence[Track]) -> list[ByRank]:
-    """What the simulator says of the passes. Raises `InputError` where the recordings are of other ranks or passes."""
-    from ringattn.launch.pictures.show import ExplainConfig, explanation_of
+def prediction_of_recordings(config: TimelineConfig, tracks: Many[Track]) -> Prediction:
+    """Simulate the described call for recordings, which do not name their machine: only if a cluster is named."""
+    if not config.cluster:
+        return Prediction([], "", "none: recordings do not name their machine; give cluster= and the keys of the call")
+    cluster, basis = named_cluster(config.cluster)
+    return Prediction(predicted_spans(config, cluster, tracks), cluster.name, basis)
+
+
+def predicted_spans(config: TimelineConfig, cluster: Cluster, tracks: Many[Track]) -> list[ByRank]:
+    """Return the spans of the simulated passes of the described call.
+
+    Raises `InputError` if the recordings are of other ranks, passes or messages than the described call.
+    """
     from ringattn.launch.pictures.trace import check_alike
+    from ringattn.testing import run_ranks
 
     if len(tracks) != config.ranks:
         raise InputError(f"ranks={config.ranks}: {len(tracks)} ranks were recorded; describe the recorded call")
-    keys = [described.name for described in fields(MaskedCallConfig)]
-    explanation = explanation_of(ExplainConfig(ranks=config.ranks, **{key: getattr(config, key) for key in keys}))
-    predicted: list[ByRank] = [simulate(plans, cluster).spans for plans in explanation.plans]
-    check_alike(tracks, predicted)
-    return predicted
+    differences = []
+    # A ring that knows its machines plans for them, and recordings do not say whether theirs did.
+    for machines in (None, *filter(None, (own_cluster(), cluster))):
+        explanation = run_ranks(config.ranks, partial(explanation_on, config=config, machines=machines))[0]
+        predicted: list[ByRank] = [simulate(plans, cluster).spans for plans in explanation.plans]
+        check_alike(tracks, predicted)
+        difference = difference_of(tracks, predicted)
+        if not difference:
+            return predicted
+        differences.append(difference)
+    raise InputError(
+        f"the recorded call is not the described one: {differences[0]}; give the keys of the recorded call"
+    )
 
 
-def write_tracks(folder: Path, tracks: Sequence[Track]) -> None:
+def difference_of(tracks: Many[Track], predicted: Many[ByRank]) -> str:
+    """Return the first pass in which a rank sent other messages than predicted; empty if there is none."""
+    for track in tracks:
+        for recorded_pass, by_rank in zip(track.passes, predicted, strict=True):
+            recorded, expected = sent_bytes(recorded_pass.spans), sent_bytes(by_rank[track.rank])
+            if recorded != expected:
+                return (
+                    f"in its {recorded_pass.name} pass rank {track.rank} sent {sum(recorded.values()):,} bytes in "
+                    f"{len(recorded)} exchanges, not {sum(expected.values()):,} bytes in {len(expected)}"
+                )
+    return ""
+
+
+def sent_bytes(spans: Many[Span]) -> dict[str, int]:
+    """Return the bytes that each exchange sends, by the name of its step."""
+    return {span.name: span.nbytes for span in spans if span.lane == COMM}
+
+
+def write_tracks(folder: Path, tracks: Many[Track]) -> None:
     """Leave one `recording-<rank>.json` a rank."""
     folder.mkdir(parents=True, exist_ok=True)
     for track in tracks:
@@ -176,7 +280,7 @@ def read_tracks(folder: Path) -> list[Track]:
     return tracks
 
 
-def table(tracks: Sequence[Track], predicted: Sequence[ByRank]) -> str:
+def table(tracks: Many[Track], predicted: Many[ByRank]) -> str:
     """A line for each pass and rank: milliseconds in all, under way, exposed, and what was hidden."""
     lines = [f"{'pass':<10}{'rank':>5}{'ms':>10}{'under way':>11}{'exposed':>9}{'overlap':>9}"
              + (f"{'predicted ms':>14}" if predicted else "")]  # fmt: skip

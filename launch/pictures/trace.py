@@ -76,12 +76,16 @@ ByRank = Sequence[Sequence[Span]]
 
 
 class Track(NamedTuple):
-    """One rank's passes, on the clock of rank 0. `arrivals_known`: see `Recording`."""
+    """One rank's passes, on the clock of rank 0. `arrivals_known`: see `Recording`.
+
+    `transport`: the name of the transport that carried the messages; empty in recordings that do not name it.
+    """
 
     rank: int
     passes: tuple[RecordedPass, ...]
     arrivals_known: bool
     uncertainty_us: float
+    transport: str = ""
 
     @property
     def overlap(self) -> float:
@@ -97,7 +101,7 @@ class Track(NamedTuple):
         """A recording, moved onto the clock of rank 0."""
         later = recording.clock.origin_s * 1e6 + offset.offset_us
         moved = (replace(one, start_us=one.start_us + later, end_us=one.end_us + later) for one in recording.passes)
-        return cls(recording.rank, tuple(moved), recording.arrivals_known, offset.uncertainty_us)
+        return cls(recording.rank, tuple(moved), recording.arrivals_known, offset.uncertainty_us, recording.transport)
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> Track:
@@ -109,7 +113,9 @@ class Track(NamedTuple):
             )
             for one in kept["passes"]
         )  # fmt: skip
-        return cls(kept["rank"], tuple(passes), kept["arrivals_known"], kept["uncertainty_us"])
+        return cls(
+            kept["rank"], tuple(passes), kept["arrivals_known"], kept["uncertainty_us"], kept.get("transport", "")
+        )
 
 
 def chrome_trace(tracks: Sequence[Track], predicted: Sequence[ByRank] = (), words: str = "") -> dict[str, Any]:
@@ -137,6 +143,7 @@ def chrome_trace(tracks: Sequence[Track], predicted: Sequence[ByRank] = (), word
         "overlap is": "measured" if all(track.arrivals_known for track in tracks) else "an upper bound",
         "clock uncertainty, us": max((track.uncertainty_us for track in tracks), default=0.0),
         "predicted by": words or None,
+        "transport": tracks[0].transport or None if tracks else None,
     }
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 

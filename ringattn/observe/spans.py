@@ -115,12 +115,16 @@ class Marks:
 
 @dataclass
 class Recording:
-    """What `Ring.recording` gives: the passes that ended inside it, on this rank. Reading waits for the device."""
+    """What `Ring.recording` gives: the passes that ended inside it, on this rank. Reading waits for the device.
+
+    `transport`: the name of the ring's transport.
+    """
 
     rank: int
     world_size: int
     clock: Clock
     nvtx: bool = False
+    transport: str = ""
     arrivals_known: bool = True
     _ended: list[Marks] = field(default_factory=list)
     _passes: list[RecordedPass] = field(default_factory=list)
@@ -314,9 +318,9 @@ class NvtxRanges:
             self._open = False
 
 
-def new_recording(rank: int, world_size: int, device: torch.device, lane: Any, nvtx: bool) -> Recording:
-    """An empty recording of work on `device`. Raises `UnsupportedError` for `nvtx` without CUDA."""
+def new_recording(rank: int, world_size: int, device: torch.device, lane: Any, nvtx: bool, transport: str) -> Recording:
+    """Return an empty recording of work on `device`. Raises `UnsupportedError` for `nvtx` without CUDA."""
     if nvtx and not torch.cuda.is_available():
         raise UnsupportedError("recording(nvtx=True) needs a CUDA device: NVTX names ranges for NVIDIA's tools only")
     clock = DeviceClock(lane) if device.type == "cuda" else HostClock()
-    return Recording(rank, world_size, clock, nvtx)
+    return Recording(rank, world_size, clock, nvtx, transport)

@@ -446,7 +446,7 @@ class Opened(Exception):
 WORKERS: Mapping[str, Callable[[], Any]] = {
     "run": lambda: point.on_rank({"config": asdict(load_run(["timeout_s=7"])), "quiet": True}),
     "check": lambda: check.worker({"transport": "shm", "engine": "plain", "timeout_s": 7.0}),
-    "timeline": lambda: timeline.worker({"timeout_s": 7.0}),
+    "timeline": lambda: timeline.worker({"timeout_s": 7.0, "transport": "auto"}),
     "calibrate": lambda: calibration.worker({"timeout_s": 7.0, "transport": "auto"}),
     "train": lambda: opened_mesh(load(["timeout_s=7"], TrainConfig, "train")).__enter__(),
 }

@@ -7,6 +7,7 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,15 @@ from matplotlib.colors import to_rgb
 from ringattn import InputError, Ring
 from ringattn.cli import main
 from ringattn.core.span import COMM, COMPUTE, Span
+from ringattn.launch.measure.environment import NOT_CALIBRATED, hardware
 from ringattn.launch.pictures import trace as pictures_trace
 from ringattn.launch.pictures.charts import ATTEND, EXPOSED, MESSAGES, draw_timeline
 from ringattn.launch.pictures.timeline import (
+    Prediction,
     TimelineConfig,
+    difference_of,
+    explanation_on,
+    predict,
     predicted_spans,
     read_tracks,
     record_rank,
@@ -33,7 +39,9 @@ from ringattn.launch.pictures.timeline import (
 from ringattn.launch.pictures.trace import LANES, Offset, Track, chrome_trace, clock_offset
 from ringattn.observe.spans import RecordedPass
 from ringattn.planner.cluster import CLUSTERS
+from ringattn.planner.simulate import simulate
 from ringattn.testing import run_ranks
+from ringattn.transport.location import VARIABLE
 
 
 def scripted(ranks: int, exposed: bool = True, arrivals_known: bool = True) -> list[Track]:
@@ -75,16 +83,21 @@ def test_predictions_are_drawn_beneath(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_records_and_reads_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_records_and_reads_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a folder without a calibration
+    monkeypatch.delenv(VARIABLE, raising=False)
     files = [f"trace={tmp_path / 'a.json'}", f"picture={tmp_path / 'a.png'}", f"keep={tmp_path / 'kept'}"]
     assert main(["timeline", "ranks=2", "tokens=64", "warmup=1", "head_dim=8", *files]) == 0
     printed = capfd.readouterr().out
-    for words in ("starting 2 processes", "call 1 of 2", "call 2 of 2", "upper bounds", "ui.perfetto.dev"):
+    for words in ("starting 2 processes", "call 1 of 2", "call 2 of 2", "upper bounds", "ui.perfetto.dev",
+                  "recorded over shm", f"predicted: {NOT_CALIBRATED}"):  # fmt: skip
         assert words in printed
     trace = json.loads((tmp_path / "a.json").read_text())
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in slices} == {0, 1}
-    assert trace["otherData"]["overlap is"] == "an upper bound"
+    assert trace["otherData"]["overlap is"] == "an upper bound" and trace["otherData"]["transport"] == "shm"
     assert matplotlib.image.imread(tmp_path / "a.png").shape[1] == 1950
     assert sorted(file.name for file in (tmp_path / "kept").iterdir()) == ["recording-0.json", "recording-1.json"]
 
@@ -181,12 +194,93 @@ def test_predicted_and_measured_steps_have_the_same_names(kept: Path) -> None:
         (["ranks=3"], "ranks=3: 2 ranks were recorded; describe the recorded call"),
         (["backward=false"], "2 passes were recorded and 1 predicted"),
         (["cluster=a10"], "a100"),
+        (["tokens=128"], "in its forward pass rank 0 sent 2,048 bytes in 1 exchanges, not 4,096 bytes in 1"),
+        (["transport=gloo"], "transport=gloo: has no effect with recorded="),
     ],
 )
 def test_a_prediction_of_something_else_is_refused(kept: Path, words: list[str], message: str, capsys: Any) -> None:
     call = [word for word in CALL if word.split("=")[0] != words[0].split("=")[0]]
     assert main(["timeline", f"recorded={kept}", "trace=", "picture=", *call, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def calibrate(folder: Path, transport: str) -> None:
+    """Write a calibration of this machine for `transport` into the folder."""
+    constants = asdict(replace(CLUSTERS["cpu"], name="this machine", calibrated=True))
+    content = {"constants": constants, "hardware": hardware(), "transport": transport}
+    (folder / "calibrated.json").write_text(json.dumps(content))
+
+
+def test_the_calibration_of_this_machine_predicts_its_own_transport_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    config = TimelineConfig(ranks=2, tokens=64, head_dim=8)
+
+    def prediction() -> Prediction:
+        return run_ranks(2, lambda ring: predict(ring, config))[0]
+
+    assert prediction() == ([], "", NOT_CALIBRATED)
+    calibrate(tmp_path, "shm")
+    without = prediction()
+    assert without.passes == [] and "calibrated for shm, and messages go over local; run `ringattn" in without.basis
+    calibrate(tmp_path, "local")
+    passes, cluster, basis = prediction()
+    plans = run_ranks(2, lambda ring: explanation_on(ring, config))[0].plans
+    assert passes == [simulate(each, CLUSTERS["cpu"]).spans for each in plans]
+    assert cluster == "this machine" and basis == "for this machine, by the constants of its calibration: this machine"
+
+
+def test_the_prediction_is_of_the_plans_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a calibrated machine a ring keeps more blocks for backward, so it sends fewer messages.
+    monkeypatch.chdir(tmp_path)
+    config = TimelineConfig(ranks=2, tokens=64, head_dim=8, cluster="a100", warmup=0)
+    calibration = replace(CLUSTERS["cpu"], name="this machine", calibrated=True)
+
+    def body(ring: Ring) -> tuple[Track, Prediction]:
+        return record_rank(ring, config), predict(ring, config)
+
+    messages = set()
+    for machines in (None, calibration):
+        answers = run_ranks(2, body, cluster=machines)
+        tracks = [track for track, _ in answers]
+        assert not difference_of(tracks, answers[0][1].passes)
+        assert answers[0][1].basis.startswith("by the constants of a preset")
+        messages.add(tracks[0].passes[1].messages)
+        if machines is not None:
+            calibrate(tmp_path, "shm")
+        # Recordings do not say for which machines their ring planned.
+        assert predicted_spans(config, CLUSTERS["a100"], tracks) == answers[0][1].passes
+    assert len(messages) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "basis"),
+    [
+        ([], "predicted: none: recordings do not name their machine; give cluster="),
+        (CALL, "predicted: by the constants of a preset, which were not measured on this machine: A100"),
+        ([*CALL[:-1], "cluster=calibrated.json"], "predicted: by the constants of the calibration: this machine"),
+    ],
+)
+def test_the_basis_of_a_prediction_is_printed(
+    kept: Path, tmp_path: Path, words: list[str], basis: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    calibrate(tmp_path, "shm")
+    assert main(["timeline", f"recorded={kept}", "trace=", "picture=", *words]) == 0
+    printed = capsys.readouterr().out
+    assert basis in printed and "recorded over local" in printed
+    assert ("predicted ms" in printed) == bool(words)
+
+
+def test_old_recordings_name_no_transport(kept: Path, capsys: Any) -> None:
+    for file in kept.iterdir():
+        content = json.loads(file.read_text())
+        del content["transport"]
+        file.write_text(json.dumps(content))
+    assert main(["timeline", f"recorded={kept}", "trace=", "picture="]) == 0
+    assert "recorded over a transport that the recordings do not name" in capsys.readouterr().out
 
 
 def test_the_page_shows_what_works(tmp_path: Path, capsys: Any) -> None:
