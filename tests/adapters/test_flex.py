@@ -24,9 +24,10 @@ from torch.nn.attention.flex_attention import (
 from torch.nn.attention.flex_attention import flex_attention as torchs_own
 
 from ringattn import InputError, Ring, UnsupportedError
-from ringattn.adapters import flex
+from ringattn.adapters import flex, pair_functions
 from ringattn.adapters.context_parallel import context_parallel
-from ringattn.adapters.flex import FoundMask, FoundScore, PairFunction, flex_attention, found_masks, found_score, record
+from ringattn.adapters.flex import FoundMask, FoundScore, flex_attention, found_masks, found_score
+from ringattn.adapters.pair_functions import PairFunction, record
 from ringattn.testing import run_ranks
 
 TOKENS, BLOCK = 37, 8
@@ -227,8 +228,8 @@ def test_other_masks_are_refused(mod: Mod, told: str) -> None:
 def test_a_long_mask_is_compared_in_partial_blocks(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
     """Whatever the sizes of tiles and pieces."""
     monkeypatch.setattr(flex, "ALL_BLOCKS_TOKENS", 0)
-    monkeypatch.setattr(flex, "TILE_TOKENS", tile)
-    monkeypatch.setattr(flex, "PIECE_PAIRS", 300)
+    monkeypatch.setattr(pair_functions, "TILE_TOKENS", tile)
+    monkeypatch.setattr(pair_functions, "PIECE_PAIRS", 300)
     for mod, wanted in MASKS.values():
         assert found_masks(block_mask(mod), TOKENS, 1, 4) == (wanted,)
 
@@ -448,8 +449,8 @@ def test_alibi_by_the_formula_of_the_paper_and_without_neighbors() -> None:
 @pytest.mark.parametrize("exception", ["distance", "end", "pair", "head"])
 def test_all_pairs_are_compared(monkeypatch: pytest.MonkeyPatch, exception: str) -> None:
     """Whatever the sizes of tiles and pieces."""
-    monkeypatch.setattr(flex, "TILE_TOKENS", 11)
-    monkeypatch.setattr(flex, "PIECE_PAIRS", 300)
+    monkeypatch.setattr(pair_functions, "TILE_TOKENS", 11)
+    monkeypatch.setattr(pair_functions, "PIECE_PAIRS", 300)
 
     def almost(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         odd = {
@@ -782,9 +783,9 @@ def test_distances_are_enough_where_nothing_else_is_read() -> None:
 
 @pytest.mark.usefixtures("active")
 def test_more_pairs_than_the_limit_need_trust(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "MOST_PAIRS", 3 * TOKENS**2)
-    monkeypatch.setattr(flex, "SAMPLED_PAIRS", 3 * TOKENS**2)
-    monkeypatch.setattr(flex, "TILE_TOKENS", 4)
+    monkeypatch.setattr(pair_functions, "MOST_PAIRS", 3 * TOKENS**2)
+    monkeypatch.setattr(pair_functions, "SAMPLED_PAIRS", 3 * TOKENS**2)
+    monkeypatch.setattr(pair_functions, "TILE_TOKENS", 4)
     q, k, v, _ = drawn(kv_heads=4)
 
     def of_all_heads(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

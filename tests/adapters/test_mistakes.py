@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ringattn import InputError, Ring, RingError, Sequence
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
-from ringattn.adapters.flex import _Recorder
 from ringattn.adapters.loss import Parity, _Coarsest, count_labels, loss_scale, parity
+from ringattn.adapters.pair_functions import _Recorder
 from ringattn.bench.storage_meter import StorageMeter
 from ringattn.launch.train.config import ModelConfig
 from ringattn.launch.train.model import Transformer

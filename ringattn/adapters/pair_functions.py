@@ -1,0 +1,295 @@
+"""Record and evaluate a user's mask_mod or score_mod, a function of pairs of query and key.
+
+`PairFunction` evaluates such a function on tiles of pairs. `record` runs it once and writes down each operator of torch
+with its arguments.
+
+mask_mod and score_mod may read closures, globals, attributes and memory shared with numpy. Few of these have a version
+counter, so the code of a function alone proves nothing. A recording holds the numbers and the contents of the tensors
+that the function uses. Under vmap, Python cannot branch on a position, so two functions with equal recordings return
+equal values at all positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ringattn.errors import UnsupportedError
+
+MOST_PAIRS = 1 << 30
+"""A function is evaluated on up to this many pairs of query and key, counted once for each head and row that it reads:
+all pairs of 32,768 tokens."""
+SAMPLED_PAIRS = 1 << 24
+"""With `trust=True`, the pairs of tiles drawn from more than `MOST_PAIRS`."""
+TILE_TOKENS = 256
+"""Side of the largest tile."""
+PIECE_PAIRS = 1 << 20
+"""Pairs that are evaluated at a time."""
+
+Function = Callable[..., Tensor]
+
+
+class ReadError(BaseException):
+    """A function has used an argument that stands for any value. A function's own `except Exception` lets it pass."""
+
+
+class Unread(Tensor):
+    """An integer of which no operation of torch makes use."""
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> Any:
+        """Raise `ReadError`, whatever operation has it among its arguments."""
+        raise ReadError
+
+
+class PairFunction:
+    """A mask_mod or score_mod to evaluate. `refusal` makes the error for a function that cannot be evaluated."""
+
+    def __init__(self, function: Function, device: torch.device, refusal: Callable[[str], UnsupportedError]) -> None:
+        self.function, self.device, self.refusal = function, device, refusal
+
+    def at(self, *arguments: Tensor) -> Tensor:
+        """Return the function's value at each pair, (pairs,); each argument has an entry for each pair."""
+        return self._evaluate(torch.vmap(self.function), arguments)
+
+    def on_tiles(self, row: Tensor, heads: Tensor, q: Tensor, k: Tensor, *scores: Tensor) -> Tensor:
+        """Return the function's values on tiles.
+
+        Args:
+            row: The row of the batch.
+            heads: Query heads.
+            q: Query positions of each tile.
+            k: Key positions of each tile.
+            scores: Of a score_mod the scores, the same in each tile and head.
+
+        Shape:
+            row: ()
+            heads: (heads,)
+            q: (tiles, queries)
+            k: (tiles, keys)
+            scores: (queries, keys)
+
+        Returns:
+            (tiles, heads, queries, keys)
+        """
+        function, score = self.function, (0,) * len(scores)
+        none: tuple[int | None, ...] = (None,) * len(scores)
+        # As torch evaluates it: each call gets a single pair, and vmap broadcasts keys, queries, heads and tiles.
+        for in_dims in ((*score, None, None, None, 0), (*score, None, None, 0, None)):
+            function = torch.vmap(function, in_dims=in_dims)
+        for in_dims in ((*none, None, 0, None, None), (*none, None, None, 0, 0)):
+            function = torch.vmap(function, in_dims=in_dims)
+        return self._evaluate(function, (*scores, row, heads, q, k))
+
+    def reads(self, argument: int, *scores: Tensor) -> bool:
+        """Whether the function uses its row (argument 0) or head (argument 1). True if this cannot be determined."""
+        positions = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(3)]
+        unread = torch.zeros((), dtype=torch.int64, device=self.device).as_subclass(Unread)
+
+        def without(*arguments: Tensor) -> Tensor:
+            some_scores, places = arguments[: len(scores)], list(arguments[len(scores) :])
+            places.insert(argument, unread)
+            return self.function(*some_scores, *places)
+
+        try:
+            with torch.no_grad(), TransformGetItemToIndex():
+                torch.vmap(without)(*scores, *positions)
+        except (Exception, ReadError):
+            return True
+        return False
+
+    def _evaluate(self, function: Function, arguments: tuple[Tensor, ...]) -> Tensor:
+        try:
+            with torch.no_grad(), TransformGetItemToIndex():
+                return function(*arguments)
+        except Exception as error:
+            raise self.refusal(f"could not be evaluated ({type(error).__name__}: {error})") from error
+
+
+# --- Tiles -----------------------------------------------------------------------------------------------------------
+
+
+class Tiles(NamedTuple):
+    """Tiles of one size: first query and key of each, (tiles, 2), and the last query and key that it may have."""
+
+    starts: Tensor
+    last: Tensor
+    size: tuple[int, int]
+
+    @property
+    def pairs(self) -> int:
+        return len(self.starts) * self.size[0] * self.size[1]
+
+    def sample(self, most: int) -> Tiles:
+        """Draw tiles of about `most` pairs, the same ones on every rank."""
+        order = torch.randperm(len(self.starts), generator=torch.Generator().manual_seed(0))
+        chosen = order[: max(1, most // (self.size[0] * self.size[1]))].to(self.starts.device)
+        return Tiles(self.starts[chosen], self.last[chosen], self.size)
+
+    def pieces(self, heads: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield heads, queries (tiles, queries) and keys (tiles, keys) of at most `PIECE_PAIRS`, or of one tile."""
+        area = self.size[0] * self.size[1]
+        within = [torch.arange(side, device=self.starts.device) for side in self.size]
+        for some_heads in heads.split(max(1, PIECE_PAIRS // area)):
+            count = max(1, PIECE_PAIRS // (area * len(some_heads)))
+            for starts, last in zip(self.starts.split(count), self.last.split(count), strict=True):
+                # A tile at an end has its last query or key several times.
+                q, k = (torch.minimum(starts[:, i, None] + within[i], last[:, i, None]) for i in range(2))
+                yield some_heads, q, k
+
+
+def tiles_of(blocks: Tensor, size: tuple[int, int], length: int) -> Tiles:
+    """Cut the chosen blocks, (rows, columns) bool, of `size` queries and keys into tiles of at most `TILE_TOKENS`."""
+    block = torch.tensor(size, device=blocks.device)
+    starts = blocks.nonzero() * block
+    last = torch.minimum(starts + block, torch.tensor(length, device=blocks.device)) - 1
+    for side in range(2):
+        steps = torch.arange(0, min(size[side], length), TILE_TOKENS, device=blocks.device)
+        moved = starts[:, None].repeat(1, len(steps), 1)
+        moved[..., side] += steps
+        last = last[:, None].expand_as(moved).flatten(0, 1)
+        starts = moved.flatten(0, 1)
+        inside = starts[:, side] <= last[:, side]
+        starts, last = starts[inside], last[inside]
+    return Tiles(starts, last, (min(size[0], length, TILE_TOKENS), min(size[1], length, TILE_TOKENS)))
+
+
+def checked_tiles(tiles: dict[Any, Tiles], heads: int, trust: bool, subject: str) -> dict[Any, Tiles]:
+    """Return `tiles`, or with `trust` a sample of too many. Raises UnsupportedError for too many without it.
+
+    Args:
+        tiles: Tiles to evaluate in each row or mask.
+        heads: Heads in which each is evaluated.
+        trust: Whether the caller answers for the pairs that are not evaluated.
+        subject: The function, for the message.
+    """
+    pairs = sum(part.pairs for part in tiles.values()) * heads
+    if pairs <= MOST_PAIRS:
+        return tiles
+    if not trust:
+        raise UnsupportedError(
+            f"{subject} would have to be evaluated at {pairs:,} pairs of query and key, the limit is {MOST_PAIRS:,}: "
+            "make block_mask with create_block_mask, which lists full blocks apart, or pass trust=True if you are sure "
+            "that no single pairs differ from the rest"
+        )
+    return {key: part.sample(SAMPLED_PAIRS // (heads * len(tiles))) for key, part in tiles.items()}
+
+
+# --- Recordings ------------------------------------------------------------------------------------------------------
+
+
+class Recording(NamedTuple):
+    """Operations of torch with their arguments, and the contents of the tensors that the function brought along.
+
+    A tensor that the function computed is "#" and a number, in the order in which they are made; a score_mod's score,
+    row, head, query and key are #0 to #4.
+    """
+
+    operations: list[Any]
+    tensors: list[Tensor]
+
+    def copied(self) -> Recording:
+        """Return a recording that later changes of the tensors do not reach."""
+        return Recording(self.operations, [x.clone() for x in self.tensors])
+
+    def is_same(self, other: Recording) -> bool:
+        """Whether both recordings are of the same operations on tensors of the same contents."""
+        return self.operations == other.operations and all(
+            torch.equal(_bits(x), _bits(y)) for x, y in zip(self.tensors, other.tensors, strict=True)
+        )
+
+    def is_of_distance(self) -> bool:
+        """Whether a score_mod uses its query and key in differences and comparisons of the two only."""
+        query, key = "#3", "#4"
+        *operations, result = self.operations
+        for name, inputs, _ in operations:
+            of_both = name.split(".")[1] in _OF_DISTANCE and inputs in (((query, key), {}), ((key, query), {}))
+            if not of_both and {query, key} & set(tree_leaves(inputs)):
+                return False
+        return result not in (query, key)
+
+
+_OF_DISTANCE = ("sub", "rsub", "eq", "ne", "ge", "gt", "le", "lt")
+
+
+def record(function: Function, device: torch.device, is_score: bool, *more: object) -> Recording | None:
+    """Run a mask_mod or score_mod and return its recording; None if this says not all about the function.
+
+    `more` is recorded as well: numbers and tensors that belong to it.
+    """
+    arguments = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
+    if is_score:
+        arguments.insert(0, torch.zeros(1, dtype=torch.float64, device=device))
+    recorder = _Recorder()
+    for argument in arguments:
+        recorder.number(argument)
+    try:
+        with torch.no_grad(), TransformGetItemToIndex(), recorder:
+            result = torch.vmap(function)(*arguments)
+        recorder.operations.append(recorder.encode(result))
+        if more:
+            recorder.operations.append(tree_map(recorder.encode, more))
+    except Exception:  # also what the function itself raises: its evaluation reports that
+        return None
+    return None if recorder.is_opaque else Recording(recorder.operations, recorder.tensors)
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down each operator of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self.numbers: dict[int, int] = {}
+        self.made: list[Tensor] = []  # kept, so that no other tensor takes the id of one that is gone
+        self.is_opaque = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave torch's flag alone, which modes of two threads that overlap would leave set: see `loss`.
+
+        No operator stays hidden: under vmap, compiled functions run eagerly or by the backend "eager".
+        """
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Record and run an operator."""
+        if not str(func).startswith("aten."):
+            self.is_opaque = True  # a user's, whose code runs unrecorded
+        inputs = tree_map(self.encode, (args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        # The dtype depends on the default dtype, which is no argument.
+        self.operations.append((str(func), inputs, [self.number(x) for x in tree_leaves(result)]))
+        return result
+
+    def number(self, x: Any) -> str:
+        """Give a number to a tensor of a result, and return its dtype."""
+        if not isinstance(x, Tensor):
+            return repr(x)
+        self.numbers[id(x)] = len(self.made)
+        self.made.append(x)
+        return str(x.dtype)
+
+    def encode(self, x: Any) -> str:
+        """Return what two equal arguments have in common."""
+        if not isinstance(x, Tensor):
+            return f"{type(x).__name__} {x!r}"
+        if id(x) in self.numbers:
+            return f"#{self.numbers[id(x)]}"
+        self.is_opaque |= type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided
+        self.number(x)
+        self.tensors.append(x.detach())
+        return f"{x.dtype} {x.device} {tuple(x.shape)} {x.requires_grad}"
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().flatten().view(torch.uint8)
