@@ -1,9 +1,9 @@
-"""How much memory a rank needs, in a ring and in an all-gather; predicted and measured.
+"""How much memory a rank needs: on one device, in a ring and in an all-gather; predicted and measured.
 
 `python -m ringattn.bench.memory length_tokens=4096,8192,16384`. Every line of the first table is a run in fresh
-processes: the greater rank's storages, and the growth of its resident size from before its inputs exist to the end,
-beside the sum of the tensors' sizes and of the plan's arena. The second table is the pool's high water at fixed tokens
-per rank.
+processes: the storages of the rank that needs most, and the growth of its resident size from before its inputs exist
+to the end, next to the sum of the tensors' sizes and of the plan's arena. The second table is the pool's high-water
+mark at fixed tokens per rank. The picture compares forward and backward on one device and in the ring.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
 from ringattn.bench.attention_memory import attention_scratch_bytes
 from ringattn.bench.baselines import OurRing
@@ -40,7 +41,10 @@ from ringattn.testing import run_ranks
 matplotlib.use("Agg")
 
 WITH_BACKWARD = " with backward"
-METHODS = ("ring", "ring with backward", "all_gather", "all_gather with backward")
+ALONE = "one device"
+"""The method on one rank, which has the whole sequence."""
+METHODS = ("one device with backward", "ring", "ring with backward", "all_gather with backward")
+PICTURED = ("one device with backward", "ring with backward")
 PROGRAM = "ringattn.bench.memory:on_rank"
 GATE_TOKENS_PER_RANK = 64
 ITEM_BYTES = 4
@@ -50,12 +54,12 @@ ITEM_BYTES = 4
 class MemoryOptions:
     """Causal float32 attention; `pool_tokens_per_rank` and `pool_ranks` are of the second table."""
 
-    length_tokens: tuple[int, ...] = (4096, 8192, 16_384)
+    length_tokens: tuple[int, ...] = (2048, 4096, 8192, 16_384)
     methods: tuple[str, ...] = METHODS
-    heads: int = 4
-    kv_heads: int = 2
+    heads: int = 8
+    kv_heads: int = 8
     head_dim: int = 64
-    ranks: int = 2
+    ranks: int = 8
     pool_tokens_per_rank: int = 512
     pool_ranks: tuple[int, ...] = (2, 4, 8, 16)
     results: str = RESULTS
@@ -63,7 +67,18 @@ class MemoryOptions:
 
 def baseline(ring: Ring, method: str) -> Baseline:
     """The method called `method`, on this rank."""
-    return OurRing(ring, "zigzag", method.removesuffix(WITH_BACKWARD), backward=method.endswith(WITH_BACKWARD))
+    return OurRing(ring, "zigzag", schedule_of(method), backward=method.endswith(WITH_BACKWARD))
+
+
+def schedule_of(method: str) -> str:
+    """Return the schedule of a method. One device sends nothing, whatever its schedule is."""
+    name = method.removesuffix(WITH_BACKWARD)
+    return "ring" if name == ALONE else name
+
+
+def ranks_of(method: str, options: MemoryOptions) -> int:
+    """Return how many ranks share the sequence."""
+    return 1 if method.startswith(ALONE) else options.ranks
 
 
 def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> dict[str, int]:
@@ -98,17 +113,18 @@ def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> di
 
 
 def predicted(method: str, length: int, options: MemoryOptions) -> dict[str, int]:
-    """Bytes of the greater rank at its peak, by what they hold: kept tensors, travelling K/V, the working block."""
-    ranks, dim = options.ranks, options.head_dim
+    """Bytes of the rank that needs most, at its peak: kept tensors, travelling K/V, the working block."""
+    ranks, dim = ranks_of(method, options), options.head_dim
     own = -(-length // ranks)
     query, key = options.heads * dim * ITEM_BYTES, options.kv_heads * dim * ITEM_BYTES  # bytes of a row
     problem, backward = _problem(length, options, ranks), method.endswith(WITH_BACKWARD)
-    arena = max(_greatest_arena(problem, method.removesuffix(WITH_BACKWARD), back) for back in {False, backward})
+    arena = max(_greatest_arena(problem, schedule_of(method), back) for back in {False, backward})
     kept = own * (2 * query + 2 * key)
     if backward:
         kept += own * (2 * query + 2 * key)  # dout and the gradients
-    # The largest rectangle: two chunks of queries by one of keys, or the reverse.
-    block = own * query + (own // 2 * 2 * key if backward else 0)
+    # The largest rectangle: two chunks of queries by one of keys, or the reverse; on one device the whole square.
+    keys = own if ranks == 1 else own // 2
+    block = own * query + (keys * 2 * key if backward else 0)
     return {"kept": kept, "travelling": arena, "working": block}
 
 
@@ -133,11 +149,10 @@ def weigh(options: MemoryOptions, say: Say) -> list[dict[str, Any]]:
             spec = {"method": method, "length_tokens": length,
                     "shape": [options.heads, options.kv_heads, options.head_dim]}  # fmt: skip
             # Over gloo the arena is a tensor; memory that ranks share is no storage, and its meter would not see it.
-            by_rank = run_in_processes(options.ranks, PROGRAM, spec, say, transport="gloo")
+            by_rank = run_in_processes(ranks_of(method, options), PROGRAM, spec, say, transport="gloo")
             greatest = {key: max(found[key] for found in by_rank) for key in by_rank[0]}
-            records.append(
-                {"length_tokens": length, "method": method, "predicted": predicted(method, length, options), **greatest}
-            )
+            records.append({"length_tokens": length, "method": method, "ranks": ranks_of(method, options),
+                            "predicted": predicted(method, length, options), **greatest})  # fmt: skip
     return records
 
 
@@ -178,11 +193,12 @@ def _pool_pass(length: int, options: MemoryOptions) -> Callable[[Ring], int]:
 def tables(options: MemoryOptions, weights: list[dict[str, Any]], pools: list[dict[str, int]]) -> list[Table]:
     """Both tables."""
     one = Table(
-        f"Peak memory of the greater of {options.ranks} ranks, MiB; heads {options.heads}:{options.kv_heads} of "
+        f"Peak memory of the rank that needs most, MiB; heads {options.heads}:{options.kv_heads} of "
         f"{options.head_dim}, float32, causal",
         (
             "tokens",
             "method",
+            "ranks",
             "kept",
             "travelling",
             "working",
@@ -203,7 +219,7 @@ def tables(options: MemoryOptions, weights: list[dict[str, Any]], pools: list[di
         measured = (record[f"{meter}_bytes"] for meter in ("storages", "peak_growth", "ru_maxrss_growth"))
         cells = map(mib, (*parts, sum(parts), *measured))
         per_token = f"{record['storages_bytes'] / record['length_tokens'] / 1024:.1f}"
-        one.rows.append((str(record["length_tokens"]), record["method"], *cells, per_token))
+        one.rows.append((str(record["length_tokens"]), record["method"], str(record["ranks"]), *cells, per_token))
     two = Table(
         f"High water of the ring's pool at {options.pool_tokens_per_rank} tokens per rank, MiB",
         (
@@ -231,62 +247,62 @@ def main(words: Sequence[str]) -> dict[str, Any]:
     with progress("memory") as say:
         data = {"weights": weigh(options, say), "pools": pool_high_water(options, say)}
     finish("memory", options, tables(options, data["weights"], data["pools"]), data, options.results)
-    draw_curve(
-        options.methods, data["weights"], lambda method, length: sum(predicted(method, length, options).values()),
-        f"Peak memory of the greater of {options.ranks} ranks, heads {options.heads}:{options.kv_heads} of "
-        f"{options.head_dim}, float32, causal", Path(options.results, "memory.png"),
-    )  # fmt: skip
+    if set(PICTURED) <= set(options.methods):
+        figure = memory_figure(data["weights"], options)
+        figure.savefig(Path(options.results, "memory.png"), dpi=120)
+        plt.close(figure)
     return data
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-INK = "#22303c"
+INK, GRID = "#22303c", "#dfe4e8"
+COLORS = {ALONE: "#D55E00", "ring": "#0072B2", "bound": "#5b6b79"}
 POINTS = 60
-MARKERS = "osD^vPX*"
-NEAR, DASH = 0.15, 4.0
-"""Lines nearer than this share lie on each other; units of line width that a dash has."""
 
 
-def draw_curve(
-    methods: Sequence[str],
-    records: Sequence[dict[str, Any]],
-    predicted: Callable[[str, int], int],
-    title: str,
-    path: Path,
-) -> None:
-    """Write a PNG. `records`: length_tokens, method, storages_bytes; `predicted`: bytes of a method at a length."""
+def memory_figure(records: Sequence[dict[str, Any]], options: MemoryOptions) -> Figure:
+    """Return the picture: forward and backward on one device and in the ring, and the least that a rank can hold.
+
+    Lines are predicted, points are the storages that `records` measured. The least is a rank's share of the tensors
+    that attention reads and returns.
+    """
+    alone, ring = PICTURED
     lengths = sorted({record["length_tokens"] for record in records})
-    at = np.unique(np.geomspace(lengths[0], lengths[-1], POINTS).astype(int) // 8 * 8)
-    sizes = {method: np.array([predicted(method, int(length)) / 2**20 for length in at]) for method in methods}
-    figure, ax = plt.subplots(figsize=(9, 5.5))
-    for number, method in enumerate(methods):
-        color, marker = f"C{number}", MARKERS[number % len(MARKERS)]
-        # Methods that need the same share a line: each has its own dashes of it, and a ring around its points.
-        same = [other for other in methods if np.allclose(sizes[other], sizes[method], rtol=NEAR)]
-        place, dashes = same.index(method), (DASH, DASH * (len(same) - 1))
-        style = (place * DASH, dashes) if len(same) > 1 else "-"
-        ax.plot(at, sizes[method], color=color, linewidth=2, linestyle=style)
-        found = [one for one in records if one["method"] == method]
-        tokens, growth = ([one[key] for one in found] for key in ("length_tokens", "storages_bytes"))
-        mebibytes = [nbytes / 2**20 for nbytes in growth]
-        outer = 40 * (1 + 1.6 * (len(same) - 1 - place))
-        inner = "none" if place < len(same) - 1 else color
-        ax.scatter(tokens, mebibytes, facecolors=inner, edgecolors=color, marker=marker, label=method, zorder=3,
-                   s=outer, linewidths=1.5)  # fmt: skip
+    at = np.union1d(np.geomspace(lengths[0], lengths[-1], POINTS).astype(int) // 8 * 8, lengths)
+    measured = {(record["method"], record["length_tokens"]): record["storages_bytes"] / 2**20 for record in records}
+    figure, ax = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    for method, name in ((alone, ALONE), (ring, "ring")):
+        mebibytes = [sum(predicted(method, int(length), options).values()) / 2**20 for length in at]
+        ax.plot(at, mebibytes, color=COLORS[name], linewidth=2)
+        ax.scatter(lengths, [measured[method, length] for length in lengths], color=COLORS[name], s=40, zorder=3)
+    least = [predicted(ring, int(length), options)["kept"] / 2**20 for length in at]
+    ax.plot(at, least, color=COLORS["bound"], linewidth=2, linestyle="--")
+    last = lengths[-1]
+    ratio = measured[alone, last] / measured[ring, last]
+    labels = (
+        (f"one device\n{measured[alone, last]:,.0f} MiB", measured[alone, last], ALONE),
+        (f"each of {options.ranks} ranks, ring\n{measured[ring, last]:,.0f} MiB: {ratio:.1f} times less",
+         measured[ring, last], "ring"),
+        (f"least: a rank's share of inputs,\noutput and gradients\n{least[-1]:,.0f} MiB: "
+         f"{measured[alone, last] / least[-1]:.1f} times less", least[-1], "bound"),
+    )  # fmt: skip
+    for text, y, name in labels:
+        ax.annotate(text, (last, y), xytext=(12, 0), textcoords="offset points", va="center", fontsize=9,
+                    color=COLORS[name])  # fmt: skip
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
-    ax.set_xticks(lengths, [str(length) for length in lengths])
+    ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     ax.set_xlabel("tokens of the whole sequence", color=INK)
-    ax.set_ylabel("MiB: lines predicted, points measured", color=INK)
-    ax.set_title(title, loc="left", fontsize=10, color=INK)
-    ax.grid(True, which="major", color="#dfe4e8", linewidth=0.7)
-    ax.legend(frameon=False, fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    ax.set_ylabel("MiB; lines predicted, points measured", color=INK)
+    heads = f"{options.heads} query and {options.kv_heads} K/V heads of {options.head_dim}"
+    title = f"Peak memory of a rank, attention forward and backward\n{heads}, float32, causal"
+    ax.set_title(title, loc="left", fontsize=11, color=INK)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(True, which="major", color=GRID, linewidth=0.7)
+    return figure
 
 
 if __name__ == "__main__":

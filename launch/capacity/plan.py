@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -37,7 +36,7 @@ from ringattn.launch.capacity.training_bytes import (
     training_bytes,
 )
 from ringattn.launch.config import load
-from ringattn.launch.folders import json_output, save_picture, writing
+from ringattn.launch.folders import json_output, writing
 from ringattn.launch.options import MOST, help_text, json_option, option
 from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
 
@@ -104,6 +103,8 @@ def main(argv: Sequence[str]) -> int:
             figures = plan(config, machine)
         print(table(config, machine, figures))
         if config.picture:
+            from ringattn.launch.capacity.picture import draw_capacity  # loads matplotlib
+
             with writing("picture", config.picture):
                 draw_capacity(figures, config.picture)
             print(f"drawn into {config.picture}")
@@ -273,54 +274,6 @@ def _limits(found: dict[str, Any], ring: int) -> str:
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:,.2f}"
-
-
-# --- the picture ------------------------------------------------------------------------------------------------------
-
-
-INK, LIMIT = "#22303c", "#c0392b"
-VISIBLE = 1 / 1000
-"""Share of the longest bar below which a component is left out."""
-
-
-def draw_capacity(found: dict[str, Any], path: str | Path) -> None:
-    """Write a PNG of what `plan` returned: a bar as given, one after all steps, and the memory's line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    bars = {"as given": found["bytes_by_component"]}
-    if found["steps"]:
-        bars["after the steps"] = found["after_steps"]["bytes_by_component"]
-    visible = VISIBLE * max(sum(bar.values()) for bar in bars.values())
-    names = [name for name in found["bytes_by_component"] if any(bar[name] > visible for bar in bars.values())]
-    colors = plt.get_cmap("tab10")
-    figure, ax = plt.subplots(figsize=(9, 1.6 + 0.9 * len(bars)))
-    left = [0.0] * len(bars)
-    for name in names:
-        widths = [parts[name] / GIB for parts in bars.values()]
-        color = colors(list(found["bytes_by_component"]).index(name))
-        label = name.replace("_", " ")
-        drawn = ax.barh(list(bars), widths, left=left, color=color, edgecolor="white", label=label)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-    ax.bar_label(drawn, [f"{total:,.1f} GiB" for total in left], padding=6, fontsize=9, color=INK, bbox=box, zorder=3)
-    limit = found["hardware"]["memory_bytes"] / GIB
-    ax.axvline(limit, color=LIMIT, linewidth=1.5)
-    ax.annotate(f"{limit:,.0f} GiB", (limit, 1.0), xycoords=("data", "axes fraction"), color=LIMIT, ha="center",
-                va="bottom", fontsize=9)  # fmt: skip
-    ax.invert_yaxis()
-    ax.set_xlim(0, 1.18 * max(limit, *(sum(parts.values()) / GIB for parts in bars.values())))
-    ax.set_xlabel("GiB on one rank", color=INK)
-    ax.spines[["top", "right"]].set_visible(False)
-    run = found["run"]
-    what = f"{found['model']['name']} on {found['hardware']['name']}"
-    figure.suptitle(f"{what}: {run['tokens']:,} tokens over a ring of {run['ranks']:,}", color=INK, fontsize=11)
-    figure.legend(loc="lower center", ncols=min(len(names), 5), frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, 0.05 + 0.08 * (len(names) > 5), 1, 0.98))
-    save_picture(figure, path, 120)
-    plt.close(figure)
 
 
 # --- time of a step ---------------------------------------------------------------------------------------------------

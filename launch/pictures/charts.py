@@ -21,7 +21,7 @@ from matplotlib.colors import ListedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ringattn.core.geometry import StridedRange
 from ringattn.core.mask import Branch
@@ -158,17 +158,27 @@ NEAR_STEPS = 6
 MEASURES: tuple[tuple[str, str, Callable[[Simulated], float]], ...] = (
     ("time of a call", "s", lambda one: one.total_s),
     ("efficiency", "% of the kernel's rate", lambda one: 100 * one.efficiency),
+    ("sent by the rank that sends most", "GiB",
+     lambda one: sum(each.sent_bytes.max() for each in one.passes) / 2**30),
     ("waiting, of the rank that waits most", "% of the time",
      lambda one: 100 * sum(each.waiting_s.max() for each in one.passes) / one.total_s),
+    ("exposed messages, of the rank with most", "% of the time",
+     lambda one: 100 * sum(each.exposed_s.max() for each in one.passes) / one.total_s),
     ("staging buffers, of the rank that holds most", "GiB", lambda one: one.held_bytes[2] / 2**30),
 )  # fmt: skip
 LOGARITHMIC = "s", "GiB"
 
 
-def draw_curves(path: str | Path, curves: Mapping[str, Sequence[Simulated]], words: str) -> None:
-    """Write a picture: four measures over the number of ranks; hollow: simulated by the plan of each rank."""
-    figure, grid = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
-    for axes, (title, unit, value) in zip(grid.flat, MEASURES, strict=True):
+def draw_curves(path: str | Path, curves: Mapping[str, Sequence[Simulated]], title: str) -> None:
+    """Write a picture: the measures over the number of ranks; hollow: simulated by the plan of each rank."""
+    save_picture(curves_figure(curves, title), path, 120)
+
+
+def curves_figure(curves: Mapping[str, Sequence[Simulated]], title: str) -> Figure:
+    """Return the picture before it is written."""
+    figure, grid = plt.subplots(2, 3, figsize=(14, 7.2), layout="constrained")
+    ranks = sorted({one.ranks for points in curves.values() for one in points})
+    for axes, (name, unit, value) in zip(grid.flat, MEASURES, strict=True):
         for scaling, points in curves.items():
             xs, ys = [one.ranks for one in points], [value(one) for one in points]
             if unit in LOGARITHMIC:  # where 0 has no place: one rank holds no buffers
@@ -177,51 +187,73 @@ def draw_curves(path: str | Path, curves: Mapping[str, Sequence[Simulated]], wor
             faces = [COLORS[scaling] if one.classes else "white" for one in points]
             axes.scatter(xs, ys, s=26, color=faces, edgecolors=COLORS[scaling], zorder=3)
         axes.set_xscale("log", base=2)
-        axes.set_title(title, loc="left", color=INK)
-        axes.set(xlabel="ranks", ylabel=unit)
+        axes.set_title(name, loc="left", color=INK, fontsize=11)
+        axes.set_xlabel("ranks", color=INK)
+        axes.set_ylabel(unit, color=INK)
         if unit in LOGARITHMIC:
             axes.set_yscale("log")
         else:
             axes.set_ylim(0, max(1.0, 1.08 * axes.get_ylim()[1]))
-        ranks = sorted({one.ranks for points in curves.values() for one in points})
+        axes.set_xlim(ranks[0] / 1.4, ranks[-1] * 1.4)
         axes.set_xticks(ranks[:: -(-len(ranks) // 8)])
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
         axes.minorticks_off()
         _tidy(axes, "both")
-    grid[0][0].legend(frameon=False)
-    figure.suptitle(words, color=INK)
-    figure.supxlabel("filled: simulated by classes of ranks; hollow: by the plan of each rank", fontsize=8, color=QUIET)
-    save_picture(figure, path, 120)
+    handles = [Line2D([], [], color=COLORS[scaling], linewidth=1.6, label=f"{scaling} scaling") for scaling in curves]
+    handles += [Line2D([], [], color=QUIET, marker="o", linestyle="none", label="simulated by classes of ranks"),
+                Line2D([], [], color=QUIET, marker="o", linestyle="none", markerfacecolor="white",
+                       label="simulated by the plan of each rank")]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, labelcolor=INK)
+    figure.suptitle(title, color=INK, fontsize=12)
+    return figure
 
 
-def draw_point(path: str | Path, point: Simulated, words: str) -> None:
-    """Write a picture: for some ranks the share of work over each pass, and below it the first steps one by one."""
+def draw_point(path: str | Path, point: Simulated, title: str, names: Mapping[int, str]) -> None:
+    """Write a picture: for some ranks the share of work over each pass, and below it the first steps one by one.
+
+    `names`: how the ranks that are disturbed are named.
+    """
+    save_picture(point_figure(point, title, names), path, 120)
+
+
+def point_figure(point: Simulated, title: str, names: Mapping[int, str]) -> Figure:
+    """Return the picture before it is written; both passes have the same scale of time."""
     ranks = sorted(point.spans[0])
-    height = 2.6 + 0.75 * len(ranks)
-    figure, grid = plt.subplots(2, len(point.passes), figsize=(13, height), squeeze=False, layout="constrained")
+    labels = [names.get(rank, f"rank {rank:,}") for rank in ranks]
+    totals_ms = [one.total_s * 1e3 for one in point.passes]
+    shown_ms = same_scale(totals_ms)
+    near = max(_first_steps_ms(spans[ranks[0]]) / shown for spans, shown in zip(point.spans, shown_ms, strict=True))
+    figure, grid = plt.subplots(
+        2, len(point.passes), figsize=(13, 3.4 + 0.75 * len(ranks)), squeeze=False, layout="constrained",
+        width_ratios=shown_ms, sharey=True,
+    )  # fmt: skip
     image = None
-    for column, (one, spans) in enumerate(zip(point.passes, point.spans, strict=True)):
+    for column, (total_ms, spans) in enumerate(zip(totals_ms, point.spans, strict=True)):
         above, below = grid[0][column], grid[1][column]
-        shares = np.stack([work_shares(spans[rank], one.total_s * 1e6) for rank in ranks])
+        shares = np.stack([work_shares(spans[rank], total_ms * 1e3) for rank in ranks])
         image = above.imshow(
             100 * shares, aspect="auto", cmap="Blues", vmin=0, vmax=100, interpolation="nearest",
-            extent=(0, one.total_s * 1e3, len(ranks) - 0.5, -0.5),
+            extent=(0, total_ms, len(ranks) - 0.5, -0.5),
         )  # fmt: skip
-        above.set_title(f"{PASSES[column]}, {one.total_s * 1e3:,.2f} ms: share of work", loc="left", color=INK)
-        _draw_first_steps(below, [spans[rank] for rank in ranks])
-        below.set_title("its first steps", loc="left", color=INK)
-        for axes in (above, below):
-            axes.set_yticks(range(len(ranks)), [f"rank {rank:,}" for rank in ranks])
-            axes.set_xlabel("ms")
+        above.set_title(f"{PASSES[column]}, {total_ms:,.4g} ms", loc="left", color=INK, fontsize=11)
+        _draw_first_steps(below, [spans[rank] for rank in ranks], min(total_ms, near * shown_ms[column]))
+        below.set_title(f"first {near * shown_ms[column]:,.3g} ms", loc="left", color=INK, fontsize=11)
+        for axes, row_ms in ((above, shown_ms), (below, [near * shown for shown in shown_ms])):
+            ticks = MaxNLocator(TICKS, steps=(1, 2, 5, 10)).tick_values(0, max(row_ms))
+            axes.set_xlim(0, row_ms[column])
+            axes.set_xticks([tick for tick in ticks if tick <= row_ms[column]])
+            axes.set_yticks(range(len(ranks)), labels)
+            axes.set_xlabel("ms", color=INK)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
             _tidy(axes)
     assert image is not None
-    figure.colorbar(image, ax=list(grid[0]), label="% of the time at work")
-    handles = [Patch(color=WORK, label="work"), Patch(color=MESSAGES, label="messages beside it"),
-               Patch(color=WAITING, label="waiting for messages")]  # fmt: skip
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(f"{words}: {point.tokens:,} tokens on {point.ranks:,} ranks", color=INK)
-    save_picture(figure, path, 120)
+    bar = figure.colorbar(image, ax=list(grid[0]), location="bottom", fraction=0.05, aspect=60, shrink=0.4)
+    bar.set_label("% of the time at work", color=INK)
+    handles = [Patch(color=WORK, label="work"), Patch(color=MESSAGES, label="messages under way"),
+               Patch(color=WAITING, label="waiting")]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, labelcolor=INK)
+    figure.suptitle(title, color=INK, fontsize=12)
+    return figure
 
 
 def work_shares(spans: Sequence[Span], total_us: float, bins: int = BINS) -> np.ndarray:
@@ -236,17 +268,21 @@ def work_shares(spans: Sequence[Span], total_us: float, bins: int = BINS) -> np.
     return np.diff(np.interp(edges, moments, done)) / (total_us / bins)
 
 
-def _draw_first_steps(axes: Axes, ranks: Sequence[Sequence[Span]]) -> None:
-    attends = [span for span in ranks[0] if span.name.endswith("attend")][:NEAR_STEPS]
-    until = attends[-1].end_us if attends else 1.0
+def _first_steps_ms(spans: Sequence[Span]) -> float:
+    """Return when a rank has done its first steps."""
+    attends = [span for span in spans if span.name.endswith("attend")][:NEAR_STEPS]
+    return attends[-1].end_us / 1e3 if attends else 1e-3
+
+
+def _draw_first_steps(axes: Axes, ranks: Sequence[Sequence[Span]], until_ms: float) -> None:
+    """Draw all spans that begin before `until_ms`, a row for each rank. What is not work is waiting."""
     for row, spans in enumerate(ranks):
-        near = [span for span in spans if span.start_us < until]
+        near = [span for span in spans if span.start_us < until_ms * 1e3]
         work = [(span.start_us / 1e3, (span.end_us - span.start_us) / 1e3) for span in near if span.lane == COMPUTE]
         messages = [(span.start_us / 1e3, (span.end_us - span.start_us) / 1e3) for span in near if span.lane != COMPUTE]
-        axes.broken_barh([(0, until / 1e3)], (row - 0.38, 0.44), facecolor=WAITING, zorder=1)
+        axes.broken_barh([(0, until_ms)], (row - 0.38, 0.44), facecolor=WAITING, zorder=1)
         axes.broken_barh(work, (row - 0.38, 0.44), facecolor=WORK, edgecolor="white", linewidth=0.4, zorder=2)
         axes.broken_barh(messages, (row + 0.1, 0.26), facecolor=MESSAGES, edgecolor="white", linewidth=0.4, zorder=2)
-    axes.set_xlim(0, until / 1e3)
     axes.set_ylim(len(ranks) - 0.5, -0.5)
 
 
@@ -258,54 +294,79 @@ BAND = "#f4f6f8"
 FAINT = 0.45
 """How strongly predicted bars are drawn."""
 LEAST_SHARE = 0.2
-"""Of the width, which the shortest pass gets at least."""
+"""Of the time of all passes, which the panel of a short pass shows at least."""
+MOST_NUMBERS = 75
+"""Numbers of steps that fit side by side."""
+TICKS = 10
+"""Intervals on the axis of the longest pass, at most."""
 FEW_RANKS = 8
 """Up to so many, bars have room for the numbers of their steps."""
 
 
 def draw_timeline(path: str | Path, tracks: Sequence[Track], predicted: Sequence[ByRank] = (), words: str = "") -> None:
     """Write a PNG. `predicted`: for each pass of the tracks, spans by rank; `words`: what predicted them."""
+    save_picture(timeline_figure(tracks, predicted, words), path, 150)
+
+
+def timeline_figure(tracks: Sequence[Track], predicted: Sequence[ByRank] = (), words: str = "") -> Figure:
+    """Return the picture: a panel for each pass, a row for each rank, and one scale of time for all of them."""
     ranks, passes = len(tracks), tracks[0].passes
-    lasts = [max(track.passes[n].end_us - track.passes[n].start_us for track in tracks) for n in range(len(passes))]
-    widths = [max(one / sum(lasts), LEAST_SHARE) for one in lasts]
+    begins = [min(track.passes[number].start_us for track in tracks) for number in range(len(passes))]
+    lasts_ms = [_last_us(tracks, predicted, number, begin) / 1e3 for number, begin in enumerate(begins)]
+    shown_ms = same_scale(lasts_ms)
     height = 2.1 + ranks * ((0.62 if predicted else 0.42) if ranks > FEW_RANKS else (0.95 if predicted else 0.65))
     figure, axes = plt.subplots(
-        1, len(passes), figsize=(13, height), squeeze=False, width_ratios=widths, sharey=True, layout="constrained"
+        1, len(passes), figsize=(13, height), squeeze=False, width_ratios=shown_ms, sharey=True, layout="constrained"
     )
-    for number, ax in enumerate(axes[0]):
-        begin = min(track.passes[number].start_us for track in tracks)
-        ends = [0.0]
+    ticks = MaxNLocator(TICKS, steps=(1, 2, 5, 10)).tick_values(0, max(shown_ms))
+    numbered_us = sum(shown_ms) * 1e3 / MOST_NUMBERS if ranks <= FEW_RANKS else math.inf
+    for number, (ax, begin) in enumerate(zip(axes[0], begins, strict=True)):
         for track in tracks:
             one = track.passes[number]
-            later = one.start_us - begin
             foretold = predicted[number][track.rank] if predicted else ()
-            _draw_rank(ax, track.rank, one.spans, later, foretold, numbered=ranks <= FEW_RANKS)
-            ends += [one.end_us - begin, *(span.end_us for span in foretold)]
+            _draw_rank(ax, track.rank, one.spans, one.start_us - begin, foretold, numbered_us)
             ax.annotate(
                 f"{one.exposed_us / 1e3:.2f} ms", (1.0, track.rank), xycoords=("axes fraction", "data"),
                 xytext=(6, 0), textcoords="offset points", va="center", fontsize=8, color=EXPOSED,
             )  # fmt: skip
-        _finish(ax, passes[number].name, max(ends) / 1e3, ranks)
+        ax.set_xticks([tick for tick in ticks if tick <= shown_ms[number]])
+        _finish(ax, passes[number].name, shown_ms[number], ranks)
     axes[0][0].set_yticks(range(ranks), [f"rank {track.rank}" for track in tracks])
     _describe(figure, tracks, bool(predicted), words)
-    save_picture(figure, path, 150)
+    return figure
+
+
+def _last_us(tracks: Sequence[Track], predicted: Sequence[ByRank], number: int, begin_us: float) -> float:
+    """Return when the last rank ends pass `number`, measured or predicted, from the beginning of the pass."""
+    measured = [track.passes[number].end_us - begin_us for track in tracks]
+    expected = [span.end_us for spans in predicted[number] for span in spans] if predicted else []
+    return max(0.0, *measured, *expected)
+
+
+def same_scale(lasts_ms: Sequence[float]) -> list[float]:
+    """Return the milliseconds that the panel of each pass shows, which is as wide as they are many.
+
+    A panel shows more than its pass took if the pass is so short that its panel would be too narrow.
+    """
+    whole = sum(lasts_ms) or 1.0
+    return [1.005 * max(last, LEAST_SHARE * whole) for last in lasts_ms]
 
 
 def _draw_rank(
-    ax: Axes, rank: int, spans: Sequence[Span], later_us: float, foretold: Sequence[Span], numbered: bool
+    ax: Axes, rank: int, spans: Sequence[Span], later_us: float, foretold: Sequence[Span], numbered_us: float
 ) -> None:
-    """One row: measured, and what was predicted below it."""
+    """Draw a row: measured, and what was predicted below it. Spans of `numbered_us` and more show their step."""
     if rank % 2:
         ax.axhspan(rank - 0.5, rank + 0.5, color=BAND, zorder=0)
     if not foretold:
-        _draw_spans(ax, spans, later_us, top=rank - 0.4, lane=0.4, strong=True, numbered=numbered)
+        _draw_spans(ax, spans, later_us, top=rank - 0.4, lane=0.4, strong=True, numbered_us=numbered_us)
         return
-    _draw_spans(ax, spans, later_us, top=rank - 0.42, lane=0.25, strong=True, numbered=numbered)
-    _draw_spans(ax, foretold, 0.0, top=rank + 0.14, lane=0.14, strong=False, numbered=False)
+    _draw_spans(ax, spans, later_us, top=rank - 0.42, lane=0.25, strong=True, numbered_us=numbered_us)
+    _draw_spans(ax, foretold, 0.0, top=rank + 0.14, lane=0.14, strong=False, numbered_us=math.inf)
 
 
 def _draw_spans(
-    ax: Axes, spans: Sequence[Span], later_us: float, top: float, lane: float, strong: bool, numbered: bool
+    ax: Axes, spans: Sequence[Span], later_us: float, top: float, lane: float, strong: bool, numbered_us: float
 ) -> None:
     """Work from `top` on, `lane` high, and messages below it."""
     alpha = 1.0 if strong else FAINT
@@ -321,16 +382,15 @@ def _draw_spans(
         bars([(span.start_us, span.end_us) for span in work], top, color)
     bars([(span.start_us, span.end_us) for span in spans if span.lane == COMM], top + lane, MESSAGES)
     bars(exposed(spans), top + lane, EXPOSED, "//////")
-    least_us = max((span.end_us for span in spans), default=0.0) / 30
     for span in spans:
-        if numbered and span.name.endswith("attend") and span.end_us - span.start_us > least_us:
+        if span.name.endswith("attend") and span.end_us - span.start_us >= numbered_us:
             middle = (span.start_us + span.end_us) / 2 + later_us
             ax.text(middle / 1e3, top + lane * 0.47, span.name.split()[1], ha="center", va="center", fontsize=8,
                     color="white", zorder=3)  # fmt: skip
 
 
-def _finish(ax: Axes, title: str, last_ms: float, ranks: int) -> None:
-    ax.set(xlim=(0, last_ms * 1.005 or 1.0), ylim=(ranks - 0.5, -0.5), xlabel="milliseconds from the pass's beginning")
+def _finish(ax: Axes, title: str, shown_ms: float, ranks: int) -> None:
+    ax.set(xlim=(0, shown_ms), ylim=(ranks - 0.5, -0.5), xlabel="milliseconds from the pass's beginning")
     ax.set_title(title, loc="left", color=INK, fontsize=11)
     ax.annotate("exposed", (1.0, 1.0), xycoords="axes fraction", xytext=(6, 4), textcoords="offset points", fontsize=8,
                 color=EXPOSED)  # fmt: skip

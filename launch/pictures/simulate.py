@@ -62,7 +62,7 @@ def simulated(config: SimulateConfig) -> dict[str, Any]:
             print(f"\n{scaling} scaling", flush=True)
         curves[scaling] = []
         for count, tokens in zip(ranks, shared_out(config.length, ranks, scaling == "weak"), strict=True):
-            traced = traced_ranks(count, [rank for rank, _ in slow_ranks]) if len(ranks) == 1 else []
+            traced = traced_ranks(count, disturbance) if len(ranks) == 1 else []
             # Both curves have the largest number of ranks with all tokens.
             if (count, tokens) not in points:
                 points[count, tokens] = simulator.run(tokens, count, traced)
@@ -79,10 +79,10 @@ def simulated(config: SimulateConfig) -> dict[str, Any]:
     if config.picture:
         from ringattn.launch.pictures.charts import draw_curves, draw_point
 
-        title = f"{config.schedule} on {cluster.name}"
+        title = picture_title(simulator, everything)
         with writing("picture", config.picture):
             if len(everything) == 1:
-                draw_point(config.picture, everything[0], title)
+                draw_point(config.picture, everything[0], title, names_of(disturbance))
             else:
                 draw_curves(config.picture, curves, title)
         print(f"drawn into {config.picture}")
@@ -113,10 +113,15 @@ def factors(key: str, text: str, ranks: int) -> list[tuple[tuple[int, ...], floa
     return pairs
 
 
-def traced_ranks(ranks: int, slow: Sequence[int]) -> list[int]:
-    """Return the ranks whose timelines are drawn: the first, the last, some between, and the slow ones."""
+def traced_ranks(ranks: int, disturbance: Disturbance) -> list[int]:
+    """Return the ranks whose timelines are drawn: the first, the last, some between, and those that are disturbed.
+
+    Of these the first three slow ranks and both ends of the first slow link.
+    """
     spread = {0, ranks // 4, ranks // 2, 3 * ranks // 4, ranks - 1}
-    return sorted({*spread, *slow[:3]})
+    slow = [rank for rank, _ in disturbance.slow_ranks[:3]]
+    ends = [rank for link in disturbance.slow_links[:1] for rank in link[:2]]
+    return sorted({*spread, *slow, *ends})
 
 
 def shared_out(tokens: int, ranks: Sequence[int], weak: bool) -> list[int]:
@@ -127,6 +132,62 @@ def shared_out(tokens: int, ranks: Sequence[int], weak: bool) -> list[int]:
     if tokens < max(ranks):
         raise InputError(f"ranks={max(ranks)}: {max(ranks)} ranks are more than tokens={tokens}; use fewer ranks")
     return [max(1, tokens * count // max(ranks)) if weak else tokens for count in ranks]
+
+
+# --- the picture -----------------------------------------------------------------------------------------------------
+
+
+TITLE_WIDTH = 130
+"""Characters of a line of the title that the pictures have room for."""
+
+
+def picture_title(simulator: Simulator, points: Sequence[Simulated]) -> str:
+    """Return the title of the picture: schedule and cluster, the call, and what disturbs it."""
+    config, most = simulator.config, max(points, key=lambda point: (point.ranks, point.tokens))
+    layout = simulator.problem(most.tokens, most.ranks).q_layout.name
+    options = "" if config.overlap else ", messages after the work of their step"
+    options += f", {config.sm_margin} multiprocessors left to messages" if config.sm_margin else ""
+    ranks = f"{most.ranks:,} ranks" if len(points) == 1 else f"up to {most.ranks:,} ranks"
+    batch = f"{config.batch} sequences of " if config.batch > 1 else ""
+    heads = f"{config.heads} query and {config.kv_heads} K/V heads of {config.head_dim}"
+    mask = ("causal" if config.causal else "full") + (f", window {list(config.bounds)}" if config.bounds else "")
+    passes = "forward and backward" if config.backward else "forward"
+    lines = (
+        f"{config.schedule} schedule, {layout} layout, on {simulator.cluster.name}{options}",
+        f"{batch}{most.tokens:,} tokens on {ranks}, {heads}, {mask}, {config.dtype}, {passes}",
+        disturbances(simulator.disturbance),
+    )
+    return "\n".join(part for line in lines for part in wrap(line, TITLE_WIDTH))
+
+
+def disturbances(disturbance: Disturbance) -> str:
+    """Return what disturbs the call, in words, a list of many shortened."""
+    parts = []
+    if slow := disturbance.slow_ranks:
+        ranks = [f"rank {rank:,} works {factor:g} times as long" for rank, factor in slow]
+        parts.append(_shortened(ranks))
+    if links := disturbance.slow_links:
+        pairs = [f"messages between ranks {rank:,} and {peer:,} take {factor:g} times as long"
+                 for rank, peer, factor in links]  # fmt: skip
+        parts.append(_shortened(pairs))
+    if disturbance.jitter:
+        parts.append(f"jitter: work takes up to {100 * disturbance.jitter:.3g} % longer, seed {disturbance.seed}")
+    return "; ".join(parts) or "no stragglers, slow links or jitter"
+
+
+NAMED = 2
+"""Slow ranks, and slow links, that a picture names; others are counted."""
+
+
+def _shortened(parts: Sequence[str]) -> str:
+    more = f" and {len(parts) - NAMED} more" if len(parts) > NAMED else ""
+    return ", ".join(parts[:NAMED]) + more
+
+
+def names_of(disturbance: Disturbance) -> dict[int, str]:
+    """Return the names of the ranks that are slow, or at an end of a slow link."""
+    names = {rank: f"rank {rank:,}, slow link" for link in disturbance.slow_links for rank in link[:2]}
+    return names | {rank: f"rank {rank:,}, slow ×{factor:g}" for rank, factor in disturbance.slow_ranks}
 
 
 # --- what is printed and written -------------------------------------------------------------------------------------

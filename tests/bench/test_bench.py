@@ -10,15 +10,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib.image
-import numpy as np
+import matplotlib.pyplot as plt
 import pytest
 import torch
-from matplotlib.colors import to_rgb
 from torch import Tensor
 
 from ringattn.bench import choice, clock, dilated, margin, memory, placement, soak, soak_ranks, speed
@@ -27,7 +25,6 @@ from ringattn.bench.choice import FORWARD_FLOPS, Case, ChoiceOptions, different,
 from ringattn.bench.clock import Sample
 from ringattn.bench.crash_proof import Budget, JobFailed, Worker, run_all
 from ringattn.bench.gate import Baseline, GateError, open_gate, random_inputs, reference
-from ringattn.bench.memory import draw_curve
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import Table
@@ -215,12 +212,13 @@ def test_dilated(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
-    words = ["length_tokens=1024", "methods=ring,ring with backward", "pool_ranks=4,8",
-             "pool_tokens_per_rank=32", f"results={tmp_path}"]  # fmt: skip
+    words = ["length_tokens=1024", "methods=one device with backward,ring,ring with backward", "pool_ranks=4,8",
+             "pool_tokens_per_rank=32", "ranks=2", f"results={tmp_path}"]  # fmt: skip
     data = memory.main(words)
-    forward, both = data["weights"]
-    assert forward["storages_bytes"] < both["storages_bytes"]
-    for record in (forward, both):
+    alone, forward, both = data["weights"]
+    assert forward["storages_bytes"] < both["storages_bytes"] < alone["storages_bytes"]
+    assert (alone["ranks"], both["ranks"]) == (1, 2)
+    for record in (alone, forward, both):
         assert 0.8 < record["storages_bytes"] / sum(record["predicted"].values()) < 1.2
     assert (tmp_path / "memory.png").stat().st_size > 10_000
     small, large = data["pools"]
@@ -585,22 +583,36 @@ def test_a_wrong_margin_stops_the_benchmark(
     assert not list(tmp_path.iterdir())
 
 
-# --- the picture of the memory curve ---------------------------------------------------------------------------------
+# --- the picture of memory -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alike", [2, 3])
-def test_methods_that_need_the_same_are_all_seen(alike: int, tmp_path: Path) -> None:
-    methods = [f"method {number}" for number in range(alike)] + ["more"]
-    factors = {method: 1 + 0.02 * (method == methods[1]) + 7 * (method == "more") for method in methods}
+def test_the_picture_of_memory_shows_the_gain_over_one_device() -> None:
+    """Three lines: one device, a rank of the ring, and its share of the tensors; the labels are their ratios."""
+    options = memory.MemoryOptions(length_tokens=(1024, 4096), heads=4, kv_heads=2)
+    alone, ring = memory.PICTURED
+    bytes_a_token = {alone: 12_000, ring: 3_000}
     records = [
-        {"length_tokens": length, "method": method, "storages_bytes": length * 2**12 * factors[method]}
-        for length in (512, 4096)
-        for method in methods
+        {"length_tokens": length, "method": method, "storages_bytes": length * bytes_a_token[method]}
+        for length in options.length_tokens
+        for method in memory.PICTURED
     ]
-    path = tmp_path / "memory.png"
-    draw_curve(methods, records, lambda method, length: int(length * 2**12 * factors[method]), "", path)
-    image = matplotlib.image.imread(path)[:, :, :3]
-    middle = image[:, image.shape[1] // 3 : 2 * image.shape[1] // 3]  # lines alone: no points, no legend
-    seen = [int((np.abs(middle - to_rgb(f"C{number}")).max(2) < 0.08).sum()) for number in range(alike + 1)]
-    assert min(seen[:alike]) > 0.5 * max(seen[:alike]) > 50
-    assert seen[alike] > max(seen[:alike])  # alone on its line, without dashes
+    figure = memory.memory_figure(records, options)
+    (ax,) = figure.axes
+    lines = [dict(zip(*(line.get_xdata().tolist(), line.get_ydata().tolist()), strict=True)) for line in ax.get_lines()]
+    assert len(lines) == 3 and options.ranks >= 8
+    for line, method in zip(lines, memory.PICTURED, strict=False):
+        assert line[4096] * 2**20 == sum(memory.predicted(method, 4096, options).values())
+    # q, k, v and out with their gradients: 2 * (2 * 4 + 2 * 2) heads of 64 float32 values, over eight ranks.
+    assert lines[2][4096] * 2**20 == 4096 / 8 * 24 * 64 * 4
+    assert lines[2][4096] < lines[1][4096] < lines[0][4096] / 2
+    points = [scatter.get_offsets().tolist() for scatter in ax.collections]
+    assert points == [[[length, length * bytes_a_token[method] / 2**20] for length in options.length_tokens]
+                      for method in memory.PICTURED]  # fmt: skip
+    labels = [text.get_text() for text in ax.texts]
+    assert labels[1] == "each of 8 ranks, ring\n12 MiB: 4.0 times less"
+    assert labels[2].endswith("3 MiB: 15.6 times less")
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    assert max(box.x1 for box in boxes) <= figure.bbox.x1
+    plt.close(figure)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import astuple, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import matplotlib.image
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,6 +25,7 @@ from ringattn.errors import InputError
 from ringattn.launch.capacity.hardware import GIB, Hardware, hardware
 from ringattn.launch.capacity.hardware import PRESETS as MACHINES
 from ringattn.launch.capacity.model_shapes import PRESETS, ModelShape, model_shape
+from ringattn.launch.capacity.picture import capacity_figure, spread
 from ringattn.launch.capacity.plan import (
     PlanConfig,
     advice,
@@ -591,6 +595,44 @@ def test_picture(tmp_path: Path) -> None:
     red, optimizer = (0.7529, 0.2235, 0.1686), (0.1725, 0.6275, 0.1725)  # the memory's line; the third color of tab10
     for color in (red, optimizer):
         assert (abs(pixels - color).max(-1) < 0.01).sum() > 50
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["preset=1.3B hardware=a100-80 ranks=8 tokens=1000000", "preset=7B ranks=2", "preset=125M ranks=1 tokens=1024"],
+)
+def test_every_value_of_the_picture_can_be_read(words: str, tmp_path: Path) -> None:
+    """The values of a bar add up to its total, each lies in its segment or above the bar, and none on another."""
+    _, found = planned(tmp_path, *words.split())
+    figure = capacity_figure(found)
+    (ax,) = figure.axes
+    figure.canvas.draw()
+    rows = 1 + bool(found["steps"])
+    numbers = [text for text in ax.texts if re.fullmatch(r"[\d,.]+", text.get_text())]
+    totals = [text for text in ax.texts if re.fullmatch(r"[\d,.]+ GiB", text.get_text())]
+    assert len(totals) == rows
+    for row, (total, key) in enumerate(zip(totals, ("bytes_by_component", "after_steps"), strict=False)):
+        parts = found[key] if row == 0 else found[key]["bytes_by_component"]
+        values = [text for text in numbers if abs(text.get_position()[1] - row) < 0.5]
+        written = [float(text.get_text().replace(",", "")) for text in values]
+        assert sum(written) == pytest.approx(sum(parts.values()) / 2**30, rel=0.02)
+        assert float(total.get_text().split()[0].replace(",", "")) == pytest.approx(
+            sum(parts.values()) / 2**30, abs=0.05
+        )
+    boxes = [text.get_window_extent() for text in (*numbers, *totals)]
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    bars = [bar.get_window_extent() for bar in ax.patches if bar.get_width()]
+    for text in numbers:
+        box = text.get_window_extent()
+        on = [bar for bar in bars if bar.overlaps(box)]
+        assert not on or (len(on) == 1 and on[0].x0 <= box.x0 and box.x1 <= on[0].x1), text.get_text()
+    plt.close(figure)
+
+
+def test_labels_are_spread() -> None:
+    assert spread([1.0, 5.0, 9.0], [2.0, 2.0, 2.0]) == [1.0, 5.0, 9.0]
+    assert spread([5.0, 5.0], [2.0, 4.0]) == [3.0, 6.0]
+    assert spread([0.1, 0.2, 0.3, 20.0], [2.0, 2.0, 2.0, 2.0]) == [1.0, 3.0, 5.0, 20.0]
 
 
 def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.launch.options import load_plain
-from ringattn.launch.pictures.charts import work_shares
-from ringattn.launch.pictures.simulate import counts, factors, main, shared_out, traced_ranks
-from ringattn.launch.pictures.simulation import SimulateConfig, Simulator
+from ringattn.launch.pictures.charts import curves_figure, point_figure, work_shares
+from ringattn.launch.pictures.simulate import (
+    TITLE_WIDTH,
+    counts,
+    factors,
+    main,
+    names_of,
+    picture_title,
+    shared_out,
+    traced_ranks,
+)
+from ringattn.launch.pictures.simulation import SimulateConfig, Simulated, Simulator
 from ringattn.planner.cluster import CLUSTERS
+from ringattn.planner.simulate import Disturbance
 from tests.launch.commands import python
 
 SMALL = ["heads=4", "kv_heads=2", "head_dim=64"]
@@ -76,6 +89,86 @@ def test_a_timeline_is_drawn_of_one_number_of_ranks(tmp_path: Path, capsys: pyte
     capsys.readouterr()
 
 
+def titled(words: Sequence[str]) -> tuple[Simulator, Simulated, str]:
+    """Simulate one number of ranks; the simulator, the point and the title of its picture."""
+    config = load_plain([*words, *SMALL], SimulateConfig)
+    slow_ranks = tuple((rank, factor) for (rank,), factor in factors("slow_rank", config.slow_rank, 1))
+    slow_links = tuple((*pair, factor) for pair, factor in factors("slow_link", config.slow_link, 2))
+    disturbance = Disturbance(slow_ranks, slow_links, config.jitter, config.seed)
+    simulator = Simulator(config, CLUSTERS["h100"], disturbance)
+    point = simulator.run(config.length, int(config.ranks), traced_ranks(int(config.ranks), disturbance))
+    return simulator, point, picture_title(simulator, [point])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], ["no stragglers, slow links or jitter"]),
+        (["slow_rank=3:1.5", "slow_link=1-2:4", "jitter=0.05", "seed=7"],
+         ["rank 3 works 1.5 times as long", "messages between ranks 1 and 2 take 4 times as long",
+          "jitter: work takes up to 5 % longer, seed 7"]),
+        (["slow_rank=3:1.5,4:2,5:3", "slow_link=1-2:4,2-3:5"],
+         ["rank 3 works 1.5 times as long, rank 4 works 2 times as long and 1 more;",
+          "messages between ranks 1 and 2 take 4 times as long, messages between ranks 2 and 3 take 5 times"]),
+    ],
+)  # fmt: skip
+def test_the_title_of_the_picture_names_the_call_and_what_disturbs_it(words: list[str], says: list[str]) -> None:
+    simulator, point, title = titled(["ranks=8", "tokens=8Ki", "backward=false", *words])
+    assert "ring schedule, zigzag layout, on H100 SXM" in title
+    assert "8,192 tokens on 8 ranks, 4 query and 2 K/V heads of 64, causal, bf16, forward\n" in title
+    assert all(part in title.replace("\n", " ") for part in says)
+    assert max(map(len, title.splitlines())) <= TITLE_WIDTH
+    figure = point_figure(point, title, names_of(simulator.disturbance))
+    assert figure.get_suptitle() == title
+    figure.canvas.draw()
+    assert figure.bbox.x1 >= max(text.get_window_extent().x1 for text in figure.texts)
+    plt.close(figure)
+
+
+def test_the_timeline_shows_disturbed_ranks_and_one_scale_of_time() -> None:
+    simulator, point, title = titled(["ranks=20", "tokens=20Ki", "slow_rank=7:2,9:3", "slow_link=11-12:4"])
+    figure = point_figure(point, title, names_of(simulator.disturbance))
+    figure.canvas.draw()
+    panels = figure.axes[:4]  # two passes, each with all of its time and below it its first steps
+    labels = [label.get_text() for label in panels[0].get_yticklabels()]
+    assert labels == ["rank 0", "rank 5", "rank 7, slow ×2", "rank 9, slow ×3", "rank 10", "rank 11, slow link",
+                      "rank 12, slow link", "rank 15", "rank 19"]  # fmt: skip
+    for row in (panels[:2], panels[2:]):
+        scales = [axes.get_xlim()[1] / axes.get_window_extent().width for axes in row]
+        assert scales[0] == pytest.approx(scales[1], rel=0.01)
+    assert [axes.get_xlim()[1] >= one.total_s * 1e3 for axes, one in zip(panels, point.passes, strict=False)] == [
+        True
+    ] * 2
+    plt.close(figure)
+
+
+def test_the_curves_show_what_the_page_names() -> None:
+    """A panel for each measure, with its values; the legend says how a point was simulated."""
+    simulator = Simulator(SimulateConfig(heads=4, kv_heads=2, head_dim=64), CLUSTERS["h100"])
+    points = [simulator.run(24576, ranks) for ranks in (1, 16, 24)]
+    figure = curves_figure({"strong": points}, picture_title(simulator, points))
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    shown = {title: list(axes.get_lines()[0].get_ydata()) for title, axes in panels.items()}
+    assert shown["time of a call"] == [point.total_s for point in points]
+    assert shown["efficiency"] == [100 * point.efficiency for point in points]
+    for title, name, unit in (("waiting, of the rank that waits most", "waiting_s", 100),
+                              ("exposed messages, of the rank with most", "exposed_s", 100)):  # fmt: skip
+        assert shown[title] == pytest.approx(
+            [unit * sum(getattr(one, name).max() for one in point.passes) / point.total_s for point in points]
+        )
+    sent = shown["sent by the rank that sends most"]
+    assert math.isnan(sent[0]) and sent[1:] == [
+        sum(one.sent_bytes.max() for one in point.passes) / 2**30 for point in points[1:]
+    ]
+    held = shown["staging buffers, of the rank that holds most"]
+    assert math.isnan(held[0]) and held[1:] == [point.held_bytes[2] / 2**30 for point in points[1:]]
+    assert "24,576 tokens on up to 24 ranks" in figure.get_suptitle()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "strong scaling", "simulated by classes of ranks", "simulated by the plan of each rank"
+    ]  # fmt: skip
+    plt.close(figure)
+
+
 def test_shares_of_work() -> None:
     spans = [Span("step 0 attend", COMPUTE, 0.0, 4.0), Span("step 0 exchange", COMM, 0.0, 6.0),
              Span("step 1 attend", COMPUTE, 6.0, 8.0)]  # fmt: skip
@@ -87,7 +180,7 @@ def test_words() -> None:
     assert counts("64,1,8,8") == [1, 8, 64]
     assert factors("slow_rank", "3:1.5,9:2", 1) == [((3,), 1.5), ((9,), 2.0)]
     assert factors("slow_link", "[7-8:4]", 2) == [((7, 8), 4.0)]
-    assert traced_ranks(4, [2]) == [0, 1, 2, 3]
+    assert traced_ranks(4, Disturbance(((2, 1.5),))) == [0, 1, 2, 3]
     assert shared_out(1000, [1, 3, 10], weak=True) == [100, 300, 1000]
     for wrong, told in ((lambda: counts("8,0"), "ranks=8,0: give numbers from 1 to 16,384"),
                         (lambda: counts("16385"), "ranks=16385"), (lambda: counts("a"), "ranks=a"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.image
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -23,7 +24,7 @@ from ringattn.cli import main
 from ringattn.core.span import COMM, COMPUTE, Span
 from ringattn.launch.measure.environment import NOT_CALIBRATED, hardware
 from ringattn.launch.pictures import trace as pictures_trace
-from ringattn.launch.pictures.charts import ATTEND, EXPOSED, MESSAGES, draw_timeline
+from ringattn.launch.pictures.charts import ATTEND, EXPOSED, MESSAGES, draw_timeline, timeline_figure
 from ringattn.launch.pictures.timeline import (
     Prediction,
     TimelineConfig,
@@ -69,6 +70,28 @@ def test_the_picture_shows_work_messages_and_what_is_exposed(tmp_path: Path, ran
     assert before[MESSAGES] == pytest.approx(before[ATTEND], rel=0.15)  # 3900 us of 4000, and no numbers on it
     # Half of a hatched bar is white; the legend and the labels are orange in both.
     assert after[EXPOSED] - before[EXPOSED] > 0.3 * before[ATTEND]
+
+
+@pytest.mark.parametrize("lasts_us", [(8000.0, 20000.0), (100.0, 20000.0), (3000.0, 3000.0), (0.0, 0.0)])
+@pytest.mark.parametrize("ahead", [1.0, 1.6])
+def test_all_ranks_and_passes_have_one_scale_of_time(lasts_us: tuple[float, float], ahead: float) -> None:
+    """A millisecond is as wide in each panel, also where a prediction ends later or a pass is short."""
+    spans = [(Span("step 0 attend", COMPUTE, 0.0, last), Span("step 0 exchange", COMM, 0.0, last)) for last in lasts_us]
+    passes = tuple(
+        RecordedPass(name, 50.0, 50.0 + last, of_pass)
+        for name, last, of_pass in zip(("forward", "backward"), lasts_us, spans, strict=True)
+    )
+    tracks = [Track(rank, passes, True, 0.0) for rank in range(2)]
+    later = (Span("step 0 attend", COMPUTE, 0.0, ahead * lasts_us[0]),)
+    figure = timeline_figure(tracks, [[later] * 2, [spans[1]] * 2] if ahead > 1 else [], "a made-up machine")
+    figure.canvas.draw()
+    scales = [ax.get_xlim()[1] / ax.get_window_extent().width for ax in figure.axes]
+    assert scales[0] == pytest.approx(scales[1], rel=0.01)
+    shown_ms = [ax.get_xlim()[1] for ax in figure.axes]
+    assert shown_ms[0] >= ahead * lasts_us[0] / 1e3 and shown_ms[1] >= lasts_us[1] / 1e3
+    gaps = {round(b - a, 9) for ax in figure.axes for a, b in pairwise(ax.get_xticks())}
+    assert len(gaps) == 1
+    plt.close(figure)
 
 
 @pytest.mark.slow
