@@ -58,11 +58,11 @@ def over(link: LinkClass) -> Location:
         (GOOD, replace(HERE, machine="boot/2", host="b"), "no two ranks share a machine"),
         (GOOD, replace(HERE, machine=None), "rank 1 cannot tell which machine it is on (a)"),
         (GOOD, replace(HERE, uid=1001), "different users, 1000 and 1001"),
-        (replace(GOOD, version=11080), HERE, "rank 1: the CUDA driver is of version 11.8, and 12.0 is needed"),
+        (replace(GOOD, version=11080), HERE, "rank 1: the CUDA driver is version 11.8, but 12.0 is required"),
         (replace(GOOD, partition=True), HERE, "rank 1 has an instance of a partitioned GPU"),
         (replace(GOOD, lacks=("stream memory",)), HERE, "rank 1: the GPU lacks stream memory"),
-        (GOOD, over(LinkClass.PCIE), "ranks 0 and 1 are joined by PCIe"),
-        (GOOD, over(LinkClass.UNKNOWN), "ranks 0 and 1 are joined by unknown"),
+        (GOOD, over(LinkClass.PCIE), "ranks 0 and 1 are connected by PCIe"),
+        (GOOD, over(LinkClass.UNKNOWN), "ranks 0 and 1 are connected by unknown"),
     ],
 )
 def test_ranks_that_copy_engines_cannot_join(facts: Facts, place: Location, words: str | None) -> None:
@@ -84,7 +84,7 @@ def test_links_matter_inside_a_node_only() -> None:
     places = [replace(HERE, machine=f"boot/{node}", gpu=f"gpu-{node}") for node in (1, 1, 2, 2)]
     assert refusal([GOOD] * 4, places) is None
     places[3] = replace(places[3], gpu="another", links=(("gpu-2", LinkClass.PCIE),))
-    assert "ranks 2 and 3 are joined by PCIe" in (refusal([GOOD] * 4, places) or "")
+    assert "ranks 2 and 3 are connected by PCIe" in (refusal([GOOD] * 4, places) or "")
 
 
 # --- in processes ----------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def told(rank: int, world_size: int, fault: str) -> dict[str, Any]:
         ("memops", "rank 1: the GPU lacks stream memory operations on 64-bit words"),
         ("register", "rank 1: registering the shared pages: curegister: CUDA_ERROR_INVALID_DEVICE (101)"),
         ("adopt", "rank 1: the memory of rank 0: cuadopt: CUDA_ERROR_INVALID_DEVICE (101)"),
-        ("bytes", "rank 0: patterns of the self-test arrived with differences"),
+        ("bytes", "rank 0: self-test patterns arrived with differences"),
     ],
 )
 def test_all_ranks_refuse_alike(two: Processes, fault: str, words: str) -> None:
@@ -132,7 +132,7 @@ def test_all_ranks_refuse_alike(two: Processes, fault: str, words: str) -> None:
     assert found[0]["words"] == found[1]["words"]
     for answer in found.values():
         assert answer["kind"] == "UnsupportedError"
-        assert words in answer["words"] and answer["words"].endswith("transport='nccl' does without")
+        assert words in answer["words"] and answer["words"].endswith("use transport='nccl' instead")
 
 
 def by_name(rank: int, world_size: int) -> str:
@@ -462,5 +462,5 @@ def test_no_driver_and_an_old_one_are_refused(stub: Stub) -> None:
     with pytest.raises(UnsupportedError, match="no CUDA driver"):
         CudaDriver(0, "libno_such_cuda.so.1")
     stub.version(11080)
-    with pytest.raises(UnsupportedError, match=r"version 11\.8, and 12\.0 is needed"):
+    with pytest.raises(UnsupportedError, match=r"version 11\.8, but 12\.0 is required"):
         CudaDriver(0, stub.path)

@@ -167,7 +167,7 @@ def test_what_auto_has_chosen_is_refused_and_not_replaced(gpus: list[int], monke
     assert [type(failure) for failure in failures] == [UnsupportedError] * 2
     errors = list(map(str, failures))
     assert errors[0] == errors[1]
-    for words in ("rank 0: OSError", "rank 1: OSError", "memfd_create", "transport='gloo' does without"):
+    for words in ("rank 0: OSError", "rank 1: OSError", "memfd_create", "use transport='gloo' instead"):
         assert words in errors[0]
 
 

@@ -1,9 +1,9 @@
-"""Device memory that other ranks write into, and their memory as this rank has mapped it.
+"""Device memory for peer exchanges: this rank's arena, and its mappings of the other ranks' arenas.
 
-Guarantees: an allocation is freed only when nothing views it, nothing is under way, and never from a destructor; a
-mapping of another rank's memory goes when its owner has freed memory, when the ring fails, and at its close, and only
-behind everything that the lane was given. Memory that this rank frees while others map it stays theirs until they let
-go of it: the driver counts references.
+Guarantees: an allocation is freed only when no tensor views it and no operation on it is in flight, and never from a
+destructor. A mapping of another rank's memory is dropped after its owner has freed memory, when the ring fails, and at
+its close, and only after everything enqueued on the lane has run. Memory that this rank frees while others map it
+stays valid for them until they unmap it, because the driver counts references.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringattn.transport.peer.driver import OUT_OF_MEMORY, CudaDriver, DriverErro
 
 
 class ArenaPlace(NamedTuple):
-    """A part of an arena that other ranks can map. `arena_bytes`: of the whole, which is what they map."""
+    """A part of an arena that other ranks can map. They map the whole arena, of `arena_bytes`."""
 
     arena: int
     arena_bytes: int
@@ -27,16 +27,18 @@ class ArenaPlace(NamedTuple):
 
 
 class Allocation:
-    """What the driver gave. Other ranks are served its descriptor until it is given back."""
+    """A driver allocation. Other ranks can fetch its file descriptor until it is freed."""
 
     def __init__(self, handle: int, address: int, nbytes: int, fd: int) -> None:
         self.handle, self.address, self.nbytes = handle, address, nbytes
         self.fd: int | None = fd
+        # The driver's memory lives while any process holds a handle, a mapping or a descriptor of it. So closing this
+        # descriptor stops new imports, and never invalidates those that exist.
         self.arena = 0
 
 
 class Arena(ViewedMemory[Allocation]):
-    """The memory of one rank."""
+    """The exportable memory of one rank."""
 
     def __init__(
         self,
@@ -46,8 +48,11 @@ class Arena(ViewedMemory[Allocation]):
         freed: Callable[[int], None],
         emptied: Callable[[], None],
     ) -> None:
-        """`share` serves an allocation to the other ranks while it lives, and gives its number; `freed` is told how
-        often memory was given back; `emptied` gives back to the device what others in this process keep for later.
+        """Create an empty arena.
+
+        `share` offers an allocation to the other ranks while it lives, and returns its number.
+        `freed` receives the number of allocations freed so far, which other ranks compare to drop stale mappings.
+        `emptied` returns cached memory of this process (torch's) to the device.
         """
         super().__init__(gpu)
         self._driver, self._share, self._freed, self._emptied = driver, share, freed, emptied
@@ -55,35 +60,36 @@ class Arena(ViewedMemory[Allocation]):
         self._granularity = driver.granularity()
 
     def allocate(self, nbytes: int, quiet: Callable[[], None]) -> torch.Tensor:
-        """A flat uint8 tensor. `quiet` returns when the device can touch nothing unused any more.
+        """Return a flat uint8 tensor. `quiet` returns when the device can no longer touch memory without a view.
 
-        Raises `DriverError` when the device has no room.
+        Raises `DriverError` if the device is out of memory.
         """
         if not nbytes:
             return self._gpu.empty(0)
         if not self._unused.empty():
+            # Free what has lost its views only now: `quiet` synchronizes, and a destructor must never wait.
             quiet()
             self.free()
         whole = -(-nbytes // self._granularity) * self._granularity
         try:
-            made = self._make(whole)
+            allocation = self._make(whole)
         except DriverError as error:
             if error.code != OUT_OF_MEMORY:
                 raise
-            # What torch keeps for later is memory, too; once.
+            # Torch's caching allocator may hold free device memory. Release it, and try a second time.
             self._emptied()
-            made = self._make(whole)
-        return self._viewed(made.address, nbytes, made)
+            allocation = self._make(whole)
+        return self._viewed(allocation.address, nbytes, allocation)
 
     def place(self, address: int, nbytes: int) -> ArenaPlace | None:
-        """Where other ranks find this memory; None if it is no part of an allocation."""
-        for start, made in self._pieces.items():
-            if start <= address and address + nbytes <= start + made.nbytes:
-                return ArenaPlace(made.arena, made.nbytes, address - start)
+        """Return where other ranks find this memory, or None if it is not part of an allocation."""
+        for start, allocation in self._pieces.items():
+            if start <= address and address + nbytes <= start + allocation.nbytes:
+                return ArenaPlace(allocation.arena, allocation.nbytes, address - start)
         return None
 
     def free_later(self, quiet: Callable[[], None]) -> None:
-        """For a thread of its own, when the ring has ended: free the rest as its views end, behind `quiet`."""
+        """Free the rest as its views end, each after `quiet`. Runs on its own thread once the ring has ended."""
 
         def is_quiet() -> bool:
             quiet()
@@ -92,43 +98,47 @@ class Arena(ViewedMemory[Allocation]):
         self._free_each(is_quiet)
 
     def _make(self, nbytes: int) -> Allocation:
-        """Create, map and export. A step that fails undoes those before."""
+        """Create, map and export an allocation. If a step fails, undo those before it."""
         driver = self._driver
         handle = driver.create(nbytes)
         try:
             address = driver.map(handle, nbytes)
             try:
-                made = Allocation(handle, address, nbytes, driver.export(handle))
+                allocation = Allocation(handle, address, nbytes, driver.export(handle))
             except DriverError:
                 driver.unmap(address, nbytes)
                 raise
         except DriverError:
             driver.release(handle)
             raise
-        made.arena = self._share(made)
-        return made
+        # Offer it last: only a complete allocation may be fetched by other ranks.
+        allocation.arena = self._share(allocation)
+        return allocation
 
     def _give_back(self, piece: Allocation) -> None:
+        # Stop offering the memory before it is unmapped. Ranks that have mapped it keep it alive through their handles.
         fd, piece.fd = piece.fd, None
         if fd is not None:
             os.close(fd)
         self._driver.unmap(piece.address, piece.nbytes)
         self._driver.release(piece.handle)
         self._given_back += 1
+        # Publish the count after the free: a rank that reads it drops its mappings and cannot map this one again.
         self._freed(self._given_back)
 
 
 class _Import(NamedTuple):
     handle: int
     address: int
+    """A mapping of another rank's allocation in this process."""
     nbytes: int
 
 
 class Imports:
-    """Other ranks' memory, mapped at the first message into it. Used by one thread at a time."""
+    """Mappings of other ranks' memory, made at the first message into it. For one thread at a time."""
 
     def __init__(self, driver: CudaDriver, pull: Callable[[int, int], int], freed: Callable[[int], int]) -> None:
-        """`pull(rank, arena)`: a file descriptor of its memory; `freed(rank)`: how often it has freed memory."""
+        """`pull(rank, arena)` fetches a file descriptor of its memory; `freed(rank)` reads how often it freed some."""
         self._driver, self._pull, self._freed = driver, pull, freed
         self._mapped: dict[tuple[int, int], _Import] = {}
         self._seen: dict[int, int] = {}
@@ -138,32 +148,32 @@ class Imports:
         return len(self._mapped) + len(self._stale)
 
     def address(self, rank: int, place: ArenaPlace) -> int:
-        """Where this rank writes to reach `place` of `rank`."""
-        found = self._mapped.get((rank, place.arena))
-        if found is None:
-            found = self._mapped[rank, place.arena] = self._map(rank, place)
-        return found.address + place.offset
+        """Return the address at which this rank writes to reach `place` of `rank`."""
+        mapping = self._mapped.get((rank, place.arena))
+        if mapping is None:
+            mapping = self._mapped[rank, place.arena] = self._map(rank, place)
+        return mapping.address + place.offset
 
     def review(self, ranks: set[int], quiet: Callable[[], bool]) -> None:
-        """Let go of the memory of those that have freed some since; `quiet`: whether the lane has run empty."""
+        """Unmap memory of the `ranks` that have freed some since the last call. `quiet`: whether the lane is empty."""
         for rank in ranks:
-            # The owner counts in its page how often it has freed memory.
+            # The owner publishes in its page how often it has freed memory.
             count = self._freed(rank)
             if count != self._seen.setdefault(rank, count):
                 self._seen[rank] = count
-                # Which of its arenas went is not said: what lives is mapped again at its next message.
+                # The count does not say which arena was freed, so drop all: the next message maps a live one again.
                 for key in [key for key in self._mapped if key[0] == rank]:
                     self._stale.append(self._mapped.pop(key))
-        # A copy that is under way may still write into a stale mapping, so it is unmapped behind all of them.
+        # A copy in flight may still write into a stale mapping, so unmap only when the lane has run empty.
         if self._stale and quiet():
             self._drop(self._stale)
 
     def drop(self) -> None:
-        """Let go of everything. Nothing may be under way."""
-        gone = [*self._mapped.values(), *self._stale]
+        """Unmap everything. No operation may be in flight."""
+        imports = [*self._mapped.values(), *self._stale]
         self._mapped.clear()
         self._stale.clear()
-        self._drop(gone)
+        self._drop(imports)
 
     def _map(self, rank: int, place: ArenaPlace) -> _Import:
         fd = self._pull(rank, place.arena)

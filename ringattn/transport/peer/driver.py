@@ -1,8 +1,8 @@
-"""What the peer transport asks of CUDA's driver, and the driver itself through ctypes.
+"""The CUDA driver calls of the peer transport, through ctypes.
 
-Guarantees: every number and layout of `cuda.h` that is used stands in this module; only versioned symbols are called
-(the first versions of the stream memory operations need a parameter of the kernel module); a call that fails raises
-`DriverError` with CUDA's own name of the error. Streams and events are torch's.
+Guarantees: every constant and struct layout of `cuda.h` that the transport uses is in this module. Only versioned
+symbols are called, because the first versions of the stream memory operations need a kernel module parameter. A failed
+call raises `DriverError` with CUDA's own name of the error. Streams and events are torch's.
 Sources: `cuda.h` of CUDA 13.0; the driver manual on virtual memory, stream memory operations and `cuGetProcAddress`.
 """
 
@@ -18,21 +18,21 @@ from typing import NamedTuple
 from ringattn.errors import RingError, UnsupportedError
 
 FLOOR_VERSION = 12000
-"""As `cuDriverGetVersion` counts. Symbols are asked for as of this version."""
+"""The oldest driver, as `cuDriverGetVersion` counts. Symbols are looked up in their form of this version."""
 SONAME = "libcuda.so.1"
-OUT_OF_MEMORY = 2
-POSIX_FD = 1
-READ_WRITE = 3
-RECOMMENDED = 1
-PINNED = 1
-DEVICE = 1
-PORTABLE_AND_MAPPED = 1 | 2
-WAIT_64, WRITE_64 = 4, 5
-AT_LEAST = 0
-FLUSH = 1 << 30
-"""Of a wait: what was written remotely before the word is visible behind it."""
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+RECOMMENDED = 1  # CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+PORTABLE_AND_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
+WAIT_64, WRITE_64 = 4, 5  # CU_STREAM_MEM_OP_WAIT_VALUE_64, CU_STREAM_MEM_OP_WRITE_VALUE_64
+AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH
+"""A flag of a wait: remote writes that preceded the store of the word are visible after the wait."""
 LONGEST_BATCH = 255
-LEGACY_STREAM = 1
+LEGACY_STREAM = 1  # CU_GET_PROC_ADDRESS_LEGACY_STREAM
 
 
 class Attribute(IntEnum):
@@ -69,7 +69,7 @@ class AccessDescription(ctypes.Structure):
 
 
 class BatchOperation(ctypes.Structure):
-    """`CUstreamBatchMemOpParams`, a union of 48 bytes; the members for a wait and a write of 64 bits agree."""
+    """`CUstreamBatchMemOpParams`, a union of 48 bytes. Its members for 64-bit waits and writes have one layout."""
 
     _fields_ = (
         ("operation", c_int32),
@@ -82,7 +82,7 @@ class BatchOperation(ctypes.Structure):
 
 
 class WordOperation(NamedTuple):
-    """A stream's write of a 64-bit word, or its wait until the word is at least `value`."""
+    """A write of a 64-bit word by a stream, or its wait until the word is at least `value`."""
 
     waits: bool
     address: int
@@ -93,12 +93,12 @@ class WordOperation(NamedTuple):
 class DriverError(RingError):
     """A driver call failed. `code` is its `CUresult`."""
 
-    def __init__(self, call: str, code: int, name: str, words: str) -> None:
-        super().__init__(f"{call}: {name} ({code}): {words}")
+    def __init__(self, call: str, code: int, name: str, text: str) -> None:
+        super().__init__(f"{call}: {name} ({code}): {text}")
         self.call, self.code = call, code
 
 
-# Name as of `FLOOR_VERSION` and the types of its arguments; every call returns a CUresult.
+# Name and argument types of each function, in its form of `FLOOR_VERSION`. All of them return a CUresult.
 _CALLS: dict[str, tuple[object, ...]] = {
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
@@ -122,46 +122,48 @@ _CALLS: dict[str, tuple[object, ...]] = {
 
 
 class CudaDriver:
-    """The device `index` of this process, whose context torch has made. A simulated one overrides every method.
+    """The driver for device `index` of this process, whose context torch has created. Simulations override all methods.
 
-    Addresses are device addresses unless said otherwise.
+    Addresses are device addresses unless stated otherwise.
     """
 
     version: int
     """As `cuDriverGetVersion` counts, e.g. 13000."""
 
     def __init__(self, index: int, path: str = SONAME) -> None:
-        """Raises `UnsupportedError` where there is no driver, or where it is too old."""
+        """Raises `UnsupportedError` if there is no driver, or if it is too old."""
         try:
             self._library = ctypes.CDLL(path)
         except OSError as error:
             raise UnsupportedError(f"no CUDA driver ({error})") from error
         self._check("cuInit", self._library.cuInit(c_uint32(0)))
+        # `cuDriverGetVersion` has had one form in all versions, so it may be called before the version is checked.
         number = c_int()
         self._check("cuDriverGetVersion", self._library.cuDriverGetVersion(byref(number)))
         self.version = number.value
         if self.version < FLOOR_VERSION or not hasattr(self._library, "cuGetProcAddress_v2"):
             raise UnsupportedError(
-                f"the CUDA driver is of version {self.version // 1000}.{self.version % 1000 // 10}, and 12.0 is needed"
+                f"the CUDA driver is version {self.version // 1000}.{self.version % 1000 // 10}, but 12.0 is required"
             )
         self._functions = {name: self._function(name, types) for name, types in _CALLS.items()}
         self._call("cuDeviceGet", byref(number), index)
         self._device = number.value
+        # Memory can be exported only if its handle type is requested at allocation. Every allocation of an arena is.
         self._prop = AllocationProp(
             type=PINNED, handle_types=POSIX_FD, location_type=DEVICE, location_id=self._device
         )  # fmt: skip
         self._access = AccessDescription(DEVICE, self._device, READ_WRITE)
 
-    def attribute(self, which: Attribute) -> int:
-        """The value of a device attribute."""
+    def attribute(self, attribute: Attribute) -> int:
+        """Return the value of a device attribute."""
         number = c_int()
-        self._call("cuDeviceGetAttribute", byref(number), which, self._device)
+        self._call("cuDeviceGetAttribute", byref(number), attribute, self._device)
         return number.value
 
     def is_partition(self) -> bool:
         """Whether the device is an instance of a partitioned GPU (MIG).
 
-        The first version of the call returns the UUID of the whole GPU, the second that of the part.
+        The first version of the call returns the UUID of the whole GPU, the second that of the instance.
         """
         whole, part = ctypes.create_string_buffer(16), ctypes.create_string_buffer(16)
         self._check("cuDeviceGetUuid", self._library.cuDeviceGetUuid(whole, c_int(self._device)))
@@ -169,25 +171,25 @@ class CudaDriver:
         return whole.raw != part.raw
 
     def granularity(self) -> int:
-        """What sizes of allocations are multiples of."""
+        """Return the number of bytes that allocation sizes must be multiples of."""
         number = c_size_t()
         self._call("cuMemGetAllocationGranularity", byref(number), byref(self._prop), RECOMMENDED)
         return number.value
 
     def create(self, nbytes: int) -> int:
-        """Device memory that can be exported; a handle."""
+        """Allocate exportable device memory; return its handle."""
         handle = c_uint64()
         self._call("cuMemCreate", byref(handle), nbytes, byref(self._prop), 0)
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Give a handle up. The memory goes with its last mapping, handle and file descriptor, in any process."""
+        """Release a handle. The memory is freed with its last mapping, handle and file descriptor in any process."""
         self._call("cuMemRelease", handle)
 
     def export(self, handle: int) -> int:
-        """A file descriptor of the memory, closed on exec.
+        """Export the memory as a file descriptor that is closed on exec.
 
-        The driver sets that flag itself since some version, which no page names.
+        Newer drivers set close-on-exec themselves; which version started to is not documented.
         """
         fd = c_int(-1)
         self._call("cuMemExportToShareableHandle", byref(fd), handle, POSIX_FD, 0)
@@ -195,13 +197,14 @@ class CudaDriver:
         return fd.value
 
     def adopt(self, fd: int) -> int:
-        """A handle of another process's memory. `fd` stays the caller's."""
+        """Import another process's memory; return a handle. The caller still owns `fd`."""
         handle = c_uint64()
         self._call("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), POSIX_FD)
         return handle.value
 
     def map(self, handle: int, nbytes: int) -> int:
-        """Map the memory for reads and writes of this device; its address. A step that fails undoes those before."""
+        """Map the memory for reads and writes by this device; return its address. A failed step undoes those before."""
+        # Three steps: reserve addresses, map the memory there, and grant access. Until then any access is an error.
         address = c_uint64()
         self._call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
         try:
@@ -217,13 +220,14 @@ class CudaDriver:
         return address.value
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Does not wait for streams: nothing may be under way."""
+        """Unmap memory. No operation on it may be in flight: the call does not wait for streams."""
         self._call("cuMemUnmap", address, nbytes)
         self._call("cuMemAddressFree", address, nbytes)
 
     def register(self, pointer: int, nbytes: int) -> int:
-        """Let streams of this device reach host memory; its device address."""
+        """Make host memory accessible to streams of this device; return its device address."""
         self._call("cuMemHostRegister", pointer, nbytes, PORTABLE_AND_MAPPED)
+        # The device address of registered host memory may differ from its host address.
         address = c_uint64()
         try:
             self._call("cuMemHostGetDevicePointer", byref(address), pointer, 0)
@@ -237,36 +241,39 @@ class CudaDriver:
         self._call("cuMemHostUnregister", pointer)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Put a copy on a stream."""
+        """Enqueue a copy on a stream."""
         self._call("cuMemcpyDtoDAsync", dst, src, nbytes, stream)
 
     def operate(self, operations: Sequence[WordOperation], stream: int) -> None:
-        """Put word operations on a stream, in their order."""
+        """Enqueue word operations on a stream, in order."""
+        # The driver takes a limited number of operations per call. A stream runs successive calls in order as well.
         for first in range(0, len(operations), LONGEST_BATCH):
-            some = operations[first : first + LONGEST_BATCH]
-            batch = (BatchOperation * len(some))()
-            for entry, (waits, address, value, flushes) in zip(batch, some, strict=True):
+            part = operations[first : first + LONGEST_BATCH]
+            batch = (BatchOperation * len(part))()
+            for entry, (waits, address, value, flushes) in zip(batch, part, strict=True):
                 entry.operation = WAIT_64 if waits else WRITE_64
                 entry.address, entry.value = address, value
+                # Flags 0 of a write keep its memory barrier: earlier copies on the stream are visible before the word.
                 entry.flags = AT_LEAST | (FLUSH if flushes else 0) if waits else 0
-            self._call("cuStreamBatchMemOp", stream, len(some), batch, 0)
+            self._call("cuStreamBatchMemOp", stream, len(part), batch, 0)
 
     def _function(self, name: str, types: tuple[object, ...]) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
-        """The function `name` as of `FLOOR_VERSION`, whatever suffix it has."""
-        found, status = c_void_p(), c_int()
+        """Look up the function `name` in its form of `FLOOR_VERSION`, whatever suffix that symbol has."""
+        # LEGACY_STREAM selects the variants without per-thread default streams. The transport always names its stream.
+        function, status = c_void_p(), c_int()
         code = self._library.cuGetProcAddress_v2(
-            c_char_p(name.encode()), byref(found), c_int(FLOOR_VERSION), c_uint64(LEGACY_STREAM), byref(status)
+            c_char_p(name.encode()), byref(function), c_int(FLOOR_VERSION), c_uint64(LEGACY_STREAM), byref(status)
         )
-        if code or not found.value:
-            raise UnsupportedError(f"the CUDA driver {self.version} has no {name} of version {FLOOR_VERSION}")
-        return ctypes.CFUNCTYPE(c_int, *types)(found.value)  # type: ignore[arg-type]
+        if code or not function.value:
+            raise UnsupportedError(f"CUDA driver {self.version} has no function {name} of version {FLOOR_VERSION}")
+        return ctypes.CFUNCTYPE(c_int, *types)(function.value)  # type: ignore[arg-type]
 
     def _call(self, name: str, *arguments: object) -> None:
         self._check(name, self._functions[name](*arguments))
 
     def _check(self, call: str, code: int) -> None:
         if code:
-            name, words = c_char_p(), c_char_p()
+            name, text = c_char_p(), c_char_p()
             self._library.cuGetErrorName(c_int(code), byref(name))
-            self._library.cuGetErrorString(c_int(code), byref(words))
-            raise DriverError(call, code, (name.value or b"unknown error").decode(), (words.value or b"").decode())
+            self._library.cuGetErrorString(c_int(code), byref(text))
+            raise DriverError(call, code, (name.value or b"unknown error").decode(), (text.value or b"").decode())

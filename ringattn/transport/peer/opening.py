@@ -1,7 +1,7 @@
-"""Opens a ring over copy engines, or refuses by name where they cannot do it.
+"""Opens a ring over copy engines, or refuses and says which rank and step prevent it.
 
-Guarantees: all ranks open or all raise, with the same words, which name the rank and the step that failed; a ring opens
-only after every pair of ranks has exchanged changing patterns which arrived without a difference.
+Guarantees: all ranks open or all raise with the same message, which names the rank and the step that failed. A ring
+opens only after a self-test: every pair of ranks has exchanged changing patterns, and all of them arrived intact.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from ringattn.transport.peer.driver import FLOOR_VERSION, Attribute, CudaDriver,
 from ringattn.transport.peer.transport import PeerTransport
 from ringattn.transport.shared.group import SharedGroup
 
-ANSWER = "transport='nccl' does without"
+ALTERNATIVE = "use transport='nccl' instead"
 REACHABLE = (LinkClass.SAME_GPU, LinkClass.NVLINK)
 NEEDED = {
     Attribute.VIRTUAL_MEMORY: "virtual memory management",
-    Attribute.POSIX_HANDLES: "memory that is shared by file descriptors",
+    Attribute.POSIX_HANDLES: "memory shared by file descriptors",
     Attribute.STREAM_MEMORY_OPERATIONS_64: "stream memory operations on 64-bit words",
 }
 ROUNDS = 64
+"""Exchanges of the self-test: many, because each changes the pattern, and a stale byte shows only if it changed."""
 PATTERN_BYTES = 1 << 20
 SPREAD = 2_654_435_761
 """Odd, near 2^32 divided by the golden ratio: its multiples differ in all bytes."""
 CONNECTIONS = 8
+"""Hardware queues of a process by default. With fewer, unrelated streams share a queue and wait for each other."""
 SYSTEM_NOT_READY = 802
 """`CUDA_ERROR_SYSTEM_NOT_READY`."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank says of itself before it opens. `problem`: why it cannot, empty where it can."""
+    """A rank's properties, gathered before opening. `problem`: why the rank cannot take part; empty if it can."""
 
     problem: str = ""
     version: int = 0
@@ -53,54 +55,54 @@ class Facts:
 
 
 def facts_of(make: Callable[[], tuple[CudaDriver, CudaDevice]]) -> tuple[Facts, list[Any]]:
-    """This rank's facts, and what `make` gave, empty where it could not."""
+    """Return this rank's facts and what `make` returned (empty if it raised)."""
     try:
         driver, gpu = make()
-        lacks = tuple(words for which, words in NEEDED.items() if not driver.attribute(which))
+        lacks = tuple(description for attribute, description in NEEDED.items() if not driver.attribute(attribute))
         return Facts("", driver.version, driver.is_partition(), lacks), [driver, gpu]
     except RingError as error:
         return Facts(str(error)), []
 
 
 def refusal(facts: Sequence[Facts], places: Sequence[Location]) -> str | None:
-    """Why these ranks cannot form a ring over copy engines; the same on every rank."""
-    for rank, each in enumerate(facts):
-        if each.problem:
-            return f"rank {rank}: {each.problem}"
-    if why := sharing_obstacle(places):
-        return why
-    for rank, each in enumerate(facts):
-        if each.version < FLOOR_VERSION:
-            version = f"{each.version // 1000}.{each.version % 1000 // 10}"
-            return f"rank {rank}: the CUDA driver is of version {version}, and 12.0 is needed"
-        if each.partition:
-            return f"rank {rank} has an instance of a partitioned GPU (MIG), which no other GPU can reach"
-        if each.lacks:
-            return f"rank {rank}: the GPU lacks {' and '.join(each.lacks)}"
+    """Return why these ranks cannot form a ring over copy engines, or None. The result is the same on every rank."""
+    for rank, fact in enumerate(facts):
+        if fact.problem:
+            return f"rank {rank}: {fact.problem}"
+    if reason := sharing_obstacle(places):
+        return reason
+    for rank, fact in enumerate(facts):
+        if fact.version < FLOOR_VERSION:
+            version = f"{fact.version // 1000}.{fact.version % 1000 // 10}"
+            return f"rank {rank}: the CUDA driver is version {version}, but 12.0 is required"
+        if fact.partition:
+            return f"rank {rank} has an instance of a partitioned GPU (MIG), which no other GPU can access"
+        if fact.lacks:
+            return f"rank {rank}: the GPU lacks {' and '.join(fact.lacks)}"
     links = links_of(places)
+    # Over PCIe an address-translating bridge may drop peer writes while CUDA reports success, so only NVLink will do.
+    # Ranks of different nodes exchange through NCCL and need no link.
     for rank in range(len(facts)):
         for peer in range(rank):
             if not places[peer].same_machine(places[rank]):
                 continue
             if (link := links.of(peer, rank)) not in REACHABLE:
-                return (
-                    f"ranks {peer} and {rank} are joined by {link.value}, and copies are safe over NVLink or on one GPU"
-                )
+                return f"ranks {peer} and {rank} are connected by {link.value}; copies need NVLink or a common GPU"
     return None
 
 
 def warnings_of(environ: Mapping[str, str], driver: CudaDriver) -> list[str]:
-    """What costs time and no correctness."""
-    found = []
+    """Return warnings about settings that cost time but not correctness."""
+    warnings = []
     if driver.attribute(Attribute.MULTI_PROCESS_SERVER):
-        found.append("transport='peer' is not known to work under MPS, whose clients share hardware queues")
+        warnings.append("transport='peer' is untested under MPS, whose clients share hardware queues")
     connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     if connections.isdigit() and int(connections) < CONNECTIONS:
-        found.append(
-            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: a wait of transport='peer' holds up other streams that share "
-            f"its hardware queue; leave it unset, or at {CONNECTIONS} or more"
+        warnings.append(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: a wait of transport='peer' blocks other streams in the same "
+            f"hardware queue; leave it unset, or set it to {CONNECTIONS} or more"
         )
-    return found
+    return warnings
 
 
 def open_peer(
@@ -110,19 +112,21 @@ def open_peer(
     leave: Callable[[str], None] | None = None,
     rounds: int = ROUNDS,
 ) -> PeerTransport:
-    """This rank's end, for messages to the ranks of its node.
+    """Open this rank's end, for messages to the ranks of its node.
 
-    All ranks of the ring call it at once. `make` gives this rank's driver and device, or raises why there is none.
-    `rounds`: exchanges of the self-test.
-    Raises `UnsupportedError` on all ranks where one cannot, `DeadlineError` that names the ranks which are missing.
+    All ranks of the ring call it together. `make` returns this rank's driver and device, or raises the reason why it
+    cannot. `rounds`: exchanges of the self-test.
+    Raises `UnsupportedError` on all ranks if any rank cannot take part, and `DeadlineError` with the missing ranks.
     """
     opening.name = opening.name or PeerTransport.name
-    mine, made = facts_of(make)
-    answers = opening.control.gather("peer/facts", json.dumps(asdict(mine)).encode(), Deadline(opening.timeout_s))
+    # A rank that cannot open reports its facts too: otherwise the others would wait for it until the deadline.
+    local_facts, driver_and_gpu = facts_of(make)
+    payload = json.dumps(asdict(local_facts)).encode()
+    answers = opening.control.gather("peer/facts", payload, Deadline(opening.timeout_s))
     facts = [Facts(**json.loads(answer)) for answer in answers]
-    if why := refusal(facts, opening.locations):
-        raise UnsupportedError(f"transport='peer' cannot join these ranks: {why}; {ANSWER}")
-    driver, gpu = made
+    if reason := refusal(facts, opening.locations):
+        raise UnsupportedError(f"transport='peer' cannot join these ranks: {reason}; {ALTERNATIVE}")
+    driver, gpu = driver_and_gpu
     ring: PeerTransport | None = None
     opening.until = Deadline(opening.timeout_s)
     node = node_of(opening.rank, opening.locations)
@@ -135,6 +139,8 @@ def open_peer(
             problem = f"registering the shared pages: {error}"
         until = Deadline(opening.timeout_s)
 
+        # Each step is confirmed by all ranks before the next one. A rank that fails reports it instead of raising, so
+        # that no rank waits for it in a later step.
         def all_can(step: str, problem: str) -> None:
             _all_can(opening.control, f"peer/{step}", problem, until, group.check)
 
@@ -154,15 +160,15 @@ def open_peer(
 
 
 def _all_can(control: ControlStore, step: str, problem: str, deadline: Deadline, watch: Callable[[], None]) -> None:
-    """Raise `UnsupportedError` on all ranks of the ring, of whichever node, where one has a problem."""
+    """Raise `UnsupportedError` on all ranks of the ring, on every node, if any rank has a problem."""
     answers = control.gather(step, problem.encode(), deadline, watch)
-    told = "; ".join(f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer)
-    if told:
-        raise UnsupportedError(f"transport='peer' cannot join these ranks: {told}; {ANSWER}")
+    problems = "; ".join(f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer)
+    if problems:
+        raise UnsupportedError(f"transport='peer' cannot join these ranks: {problems}; {ALTERNATIVE}")
 
 
 def _reach(ring: PeerTransport, deadline: Deadline) -> str:
-    """Map memory of every other rank of the node once. The step that failed, by its name; empty where none has."""
+    """Map memory of every other rank of the node once. Return the failed step as text; empty if all succeeded."""
     group, problem, place = ring.group, "", None
     memory = None
     try:
@@ -170,13 +176,14 @@ def _reach(ring: PeerTransport, deadline: Deadline) -> str:
         place = ring.arena.place(memory.data_ptr(), 1)
     except (RingError, RuntimeError) as error:
         problem = f"memory for exchanges: {error}"
-    what, until = f"rank {group.rank} opening transport='peer'", time.monotonic() + deadline.left_s
-    answers = group.all_gather(json.dumps([problem, place]).encode(), lambda: None, lambda: what, until)
+    label, until = f"rank {group.rank} opening transport='peer'", time.monotonic() + deadline.left_s
+    answers = group.all_gather(json.dumps([problem, place]).encode(), lambda: None, lambda: label, until)
+    # Map eagerly: a missing fabric manager or a denied descriptor should fail here, not in the first attention call.
     for rank, answer in zip(group.ranks, answers, strict=True):
-        failed, theirs = json.loads(answer)
-        if not problem and not failed and rank != ring.rank:
+        problem_of_peer, place_of_peer = json.loads(answer)
+        if not problem and not problem_of_peer and rank != ring.rank:
             try:
-                ring.lane.imports.address(rank, ArenaPlace(*theirs))
+                ring.lane.imports.address(rank, ArenaPlace(*place_of_peer))
             except DriverError as error:
                 problem = f"the memory of rank {rank}: {error}"
                 if error.code == SYSTEM_NOT_READY:
@@ -185,31 +192,32 @@ def _reach(ring: PeerTransport, deadline: Deadline) -> str:
 
 
 def _self_test(ring: PeerTransport, rounds: int) -> str:
-    """Changing patterns between all pairs of ranks of the node, compared right behind the waits. What is wrong."""
+    """Exchange changing patterns between all pairs of ranks of the node. Return what is wrong; empty if nothing is."""
     peers = [rank for rank in ring.group.ranks if rank != ring.rank]
     count = PATTERN_BYTES // 4
     memory = ring.allocate((2 + 2 * len(peers)) * PATTERN_BYTES).view(torch.int32).view(2 + 2 * len(peers), count)
-    # Every byte of every word changes from round to round, so one that does not arrive is seen.
+    # Every byte of every word changes from round to round, so a byte that does not arrive is noticed.
     base = (torch.arange(count, dtype=torch.int64, device=ring.device) * SPREAD).to(torch.int32)
     differs = torch.zeros((), dtype=torch.bool, device=ring.device)
     memory.zero_()
-    # Before the first exchange: loading a kernel may wait for the whole device.
+    # Load the kernels before the first exchange: loading a kernel may wait for the whole device.
     differs |= (base + 1 != base + 1).any()
-    # Two rows for sends, then two for each peer: a round never writes what the round before may still read.
+    # Two rows for sends, then two for each peer: a round never overwrites what the previous round may still read.
     for number in range(rounds):
         sent = memory[number % 2]
         torch.add(base, _mark(ring.rank, number), out=sent)
-        received = {peer: memory[2 + 2 * at + number % 2] for at, peer in enumerate(peers)}
+        received = {peer: memory[2 + 2 * index + number % 2] for index, peer in enumerate(peers)}
         label = f"self-test {number}"
         ring.exchange(
             [Message(peer, sent, label) for peer in peers], [Message(peer, received[peer], label) for peer in peers]
         ).wait()
+        # Compare on the device right after the wait: a host copy would synchronize and so hide a missing fence.
         for peer in peers:
             differs |= (received[peer] != base + _mark(peer, number)).any()
     ring.drain()
-    return "patterns of the self-test arrived with differences" if bool(differs) else ""
+    return "self-test patterns arrived with differences" if bool(differs) else ""
 
 
 def _mark(rank: int, number: int) -> int:
-    """What a rank adds to its pattern in one round, as a signed number of 32 bits."""
+    """Return the 32-bit signed number that a rank adds to its pattern in one round."""
     return (SPREAD * (number + 1) + 7_919 * rank + 2**31) % 2**32 - 2**31

@@ -1,18 +1,19 @@
 """An exchange by copy engines: its operations, the numbers of its messages, and the order of both.
 
-An exchange is a value: a tuple of operations, made once when a hop is bound. The transport runs it and the race model
-of the tests explores it, so what the tests prove is what runs. Messages of an ordered pair of ranks are numbered from 1
-for the life of a ring; an operation says only which message of its own exchange it means, `nth`, and `PairNumbers` adds
-how many came before. Nothing here imports torch.
+An exchange is a value: a tuple of operations, built once when a hop is bound. The transport runs it, and the race model
+of the tests explores it, so the tests verify the order that runs. Messages of an ordered pair of ranks are numbered
+from 1 for the life of a ring. An operation stores only the index of its message within the exchange, `nth`, and
+`PairNumbers` adds the number of earlier messages. This module does not import torch.
 
-The sender's copy engine writes the receiver's buffer (push). Why this order, of the k-th message of a pair:
+The sender's copy engine writes the receiver's buffer (push). Why the order is safe, for the k-th message of a pair:
 no read before the write: copy, fence of the store, arrival >= k, DONE, consumer;
 no overwrite before the last read: last reader, READY, credit >= k, copy;
 source kept until it is read: copy, DONE, caller;
-no deadlock: credits depend only on READY, copies on credits, arrivals on copies, and READY on earlier exchanges, so
-every wait is for a smaller (exchange, phase), also where all streams of a device share one hardware queue.
-Therefore stores stand before waits in each batch, data and flags never share one, and between the first operation that
-is enqueued and the last the host waits for nothing. `tests/transport/peer_model` proves it and breaks each rule.
+no deadlock: credits depend only on READY, copies on credits, arrivals on copies, and READY on earlier exchanges. So
+every wait is for a smaller (exchange, phase), even if all streams of a device share one hardware queue.
+Therefore stores precede waits in each batch, data and flags never share a word, and the host waits for nothing between
+the first operation it enqueues and the last. `tests/transport/peer_model` verifies this, and that breaking any rule
+is detected.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from typing import NamedTuple
 
 
 PAINTED = 1 << 62
-"""What an abort stores into a word to satisfy every wait for it: no message has so high a number."""
+"""The value an abort stores into a word to satisfy every wait on it. Message numbers never get that large."""
 Pair = tuple[int, int]
-"""The rank that sends and the rank that receives."""
+"""The sending rank and the receiving rank."""
 
 
 class WordKind(Enum):
-    """What a word counts. Each is written by one end of the pair and waited for by the other."""
+    """What a word counts. One end of the pair writes it, the other waits for it."""
 
     CREDIT = "credit"
-    """Written by the receiver: the last message that it has room for. Until then its buffer may not be written."""
+    """Written by the receiver: the last message it has a buffer for. The sender must not write a later one yet."""
     ARRIVAL = "arrival"
     """Written by the sender: the last message that is complete in the receiver's memory."""
 
@@ -52,14 +53,14 @@ class Event(Enum):
     """An event of one exchange."""
 
     READY = "ready"
-    """The caller's stream has come to the start: buffers may be sent from and received into."""
+    """The caller's stream has reached the start: the buffers may be sent from and received into."""
     DONE = "done"
     """Every message of the exchange has left and arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A 64-bit word in the page of the rank that waits for it; the other end of `src` to `dst` is its only writer."""
+    """A 64-bit word in the page of the rank that waits for it. Its only writer is the other rank of the pair."""
 
     kind: WordKind
     src: int
@@ -67,12 +68,13 @@ class Word:
 
     @property
     def page(self) -> int:
-        """The rank in whose page it lies."""
+        """The rank whose page holds the word."""
+        # A rank waits only for words of its own page. So an abort can release all its waits by painting that page.
         return self.src if self.kind is WordKind.CREDIT else self.dst
 
     @property
     def writer(self) -> int:
-        """The rank that writes it, and its index among the words of that kind in the page."""
+        """The rank that writes the word, which is also its index among the words of that kind in the page."""
         return self.dst if self.kind is WordKind.CREDIT else self.src
 
     def __str__(self) -> str:
@@ -81,35 +83,35 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Store the number of the pair's `nth` message of this exchange, after everything before it is performed."""
+    """Store the number of the pair's `nth` message of this exchange, once everything before it has completed."""
 
     word: Word
     nth: int
 
     @property
     def pair(self) -> Pair:
-        """Whose messages the number counts."""
+        """The pair whose messages the number counts."""
         return self.word.src, self.word.dst
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Go on when the word is at least (cyclically, signed) the number of the pair's `nth` message of this exchange."""
+    """Block until the word is at least (cyclically, signed) the number of the pair's `nth` message of this exchange."""
 
     word: Word
     nth: int
     data: bool = False
-    """Bytes are read behind it: a device that must flush remote writes (attribute 98) does it here."""
+    """Whether bytes are read after it. A device that must flush remote writes (attribute 98) does so here."""
 
     @property
     def pair(self) -> Pair:
-        """Whose messages the number counts."""
+        """The pair whose messages the number counts."""
         return self.word.src, self.word.dst
 
 
 @dataclass(frozen=True, slots=True)
 class Memops:
-    """Stores and waits of the lane in one batch of the driver, which runs them in this order."""
+    """Stores and waits of the lane in one driver batch, which runs them in this order."""
 
     ops: tuple[Write | Wait, ...]
 
@@ -125,34 +127,34 @@ class _OfMessage:
 
     @property
     def pair(self) -> Pair:
-        """Whose message it is."""
+        """The pair that the message belongs to."""
         return self.src, self.dst
 
 
 @dataclass(frozen=True, slots=True)
 class Copy(_OfMessage):
-    """Move the bytes of a message: `message` is its index among the sends of the exchange."""
+    """Copy the bytes of a message into the receiver's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogStart(_OfMessage):
-    """The host stores, in its own start log, which bound message the pair's `nth` message of this exchange is."""
+    """The host writes into its own start log which bound message is the pair's `nth` of this exchange."""
 
     sends: bool
 
 
 @dataclass(frozen=True, slots=True)
 class FindBuffer(_OfMessage):
-    """The host finds the receiver's buffer of a message, by that rank's start log.
+    """The host looks up the receiver's buffer of a message in that rank's start log.
 
-    The one step at which it waits for another rank: until that rank has logged the start of this very number, for a
-    receiver may start what it has bound in any order.
+    This is the only step in which the host waits for another rank: a receiver may start its bound messages in any
+    order, so the sender waits until the receiver has logged the start of this very number.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class RecordEvent:
-    """Passed when everything before it on its stream is complete."""
+    """Completes when everything before it on its stream has completed."""
 
     event: Event
     stream: Stream
@@ -160,7 +162,7 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True)
 class WaitEvent:
-    """What follows on its stream runs after the event."""
+    """Everything after it on its stream runs after the event."""
 
     event: Event
     stream: Stream
@@ -171,37 +173,38 @@ Step = LogStart | FindBuffer | RecordEvent | WaitEvent | Memops | Copy
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One rank's part of one exchange: what `start` does and what `wait` does, in this order."""
+    """One rank's part of one exchange: the steps of `start` and of `wait`, in this order."""
 
     rank: int
     start: tuple[Step, ...]
     wait: tuple[Step, ...]
     counts: tuple[tuple[Pair, int], ...]
-    """How many messages of each pair it moves."""
+    """The number of messages of each pair in the exchange."""
 
 
 class PairNumbers:
-    """How many messages of each ordered pair one rank has started."""
+    """Counts the messages that one rank has started, for each ordered pair."""
 
     def __init__(self) -> None:
+        # Both ranks of a pair count its messages in the same order, so they agree on each number without a message.
         self._started: defaultdict[Pair, int] = defaultdict(int)
 
     def of(self, step: Write | Wait | Copy | LogStart | FindBuffer) -> int:
-        """The number that a step of the exchange that starts now means."""
+        """Return the message number of a step of the exchange that is being started."""
         return self._started[step.pair] + step.nth
 
     def bases(self, program: Program) -> dict[Pair, int]:
-        """What to add to every `nth` of this exchange, also after later ones have started."""
+        """Return the number to add to each `nth` of this exchange, valid also after later exchanges have started."""
         return {pair: self._started[pair] for pair, _ in program.counts}
 
     def advance(self, program: Program) -> None:
-        """The exchange has started: the next one counts from behind it."""
+        """Count the messages of an exchange that has started, so that the next one is numbered after it."""
         for pair, count in program.counts:
             self._started[pair] += count
 
 
 class PairMessage(NamedTuple):
-    """A message of an exchange: its index among the sends or receives, its pair, and which of the pair's it is."""
+    """A message of an exchange: its index among the sends or receives, its pair, and its index within the pair."""
 
     message: int
     src: int
@@ -210,25 +213,26 @@ class PairMessage(NamedTuple):
 
 
 def sent(rank: int, peers: Sequence[int]) -> list[PairMessage]:
-    """The messages that `rank` sends to these peers in one exchange."""
+    """Return the messages that `rank` sends to these peers in one exchange."""
     count: Counter[int] = Counter()
     return [PairMessage(n, rank, dst, _next(count, dst)) for n, dst in enumerate(peers)]
 
 
 def received(rank: int, peers: Sequence[int]) -> list[PairMessage]:
-    """The messages that `rank` receives from these peers in one exchange."""
+    """Return the messages that `rank` receives from these peers in one exchange."""
     count: Counter[int] = Counter()
     return [PairMessage(n, src, rank, _next(count, src)) for n, src in enumerate(peers)]
 
 
 def last(messages: Sequence[PairMessage]) -> list[PairMessage]:
-    """The last message of each pair, in the order of the pairs' first ones: one word speaks for all of a pair."""
-    return list({(each.src, each.dst): each for each in messages}.values())
+    """Return each pair's last message, in the order of the pairs' first ones. One word covers all of a pair."""
+    # Copies of one stream complete in order, so the last message of a pair implies all earlier ones.
+    return list({(message.src, message.dst): message for message in messages}.values())
 
 
 def counted(*groups: Sequence[PairMessage]) -> tuple[tuple[Pair, int], ...]:
-    """How many messages of each pair these are."""
-    return tuple(Counter((each.src, each.dst) for group in groups for each in group).items())
+    """Return the number of messages of each pair."""
+    return tuple(Counter((message.src, message.dst) for group in groups for message in group).items())
 
 
 def _next(count: Counter[int], peer: int) -> int:
@@ -240,33 +244,38 @@ def _next(count: Counter[int], peer: int) -> int:
 
 
 MAX_MEMOPS = 255
-"""Operations in one batch of the driver."""
+"""The most operations in one driver batch."""
 
 
 def push_exchange(rank: int, sends: Sequence[int], recvs: Sequence[int]) -> Program:
-    """What `rank` does to send a message to each peer of `sends` and receive one from each of `recvs`.
+    """Return the program by which `rank` sends a message to each of `sends` and receives one from each of `recvs`.
 
-    A peer may stand there several times. Nothing at all where both are empty.
+    A peer may occur several times. The program is empty if both sequences are.
     """
     out, into = sent(rank, sends), received(rank, recvs)
     if not out and not into:
         return Program(rank, (), (), ())
-    logged = [LogStart(*each, sends=False) for each in into] + [LogStart(*each, sends=True) for each in out]
+    # Log the receives first: the peers' hosts wait for these entries, and for no entry of a send.
+    logged = [LogStart(*message, sends=False) for message in into] + [LogStart(*message, sends=True) for message in out]
+    # In both batches the stores precede the waits. Two ranks that wait before they store would block each other.
     allowed: list[Write | Wait] = [
-        *(Write(_word(WordKind.CREDIT, each), each.nth) for each in last(into)),
-        *(Wait(_word(WordKind.CREDIT, each), each.nth) for each in last(out)),
+        *(Write(_word(WordKind.CREDIT, message), message.nth) for message in last(into)),
+        *(Wait(_word(WordKind.CREDIT, message), message.nth) for message in last(out)),
     ]
     arrived: list[Write | Wait] = [
-        *(Write(_word(WordKind.ARRIVAL, each), each.nth) for each in last(out)),
-        *(Wait(_word(WordKind.ARRIVAL, each), each.nth, data=True) for each in last(into)),
+        *(Write(_word(WordKind.ARRIVAL, message), message.nth) for message in last(out)),
+        *(Wait(_word(WordKind.ARRIVAL, message), message.nth, data=True) for message in last(into)),
     ]
     start: list[Step] = [
+        # Host steps. All waits of the host for other ranks are here, before anything is enqueued.
         *logged,
-        *(FindBuffer(*each) for each in out),
+        *(FindBuffer(*message) for message in out),
+        # Earlier kernels of the caller may still read the receive buffers and write the send buffers.
         RecordEvent(Event.READY, Stream.CALLER),
         WaitEvent(Event.READY, Stream.LANE),
         *_batches(allowed),
-        *(Copy(*each) for each in out),
+        *(Copy(*message) for message in out),
+        # The store of an arrival follows the copies on the same stream, so the receiver sees the bytes before the word.
         *_batches(arrived),
         RecordEvent(Event.DONE, Stream.LANE),
     ]
@@ -278,4 +287,4 @@ def _word(kind: WordKind, message: PairMessage) -> Word:
 
 
 def _batches(ops: list[Write | Wait]) -> list[Memops]:
-    return [Memops(tuple(ops[at : at + MAX_MEMOPS])) for at in range(0, len(ops), MAX_MEMOPS)]
+    return [Memops(tuple(ops[start : start + MAX_MEMOPS])) for start in range(0, len(ops), MAX_MEMOPS)]

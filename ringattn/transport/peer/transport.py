@@ -1,12 +1,13 @@
-"""A ring whose ranks are processes of one node, over copy engines: no multiprocessor works on an exchange.
+"""The peer transport: a ring over copy engines, whose ranks are processes of one node. Exchanges use no multiprocessor.
 
-Guarantees: an exchange is copies into the other ranks' memory between waits for words in shared host memory, on a
-stream of its own, so the host of any rank can release every wait by a plain store; every exchange has a deadline; a
-failure is raised on all ranks with its first cause; after `drain` no result is one that a failing rank could have
-spoiled. A wait orders streams and returns at once: call `drain` before results are kept.
-A message is paired by the other rank's log of its starts and never by a guess, so a copy is enqueued only for a receive
-that was started; between the first operation that is enqueued and the last the host waits for nothing. An abort needs
-no stream and no room in a queue, only stores of the host: poison, then paint until the lane has run empty, then unmap.
+Guarantees: an exchange consists of copies into the other ranks' memory, between waits for words in shared host memory,
+on a separate stream. So the host of any rank can release every wait by a plain store. Every exchange has a deadline. A
+failure is raised on all ranks with its first cause. After `drain` no result can contain data that a failing rank has
+spoiled. A wait orders streams and returns at once: call `drain` before you keep results.
+A message is paired by the other rank's log of started receives, never by a guess, so a copy is enqueued only for a
+receive that has started. Between the first operation it enqueues and the last, the host waits for nothing. An abort
+needs no stream and no space in a queue, only host stores: set the poison flag, paint (release every wait by
+overwriting its word) until the lane has run empty, then unmap the peers' memory.
 """
 
 from __future__ import annotations
@@ -57,27 +58,30 @@ from ringattn.transport.shared.page import FREED
 
 
 ABORT_S = 60.0
-"""How long an abort may take before it counts as stuck. It waits for what the device computes before the exchanges."""
+"""An abort that takes longer counts as stuck. It waits for the computation that precedes the exchanges."""
 PAINT_S = 1e-3
 NEVER = float("inf")
 WORDS = {steps.WordKind.CREDIT: pages.CREDIT, steps.WordKind.ARRIVAL: pages.ARRIVAL}
 
 
 class Lane:
-    """Runs the exchanges of one rank one after another."""
+    """The stream that a rank's exchanges run on, one after another."""
 
     def __init__(self, driver: CudaDriver, gpu: CudaDevice, group: SharedGroup) -> None:
         self.stream = gpu.new_stream()
         self.numbers = PairNumbers()
         self.imports = Imports(driver, self._pull, lambda rank: group.pages[rank].load(pages.FREED))
+        # The event at the end of the lane: once it has completed, the lane is empty.
         self.newest: Event | None = None
         self.awaited: frozenset[int] = frozenset()
-        """The rank whose start this one's host waits for."""
+        """The rank that this rank's host is waiting for, until it starts its receive."""
         self._driver, self._gpu, self._group = driver, gpu, group
         self._ended = False
-        # Held while operations are enqueued, which nothing blocks but a queue of the driver's that is full.
+        # Held while operations are enqueued. The holder blocks only if the driver's queue is full.
         self._enqueuing = threading.Lock()
+        # `_starting` refuses a second caller. `_mapping` keeps an abort from unmapping memory during its lookup.
         self._starting, self._mapping = threading.Lock(), threading.Lock()
+        # Some devices need an explicit flush before bytes that another GPU wrote are visible (attribute 98).
         self._flushes = bool(driver.attribute(Attribute.FLUSHES_REMOTE_WRITES))
         self._registered: list[int] = []
         try:
@@ -87,18 +91,19 @@ class Lane:
             raise
 
     def start(self, hop: PeerHop, ready: Event, done: Event, watch: Callable[[], None]) -> None:
-        """Put an exchange on the stream, behind what the caller's stream holds now.
+        """Enqueue an exchange on the lane, after the current work of the caller's stream.
 
-        The host waits until the receivers have started theirs. Raises `DisagreementError` where the ends of a message
+        The host waits until the receivers have started theirs. Raises `DisagreementError` if the two ends of a message
         differ, `DeadlineError`, and what `watch` raises.
         """
         if not self._starting.acquire(blocking=False):
             raise RingError(f"rank {self._group.rank}: two threads use one ring at once; give each thread its own")
         try:
+            # Drop stale mappings first: they hold memory that the peers have freed since.
             self.imports.review({o.peer for o in hop.sends}, self._is_empty)
             targets = [0] * len(hop.sends)
             enqueued: list[steps.Step] = []
-            # The program logs all starts before it looks for the first buffer. So two ranks that send to each other
+            # The program logs all starts before it looks up the first buffer. So two ranks that send to each other
             # find each other's log, whichever of them starts first.
             for step in hop.program.start:
                 if isinstance(step, steps.LogStart):
@@ -107,6 +112,7 @@ class Lane:
                     targets[step.message] = self._find(hop.sends[step.message], self.numbers.of(step), watch)
                 else:
                     enqueued.append(step)
+            # From here on the host waits for no other rank, so an abort gets the lock soon.
             with self._enqueuing:
                 if self._ended:
                     watch()
@@ -115,40 +121,42 @@ class Lane:
                     for step in enqueued:
                         self._enqueue(hop, step, targets, ready, done)
                 except BaseException:
-                    # What is queued already must run empty, too, before anything is unmapped.
+                    # The operations enqueued so far must complete as well before anything is unmapped.
                     with suppress(RuntimeError):
                         done.record(self.stream)
                     raise
                 finally:
                     self.newest = done
+            # Count the messages only now: a start that failed ends the ring, so its numbers are never used again.
             self.numbers.advance(hop.program)
         finally:
             self._starting.release()
 
     def pending(self, hop: PeerHop, bases: dict[steps.Pair, int]) -> list[Operation]:
-        """The messages of an exchange whose peer has not done its part: the words say which."""
-        own, late = self._group.own, []
+        """Return the messages of an exchange whose peer has not done its part, according to the words."""
+        local_page, late = self._group.own, []
         for step in hop.program.start:
             if isinstance(step, steps.LogStart):
                 operation = (hop.sends if step.sends else hop.recvs)[step.message]
                 # A send waits for its receiver's credit, a receive for the arrival of its bytes.
                 word = pages.CREDIT if step.sends else pages.ARRIVAL
-                if own.load(word, operation.peer) < bases[step.pair] + step.nth:
+                if local_page.load(word, operation.peer) < bases[step.pair] + step.nth:
                     late.append(operation)
         return late
 
     def abort(self) -> bool:
-        """Release every wait and unmap the others' memory; False when the stream does not run empty in `ABORT_S`.
+        """Release every wait and unmap the peers' memory. Return False if the stream is not empty after `ABORT_S`.
 
-        The poison stands in every page already: a copy that this lets loose spoils no result that is called good.
+        The poison flag is already set in every page, so no result that `drain` accepts is spoiled by a released copy.
         """
         deadline = Deadline(ABORT_S)
         self._gpu.activate()
-        # A queue that is full holds the thread that enqueues: paint lets it go on.
+        # A full queue blocks the enqueuing thread while it holds the lock. Painting drains the queue and frees it.
         while not self._enqueuing.acquire(timeout=PAINT_S):
             self._paint()
             if deadline.passed:
                 return False
+        # No operation is enqueued after this flag is set, so the stream only gets emptier.
         self._ended = True
         self._enqueuing.release()
         self._paint()
@@ -156,14 +164,14 @@ class Lane:
             if deadline.passed:
                 return False
             time.sleep(PAINT_S)
-            # Again: a peer that lives may have written a smaller number over it.
+            # Paint again: a live peer may have overwritten a painted word with a smaller number.
             self._paint()
         with self._mapping:
             self.imports.drop()
         return True
 
     def close(self) -> None:
-        """Let go of the others' memory and of the pages. Everything has run."""
+        """Unmap the peers' memory and unregister the pages. Everything enqueued must have run."""
         with self._enqueuing:
             self._ended = True
         with self._mapping:
@@ -171,12 +179,12 @@ class Lane:
         self.unregister()
 
     def unregister(self) -> None:
-        """Take the pages from the device. Idempotent."""
+        """Unregister the pages from the device. Idempotent."""
         while self._registered:
             self._driver.unregister(self._registered.pop())
 
     def _register(self, page: pages.Page) -> int:
-        """Return what to add to an address of the page in this process to get its device address."""
+        """Register a page; return the offset from its addresses in this process to device addresses."""
         base = self._driver.register(page.segment.address, page.segment.nbytes)
         self._registered.append(page.segment.address)
         return base - page.segment.address
@@ -185,23 +193,24 @@ class Lane:
         return self.newest is None or self.newest.query()
 
     def _paint(self) -> None:
-        """Store a number into each word of this rank's page that satisfies every wait for it."""
-        own = self._group.own
+        """Store a number into each word of this rank's page that satisfies every wait on it."""
+        local_page = self._group.own
         for rank in self._group.ranks:
-            own.store(pages.CREDIT, PAINTED, rank)
-            own.store(pages.ARRIVAL, PAINTED, rank)
+            local_page.store(pages.CREDIT, PAINTED, rank)
+            local_page.store(pages.ARRIVAL, PAINTED, rank)
 
     def _pull(self, rank: int, arena: int) -> int:
         return self._group.pull(rank, arena, time.monotonic() + self._group.timeout_s)
 
     def _log(self, hop: PeerHop, step: steps.LogStart, watch: Callable[[], None]) -> None:
-        """Put up one end of a message, so that the other end finds it."""
+        """Publish one end of a message in this rank's log, where the other end finds it."""
         group, number = self._group, self.numbers.of(step)
         operation = (hop.sends if step.sends else hop.recvs)[step.message]
         place = ArenaPlace(0, 0, 0) if step.sends else hop.places[step.message]
         entry = pages.Entry(
             place.arena_bytes, place.arena, place.offset, operation.nbytes, str(operation.buffer.dtype), operation.label
         )
+        # The log is a ring buffer: this entry overwrites that of message `number - LOG_ENTRIES`.
         if not step.sends:
             overwritten = number - pages.LOG_ENTRIES
 
@@ -209,50 +218,54 @@ class Lane:
                 watch()
                 return group.own.load(pages.ARRIVAL, operation.peer) >= overwritten
 
-            # What has arrived was looked up; until then its entry stays. The watch keeps the deadline.
+            # The sender has read the entry of every message that arrived. The watch enforces the deadline.
             if overwritten > 0 and not read():
                 group.hold(read, lambda: [operation.peer], lambda: str(operation), NEVER)
         group.own.log(step.sends, operation.peer).write(number, entry.packed())
+        # Wake the sender's host: it may be waiting for this entry.
         if not step.sends:
             group.ring(operation.peer)
 
     def _find(self, send: Operation, number: int, watch: Callable[[], None]) -> int:
-        """Where this rank writes to reach the receive that the peer has started as `number`."""
+        """Return the address to which this rank writes the message that the peer receives as `number`."""
         group = self._group
         log = group.pages[send.peer].log(False, group.rank)
         entry = log.read(number)
         if entry is None:
-            here, began = self._gpu.new_event(), 0.0
-            here.record(self._gpu.current_stream())
+            # An event on the caller's stream tells when this rank's device has reached the exchange.
+            caller_ready, ready_since = self._gpu.new_event(), 0.0
+            caller_ready.record(self._gpu.current_stream())
 
             def started() -> bool:
-                nonlocal entry, began
+                nonlocal entry, ready_since
                 watch()
                 entry = log.read(number)
-                # The deadline counts from the moment that this rank is ready, as for what is under way.
-                if entry is None and not began and here.query():
-                    began = time.monotonic()
-                if entry is None and began and time.monotonic() - began >= group.timeout_s:
-                    said = group.health.explain([send.peer], waited_s=group.timeout_s)
+                # The deadline counts from the moment this rank is ready, as for exchanges in flight.
+                if entry is None and not ready_since and caller_ready.query():
+                    ready_since = time.monotonic()
+                if entry is None and ready_since and time.monotonic() - ready_since >= group.timeout_s:
+                    explanation = group.health.explain([send.peer], waited_s=group.timeout_s)
                     raise DeadlineError(
                         f"rank {group.rank}: no answer from ranks [{send.peer}] within {group.timeout_s:g} s, which "
-                        f"has not started to receive; pending: {send}; {said}"
+                        f"has not started to receive; pending: {send}; {explanation}"
                     )
                 return entry is not None
 
+            # Heartbeats report which rank this host waits for, so that the cause of a chain of waits can be found.
             self.awaited = frozenset({send.peer})
             try:
                 group.hold(started, lambda: [send.peer] if log.read(number) is None else [], lambda: str(send), NEVER)
             finally:
                 self.awaited = frozenset()
+        # Compare both ends before any byte moves. Labels are compared as the log stores them, cut to its length.
         assert entry is not None
-        theirs = pages.subject(entry.label, group.rank)
-        if (entry.nbytes, theirs) != (send.nbytes, pages.subject(cut(send.label), send.peer)):
+        subject = pages.subject(entry.label, group.rank)
+        if (entry.nbytes, subject) != (send.nbytes, pages.subject(cut(send.label), send.peer)):
             raise DisagreementError(
-                f"message {number} of ranks {group.rank} and {send.peer} has unlike ends: {send}, and there a receive "
-                f"of {entry}; the ranks do not make the same calls"
+                f"message {number} from rank {group.rank} to rank {send.peer} has different ends: {send}, but the peer "
+                f"receives {entry}; the ranks do not make the same calls"
             )
-        # An abort sets `_ended` and then unmaps the peers' memory, under the same lock.
+        # An abort sets `_ended` and then unmaps the peers' memory, under this lock.
         with self._mapping:
             if self._ended:
                 watch()
@@ -262,15 +275,16 @@ class Lane:
         stream = self.stream
         if isinstance(step, steps.Copy):
             buffer = hop.sends[step.message]
-            # A push: this rank's copy engine writes into the memory of the receiver.
+            # Push: this rank's copy engine writes into the receiver's memory.
             self._driver.copy(targets[step.message], buffer.buffer.data_ptr(), buffer.nbytes, stream.cuda_stream)
         elif isinstance(step, steps.Memops):
             self._driver.operate([self._operation(op) for op in step.ops], stream.cuda_stream)
         elif isinstance(step, steps.RecordEvent):
+            # READY is recorded on the caller's stream: it marks when the caller's buffers may be used.
             if step.event is steps.Event.READY:
                 ready.record(self._gpu.current_stream())
                 return
-            # DONE: receives into plain memory are copied out of staging first, behind the wait for their arrival.
+            # Before DONE, copy receives out of staging: stream order places the copies after the waits for arrival.
             for dst, src, nbytes in hop.unstaged:
                 self._driver.copy(dst, src, nbytes, stream.cuda_stream)
             done.record(stream)
@@ -281,26 +295,27 @@ class Lane:
 
     def _operation(self, op: steps.Write | steps.Wait) -> WordOperation:
         word = op.word
-        # The word lies in the page of the rank that waits for it, in the line of its writer.
+        # The word is in the page of the rank that waits for it, at its writer's index.
         address = self._bases[word.page] + self._group.pages[word.page].word_address(WORDS[word.kind], word.writer)
+        # A flush costs time, so only waits that precede a read of data have it.
         waits, reads = isinstance(op, steps.Wait), isinstance(op, steps.Wait) and op.data
         return WordOperation(waits, address, self.numbers.of(op), reads and self._flushes)
 
 
 def cut(label: str) -> str:
-    """A label as a log keeps it."""
+    """Return a label as a log stores it."""
     return label.encode()[: pages.LABEL_BYTES].decode(errors="replace")
 
 
 MOST_TO_ONE_PEER = pages.LOG_ENTRIES - 1
-"""Messages of one exchange to or from one rank."""
+"""The most messages of one exchange to or from one rank: an exchange must fit into the log."""
 
 
 # --- the transport --------------------------------------------------------------------------------------------------
 
 
 class PeerTransport(StreamTransport):
-    """One rank of a ring over copy engines. Made by `peer.opening.open_peer`."""
+    """One rank of a ring over copy engines. Created by `peer.opening.open_peer`."""
 
     name = "peer"
     sm_margin = 0
@@ -309,7 +324,7 @@ class PeerTransport(StreamTransport):
     def __init__(
         self, group: SharedGroup, driver: CudaDriver, gpu: CudaDevice, leave: Callable[[str], None] | None = None
     ) -> None:
-        """Takes over an open group, which it closes with itself. `leave` ends the process when an abort is stuck."""
+        """Take over an open group, and close it at the end. `leave` ends the process if an abort is stuck."""
         super().__init__(group.opening, gpu)
         self.group, self.driver = group, driver
         self._all_gathers = 0
@@ -317,10 +332,12 @@ class PeerTransport(StreamTransport):
         gpu.activate()
         self.lane = Lane(driver, gpu, group)
         self.stream = self.lane.stream
+        # The events of passes on other streams: memory is quiet only after the last pass as well.
         self.order = PassOrder(gpu)
-        self.arena = Arena(driver, gpu, group.share, self._freed, self._emptied)
+        self.arena = Arena(driver, gpu, group.share, self._publish_frees, self._release_caches)
         self.staging = Staging(self)
         self.watch = Watch(group, self.lane, gpu, leave)
+        # Heartbeats carry this rank's position from now on.
         group.place = self.watch.place
         self.watch.start()
         closed_at_exit[id(self)] = self
@@ -330,19 +347,19 @@ class PeerTransport(StreamTransport):
         self.close()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor of `nbytes` that the other ranks can map, for long use: it takes whole pages of 2 MiB."""
+        """Allocate a uint8 tensor that the other ranks can map, for long-lived buffers: it occupies 2 MiB pages."""
         self.check()
         self.refuse_capture()
-        self.watch.tick()  # lets go of the buffers of what has arrived
+        self.watch.tick()  # releases the buffers of exchanges that have arrived
         try:
-            return self.arena.allocate(nbytes, self._quiet)
+            return self.arena.allocate(nbytes, self._wait_until_quiet)
         except DriverError as error:
             if error.code != OUT_OF_MEMORY:
                 raise
             raise torch.OutOfMemoryError(f"rank {self.rank}: no {nbytes} bytes for exchanges: {error}") from error
 
     def refuse_capture(self) -> None:
-        """Raise `UnsupportedError` while the current stream is being captured: numbers would stand in the graph."""
+        """Raise `UnsupportedError` while the current stream is captured: a graph would repeat old message numbers."""
         if self.gpu.is_capturing():
             raise UnsupportedError(
                 f"rank {self.rank}: transport='peer' cannot be captured into a CUDA graph; use transport='nccl'"
@@ -359,7 +376,7 @@ class PeerTransport(StreamTransport):
         raise UnsupportedError("passes over transport='peer' cannot be captured as CUDA graphs; use transport='nccl'")
 
     def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
-        """See `Transport.announce`: each call is compared in the pages, which costs microseconds."""
+        """See `Transport.announce`: calls are compared in the pages, which takes microseconds."""
         self.group.health.call = call
         return False
 
@@ -372,9 +389,9 @@ class PeerTransport(StreamTransport):
             until = time.monotonic() + self.opening.timeout_s
             return self.group.all_gather(payload, self.watch.raise_failure, lambda: label, until)
         except (TransportError, DisagreementError) as error:
-            # The watch may have seen it first, and does not know of the all-gather.
-            told = str(error) if label in str(error) else f"{label}: {error}"
-            failure = type(error)(told)
+            # The watch may have seen the failure first. Its message does not mention the all-gather, so add it.
+            message = str(error) if label in str(error) else f"{label}: {error}"
+            failure = type(error)(message)
             self.abort(failure)
             raise failure from error
         except BaseException as error:
@@ -382,21 +399,23 @@ class PeerTransport(StreamTransport):
             raise
 
     def drain(self) -> None:
-        """Return when every exchange has arrived and what was computed from it is sound. Raises what has failed.
+        """Return when every exchange has arrived and all results computed from it are sound, or raise the failure.
 
-        A rank that fails poisons every page before it lets its copies loose. So a result is sound when its last reader
-        has run and no poison is found after it.
+        A failing rank sets the poison flag in every page before it releases its copies. So a result is sound if no
+        poison is found after its last reader has run.
         """
         self.check()
-        # Without deadlines: the watch keeps them, from the moment that this rank is ready.
+        # No deadline here: the watch enforces it, counting from the moment this rank is ready.
+        # The list is copied, because the watch removes finished handles meanwhile.
         for handle in list(self.watch.handles):
             wait_until(handle.done.query, Deadline(NEVER), self.check)
         computed = self.gpu.new_event()
         computed.record(self.gpu.current_stream())
         wait_until(lambda: computed.query() and self.order.passed(), Deadline(NEVER), self.check)
-        if (words := self.group.trouble()) is not None:
-            kind = DisagreementError if f"failed first: {DisagreementError.__name__}:" in words else PeerLostError
-            self.watch.fail(kind(f"rank {self.rank}: {words}"))
+        # Look for poison only after the last reader has run: a stray copy may land until then.
+        if (trouble := self.group.trouble()) is not None:
+            kind = DisagreementError if f"failed first: {DisagreementError.__name__}:" in trouble else PeerLostError
+            self.watch.fail(kind(f"rank {self.rank}: {trouble}"))
         self.check()
 
     def _failure_raised(self) -> None:
@@ -404,6 +423,7 @@ class PeerTransport(StreamTransport):
 
     def abort(self, cause: BaseException) -> None:
         """See `Transport.abort`."""
+        # A forked child shares the pages: poison from it would end the ring of its parent.
         if self.forked:
             return
         if self._end is None:
@@ -412,7 +432,7 @@ class PeerTransport(StreamTransport):
         self._finish(failed=True)
 
     def close(self) -> None:
-        """See `Transport.close`. No other rank is waited for: memory lives for as long as another maps it."""
+        """See `Transport.close`. It waits for no other rank: memory lives for as long as another rank maps it."""
         if self._end is not None:
             return
         self.gpu.activate()  # the thread that closes a dropped ring has not used it
@@ -425,54 +445,57 @@ class PeerTransport(StreamTransport):
         self._finish(failed=False)
 
     def _finish(self, failed: bool) -> None:
-        """Give everything back, once: behind the abort where the ring has failed, on a thread that waits for it."""
+        """Release everything, once. If the ring has failed, a separate thread does so after the abort."""
         if not self._closing.acquire(blocking=False):
             return
         closed_at_exit.pop(id(self), None)
+        # A failed ring may need up to `ABORT_S` until nothing touches its memory; its caller should not wait for that.
         if failed:
             threading.Thread(target=self._clear, args=(True,), name=f"ringattn-end-{self.rank}", daemon=True).start()
         else:
             self._clear(False)
 
     def _clear(self, failed: bool) -> None:
-        """On an end: everything of this rank has run, or is stuck and keeps what it may touch."""
+        """Release the ring's resources. Everything of this rank has run, or is stuck and keeps what it may access."""
         if failed:
             self.watch.ended.wait()
         self.watch.stop()
         self.watch.tick()
+        # `leave` tells the other ranks that this rank closed; after a failure the poison has told them.
         self.group.drop() if failed else self.group.leave()
+        # A stuck operation may still access the arena and the pages, so keep both until the process ends.
         if failed and not self.watch.drained:
             return
-        with suppress(DriverError):  # of a device that is lost
+        with suppress(DriverError):  # raised by a lost device
             self.gpu.activate()
             self.lane.close()
             self.staging.clear()
             self.watch.handles.clear()
-            self._computed()
+            self._wait_for_compute()
             self.arena.free()
-            # What the caller still views is freed when it lets go.
+            # Memory that the caller still views is freed when its last view ends.
             if not self.arena.is_empty:
-                threading.Thread(
-                    target=self.arena.free_later, args=(self._computed,), name=f"ringattn-free-{self.rank}", daemon=True
-                ).start()
+                name, arguments = f"ringattn-free-{self.rank}", (self._wait_for_compute,)
+                threading.Thread(target=self.arena.free_later, args=arguments, name=name, daemon=True).start()
 
-    def _computed(self) -> None:
-        """Return when the device has computed what the current stream holds now, and the last pass."""
+    def _wait_for_compute(self) -> None:
+        """Return when the device has finished the current stream's present work and the last pass."""
         self.gpu.activate()
         computed = self.gpu.new_event()
         computed.record(self.gpu.current_stream())
         wait_until(lambda: computed.query() and self.order.passed(), Deadline(NEVER))
 
-    def _quiet(self) -> None:
-        """Return when neither an exchange nor the caller's stream can touch memory that has no view any more."""
+    def _wait_until_quiet(self) -> None:
+        """Return when neither an exchange nor the caller's stream can touch memory that no longer has a view."""
         self.drain()
         self.watch.tick()
 
-    def _freed(self, count: int) -> None:
+    def _publish_frees(self, count: int) -> None:
         self.group.own.store(FREED, count)
 
-    def _emptied(self) -> None:
-        self._quiet()
+    def _release_caches(self) -> None:
+        # Blocks that a kernel still uses must not be released, so wait first.
+        self._wait_until_quiet()
         self.gpu.release_cached()
 
 
@@ -483,13 +506,14 @@ ALIGNMENT_BYTES = 256
 
 
 class PeerWorkHandle(StreamWorkHandle):
-    """A started hop, and which of its messages wait for their peer."""
+    """The handle of a started hop, with the messages that still wait for their peer."""
 
     __slots__ = ("pending",)
 
     def __init__(self, hop: PeerHop, flight: Flight, ready: Event, done: Event) -> None:
         super().__init__(hop, flight, ready, done)
         lane = hop.transport.lane
+        # Later starts advance the counts, so keep the numbers of this one.
         bases = lane.numbers.bases(hop.program)
         self.pending: Callable[[], list[Operation]] = lambda: lane.pending(hop, bases)
 
@@ -502,8 +526,8 @@ class PeerWorkHandle(StreamWorkHandle):
 class PeerHop(StreamHop):
     """One exchange by copy engines, bound once and started many times.
 
-    Guarantees: the buffers of a bound hop have fixed addresses, so a start makes no allocation; receives into memory
-    that other ranks cannot map arrive in staging memory and are copied on from there, on the same stream.
+    Guarantees: the buffers of a bound hop have fixed addresses, so a start allocates nothing. Receives into memory that
+    other ranks cannot map arrive in staging memory and are copied from there, on the same stream.
     """
 
     transport: PeerTransport
@@ -520,26 +544,28 @@ class PeerHop(StreamHop):
                     f"transport='peer' carries {MOST_TO_ONE_PEER}; pack them, or use transport='nccl'"
                 )
         self.unstaged: list[tuple[int, int, int]] = []
-        """(to, from, bytes): receives into plain memory, copied there behind their arrival."""
-        self.places = self._placed()
+        """(to, from, bytes) of receives into memory that cannot be mapped: copied out of staging after they arrive."""
+        self.places = self._receive_places()
         """Where the other ranks write each receive."""
 
     def start(self) -> PeerWorkHandle | Arrived:
-        """Put the hop on the lane, behind what the current stream holds now."""
+        """Enqueue the hop on the lane, after the current work of the current stream."""
         transport = self.transport
         transport.check()
         if not self.parts:
             return Arrived()
         gpu, watch = transport.gpu, transport.watch
         transport.refuse_capture()
+        # Events of finished hops are reused: creating one takes longer than recording it.
         ready, done = watch.free.popleft() if watch.free else (gpu.new_event(), gpu.new_event())
         flight = transport.record.begin(0, self.parts, transport.name)
+        # The record exists before the start, so that a start which hangs appears in it.
         flight.state = LAUNCHING
         handle = PeerWorkHandle(self, flight, ready, done)
         try:
             transport.lane.start(self, ready, done, watch.raise_failure)
         except BaseException as error:
-            # Some ranks may count this message already.
+            # The start may be partly done: other ranks may already have counted this message. So the ring ends.
             watch.fail(error)
             transport.check()
             raise
@@ -547,22 +573,23 @@ class PeerHop(StreamHop):
         watch.handles.append(handle)
         return handle
 
-    def _placed(self) -> list[ArenaPlace]:
-        """Where the other ranks write each receive."""
+    def _receive_places(self) -> list[ArenaPlace]:
+        """Return where the other ranks write each receive; receives into other memory get a place in staging."""
         transport = self.transport
-        found = [transport.arena.place(o.buffer.data_ptr(), o.nbytes) for o in self.recvs]
+        places_of_buffers = [transport.arena.place(o.buffer.data_ptr(), o.nbytes) for o in self.recvs]
         # All receives into plain memory share one staging buffer, each at an aligned offset.
         offsets, total = [], 0
-        for operation, place in zip(self.recvs, found, strict=True):
+        for operation, place in zip(self.recvs, places_of_buffers, strict=True):
             offsets.append(total)
             if place is None:
                 total += -(-operation.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if not total:
-            return [place for place in found if place is not None]
+            return [place for place in places_of_buffers if place is not None]
         staging = transport.staging.take(total)
+        # The hop owns its staging. When the hop is collected, the next one of that size reuses the memory.
         weakref.finalize(self, transport.staging.give_back, staging).atexit = False
         places = []
-        for operation, place, offset in zip(self.recvs, found, offsets, strict=True):
+        for operation, place, offset in zip(self.recvs, places_of_buffers, offsets, strict=True):
             if place is None:
                 address = staging.data_ptr() + offset
                 place = transport.arena.place(address, operation.nbytes)
@@ -573,14 +600,15 @@ class PeerHop(StreamHop):
 
 
 class Staging:
-    """Memory that other ranks can map, for receives into memory that they cannot. Used again, by its size."""
+    """Buffers that other ranks can map, for receives into memory that they cannot map. Reused by size."""
 
     def __init__(self, transport: PeerTransport) -> None:
         self._transport = transport
         self._free: dict[int, list[torch.Tensor]] = {}
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """At least so many bytes."""
+        """Return a buffer of at least `nbytes` bytes."""
+        # Powers of two, so that hops of similar sizes share buffers.
         rounded = 1 << max(nbytes - 1, 4095).bit_length()
         free = self._free.setdefault(rounded, [])
         try:
@@ -589,11 +617,11 @@ class Staging:
             return self._transport.allocate(rounded)
 
     def give_back(self, staging: torch.Tensor) -> None:
-        """For the next hop. Its copies stand behind those of this one, on the same stream."""
+        """Keep a buffer for the next hop. That hop's copies follow this one's on the same stream."""
         self._free[staging.numel()].append(staging)
 
     def clear(self) -> None:
-        """Let go of all that no hop has."""
+        """Drop the buffers that no hop uses."""
         self._free = {size: [] for size in self._free}
 
 
@@ -601,80 +629,81 @@ class Staging:
 
 
 class Watch(StreamWatch[PeerWorkHandle]):
-    """Watches one rank's exchanges, and ends the ring when one of them cannot end.
+    """Watches one rank's exchanges, and ends the ring if one of them cannot complete.
 
-    Guarantees: every exchange has a deadline that counts from the moment that this rank is ready for it; a failure of
-    any rank, a rank that is gone and a rank that has closed are reported to the caller at its next call; the poison is
-    in every page before a wait is released.
+    Guarantees: every exchange has a deadline, which counts from the moment this rank is ready for it. The caller gets
+    an error at its next call if any rank fails, dies or closes. The poison flag is set in every page before a wait is
+    released.
     """
 
     interval_s = 0.02
     stop_s = 1.0
-    # The caller may overwrite what is being sent as soon as it has the error: the poison comes first.
+    # The caller may overwrite a buffer being sent as soon as it has the error, so the poison flag must be set before.
     patience_s = ABORT_S
 
     def __init__(self, group: SharedGroup, lane: Lane, gpu: CudaDevice, leave: Callable[[str], None] | None) -> None:
         """See `StreamWatch`."""
         super().__init__(group.opening, gpu, leave)
         self.drained = False
-        """The abort has ended, so nothing of this rank is under way."""
+        """The abort has completed, so no operation of this rank is in flight."""
         self.report: Callable[[BaseException], None] = self.end
-        """What a failure is told to: another transport of the rank, where there is one, which then calls `end`."""
+        """Receives a failure: another transport of this rank, if there is one, which then calls `end`."""
         self.before_paint: Callable[[], object] = lambda: None
-        """Returns when nothing that the device is given besides exchanges can carry spoiled bytes to other ranks."""
+        """Returns when no device work other than exchanges can carry spoiled bytes to other ranks."""
         self._group, self._lane = group, lane
 
     def fail(self, error: BaseException) -> None:
-        """End the ring, for `error` unless it has failed already. Returns when all ranks are told; `ended` is later."""
+        """End the ring with `error` unless it has failed before. Return when all ranks know; `ended` is set later."""
         self.report(error)
 
     def end(self, error: BaseException) -> None:
-        """As `fail`, without a report."""
+        """End the ring as `fail` does, without calling `report`."""
         if not self._is_first():
             return
         self.failure = _our_error(error)
-        # First of all: what a painted word lets loose must find the poison in every page.
+        # Set the poison flag first: copies released by painted words must find it in every page.
         self._group.fail(error)
-        # On a thread of its own: it waits for what the device computes before the exchanges, and no caller should.
+        # Abort on a separate thread: it waits for the computation before the exchanges, and no caller should.
         threading.Thread(target=self._abort, name=f"ringattn-abort-{self._rank}", daemon=True).start()
         self._write_record(self.failure)
         self._told.set()
 
     def place(self) -> Place:
-        """Where this rank is, for its heartbeats."""
+        """Return this rank's position, for its heartbeats."""
         oldest, call = self.oldest, self._group.health.call
         if oldest is None:
             waits = Waits.PEERS if self._lane.awaited else Waits.HOST
             return Place.make(self._record.where(), call, waits, self._lane.awaited)
         if oldest.started_at:
             return Place.make(oldest.flight.label, call, Waits.PEERS, _peers(oldest.pending()))
+        # Not started: the device is still computing what precedes the exchange. After `STUCK_S`, report that.
         waits = Waits.COMPUTE if time.time() - oldest.flight.posted_s >= STUCK_S else Waits.PEERS
         return Place.make(f"computing before {oldest.flight.label}", call, waits)
 
     def _may_reuse(self, done: Event) -> bool:
-        """The newest event says whether the lane is empty: it is not recorded anew before another is newest."""
+        """Keep the newest event: it shows whether the lane is empty, so it is not reused until another replaces it."""
         return done is not self._lane.newest
 
     def _abort(self) -> None:
         try:
             self.before_paint()
             self.drained = self._lane.abort()
-        except Exception as trouble:  # a device that is lost raises whatever it likes, and then nothing waits on it
-            print(f"ringattn rank {self._rank}: the device is lost: {trouble}", file=sys.stderr, flush=True)
+        except Exception as error:  # a lost device raises any kind of error, and then nothing waits on it
+            print(f"ringattn rank {self._rank}: the device is lost: {error}", file=sys.stderr, flush=True)
             self.drained = True
         self.ended.set()
         if not self.drained:
             self._leave(f"rank {self._rank}: the abort is stuck, so the process ends after: {self.failure}")
 
     def _look(self) -> None:
-        """One round. Raises what ends the ring."""
+        """Check once. Raises the error that ends the ring."""
         self.tick()
         handle = self.oldest
         pending = handle.pending if handle is not None else list
         if self._group.trouble(_peers(pending())) is not None:
-            # Again: what arrived just before its sender closed or went away is there now.
+            # Look again: messages that arrived just before their sender closed or died are there now.
             late = pending()
-            self._group.check(_peers(late), lambda: self._said(handle, late))
+            self._group.check(_peers(late), lambda: self._describe(handle, late))
         if handle is None or handle.done.query():
             return
         if not handle.started_at:
@@ -684,12 +713,12 @@ class Watch(StreamWatch[PeerWorkHandle]):
             late = pending()
             peers = sorted(_peers(late))
             raise DeadlineError(
-                f"{self._said(handle, late)}: no answer from ranks {peers} within {self._timeout_s:g} s; "
+                f"{self._describe(handle, late)}: no answer from ranks {peers} within {self._timeout_s:g} s; "
                 f"{self._group.health.explain(peers, waited_s=self._timeout_s)}"
             )
 
-    def _said(self, handle: PeerWorkHandle | None, late: list[Operation]) -> str:
-        """Whose error it is, and what was pending."""
+    def _describe(self, handle: PeerWorkHandle | None, late: list[Operation]) -> str:
+        """Return the subject of an error message: the rank, and the exchange with its pending messages."""
         rank = self._rank
         return f"rank {rank}: exchange {handle.flight.sequence}, pending {listed(late)}" if handle else f"rank {rank}"
 
@@ -699,7 +728,7 @@ def _peers(pending: list[Operation]) -> set[int]:
 
 
 def _our_error(error: BaseException) -> BaseException:
-    """The bare error, whose frames might view memory; what is not ringattn's own is a `RingError`."""
+    """Return the error without frames, which might view memory. Wrap other packages' errors in `RingError`."""
     if isinstance(error, RingError) and type(error).__module__ == errors.__name__:
         return bare(error)
     return RingError(f"{type(error).__name__}: {error}")

@@ -580,5 +580,5 @@ def _gather(opening: Opening, name: str, mine: dict[str, str]) -> list[dict[str,
     answers: list[dict[str, str]] = [json.loads(each) for each in gathered]
     if problems := {rank: answer["problem"] for rank, answer in enumerate(answers) if answer["problem"]}:
         reasons = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
-        raise UnsupportedError(f"the ranks cannot share memory: {reasons}; transport='gloo' does without")
+        raise UnsupportedError(f"the ranks cannot share memory: {reasons}; use transport='gloo' instead")
     return answers
