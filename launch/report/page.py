@@ -47,6 +47,8 @@ OPEN_PANELS = 4
 DRAWN_PANELS = 12
 """Panels of a page: about a hundred charts, two megabytes."""
 SIMULATED = "simulated*.json"
+DISTURBANCES = "slow_rank", "slow_link", "jitter"
+"""Keys of a simulation that its heading shows if they are set."""
 
 
 def page_of(sweep: Sweep, title: str, summary: str, say: Callable[[str], None]) -> str:
@@ -96,6 +98,7 @@ def simulated_panel(file: Path) -> dict[str, Any]:
                      for number, points in enumerate(curves.values())]  # fmt: skip
             charts.append(line_chart(title, note, "ranks", unit, lines, log_base=10 if unit == "s" else 0))
         heading = f"{config['schedule']}, {config['tokens']:,} tokens, {found['cluster']['name']}"
+        heading += "".join(f", {key}={config[key]}" for key in DISTURBANCES if config[key])
         return _panel(heading, [f"{name} scaling" for name in curves], charts, found["cluster"]["source"])
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise InputError(
@@ -113,6 +116,8 @@ MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"),
 INK = "#0badf0"
 """Stands for the page's own color of text: becomes `currentColor` in the SVG."""
 SIZE_INCHES = (4.4, 2.9)
+MOST_RATIO = 200
+"""Of the ends of a logarithmic axis on which also 2 and 5 times each power of ten have ticks."""
 FAR = 10.0
 """Predictions this many times off would flatten what was measured; they are in the tables and not drawn."""
 
@@ -186,7 +191,7 @@ def metrics_of(sweep: Sweep) -> list[Metric]:
     words = prediction_words(sweep)
     if words and not drawn:
         words += " They are far from these times, and not drawn."
-    bound = " An upper bound: over gloo nobody learns when a message arrived that work hid. Exposed time is measured."
+    bound = " An upper bound: the transport does not report when a hidden message arrived. Exposed time is measured."
     metrics = [
         Metric("Throughput", "tokens/s", (Curve(sweep.tokens_per_s),), logarithmic=True),
         Metric(
@@ -195,7 +200,7 @@ def metrics_of(sweep: Sweep) -> list[Metric]:
             (Curve(sweep.pass_ms, "measured", spread=sweep.pass_spread),
              *((Curve(predicted, "predicted", dashed=True),) if drawn else ())),
             logarithmic=True,
-            note=f"{' + '.join(sweep.passes)}, slowest rank, with p10 to p90. {words}",
+            note=f"{' + '.join(sweep.passes).capitalize()}, slowest rank, with p10 to p90. {words}",
         ),
         Metric("Prediction", "% of measured", (Curve(of_measured(predicted), dashed=True),),
                note=f"100 is right, less is too hopeful. {words}", aim=1.0),
@@ -277,7 +282,10 @@ def line_chart(
     if log_base:
         axes.set_yscale("log", base=log_base)
         if log_base == 10:
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+            low, high = axes.get_ylim()
+            # Over many powers of ten, 1, 2 and 5 of each would be too many ticks.
+            subs = (1, 2, 5) if high < MOST_RATIO * low else (1,)
+            axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=8))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(0, 1.08 * axes.get_ylim()[1])

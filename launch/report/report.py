@@ -116,12 +116,12 @@ def _day(started: str) -> str:
 
 
 def markdown_of(sweep: Sweep) -> str:
-    """Return the report as Markdown: the head, the tables, the environments."""
+    """Return the report as Markdown: the head, the tables, the configuration, the environments."""
     parts = [f"# {title_of(sweep)}", summary_of(sweep), "Charts: `report.html` beside this file."]
-    for heading, rows in facts_of(sweep):
-        parts += [f"## {heading}", _list(rows)]
     for table in tables_of(sweep, series_of(sweep)):
         parts += [f"## {table.title}", markdown_table(table), table.note]
+    for heading, rows in facts_of(sweep):
+        parts += [f"## {heading}", _list(rows)]
     for name, rows in environments_of(sweep):
         parts += [f"## Environment {name}", _list(rows)]
     if found := commands(sweep):

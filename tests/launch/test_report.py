@@ -19,7 +19,7 @@ from matplotlib.colors import to_rgb
 from ringattn.cli import main
 from ringattn.errors import InputError
 from ringattn.launch.report import page as page_module
-from ringattn.launch.report.page import COLORS, charts_of, page_of, simulated_panel
+from ringattn.launch.report.page import COLORS, Line, charts_of, line_chart, page_of, simulated_panel
 from ringattn.launch.report.points import LINES, SINGLE, STRONG, panels_of, read_sweep, scaling, series_of
 from ringattn.launch.report.report import summary_of, title_of
 from ringattn.launch.report.tables import BEST, UNKNOWN, Table, results, shared_options
@@ -337,6 +337,28 @@ def test_what_a_report_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "&lt;slots&gt;" in page and "<slots>" not in page
 
 
+def test_results_come_before_the_configuration(tmp_path: Path) -> None:
+    """First what was found: charts and tables, on the page and in Markdown. Then options, commands, environments."""
+    markdown, page = reported(tmp_path, strong())
+    parts = ["</h1>", "<h2>Strong scaling", "<figure", "<h2>Results", "<h2>Scaling", "<h2>Points without results",
+             "<h2>Configuration", ">Swept<", ">To repeat a point<", "<h2>Environment"]  # fmt: skip
+    places = [page.index(part) for part in parts]
+    assert places == sorted(places)
+    heads = re.findall(r"^## (.+)$", markdown, re.MULTILINE)
+    assert heads == ["Results", "Scaling", "Points without results", "Swept", "The same in all points",
+                     "Environment e1", "To repeat a point"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "labels"), [((0.1, 1e8), {"1", "100", "10k", "1M", "100M"}),
+                                                ((1500.0, 12000.0), {"2k", "5k", "10k"}),
+                                                ((3.0, 700.0), {"10", "100"})])  # fmt: skip
+def test_a_logarithmic_axis_has_labels_however_far_it_reaches(values: tuple[float, float], labels: set[str]) -> None:
+    chart = line_chart("Time", "", "ranks", "s", [Line(0, (1, 4), values)], log_base=10)
+    assert chart is not None
+    written = {text.strip() for text in re.findall(r"<text[^>]*>([^<]+)</text>", chart.svg)}
+    assert labels <= written
+
+
 def test_a_report_of_failures_alone(tmp_path: Path) -> None:
     markdown, page = reported(tmp_path, [record(2, 4096, status="oom", message="no memory")])
     assert "1 point: 0 with results, 1 without" in markdown and "no memory" in page and "<figure" not in page
@@ -392,6 +414,11 @@ def test_a_simulation_beside_a_sweep_has_a_section_of_its_page(
     panel = simulated_panel(sweep.folder / "simulated-h100.json")
     assert [name for name, _, _ in panel["legend"]] == ["strong scaling", "weak scaling"]
     assert len(panel["charts"]) == 3 and all(chart.svg in page for chart in panel["charts"])
+    assert "slow_rank" not in panel["title"]
+    assert (
+        main(["simulate", *words, "slow_rank=0:2", "jitter=0.1", f"json={sweep.folder / 'simulated-slow.json'}"]) == 0
+    )
+    assert simulated_panel(sweep.folder / "simulated-slow.json")["title"].endswith(", slow_rank=0:2, jitter=0.1")
     capsys.readouterr()
 
 
