@@ -215,7 +215,7 @@ class RunConfig(MaskedCallConfig):
     repeats: int = option(10, "timed passes", least=1)
     seed: int = option(0, "of the inputs", least=0, most=MOST_SEED)
     nnodes: int = option(1, "nodes, each with as many ranks", least=1)
-    node_rank: int = option(0, "which of the nodes this is", least=0)
+    node_rank: int | None = option(None, "the number of this node, from 0; needed with several nodes", least=0)
     rdzv_endpoint: str = option("", "host:port of node 0, where the nodes meet")
     threads_per_rank: int | None = option(None, "intra-op threads of a rank; cores / ranks if not set", least=1)
     timeout_s: float = option(120.0, "deadline of every wait for another rank, in seconds", above=0.0)
@@ -228,6 +228,11 @@ class RunConfig(MaskedCallConfig):
     def world_size(self) -> int:
         """Ranks of all nodes."""
         return (self.ranks or 1) * self.nnodes
+
+    @property
+    def is_first_node(self) -> bool:
+        """Whether this is node 0, which writes and prints the results."""
+        return not self.node_rank
 
 
 def load_run(overrides: Sequence[str]) -> RunConfig:
@@ -259,7 +264,7 @@ def resolved(config: RunConfig) -> RunConfig:
     config = replace(config, tokens=config.length)
     if config.world_size > config.length:
         raise InputError(f"ranks={config.ranks}: {config.world_size} ranks are more than tokens={config.tokens}")
-    if config.node_rank >= config.nnodes:
+    if config.node_rank is not None and config.node_rank >= config.nnodes:
         raise InputError(f"node_rank={config.node_rank}: nodes are numbered from 0, and nnodes={config.nnodes}")
     host, _, port = config.rdzv_endpoint.rpartition(":")
     if config.rdzv_endpoint and not (host and port.isdecimal()):

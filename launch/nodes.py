@@ -116,18 +116,30 @@ def _listening(host: str, port: int) -> socket.socket:
             raise OSError(errno.EADDRNOTAVAIL, f"{host} is {address[0]} here")
         listener.bind(address)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise RanksError(
-                f"the port of rdzv_endpoint, {port}, is in use on node 0: choose another, the same on all nodes, or "
-                "end the process that holds it",
-                "nodes",
-            ) from None
         if error.errno != errno.EADDRNOTAVAIL:
-            raise
+            raise _not_bound(port, error) from None
         print(f"ringattn: {host} is no address of this machine, so the store listens on every one", file=sys.stderr)
-        listener.bind(("", port))
+        try:
+            listener.bind(("", port))
+        except OSError as second:
+            raise _not_bound(port, second) from None
     listener.listen()
     return listener
+
+
+def _not_bound(port: int, error: OSError) -> RanksError:
+    """Return the error for a port on which node 0 cannot listen."""
+    if error.errno == errno.EADDRINUSE:
+        return RanksError(
+            f"the port of rdzv_endpoint, {port}, is in use on node 0: choose another, the same on all nodes, or end "
+            "the process that uses it. If this is not node 0, give this node its own node_rank",
+            "nodes",
+        )
+    return RanksError(
+        f"node 0 cannot listen on the port of rdzv_endpoint, {port} ({error.strerror}): choose another, "
+        "the same on all nodes",
+        "nodes",
+    )
 
 
 def _is_loopback_name(host: str) -> bool:

@@ -100,7 +100,7 @@ def load_here(words: Sequence[str], place: Place | None) -> RunConfig:
         return config
     named = any(word.startswith(("ranks=", "nnodes=")) for word in words)
     ranks = agreed_ranks(config.world_size if named else None, "ranks")
-    return load_run([*words, f"ranks={ranks}", "nnodes=1", "node_rank=0"])
+    return load_run([*words, f"ranks={ranks}", "nnodes=1", "node_rank=null"])
 
 
 def measured(composed: DictConfig) -> float:
@@ -114,7 +114,7 @@ def measured(composed: DictConfig) -> float:
             raise InputError("--multirun: started by torchrun, so every rank would run all points; leave torchrun out")
         named = config.ranks is not None or config.nnodes > 1
         ranks = agreed_ranks((config.ranks or 1) * config.nnodes if named else None, "ranks")
-        config = replace(config, ranks=ranks, nnodes=1, node_rank=0)
+        config = replace(config, ranks=ranks, nnodes=1, node_rank=None)
     elif config.nnodes > 1 and not config.rdzv_endpoint and in_job():
         config = met_in_job(config)
     config = resolved(config)
@@ -132,7 +132,7 @@ def run_and_print(config: RunConfig, place: Place | None, folders: Sequence[Path
 
     `folders`: that of the job, which gets the record (also of a failure), and that of the multirun, which collects it.
     """
-    leads = (place is None or place.rank == 0) and config.node_rank == 0
+    leads = (place is None or place.rank == 0) and config.is_first_node
     with json_output(config.json if leads else "") as write:
         # The processes of the ranks inherit the standard output itself, so they must be quiet.
         quiet = place is None and config.json == STANDARD_OUTPUT
@@ -167,8 +167,19 @@ def attempted(config: RunConfig, run: Callable[[], dict[str, Any]]) -> tuple[dic
 
 
 def _check_meeting(config: RunConfig) -> None:
-    if config.nnodes > 1 and not config.rdzv_endpoint:
-        raise InputError(f"nnodes={config.nnodes}: needs rdzv_endpoint=host:port of node 0, the same on all nodes")
+    """Raise `InputError` if this is one of several nodes, and the options do not say which one or where they meet."""
+    missing = [key for key, value in (("node_rank", config.node_rank), ("rdzv_endpoint", config.rdzv_endpoint))
+               if value in (None, "")]  # fmt: skip
+    if config.nnodes == 1 or not missing:
+        return
+    of_node_0 = replace(config, node_rank=0, rdzv_endpoint=config.rdzv_endpoint or "HOST:PORT")
+    command = shlex.join(["ringattn", "run", *words_of(of_node_0)])
+    raise InputError(
+        f"nnodes={config.nnodes}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. "
+        "Each node has its own node_rank; all have the same rdzv_endpoint, a host and a free port of node 0. Run on "
+        f"node 0: `{command}`, and on each other node the same command with "
+        f"{'node_rank=1' if config.nnodes == 2 else f'node_rank=1 to node_rank={config.nnodes - 1}'}"
+    )
 
 
 def in_job() -> bool:
@@ -208,7 +219,7 @@ def run_here(config: RunConfig, place: Place | None, quiet: bool = False) -> dic
 
 def nodes_of(config: RunConfig) -> Nodes:
     """Where the nodes of a run meet."""
-    return Nodes(config.nnodes, config.node_rank, config.rdzv_endpoint, config.timeout_s)
+    return Nodes(config.nnodes, config.node_rank or 0, config.rdzv_endpoint, config.timeout_s)
 
 
 def command_of(config: RunConfig) -> str:

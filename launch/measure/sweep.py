@@ -183,7 +183,7 @@ def _print_plan(options: SweepConfig, points: Sequence[Point]) -> None:
     for point in points:
         config = point.config
         if config.nnodes > 1:  # where they meet is known when Slurm has given the nodes
-            config = replace(config, rdzv_endpoint="NODE0:PORT")
+            config = replace(config, node_rank=0, rdzv_endpoint="NODE0:PORT")
         print(f"# {hash_of(config)}  {point.label}\n{command_of(config)}")
     if options.launcher == "slurm":
         for batch in _batches(options, [point.config for point in points]):
@@ -275,7 +275,7 @@ class PointJob:
         if config.nnodes > 1:
             config = met_in_job(config)
         record, _ = attempted(config, lambda: run_here(config, None, quiet=True))
-        if config.node_rank == 0:
+        if config.is_first_node:
             leave(self.folder, record)
 
     def checkpoint(self, config: RunConfig) -> Any:

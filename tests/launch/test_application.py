@@ -140,7 +140,7 @@ def test_the_signs(ranks: StandIn) -> None:
         ),
         pytest.param("++repeats=0", "repeats=0: must be at least 1", marks=pytest.mark.slow),
         pytest.param("++ranks=9 tokens=8", "ranks=9: 9 ranks are more than tokens=8", marks=pytest.mark.slow),
-        pytest.param("++nnodes=2", "nnodes=2: needs rdzv_endpoint=host:port", marks=pytest.mark.slow),
+        pytest.param("++nnodes=2", "nnodes=2: node_rank and rdzv_endpoint are missing", marks=pytest.mark.slow),
         pytest.param("--cfg job tokens=64,96", "add --multirun", marks=pytest.mark.slow),
         ("--config-dirr=x", "--config-dirr=x: no such flag"),
         ("--tokens 128k", "--tokens 128k: write tokens=128k"),

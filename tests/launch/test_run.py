@@ -138,7 +138,15 @@ def test_words_give_the_same_run_again() -> None:
         ("tokens=8 tokens_per_rank=4", "give it or tokens=8, not both"),
         ("layout=per_document", "layout=per_document: needs documents; use documents=8"),
         ("nnodes=2 node_rank=2 rdzv_endpoint=a:1", "nodes are numbered from 0"),
-        ("nnodes=2", "nnodes=2: needs rdzv_endpoint=host:port"),
+        ("nnodes=2", "nnodes=2: node_rank and rdzv_endpoint are missing. "),
+        ("nnodes=2 node_rank=1", "`ringattn run tokens=4096 ranks=1 nnodes=2 node_rank=0 rdzv_endpoint=HOST:PORT`"),
+        ("ranks=3 nnodes=2 rdzv_endpoint=a:1 tokens=64", "nnodes=2: node_rank is missing. Each node has its own"),
+        (
+            "ranks=3 nnodes=2 rdzv_endpoint=a:1 tokens=64",
+            "Run on node 0: `ringattn run tokens=64 ranks=3 nnodes=2 node_rank=0 rdzv_endpoint=a:1`, and on each other "
+            "node the same command with node_rank=1",
+        ),
+        ("nnodes=3 rdzv_endpoint=a:1", "with node_rank=1 to node_rank=2"),
         ("rdzv_endpoint=node0", "rdzv_endpoint=node0: write host:port"),
         ("cluster=h1000", "cluster=h1000: "),
         ("tokens=8,16", "tokens: one value at a time; run `ringattn sweep` instead"),
