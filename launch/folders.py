@@ -76,12 +76,11 @@ def locked(path: Path, key: str, what: str, instead: str, wait_s: float = 0.0) -
                     f"{key}={path}: another {what} is writing there, {holder}; wait for its end, or {instead}"
                 )
             time.sleep(LOOK_S)
-        with suppress(OSError):  # on a full disk it cannot be said, and is locked all the same
-            file.seek(0)
-            file.truncate()
-            since = datetime.now(UTC).isoformat(" ", "seconds")
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-            file.flush()
+        since = datetime.now(UTC).isoformat(" ", "seconds")
+        # Not through `file`: on a full disk, closing it would fail on what it could not write. The lock needs no text.
+        with suppress(OSError):
+            os.ftruncate(file.fileno(), 0)
+            os.pwrite(file.fileno(), f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
         yield FolderLock(path, file)
 
 
@@ -114,15 +113,21 @@ def not_written(path: Path, error: BaseException, needed_bytes: int) -> RingErro
     disk = there.resolve()
     while not disk.is_mount():
         disk = disk.parent
-    why = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}".splitlines()[0]
+    free_bytes = shutil.disk_usage(there).free
+    if isinstance(error, OSError) and error.strerror:
+        why = error.strerror
+    elif free_bytes < needed_bytes:  # torch's own writer raises errors of other kinds on a full disk
+        why = os.strerror(errno.ENOSPC)
+    else:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
     return RingError(
-        f"{path} could not be written: {why}; it needs about {_mib(needed_bytes)}, and the disk at {disk} has "
-        f"{_mib(shutil.disk_usage(there).free)} free; what was written of it is removed"
+        f"{path} could not be written: {why}; it needs about {_size(needed_bytes)}, and the disk at {disk} has "
+        f"{_size(free_bytes)} free; what was written of it is removed"
     )
 
 
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:,.1f} MiB"
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.1f} MiB" if size_bytes >= 2**20 else f"{size_bytes / 2**10:,.1f} KiB"
 
 
 # --- files of the user -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -114,6 +115,8 @@ class RankProcesses:
 
 
 TAIL_LINES = 20
+REPORT_BYTES = 2**16
+"""With less free space, a rank may be unable to report its error."""
 FOLLOWERS = ("PeerLostError", "DeadlineError", "TransportError", "ClosedError")
 """Errors of ranks that only lost a peer."""
 REMEDIES: dict[int, str] = {
@@ -135,7 +138,9 @@ class Exit(NamedTuple):
 
 
 class RanksError(RingError):
-    """The processes of a job failed or did not end in time. The message names the rank and shows its traceback.
+    """The processes of a job failed or did not end in time. The message names the rank.
+
+    It ends in the traceback only of an error that does not explain itself, see `ringattn.launch.worker`.
 
     `kind`: the name of the first rank's error; "timeout", "killed", "exit" or "nodes" where no rank could report.
     `refused`: whether a rank refused its input, so that the same will fail again.
@@ -167,9 +172,11 @@ def root_cause(folder: Path, exits: Sequence[Exit]) -> RanksError:
     if reports:
         return _reported((causes or reports)[0])
     first = min(exits, key=lambda ended: ended.lived_s)
-    return RanksError(
-        f"rank {first.rank} ended without a Python error (exit code {first.code})" + _tail(folder, first.rank), "exit"
-    )
+    why = ""
+    if shutil.disk_usage(folder).free < REPORT_BYTES:
+        why = f", perhaps because the disk of {folder.parent} is full: free some space there, or set TMPDIR"
+    message = f"rank {first.rank} ended with exit code {first.code} and reported no error{why}"
+    return RanksError(message + _tail(folder, first.rank), "exit")
 
 
 def _death(folder: Path, death: Exit) -> RanksError:
@@ -181,10 +188,8 @@ def _death(folder: Path, death: Exit) -> RanksError:
 
 def _reported(report: dict[str, Any]) -> RanksError:
     message = f"rank {report['rank']} failed first: {report['kind']}: {report['message']}"
-    if report["refused"]:
-        return RanksError(message, report["kind"], refused=True)
-    tail = "\n".join(report["traceback"].splitlines()[-TAIL_LINES:])
-    return RanksError(f"{message}\n{tail}", report["kind"])
+    tail = "" if report["refused"] else "".join(f"\n{line}" for line in report["traceback"].splitlines()[-TAIL_LINES:])
+    return RanksError(message + tail, report["kind"], report["refused"])
 
 
 def _tail(folder: Path, rank: int) -> str:

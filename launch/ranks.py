@@ -24,6 +24,8 @@ from ringattn.errors import InputError
 from ringattn.launch.nodes import ALONE, Meeting, Nodes, meeting
 from ringattn.launch.processes import LAUNCHER, Exit, RankProcesses, RanksError, root_cause
 
+JOB = "job.json"
+
 
 class Place(NamedTuple):
     """Where this process stands among the processes that torchrun started."""
@@ -108,10 +110,8 @@ def run_ranks_in_processes(
     on after that.
     """
     first = nodes.rank * ranks
-    with tempfile.TemporaryDirectory(prefix="ringattn-") as name, _terminated_like_interrupted():
-        folder = Path(name)
-        job = folder / "job.json"
-        job.write_text(json.dumps({"entry": entry, "spec": spec}), encoding="utf-8")
+    with _job_folder(entry, spec) as folder, _terminated_like_interrupted():
+        job = folder / JOB
         with meeting(nodes, ranks) as met, RankProcesses(folder) as processes:
             environment = _environment(met, ranks, nodes, threads_per_rank or threads_for(ranks))
             for local_rank in range(ranks):
@@ -128,6 +128,21 @@ def run_ranks_in_processes(
                 raise root_cause(folder, processes.exits or silent)
         sys.stderr.write((folder / f"errors-{first}.txt").read_text(encoding="utf-8", errors="replace"))
         return [json.loads(answer.read_text(encoding="utf-8")) for answer in answers.values()]
+
+
+@contextmanager
+def _job_folder(entry: str, spec: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield a new folder that holds the job's description; it is removed at the end. Raises `RanksError`."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="ringattn-")
+        (Path(folder.name) / JOB).write_text(json.dumps({"entry": entry, "spec": spec}), encoding="utf-8")
+    except OSError as error:  # tempfile raises FileNotFoundError if all temporary folders are full
+        raise RanksError(
+            f"the ranks cannot be started, because their temporary files cannot be written ({error.strerror}); free "
+            "some space there, or set TMPDIR to a folder on another disk"
+        ) from error
+    with folder:
+        yield Path(folder.name)
 
 
 def _environment(met: Meeting, ranks: int, nodes: Nodes, threads: int) -> dict[str, str]:

@@ -14,9 +14,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from ringattn.errors import InputError
+from ringattn.errors import InputError, RingError
 from ringattn.launch.processes import LAUNCHER, end_with_parent
-from ringattn.observe.files import write_file
+from ringattn.observe.files import full_disk, write_file
 
 
 def main(job: Path) -> int:
@@ -28,13 +28,16 @@ def main(job: Path) -> int:
     try:
         answer = getattr(importlib.import_module(module), function)(described["spec"])
     except BaseException as error:  # torch's own errors of checkpoints are no Exceptions
+        shortage = full_disk(error)
+        # The message of an error of ringattn, and of a full disk, says all that the user needs.
+        is_explained = isinstance(error, RingError) or shortage is not None
         failure = {
             "rank": rank,
             "time_s": time.time(),
             "kind": type(error).__name__,
-            "message": str(error),
+            "message": shortage or str(error),
             "refused": isinstance(error, InputError),
-            "traceback": traceback.format_exc(),
+            "traceback": "" if is_explained else traceback.format_exc(),
         }
         write_file(folder / f"failure-{rank}.json", json.dumps(failure))
         return 1

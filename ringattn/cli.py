@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
@@ -20,6 +20,7 @@ from types import FrameType
 import ringattn
 from ringattn.errors import RingError
 from ringattn.launch.options import advice, wrapped
+from ringattn.observe.files import full_disk
 
 COMMANDS = {  # word: module of ringattn.launch, what it does
     "check": ("measure.check", "compare every schedule, layout and mask with a dense float64 reference"),
@@ -103,6 +104,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not _has_no_reader():
                 raise
             return UNREAD
+        except OSError as error:
+            if (shortage := full_disk(error)) is None:
+                raise
+            try:
+                sys.stdout.flush()
+            except OSError:
+                _drop_output()
+            print(f"ringattn {words[0]}: {shortage}", file=sys.stderr)
+            return 2
 
 
 def _has_no_reader() -> bool:
@@ -111,8 +121,13 @@ def _has_no_reader() -> bool:
     output.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in output.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _drop_output()
     return True
+
+
+def _drop_output() -> None:
+    """Drop what is left to write to the standard output: Python would fail on it once more when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say_what_starts(words: Sequence[str]) -> None:
@@ -134,7 +149,8 @@ def _one_block(command: str, code: int) -> int:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             told = {"message": f"ringattn {command} refused its words, see above", "timestamp": int(time.time())}
-            Path(path).write_text(json.dumps(told), encoding="utf-8")
+            with suppress(OSError):  # it only repeats what was printed
+                Path(path).write_text(json.dumps(told), encoding="utf-8")
         return code
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     time.sleep(REFUSED_S)

@@ -9,6 +9,7 @@ one sweep at a time writes, and no record twice; points of another sweep or of o
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ringattn.errors import InputError
+from ringattn.errors import InputError, RingError
 from ringattn.launch.calls import RunConfig, with_resolved, words_of
 from ringattn.launch.folders import locked, write_json
 from ringattn.launch.measure.environment import code_version
@@ -54,7 +55,7 @@ def make_record(
     """
     resolved = with_resolved(config, facts.get("resolved") or {})
     # On several nodes, the command that repeats the point does not say where they meet.
-    command = ["ringattn", "run", *words_of(replace(resolved, node_rank=0, rdzv_endpoint="", json=""))]
+    command = ["ringattn", "run", *words_of(replace(resolved, node_rank=None, rdzv_endpoint="", json=""))]
     return {
         "hash": hash_of(config),
         "resolved_hash": hash_of(resolved),
@@ -114,9 +115,13 @@ def table_of(records: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def leave(folder: Path, record: Mapping[str, Any]) -> None:
-    """Put a record where `Folder.collect` finds it, all of it or nothing."""
-    (folder / ARRIVALS).mkdir(exist_ok=True)
-    write_file(folder / ARRIVALS / f"{record['hash']}.json", json.dumps(record))
+    """Put a record where `Folder.collect` finds it, all of it or nothing. Raises `RingError` if the disk is full."""
+    path = folder / ARRIVALS / f"{record['hash']}.json"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_file(path, json.dumps(record))
+    except OSError as error:
+        raise _not_recorded(path, error) from error
 
 
 class Folder:
@@ -129,7 +134,7 @@ class Folder:
         """Add a point's line, and its environment if that is new.
 
         A record that is there already is not added again: the process that left it may have been killed before it could
-        delete the file.
+        delete the file. Raises `RingError` if it cannot be written; the lines before it stay as they were.
         """
         environment = record["environment"]
         name = None if environment is None else _digest(environment)
@@ -142,12 +147,10 @@ class Folder:
             return
         if _ends_within_a_line(self.path / POINTS):
             line = "\n" + line
-        file = os.open(self.path / POINTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            os.write(file, line.encode())  # one call, so that no reader sees half a line
-            os.fsync(file)
-        finally:
-            os.close(file)
+            _append_line(self.path / POINTS, line.encode())
+        except OSError as error:
+            raise _not_recorded(self.path / POINTS, error) from error
 
     def collect(self) -> Iterator[dict[str, Any]]:
         """Append the records that jobs have left, and yield them in the order in which the jobs ended."""
@@ -185,6 +188,30 @@ def opened(path: Path) -> Iterator[Folder]:
     """
     with locked(path, "out", "sweep", OTHER):
         yield Folder(path)
+
+
+def _append_line(path: Path, line: bytes) -> None:
+    """Append `line` in one call, so that no reader sees half of it. Raises `OSError`; nothing is appended then."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        before_bytes = os.fstat(file).st_size
+        try:
+            if os.write(file, line) < len(line):  # a disk that fills up takes a part, without an error
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(file)
+        except OSError:
+            os.ftruncate(file, before_bytes)
+            raise
+    finally:
+        os.close(file)
+
+
+def _not_recorded(path: Path, error: OSError) -> RingError:
+    """Return the error for a record that could not be written."""
+    return RingError(
+        f"{path}: the record of this point could not be written ({error.strerror}). The records before it are "
+        "complete; free some space on the disk and give the same command again"
+    )
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.folders import write_json
+from ringattn.launch.folders import write_json, writing
 from ringattn.launch.options import help_text, option
 from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
 
@@ -172,10 +172,11 @@ def _write(
         "schedule": str(explanation).splitlines(),
     }
     write_json(folder / "summary.json", summary)
-    draw_losses(folder / "loss.png", {titles[id(run)]: run["losses"] for run in (alone, shared)}, agreements)
     bars = [Bars(titles[id(run)], run["replicated_bytes"], run["memory_growth_bytes"]) for run in (alone, shared)]
-    draw_memory(folder / "memory.png", bars, shared["memory_method"])
-    draw_schedule(explanation, folder / "schedule.png")
+    with writing("out", folder):
+        draw_losses(folder / "loss.png", {titles[id(run)]: run["losses"] for run in (alone, shared)}, agreements)
+        draw_memory(folder / "memory.png", bars, shared["memory_method"])
+        draw_schedule(explanation, folder / "schedule.png")
 
 
 if __name__ == "__main__":

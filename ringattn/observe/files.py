@@ -1,4 +1,4 @@
-"""Writes whole files, through no symbolic link, and says whether file descriptors run out.
+"""Writes whole files, through no symbolic link, and says whether a disk is full or file descriptors run out.
 
 A record or a result has a predictable name. Where others may write to its folder, a link planted under that name would
 make this process overwrite a file of its user. So a file is created exclusively under another name and then renamed,
@@ -7,6 +7,7 @@ which replaces a link and leaves its target alone.
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from contextlib import suppress
@@ -44,6 +45,17 @@ def write_file(path: Path, content: str | bytes) -> Path:
 def is_stream(path: Path) -> bool:
     """Whether `path` names a device or an open file of the system."""
     return str(path.absolute().parent) in STREAMS
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def full_disk(error: BaseException) -> str | None:
+    """Return a sentence with the remedy if `error` is of a full disk or an exhausted quota, else None."""
+    if not isinstance(error, OSError) or error.errno not in FULL:
+        return None
+    what = error.filename or "the standard output or a file"
+    return f"{what} could not be written: {os.strerror(error.errno)}; free some space on its disk, or write elsewhere"
 
 
 SPARE = 16

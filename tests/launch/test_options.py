@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -174,6 +175,27 @@ def test_a_pipe_that_nobody_reads_ends_a_command_without_a_traceback(
         with pytest.raises(BrokenPipeError, match="of a socket"):
             cli.main(["plan"])
     os.close(read)
+
+
+def test_a_full_disk_behind_the_standard_output_ends_a_command_in_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        running = started("-m", "ringattn", "simulate", "--help", stdout=full)
+        _, errors = running.communicate()
+    # --help is printed by the command itself, and Python would write what is left once more when it exits.
+    assert running.returncode == 2
+    assert errors.splitlines() == [
+        "ringattn simulate: the standard output or a file could not be written: No space left on device; free some "
+        "space on its disk, or write elsewhere"
+    ]
+
+
+def test_other_errors_of_files_are_not_called_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(words: Sequence[str]) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=run))
+    with pytest.raises(OSError, match="Input/output error"):
+        cli.main(["plan"])
 
 
 # --- counts of tokens ------------------------------------------------------------------------------------------------
@@ -548,7 +570,8 @@ def test_a_host_that_nobody_can_reach() -> None:
 
 @pytest.mark.slow
 def test_a_node_that_waits_alone() -> None:
-    done = ringattn("run", "nnodes=2", f"rdzv_endpoint=127.0.0.1:{free_port()}", "timeout_s=2", *SMALL)
+    meeting = "nnodes=2", "node_rank=0", f"rdzv_endpoint=127.0.0.1:{free_port()}"
+    done = ringattn("run", *meeting, "timeout_s=2", *SMALL)
     assert done.returncode == 1 and "nodes [1] of 2 did not arrive within 2 s: start `ringattn run`" in done.stderr
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,15 +19,17 @@ from ringattn.cli import STARTS, main
 from ringattn.errors import InputError, RingError
 from ringattn.launch.calls import RunConfig
 from ringattn.launch.config import load
-from ringattn.launch.folders import locked, write_json
+from ringattn.launch.folders import locked, not_written, write_json
 from ringattn.launch.measure.points import Folder, read_points
 from ringattn.launch.options import MOST_SEED
+from ringattn.launch.pictures import charts
+from ringattn.launch.train import demo
 from ringattn.launch.train.checkpoints import write_run
 from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.data import load_documents, windows
 from ringattn.observe import files
 from ringattn.observe.files import is_stream, write_file
-from tests.launch.commands import ROOT
+from tests.launch.commands import ROOT, python
 from tests.launch.sweep_records import folder, quiet, record, strong
 
 DIGITS = "9" * 400
@@ -116,6 +119,37 @@ def test_a_disk_that_fills_meanwhile_is_one_line(
     assert "report.md: cannot be written (No space left on device)" in capsys.readouterr().err
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), f"json={tmp_path / 'c.json'}"]) == 2
     assert "c.json: cannot be written (No space left on device)" in capsys.readouterr().err
+
+
+def test_a_folder_is_locked_on_a_disk_that_takes_nothing(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; from pathlib import Path; from ringattn.launch.folders import locked\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "with locked(Path(sys.argv[1]), 'out', 'run', 'wait') as lock: print(lock.lost())"
+    )
+    done = python("-c", code, str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
+
+
+def test_an_unknown_error_while_the_disk_is_full_is_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError("unexpected pos 704 vs 598")  # what torch's writer raises
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    full = f"{tmp_path}/a could not be written: No space left on device; it needs about 2.0 MiB, and the disk at "
+    assert str(not_written(tmp_path / "a", error, 2 * 2**20)).startswith(full)
+    assert "RuntimeError: unexpected pos 704 vs 598; it needs about 0.5 KiB" in str(not_written(tmp_path, error, 500))
+
+
+def test_pictures_of_the_demo_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    result = {"ranks": 2, "losses": [1.0], "replicated_bytes": 1, "memory_growth_bytes": [1], "memory_method": ""}
+    monkeypatch.setattr(charts, "draw_losses", full)
+    with pytest.raises(InputError, match=r"^out=.*: cannot be written \(No space left on device\)"):
+        demo._write(tmp_path, [[result], [{**result, "ranks": 1}]], [], "a schedule", True)  # type: ignore[arg-type]
+    assert json.loads((tmp_path / "summary.json").read_text())["equal"] is True
 
 
 def test_bytes_that_are_no_text_and_lines_that_are_no_records(tmp_path: Path, capsys: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,15 +15,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ringattn.launch import nodes, processes
+from ringattn.errors import NonFiniteError
+from ringattn.launch import nodes, processes, worker
 from ringattn.launch.nodes import ALONE, Meeting, Nodes, meeting
 from ringattn.launch.processes import Exit, RankProcesses, RanksError, root_cause
 from ringattn.launch.ranks import _environment, run_ranks_in_processes
 from tests.contract.processes import free_port
+from tests.launch import rank_entries
 from tests.launch.commands import all_end, below, environment, soon, started
 
 ENTRIES = "tests.launch.rank_entries"
@@ -63,7 +67,7 @@ def report(folder: Path, rank: int, kind: str, time_s: float) -> None:
         ({1: ("ValueError", 1.0)}, {1: (-6, 0.9)}, "rank 1 failed first: ValueError", "ValueError"),
         # A deadline that passed because a rank was killed before.
         ({0: ("DeadlineError", 9.0)}, {0: (1, 9.0), 1: (-9, 1.0)}, "rank 1 was killed (SIGKILL)", "killed"),
-        ({}, {2: (3, 2.0), 1: (7, 1.0)}, "rank 1 ended without a Python error (exit code 7)\nits last words", "exit"),
+        ({}, {2: (3, 2.0), 1: (7, 1.0)}, "rank 1 ended with exit code 7 and reported no error\nits last words", "exit"),
     ],
 )
 def test_the_first_cause_is_named(
@@ -76,6 +80,53 @@ def test_the_first_cause_is_named(
     error = root_cause(tmp_path, [Exit(rank, *ended) for rank, ended in exits.items()])
     assert message in str(error) and error.kind == kind
     assert (ADVICE in str(error)) == ("SIGKILL" in message)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "shows_traceback"),
+    [
+        (NonFiniteError("step 2 of 3: its loss is nan"), "NonFiniteError: step 2 of 3: its loss is nan", False),
+        (
+            OSError(errno.ENOSPC, "", "a.json"),
+            "OSError: a.json could not be written: No space left on device; free",
+            False,
+        ),
+        (OSError(errno.EIO, "Input/output error"), "OSError: [Errno 5] Input/output error", True),
+        (ValueError("planted"), "ValueError: planted", True),
+    ],
+)
+def test_only_an_error_that_does_not_explain_itself_has_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str, shows_traceback: bool
+) -> None:
+    def fail(spec: dict[str, Any]) -> None:
+        raise error
+
+    monkeypatch.setattr(rank_entries, "meet", fail)
+    monkeypatch.setattr(worker, "end_with_parent", lambda parent: None)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv(processes.LAUNCHER, "1")
+    (tmp_path / "job.json").write_text(json.dumps({"entry": f"{ENTRIES}:meet", "spec": {}}))
+    assert worker.main(tmp_path / "job.json") == 1
+    text = str(root_cause(tmp_path, [Exit(1, 1, 0.0)]))
+    assert text.startswith(f"rank 1 failed first: {message}")
+    assert ("Traceback" in text) == ("\n" in text) == shows_traceback
+
+
+def test_a_full_disk_of_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "errors-0.txt").touch()
+    usage = SimpleNamespace(free=processes.REPORT_BYTES - 1)
+    monkeypatch.setattr(processes.shutil, "disk_usage", lambda path: usage)
+    full = f"reported no error, perhaps because the disk of {tmp_path.parent} is full: free some space there"
+    assert full in str(root_cause(tmp_path, [Exit(0, 1, 0.0)]))
+    usage.free += 1
+    assert str(root_cause(tmp_path, [Exit(0, 1, 0.0)])) == "rank 0 ended with exit code 1 and reported no error"
+
+    def write_text(self: Path, *_: Any, **__: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(RanksError, match=r"cannot be started, .* \(No space left on device\); free some space"):
+        run_ranks_in_processes(f"{ENTRIES}:meet", {}, 2)
 
 
 def scripts(folder: Path, *code: str) -> tuple[RankProcesses, list[int]]:
@@ -143,7 +194,7 @@ def test_a_failure_names_the_rank_and_shows_its_traceback() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_rank_that_leaves_without_an_answer_is_named(code: int) -> None:
-    with pytest.raises(RanksError, match=rf"rank 1 ended without .*exit code {code}.\nthese were its words"):
+    with pytest.raises(RanksError, match=rf"^rank 1 ended with exit code {code} and reported no error\nthese were"):
         run_ranks_in_processes(f"{ENTRIES}:leave_early", {"code": code}, 2, 50)
 
 
@@ -300,6 +351,26 @@ def test_node_0_listens_on_the_address_of_its_endpoint(
         with listening(host, addresses, monkeypatch) as address:
             assert address == "0.0.0.0"
         assert f"{host} is no address of this machine" in capsys.readouterr().err
+
+
+def test_a_port_that_node_0_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The address is not of this machine, so node 0 tries every interface, where the port is taken as well.
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(
+            socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("192.0.2.7", port))]
+        )
+        with pytest.raises(RanksError, match=f"rdzv_endpoint, {port}, is in use on node 0: .* its own node_rank"):
+            nodes._listening("node0.example", port)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(
+        RanksError, match=r"cannot listen on the port of rdzv_endpoint, 80 \(Permission denied\): choose"
+    ):
+        nodes._listening("node0.example", 80)
 
 
 def test_ranks_of_one_machine_use_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

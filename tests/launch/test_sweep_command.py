@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from ringattn.errors import RingError
 from ringattn.launch.calls import AUTOMATIC, RunConfig, load_run, plain, words_of
-from ringattn.launch.measure import sweep
+from ringattn.launch.measure import points, sweep
 from ringattn.launch.measure.points import (
     ARRIVALS,
     MEASURED,
@@ -312,6 +313,55 @@ def test_two_processes_in_one_folder(ranks: StandIn, tmp_path: Path, capsys: pyt
         assert swept(tmp_path, *TWO_BY_TWO) == 2
     assert "another sweep is writing there" in capsys.readouterr().err and not ranks.ran
     assert swept(tmp_path, *TWO_BY_TWO) == 0  # the lock went with its holder
+
+
+def half_written(file: int, data: bytes) -> int:
+    """As a disk that fills up: it takes a part of the data, without an error."""
+    return write(file, data[: len(data) // 2])
+
+
+write = os.write
+
+
+def not_synced(file: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(("name", "failing"), [("write", half_written), ("fsync", not_synced)])
+def test_a_disk_that_fills_ends_a_sweep_in_one_sentence(
+    ranks: StandIn, tmp_path: Path, name: str, failing: Any, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(config: RunConfig) -> dict[str, Any]:
+        if len(ranks.ran) == 2:
+            monkeypatch.setattr(points.os, name, failing)
+        return facts(config)
+
+    ranks.answer = answer
+    assert swept(tmp_path, *TWO_BY_TWO) == 1
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1] == (
+        f"ringattn sweep: {tmp_path}/points.jsonl: the record of this point could not be written (No space left on "
+        "device). The records before it are complete; free some space on the disk and give the same command again"
+    )
+    assert "Traceback" not in captured.err and "ranks=2 schedule=ring        missing" in captured.out
+    assert [record["status"] for record in lines(tmp_path)] == ["ok"]
+    monkeypatch.setattr(points.os, name, {"write": write, "fsync": os.fsync}[name])
+    monkeypatch.undo()
+    monkeypatch.setattr(sweep, "run_here", ranks)
+    ranks.answer = facts
+    assert swept(tmp_path, *TWO_BY_TWO) == 0
+    assert len(lines(tmp_path)) == 3 and len(ranks.ran) == 3  # the measured point was kept, and is not measured again
+
+
+def test_a_record_that_cannot_be_left_ends_a_sweep_in_one_sentence(
+    ranks: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, content: str) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(points, "write_file", full)
+    assert swept(tmp_path, "ranks=1", "tokens=64") == 1
+    assert ".json: the record of this point could not be written (No space left" in capsys.readouterr().err
 
 
 def test_lines_are_appended_whole(tmp_path: Path) -> None:

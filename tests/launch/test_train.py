@@ -28,7 +28,7 @@ from ringattn.launch.memory import PeakMemory
 from ringattn.launch.options import leaves
 from ringattn.launch.pictures.charts import Bars, CurveDistance, draw_losses, draw_memory
 from ringattn.launch.ranks import RanksError, agreed_ranks, threads_for
-from ringattn.launch.train import demo, loop, mesh, train
+from ringattn.launch.train import checkpoints, demo, loop, mesh, train
 from ringattn.launch.train.config import TrainConfig, load_train
 from ringattn.launch.train.data import Documents, load
 from ringattn.launch.train.loop import TrainingProgress
@@ -36,7 +36,7 @@ from ringattn.launch.train.mesh import PROCESS_KEYS, locked_folder
 from ringattn.launch.train.model import Transformer
 from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalWorld
-from tests.launch.commands import TORCHRUN, all_end, below, environment, python, runs, soon, started
+from tests.launch.commands import TORCHRUN, all_end, below, environment, python, ringattn, runs, soon, started
 from tests.launch.fuzz_train import spoiled
 from tests.launch.training import SMALL, TINY, names, run, same
 
@@ -305,6 +305,18 @@ def test_the_first_step_that_is_not_finite_ends_the_run_on_all_ranks(plant: Plan
     assert first == second and first.startswith("step 3 of 6: its ")
     spoilt = "loss is" if what == "loss" else "gradient norm is"
     assert re.findall("(loss is|gradient norm is)", first) == [spoilt] and "nonfinite=skip" in first
+
+
+@pytest.mark.slow
+def test_the_reason_is_the_last_line_of_a_command_that_met_a_nan(tmp_path: Path) -> None:
+    words = ["ranks=2", "tokens=64", "steps=3", "model=tiny", "learning_rate=1e30", "transport=shm", f"out={tmp_path}"]
+    done = ringattn("train", *words, "checkpoint_every_steps=1")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"ringattn train: rank \d failed first: NonFiniteError: step \d of 3: ", last)
+    assert "learning_rate" in last and all(
+        checkpoints.read_run(each) for each in checkpoints.named(tmp_path / "checkpoints")
+    )
 
 
 def test_the_last_finite_checkpoints_stay(tmp_path: Path, plant: Plant) -> None:

@@ -447,7 +447,7 @@ def test_a_full_disk_is_told_and_leaves_the_old_checkpoints(
             RingError, match=r"/step-00000006 could not be written: No space left on device; it needs about"
         ) as raised:
             run(saved_twice)
-    assert "MiB, and the disk at /" in str(raised.value) and "resume=auto goes on from them" in str(raised.value)
+    assert "iB, and the disk at /" in str(raised.value) and "resume=auto goes on from them" in str(raised.value)
     assert names(saved_twice.out) == ["step-00000002", "step-00000004"]
     assert run(saved_twice)["first_step"] == 4
 
