@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-rest test-all prove durations lint demo bench gpu-here gpu-check gpu-check-first gpu-check-kernels gpu-check-sanitizer \
+.PHONY: help setup test test-rest test-all prove durations lint docs demo bench gpu-here gpu-check gpu-check-first gpu-check-kernels gpu-check-sanitizer \
 	gpu-check-speed gpu-check-speed-short gpu-check-tune gpu-check-qkv gpu-check-nccl gpu-check-nccl-alone gpu-check-nccl-processes gpu-check-many \
 	gpu-check-many-hops gpu-check-many-overlap gpu-check-many-ring gpu-check-many-life gpu-check-many-faults \
 	gpu-check-many-report gpu-tune clean
@@ -65,6 +65,9 @@ durations: $(STAMP) ## write what the tests took, of the last `make test` and `m
 lint: $(STAMP) ## ruff and mypy
 	$(RUFF)
 	$(BIN)/mypy .
+
+docs: $(STAMP) ## the documentation site, in build/docs/index.html; a warning fails it
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/docs
 
 demo: $(STAMP) ## the tour: several ranks on this machine, exact against one dense attention
 	$(BIN)/python -m ringattn.launch.train.demo

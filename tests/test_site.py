@@ -1,0 +1,81 @@
+"""The documentation site: Sphinx builds it without a warning, and its links lead to pages, files and headings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Page(HTMLParser):
+    """The links and the anchors of one HTML file, and the text that it shows."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors = {"", "top"}
+        self.words: list[str] = []
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.links.append(value)
+            if name == "id" and value:
+                self.anchors.add(value)
+
+    def handle_data(self, data: str) -> None:
+        self.words += data.split()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site as `make docs` does; return its folder."""
+    for package in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs"]
+    command += ["-d", str(folder / "doctrees"), ".", str(folder / "html")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+def broken_links(site: Path) -> Iterator[str]:
+    """Yield the links inside the site that lead to no file, or to no anchor of their page."""
+    pages = {file: Page(file) for file in site.rglob("*.html")}
+    for file, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
+            if not target.is_file():
+                yield f"{file.relative_to(site)}: {link}: no such file"
+            elif target in pages and unquote(parts.fragment) not in pages[target].anchors:
+                yield f"{file.relative_to(site)}: {link}: no such heading"
+
+
+@pytest.mark.slow
+def test_links_of_the_site_lead_somewhere(site: Path) -> None:
+    assert list(broken_links(site)) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text('<a href="b.html#here">b</a> <a href="b.html#there">b</a> <a href="c.html">c</a>')
+    (tmp_path / "b.html").write_text('<h1 id="here">b</h1> <a href="https://b.org/x">x</a> <a href="#here">up</a>')
+    assert list(broken_links(tmp_path)) == ["a.html: b.html#there: no such heading", "a.html: c.html: no such file"]
+
+
+@pytest.mark.slow
+def test_every_page_of_the_repository_is_in_the_site(site: Path) -> None:
+    files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    for file in [*files, *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench" / "results" / "cpu").glob("*.md")]:
+        assert (site / file.relative_to(ROOT).with_suffix(".html")).is_file(), file
