@@ -20,24 +20,25 @@ release = version = ringattn.__version__
 root_doc = "docs/index"
 include_patterns = ["docs/**", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/results/cpu/*.md"]
 exclude_patterns = [".*", "build", "ringattn", "kernels", "launch", "tests", "**/__pycache__"]
-nitpicky = True
 
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "site_reference",
 ]
 source_suffix = {".md": "markdown"}
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 suppress_warnings = ["myst.header"]  # tables of bench/results begin with headings of level 3
 
+autodoc_class_signature = "separated"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Shape", "Cause", "Remedy", "Guarantees"]
 default_role = "code"  # docstrings are Markdown: a name between single backquotes is code
 
 html_theme = "furo"

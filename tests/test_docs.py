@@ -92,11 +92,14 @@ def test_index_lists_every_page() -> None:
     """Pages of hosts are listed by docs/embedding.md, all others by the index itself."""
     docs = ROOT / "docs"
     index, hosts = (
-        set(re.findall(r"\]\(((?:internals/)?[\w-]+\.md)\)", (docs / page).read_text(encoding="utf-8")))
+        set(re.findall(r"\]\(((?:internals/|reference/)?[\w-]+\.md)\)", (docs / page).read_text(encoding="utf-8")))
         for page in ("README.md", "embedding.md")
     )
     listed = index | {page for page in hosts if page.startswith("embedding-")}
-    pages = {page.relative_to(docs).as_posix() for page in (*docs.glob("*.md"), *docs.glob("internals/*.md"))}
+    pages = {
+        page.relative_to(docs).as_posix()
+        for page in (*docs.glob("*.md"), *docs.glob("internals/*.md"), *docs.glob("reference/*.md"))
+    }
     assert listed == pages - {"README.md", "index.md"}
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+import ringattn
+from ringattn.cli import COMMANDS
+from ringattn.launch.measure.sweep import SweepConfig
+from ringattn.launch.pictures.show import ExplainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -79,3 +88,51 @@ def test_every_page_of_the_repository_is_in_the_site(site: Path) -> None:
     files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     for file in [*files, *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench" / "results" / "cpu").glob("*.md")]:
         assert (site / file.relative_to(ROOT).with_suffix(".html")).is_file(), file
+
+
+# --- the reference ---------------------------------------------------------------------------------------------------
+
+
+VARIABLE = re.compile(
+    r"""["']((?:RINGATTN|NCCL|GLOO|CUDA|MASTER|LOCAL|GROUP|OMP|SLURM|HYDRA|TORCHELASTIC|PYTHON)_?[A-Z_]*[A-Z]|RANK|WORLD_SIZE)["']"""
+)
+NO_VARIABLE = {"CUDA", "NCCL", "GROUP", "GROUPS"}
+
+
+def test_environment_variables_are_those_that_the_code_names() -> None:
+    files = (file for folder in ("ringattn", "launch") for file in (ROOT / folder).rglob("*.py"))
+    named = {name for file in files for name in VARIABLE.findall(file.read_text(encoding="utf-8"))} - NO_VARIABLE
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
+    cells = (line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == named
+
+
+@pytest.fixture
+def reference() -> ModuleType:
+    """Import docs/site_reference.py, which is not part of a package."""
+    spec = importlib.util.spec_from_file_location("site_reference", ROOT / "docs" / "site_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_lists_every_key_of_every_command(reference: ModuleType) -> None:
+    text = reference.command_keys()
+    sections = dict(re.findall(r"^## ringattn (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    assert list(sections) == list(COMMANDS)
+    for field in fields(ExplainConfig):
+        assert f"| `{field.name}` |" in sections["explain"]
+    assert all(f"`{field.name}" in sections["sweep"] for field in fields(SweepConfig))
+    assert "ringattn flight DIR" in sections["flight"]
+
+
+def test_the_reference_lists_every_error(reference: ModuleType) -> None:
+    listed = re.findall(r"autoexception:: ringattn\.errors\.(\w+)", reference.errors())
+    assert sorted(listed) == sorted(name for name in ringattn.__all__ if name.endswith("Error"))
+
+
+def test_cells_are_escaped(reference: ModuleType) -> None:
+    assert reference.escaped("a|b `c|d` <e>") == r"a\|b `c|d` \<e\>"
+    assert reference.code("a|b", "c") == r"`a\|b`, `c`"

@@ -29,11 +29,40 @@ from ringattn.observe.files import write_file
 from ringattn.schedule.text import aligned
 
 STATUSES = ("ok", "oom", "error", "timeout")
-MEASURED = (
-    "forward_ms", "backward_ms", "pass_ms", "tokens_per_s", "tflops", "bytes_sent", "messages", "exposed_ms", "overlap",
-    "arrivals_known", "peak_bytes", "pool_bytes", "error", "predicted", "resolved",
-)  # fmt: skip
-"""Keys that a point has only after it ran; null in a record of a failure."""
+MEASURED = {
+    "forward_ms": "forward pass: `median`, `p10`, `p90`, `samples`, of the slowest rank",
+    "backward_ms": "backward pass, as `forward_ms`; null with backward=false",
+    "pass_ms": "both passes together, as `forward_ms`: the median of the sums",
+    "tokens_per_s": "tokens per second of all ranks together, by the median of `pass_ms`",
+    "tflops": "TFLOP/s of all ranks together, by the median of `pass_ms`",
+    "bytes_sent": "bytes that each rank sends in one forward and backward pass",
+    "messages": "messages that each rank sends in one forward and backward pass",
+    "exposed_ms": "communication that was not hidden by computation: `forward` and `backward`, by rank",
+    "overlap": "share of the communication that was hidden, the lowest of the ranks",
+    "arrivals_known": "whether `overlap` was measured; otherwise it is an upper bound",
+    "peak_bytes": "peak memory of each rank beyond the start of the point",
+    "pool_bytes": "most bytes of the memory pool in use, by rank",
+    "error": "largest absolute difference of `out`, `dq`, `dk`, `dv` from the reference, at the size of the check",
+    "predicted": "times and staging buffers by the plans, for `cluster` or a calibrated machine; otherwise null",
+    "resolved": "schedule with its number, layout, engine, transport and SM margin that ran",
+}
+"""Keys that a point has only after it ran, with their meaning; null in a record of a failure."""
+RECORD_KEYS = {
+    "hash": "12 hex digits of the options that may change the result, `auto` included",
+    "resolved_hash": "the `hash` with the values of `resolved` in place of `auto`",
+    "status": "ok, oom, error or timeout",
+    "message": "the error message of a point that failed",
+    "config": "all options",
+    "started": "start time in UTC",
+    "wall_s": "seconds, including the start of the ranks",
+    "environment": "id of an environment in environments.json",
+    "commit": "version of the code",
+    "world_size": "ranks of all nodes",
+    "tokens": "tokens of the whole sequence",
+    **MEASURED,
+    "command": "the command that repeats the point, with the values of `resolved`",
+}
+"""Every key of a record, with its meaning."""
 BESIDE = ("node_rank", "rdzv_endpoint", "limit_s", "json")
 """Options that do not change the result."""
 POINTS, ENVIRONMENTS, SWEEP, ARRIVALS = "points.jsonl", "environments.json", "sweep.json", "jobs"

@@ -19,6 +19,7 @@ from ringattn.launch.measure import points, sweep
 from ringattn.launch.measure.points import (
     ARRIVALS,
     MEASURED,
+    RECORD_KEYS,
     STATUSES,
     Folder,
     hash_of,
@@ -87,6 +88,7 @@ def test_every_combination_is_a_line(ranks: StandIn, tmp_path: Path, capsys: pyt
     assert [(one["world_size"], one["config"]["schedule"]) for one in found] == combinations
     environments = json.loads((folder / "environments.json").read_text())
     for one, config in zip(found, ranks.ran, strict=True):
+        assert list(one) == list(RECORD_KEYS)
         assert set(one) == KEYS and one["status"] == "ok" and one["tokens"] == 64
         assert one["hash"] == hash_of(config) == hash_of(load_run(one["command"].split()[2:]))
         assert environments[one["environment"]] == {"torch": "2", "ranks": config.world_size}
