@@ -1,4 +1,4 @@
-"""The engines: `base` is what one promises, `select` chooses one, `plain` and `aten` compute.
+"""The engines: `base` defines their contract, `select` chooses one, and `plain`, `aten`, `flash` and `triton` compute.
 
-Imports nothing, so that `rectangles` can be read without torch.
+This package imports nothing itself, so that `rectangles` can be read without torch.
 """

@@ -1,8 +1,8 @@
 """The contract between the runtime and an engine, and the state of the online softmax with its merge.
 
 An engine does the arithmetic of one rank: it accumulates tiles into a softmax state, or into gradients. All tensors are
-*row-first*: (rows, batch, heads, dim), any strides with a contiguous last dimension, so that a user's tensor (a
-transposed view) and a received message (rows outermost) look alike.
+*row-first*: (rows, batch, heads, dim), with any strides and a contiguous last dimension. So a user's tensor (a
+transposed view) and a received message (rows outermost) have the same form.
 
 The state is `(out, lse)`: `out` (rows, batch, heads, dim) is normalised over the keys accumulated so far, and `lse`
 (batch, heads, rows) is the natural log of their summed exponentials, both in the accumulator dtype (float32; float64
@@ -28,14 +28,14 @@ NEG_INF = float("-inf")
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which softmax states and gradients of `dtype` inputs are accumulated."""
+    """Return the dtype in which softmax states and gradients of `dtype` inputs are accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def identity(rows: int, batch: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """A state that has seen no key, in the accumulator dtype of `like`.
+    """Return the state before any key, in the accumulator dtype of `like`.
 
-    Returns `out` as a (rows, batch, heads, dim) view of a contiguous (batch, rows, heads, dim) tensor, and `lse`
+    `out` is a (rows, batch, heads, dim) view of a contiguous (batch, rows, heads, dim) tensor, and `lse` has the shape
     (batch, heads, rows).
     """
     dtype = accumulator_dtype(like.dtype)
@@ -45,14 +45,14 @@ def identity(rows: int, batch: int, heads: int, dim: int, like: Tensor) -> tuple
 
 
 def uninitialized(rows: int, batch: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for a state, laid out as that of `identity`."""
+    """Allocate a state with the layout of `identity`, without filling it."""
     dtype = accumulator_dtype(like.dtype)
     out = torch.empty(batch, rows, heads, dim, dtype=dtype, device=like.device)
     return out.transpose(0, 1), torch.empty((batch, heads, rows), dtype=dtype, device=like.device)
 
 
 def begin_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, sinks: Tensor | None) -> None:
-    """Make `(out, lse)`, which hold nothing yet, the state over the first keys, and over `sinks` (heads,) if any."""
+    """Set `(out, lse)`, which are uninitialized, to the state over the first keys and over `sinks` (heads,), if any."""
     if sinks is None:
         out.copy_(part_out)
         lse.copy_(part_lse)
@@ -64,11 +64,11 @@ def begin_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, sinks: 
 def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge the state over further keys into `(out, lse)`, in place.
 
-    `out`, `part_out`: (rows, batch, heads, dim); `lse`, `part_lse`: (batch, heads, rows). A row that neither has seen
-    stays (0, -inf).
+    `out`, `part_out`: (rows, batch, heads, dim); `lse`, `part_lse`: (batch, heads, rows). A row without a key in
+    either state stays (0, -inf).
     """
     merged = torch.logaddexp(lse, part_lse)
-    # Finite where neither has seen a key, so that both shares are exp(-inf) = 0 there.
+    # Finite even if a row has no key in either state, so that both of its shares are exp(-inf) = 0.
     whole = merged.clamp_min(torch.finfo(merged.dtype).min)
     keep, add = (lse - whole).exp_(), (part_lse - whole).exp_()
     out.mul_(by_row(keep)).addcmul_(part_out, by_row(add))
@@ -76,12 +76,12 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 
 
 def weights(lse: Tensor, merged: Tensor) -> Tensor:
-    """exp(lse - merged), 0 where nothing was seen: the share of one state in the merged one."""
+    """Return exp(lse - merged), the share of a state in the merged state: 0 for rows that have seen no key."""
     return torch.where(lse == NEG_INF, 0.0, torch.exp(lse - merged))
 
 
 def by_row(per_row: Tensor) -> Tensor:
-    """(batch, heads, rows) as (rows, batch, heads, 1), to scale a row-first tensor."""
+    """View (batch, heads, rows) as (rows, batch, heads, 1), to scale a row-first tensor."""
     return per_row.permute(2, 0, 1).unsqueeze(-1)
 
 
@@ -89,16 +89,16 @@ def by_row(per_row: Tensor) -> Tensor:
 
 
 OPTIONAL = ("softcap", "alibi_slopes", "dropout_p")
-"""Fields of `Softmax` that not every engine computes; None where a call does without."""
+"""Fields of `Softmax` that not every engine supports. None means that the call does not use the option."""
 
 
 class Softmax(NamedTuple):
     """How scores become weights. `group`: query heads per K/V head (query head h reads K/V head h // group).
 
-    A score is scaled, then capped, then loses slope * |distance|, see `ringattn.options`. `alibi_slopes`: of all query
-    heads of the call, which `Tile.first_head` counts. `starts`: where documents start among the queries and among the
-    keys, if slopes need it because the two differ. `dropout_p`: which weights are dropped depends on a seed too, which
-    comes with each pass.
+    A score is scaled, then capped, and then slope * |distance| is subtracted (see `ringattn.options`). `alibi_slopes`
+    has a slope for each query head of the call, in the numbering of `Tile.first_head`. `starts` gives the start of each
+    document among the queries and among the keys, if the two differ and slopes need it. `dropout_p` is the probability
+    alone: the seed is an argument of each pass.
     """
 
     scale: float
@@ -109,20 +109,20 @@ class Softmax(NamedTuple):
     dropout_p: float | None = None
 
     def options(self) -> dict[str, object]:
-        """Those of `OPTIONAL` that the call uses, by name."""
+        """Return the options among `OPTIONAL` that the call uses, by name."""
         return {name: value for name in OPTIONAL if (value := getattr(self, name)) is not None}
 
     def refuse_options(self, engine: str) -> None:
-        """Raise UnsupportedError for an option: the engine has none of `OPTIONAL`."""
+        """Raise UnsupportedError if the call uses an option of `OPTIONAL`, for an engine that supports none of them."""
         for name, value in self.options().items():
             raise UnsupportedError(f"engine={engine!r} has no {name}={value}; use engine='plain'")
 
     def shift(self, q_position: int) -> int:
-        """By how much positions of queries exceed those of keys at the same distance from their documents' starts."""
+        """Return the start of the query's document minus the start of the same document among the keys."""
         if not self.starts:
             return 0
-        # Documents may be empty: the last one that starts here or before has the position.
-        start, kv_start = self.starts[bisect_right(self.starts, q_position, key=lambda one: one[0]) - 1]
+        # Documents may be empty. The last document that starts at or before the position contains it.
+        start, kv_start = self.starts[bisect_right(self.starts, q_position, key=lambda pair: pair[0]) - 1]
         return start - kv_start
 
 
@@ -140,8 +140,8 @@ class KV(NamedTuple):
 class Visit(NamedTuple):
     """How a step of a backward pass adds to the dK/dV rows of its tiles.
 
-    `overwrite`: no step added to these rows before, so it overwrites them and does not accumulate. `last`: no step adds
-    to them afterwards, so its sums are final.
+    `overwrite`: no earlier step added to these rows, so this step overwrites them instead of accumulating. `last`: no
+    later step adds to them, so the sums of this step are final.
     """
 
     overwrite: bool = False
@@ -149,11 +149,12 @@ class Visit(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """What backward starts from, for the rank's own queries.
+    """The inputs of backward for the rank's own queries.
 
     `dout`: (rows, batch, heads, d_v). `out`: the final output, same shape. `lse`: (batch, heads, rows), merged over
-    all keys and sinks, accumulator dtype. `dlse`: gradient of `lse`, same shape, or None where nobody used it.
-    `delta`: (batch, heads, rows) = sum(dout * out) - dlse, accumulator dtype. `dropout_seed`: of the forward pass.
+    all keys and sinks, in the accumulator dtype. `dlse`: the gradient of `lse`, same shape, or None if `lse` was not
+    used. `delta`: (batch, heads, rows) = sum(dout * out) - dlse, in the accumulator dtype. `dropout_seed`: the seed of
+    the forward pass.
     """
 
     dout: Tensor
@@ -165,17 +166,17 @@ class BackwardInputs(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a pass makes for the rank's own query rows, attention or dQ: (rows, batch, heads, dim).
+    """The output of a pass for the rank's own query rows, attention or dQ: (rows, batch, heads, dim).
 
-    `carried`: in the accumulator dtype, between the steps; None where no step hands anything to a later one. `result`:
-    in the inputs' dtype, where the last step that meets a row puts what is then final; None where `finalized` converts.
+    `carried` holds the sums between steps, in the accumulator dtype; None if no step passes a sum on to a later one.
+    `result` is in the inputs' dtype: the last step of a row writes its final value there; None if `finalized` converts.
     """
 
     carried: Tensor | None
     result: Tensor | None = None
 
     def finalized(self, dtype: torch.dtype) -> Tensor:
-        """What it is after the last step, in the inputs' dtype."""
+        """Return the output after the last step, in the inputs' dtype."""
         if self.result is not None:
             return self.result
         assert self.carried is not None
@@ -185,9 +186,9 @@ class Output(NamedTuple):
 class SoftmaxState(NamedTuple):
     """The online softmax of the rank's own queries between the steps of a pass.
 
-    `out`: normalized over the keys seen so far. `lse`: (batch, heads, rows), natural log, accumulator dtype; what it
-    holds before the first step is the engine's affair. `sinks`: (heads,) logits, where the engine still needs them.
-    `dropout_seed`: of the pass, where the call has dropout.
+    `out`: normalized over the keys seen so far. `lse`: (batch, heads, rows), natural log, accumulator dtype; the
+    engine defines its content before the first step. `sinks`: (heads,) logits, if the engine still has to add them.
+    `dropout_seed`: the seed of the pass, if the call has dropout.
     """
 
     out: Output
@@ -197,7 +198,7 @@ class SoftmaxState(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call on one rank: its query rows, batches, query heads, dimensions of keys and of values."""
+    """The sizes of a call on one rank: query rows, batch size, query heads, and the dimensions of keys and values."""
 
     rows: int
     batch: int
@@ -212,7 +213,7 @@ class Engine(Protocol):
 
     name: str
     sm_margin: int
-    """Multiprocessors of a GPU that its kernels leave free, so that exchanges run beside them; 0 where it cannot."""
+    """The multiprocessors of a GPU that the kernels leave free for concurrent exchanges; 0 if the engine cannot."""
 
     def prepare(
         self,
@@ -224,16 +225,16 @@ class Engine(Protocol):
         more: bool = False,
         visits: Sequence[Visit] = (),
     ) -> Sequence[Any]:
-        """Turn the tiles of a pass's steps into what each step's `attend` or `attend_grad` consumes. Once per plan.
+        """Turn the tiles of each step into the `work` that its `attend` or `attend_grad` takes. Called once per plan.
 
-        Query rows of the tiles index `q`, which has `rows`; key rows index the K/V that the step reads; heads are
-        query heads, of which there are `heads`. `more`: others add to the output after the last step, so it stays in
-        the accumulator dtype. `visits`: of each step, where any is the first or the last to add to its dK/dV.
+        Query rows of the tiles index `q`, which has `rows` rows and `heads` heads; key rows index the K/V that the step
+        reads; heads are query heads. `more`: other ranks' outputs are merged after the last step, so the output stays
+        in the accumulator dtype. `visits`: one per step, given if a step is the first or the last to add to its dK/dV.
         """
         ...
 
     def begin(self, works: Sequence[Any], q: Tensor, value_dim: int, sinks: Tensor | None) -> SoftmaxState:
-        """The state before the first of the steps. `sinks`: (heads,) logits that take weight and give no value."""
+        """Return the state before the first step. `sinks`: (heads,) logits that take weight but have no value."""
         ...
 
     def attend(self, q: Tensor, kv: KV, state: SoftmaxState, work: Any) -> None:
@@ -245,7 +246,7 @@ class Engine(Protocol):
         ...
 
     def begin_grad(self, works: Sequence[Any], q: Tensor, value_dim: int) -> Output:
-        """dQ before the first of the steps."""
+        """Return dQ before the first step."""
         ...
 
     def attend_grad(
@@ -258,29 +259,29 @@ class Engine(Protocol):
         work: Any,
         result: KV | None = None,
     ) -> None:
-        """Add the gradients of a step's tiles to `dq` and to `dkv` (like kv, accumulator dtype), in place.
+        """Add the gradients of a step's tiles to `dq` and to `dkv` (shaped like kv, accumulator dtype), in place.
 
-        A step that overwrites does not read `dkv` and sets all key rows of its tiles: to zero where no query attends.
-        The last step writes the sums to `result`, like kv in the inputs' dtype; `dkv` is then undefined, and may be
-        None where a step is both.
+        A step that overwrites does not read `dkv`; it sets all key rows of its tiles, to zero if no query attends to
+        them. The last step writes the sums to `result`, which has the shapes of kv and the inputs' dtype, and leaves
+        `dkv` undefined. If a step is both the first and the last, `dkv` may be None.
         """
         ...
 
     def workspace_bytes(self, work: Any, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
-        """The most that one `attend`, or `attend_grad`, of a step has allocated at once and given back on its return.
+        """Return the peak of the temporary memory in one `attend` or `attend_grad` of a step, in bytes.
 
-        Of operands that lie as (batch, rows, heads, dim) without gaps; `dlse`: backward with a gradient of lse.
+        Assumes operands that are contiguous as (batch, rows, heads, dim). `dlse`: backward with a gradient of lse.
         """
         ...
 
 
 class Accumulating:
-    """The part of an engine that carries in accumulators from the first step to the last."""
+    """The parts of an engine that keeps its sums in accumulators from the first step to the last."""
 
     sm_margin = 0
 
     def begin(self, works: Sequence[Any], q: Tensor, value_dim: int, sinks: Tensor | None) -> SoftmaxState:
-        """Nothing seen yet but the sinks."""
+        """Return the state over the sinks alone."""
         rows, batch, heads, _ = q.shape
         out, lse = identity(rows, batch, heads, value_dim, like=q)
         if sinks is not None:
@@ -288,13 +289,13 @@ class Accumulating:
         return SoftmaxState(Output(out), lse)
 
     def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-        """In plain torch."""
+        """Compute delta in plain torch."""
         dtype = accumulator_dtype(dout.dtype)
         delta = (dout.to(dtype) * out.to(dtype)).sum(-1).permute(1, 2, 0)
         return (delta if dlse is None else delta - dlse).contiguous()
 
     def begin_grad(self, works: Sequence[Any], q: Tensor, value_dim: int) -> Output:
-        """Zeros."""
+        """Return zeros."""
         zeros = torch.zeros_like(
             q.transpose(0, 1), dtype=accumulator_dtype(q.dtype), memory_format=torch.contiguous_format
         )

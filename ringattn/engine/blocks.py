@@ -1,11 +1,11 @@
-"""Tiles to block tables: what one kernel launch needs to consume all tiles of a step.
+"""Block tables: the tiles of a step as the input of a single kernel launch.
 
-A table is seen from one side, the queries or the keys: that side's rows are cut into *blocks*, each owned by one
-program, and a block lists as *entries* the rows of the other side that it attends to.
-Guarantees that every pair of the tiles is in exactly one (block, entry), that no row of a head is in two blocks, that
-all rows of a block have the same entries, and that rows of the other side which no row of a block sees are not visited
-but for the rest of a block of rows. Positions end here: bands count rows of the block and of the entry, so that a
-kernel computes in int32 whatever the length of the sequence.
+A table belongs to one side, the queries or the keys, called its *own* side. The own rows are cut into *blocks*, each
+processed by one program, and a block lists as *entries* the rows of the other side that it attends to.
+Guarantees: every pair of the tiles is in exactly one (block, entry). No row of a head is in two blocks. All rows of a
+block have the same entries. A kernel visits the other side in blocks of rows, and only those in which some own row sees
+a row. Tables contain no positions: bands count rows of the block and of the entry, so a kernel computes in int32
+whatever the length of the sequence.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Ints = np.ndarray
 """An integer array."""
 
 LIMIT = 1 << 30
-"""Rows and banded distances stay below this, so that no sum of two leaves int32."""
+"""Rows and banded distances are below this limit, so that the sum of two fits into int32."""
 
 
 class Blocks(NamedTuple):
-    """A block table on the host, int32: the columns are those of `ringattn.kernels.launch.Table`.
+    """A block table on the host, int32. The columns are those of `ringattn.kernels.launch.Table`.
 
-    Blocks with most to do come first.
+    The blocks with the most work come first.
     """
 
     blocks: Ints
@@ -44,10 +44,10 @@ class Blocks(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A tile seen from the own side: pairs with lo <= own position - other position <= hi.
+    """A tile as the own side sees it: pairs with lo <= own position - other position <= hi.
 
-    `heads`: of the own side. `served`: its query heads, counted from own head * group, which are of the buffer; its
-    head 0 is query head `first_head` of the call. `shift`: what ALiBi's distance of a pair is less than own - other.
+    `heads`: of the own side. `served`: the query heads of each own head, counted from own head * group in the buffer,
+    whose head 0 is query head `first_head` of the call. ALiBi's distance of a pair is own - other - `shift`.
     """
 
     own: TokenRange
@@ -61,11 +61,11 @@ class _Part(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """Parts of cells, one array element each, with positions relative to the part's first rows.
+    """The parts of all cells as arrays, an element per part, with rows counted from the part's first rows.
 
     `cell`: the index of the cell. `row`, `row_stride`, `rows`: of the other side. A pair of rows i and j is allowed if
-    lo <= i * own_step - j * other_step <= hi. `first_q_head`, `q_heads`: the query heads served. The positions of both
-    sides start at `own` and `other`, with their strides. `shift`, `first_head`: as in `_Part`.
+    lo <= i * own_step - j * other_step <= hi. `first_q_head`, `q_heads`: `served` of the part. `own` and `other`: the
+    first positions of the two sides, with their strides. `shift`, `first_head`: as in `_Part`.
     """
 
     cell: Ints
@@ -91,7 +91,7 @@ class _Pairs(NamedTuple):
 
 
 class _Cell(NamedTuple):
-    """Rows and heads of the own side that lie in the same parts, each cut down to these rows."""
+    """Rows and heads of the own side that belong to the same parts, with each part reduced to these rows."""
 
     rows: StridedRange
     heads: StridedRange
@@ -101,10 +101,10 @@ class _Cell(NamedTuple):
 def query_blocks(
     tiles: Iterable[Tile], own_rows: int, other_rows: int, *, softmax: Softmax | None = None
 ) -> Blocks:  # fmt: skip
-    """Blocks of at most `own_rows` query rows and of query heads; entries are keys in blocks of `other_rows`.
+    """Return blocks of query heads and at most `own_rows` query rows; entries are keys in blocks of `other_rows`.
 
-    `softmax`: of the call, if its options need the places of pairs.
-    Raises UnsupportedError where rows or the positions of one tile span more than int32 can count.
+    `softmax`: of the call, if its options need the positions of pairs.
+    Raises UnsupportedError if rows or the positions of a tile exceed the range of int32.
     """
     parts = [
         _Part(tile.q, tile.k, *tile.band, heads, StridedRange(0, 1), tile.first_head, _shift(tile, softmax))
@@ -118,13 +118,13 @@ def key_blocks(
     tiles: Iterable[Tile], group: int, own_rows: int, other_rows: int, *, unseen: bool = False,
     softmax: Softmax | None = None,
 ) -> Blocks:  # fmt: skip
-    """Blocks of at most `own_rows` key rows and of K/V heads; entries are queries in blocks of `other_rows`.
+    """Return blocks of K/V heads and at most `own_rows` key rows; entries are queries in blocks of `other_rows`.
 
-    `group`: query heads per K/V head. `unseen`: also blocks of rows that no query sees, without entries. `softmax`, and
-    what it raises, as for `query_blocks`.
+    `group`: query heads per K/V head. `unseen`: include blocks of rows that no query sees, without entries. `softmax`
+    and Raises: as for `query_blocks`.
     """
     parts = [
-        # lo <= q - k <= hi seen from the keys is -hi <= k - q <= -lo.
+        # lo <= q - k <= hi is -hi <= k - q <= -lo for the keys.
         _Part(tile.k, tile.q, -tile.band.hi, -tile.band.lo, kv_heads, served, tile.first_head, -_shift(tile, softmax))
         for tile in tiles
         for heads in _unstrided(tile.heads)
@@ -138,13 +138,16 @@ def _shift(tile: Tile, softmax: Softmax | None) -> int:
 
 
 def _kv_heads(heads: StridedRange, group: int) -> Iterator[tuple[StridedRange, StridedRange]]:
-    """K/V heads with the same query heads in a range of stride 1, and these, counted from the K/V head's first."""
-    # Whole groups first .. last - 1, and what sticks out on either side:
+    """Yield the K/V heads of a range of query heads of stride 1, each with its query heads in the range.
+
+    K/V heads whose query heads are the same, counted from the first of the group, are yielded together.
+    """
+    # Whole groups first .. last - 1, and an incomplete group on either side:
     #    group 4, query heads 2..9:   . . x x | x x x x | x x . .
     #    K/V head                        0         1         2
     #    served                        2..3      0..3      0..1
     first, last = -(-heads.start // group), heads.stop // group
-    # All inside one group.
+    # The range is inside a single group.
     if heads.start // group == (heads.stop - 1) // group and last <= first:
         yield StridedRange(heads.start // group, 1), StridedRange(heads.start % group, heads.count)
         return
@@ -157,35 +160,35 @@ def _kv_heads(heads: StridedRange, group: int) -> Iterator[tuple[StridedRange, S
 
 
 def _unstrided(heads: StridedRange) -> Iterator[StridedRange]:
-    """The range itself, or its members one by one."""
+    """Yield the range itself if its stride is 1, else each member as a range."""
     yield from (heads,) if heads.stride == 1 else (StridedRange(head, 1) for head in heads.members())
 
 
 def _cells(parts: Sequence[_Part]) -> Iterator[_Cell]:
-    """The own side cut at every border of heads and rows."""
-    for heads, over in _elementary([part.heads for part in parts]):
-        # Rows of unequal strides cut each other only where they are members of one residue class.
-        stride = lcm(*(parts[i].own.rows.stride for i in over if parts[i].own.rows.count > 1))
-        # By residue modulo the common stride; within a class rows are plain integers again: (row - residue) / stride.
+    """Yield the cells of the own side, which is cut at every border of heads and rows."""
+    for heads, indices in _elementary([part.heads for part in parts]):
+        # Rows of unequal strides overlap only within a residue class of the common stride.
+        stride = lcm(*(parts[i].own.rows.stride for i in indices if parts[i].own.rows.count > 1))
+        # The parts by residue. Within a class, rows become consecutive integers: (row - residue) / stride.
         classes: dict[int, list[_Part]] = {}
-        for part in (parts[i] for i in over):
+        for part in (parts[i] for i in indices):
             for own in _residues(part.own, stride):
                 classes.setdefault(own.rows.start % stride, []).append(part._replace(own=own))
-        for residue, held in classes.items():
-            # The parts of a class as intervals; cut at all borders, each piece is in the same parts throughout:
+        for residue, members in classes.items():
+            # The parts of a class are intervals. Cut at all borders, each piece belongs to the same parts throughout:
             #    part A   |-------------|
             #    part B          |------------|
             #    cells    |--A---|--A,B-|--B--|
-            starts = [part.own.rows.start // stride for part in held]
-            spans = [StridedRange(start, part.own.rows.count) for start, part in zip(starts, held, strict=True)]
+            starts = [part.own.rows.start // stride for part in members]
+            spans = [StridedRange(start, part.own.rows.count) for start, part in zip(starts, members, strict=True)]
             for span, inside in _elementary(spans):
-                cut = [(held[i], held[i].own.pick(span._replace(start=span.start - starts[i]))) for i in inside]
+                cut = [(members[i], members[i].own.pick(span._replace(start=span.start - starts[i]))) for i in inside]
                 rows = StridedRange(residue + span.start * stride, span.count, stride)
                 yield _Cell(rows, heads, [part._replace(own=own) for part, own in cut])
 
 
 def _residues(tokens: TokenRange, stride: int) -> Iterator[TokenRange]:
-    """The token range cut into ones of the given row stride (a multiple of its own); a single row has any stride."""
+    """Yield the token range cut into ranges with this row stride, a multiple of the range's; one row has any stride."""
     count = tokens.rows.count
     step = stride // tokens.rows.stride if count > 1 else 1
     for first in range(min(step, count)):
@@ -193,28 +196,28 @@ def _residues(tokens: TokenRange, stride: int) -> Iterator[TokenRange]:
 
 
 def _elementary(spans: Sequence[StridedRange]) -> Iterator[tuple[StridedRange, list[int]]]:
-    """Ranges of stride 1 cut at all their borders: each piece that some hold, and the indices of those that do."""
+    """Cut ranges of stride 1 at all their borders. Yield each piece with the indices of the ranges that contain it."""
     borders = sorted({edge for span in spans for edge in (span.start, span.start + span.count)})
     holders: list[list[int]] = [[] for _ in borders]
     for index, span in enumerate(spans):
-        # The elementary pieces that this span holds.
-        for at in range(bisect_left(borders, span.start), bisect_left(borders, span.start + span.count)):
-            holders[at].append(index)
-    for (start, end), held in zip(pairwise(borders), holders, strict=False):
-        if held:
-            yield StridedRange(start, end - start), held
+        # The elementary pieces that this span contains.
+        for piece in range(bisect_left(borders, span.start), bisect_left(borders, span.start + span.count)):
+            holders[piece].append(index)
+    for (start, end), indices in zip(pairwise(borders), holders, strict=False):
+        if indices:
+            yield StridedRange(start, end - start), indices
 
 
 def _table(
     parts: Sequence[_Part], own_rows: int, other_rows: int, softmax: Softmax | None, unseen: bool = False
 ) -> Blocks:  # fmt: skip
-    """The table of the parts."""
+    """Return the block table of the parts."""
     cells = list(_cells(parts))
     rows = np.array([(*_ordered(cell.rows), cell.heads.start, cell.heads.count) for cell in cells], np.int64)
     rows = rows.reshape(-1, 5)
-    # Each cell in blocks of at most own_rows rows; all its parts become entries of each of these blocks.
+    # Cut each cell into blocks of at most own_rows rows; all its parts become entries of each of these blocks.
     blocks_of = -(-rows[:, 2] // own_rows)
-    of_cells = [(at, *_pair(part)) for at, cell in enumerate(cells) for part in cell.parts]
+    of_cells = [(index, *_pair(part)) for index, cell in enumerate(cells) for part in cell.parts]
     pairs = _Pairs(*np.array(of_cells, np.int64).reshape(-1, len(_Pairs._fields)).T)
 
     cell, first = _unrolled(blocks_of)
@@ -225,8 +228,8 @@ def _table(
     blocks[:, BlockColumn.FIRST_ROW] += first * own_rows * blocks[:, BlockColumn.ROW_STRIDE]
     blocks[:, BlockColumn.ROWS] = np.minimum(own_rows, blocks[:, BlockColumn.ROWS] - first * own_rows)
 
-    # One candidate entry for each (part, block of its cell); the block's index is its cell's first block plus its
-    # place.
+    # A candidate entry for each (part, block of its cell). The block's index is the index of its cell's first block
+    # plus its number within the cell.
     pair, local = _unrolled(blocks_of[pairs.cell])
     of_entries = pairs.take(pair)
     block = (np.cumsum(blocks_of) - blocks_of)[of_entries.cell] + local
@@ -247,9 +250,9 @@ def _ordered(rows: StridedRange) -> tuple[int, int, int]:
 def _pair(part: _Part) -> tuple[int, ...]:
     """Return the columns of `_Pairs` after `cell`, for one part."""
     own, other = part.own.positions, part.other.positions
-    # Own row i is at own.start + i * own.stride, other row j likewise, so
+    # Own row i has position own.start + i * own.stride, and other row j likewise, so
     #     lo <= offset + i * own.stride - j * other.stride <= hi,    offset = own.start - other.start.
-    # Both strides divided by their gcd, lo - offset rounded up and hi - offset rounded down: positions are gone.
+    # To remove the positions, divide by the gcd of the strides; lo - offset is rounded up and hi - offset down.
     unit = gcd(own.stride, other.stride)
     offset = own.start - other.start
     lo, hi = -((offset - part.lo) // unit), (part.hi - offset) // unit
@@ -259,26 +262,30 @@ def _pair(part: _Part) -> tuple[int, ...]:
 
 
 def _unrolled(counts: Ints) -> tuple[Ints, Ints]:
-    """For items of `counts` blocks each, one after the other: the item of each block, and its place in the item."""
+    """Return, for consecutive items of `counts` blocks each, the item of each block and its number within the item."""
     item = np.repeat(np.arange(len(counts)), counts)
     return item, np.arange(len(item)) - (np.cumsum(counts) - counts)[item]
 
 
 def _entries(pairs: _Pairs, first: Ints, rows: Ints, other_rows: int) -> tuple[Ints, Ints]:
-    """Entries of blocks of `rows` own rows from row `first` of their part on, and the blocks of rows each visits."""
-    count, own, other = pairs.rows, pairs.own_step, pairs.other_step
-    # Row i of the block is row first + i of the part: move the band by first * own.
-    lo, hi = pairs.lo - first * own, pairs.hi - first * own
-    reach = (rows - 1) * own  # Row i of the block sees the rows from (i * own - hi) / other to (i * own - lo) / other.
+    """Return the entries of blocks, and how many blocks of other rows each entry visits.
+
+    A block has `rows` own rows, which start at row `first` of its part.
+    """
+    count, own_step, other_step = pairs.rows, pairs.own_step, pairs.other_step
+    # Row i of the block is row first + i of the part: shift the band by first * own_step.
+    lo, hi = pairs.lo - first * own_step, pairs.hi - first * own_step
+    # Row i of the block sees the rows from (i * own_step - hi) / other_step to (i * own_step - lo) / other_step.
+    reach = (rows - 1) * own_step
     # Rows that some own row sees: from the first row's lower end to the last row's upper end.
-    seen = np.maximum(0, -(hi // other)), np.minimum(count, (reach - lo) // other + 1)
+    seen = np.maximum(0, -(hi // other_step)), np.minimum(count, (reach - lo) // other_step + 1)
     # Rows that every own row sees: from the last row's lower end to the first row's upper end.
     #     own row 0       x x x x x . . .
     #     own row last    . . . x x x x x
     #     seen            x x x x x x x x
     #     full            . . . x x . . .
-    full = -((hi - reach) // other), np.minimum(count, -lo // other + 1)
-    # In blocks of other_rows rows: partly seen blocks are visited, only wholly seen ones go without a mask.
+    full = -((hi - reach) // other_step), np.minimum(count, -lo // other_step + 1)
+    # In blocks of other_rows rows: partly seen blocks are visited with a mask, wholly seen blocks without one.
     #     start .. full_start masked | full_start .. full_end unmasked | full_end .. end masked
     start, end = seen[0] // other_rows, -(-seen[1] // other_rows)
     full_start = np.clip(-(-full[0] // other_rows), start, np.maximum(start, end))
@@ -288,10 +295,10 @@ def _entries(pairs: _Pairs, first: Ints, rows: Ints, other_rows: int) -> tuple[I
         EntryColumn.FIRST_ROW: pairs.row,
         EntryColumn.ROW_STRIDE: pairs.row_stride,
         EntryColumn.ROWS: count,
-        EntryColumn.OWN_STEP: own,
-        EntryColumn.OTHER_STEP: other,
-        # Bounds beyond all rows change nothing; clipped, they stay in int32.
-        EntryColumn.LO: np.maximum(lo, -count * other),
+        EntryColumn.OWN_STEP: own_step,
+        EntryColumn.OTHER_STEP: other_step,
+        # Clip bounds that no row reaches: this changes no result and keeps them in int32.
+        EntryColumn.LO: np.maximum(lo, -count * other_step),
         EntryColumn.HI: np.minimum(hi, reach),
         EntryColumn.FIRST_VISIBLE: start,
         EntryColumn.FIRST_FULL: full_start,
@@ -307,37 +314,38 @@ def _entries(pairs: _Pairs, first: Ints, rows: Ints, other_rows: int) -> tuple[I
 
 
 def _places(pairs: _Pairs, first: Ints, rows: tuple[int, int]) -> Ints:
-    """The columns of `Table.places` of each entry; `first`: of its block's rows, the first in its part."""
+    """Return the columns of `Table.places` for each entry. `first`: the block's first row, counted in its part."""
     ahead = pairs.own + first * pairs.own_stride - pairs.other - pairs.shift
     reach = pairs.own_stride * rows[0], pairs.other_stride * (pairs.rows + rows[1])
     farthest = max((int(np.abs(x).max()) for x in (ahead, *reach) if x.size), default=0)
     if farthest >= LIMIT:
         raise UnsupportedError(
-            f"positions of a tile lie {farthest:,} apart, more than the kernels' int32 (limit {LIMIT:,}) for ALiBi; "
-            "use engine='plain'"
+            f"positions of a tile are {farthest:,} apart, too far for the kernels' int32 arithmetic of ALiBi (limit "
+            f"{LIMIT:,}); use engine='plain'"
         )
     return np.stack((ahead, pairs.own_stride, pairs.other_stride, pairs.first_head), axis=1)
 
 
 def _positions(pairs: _Pairs, first: Ints) -> Ints:
-    """The columns of `Table.positions`; arguments as for `_places`."""
-    own = pairs.own + first * pairs.own_stride
-    return np.stack((own, pairs.own_stride, pairs.other, pairs.other_stride, pairs.first_head), axis=1)
+    """Return the columns of `Table.positions`; arguments as for `_places`."""
+    own_position = pairs.own + first * pairs.own_stride
+    return np.stack((own_position, pairs.own_stride, pairs.other, pairs.other_stride, pairs.first_head), axis=1)
 
 
 def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints, unseen: bool, placed: int) -> Blocks:
-    """The table of the blocks that have an entry, or of all, the longest first: a light one then fills the end.
+    """Return the table of the blocks that have an entry, or of all blocks if `unseen`.
 
-    `entries`: with `placed` columns of `Table.places` after those of `EntryColumn`, then those of `Table.positions`.
+    Blocks with more work come first, so that light blocks balance the end of a launch. `entries` has the columns of
+    `EntryColumn`, then `placed` columns of `Table.places`, then the columns of `Table.positions`.
     """
-    # Visited blocks times query heads served.
+    # The work of a block: visited blocks times query heads.
     work = np.bincount(block, visits * entries[:, EntryColumn.Q_HEADS], len(blocks))
     order = np.argsort(-work, kind="stable")
     order = order[(work[order] > 0) | unseen]
-    # place: old index -> new one; entries follow their block and keep their order within it.
-    place = np.zeros(len(blocks), np.int64)
-    place[order] = np.arange(len(order))
-    blocks, block = blocks[order], place[block]
+    # `rank` maps the old index of a block to its new one. The entries of a block keep their order.
+    rank = np.zeros(len(blocks), np.int64)
+    rank[order] = np.arange(len(order))
+    blocks, block = blocks[order], rank[block]
     borders = EntryColumn.COUNT, EntryColumn.COUNT + placed
     entries, places, positions = np.split(entries[np.argsort(block, kind="stable")], borders, axis=1)
     # The entries of block b are ends[b - 1] .. ends[b] - 1.
@@ -346,17 +354,17 @@ def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints, unseen: bool
     farthest = max((int(np.abs(x).max()) for x in (blocks, entries, *_products(blocks, entries)) if x.size), default=0)
     if farthest >= LIMIT:
         raise UnsupportedError(
-            f"a tile counts rows or strided positions up to {farthest:,}, more than the kernels' int32 (limit "
-            f"{LIMIT:,}); use more ranks or engine='plain'"
+            f"rows or strided positions of a tile reach {farthest:,}, too many for the kernels' int32 arithmetic "
+            f"(limit {LIMIT:,}); use more ranks or engine='plain'"
         )
     slots = int(blocks[:, BlockColumn.HEADS].max()) if len(blocks) else 0
-    # A conversion to int32 keeps the low bits.
-    more = (one.astype(np.int32) if one.shape[1] else None for one in (places, positions))
+    # Conversion to int32 keeps the low bits.
+    more = (columns.astype(np.int32) if columns.shape[1] else None for columns in (places, positions))
     return Blocks(blocks.astype(np.int32), entries.astype(np.int32), slots, *more)
 
 
 def _products(blocks: Ints, entries: Ints) -> tuple[Ints, ...]:
-    """The greatest row and banded distance that a kernel computes for each block and entry."""
+    """Return the largest rows and banded distances that a kernel computes for each block and entry."""
     first_row, stride, rows = blocks.T[[BlockColumn.FIRST_ROW, BlockColumn.ROW_STRIDE, BlockColumn.ROWS]]
     other_row, other_stride, other_rows = entries.T[[EntryColumn.FIRST_ROW, EntryColumn.ROW_STRIDE, EntryColumn.ROWS]]
     own_reach = entries[:, EntryColumn.OWN_STEP] * rows.max(initial=0)
@@ -364,43 +372,43 @@ def _products(blocks: Ints, entries: Ints) -> tuple[Ints, ...]:
     return first_row + stride * rows, other_row + other_stride * other_rows, own_reach, other_reach
 
 
-# --- which launches of a pass are the first and the last to update a query row ---------------------------------------
-# The first need not read the softmax state, and the last need not keep it. Flags are set only if they hold for whole
-# blocks and every row has its first and its last block: then nothing has to be initialised before the pass or converted
-# after it. Otherwise no flag is set.
+# --- flags: the first and the last launch of a pass that updates a query row ------------------------------------------
+# The first launch need not read the softmax state, and the last need not store it. Flags are set only if they are valid
+# for whole blocks and every row has a first and a last block. Then nothing has to be initialised before the pass or
+# converted after it. Otherwise no flag is set.
 
 
-def flagged(steps: Sequence[Blocks], rows: int, heads: int) -> bool:
-    """Set the flags in the query tables of a pass's steps, in their order, and say so; or set none.
+def set_flags(steps: Sequence[Blocks], rows: int, heads: int) -> bool:
+    """Set the flags in the query tables of a pass's steps, in order, and return True; return False if none are set.
 
-    `rows`, `heads`: of the queries, all of which must be met.
+    `rows`, `heads`: of the queries. Blocks must update all of them.
     """
-    # Heads cut at the borders of all blocks: within a piece, a block holds all heads or none.
+    # Cut the heads at the borders of all blocks: a block has all heads of a piece or none.
     #    heads     0 1 2 3 4 5 6 7
     #    block A   |-------|
     #    block B       |---------|      borders 0 2 4 7 8
     borders = sorted({0, heads, *(edge for step in steps for edge in _edges(step.blocks))})
-    # By (piece of heads, row): the first and last step that updates it; no step gives first = steps, last = -1.
+    # For each (piece of heads, row): the first and the last step that updates it. If none: first = steps, last = -1.
     first = np.full((len(borders) - 1, rows), len(steps))
     last = np.full_like(first, -1)
     for number, step in enumerate(steps):
-        for at, met, _ in _met(step.blocks, borders):
-            first[at, met] = np.minimum(first[at, met], number)
-            last[at, met] = number
-    found = []
+        for piece, updated, _ in _updated_rows(step.blocks, borders):
+            first[piece, updated] = np.minimum(first[piece, updated], number)
+            last[piece, updated] = number
+    flags_of_steps = []
     for number, step in enumerate(steps):
         flags = np.zeros((2, len(step.blocks)), np.int64)
-        for at, met, block in _met(step.blocks, borders):
-            # Count for each block how many of its (piece, row) this step is the first, and the last, to update.
+        for piece, updated, block in _updated_rows(step.blocks, borders):
+            # For each block count the (piece, row) for which this step is the first, and the last.
             for which, history in enumerate((first, last)):
-                np.add.at(flags[which], block, history[at, met] == number)
-        found.append(flags)
-    # A flag holds for a whole block: all of its (piece, row) or none of them.
+                np.add.at(flags[which], block, history[piece, updated] == number)
+        flags_of_steps.append(flags)
+    # A flag must be valid for a whole block: for all of its (piece, row) or for none.
     sizes = [_heads(step.blocks, borders) * step.blocks[:, BlockColumn.ROWS] for step in steps]
-    whole = all(((flags == 0) | (flags == size)).all() for flags, size in zip(found, sizes, strict=True))
+    whole = all(((flags == 0) | (flags == size)).all() for flags, size in zip(flags_of_steps, sizes, strict=True))
     if not whole or not rows or (last < 0).any():
         return False
-    for flags, step in zip(found, steps, strict=True):
+    for flags, step in zip(flags_of_steps, steps, strict=True):
         step.blocks[:, BlockColumn.FLAGS] = FIRST * (flags[0] > 0) + LAST * (flags[1] > 0)
     return True
 
@@ -417,19 +425,19 @@ def _head_range(blocks: Ints) -> tuple[Ints, Ints]:
 
 
 def _heads(blocks: Ints, borders: Sequence[int]) -> Ints:
-    """How many of the pieces of heads between borders each block holds."""
+    """Return, for each block, how many pieces of heads between borders it has."""
     first, end = _head_range(blocks)
     return np.searchsorted(borders, end) - np.searchsorted(borders, first)
 
 
-def _met(blocks: Ints, borders: Sequence[int]) -> Iterator[tuple[int, Ints, Ints]]:
-    """For each piece of heads: its number, the rows that blocks of it hold, and the block of each of these rows."""
+def _updated_rows(blocks: Ints, borders: Sequence[int]) -> Iterator[tuple[int, Ints, Ints]]:
+    """Yield for each piece of heads: its number, the rows that its blocks update, and the block of each row."""
     first, end = _head_range(blocks)
-    for at in range(len(borders) - 1):
-        holds = (first <= borders[at]) & (borders[at] < end)
+    for piece in range(len(borders) - 1):
+        holds = (first <= borders[piece]) & (borders[piece] < end)
         chosen = np.flatnonzero(holds)
         counts = blocks[chosen, BlockColumn.ROWS]
         block = np.repeat(chosen, counts)
         # Rows of a block: first row + within * row stride, counted up within each block.
         within = np.arange(len(block)) - np.repeat(np.cumsum(counts) - counts, counts)
-        yield at, blocks[block, BlockColumn.FIRST_ROW] + within * blocks[block, BlockColumn.ROW_STRIDE], block
+        yield piece, blocks[block, BlockColumn.FIRST_ROW] + within * blocks[block, BlockColumn.ROW_STRIDE], block

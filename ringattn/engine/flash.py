@@ -1,12 +1,12 @@
 """The engines on FlashAttention 3 and 4, for GPUs and environments that have them.
 
-Guarantees what the aten engine promises of fused CUDA kernels: these ops take the place of torch's for half inputs, and
-everything else goes where the aten engine sends it. Operands are views; only one that a tensor memory access cannot
-describe is copied (CUDA driver API, cuTensorMapEncodeTiled: addresses and strides are multiples of 16 bytes). Backward
-repeats bit for bit under `torch.use_deterministic_algorithms`.
+Guarantees: the same as the aten engine for fused CUDA kernels. These ops replace torch's for half inputs; everything
+else runs as in the aten engine. Operands are views. An operand is copied only if the tensor memory accelerator cannot
+describe it (CUDA driver API, cuTensorMapEncodeTiled: addresses and strides are multiples of 16 bytes). Backward repeats
+bit for bit under `torch.use_deterministic_algorithms`.
 Written from Dao-AILab/flash-attention at 0251105 (hopper/flash_api.cpp, flash_attn/cute/interface.py), from its
-de1584b, which xformers 0.0.34 holds as a library, and from torch 2.13 (torch/nn/attention/_fa3.py and _fa4.py). What is
-tested without a GPU is names, layouts, strides and dtypes, against the signatures recorded from there.
+de1584b, which xformers 0.0.34 includes as a library, and from torch 2.13 (torch/nn/attention/_fa3.py and _fa4.py). The
+tests without a GPU check names, layouts, strides and dtypes against the signatures recorded from there.
 Not covered: ranks, schedules, softcap (refused).
 """
 
@@ -23,9 +23,9 @@ from torch import Tensor
 from ringattn.engine.aten import FLASH, HALF_DTYPES, AtenEngine, BlockOp
 from ringattn.errors import UnsupportedError
 
-# Either registers torch.ops.flash_attn_3.
+# Each of these modules registers torch.ops.flash_attn_3.
 FA3_LIBRARIES = ("flash_attn_3._C", "xformers.flash_attn_3._C")
-# hopper/flash_api.cpp: "Deterministic backward not supported for hdim 256", which is what all above are rounded up to.
+# hopper/flash_api.cpp: "Deterministic backward not supported for hdim 256". Larger dimensions are rounded up to 256.
 FA3_DETERMINISTIC_DIM = 192
 
 
@@ -33,7 +33,7 @@ def _fa3_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, sm_margin: int = 0
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (_rows_first(x) for x in (q, k, v))
-    # One split: more of them are merged by a second kernel, and how many would depend on the number of SMs.
+    # One split: several would need a second kernel that merges them, and their number would depend on the SM count.
     out, lse = torch.ops.flash_attn_3.fwd(
         q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1, sm_margin=sm_margin
     )[:2]
@@ -55,7 +55,7 @@ def _fa3_backward(
     if deterministic and q.shape[-1] > FA3_DETERMINISTIC_DIM:
         return FLASH.backward(dout, q, k, v, out, lse, causal, scale)
     dout, q, k, v, out = (_rows_first(x) for x in (dout, q, k, v, out))
-    # The gradients are handed in: what is returned has changed between versions.
+    # Pass the gradients in: the return values have changed between versions.
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     torch.ops.flash_attn_3.bwd(
         dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv,
@@ -65,7 +65,7 @@ def _fa3_backward(
 
 
 def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device_of(q):  # It compiles for, and launches on, the current device.
+    with torch.cuda.device_of(q):  # The kernel is compiled for and launched on the current device.
         out, lse = _fa4()._flash_attn_fwd(
             *(_rows_first(x) for x in (q, k, v)), softmax_scale=scale, causal=causal, return_lse=True
         )[:2]
@@ -84,7 +84,7 @@ def _fa4_backward(
 
 
 def _rows_first(x: Tensor) -> Tensor:
-    """(batch, heads, rows, dim) as (batch, rows, heads, dim): a view, or a copy where 16-byte accesses would fail."""
+    """Return (batch, heads, rows, dim) as (batch, rows, heads, dim): a view, or a copy if 16-byte access would fail."""
     x = x.transpose(1, 2)
     if x.stride(-1) != 1 or x.data_ptr() % 16 or any(step * x.element_size() % 16 for step in x.stride()[:-1]):
         return x.clone(memory_format=torch.contiguous_format)
@@ -98,29 +98,29 @@ def _fa4() -> Any:
 FA3 = BlockOp("fa3", _fa3_forward, _fa3_backward, True, True, 8, 256)
 FA4 = BlockOp("fa4", _fa4_forward, _fa4_backward, True, True, 8, 256)
 # Forward and backward of the ops with an argument `sm_margin`; the recorded signature of FlashAttention 4 has none.
-# The backward kernel of FlashAttention 3 takes it without effect: its grid is one block a tile of keys.
-KNOW_A_MARGIN: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {"fa3": (_fa3_forward, _fa3_backward)}
+# The backward kernel of FlashAttention 3 accepts and ignores it: its grid has one block per tile of keys.
+WITH_SM_MARGIN: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {"fa3": (_fa3_forward, _fa3_backward)}
 
 
 class FlashEngine(AtenEngine):
-    """Attention by `op` for half inputs that it takes, and as the aten engine computes it for others."""
+    """Attention by `op` for the half inputs that it supports, and by the aten engine for other inputs."""
 
     def __init__(self, device: torch.device, op: BlockOp, sm_margin: int = 0) -> None:
-        """`sm_margin`: multiprocessors left to an exchange meanwhile, where the op can."""
+        """`sm_margin`: the multiprocessors left free for exchanges, if the op can leave any."""
         super().__init__(device)
-        if sm_margin and op.name in KNOW_A_MARGIN:
+        if sm_margin and op.name in WITH_SM_MARGIN:
             self.sm_margin = sm_margin
-            forward, backward = (partial(function, sm_margin=sm_margin) for function in KNOW_A_MARGIN[op.name])
+            forward, backward = (partial(function, sm_margin=sm_margin) for function in WITH_SM_MARGIN[op.name])
             op = op._replace(forward=forward, backward=backward)
         self.name, self.op, self._ops = op.name, op, (op, *self._ops)
 
-    def _chosen(self, device: torch.device, dtype: torch.dtype, dim: int) -> BlockOp | None:
+    def _choose_op(self, device: torch.device, dtype: torch.dtype, dim: int) -> BlockOp | None:
         fits = dtype in HALF_DTYPES and dim <= self.op.max_dim
-        return self.op if fits else super()._chosen(device, dtype, dim)
+        return self.op if fits else super()._choose_op(device, dtype, dim)
 
 
 class _Need(NamedTuple):
-    """What an op asks of its surroundings. `max_dims`: by the major compute capabilities that it is written for."""
+    """The requirements of an op. `max_dims`: the largest head dimension for each supported major compute capability."""
 
     op: BlockOp
     modules: Sequence[str]
@@ -135,33 +135,33 @@ NEEDS = {
 
 
 def flash_engine(name: str, device: torch.device, dtype: torch.dtype, dim: int, sm_margin: int = 0) -> FlashEngine:
-    """The engine "fa3" or "fa4" for inputs of this dtype and greatest head dimension.
+    """Return the engine "fa3" or "fa4" for inputs of this dtype and largest head dimension.
 
-    Raises UnsupportedError for a device, dtype or dimension that the kernels do not take and, naming what to install,
-    where they are missing.
+    Raises UnsupportedError if the kernels do not support the device, dtype or dimension, or if they are not installed;
+    the message then names the package.
     """
     need, advice = NEEDS[name], "use engine='auto'"
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     if major not in need.max_dims:
-        wanted = " or ".join(f"sm_{major}0" for major in need.max_dims)
-        here = f"sm_{major}x" if major else f"{device}"
-        raise UnsupportedError(f"engine='{name}' needs a GPU with {wanted}, not {here}; {advice}")
+        needed = " or ".join(f"sm_{major}0" for major in need.max_dims)
+        actual = f"sm_{major}x" if major else f"{device}"
+        raise UnsupportedError(f"engine='{name}' needs a GPU with {needed}, not {actual}; {advice}")
     if dtype not in HALF_DTYPES:
         raise UnsupportedError(f"engine='{name}' takes float16 and bfloat16, not {dtype}; {advice}")
     if dim > need.max_dims[major]:
         raise UnsupportedError(f"engine='{name}' takes head dimensions to {need.max_dims[major]}, not {dim}; {advice}")
-    _import_one(name, need)
+    _import_first(name, need)
     return FlashEngine(device, need.op._replace(max_dim=need.max_dims[major]), sm_margin)
 
 
-def _import_one(name: str, need: _Need) -> None:
-    """Import the first module that is there."""
+def _import_first(name: str, need: _Need) -> None:
+    """Import the first module that is installed."""
     failures = []
     for module in need.modules:
         try:
             import_module(module)
             return
-        except ImportError as error:  # also a library that does not load
+        except ImportError as error:  # not installed, or a library that does not load
             failures.append(str(error))
     raise UnsupportedError(
         f"engine='{name}' needs the package {need.package} ({'; '.join(failures)}); use engine='auto'"

@@ -1,8 +1,8 @@
-"""Which form of the forward and the gradient kernels the Triton engine runs: the best that can do a call.
+"""The choice of the kernels' form (gluon, descriptors, pointers or specialized) for the Triton engine.
 
-Guarantees: gluon and specialized, asked for by name, run, or the call is refused by name; else a form gives way, for
-the calls that it cannot take, to the next of gluon, descriptors and pointers. What decides about block sizes is known
-before a pass; a tensor that no descriptor can read changes the form and not the blocks, so that tables and flags hold.
+Guarantees: a form that was requested by name runs, or the call is refused with that name. Otherwise the choice is the
+first of gluon, descriptors and pointers that supports the call. Block sizes are chosen before a pass. A tensor that no
+descriptor can read changes only the form, never the block sizes, so the block tables and their flags stay valid.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Options = Sequence[str]
 
 
 def forward_config(table: Config, q: Tensor, value_dim: int, arch: int, options: Options, named: bool) -> Config:
-    """The form and the blocks of forward, by what is known before a pass.
+    """Return the form and the block sizes of forward, as far as they follow from the call alone.
 
-    `table`: what there is without Gluon. `named`: that is what was asked for, and no other will do.
-    Raises UnsupportedError where "gluon" was asked for and cannot do the call.
+    `table`: the choice without Gluon. `named`: the user requested the form of `table`, so no other may replace it.
+    Raises UnsupportedError if "gluon" was requested and does not support the call.
     """
     why = gluon_lacks(arch, q.dtype, (q.shape[3], value_dim), options)
     if named and table.form == "gluon":
-        # Head dimensions that fit are equal, so q stands for k and v, which are not there yet.
+        # K and V are not available yet. Gluon needs equal head dimensions, so q can represent them.
         if refusal := why or gluon_takes(q, q, q, arch, options):
             raise _refused(refusal)
     return table if named or why else CONFIG
 
 
 def readable(config: Config, q: Tensor, k: Tensor, v: Tensor, arch: int, options: Options, named: bool) -> Config:
-    """The same blocks in a form that can read these tensors. Raises UnsupportedError as `forward_config` does."""
+    """Return the same blocks in a form that can read these tensors. Raises as `forward_config` does."""
     if config.form == "gluon" and (why := gluon_takes(q, k, v, arch, options)):
         if named:
             raise _refused(why)
@@ -54,17 +54,17 @@ def readable(config: Config, q: Tensor, k: Tensor, v: Tensor, arch: int, options
 
 
 def check_specialized(config: Config, single: bool, options: Options, *rows: Tensor) -> None:
-    """Refuse, where `config` has the form "specialized", what its kernel cannot run; no one has it but by name.
+    """Raise UnsupportedError if `config` has the form "specialized" and its kernel does not support the call.
 
-    `single`: every block of queries meets one run of keys. `rows`: what is read by descriptors.
-    Raises UnsupportedError.
+    This form is never a default: it runs only if requested by name. `single`: every block of queries attends to one
+    range of keys. `rows`: the tensors that the kernel reads through descriptors.
     """
     if config.form != "specialized":
         return
     if lacks := [name for name in options if name != "softcap"]:
         raise _refused(f"the specialized kernel has no {lacks[0]}", "specialized")
     if not single:
-        why = "a block of queries meets several runs of keys, and the specialized kernel takes one"
+        why = "a block of queries attends to several ranges of keys, and the specialized kernel takes one"
         raise _refused(why, "specialized")
     if not describable(*rows):
         strides = ", ".join(f"{x.dtype} of strides {x.stride()}" for x in rows)
@@ -73,7 +73,7 @@ def check_specialized(config: Config, single: bool, options: Options, *rows: Ten
 
 
 def gradient_configs(table: Configs, q: Tensor, value_dim: int, arch: int, options: Options, named: bool) -> Configs:
-    """The forms and the blocks of dQ and of dK with dV, by what is known before a pass. `table`, `named`: as above."""
+    """Return the form and the blocks of the dQ kernel and of the dK/dV kernel; arguments as for `forward_config`."""
     if named or gluon_lacks(arch, q.dtype, (q.shape[3], value_dim), options):
         return table
     return table._replace(grad_q=GRAD_Q[value_dim], grad_kv=GRAD_KV[value_dim])
@@ -83,9 +83,10 @@ def gradients_readable(
     configs: Configs, table: Configs, rows: tuple[Tensor, Tensor, Tensor, Tensor], arch: int, options: Options,
     named: bool,
 ) -> Configs:  # fmt: skip
-    """The same in forms that can read q, k, v and dout: Gluon or, for all of them, those of the table.
+    """Return the same in forms that can read q, k, v and dout: Gluon for both kernels, or the table's forms for both.
 
-    The table's blocks of dQ have as many queries as Gluon's, so flags hold. Raises UnsupportedError as the above.
+    Blocks of dQ have the same number of queries in the table and in Gluon, so the flags stay valid. Raises
+    UnsupportedError as `forward_config` does.
     """
     q, k, v, dout = rows
     if configs.grad_q.form == "gluon" and (why := gluon_takes(q, k, v, arch, options, dout)):
@@ -96,27 +97,27 @@ def gradients_readable(
 
 
 def loadable(config: Config, *read: Tensor) -> Config:
-    """The same blocks by plain loads where a tensor descriptor cannot read the rows of all the tensors."""
+    """Return the same blocks, with plain loads if a descriptor cannot read the rows of all these tensors."""
     if config.form == "pointers" or describable(*read):
         return config
     return config._replace(num_warps=8, form="pointers")
 
 
-def told(arch: int, dtype: torch.dtype, dims: tuple[int, int], options: Options) -> str:
-    """Which form runs where none is asked for, and what keeps a better one from it, in words."""
+def describe_forms(arch: int, dtype: torch.dtype, dims: tuple[int, int], options: Options) -> str:
+    """Describe the form that runs by default, and why a better form does not support the call."""
     form = configs_for(arch, dtype, max(dims)).forward.form
     if why := gluon_lacks(arch, dtype, dims, options):
         return f"forward by the form {form} ({why})"
-    return f"forward by the form gluon, or {form} for tensors that it cannot take"
+    return f"forward by the form gluon, or {form} for tensors that it cannot read"
 
 
 def nearest(capability: tuple[int, int]) -> int | None:
-    """The architecture with block sizes that a GPU runs: 10 * major + minor, the nearest that is not above its own."""
-    return max((one for one in ARCHITECTURES if one <= 10 * capability[0] + capability[1]), default=None)
+    """Return the newest architecture with block sizes that the GPU supports, as 10 * major + minor; None if none."""
+    return max((arch for arch in ARCHITECTURES if arch <= 10 * capability[0] + capability[1]), default=None)
 
 
 def on_device(capability: tuple[int, int]) -> str:
-    """Which forms would run on a GPU, in half precision the best first, in words."""
+    """Describe the forms that would run on a GPU in half precision, the best first."""
     arch, name = nearest(capability), f"sm_{capability[0]}{capability[1]}"
     if arch is None:
         return f"engine='triton' does not run on {name}: it needs sm_{ARCHITECTURES[0]}"

@@ -1,8 +1,8 @@
-"""The readable engine: scores of a tile as one dense matrix, a few query rows at a time.
+"""The readable engine: the scores of a tile as a dense matrix, a few query rows at a time.
 
-Guarantees every feature (any dtype up to float64, softcap, ALiBi, dropout, any strides of positions), arithmetic in the
-accumulator dtype, and at most `SCORES_BYTES` for a score matrix, of which three live at once in backward. It is what
-the faster engines are compared with, and what runs where torch ships no fused kernel.
+Guarantees: support for every feature (any dtype up to float64, softcap, ALiBi, dropout, any strides of positions),
+arithmetic in the accumulator dtype, and at most `SCORES_BYTES` for a score matrix, of which backward holds three at
+once. The faster engines are compared with this engine, and it runs if torch has no fused kernel.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from ringattn.engine.rectangles import (
     as_slice,
     finish,
     head_groups,
-    held_by,
     key_pieces,
-    own_sums_bytes,
+    piece_views,
+    temporary_sums_bytes,
 )
 
 SCORES_BYTES = 64 << 20
 
 
 class PlainWork(NamedTuple):
-    """The tiles of one step with their heads cut into groups; `keys`: the rows of dK/dV that it is such a visit to."""
+    """The tiles of a step with their heads cut into groups. `keys`: the dK/dV rows that `visit` describes."""
 
     tiles: tuple[tuple[Tile, HeadGroup], ...]
     softmax: Softmax
@@ -54,7 +54,7 @@ class PlainWork(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Some query rows of a tile with the keys that any of them sees, as rows and as positions."""
+    """Some query rows of a tile, the keys that they attend to, and the mask, bias and dropout of the pairs."""
 
     q_rows: slice
     k_rows: slice
@@ -64,20 +64,20 @@ class _Chunk(NamedTuple):
 
 
 class _Bias(NamedTuple):
-    """What ALiBi subtracts, as two factors: slopes (kv heads, q heads per kv head, 1, 1), distances (q, k rows)."""
+    """The ALiBi bias as two factors: slopes (kv heads, q heads per kv head, 1, 1) and distances (q rows, k rows)."""
 
     slopes: Tensor
     distance: Tensor
 
 
 class _Dropout(NamedTuple):
-    """Which weights are dropped, booleans of the scores' shape, and by what the others are divided."""
+    """The dropped weights as booleans of the scores' shape, and `kept_share`, which divides the other weights."""
 
     dropped: Tensor
     kept_share: float
 
     def apply_(self, p: Tensor) -> Tensor:
-        """To these, of the scores' shape, in place."""
+        """Apply the dropout to a tensor of the scores' shape, in place."""
         return p.masked_fill_(self.dropped, 0.0).div_(self.kept_share)
 
 
@@ -96,7 +96,7 @@ class PlainEngine(Accumulating):
         more: bool = False,
         visits: Sequence[Visit] = (),
     ) -> list[PlainWork]:
-        """Cut the heads of each tile so that every part reads whole K/V heads evenly."""
+        """Cut the heads of each tile so that all K/V heads of a part have the same number of query heads."""
         group = softmax.group
         return [
             PlainWork(
@@ -112,11 +112,11 @@ class PlainEngine(Accumulating):
         """Accumulate the tiles into the state, in place."""
         assert state.out.carried is not None
         for tile, heads in work.tiles:
-            # Score matrices of all batches and query heads of the group are there at once.
+            # The score matrices of all batches and query heads of the group exist at once.
             for part in _parts(tile, heads.q_heads.count * q.shape[1], state.lse.element_size()):
                 chunk = _chunk(part, heads, work.softmax, q, state.dropout_seed)
-                _attend_part(q, _held(kv, heads), heads, state, chunk, work.softmax)
-                del chunk  # before the next one is made
+                _attend_part(q, _group_views(kv, heads), heads, state, chunk, work.softmax)
+                del chunk  # free it before the next chunk is allocated
 
     def attend_grad(
         self,
@@ -134,12 +134,13 @@ class PlainEngine(Accumulating):
         for tile, heads in work.tiles:
             for part in _parts(tile, heads.q_heads.count * q.shape[1], inputs.lse.element_size()):
                 chunk = _chunk(part, heads, work.softmax, q, inputs.dropout_seed)
-                _grad_of_part(q, _held(kv, heads), heads, inputs, dq.carried, _held(sums, heads), chunk, work.softmax)
-                del chunk  # before the next one is made
+                sums_part = _group_views(sums, heads)
+                _grad_of_part(q, _group_views(kv, heads), heads, inputs, dq.carried, sums_part, chunk, work.softmax)
+                del chunk  # free it before the next chunk is allocated
         finish(sums, result, work.keys)
 
     def workspace_bytes(self, work: PlainWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
-        """See `Engine`. Counts the copies that torch's einsum makes, as measured with torch 2.13."""
+        """See `Engine`. Includes the copies that torch's einsum makes, as measured with torch 2.13."""
         item = accumulator_dtype(sizes.dtype).itemsize
         most = max(
             (
@@ -149,19 +150,19 @@ class PlainEngine(Accumulating):
             ),
             default=0,
         )
-        return most + (own_sums_bytes(work.keys, work.visit, sizes) if backward else 0)
+        return most + (temporary_sums_bytes(work.keys, work.visit, sizes) if backward else 0)
 
 
 def _attend_part(q: Tensor, kv: KV, heads: HeadGroup, state: SoftmaxState, chunk: _Chunk, softmax: Softmax) -> None:
-    """Accumulate some rows into the state; a call of its own, so that what it allocates is gone before the next one."""
+    """Accumulate some rows into the state. A separate function, so that its tensors are freed before the next part."""
     out, lse, rows, cols = state.out.carried, state.lse, chunk.q_rows, chunk.k_rows
     assert out is not None
     q_heads = as_slice(heads.q_heads)
     s, _ = _scores(_grouped(q[rows, :, q_heads], heads), kv.k[cols].to(out.dtype), chunk, softmax, False)
-    # The rows' own lse; a row whose keys are all masked gets -inf and weighs nothing in the merge.
+    # The lse over the keys of this part. A row whose keys are all masked gets -inf and has weight 0 in the merge.
     part_lse = s.logsumexp(-1)
     p = weights(s, part_lse.unsqueeze(-1))
-    # The lse is that of all weights, dropped ones included.
+    # Dropout comes after the lse, which includes the dropped weights.
     if chunk.dropout is not None:
         chunk.dropout.apply_(p)
     # Letters: n query rows, m key rows, b batches, h K/V heads, g query heads of one K/V head, d dims.
@@ -172,18 +173,18 @@ def _attend_part(q: Tensor, kv: KV, heads: HeadGroup, state: SoftmaxState, chunk
 def _grad_of_part(
     q: Tensor, kv: KV, heads: HeadGroup, inputs: BackwardInputs, into: Tensor, dkv: KV, chunk: _Chunk, softmax: Softmax
 ) -> None:
-    """Add the gradients of some rows, in place; a call of its own as `_attend_part`."""
+    """Add the gradients of some rows, in place. A separate function for the same reason as `_attend_part`."""
     rows, cols, q_heads = chunk.q_rows, chunk.k_rows, as_slice(heads.q_heads)
     q_part, dout = (_grouped(x[rows, :, q_heads], heads) for x in (q, inputs.dout))
     k_part, v_part = kv.k[cols].to(into.dtype), kv.v[cols].to(into.dtype)
     s, slope = _scores(q_part, k_part, chunk, softmax, True)
-    # By the merged lse: the weights among all keys of a row, so parts add up.
+    # The merged lse gives the weights among all keys of a row, so the gradients of the parts add up.
     p = weights(s, _grouped_rows(inputs.lse[:, q_heads, rows], heads))
     # dV = D(P)^T dO, with the dropout D; the sum over g adds the query heads of a K/V head.
     kept = p if chunk.dropout is None else chunk.dropout.apply_(p.clone())
     dkv.v[cols].add_(torch.einsum("bhgnm,nbhgd->mbhd", kept, dout))
     del kept
-    # dS = P * (D(dO V^T) - delta) * scale, in place, so that three score matrices are the most at once.
+    # dS = P * (D(dO V^T) - delta) * scale, in place, so that at most three score matrices exist at once.
     ds = torch.einsum("nbhgd,mbhd->bhgnm", dout, v_part)
     if chunk.dropout is not None:
         chunk.dropout.apply_(ds)
@@ -197,14 +198,14 @@ def _grad_of_part(
 
 
 def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, softmax: Softmax, backward: bool) -> int:
-    """The most that a part has allocated at once, from the order of the operations above."""
+    """Return the peak memory of a part, from the order of the operations above."""
     item = accumulator_dtype(sizes.dtype).itemsize
     rows, cols = part.q.rows.count, part.k.rows.count
-    per_q, per_k = (sizes.batch * one.count * item for one in (heads.q_heads, heads.kv_heads))
+    per_q, per_k = (sizes.batch * head_range.count * item for head_range in (heads.q_heads, heads.kv_heads))
     scores, lse, q, out = (rows * per_q * width for width in (cols, 1, sizes.head_dim, sizes.value_dim))
     k, v = (cols * per_k * dim for dim in (sizes.head_dim, sizes.value_dim))
     converted = sizes.dtype.itemsize != item
-    # einsum copies what does not become a batch of matrices by views alone.
+    # einsum copies an operand that no view turns into a batch of matrices.
     grouped, apart = heads.q_heads.count > heads.kv_heads.count, sizes.batch > 1 and heads.kv_heads.count > 1
     chunk = 0 if part.is_full() else rows * cols
     if softmax.alibi_slopes is not None:
@@ -213,24 +214,24 @@ def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, softmax: Softmax, ba
     if softmax.dropout_p is not None:
         chunk += scores // item
         drawing = _drawing_bytes(part, heads, sizes.batch)
-    # Held throughout: the scores, and backward a softcap's derivative; weighing adds two and a mask.
-    held, weighing = scores * (1 + (backward and softmax.softcap is not None)), 2 * scores + scores // item
+    # Live throughout: the scores, and in backward the derivative of the softcap. `weights` adds two and a mask.
+    live, weighing = scores * (1 + (backward and softmax.softcap is not None)), 2 * scores + scores // item
     scores_copy, k_copy, v_copy = scores * grouped, k * apart, v * apart
     if backward:
         q_copy, out_copy = (x * (grouped or apart) for x in (q, out))
-        # Converted operands are copies in the accumulator dtype.
+        # Conversion to the accumulator dtype copies the operands.
         more = (q + out + k + v) * converted
         ends = max(scores_copy + q + k_copy, out_copy + v_copy, q_copy + k)  # dq, the gradient of the scores, dk
         if softmax.dropout_p is not None:
-            ends = max(ends, out_copy + v)  # dv, beside the weights and those that were kept
-        return chunk + max(drawing, more + held + max(weighing, 2 * scores + ends))
+            ends = max(ends, out_copy + v)  # dv, while the weights exist with and without dropout
+        return chunk + max(drawing, more + live + max(weighing, 2 * scores + ends))
     more = (q + k) * converted
     weighed = scores + scores_copy + out + v_copy + v * converted
-    return chunk + max(drawing, more + q + scores, held + lse + max(weighing, weighed))
+    return chunk + max(drawing, more + q + scores, live + lse + max(weighing, weighed))
 
 
 def _drawing_bytes(part: Tile, heads: HeadGroup, batch: int) -> int:
-    """What `_dropout` has allocated besides what it makes: of some rows at once, and of the places of their pairs."""
+    """Return the temporary memory of `_dropout`: the random words of some rows, and the positions of their pairs."""
     rows, cols, q_heads = part.q.rows.count, part.k.rows.count, heads.q_heads.count
     rows = min(rows, _rows_drawn(cols * q_heads * batch))
     return rows * cols * q_heads * batch * PAIR_BYTES + 8 * (rows + q_heads + batch) + 17 * cols
@@ -240,21 +241,21 @@ def _rows_drawn(pairs_of_a_row: int) -> int:
     return max(1, SCORES_BYTES // (PAIR_BYTES * pairs_of_a_row))
 
 
-def _held(kv: KV, heads: HeadGroup) -> KV:
-    """Views of K and V, or of their gradients, for the K/V heads of a group."""
+def _group_views(kv: KV, heads: HeadGroup) -> KV:
+    """Return the views of K and V, or of their gradients, for the K/V heads of a group."""
     every = Piece(StridedRange(0, kv.k.shape[0]), heads.kv_heads)
-    return KV(*held_by(kv, every), heads.kv_heads.start)
+    return KV(*piece_views(kv, every), heads.kv_heads.start)
 
 
 def _parts(tile: Tile, matrices: int, item_bytes: int) -> Iterator[Tile]:
-    """The tile a few query rows at a time, `matrices` score matrices together in bounds."""
+    """Cut the tile into parts of a few query rows: `matrices` score matrices of a part fit into `SCORES_BYTES`."""
     q, k, band = tile.q.positions, tile.k.positions, tile.band
-    # At least one row, whatever its scores take.
+    # At least one row, whatever the size of its scores.
     step = max(1, SCORES_BYTES // max(1, matrices * k.count * item_bytes))
     for first in range(0, q.count, step):
         rows = StridedRange(first, min(step, q.count - first))
         q_part = q.pick(rows)
-        # The keys that the first to the last of these queries see; between them all are seen by some or masked below.
+        # The keys from the first that one of these queries sees to the last. The mask removes the others between them.
         cols = k.between(q_part.start - band.hi, q_part.last - band.lo)
         if cols.count:
             yield tile._replace(q=tile.q.pick(rows), k=tile.k.pick(cols))
@@ -268,8 +269,7 @@ def _chunk(part: Tile, heads: HeadGroup, softmax: Softmax, q: Tensor, dropout_se
 
 
 def _forbidden(tile: Tile, device: torch.device) -> Tensor:
-    """(q, k) booleans: the pairs outside the band."""
-    # A band allows lo <= q - k <= hi.
+    """Return (q, k) booleans that are true for the pairs outside the band lo <= q - k <= hi."""
     ahead = _ahead(tile, device)
     return (ahead < tile.band.lo) | (ahead > tile.band.hi)
 
@@ -287,10 +287,10 @@ def _bias(tile: Tile, heads: HeadGroup, softmax: Softmax, like: Tensor) -> _Bias
 def _dropout(tile: Tile, heads: HeadGroup, softmax: Softmax, like: Tensor, seed: int) -> _Dropout | None:
     if softmax.dropout_p is None:
         return None
-    queries, keys, batch, own = tile.q.positions, tile.k.positions, like.shape[1], heads.q_heads
-    of_call = own._replace(start=tile.first_head + own.start)
-    dropped = torch.empty((batch, own.count, queries.count, keys.count), dtype=torch.bool, device=like.device)
-    step = _rows_drawn(keys.count * own.count * batch)
+    queries, keys, batch, q_heads = tile.q.positions, tile.k.positions, like.shape[1], heads.q_heads
+    of_call = q_heads._replace(start=tile.first_head + q_heads.start)
+    dropped = torch.empty((batch, q_heads.count, queries.count, keys.count), dtype=torch.bool, device=like.device)
+    step = _rows_drawn(keys.count * q_heads.count * batch)
     for first in range(0, queries.count, step):
         rows = StridedRange(first, min(step, queries.count - first))
         into = dropped[:, :, first : first + rows.count]
@@ -299,30 +299,30 @@ def _dropout(tile: Tile, heads: HeadGroup, softmax: Softmax, like: Tensor, seed:
 
 
 def _ahead(tile: Tile, device: torch.device) -> Tensor:
-    """(q, k) int64: the query's position less the key's."""
+    """Return the query's position minus the key's, (q, k) int64."""
     runs = (tile.q.positions, tile.k.positions)
     q, k = (torch.arange(run.start, run.stop, run.stride, device=device) for run in runs)
     return q[:, None] - k[None, :]
 
 
 def _grouped(x: Tensor, heads: HeadGroup) -> Tensor:
-    """(rows, batch, q heads, dim) as (rows, batch, kv heads, q heads per kv head, dim), in the accumulator dtype."""
+    """Return (rows, batch, q heads, dim) as (rows, batch, kv heads, q heads per kv head, dim), in the wider dtype."""
     return x.to(accumulator_dtype(x.dtype)).unflatten(2, (heads.kv_heads.count, -1))
 
 
 def _grouped_rows(x: Tensor, heads: HeadGroup) -> Tensor:
-    """(batch, q heads, rows) as (batch, kv heads, q heads per kv head, rows, 1)."""
+    """View (batch, q heads, rows) as (batch, kv heads, q heads per kv head, rows, 1)."""
     return x.unflatten(1, (heads.kv_heads.count, -1)).unsqueeze(-1)
 
 
 def _scores(q: Tensor, k: Tensor, chunk: _Chunk, softmax: Softmax, backward: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores (batch, kv heads, q heads per kv head, q rows, k rows), -inf where forbidden.
+    """Return the scores (batch, kv heads, q heads per kv head, q rows, k rows), -inf for forbidden pairs.
 
-    With `backward` also the softcap's derivative, if there is one.
+    For backward, also return the derivative of the softcap, if there is a softcap.
     """
     s, slope = torch.einsum("nbhgd,mbhd->bhgnm", q, k).mul_(softmax.scale), None
     if softmax.softcap is not None:
-        # S = cap * tanh(x / cap), in place; its derivative by x is 1 - tanh^2.
+        # S = cap * tanh(x / cap), in place. The derivative with respect to x is 1 - tanh^2.
         s.div_(softmax.softcap).tanh_()
         slope = 1 - s * s if backward else None
         s.mul_(softmax.softcap)

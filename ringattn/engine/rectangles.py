@@ -1,8 +1,8 @@
-"""Tiles cut into rectangles, for kernels that know only "every key" and "causal from the top left corner".
+"""Tiles cut into rectangles, for kernels whose only masks are "every key" and "causal from the top left corner".
 
-Guarantees that the rectangles of a tile hold each of its pairs exactly once and no other pair, that every row of a
-rectangle sees at least one of its keys, and that there are few of them: a full tile and a causal square are one
-rectangle each, a window is two for every stretch of rows as long as the window is wide.
+Guarantees: the rectangles of a tile contain each of its pairs exactly once and no other pair. Every row of a rectangle
+attends to at least one of its keys. The rectangles are few: one for a full tile, one for a causal square, and for a
+window two per stretch of rows that is as long as the window is wide.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ringattn.engine.base import KV, Sizes, Visit, accumulator_dtype
 
 
 class Rectangle(NamedTuple):
-    """Query rows and key rows that attend to each other, for the query heads `heads`.
+    """Query rows that attend to key rows, for the query heads `heads`.
 
     `causal`: the i-th query sees the keys up to the i-th (there are never more keys than queries); else every key.
-    `reversed`: both sides are taken in descending order first; only set together with `causal`.
+    `reversed`: both sides are first put in descending order; only set together with `causal`.
     """
 
     q_rows: StridedRange
@@ -32,7 +32,7 @@ class Rectangle(NamedTuple):
 
 
 class HeadGroup(NamedTuple):
-    """Query heads of which each K/V head serves the same number of consecutive ones."""
+    """A range of query heads and their K/V heads; each K/V head has the same number of consecutive query heads."""
 
     q_heads: StridedRange
     kv_heads: StridedRange
@@ -48,7 +48,7 @@ class _Block(NamedTuple):
 
 
 def rectangles(tile: Tile, square_causal_only: bool = False) -> Iterator[Rectangle]:
-    """The rectangles of a tile. `square_causal_only`: no causal one has more queries than keys."""
+    """Yield the rectangles of a tile. `square_causal_only`: no causal rectangle has more queries than keys."""
     for part in tile.aligned():
         for block in _blocks(part.q.positions.count, part.k.positions.count, part.index_band()):
             for piece in _squares(block) if square_causal_only else (block,):
@@ -56,16 +56,17 @@ def rectangles(tile: Tile, square_causal_only: bool = False) -> Iterator[Rectang
                 yield Rectangle(q_rows, k_rows, piece.causal, piece.reversed, tile.heads)
 
 
-def joined(found: list[Rectangle]) -> list[Rectangle]:
-    """The same pairs of the same heads in fewer rectangles, where the rows of several tiles lie side by side.
+def join_rectangles(parts: list[Rectangle]) -> list[Rectangle]:
+    """Join rectangles of adjacent rows. The result has the same pairs of the same heads.
 
-    Two causal squares and the full one between them become one causal square (the two ranges of a zigzag shard); full
-    ones with equal rows on one side and adjacent rows on the other become one. Repeated rectangles are all kept.
+    Two causal squares and the full rectangle between them become one causal square (the two ranges of a zigzag shard).
+    Full rectangles with equal rows on one side and adjacent rows on the other become one. If a rectangle occurs twice,
+    nothing is joined.
     """
-    # Repeated rectangles count twice in a mask of several branches; a dict would lose them.
-    rest = dict.fromkeys(found)
-    if len(rest) < len(found):
-        return found
+    # In a mask of several branches a repeated rectangle counts twice; a dict would drop the repetition.
+    rest = dict.fromkeys(parts)
+    if len(rest) < len(parts):
+        return parts
     grown: Rectangle | None = None
     squares = (r for r in rest if r.causal and not r.reversed and r.q_rows.count == r.k_rows.count)
     for square in sorted(squares, key=lambda r: (r.heads, r.q_rows, r.k_rows)):
@@ -83,63 +84,64 @@ def joined(found: list[Rectangle]) -> list[Rectangle]:
                 rest[square] = None
         grown = square
     full = [r for r in rest if not r.causal]
-    return [*(r for r in rest if r.causal), *_joined_queries(_joined_keys(full))]
+    return [*(r for r in rest if r.causal), *_join_queries(_join_keys(full))]
 
 
 def head_groups(heads: StridedRange, group: int) -> Iterator[HeadGroup]:
-    """A range of query heads cut so that each part can go to a kernel that understands grouped heads.
+    """Cut a range of query heads into parts that a kernel with grouped heads can take.
 
     `group`: query heads per K/V head. A range that starts or ends inside a group gives up to three parts.
     """
-    start, shape = 0, (0, 0)  # Of the part being grown: its first index, heads per K/V head and K/V stride.
+    # `shape` of the last part: query heads per K/V head, and stride of the K/V heads.
+    start, shape = 0, (0, 0)
     parts: list[HeadGroup] = []
     while start < heads.count:
         # The K/V head of the next query head, and how many of the range's heads share it.
         kv_head = (heads.start + start * heads.stride) // group
-        served = heads.between(kv_head * group, kv_head * group + group - 1).count
+        count = heads.between(kv_head * group, kv_head * group + group - 1).count
         grown = parts[-1] if parts else None
-        # The part grows while each K/V head serves equally many and K/V heads are evenly spaced (unknown for a first
-        # one).
+        # The part grows while each K/V head has the same number of query heads and the K/V heads are evenly spaced.
+        # With a single K/V head any spacing is allowed.
         step = kv_head - grown.kv_heads.last if grown else 0
-        if grown and shape[0] == served and shape[1] in (0, step):
-            shape = (served, step)
-            q_heads = StridedRange(grown.q_heads.start, grown.q_heads.count + served, heads.stride)
+        if grown and shape[0] == count and shape[1] in (0, step):
+            shape = (count, step)
+            q_heads = StridedRange(grown.q_heads.start, grown.q_heads.count + count, heads.stride)
             parts[-1] = HeadGroup(q_heads, StridedRange(grown.kv_heads.start, grown.kv_heads.count + 1, step))
         else:
-            shape = (served, 0)
-            q_heads = heads.pick(StridedRange(start, served))
+            shape = (count, 0)
+            q_heads = heads.pick(StridedRange(start, count))
             parts.append(HeadGroup(q_heads, StridedRange(kv_head, 1)))
-        start += served
+        start += count
     yield from parts
 
 
-def _joined_keys(full: list[Rectangle]) -> list[Rectangle]:
-    """Full rectangles joined where their queries are equal and their keys adjacent."""
+def _join_keys(full: list[Rectangle]) -> list[Rectangle]:
+    """Join full rectangles that have equal queries and adjacent keys."""
     done: list[Rectangle] = []
-    for one in sorted(full, key=lambda r: (r.heads, r.q_rows, r.k_rows)):
-        last = done[-1] if done else one
-        if (last.heads, last.q_rows) == (one.heads, one.q_rows) and _follows(last.k_rows, one.k_rows):
-            done[-1] = last._replace(k_rows=_both(last.k_rows, one.k_rows))
+    for rectangle in sorted(full, key=lambda r: (r.heads, r.q_rows, r.k_rows)):
+        last = done[-1] if done else rectangle
+        if (last.heads, last.q_rows) == (rectangle.heads, rectangle.q_rows) and _follows(last.k_rows, rectangle.k_rows):
+            done[-1] = last._replace(k_rows=_both(last.k_rows, rectangle.k_rows))
         else:
-            done.append(one)
+            done.append(rectangle)
     return done
 
 
-def _joined_queries(full: list[Rectangle]) -> list[Rectangle]:
-    """Full rectangles joined where their keys are equal and their queries adjacent."""
-    # Exchange the sides, join along the keys, exchange back.
-    turned = [r._replace(q_rows=r.k_rows, k_rows=r.q_rows) for r in full]
-    return [r._replace(q_rows=r.k_rows, k_rows=r.q_rows) for r in _joined_keys(turned)]
+def _join_queries(full: list[Rectangle]) -> list[Rectangle]:
+    """Join full rectangles that have equal keys and adjacent queries."""
+    # Swap the sides, join along the keys, swap back.
+    swapped = [r._replace(q_rows=r.k_rows, k_rows=r.q_rows) for r in full]
+    return [r._replace(q_rows=r.k_rows, k_rows=r.q_rows) for r in _join_keys(swapped)]
 
 
 def _continues(first: Rectangle, second: Rectangle) -> bool:
-    """Whether the second square is of the same heads and goes on where the first ends, on both sides."""
-    beside = _follows(first.q_rows, second.q_rows) and _follows(first.k_rows, second.k_rows)
-    return beside and first.heads == second.heads
+    """Return whether the second square has the same heads and starts where the first ends, on both sides."""
+    adjacent = _follows(first.q_rows, second.q_rows) and _follows(first.k_rows, second.k_rows)
+    return adjacent and first.heads == second.heads
 
 
 def _follows(first: StridedRange, second: StridedRange) -> bool:
-    """Whether the second range goes on where the first ends."""
+    """Return whether the second range continues the first."""
     return first.stride == second.stride and second.start == first.last + first.stride
 
 
@@ -148,13 +150,13 @@ def _both(first: StridedRange, second: StridedRange) -> StridedRange:
 
 
 def _blocks(q_count: int, k_count: int, band: Band) -> Iterator[_Block]:
-    """The pairs lo <= i - j <= hi with 0 <= i < q_count, 0 <= j < k_count."""
+    """Yield blocks that cover the pairs lo <= i - j <= hi with 0 <= i < q_count and 0 <= j < k_count."""
     lo, hi = band
     first, end = max(0, lo), min(q_count, k_count + hi)  # Rows outside see no key.
     if first >= end or lo > hi:
         return
-    # Row i sees the keys i - hi .. i - lo. Up to row `hi` the lower end lies at or before the first key, and from row
-    # `saturated` on the upper end lies at or after the last key. Rows where neither matters join a piece beside them.
+    # Row i sees the keys i - hi .. i - lo. Up to row `hi` the lower end is at or before the first key, and from row
+    # `saturated` on the upper end is at or after the last key. Rows that see every key join a neighbouring stretch.
     # Three stretches of rows (x: seen):
     #     first            x x . . . .     left edge: columns all rows see, then a causal edge on the right
     #                      x x x . . .
@@ -166,26 +168,26 @@ def _blocks(q_count: int, k_count: int, band: Band) -> Iterator[_Block]:
     upper_end = max(first, min(hi + 1, end)) if first < saturated else first
     lower_start = min(end, max(saturated + 1, upper_end)) if first < saturated else first
     if first < upper_end:
-        # Columns before `corner` are seen by all these rows; from there each row sees one more.
+        # All these rows see the columns before `corner`; from there on each row sees one more than the row above.
         rows, corner = _span(first, upper_end), first - lo
         yield from _beside_edge(rows, _span(0, corner), _span(corner, min(k_count, upper_end - lo)), False)
     yield from _band_interior(upper_end, lower_start, band)
     if lower_start < end:
-        # The last row's lower end is end - 1 - hi; columns from one past it on are seen by all these rows.
+        # The last row's lower end is end - 1 - hi; all these rows see the columns after it.
         rows, corner = _span(lower_start, end), max(0, end - hi)
         yield from _beside_edge(rows, _span(corner, k_count), _span(max(0, lower_start - hi), corner), True)
 
 
 def _band_interior(start: int, end: int, band: Band) -> Iterator[_Block]:
-    """Rows of which both ends of the band lie inside the keys: stretches of at most the band's width.
+    """Yield the blocks of rows whose band ends are both inside the keys, in stretches of at most the band's width.
 
-    A stretch is a causal square at the band's upper end, a reversed one with a row less at its lower end, and between
-    them full columns, of which a stretch as long as the band is wide has none.
+    A stretch is a causal square at the band's upper end, a reversed square with one row less at its lower end, and full
+    columns between them. A stretch as long as the band is wide has no full columns.
     """
     lo, hi = band
     width = hi - lo + 1
     # Band of width 3, one stretch of three rows:
-    #     row first      x x c . .     x: reversed causal square of the rows but the last
+    #     row first      x x c . .     x: reversed causal square of all rows except the last
     #     row first+1    . x c c .     c: causal square of all rows
     #     row first+2    . . c c c
     for first in range(start, end, width):
@@ -196,8 +198,8 @@ def _band_interior(start: int, end: int, band: Band) -> Iterator[_Block]:
 
 
 def _beside_edge(rows: StridedRange, full: StridedRange, edge: StridedRange, reversed_: bool) -> Iterator[_Block]:
-    """The columns `full`, seen by all rows, beside the causal columns `edge`; one causal column is a full one."""
-    # A causal square of one column is seen by all rows: row i sees columns up to i, so column 0 always.
+    """Yield a block of the columns `full` and a causal block of `edge`; a single causal column counts as full."""
+    # Row i of a causal block sees the columns up to i, so every row sees column 0.
     if edge.count == 1:
         start = min(full.start, edge.start) if full.count else edge.start
         full, edge = StridedRange(start, full.count + 1), StridedRange(0, 0)
@@ -208,9 +210,8 @@ def _beside_edge(rows: StridedRange, full: StridedRange, edge: StridedRange, rev
 
 
 def _squares(block: _Block) -> Iterator[_Block]:
-    """A causal block with rows below its square, as the square and a full block."""
-    # Causal with more rows than columns: the rows past the square see every column.
-    # In a reversed block these rows come first, as the order is descending.
+    """Cut a causal block that has more rows than columns into a causal square and a full block."""
+    # The rows past the square see every column. In a reversed block these rows come first: the order is descending.
     spare = block.rows.count - block.cols.count
     if not block.causal or spare == 0:
         yield block
@@ -224,8 +225,8 @@ def _span(first: int, end: int) -> StridedRange:
     return StridedRange(first, max(0, end - first))
 
 
-# --- which pieces of a pass are the first on their rows, so that no row has to be zeroed before ----------------------
-# A piece is called first only if every wanted row has a first piece, and none of its rows was updated before.
+# --- first pieces: the pieces of a pass that overwrite their rows, so that nothing has to be zeroed before it --------
+# A piece is first if no earlier piece updates any of its rows. First pieces are used only if every row has one.
 
 
 class Piece(NamedTuple):
@@ -236,36 +237,37 @@ class Piece(NamedTuple):
 
 
 def as_slice(run: StridedRange) -> slice:
-    """A strided range of indices as a slice, so that indexing with it gives a view."""
+    """Convert a strided range of indices to a slice, so that indexing with it gives a view."""
     return slice(run.start, run.stop, run.stride)
 
 
-def first_pieces(steps: Sequence[Sequence[Piece]], wanted: Sequence[Piece]) -> list[tuple[bool, ...]] | None:
-    """For each piece of each step, in their order, whether no other met its rows before.
+def first_pieces(steps: Sequence[Sequence[Piece]], required: Sequence[Piece]) -> list[tuple[bool, ...]] | None:
+    """Return, for each piece of each step in order, whether no earlier piece updates its rows.
 
-    None where some piece meets rows of both kinds, or none meets a `wanted` row.
+    Return None if a piece has both rows that were updated before and rows that were not, or if no piece updates some
+    row of `required`.
     """
-    every = [*wanted, *(piece for step in steps for piece in step)]
-    # Heads cut at all borders: a piece holds all heads between two or none.
+    every = [*required, *(piece for step in steps for piece in step)]
+    # Cut the heads at all borders: between two neighbouring borders a piece has all heads or none.
     borders = sorted({edge for piece in every for run in _unstrided(piece.heads) for edge in (run.start, run.stop)})
-    met = np.zeros((len(borders), max((piece.rows.stop for piece in every), default=0)), bool)
+    updated = np.zeros((len(borders), max((piece.rows.stop for piece in every), default=0)), bool)
 
     def cells(piece: Piece) -> list[np.ndarray]:
         spans = (np.searchsorted(borders, (run.start, run.stop)) for run in _unstrided(piece.heads))
-        return [met[first:end, as_slice(piece.rows)] for first, end in spans]
+        return [updated[first:end, as_slice(piece.rows)] for first, end in spans]
 
-    found = []
+    flags = []
     for step in steps:
         firsts = []
         for piece in step:
-            mine = cells(piece)
-            firsts.append(not any(one.any() for one in mine))
-            if not firsts[-1] and not all(one.all() for one in mine):
+            views = cells(piece)
+            firsts.append(not any(view.any() for view in views))
+            if not firsts[-1] and not all(view.all() for view in views):
                 return None
-            for one in mine:
-                one[...] = True
-        found.append(tuple(firsts))
-    return found if all(one.all() for piece in wanted for one in cells(piece)) else None
+            for view in views:
+                view[...] = True
+        flags.append(tuple(firsts))
+    return flags if all(view.all() for piece in required for view in cells(piece)) else None
 
 
 def _unstrided(heads: StridedRange) -> Iterator[StridedRange]:
@@ -273,34 +275,37 @@ def _unstrided(heads: StridedRange) -> Iterator[StridedRange]:
 
 
 def key_pieces(tiles: Iterable[Tile], group: int) -> tuple[Piece, ...]:
-    """The key rows of the tiles, each once for every range of K/V heads that read it. `group`: as in `Softmax`."""
+    """Return the key rows of the tiles with their ranges of K/V heads, without repetitions. `group`: see `Softmax`."""
     pieces = (Piece(tile.k.rows, part.kv_heads) for tile in tiles for part in head_groups(tile.heads, group))
     return tuple(dict.fromkeys(pieces))
 
 
 def accumulators(dkv: KV | None, result: KV | None, pieces: Sequence[Piece], visit: Visit) -> KV:
-    """Where a step sums dK and dV: `dkv`, else the result itself or memory of its own; a first one's rows are zero."""
+    """Return the tensors in which a step sums dK and dV; if the step overwrites, its rows are set to zero.
+
+    These are `dkv` if given, else the result itself if its dtype is wide enough, else temporary memory.
+    """
     if dkv is None:
         assert result is not None
         dkv = result if not narrower(result.k.dtype) else _wide(result, pieces)
     if visit.overwrite:
         for piece in pieces:
-            for x in held_by(dkv, piece):
+            for x in piece_views(dkv, piece):
                 x.zero_()
     return dkv
 
 
 def finish(sums: KV, result: KV | None, pieces: Iterable[Piece]) -> None:
-    """Write the sums of a last step to its result, if it has one."""
+    """Write the sums of a last step to its result, if it has a result."""
     if result is None or result is sums:
         return
     for piece in pieces:
-        for x, into in zip(held_by(sums, piece), held_by(result, piece), strict=True):
+        for x, into in zip(piece_views(sums, piece), piece_views(result, piece), strict=True):
             into.copy_(x)
 
 
-def own_sums_bytes(pieces: Iterable[Piece], visit: Visit, sizes: Sizes) -> int:
-    """Bytes of the memory of its own in which a step sums that is the first and the last on its rows."""
+def temporary_sums_bytes(pieces: Iterable[Piece], visit: Visit, sizes: Sizes) -> int:
+    """Return the bytes of the temporary sums of a step that is both the first and the last on its rows."""
     if not (visit.overwrite and visit.last and narrower(sizes.dtype)):
         return 0
     rows, heads = _extent(pieces)
@@ -309,22 +314,22 @@ def own_sums_bytes(pieces: Iterable[Piece], visit: Visit, sizes: Sizes) -> int:
 
 
 def _extent(pieces: Iterable[Piece]) -> tuple[int, StridedRange]:
-    """Rows from the first one to the last of any piece, and heads from the least to the greatest of all."""
+    """Return the number of rows up to the last row of any piece, and the range of heads that covers all pieces."""
     rows, first, end = 0, 0, 0
-    for at, piece in enumerate(pieces):
+    for index, piece in enumerate(pieces):
         rows, end = max(rows, piece.rows.stop), max(end, piece.heads.stop)
-        first = min(first, piece.heads.start) if at else piece.heads.start
+        first = min(first, piece.heads.start) if index else piece.heads.start
     return rows, StridedRange(first, end - first)
 
 
 def narrower(dtype: torch.dtype) -> bool:
-    """Whether sums of `dtype` inputs are held in a wider one."""
+    """Return whether the accumulator dtype of `dtype` inputs is wider than `dtype`."""
     return accumulator_dtype(dtype) != dtype
 
 
-def held_by(kv: KV, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of K and V, or of their gradients, at a piece of keys."""
-    # Received K/V may begin at a later head than 0.
+def piece_views(kv: KV, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the views of K and V, or of their gradients, at a piece of keys."""
+    # The first head of received K/V may be a later head than 0.
     rows, heads = as_slice(piece.rows), as_slice(piece.heads._replace(start=piece.heads.start - kv.first_head))
     return kv.k[rows, :, heads], kv.v[rows, :, heads]
 

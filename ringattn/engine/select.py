@@ -1,7 +1,8 @@
-"""Which engine computes a call, and why.
+"""The choice of the engine that computes a call, with its reason.
 
-Guarantees that a named engine comes or is refused with a reason, before any rank communicates. `auto` takes aten; for
-options of the softmax, which aten lacks, triton on a GPU where it can do the call, and else plain, which has all.
+Guarantees: a named engine runs or is refused with a reason, before any rank communicates. `auto` is aten. For options
+of the softmax, which aten does not support, `auto` is triton on a GPU if it supports the call, and else plain, which
+supports every option.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from ringattn.errors import UnsupportedError
 
 ENGINES = ("auto", "aten", "plain", "triton", *NEEDS)
 EngineName = Literal["auto", "aten", "plain", "triton", "fa3", "fa4"]
-KNOWN: dict[str, tuple[str, ...]] = {"plain": OPTIONAL, "triton": OPTIONAL}
-"""Which options of the softmax an engine computes; the others none."""
-IN_WORDS = {"softcap": "a softcap", "alibi_slopes": "alibi_slopes", "dropout_p": "this dropout"}
+SUPPORTED_OPTIONS: dict[str, tuple[str, ...]] = {"plain": OPTIONAL, "triton": OPTIONAL}
+"""The options of the softmax that an engine supports. Engines that are not listed support none."""
+OPTION_NAMES = {"softcap": "a softcap", "alibi_slopes": "alibi_slopes", "dropout_p": "this dropout"}
 
 
 class Choice(NamedTuple):
-    """An engine, and why it was taken: one sentence that begins with its name."""
+    """An engine with the reason for the choice: one sentence that begins with the engine's name."""
 
     engine: Engine
     why: str
@@ -42,23 +43,22 @@ def choose(
     softmax: Softmax | None = None,
     sm_margin: int = 0,
 ) -> Choice:
-    """The engine called `name`, one of `ENGINES`, for inputs of `dtype` on `device` with heads of `d_k` and `d_v`.
+    """Return the engine `name`, one of `ENGINES`, for `dtype` inputs on `device` with head dimensions `d_k` and `d_v`.
 
-    `softmax`: of the call; None for one without options. `sm_margin`: multiprocessors to leave free, where the
-    engine's kernels can.
-    Raises `UnsupportedError` where a named engine cannot do the call.
+    `softmax`: None for a call without options. `sm_margin`: multiprocessors to leave free, if the engine's kernels can.
+    Raises `UnsupportedError` if a named engine does not support the call.
     """
     call = _Call(device, dtype, (d_k, d_v), softmax or Softmax(1.0), sm_margin)
-    found = _first_in_order(call) if name == "auto" else Choice(_engine(name, call), f"{name}: asked for by name")
-    if found.engine.name == "triton":
-        found = found._replace(why=f"{found.why}; {_forms(call)}")
-    if sm_margin and not found.engine.sm_margin:
-        return found._replace(why=f"{found.why}; it leaves no multiprocessor to exchanges")
-    return found
+    choice = _first_in_order(call) if name == "auto" else Choice(_engine(name, call), f"{name}: asked for by name")
+    if choice.engine.name == "triton":
+        choice = choice._replace(why=f"{choice.why}; {_forms(call)}")
+    if sm_margin and not choice.engine.sm_margin:
+        return choice._replace(why=f"{choice.why}; it leaves no multiprocessor free for exchanges")
+    return choice
 
 
 class _Call(NamedTuple):
-    """What decides whether an engine can do a call. `dims`: of keys and of values."""
+    """The properties of a call that decide which engines support it. `dims`: of keys and of values."""
 
     device: torch.device
     dtype: torch.dtype
@@ -68,24 +68,24 @@ class _Call(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """The greater of its head dimensions."""
+        """The larger of the two head dimensions."""
         return max(self.dims)
 
     @property
     def inputs(self) -> str:
-        """Its inputs in words."""
+        """The dtype of the inputs, as text for messages."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def place(self) -> str:
-        """Its device in words: a GPU by the name that the driver gives it."""
+        """The device, as text for messages: a GPU by the name that its driver reports."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
 
 
 def _engine(name: str, call: _Call) -> Engine:
-    """The engine called `name`. Raises UnsupportedError where it cannot do the call."""
+    """Return the engine called `name`. Raises UnsupportedError if it does not support the call."""
     for option in call.softmax.options():
-        if option not in KNOWN.get(name, ()):
+        if option not in SUPPORTED_OPTIONS.get(name, ()):
             raise UnsupportedError(f"engine={name!r} has no {option}; use engine='auto' or engine='plain'")
     if name == "plain":
         return PlainEngine()
@@ -99,18 +99,18 @@ def _engine(name: str, call: _Call) -> Engine:
 
 
 def _first_in_order(call: _Call) -> Choice:
-    """What `auto` takes."""
+    """Return the choice of `auto`."""
     options = call.softmax.options()
     if not options:
         return Choice(AtenEngine(call.device), _why_aten(call))
-    words = [IN_WORDS[name] for name in options]
+    options_text = [OPTION_NAMES[name] for name in options]
     if call.device.type != "cuda":
-        return Choice(PlainEngine(), f"plain: no fused kernel knows {words[0]} on {call.place}")
-    asked = " and ".join(words)
+        return Choice(PlainEngine(), f"plain: no fused kernel supports {options_text[0]} on {call.place}")
+    requested = " and ".join(options_text)
     try:
-        return Choice(_triton(call), f"triton: the only fused kernels with {asked}")
+        return Choice(_triton(call), f"triton: the only fused kernels with {requested}")
     except UnsupportedError as error:
-        return Choice(PlainEngine(), f"plain: no fused kernel here knows {asked} ({error})")
+        return Choice(PlainEngine(), f"plain: no fused kernel here supports {requested} ({error})")
 
 
 def _why_aten(call: _Call) -> str:
@@ -123,8 +123,8 @@ def _why_aten(call: _Call) -> str:
 
 
 def _triton(call: _Call) -> Engine:
-    """The engine on our own kernels. Raises UnsupportedError where it cannot do the call."""
-    try:  # only now: triton comes with CUDA builds of torch alone
+    """Return the engine on ringattn's own kernels. Raises UnsupportedError if it does not support the call."""
+    try:  # imported late: only CUDA builds of torch bring triton
         import ringattn.engine.triton as triton
     except ModuleNotFoundError as error:
         raise UnsupportedError(
@@ -145,7 +145,7 @@ def _triton(call: _Call) -> Engine:
 
 
 def _forms(call: _Call) -> str:
-    """Which of our own kernels will do the call."""
+    """Describe which of ringattn's own kernels will run."""
     from ringattn.engine import forms, triton
 
-    return forms.told(triton.architecture(call.device), call.dtype, call.dims, tuple(call.softmax.options()))
+    return forms.describe_forms(triton.architecture(call.device), call.dtype, call.dims, tuple(call.softmax.options()))

@@ -1,11 +1,14 @@
-"""The engine on this project's own Triton kernels.
+"""The engine on ringattn's own Triton kernels.
 
-Guarantees one launch a step forward and two backward, whatever tiles the step has; partials and gradients in float32
-from the first step to the last; softcap, ALiBi, dropout, sinks, any head dimensions to 256, any strides; the same bits
-for the same calls, unless it was asked for the fused backward; and no allocation in a pass but the block tables, which
-the first pass on a device makes and keeps, and a launch's tensor descriptors, which are given back when it is enqueued.
-Where every query row has its first and its last launch, no state is set before the pass, read by the first or kept
-after the last. It needs a CUDA device, or Triton's interpreter.
+Guarantees:
+- one launch per step in forward and two in backward, whatever tiles the step has;
+- partial results and gradients in float32 from the first step to the last;
+- softcap, ALiBi, dropout, sinks, head dimensions up to 256, any strides;
+- equal bits for equal calls, except with the fused backward, which is used only on request;
+- no allocation during a pass except the block tables, which the first pass on a device makes and keeps, and the tensor
+  descriptors of a launch, which are freed when the launch is enqueued.
+If every query row has a first and a last launch, no state is initialised before the pass, read by the first launch or
+stored after the last. The engine needs a CUDA device or Triton's interpreter.
 Not covered: ranks, schedules, float64 (refused).
 """
 
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from ringattn.core.geometry import Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState, Visit
-from ringattn.engine.blocks import Blocks, Ints, flagged, key_blocks, query_blocks
+from ringattn.engine.blocks import Blocks, Ints, key_blocks, query_blocks, set_flags
 from ringattn.engine.forms import (
     Options,
     check_specialized,
@@ -64,7 +67,7 @@ kept = Kept()
 
 
 class TritonWork:
-    """One step of a pass, and its launches described so far."""
+    """A step of a pass, and the launches that were prepared for it so far."""
 
     def __init__(self, whole: PassTables, step: int) -> None:
         self.whole, self.step = whole, step
@@ -79,11 +82,11 @@ class TritonEngine(Accumulating):
     def __init__(
         self, configs: Configs | None = None, *, form: str | None = None, deterministic: bool = True, sm_margin: int = 0
     ) -> None:
-        """`configs`: block sizes for every call; by default the table's for its device, dtype and head dimensions.
+        """`configs`: block sizes for every call; by default the table's for the device, dtype and head dimensions.
 
-        `form`: one of `ringattn.kernels.launch.FORMS`, by default the best that can do a call (see `forms`).
-        `deterministic`: False takes the fused backward, which adds dQ in whatever order. `sm_margin`: multiprocessors
-        left to an exchange meanwhile.
+        `form`: one of `ringattn.kernels.launch.FORMS`, by default the best that supports the call (see `forms`).
+        `deterministic`: False selects the fused backward, which adds to dQ in any order. `sm_margin`: the
+        multiprocessors left free for exchanges.
         """
         self._configs, self._form, self._deterministic, self.sm_margin = configs, form, deterministic, sm_margin
         self._named = configs is not None or form is not None
@@ -98,30 +101,36 @@ class TritonEngine(Accumulating):
         more: bool = False,
         visits: Sequence[Visit] = (),
     ) -> list[TritonWork]:
-        """Keep the tiles; their block tables are made for the first call, which brings the dtype and the device."""
+        """Keep the tiles. The first call makes their block tables, because it has the dtype and the device."""
         if why := too_steep(softmax):
             raise UnsupportedError(why)
         whole = PassTables(steps, softmax, rows, heads, more, visits)
         return [TritonWork(whole, step) for step in range(len(whole.steps))]
 
     def begin(self, works: Sequence[TritonWork], q: Tensor, value_dim: int, sinks: Tensor | None) -> SoftmaxState:
-        """Uninitialized where the first launches of all rows are known. Raises as `attend` does."""
-        # The blocks of `attend`: their flags say which launches read a state.
+        """Return the state before the first step: uninitialized if the first launch of every row is known.
+
+        Raises as `attend` does.
+        """
+        # The blocks of `attend`: their flags define which launches read a state.
         config = self._forward_config(q, value_dim, _options(works))
         if not works:
             return super().begin(works, q, value_dim, sinks)
         tables = works[0].whole.by_query(config, q.device)
-        # All steps, so that a pass is refused before its first launch.
+        # Check all steps, so that a pass is refused before its first launch.
         check_specialized(config, all(tables.single), _options(works), q)
-        # Without flags every launch reads the state, so it must be set.
+        # Without flags every launch reads the state, so it must be initialised.
         if not tables.flagged:
             return super().begin(works, q, value_dim, sinks)
-        # The FIRST block of a row does not read its lse, so it need not be filled.
+        # The FIRST block of a row does not read its lse, so the lse need not be filled.
         lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)
         return SoftmaxState(_uninitialized(q, value_dim, tables.alone), lse, sinks)
 
     def attend(self, q: Tensor, kv: KV, state: SoftmaxState, work: TritonWork) -> None:
-        """Accumulate the tiles into the state, in place. UnsupportedError for float64 and head dimensions > 256."""
+        """Accumulate the tiles into the state, in place.
+
+        Raises UnsupportedError for float64 and head dimensions > 256.
+        """
 
         def describe(
             q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor | None, result: Tensor | None,
@@ -131,25 +140,25 @@ class TritonEngine(Accumulating):
             config = self._forward_config(q, v.shape[3], options)
             tables = work.whole.by_query(config, q.device)
             table = tables.steps[work.step]
-            # The specialized kernel takes one entry in a block, read by descriptors.
+            # The specialized kernel takes one entry per block and reads it through descriptors.
             check_specialized(config, tables.single[work.step], options, q, k, v)
-            # Strides or borders of tensors may be none that a descriptor can have.
+            # A descriptor may not support the strides or the base address of a tensor.
             config = readable(config, q, k, v, architecture(q.device), options, self._named)
             if config.form == "gluon":
-                facts = _facts(kv, work)
+                keywords = _call_options(kv, work)
                 return [
                     forward_gluon(
-                        q, k, v, out, lse, table, config, scale=facts["scale"], group=facts["group"],
-                        first_kv_head=facts["first_kv_head"], result=result, sinks=sinks,
+                        q, k, v, out, lse, table, config, scale=keywords["scale"], group=keywords["group"],
+                        first_kv_head=keywords["first_kv_head"], result=result, sinks=sinks,
                     )
                 ]  # fmt: skip
-            return [forward(q, k, v, out, lse, table, config, result=result, sinks=sinks, **_facts(kv, work))]
+            return [forward(q, k, v, out, lse, table, config, result=result, sinks=sinks, **_call_options(kv, work))]
 
         operands = (q, kv.k, kv.v, state.lse, *state.out, state.sinks)
         self._launch(work, kv, operands, describe, state.dropout_seed)
 
     def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-        """By a kernel, in one pass."""
+        """Compute delta with a kernel, in a single pass over the tensors."""
         delta = dout.new_empty(dout.shape[1], dout.shape[2], dout.shape[0], dtype=torch.float32)
         if dout.dtype not in DTYPES:
             return super().delta(dout, out, dlse)
@@ -158,10 +167,13 @@ class TritonEngine(Accumulating):
         return delta
 
     def begin_grad(self, works: Sequence[TritonWork], q: Tensor, value_dim: int) -> Output:
-        """Uninitialized where the first launches of all rows are known. Raises as `attend` does."""
-        # The same blocks as `attend_grad` takes for dQ: their flags say what is read.
+        """Return dQ before the first step: uninitialized if the first launch of every row is known.
+
+        Raises as `attend` does.
+        """
+        # The same blocks as in `attend_grad` for dQ: their flags define which launches read dQ.
         config = self._gradient_configs(q, value_dim, _options(works)).grad_q
-        # The fused backward adds to dQ atomically, so dQ must begin at zero.
+        # The fused backward adds to dQ atomically, so dQ must start as zeros.
         if works and self._deterministic and (tables := works[0].whole.by_query(config, q.device)).flagged:
             return _uninitialized(q, q.shape[3], tables.alone)
         return super().begin_grad(works, q, value_dim)
@@ -176,7 +188,7 @@ class TritonEngine(Accumulating):
         work: TritonWork,
         result: KV | None = None,
     ) -> None:
-        """Add the tiles' gradients to `dq` and `dkv`, in place, `dq` first, or write the last sums to `result`.
+        """Add the tiles' gradients to `dq` and then to `dkv`, in place, or write the last sums to `result`.
 
         Raises as `attend` does.
         """
@@ -187,45 +199,47 @@ class TritonEngine(Accumulating):
             result: Tensor | None,
         ) -> list[LaunchCall]:  # fmt: skip
             results = None if k_result is None or v_result is None else (k_result, v_result)
-            options, rows, facts = _options([work]), (q, k, v, dout, lse, delta), _facts(kv, work)
+            options, rows, keywords = _options([work]), (q, k, v, dout, lse, delta), _call_options(kv, work)
             table = self._configs_for(q, v.shape[3], options)
             if not self._deterministic:
                 assert dq is not None
-                # Key blocks read q and dout block by block, so these are what a descriptor must be able to read.
+                # Key blocks read q and dout block by block, so a descriptor must be able to read these two.
                 by_key = loadable(table.grad_fused, q, dout)
                 keys = work.whole.by_key(by_key, q.device).steps[work.step]
-                return [grad_kv(*rows, dk, dv, keys, by_key, results=results, dq=dq, **facts)]
+                return [grad_kv(*rows, dk, dv, keys, by_key, results=results, dq=dq, **keywords)]
             configs = self._gradient_configs(q, v.shape[3], options)
             configs = gradients_readable(configs, table, (q, k, v, dout), architecture(q.device), options, self._named)
             queries = work.whole.by_query(configs.grad_q, q.device).steps[work.step]
-            # Its flags are those of the step: the first on these keys, or the last, or both.
+            # The flags of this table are the step's `Visit`: first on these keys, last, or both.
             keys = work.whole.by_key(configs.grad_kv, q.device).steps[work.step]
             # dQ by query blocks, dK and dV by key blocks: no two programs add to one row, so the bits repeat.
             if configs.grad_q.form == "gluon":
-                scale, group, held = facts["scale"], facts["group"], facts["first_kv_head"]
+                scale, group, first = keywords["scale"], keywords["group"], keywords["first_kv_head"]
                 return [
                     grad_q_gluon(
-                        *rows, dq, queries, configs.grad_q, scale=scale, group=group, first_kv_head=held, result=result
+                        *rows, dq, queries, configs.grad_q, scale=scale, group=group, first_kv_head=first, result=result
                     ),
                     grad_kv_gluon(
-                        *rows, dk, dv, keys, configs.grad_kv, scale=scale, group=group, first_kv_head=held,
+                        *rows, dk, dv, keys, configs.grad_kv, scale=scale, group=group, first_kv_head=first,
                         results=results,
                     ),
                 ]  # fmt: skip
             return [
-                grad_q(*rows, dq, queries, configs.grad_q, result=result, **facts),
-                grad_kv(*rows, dk, dv, keys, configs.grad_kv, results=results, **facts),
+                grad_q(*rows, dq, queries, configs.grad_q, result=result, **keywords),
+                grad_kv(*rows, dk, dv, keys, configs.grad_kv, results=results, **keywords),
             ]
 
-        sums, results = ((None, None) if one is None else (one.k, one.v) for one in (dkv, result))
+        sums, results = (
+            (None, None) if gradients is None else (gradients.k, gradients.v) for gradients in (dkv, result)
+        )
         operands = (q, kv.k, kv.v, inputs.dout, inputs.lse, inputs.delta, *sums, *results, *dq)
         self._launch(work, kv, operands, describe, inputs.dropout_seed)
 
     def workspace_bytes(self, work: TritonWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
-        """The tensor descriptors that its launches make in global memory; block tables stay.
+        """Return the bytes of the tensor descriptors that the launches of a step make in global memory.
 
-        Of launches that are described, what their kernels ask for; before, of the forms that a call would take by
-        default, of tensors that descriptors can read.
+        Block tables are not counted: they are kept. If the launches are prepared, the kernels report their size.
+        Before that, the size follows from the default form for tensors that descriptors can read.
         """
         if work.launches:
             return max(launch.scratch_bytes for each in work.launches.values() for launch in each)
@@ -241,17 +255,17 @@ class TritonEngine(Accumulating):
             launches = [(by_key, self._configs_for(q, sizes.value_dim, options).grad_fused, 0)]
         else:
             configs = self._gradient_configs(q, sizes.value_dim, options)
-            # By Gluon the rows of dout have a descriptor too.
+            # With Gluon the rows of dout have a descriptor too.
             launches = [(by_query, configs.grad_q, 1), (by_key, configs.grad_kv, 1)]
         most = 0
         for tables_of, config, more in launches:
             if config.form == "pointers":
                 continue
-            # Made on the host: this may be asked because memory is short.
+            # Make the table on the host, because the device may be short of memory when this is called.
             table = tables_of(config, torch.device("cpu")).steps[work.step]
             programs, gluon = grid_of(table, sizes.batch, None)[0], config.form == "gluon"
             if self.sm_margin or (gluon and not backward):
-                # One program of Gluon's fills a multiprocessor, two of the others, of 256 threads, at most.
+                # A multiprocessor runs at most one Gluon program, or two programs of the other forms (256 threads).
                 programs = min(programs, usable(device.index or 0, self.sm_margin) * (1 if gluon else 2))
             most = max(most, programs * (DESCRIPTORS[config.form] + more * gluon) * DESCRIPTOR_BYTES)
         return most
@@ -259,25 +273,26 @@ class TritonEngine(Accumulating):
     def _launch(
         self, work: TritonWork, kv: KV, operands: Operands, describe: Callable[..., Sequence[LaunchCall]], seed: int
     ) -> None:
-        """Launch what `describe` makes of the operands, once for each kind of them; then repeat it.
+        """Launch the kernels that `describe` returns for the operands.
 
-        `seed`: of dropout, another one in each launch.
+        `describe` runs once for each combination of device, dtype, shapes and strides; later calls repeat its launches.
+        `seed`: the dropout seed, which may differ in each launch.
         """
         q = operands[0]
         assert q is not None
         device = q.get_device()
-        # Triton launches on the current device, whatever the tensors' own.
+        # Triton launches on the current device, not on the tensors' device.
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self._launch(work, kv, operands, describe, seed)
             return
-        # What a compiled launch depends on; addresses are given anew in each call.
+        # A compiled launch depends on these; each call passes new addresses.
         key = (device, kv.first_head, q.dtype, q.shape, kv.v.shape, layouts(operands))
         launches = work.launches.get(key)
         if launches is None:
-            # Two operands may be one tensor: each gets an object of its own, by which it is told apart.
-            own = [None if x is None else x.detach() for x in operands]
-            launches = tuple(kept.repeat(call, own, self.sm_margin) for call in describe(*own))
+            # Two operands may be the same tensor. Detached copies are distinct objects, so each can be identified.
+            distinct = [None if x is None else x.detach() for x in operands]
+            launches = tuple(kept.repeat(call, distinct, self.sm_margin) for call in describe(*distinct))
             work.launches[key] = launches
         for launch in launches:
             launch(operands, seed_words(seed))
@@ -291,7 +306,7 @@ class TritonEngine(Accumulating):
         return gradient_configs(table, q, value_dim, architecture(q.device), options, self._named)
 
     def _configs_for(self, q: Tensor, value_dim: int, options: Options) -> Configs:
-        # One table of block sizes: the wider of keys and values decides.
+        # The table of block sizes has one head dimension: use the larger of keys and values.
         dim = max(q.shape[3], value_dim)
         if q.dtype not in DTYPES:
             raise UnsupportedError(f"engine 'triton' does not support {q.dtype}; use engine='plain'")
@@ -303,7 +318,7 @@ class TritonEngine(Accumulating):
             return self._configs
         arch = architecture(q.device)
         if self._form == "gluon":
-            # What Gluon has no blocks for `begin` refuses.
+            # If Gluon has no blocks for this call, `begin` refuses it.
             configs = configs_for(arch, q.dtype, dim)._replace(forward=CONFIG)
             return configs._replace(grad_q=GRAD_Q[dim], grad_kv=GRAD_KV[dim]) if dim in GRAD_Q else configs
         try:
@@ -316,19 +331,22 @@ class TritonEngine(Accumulating):
 
 
 def _uninitialized(q: Tensor, dim: int, alone: bool) -> Output:
-    """(rows, batch, heads, dim) views, batches outermost: the result, and where not `alone` what is carried."""
+    """Allocate the output as (rows, batch, heads, dim) views with batches outermost.
+
+    `alone`: no sum is carried between steps, so only the result is allocated.
+    """
     shape = (q.shape[1], q.shape[0], q.shape[2], dim)
     result = q.new_empty(shape).transpose(0, 1)
-    # A float32 result is its own state; else the state is float32 beside a result in the dtype of q.
+    # A float32 result is also the state; otherwise the state is a float32 tensor next to a result in the dtype of q.
     if alone or q.dtype == torch.float32:
         return Output(None if alone else result, result)
     return Output(q.new_empty(shape, dtype=torch.float32).transpose(0, 1), result)
 
 
-def _facts(kv: KV, work: TritonWork) -> CallOptions:
-    """The keywords of a launch."""
+def _call_options(kv: KV, work: TritonWork) -> CallOptions:
+    """Return the keywords of a launch that describe the call."""
     softmax, slopes, p = work.whole.softmax, work.whole.slopes(kv.k.device), work.whole.softmax.dropout_p
-    # The seed comes with each launch.
+    # Each launch passes its seed separately.
     dropout = None if p is None else Dropout(0, threshold(p), 1 - p)
     return {
         "scale": softmax.scale, "softcap": softmax.softcap, "group": softmax.group, "first_kv_head": kv.first_head,
@@ -337,29 +355,29 @@ def _facts(kv: KV, work: TritonWork) -> CallOptions:
 
 
 def _options(works: Sequence[TritonWork]) -> Options:
-    """Which options of the softmax a pass uses."""
+    """Return the names of the softmax options that a pass uses."""
     return tuple(works[0].whole.softmax.options()) if works else ()
 
 
 @cache
 def architecture(device: torch.device) -> int:
-    """The architecture with block sizes that `device` runs: 10 * major + minor, the nearest that is not above its own.
+    """Return the newest architecture with block sizes that `device` supports, as 10 * major + minor.
 
-    The interpreter takes the oldest. Raises UnsupportedError for a GPU older than that.
+    The interpreter uses the oldest. Raises UnsupportedError for a GPU that is older than all of them.
     """
     if device.type != "cuda":
         return ARCHITECTURES[0]
     major, minor = torch.cuda.get_device_capability(device)
-    found = nearest((major, minor))
-    if found is None:
+    supported = nearest((major, minor))
+    if supported is None:
         raise UnsupportedError(
             f"engine='triton' needs a GPU from sm_{ARCHITECTURES[0]} on, not sm_{major}{minor}; use engine='plain'"
         )
-    return found
+    return supported
 
 
 def too_steep(softmax: Softmax) -> str | None:
-    """Why this engine takes no such slopes, or None."""
+    """Return why this engine does not support the slopes, or None if it does."""
     steepest = max((abs(slope) for slope in softmax.alibi_slopes or ()), default=0.0)
     if steepest <= STEEPEST:
         return None
@@ -367,22 +385,23 @@ def too_steep(softmax: Softmax) -> str | None:
 
 
 def missing(device: torch.device) -> str | None:
-    """Why this engine cannot run on `device`, or None."""
+    """Return why this engine cannot run on `device`, or None if it can."""
     if device.type == "cuda" or triton.knobs.runtime.interpret:
         return None
     return f"engine='triton' needs a CUDA device, not {device}; use engine='auto' or engine='plain'"
 
 
 # --- block tables of a pass ------------------------------------------------------------------------------------------
-# A table is made once for each side, block size and device, when its block size is first known. Its flags say which
-# launches are the first and the last to update a row. For query rows `flagged` sets them, for all steps or for none;
-# for key rows they follow the step's `Visit`.
+# A table is made once for each side, block size and device, when a call first needs it. Its flags mark the first and
+# the last launch that updates a row. For query rows `set_flags` sets them, for all steps or for none; for key rows they
+# follow the step's `Visit`.
 
 
 class Tables(NamedTuple):
-    """The block tables of a pass, one a step. `flagged`: they say which blocks are the first and last on their rows.
+    """The block tables of a pass, one per step. `flagged`: flags mark the first and the last block of every row.
 
-    `alone`: every block is both, so that nothing is carried. `single`: the steps whose blocks have one entry each.
+    `alone`: every block is both first and last, so no sum is carried. `single`: for each step, whether no block has
+    more than one entry.
     """
 
     steps: list[Table]
@@ -392,7 +411,7 @@ class Tables(NamedTuple):
 
 
 class PassTables:
-    """The tiles of a pass's steps with the block tables that were made of them so far."""
+    """The tiles of a pass's steps, and the block tables that were made from them so far."""
 
     def __init__(
         self,
@@ -403,16 +422,16 @@ class PassTables:
         more: bool = False,
         visits: Sequence[Visit] = (),
     ) -> None:
-        """`more`: no step of these is the last that adds to a row. `visits`: of each step to its dK/dV."""
+        """`more`: none of these steps is the last that adds to a row. `visits`: one per step, for its dK/dV."""
         self.steps, self.softmax, self.rows, self.heads = [tuple(tiles) for tiles in steps], softmax, rows, heads
-        # Outputs of other ranks are still merged after these steps, so the state must be kept.
+        # Outputs of other ranks are merged after these steps, so the state must be kept.
         self.more = more
         self.visits = visits or [Visit()] * len(self.steps)
-        self._made: dict[tuple[str, int, int, torch.device], Tables] = {}
+        self._tables: dict[tuple[str, int, int, torch.device], Tables] = {}
         self._slopes: dict[torch.device, Tensor] = {}
 
     def slopes(self, device: torch.device) -> Tensor | None:
-        """Those of ALiBi, one for each query head of the call."""
+        """Return ALiBi's slopes on the device, one per query head of the call; None without ALiBi."""
         if self.softmax.alibi_slopes is None:
             return None
         if device not in self._slopes:
@@ -420,53 +439,56 @@ class PassTables:
         return self._slopes[device]
 
     def by_query(self, config: Config, device: torch.device) -> Tables:
-        """Query blocks of `config.block_m` rows; their entries are in key blocks of `config.block_n`."""
-        own, other = config.block_m, config.block_n
+        """Return query blocks of `config.block_m` rows, with entries in key blocks of `config.block_n` rows."""
         make = [partial(query_blocks, tiles, softmax=self.softmax) for tiles in self.steps]
-        return self._kept("query", make, own, other, device)
+        return self._cached_tables("query", make, config.block_m, config.block_n, device)
 
     def by_key(self, config: Config, device: torch.device) -> Tables:
-        """Key blocks of `config.block_n` rows; their entries are in query blocks of `config.block_m`."""
-        # K/V heads own the blocks here, so an entry also says which query heads of its group. Rows that no query sees
-        # have a block where they must be set, or converted.
+        """Return key blocks of `config.block_n` rows, with entries in query blocks of `config.block_m` rows."""
+        # A block belongs to K/V heads, so an entry also names the query heads of the group. Rows that no query sees get
+        # a block if they must be set to zero or converted.
         make = [
             partial(key_blocks, tiles, self.softmax.group, unseen=any(visit), softmax=self.softmax)
             for tiles, visit in zip(self.steps, self.visits, strict=True)
         ]
-        return self._kept("key", make, config.block_n, config.block_m, device)
+        return self._cached_tables("key", make, config.block_n, config.block_m, device)
 
-    def _kept(
-        self, side: str, make: Sequence[Callable[..., Blocks]], own: int, other: int, device: torch.device
+    def _cached_tables(
+        self, side: str, make: Sequence[Callable[..., Blocks]], own_rows: int, other_rows: int, device: torch.device
     ) -> Tables:
         # Kernels of equal block sizes share a table.
-        key = (side, own, other, device)
-        if key not in self._made:
-            made = [one(own_rows=own, other_rows=other) for one in make]
+        key = (side, own_rows, other_rows, device)
+        if key not in self._tables:
+            step_blocks = [blocks(own_rows=own_rows, other_rows=other_rows) for blocks in make]
             if side == "key":
                 # A step is the first, or the last, on all rows of its tiles.
-                for one, visit in zip(made, self.visits, strict=True):
-                    one.blocks[:, BlockColumn.FLAGS] = FIRST * visit.overwrite | LAST * visit.last
-            # Only query rows carry a state between steps; with `more` to come none of these steps is the last.
-            known = side == "query" and not self.more and flagged(made, self.rows, self.heads)
-            # Every block the first and last on its rows: one step does all its work.
-            alone = known and all((one.blocks[:, BlockColumn.FLAGS] == FIRST | LAST).all() for one in made)
-            # What the specialized kernel can take: at most one entry in a block.
-            single = [one_entry_each(torch.from_numpy(one.blocks)) for one in made]
-            # Copied after `flagged`, which writes the flags into the host arrays.
-            tables = [_table_on(device, one, side == "key") for one in made]
-            self._made[key] = Tables(tables, known, alone, single)
-        return self._made[key]
+                for blocks, visit in zip(step_blocks, self.visits, strict=True):
+                    blocks.blocks[:, BlockColumn.FLAGS] = FIRST * visit.overwrite | LAST * visit.last
+            # Only query rows carry a state between steps, and with `more` none of these steps is the last.
+            has_flags = side == "query" and not self.more and set_flags(step_blocks, self.rows, self.heads)
+            # If every block is both first and last on its rows, a single step does all their work.
+            alone = has_flags and all(
+                (blocks.blocks[:, BlockColumn.FLAGS] == FIRST | LAST).all() for blocks in step_blocks
+            )
+            # The specialized kernel takes at most one entry per block.
+            single = [one_entry_each(torch.from_numpy(blocks.blocks)) for blocks in step_blocks]
+            # Copy to the device after `set_flags`, which writes the flags into the host arrays.
+            tables = [_table_on(device, blocks, side == "key") for blocks in step_blocks]
+            self._tables[key] = Tables(tables, has_flags, alone, single)
+        return self._tables[key]
 
 
-def _table_on(device: torch.device, made: Blocks, keys_own: bool) -> Table:
-    places, positions = (None if one is None else _on(device, one) for one in (made.places, made.positions))
-    together = 1 if made.positions is None else _together(made.positions[:, 0 if keys_own else 2 :])
-    return Table(_on(device, made.blocks), _on(device, made.entries), made.slots, places, positions, together)
+def _table_on(device: torch.device, blocks: Blocks, keys_own: bool) -> Table:
+    places, positions = (
+        None if columns is None else _on(device, columns) for columns in (blocks.places, blocks.positions)
+    )
+    together = 1 if blocks.positions is None else _keys_per_counter(blocks.positions[:, 0 if keys_own else 2 :])
+    return Table(_on(device, blocks.blocks), _on(device, blocks.entries), blocks.slots, places, positions, together)
 
 
-def _together(keys: Ints) -> int:
-    """`Table.together` of entries whose first key has the position of the first column, the stride being the second."""
-    # Blocks have 16 keys or a multiple of it.
+def _keys_per_counter(keys: Ints) -> int:
+    """Return `Table.together` for entries with these columns: position of the first key, and stride."""
+    # A block has a multiple of 16 keys.
     return 1 if (keys[:, 1] != 1).any() or (keys[:, 0] % KEYS_OF_A_COUNTER).any() else KEYS_OF_A_COUNTER
 
 

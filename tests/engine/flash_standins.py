@@ -1,8 +1,8 @@
-"""Stand-ins for FlashAttention 3 and 4 on the CPU: their recorded signatures, their demands asserted, a plain answer.
+"""Stand-ins for FlashAttention 3 and 4 on the CPU, with the recorded signatures and assertions of their requirements.
 
-Signatures and demands from Dao-AILab/flash-attention at 0251105: hopper/flash_api.cpp (TORCH_LIBRARY and the checks of
-mha_fwd and mha_bwd) and flash_attn/cute/interface.py; the second schema of bwd from its de1584b, which xformers 0.0.34
-holds. Causal is aligned to the bottom right corner, as there.
+Signatures and requirements are from Dao-AILab/flash-attention at 0251105: hopper/flash_api.cpp (TORCH_LIBRARY and the
+checks of mha_fwd and mha_bwd) and flash_attn/cute/interface.py. The second schema of bwd is from its de1584b, which
+xformers 0.0.34 includes. Causal is aligned to the bottom right corner, as in FlashAttention.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FA3_BACKWARDS = {
     "0251105": _FA3_BACKWARD + "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     "de1584b": _FA3_BACKWARD + "(Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)",
 }
-# Names, and defaults of those that have one, in order.
+# The parameters in order, with their defaults.
 FA4_FORWARD = (
     "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, "
     "max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, "
@@ -63,36 +63,36 @@ FA4_BACKWARD = (
 
 
 class Calls(list[tuple[str, dict[str, Any]]]):
-    """What was called, "forward" or "backward", with which arguments by name."""
+    """The recorded calls: "forward" or "backward", with the arguments by name."""
 
-    def named(self, name: str) -> list[dict[str, Any]]:
-        return [arguments for called, arguments in self if called == name]
+    def named(self, direction: str) -> list[dict[str, Any]]:
+        return [arguments for called_direction, arguments in self if called_direction == direction]
 
 
 @contextmanager
 def fa3_library(backward: str = FA3_BACKWARDS["0251105"]) -> Iterator[Calls]:
-    """`torch.ops.flash_attn_3`, as importing the library makes it, but for CPU tensors."""
+    """Register `torch.ops.flash_attn_3` as the library does on import, for CPU tensors."""
     calls, library = Calls(), torch.library.Library("flash_attn_3", "DEF")
     returns_gradients = backward.endswith(FA3_BACKWARDS["de1584b"][len(_FA3_BACKWARD) :])
 
-    def fwd(*given: Any, **named: Any) -> tuple[Tensor, ...]:
+    def fwd(*positional: Any, **named: Any) -> tuple[Tensor, ...]:
         defaults = _defaults(torch.ops.flash_attn_3.fwd.default._schema)
-        a = defaults | dict(zip(defaults, given, strict=False)) | named
+        a = defaults | dict(zip(defaults, positional, strict=False)) | named
         calls.append(("forward", a))
         _only(a, defaults, "q", "k", "v", "softmax_scale", "is_causal", "num_splits", "sm_margin")
         out, lse = _forward(a["q"], a["k"], a["v"], a["is_causal"], a["softmax_scale"])
         return out, lse, torch.empty(0), torch.empty(0)
 
-    def bwd(*given: Any, **named: Any) -> tuple[Tensor, ...]:
+    def bwd(*positional: Any, **named: Any) -> tuple[Tensor, ...]:
         defaults = _defaults(torch.ops.flash_attn_3.bwd.default._schema)
-        a = defaults | dict(zip(defaults, given, strict=False)) | named
+        a = defaults | dict(zip(defaults, positional, strict=False)) | named
         calls.append(("backward", a))
         operands, grads = ("dout", "q", "k", "v", "out", "softmax_lse"), ("dq", "dk", "dv")
         _only(a, defaults, *operands, *grads, "softmax_scale", "is_causal", "deterministic", "sm_margin")
         # "Deterministic backward not supported for hdim 256."
         assert not a["deterministic"] or a["q"].shape[-1] <= 192
-        found = _backward(*(a[name] for name in operands), a["is_causal"], a["softmax_scale"])
-        for name, value in zip(grads, found, strict=True):
+        values = _backward(*(a[name] for name in operands), a["is_causal"], a["softmax_scale"])
+        for name, value in zip(grads, values, strict=True):
             assert a[name].dtype == a["q"].dtype and a[name].stride(-1) == 1 and a[name].shape == value.shape
             a[name].copy_(value)
         workspace = [torch.empty(0) for _ in range(5)]
@@ -110,7 +110,7 @@ def fa3_library(backward: str = FA3_BACKWARDS["0251105"]) -> Iterator[Calls]:
 
 @contextmanager
 def fa4_module() -> Iterator[Calls]:
-    """`flash_attn.cute.interface`, as the package makes it, but for CPU tensors."""
+    """Install a module `flash_attn.cute.interface` like that of the package, for CPU tensors."""
     calls, module = Calls(), ModuleType("flash_attn.cute.interface")
 
     def fwd(a: dict[str, Any], defaults: dict[str, Any]) -> tuple[Tensor | None, ...]:
@@ -136,37 +136,37 @@ def fa4_module() -> Iterator[Calls]:
 
 
 def _defaults(schema: Any) -> dict[str, Any]:
-    """The default of every argument of an op, in order; None for those without one."""
+    """Return the default of every argument of an op, in order; None for arguments without a default."""
     return {argument.name: argument.default_value for argument in schema.arguments}
 
 
 def _with_signature(arguments: str, body: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
-    """A function of exactly these arguments; `body` gets them by name, and the defaults."""
+    """Return a function with exactly these parameters. `body` receives the arguments by name, and the defaults."""
     signature = inspect.signature(eval(f"lambda {arguments}: None"))
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
 
-    def call(*given: Any, **named: Any) -> tuple[Tensor | None, ...]:
-        bound = signature.bind(*given, **named)
+    def call(*positional: Any, **named: Any) -> tuple[Tensor | None, ...]:
+        bound = signature.bind(*positional, **named)
         return body(defaults | bound.arguments, defaults)
 
     return call
 
 
 def _only(arguments: dict[str, Any], defaults: dict[str, Any], *used: str) -> None:
-    """Arguments that the stand-in does not act on were left alone."""
+    """Assert that the arguments which the stand-in ignores have their default values."""
     changed = {name for name, value in arguments.items() if name not in used and value != defaults[name]}
     assert not changed, changed
 
 
 def _readable(x: Tensor) -> Tensor:
-    """What a tensor memory access asks: unit last stride, 16-byte addresses and strides, heads of 8 elements."""
+    """Assert what TMA requires: last stride 1, 16-byte addresses and strides, head dimensions in multiples of 8."""
     assert x.dim() == 4 and x.stride(-1) == 1 and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
     assert x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in x.stride()[:-1])
     return x
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """(batch, kv heads, group, q rows, k rows) in float64."""
+    """Return the scores (batch, kv heads, group, q rows, k rows) in float64."""
     grouped = q.double().unflatten(2, (k.shape[2], -1))
     s = torch.einsum("bnhgd,bmhd->bhgnm", grouped, k.double()) * scale
     rows, keys = s.shape[-2:]
@@ -174,7 +174,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """out (batch, rows, heads, dim) in q's dtype and lse (batch, heads, rows), natural log."""
+    """Return out (batch, rows, heads, dim) in q's dtype and lse (batch, heads, rows), natural log."""
     q, k, v = (_readable(x) for x in (q, k, v))
     assert q.dtype == k.dtype == v.dtype and q.shape[0] == k.shape[0] == v.shape[0]
     assert k.shape[1:3] == v.shape[1:3] and q.shape[2] % k.shape[2] == 0 and q.shape[3] == k.shape[3]

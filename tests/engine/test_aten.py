@@ -1,4 +1,4 @@
-"""The aten engine against the contract, its refusals, and what can be told of the CUDA ops without a GPU."""
+"""The aten engine against the contract, its refusals, and checks of the CUDA ops that need no GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class TestAtenOnCpu(EngineContract):
-    """The whole suite but softcap."""
+    """The whole suite except softcap."""
 
     softcap = False
 
@@ -31,7 +31,7 @@ class TestAtenOnCpu(EngineContract):
 
 
 class TestAtenWithSquareCausalOnly(EngineContract):
-    """The rectangles that the CUDA ops get, computed by the CPU op."""
+    """The rectangles of the CUDA ops, computed by the CPU op."""
 
     softcap = False
 
@@ -42,10 +42,10 @@ class TestAtenWithSquareCausalOnly(EngineContract):
 @pytest.mark.parametrize("name", ["zigzag", "window", "dilated", "wider-keys", "wider-values", "odd-dims"])
 @pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize("scale", [SCALE, -SCALE, 0.0])
-def test_an_op_with_the_needs_of_cuda(
+def test_an_op_with_the_requirements_of_cuda(
     name: str, scale: float, with_dlse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in that computes on the CPU and insists on what the CUDA ops insist on."""
+    """A stand-in computes on the CPU and asserts what the CUDA ops require."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
@@ -67,8 +67,8 @@ def test_an_op_with_the_needs_of_cuda(
 
 
 @pytest.mark.parametrize("flag", [False, True], ids=["missing", "too late"])
-def test_a_wrong_first_flag_shows(flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is unset holds NaN, and what a second first one overwrites is missed."""
+def test_a_wrong_first_flag_gives_a_wrong_result(flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing flag leaves NaN in uninitialized rows; a second flag overwrites earlier sums."""
     trial = Trial(SCENARIOS["whole-zigzag-pass"], torch.float64, False)
     trial.check(trial.run(AtenEngine(HOST), Visit(overwrite=True)), 1e-10)
     monkeypatch.setattr(aten, "first_pieces", lambda steps, _: [(flag,) * len(step) for step in steps])
@@ -78,8 +78,10 @@ def test_a_wrong_first_flag_shows(flag: bool, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_falls_back_to_plain_in_a_pass_that_begins_unset(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that nothing has set are set there, with their sinks."""
+def test_falls_back_to_plain_in_a_pass_with_an_uninitialized_state(
+    sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fallback initialises the rows that no step has set yet, with their sinks."""
     trial, runs = Trial(SCENARIOS["whole-pass"], torch.float64, True), []
     trial.sinks = torch.linspace(-1.0, 2.0, trial.scenario.heads) if sinks else None
     for op in (CPU, None):
@@ -122,7 +124,7 @@ def test_choice_of_op(
 
 
 def test_cudnn_is_not_chosen_under_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its backward adds up in any order."""
+    """The backward of cuDNN adds in any order."""
     monkeypatch.setattr(aten, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -131,7 +133,7 @@ def test_cudnn_is_not_chosen_under_deterministic_algorithms(monkeypatch: pytest.
 
 
 def test_single_keys_do_not_go_to_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses them for cuDNN; the flash op takes them instead."""
+    """torch refuses single keys for cuDNN, so the flash op computes them."""
     lengths = []
 
     def recording(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -155,7 +157,7 @@ def test_half_inputs_are_computed_in_float32_on_the_cpu(dtype: torch.dtype) -> N
 
 
 def test_strided_operands_are_not_copied() -> None:
-    """float32 of equal head dimensions: the op is given views of the caller's memory."""
+    """For float32 and equal head dimensions the op receives views of the caller's memory."""
     seen: list[int] = []
     engine, trial = AtenEngine(HOST), Trial(SCENARIOS["zigzag"], torch.float32, False)
 
@@ -166,14 +168,14 @@ def test_strided_operands_are_not_copied() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aten, "choose", lambda *_: CPU._replace(forward=forward))
         trial.run(engine)
-    own = {x.untyped_storage().data_ptr() for x in (trial.q, *(x for kv in trial.kvs for x in kv[:2]))}
-    assert seen and set(seen) <= own
+    storages = {x.untyped_storage().data_ptr() for x in (trial.q, *(x for kv in trial.kvs for x in kv[:2]))}
+    assert seen and set(seen) <= storages
 
 
 @pytest.mark.parametrize(("d_k", "d_v"), [(8, 1), (2, 1), (1, 1), (1, 8)])
 @pytest.mark.parametrize("with_dlse", [False, True])
-def test_a_single_column_with_batches_innermost(d_k: int, d_v: int, with_dlse: bool) -> None:
-    """It looks like channels_last, which torch's `pad` and `cat` keep, and which the op reads as something else."""
+def test_a_single_column_with_batches_innermost_is_padded_correctly(d_k: int, d_v: int, with_dlse: bool) -> None:
+    """Such a column looks like channels_last. torch's `pad` and `cat` keep those strides, and the op misreads them."""
     scenario = SCENARIOS["causal"]._replace(d_k=d_k, d_v=d_v, batch=3, memory="batches")
     trial = Trial(scenario, torch.float64, with_dlse)
     trial.check(trial.run(AtenEngine(HOST)), 1e-10)
@@ -191,15 +193,15 @@ ops = torch.ops.aten
 BATCH, HEADS, KV_HEADS, ROWS, KEYS, DIM = 2, 4, 2, 37, 53, 64
 HALF, SINGLE = torch.bfloat16, torch.float32
 LSE = BATCH, HEADS, ROWS
-# Orders of (batch, heads, rows, dim) in memory: as the op thinks, a user's tensor, a received message.
+# Orders of (batch, heads, rows, dim) in memory: contiguous, a user's tensor, a received message.
 MEMORY = {"heads first": (0, 1, 2, 3), "tokens": (0, 2, 1, 3), "records": (2, 0, 1, 3)}
 
 
 def meta(*shape: int, dtype: torch.dtype = HALF, memory: str = "heads first") -> Tensor:
-    """(batch, heads, rows, dim) without data, in memory of that order."""
+    """Return a tensor (batch, heads, rows, dim) without data, with the strides of that memory order."""
     order = MEMORY[memory]
-    made = torch.empty([shape[axis] for axis in order], dtype=dtype, device="meta")
-    return made.permute([order.index(axis) for axis in range(4)])
+    tensor = torch.empty([shape[axis] for axis in order], dtype=dtype, device="meta")
+    return tensor.permute([order.index(axis) for axis in range(4)])
 
 
 def operands(memory: str = "heads first", dtype: torch.dtype = HALF) -> list[Tensor]:
@@ -215,7 +217,7 @@ def shape_of(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("op", [CPU, FLASH, CUDNN], ids=lambda op: op.name)
 def test_every_block_op_returns_the_same_shapes_dtypes_and_strides(op: BlockOp, memory: str) -> None:
-    """Outputs lie in memory as the queries do; gradients of grouped heads are summed over the group already."""
+    """Outputs have the strides of the queries, and gradients of grouped heads are already summed over the group."""
     q, k, v = operands(memory)
     out, lse = op.forward(q, k, v, False, 0.1)
     assert shape_of(out) == (q.shape, HALF) and out.stride() == q.stride() and shape_of(lse) == (LSE, SINGLE)
@@ -227,24 +229,27 @@ def test_every_block_op_returns_the_same_shapes_dtypes_and_strides(op: BlockOp, 
 
 
 @pytest.mark.parametrize("op", [FLASH, CUDNN], ids=lambda op: op.name)
-def test_backward_is_given_what_forward_would_have_kept(op: BlockOp, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The merged lse, whatever its strides, and a random state: in the shapes, dtypes and strides of forward's."""
-    given: list[Any] = []
+def test_backward_receives_tensors_like_those_of_forward(op: BlockOp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The merged lse, whatever its strides, and the random state have the shapes, dtypes and strides of forward's."""
+    arguments: list[Any] = []
 
-    def backward(*arguments: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        given.extend(arguments)
+    def backward(*positional: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        arguments.extend(positional)
         return q, k, v
 
     q, k, v = operands()
     if op is FLASH:
-        found = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, False, scale=0.1)
+        forward_results = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, False, scale=0.1)
     else:
-        found = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, scale=0.1)
+        forward_results = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, scale=0.1)
     recording = SimpleNamespace(
         _scaled_dot_product_flash_attention_backward=backward, _scaled_dot_product_cudnn_attention_backward=backward
     )
     monkeypatch.setattr(aten, "ops", recording)
     op.backward(q, q, k, v, q, torch.empty(ROWS, BATCH, HEADS, device="meta").permute(1, 2, 0), False, 0.1)
-    assert (shape_of(given[5]), given[5].stride()) == (shape_of(found[1]), found[1].stride())
-    states = [x for x in given[6:] if isinstance(x, Tensor)]
-    assert [shape_of(x) for x in states] == [shape_of(x) for x in found[6:8]]
+    assert (shape_of(arguments[5]), arguments[5].stride()) == (
+        shape_of(forward_results[1]),
+        forward_results[1].stride(),
+    )
+    states = [x for x in arguments[6:] if isinstance(x, Tensor)]
+    assert [shape_of(x) for x in states] == [shape_of(x) for x in forward_results[6:8]]

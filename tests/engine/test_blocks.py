@@ -1,4 +1,4 @@
-"""Block tables against brute force: every pair once, no row in two blocks, full blocks full, nothing idle visited."""
+"""Block tables against brute force: every pair once, no row in two blocks, correct full blocks, no idle visits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
 from ringattn.core.tiling import tiles_of
 from ringattn.engine.base import Softmax
-from ringattn.engine.blocks import LIMIT, Blocks, flagged, key_blocks, query_blocks
+from ringattn.engine.blocks import LIMIT, Blocks, key_blocks, query_blocks, set_flags
 from ringattn.errors import UnsupportedError
 from ringattn.kernels.launch import FIRST, LAST, BlockColumn
 from tests.contract.engine_scenarios import SCENARIOS, random_scenario, strip
@@ -35,27 +35,27 @@ def table(tiles: Sequence[Tile], side: str, group: int, own_rows: int, other_row
 
 
 def pairs_of_tiles(tiles: Sequence[Tile]) -> Pairs:
-    """By the definition of a tile."""
-    found: Pairs = Counter()
+    """Return the pairs by the definition of a tile."""
+    pairs: Pairs = Counter()
     for tile in tiles:
         for q, q_row in zip(tile.q.positions.members(), tile.q.rows.members(), strict=True):
             for k, k_row in zip(tile.k.positions.members(), tile.k.rows.members(), strict=True):
                 if tile.band.lo <= q - k <= tile.band.hi:
-                    found.update((head, q_row, k_row) for head in tile.heads.members())
-    return found
+                    pairs.update((head, q_row, k_row) for head in tile.heads.members())
+    return pairs
 
 
-def pairs_of_table(made: Blocks, side: str, group: int, other_rows: int) -> Pairs:
-    """What a kernel computes: visited blocks of rows of each entry, masked but for those called full."""
-    found: Pairs = Counter()
+def pairs_of_table(blocks: Blocks, side: str, group: int, other_rows: int) -> Pairs:
+    """Return the pairs that a kernel computes: the visited blocks of rows of each entry, masked unless marked full."""
+    pairs: Pairs = Counter()
     owned: set[tuple[int, int]] = set()
-    for row0, row_stride, rows, head0, heads, first, end, _ in made.blocks.tolist():
-        own = [row0 + i * row_stride for i in range(rows)]
-        spots = {(head, row) for head in range(head0, head0 + heads) for row in own}
-        assert len(spots) == rows * heads and not spots & owned
-        owned |= spots
-        assert first < end and heads <= made.slots
-        for entry in made.entries[first:end].tolist():
+    for row0, row_stride, rows, head0, heads, first, end, _ in blocks.blocks.tolist():
+        own_row_numbers = [row0 + i * row_stride for i in range(rows)]
+        owned_here = {(head, row) for head in range(head0, head0 + heads) for row in own_row_numbers}
+        assert len(owned_here) == rows * heads and not owned_here & owned
+        owned |= owned_here
+        assert first < end and heads <= blocks.slots
+        for entry in blocks.entries[first:end].tolist():
             other0, other_stride, count, own_step, other_step, lo, hi, *visits, head_off, served = entry[:13]
             start, full_start, full_end, stop = visits
             assert 0 <= start <= full_start <= full_end <= stop and start < stop
@@ -65,13 +65,13 @@ def pairs_of_table(made: Blocks, side: str, group: int, other_rows: int) -> Pair
                     assert len(seen) == rows and (j // other_rows + 1) * other_rows <= count
                 for head in range(head0, head0 + heads):
                     for i in seen:
-                        pair = (own[i], other0 + j * other_stride)
+                        pair = (own_row_numbers[i], other0 + j * other_stride)
                         if side == "query":
-                            found[head, *pair] += 1
+                            pairs[head, *pair] += 1
                         else:
                             firsts = head * group + head_off
-                            found.update((q_head, *pair[::-1]) for q_head in range(firsts, firsts + served))
-    return found
+                            pairs.update((q_head, *pair[::-1]) for q_head in range(firsts, firsts + served))
+    return pairs
 
 
 def check(tiles: Sequence[Tile], group: int, sizes: tuple[int, int]) -> None:
@@ -82,16 +82,16 @@ def check(tiles: Sequence[Tile], group: int, sizes: tuple[int, int]) -> None:
 
 @covering
 def test_every_pair_of_a_plan_once(case: Case) -> None:
-    """All tiles of a rank in one table: halves of a zigzag, documents, windows, branches that overlap."""
+    """A table has all tiles of a rank: halves of a zigzag, documents, windows, overlapping branches."""
     problem = case.problem
     rank = case.reference.size % problem.world_size
-    for key, found in tiles_of(problem, rank).items():
-        check(tuple(found), problem.group, (3, 4) if key[0] % 2 else (16, 2))
+    for key, tiles in tiles_of(problem, rank).items():
+        check(tuple(tiles), problem.group, (3, 4) if key[0] % 2 else (16, 2))
 
 
 @given(st.integers(0, 400), SIZES)
 def test_every_pair_of_random_tiles_once(seed: int, sizes: tuple[int, int]) -> None:
-    """Any strides of rows and positions, overlapping rows, parts of the heads."""
+    """The tiles have any strides of rows and positions, overlapping rows, and parts of the heads."""
     scenario = random_scenario(seed)
     for step in scenario.steps:
         check(step.tiles, scenario.group, sizes)
@@ -99,43 +99,48 @@ def test_every_pair_of_random_tiles_once(seed: int, sizes: tuple[int, int]) -> N
 
 @given(st.integers(0, 400), SIZES)
 def test_places_of_random_tiles(seed: int, sizes: tuple[int, int]) -> None:
-    """The distance of every pair of an entry, the positions of its rows, and the head of the call."""
+    """Checks the distance of every pair of an entry, the positions of its rows, and the head of the call."""
     scenario = random_scenario(seed, places=True)
     softmax = Softmax(1.0, scenario.group, alibi_slopes=(1.0,), starts=scenario.starts, dropout_p=0.5)
     for tiles in (step.tiles for step in scenario.steps):
         for side in SIDES:
             if side == "query":
-                made = query_blocks(tiles[:1], *sizes, softmax=softmax)
+                blocks = query_blocks(tiles[:1], *sizes, softmax=softmax)
             else:
-                made = key_blocks(tiles[:1], scenario.group, *sizes, softmax=softmax)
+                blocks = key_blocks(tiles[:1], scenario.group, *sizes, softmax=softmax)
             sides = [tiles[0].q, tiles[0].k][:: 1 if side == "query" else -1]
-            at = [dict(zip(x.rows.members(), x.positions.members(), strict=True)) for x in sides]
-            assert made.places is not None and made.positions is not None
-            for row0, row_stride, rows, *_, first, end, _ in made.blocks.tolist():
-                tables = (table[first:end].tolist() for table in (made.entries, made.places, made.positions))
+            position_of_row = [dict(zip(x.rows.members(), x.positions.members(), strict=True)) for x in sides]
+            assert blocks.places is not None and blocks.positions is not None
+            for row0, row_stride, rows, *_, first, end, _ in blocks.blocks.tolist():
+                tables = (table[first:end].tolist() for table in (blocks.entries, blocks.places, blocks.positions))
                 for entry, (ahead, own_step, other_step, head), (*position, of_call) in zip(*tables, strict=True):
                     shift = softmax.shift(0) * (1 if side == "query" else -1)
                     assert head == of_call == scenario.first_head
-                    assert all(at[0][row0 + i * row_stride] == position[0] + i * position[1] for i in range(rows))
-                    assert all(at[1][entry[0] + j * entry[1]] == position[2] + j * position[3] for j in range(entry[2]))
+                    assert all(
+                        position_of_row[0][row0 + i * row_stride] == position[0] + i * position[1] for i in range(rows)
+                    )
+                    assert all(
+                        position_of_row[1][entry[0] + j * entry[1]] == position[2] + j * position[3]
+                        for j in range(entry[2])
+                    )
                     for i, j in product(range(rows), range(entry[2])):
-                        apart = at[0][row0 + i * row_stride] - at[1][entry[0] + j * entry[1]]
+                        apart = position_of_row[0][row0 + i * row_stride] - position_of_row[1][entry[0] + j * entry[1]]
                         assert ahead + i * own_step - j * other_step == apart - shift
 
 
 def test_a_distance_beyond_the_kernels_is_refused() -> None:
     far = [Tile(strip(LIMIT, 8), strip(0, 8), FULL, StridedRange(0, 1))]
     assert query_blocks(far, 16, 16).places is None
-    with pytest.raises(UnsupportedError, match=r"lie 1,073,741,824 apart.*for ALiBi; use engine='plain'"):
+    with pytest.raises(UnsupportedError, match=r"are 1,073,741,824 apart.*ALiBi.*; use engine='plain'"):
         query_blocks(far, 16, 16, softmax=Softmax(1.0, alibi_slopes=(1.0,)))
 
 
 def test_positions_keep_their_low_bits() -> None:
-    """Of 32, as the counter has them; what is far apart is no matter to dropout."""
+    """Dropout needs only the low 32 bits, as in the counter, so large distances are allowed."""
     far = [Tile(strip((1 << 32) - 5, 40, 2), strip(3, 8), FULL, StridedRange(0, 1))]
-    made = query_blocks(far, 16, 16, softmax=Softmax(1.0, dropout_p=0.5))
-    assert made.places is None and made.positions is not None
-    assert sorted(made.positions.tolist()) == [[start, 2, 3, 1, 0] for start in (-5, 27, 59)]
+    blocks = query_blocks(far, 16, 16, softmax=Softmax(1.0, dropout_p=0.5))
+    assert blocks.places is None and blocks.positions is not None
+    assert sorted(blocks.positions.tolist()) == [[start, 2, 3, 1, 0] for start in (-5, 27, 59)]
 
 
 def causal(start: int, count: int, keys: int) -> Tile:
@@ -143,28 +148,28 @@ def causal(start: int, count: int, keys: int) -> Tile:
 
 
 def test_only_blocks_with_a_pair_are_visited_and_only_the_diagonal_is_masked() -> None:
-    made = query_blocks([causal(0, 256, 256)], 64, 32)
-    visits = {int(row[0]): tuple(made.entries[row[5], 7:11]) for row in made.blocks}
+    table = query_blocks([causal(0, 256, 256)], 64, 32)
+    visits = {int(row[0]): tuple(table.entries[row[5], 7:11]) for row in table.blocks}
     assert visits == {0: (0, 0, 0, 2), 64: (0, 0, 2, 4), 128: (0, 0, 4, 6), 192: (0, 0, 6, 8)}
 
 
-def test_a_window_skips_what_lies_before_it() -> None:
-    made = query_blocks([Tile(strip(0, 256), strip(0, 256), Band(0, 70), StridedRange(0, 1))], 64, 32)
-    visits = {int(row[0]): tuple(made.entries[row[5], 7:11]) for row in made.blocks}
+def test_blocks_before_a_window_are_skipped() -> None:
+    table = query_blocks([Tile(strip(0, 256), strip(0, 256), Band(0, 70), StridedRange(0, 1))], 64, 32)
+    visits = {int(row[0]): tuple(table.entries[row[5], 7:11]) for row in table.blocks}
     assert visits == {0: (0, 0, 0, 2), 64: (0, 2, 2, 4), 128: (1, 4, 4, 6), 192: (3, 6, 6, 8)}
 
 
 def test_longest_blocks_come_first() -> None:
-    made = query_blocks([causal(0, 256, 256)], 64, 32)
-    assert made.blocks[:, 0].tolist() == [192, 128, 64, 0]
+    table = query_blocks([causal(0, 256, 256)], 64, 32)
+    assert table.blocks[:, 0].tolist() == [192, 128, 64, 0]
 
 
 def test_one_table_holds_both_halves_of_a_zigzag() -> None:
-    """A row of the second half meets both its tiles in one block."""
+    """A row of the second half has both of its tiles in the same block."""
     tiles = [causal(0, 32, 32), Tile(strip(96, 32, row=32), strip(0, 64), CAUSAL, StridedRange(0, 2))]
     tiles.append(Tile(strip(96, 32, row=32), strip(96, 32, row=64), CAUSAL, StridedRange(0, 2)))
-    made = query_blocks(tiles, 32, 32)
-    assert [(int(row[0]), int(row[6] - row[5])) for row in made.blocks] == [(32, 2), (0, 1)]
+    table = query_blocks(tiles, 32, 32)
+    assert [(int(row[0]), int(row[6] - row[5])) for row in table.blocks] == [(32, 2), (0, 1)]
 
 
 def test_tiles_without_a_pair_make_no_block() -> None:
@@ -172,19 +177,22 @@ def test_tiles_without_a_pair_make_no_block() -> None:
     empty = Tile(strip(0, 0), strip(0, 20), FULL, StridedRange(0, 2))
     for tiles in ([], [blind], [empty], [blind, empty]):
         for side in SIDES:
-            made = table(tiles, side, 1, 16, 16)
-            assert made.blocks.shape == (0, 8) and made.entries.shape == (0, 16) and made.slots == 0
+            blocks = table(tiles, side, 1, 16, 16)
+            assert blocks.blocks.shape == (0, 8) and blocks.entries.shape == (0, 16) and blocks.slots == 0
 
 
 def test_positions_beyond_int32_stay_exact() -> None:
-    """Striped over 1,000 ranks, 2^40 tokens in: only the distance between rows is left."""
+    """The table of a striped layout on 1,000 ranks is the same at position 2^40: it contains only distances."""
     far, stride = 1 << 40, 1000
     near, moved = (
-        Tile(strip(at + 7, 50, stride), strip(at + 3, 50, stride), CAUSAL, StridedRange(0, 1)) for at in (0, far)
+        Tile(strip(start + 7, 50, stride), strip(start + 3, 50, stride), CAUSAL, StridedRange(0, 1))
+        for start in (0, far)
     )
     for side in SIDES:
-        here, there = table([near], side, 1, 16, 16), table([moved], side, 1, 16, 16)
-        assert np.array_equal(here.blocks, there.blocks) and np.array_equal(here.entries, there.entries)
+        near_table, moved_table = table([near], side, 1, 16, 16), table([moved], side, 1, 16, 16)
+        assert np.array_equal(near_table.blocks, moved_table.blocks) and np.array_equal(
+            near_table.entries, moved_table.entries
+        )
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -199,13 +207,13 @@ def test_positions_beyond_int32_stay_exact() -> None:
     ],
     ids=["q-rows", "k-rows", "steps", "q-reach", "k-reach"],
 )
-def test_what_int32_cannot_count_is_refused(side: str, q: TokenRange, k: TokenRange, band: Band) -> None:
+def test_rows_and_distances_beyond_int32_are_refused(side: str, q: TokenRange, k: TokenRange, band: Band) -> None:
     tile = Tile(q, k, band, StridedRange(0, 1))
     with pytest.raises(UnsupportedError, match=r"int32.*engine='plain'"):
         table([tile], side, 1, 16, 16)
 
 
-# --- the flags of a pass's blocks against brute force: a row's first launch and its last, or no flags at all ---------
+# --- the flags of a pass's blocks against brute force: the first and the last launch of each row, or no flags ---------
 
 
 def tables(steps: Sequence[Sequence[Tile]], own_rows: int) -> list[Blocks]:
@@ -213,25 +221,25 @@ def tables(steps: Sequence[Sequence[Tile]], own_rows: int) -> list[Blocks]:
 
 
 def rows_of(block: list[int]) -> list[tuple[int, int]]:
-    """(head, row) of a block."""
+    """Return the (head, row) pairs of a block."""
     row, stride, rows, head, heads = block[:5]
     return [(h, row + i * stride) for h in range(head, head + heads) for i in range(rows)]
 
 
-def expected(made: list[Blocks], rows: int, heads: int) -> list[list[int]] | None:
-    """The flags of each block, or None where some row is never met or some block's rows do not agree."""
-    met = defaultdict(list)
-    for number, step in enumerate(made):
+def expected(steps: list[Blocks], rows: int, heads: int) -> list[list[int]] | None:
+    """Return the flags of each block; None if a row is never updated or the rows of a block need different flags."""
+    updates = defaultdict(list)
+    for number, step in enumerate(steps):
         for block in step.blocks.tolist():
-            for spot in rows_of(block):
-                met[spot].append(number)
-    if len(met) < rows * heads or not rows:
+            for head_row in rows_of(block):
+                updates[head_row].append(number)
+    if len(updates) < rows * heads or not rows:
         return None
     flags: list[list[int]] = []
-    for number, step in enumerate(made):
+    for number, step in enumerate(steps):
         flags.append([])
         for block in step.blocks.tolist():
-            of_rows = {FIRST * (met[x][0] == number) + LAST * (met[x][-1] == number) for x in rows_of(block)}
+            of_rows = {FIRST * (updates[x][0] == number) + LAST * (updates[x][-1] == number) for x in rows_of(block)}
             if len(of_rows) > 1:
                 return None
             flags[-1] += of_rows
@@ -239,34 +247,34 @@ def expected(made: list[Blocks], rows: int, heads: int) -> list[list[int]] | Non
 
 
 def check_flags(steps: Sequence[Sequence[Tile]], rows: int, heads: int, own_rows: int) -> bool:
-    made = tables(steps, own_rows)
-    wanted = expected(made, rows, heads)
-    assert flagged(made, rows, heads) == (wanted is not None)
-    found = [step.blocks[:, BlockColumn.FLAGS].tolist() for step in made]
-    assert found == (wanted or [[0] * len(step.blocks) for step in made])
-    return wanted is not None
+    blocks = tables(steps, own_rows)
+    expected_flags = expected(blocks, rows, heads)
+    assert set_flags(blocks, rows, heads) == (expected_flags is not None)
+    flags = [step.blocks[:, BlockColumn.FLAGS].tolist() for step in blocks]
+    assert flags == (expected_flags or [[0] * len(step.blocks) for step in blocks])
+    return expected_flags is not None
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_of_scenarios(name: str) -> None:
+def test_flags_of_scenarios(name: str) -> None:
     scenario = SCENARIOS[name]
     holds = check_flags([step.tiles for step in scenario.steps], scenario.q_rows, scenario.heads, 16)
     assert holds == name.startswith("whole-")
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_of_random_passes(seed: int) -> None:
-    """Random tiles after a tile with every row, so that about half of the passes can be flagged."""
+def test_flags_of_random_passes(seed: int) -> None:
+    """A tile with every row is added to the random tiles, so that about half of the passes can have flags."""
     scenario, rng = random_scenario(seed), Random(seed)
     rows = StridedRange(0, scenario.q_rows)
     every = Tile(strip(0, rows.count), strip(0, 20), FULL, StridedRange(0, scenario.heads))
     steps: list[Sequence[Tile]] = [step.tiles for step in scenario.steps]
-    for at in {0, rng.randint(0, len(steps))}:
-        steps.insert(at, (every,))
+    for index in {0, rng.randint(0, len(steps))}:
+        steps.insert(index, (every,))
     check_flags(steps, rows.count, scenario.heads, rng.choice((1, 4, 16)))
 
 
-def test_a_row_more_than_are_met_leaves_no_flags() -> None:
+def test_no_flags_if_a_row_or_a_head_is_never_updated() -> None:
     assert check_flags([SCENARIOS["whole-pass"].steps[0].tiles], 30, 4, 16)
     assert not check_flags([SCENARIOS["whole-pass"].steps[0].tiles], 31, 4, 16)
     assert not check_flags([SCENARIOS["whole-pass"].steps[0].tiles], 30, 5, 16)

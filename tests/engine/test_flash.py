@@ -27,9 +27,9 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def calls(op: BlockOp) -> Iterator[Calls]:
-    """The stand-in of `op`, in place."""
-    with standin(op) as made:
-        yield made
+    """Install the stand-in of `op`."""
+    with standin(op) as recorded:
+        yield recorded
 
 
 def standin(op: BlockOp) -> AbstractContextManager[Calls]:
@@ -38,14 +38,14 @@ def standin(op: BlockOp) -> AbstractContextManager[Calls]:
 
 @pytest.fixture
 def _all_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels take half inputs only; their stand-ins take what the suite compares with the reference."""
+    """The kernels take half inputs only; the stand-ins also take the dtypes that the suite compares exactly."""
     monkeypatch.setattr(flash, "HALF_DTYPES", (*HALF_DTYPES, torch.float32, torch.float64))
 
 
 @pytest.mark.usefixtures("_all_dtypes", "calls")
 @BOTH
 class TestFlashAttention(EngineContract):
-    """The whole suite but softcap. What the kernels themselves return for scores of -inf is not known."""
+    """The whole suite except softcap and infinite scores: the real kernels' results for scores of -inf are unknown."""
 
     softcap = infinite_scores = False
 
@@ -58,21 +58,21 @@ class TestFlashAttention(EngineContract):
 
 
 def operands(dim: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """q, k, v, out, dout (2, heads, rows, dim) as views of (rows, batch, heads, dim), and lse (2, 4, 6), strided."""
+    """Return q, k, v, out, dout (2, heads, rows, dim) as views of (rows, batch, heads, dim), and a strided lse."""
     torch.manual_seed(0)
     heads = (4, 2, 2, 4, 4)
-    made = [torch.randn(6, 2, one, dim).to(dtype).permute(1, 2, 0, 3) for one in heads]
-    return [*made, torch.full((2, 6, 4), 3.0).transpose(1, 2)]
+    tensors = [torch.randn(6, 2, head_count, dim).to(dtype).permute(1, 2, 0, 3) for head_count in heads]
+    return [*tensors, torch.full((2, 6, 4), 3.0).transpose(1, 2)]
 
 
 @BOTH
 def test_every_rectangle_in_half_precision_goes_to_the_op(
     op: BlockOp, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unwanted(*_: object) -> None:
-        raise AssertionError("asked for another op")
+    def fail(*_: object) -> None:
+        raise AssertionError("another op was chosen")
 
-    monkeypatch.setattr(aten, "choose", unwanted)
+    monkeypatch.setattr(aten, "choose", fail)
     trial = Trial(SCENARIOS["zigzag"], torch.bfloat16, True)
     s, engine = trial.scenario, FlashEngine(HOST, op)
     works = engine.prepare([step.tiles for step in s.steps], trial.softmax, s.q_rows, s.heads)
@@ -86,17 +86,17 @@ def test_aligned_operands_are_not_copied(op: BlockOp, calls: Calls) -> None:
     q, k, v, out, dout, lse = operands(64)
     op.forward(q, k, v, False, 0.1)
     op.backward(dout, q, k, v, out, lse, False, 0.1)
-    own = {x.data_ptr() for x in (q, k, v, out, dout)}
+    addresses = {x.data_ptr() for x in (q, k, v, out, dout)}
     for called, arguments in calls:
         names = ("q", "k", "v") if called == "forward" else ("q", "k", "v", "out", "dout")
-        given = {arguments[name].data_ptr() for name in names}
-        assert given <= own and len(given) == len(names)
+        received = {arguments[name].data_ptr() for name in names}
+        assert received <= addresses and len(received) == len(names)
 
 
 @BOTH
 @pytest.mark.parametrize("fault", ["address", "stride", "last stride"])
 def test_operands_that_cannot_be_read_are_copied(op: BlockOp, fault: str, calls: Calls) -> None:
-    """The stand-ins insist on 16-byte addresses and strides; a single head leaves its stride to chance."""
+    """The stand-ins require 16-byte addresses and strides. A dimension with a single head may have any stride."""
     q, k, v, *_ = operands(64)
     k, v = k[:, :1], v[:, :1]
     if fault == "address":
@@ -105,41 +105,41 @@ def test_operands_that_cannot_be_read_are_copied(op: BlockOp, fault: str, calls:
         k = k.contiguous().as_strided((2, 1, 6, 64), (6 * 64, 3, 64, 1))
     else:
         k = k[:1, :1, :1, :1].expand(2, 1, 6, 64)
-    got = op.forward(q, k, v, False, 0.1)
-    wanted = op.forward(q, k.clone(memory_format=torch.contiguous_format), v, False, 0.1)
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    actual = op.forward(q, k, v, False, 0.1)
+    expected = op.forward(q, k.clone(memory_format=torch.contiguous_format), v, False, 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @BOTH
-@pytest.mark.parametrize("wanted", [False, True])
-def test_deterministic_algorithms_are_asked_for(
-    op: BlockOp, wanted: bool, calls: Calls, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_op_receives_the_deterministic_flag(
+    op: BlockOp, deterministic: bool, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: wanted)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     q, k, v, out, dout, lse = operands(64)
     op.backward(dout, q, k, v, out, lse, False, 0.1)
-    assert [arguments["deterministic"] for arguments in calls.named("backward")] == [wanted]
+    assert [arguments["deterministic"] for arguments in calls.named("backward")] == [deterministic]
 
 
 @pytest.mark.parametrize("margin", [0, 6])
-def test_a_margin_reaches_every_kernel_of_an_op_that_knows_one(margin: int) -> None:
-    """FlashAttention 4 has no such argument in its recorded signature, and says so."""
-    for op, heard in ((FA3, margin), (FA4, 0)):
+def test_a_margin_reaches_every_kernel_of_an_op_that_supports_it(margin: int) -> None:
+    """FlashAttention 4 has no such argument in its recorded signature, so its engine reports a margin of 0."""
+    for op, effective in ((FA3, margin), (FA4, 0)):
         trial = Trial(SCENARIOS["zigzag"], torch.bfloat16, True)
         engine = FlashEngine(HOST, op, margin)
         with standin(op) as calls:
             trial.run(engine)
-        assert engine.sm_margin == heard
-        assert len(calls) > 2 and {arguments.get("sm_margin", 0) for _, arguments in calls} == {heard}
+        assert engine.sm_margin == effective
+        assert len(calls) > 2 and {arguments.get("sm_margin", 0) for _, arguments in calls} == {effective}
 
 
-def test_fa3_wide_heads_repeat_by_torchs_flash_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FA3 has no deterministic backward above 192."""
+def test_fa3_wide_heads_use_torchs_flash_op_if_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 3 has no deterministic backward for head dimensions above 192."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     seen = []
 
-    def backward(*given: object) -> tuple[str, str, str]:
-        seen.append(given)
+    def backward(*arguments: object) -> tuple[str, str, str]:
+        seen.append(arguments)
         return "dq", "dk", "dv"
 
     monkeypatch.setattr(flash, "FLASH", flash.FLASH._replace(backward=backward))
@@ -150,11 +150,11 @@ def test_fa3_wide_heads_repeat_by_torchs_flash_op(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
         FA3.backward(dout, q, k, v, out, lse, False, 0.1)
     assert [arguments["q"].shape[-1] for arguments in calls.named("backward")] == [192, 200]
-    assert [[id(x) for x in given[:6]] for given in seen] == [[id(x) for x in (dout, q, k, v, out, lse)]]
+    assert [[id(x) for x in arguments[:6]] for arguments in seen] == [[id(x) for x in (dout, q, k, v, out, lse)]]
 
 
 def test_fa3_takes_one_split() -> None:
-    """Its own choice depends on the GPU, and with it the order of the sums."""
+    """FlashAttention's default depends on the GPU, and the order of the sums depends on it."""
     q, k, v, *_ = operands(64)
     with fa3_library() as calls:
         FA3.forward(q, k, v, False, 0.1)
@@ -169,18 +169,20 @@ def test_heads_are_padded_to_a_multiple_of_8(op: BlockOp, calls: Calls) -> None:
 
 
 @pytest.mark.parametrize("schema", FA3_BACKWARDS)
-def test_fa3_gradients_do_not_hang_on_what_it_returns(schema: str) -> None:
+def test_fa3_gradients_do_not_depend_on_its_return_values(schema: str) -> None:
     q, k, v, out, dout, lse = operands(64)
     with fa3_library(FA3_BACKWARDS[schema]):
-        found = FA3.backward(dout, q, k, v, out, lse, False, 0.1)
+        fa3_grads = FA3.backward(dout, q, k, v, out, lse, False, 0.1)
     with fa4_module():
-        wanted = FA4.backward(dout, q, k, v, out, lse, False, 0.1)
-    assert all(torch.equal(a, b) and a.shape == x.shape for a, b, x in zip(found, wanted, (q, k, v), strict=True))
+        fa4_grads = FA4.backward(dout, q, k, v, out, lse, False, 0.1)
+    assert all(
+        torch.equal(a, b) and a.shape == x.shape for a, b, x in zip(fa3_grads, fa4_grads, (q, k, v), strict=True)
+    )
 
 
 @BOTH
-def test_what_the_op_does_not_take_goes_where_aten_sends_it(op: BlockOp, calls: Calls) -> None:
-    """float32, and a head that only the column for the gradient of lse makes too wide."""
+def test_other_calls_run_as_in_the_aten_engine(op: BlockOp, calls: Calls) -> None:
+    """Cases: float32, and a head that is too wide because of the additional column for the gradient of lse."""
     trial = Trial(SCENARIOS["zigzag"], torch.float32, True)
     trial.check(trial.run(FlashEngine(HOST, op)), 1e-5)
     assert not calls
@@ -214,7 +216,7 @@ def test_other_gpus_are_refused(
 
 @pytest.mark.usefixtures("_hopper")
 @pytest.mark.parametrize("name", ["fa3", "fa4"])
-def test_what_the_kernels_do_not_take_is_refused_by_name(name: str) -> None:
+def test_unsupported_dtypes_and_dimensions_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"'{name}' takes float16 and bfloat16, not torch.float32"):
         flash_engine(name, CUDA, torch.float32, 128)
     with pytest.raises(UnsupportedError, match=f"'{name}' takes head dimensions to 256, not 257"):
@@ -234,12 +236,12 @@ def test_without_the_package_the_refusal_names_it(name: str, package: str, monke
 
 @pytest.mark.usefixtures("_hopper")
 @pytest.mark.parametrize("module", ["flash_attn_3._C", "xformers.flash_attn_3._C"])
-def test_either_library_of_fa3_will_do(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for other in flash.FA3_LIBRARIES:
-        monkeypatch.setitem(sys.modules, other.split(".")[0], None)
+def test_either_library_of_fa3_suffices(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in flash.FA3_LIBRARIES:
+        monkeypatch.setitem(sys.modules, library.split(".")[0], None)
     monkeypatch.setitem(sys.modules, module, ModuleType(module))
     engine = flash_engine("fa3", CUDA, torch.bfloat16, 256)
-    assert (engine.name, engine._chosen(CUDA, torch.bfloat16, 256)) == ("fa3", FA3)
+    assert (engine.name, engine._choose_op(CUDA, torch.bfloat16, 256)) == ("fa3", FA3)
 
 
 def test_fa4_takes_narrower_heads_on_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +250,7 @@ def test_fa4_takes_narrower_heads_on_sm_100(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(aten, "choose", lambda *_: CPU)
     with fa4_module():
         engine = flash_engine("fa4", CUDA, torch.bfloat16, 128)
-        assert engine._chosen(CUDA, torch.bfloat16, 136) is CPU
-        assert engine._chosen(CUDA, torch.bfloat16, 128) == FA4._replace(max_dim=128)
+        assert engine._choose_op(CUDA, torch.bfloat16, 136) is CPU
+        assert engine._choose_op(CUDA, torch.bfloat16, 128) == FA4._replace(max_dim=128)
         with pytest.raises(UnsupportedError, match="to 128, not 129"):
             flash_engine("fa4", CUDA, torch.bfloat16, 129)

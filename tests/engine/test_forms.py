@@ -1,4 +1,4 @@
-"""Which form of the kernels a call gets on a Hopper GPU, as far as that can be told without one."""
+"""The form of the kernels that a call gets on a Hopper GPU, tested without such a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TILES = (Tile(strip(0, 256), strip(0, 256), CAUSAL, StridedRange(0, 2)),)
 
 
 class Recorded:
-    """Takes launches in the place of the compiled kernels."""
+    """Records launches instead of running compiled kernels."""
 
     def __init__(self) -> None:
         self.calls: list[LaunchCall] = []
@@ -40,7 +40,7 @@ class Recorded:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
-    """What would run on sm_90."""
+    """Record the launches that would run on sm_90."""
     recorded = Recorded()
     monkeypatch.setattr(engine_module, "kept", recorded)
     monkeypatch.setattr(engine_module, "architecture", lambda device: 90)
@@ -55,8 +55,8 @@ def rows(dim: int = 128, dtype: torch.dtype = HALF, pad: int = 0) -> Tensor:
     return torch.zeros(256, 1, 2, dim + pad, dtype=dtype)[..., :dim]
 
 
-def attended(engine: TritonEngine, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    """A pass of two steps, so that a state is carried."""
+def run_forward(engine: TritonEngine, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """Run a forward pass of two steps, so that a state is carried between them."""
     works = engine.prepare([TILES, TILES], Softmax(0.1, **options), 256, 2)
     state = engine.begin(works, q, v.shape[3], None)
     for work in works:
@@ -87,17 +87,17 @@ def form_of(call: LaunchCall) -> str:
     ],
 )
 def test_a_call_gets_the_best_form_that_takes_it(case: dict[str, Any], form: str, launched: Recorded) -> None:
-    attended(TritonEngine(), **({name: rows() for name in "qkv"} | case))
+    run_forward(TritonEngine(), **({name: rows() for name in "qkv"} | case))
     assert [form_of(call) for call in launched.calls] == [form, form]
 
 
 def test_another_form_for_a_tensor_has_the_tables_of_the_pass(launched: Recorded) -> None:
-    """Flags of other blocks may say that a state is read which nothing has set."""
-    attended(TritonEngine(), rows(), rows(), rows())
-    attended(TritonEngine(), rows(), rows(pad=1), rows())
-    first, other = launched.calls[0], launched.calls[2]
-    assert form_of(first) == "gluon" and form_of(other) == "pointers"
-    assert all(first.meta[name] == other.meta[name] for name in ("BLOCK_M", "BLOCK_N"))
+    """With the flags of other blocks a launch might read a state that is not initialised."""
+    run_forward(TritonEngine(), rows(), rows(), rows())
+    run_forward(TritonEngine(), rows(), rows(pad=1), rows())
+    first, second = launched.calls[0], launched.calls[2]
+    assert form_of(first) == "gluon" and form_of(second) == "pointers"
+    assert all(first.meta[name] == second.meta[name] for name in ("BLOCK_M", "BLOCK_N"))
 
 
 @pytest.mark.parametrize(
@@ -113,34 +113,36 @@ def test_another_form_for_a_tensor_has_the_tables_of_the_pass(launched: Recorded
         ({"k": rows(pad=1)}, "multiples of 16 bytes"),
     ],
 )
-def test_gluon_by_name_is_refused_what_it_cannot_take(case: dict[str, Any], why: str, launched: Recorded) -> None:
+def test_gluon_by_name_refuses_unsupported_calls(case: dict[str, Any], why: str, launched: Recorded) -> None:
     for engine in (TritonEngine(form="gluon"), TritonEngine(configs_for(90, HALF, 128)._replace(forward=CONFIG))):
         with pytest.raises(UnsupportedError, match=f"form='gluon': .*{why}.*; leave the form to the table"):
-            attended(engine, **({name: rows() for name in "qkv"} | case))
+            run_forward(engine, **({name: rows() for name in "qkv"} | case))
     assert not launched.calls
 
 
-MANY_RUNS = tuple(Tile(strip(0, 256), strip(at, 128, row=at), CAUSAL, StridedRange(0, 2)) for at in (0, 128))
+MANY_RANGES = tuple(Tile(strip(0, 256), strip(start, 128, row=start), CAUSAL, StridedRange(0, 2)) for start in (0, 128))
 
 
-def test_specialized_by_name_is_refused_what_it_cannot_run(launched: Recorded) -> None:
-    """Before the first launch of a pass, whichever step it is; rows that no descriptor reads, when they come."""
+def test_specialized_by_name_refuses_unsupported_calls(launched: Recorded) -> None:
+    """An unsupported step is refused before the first launch of the pass; unreadable rows are refused on arrival."""
     blocks = specialized_configs(90, HALF, 128)
     for engine in (TritonEngine(form="specialized"), TritonEngine(blocks)):
-        attended(engine, rows(), rows(), rows())
+        run_forward(engine, rows(), rows(), rows())
         assert [call.meta["SPLIT"] for call in launched.calls] == [True] * 2
         launched.calls.clear()
-        works = engine.prepare([TILES, MANY_RUNS], Softmax(0.1, 1), 256, 2)
-        with pytest.raises(UnsupportedError, match=r"form='specialized': .*several runs of keys.*; leave the form to"):
+        works = engine.prepare([TILES, MANY_RANGES], Softmax(0.1, 1), 256, 2)
+        with pytest.raises(
+            UnsupportedError, match=r"form='specialized': .*several ranges of keys.*; leave the form to"
+        ):
             engine.begin(works, rows(), 128, None)
         for case in ({"q": rows(pad=1)}, {"k": rows(pad=1)}, {"v": rows(pad=1)}):
             with pytest.raises(UnsupportedError, match=r"form='specialized': .*multiples of 16 bytes"):
-                attended(engine, **({name: rows() for name in "qkv"} | case))
+                run_forward(engine, **({name: rows() for name in "qkv"} | case))
         assert not launched.calls
 
 
 @pytest.mark.parametrize(
-    ("capability", "told"),
+    ("capability", "expected"),
     [
         ((7, 5), "does not run on sm_75: it needs sm_80"),
         ((8, 6), "on sm_86: pointers (the Gluon kernel is for sm_90, not sm_86)"),
@@ -151,14 +153,14 @@ def test_specialized_by_name_is_refused_what_it_cannot_run(launched: Recorded) -
         ((10, 3), "on sm_103: descriptors, or pointers for rows that TMA cannot describe (the Gluon kernel is for"),
     ],
 )
-def test_the_forms_of_a_device(capability: tuple[int, int], told: str) -> None:
-    assert told in forms.on_device(capability)
+def test_the_forms_of_a_device(capability: tuple[int, int], expected: str) -> None:
+    assert expected in forms.on_device(capability)
 
 
-def test_a_form_or_blocks_by_name_are_not_exchanged(launched: Recorded) -> None:
+def test_a_form_or_blocks_by_name_are_not_replaced(launched: Recorded) -> None:
     blocks = configs_for(90, HALF, 128)._replace(forward=Config(64, 64, 4, 2, "pointers"))
     for engine in (TritonEngine(form="pointers"), TritonEngine(form="descriptors"), TritonEngine(blocks)):
-        attended(engine, rows(), rows(), rows())
+        run_forward(engine, rows(), rows(), rows())
     assert [form_of(call) for call in launched.calls[::2]] == ["pointers", "descriptors", "pointers"]
     assert launched.calls[-1].meta["BLOCK_M"] == 64
 
@@ -166,24 +168,26 @@ def test_a_form_or_blocks_by_name_are_not_exchanged(launched: Recorded) -> None:
 def test_a_triton_without_gluon_runs_descriptors(launched: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_gluon.triton, "__version__", "3.9.0")
     gluon_missing.cache_clear()
-    attended(TritonEngine(), rows(), rows(), rows())
+    run_forward(TritonEngine(), rows(), rows(), rows())
     assert form_of(launched.calls[0]) == "descriptors"
-    assert "forward by the form descriptors (the Gluon kernel needs Triton" in forms.told(90, HALF, (128, 128), ())
+    assert "forward by the form descriptors (the Gluon kernel needs Triton" in forms.describe_forms(
+        90, HALF, (128, 128), ()
+    )
     assert "on sm_90: descriptors, or" in forms.on_device((9, 0)) and "not 3.9.0" in forms.on_device((9, 0))
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 100, 120])
 def test_other_architectures_keep_their_table(arch: int, launched: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "architecture", lambda device: arch)
-    attended(TritonEngine(), rows(), rows(), rows())
+    run_forward(TritonEngine(), rows(), rows(), rows())
     table = configs_for(arch, HALF, 128).forward
     assert form_of(launched.calls[0]) == table.form and launched.calls[0].meta["BLOCK_M"] == table.block_m
 
 
-def differentiated(
+def run_backward(
     engine: TritonEngine, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any
 ) -> None:  # fmt: skip
-    """The backward pass of one step."""
+    """Run the backward pass of a single step."""
     works, per_row = engine.prepare([TILES], Softmax(0.1, **options), 256, 2), torch.zeros(1, 2, 256)
     dq = engine.begin_grad(works, q, v.shape[3])
     dkv = KV(torch.zeros(k.shape), torch.zeros(v.shape))
@@ -212,27 +216,27 @@ GRADIENTS = {
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_get_the_best_form_that_takes_them(name: str, launched: Recorded) -> None:
     case, expected = GRADIENTS[name]
-    differentiated(TritonEngine(), **({name: rows() for name in ("q", "k", "v", "dout")} | case))
+    run_backward(TritonEngine(), **({name: rows() for name in ("q", "k", "v", "dout")} | case))
     assert [gradient_form(call) for call in launched.calls] == expected
 
 
-def test_gradients_by_name_are_refused_what_gluon_cannot_take(launched: Recorded) -> None:
+def test_gluon_gradients_by_name_refuse_unsupported_calls(launched: Recorded) -> None:
     q = rows()
     with pytest.raises(UnsupportedError, match=r"form=.gluon.: the Gluon kernel .* multiples of 16 bytes"):
-        differentiated(TritonEngine(form="gluon"), q, q, q, rows(pad=1))
+        run_backward(TritonEngine(form="gluon"), q, q, q, rows(pad=1))
     assert not launched.calls
     for engine in (TritonEngine(form="descriptors"), TritonEngine(configs_for(90, HALF, 128))):
-        differentiated(engine, q, q, q, q)
+        run_backward(engine, q, q, q, q)
     assert [gradient_form(call) for call in launched.calls] == ["descriptors"] * 4
 
 
-def test_gradients_that_add_at_random_are_not_gluons(launched: Recorded) -> None:
-    differentiated(TritonEngine(deterministic=False), rows(), rows(), rows(), rows())
+def test_the_fused_backward_does_not_use_gluon(launched: Recorded) -> None:
+    run_backward(TritonEngine(deterministic=False), rows(), rows(), rows(), rows())
     assert [gradient_form(call) for call in launched.calls] == ["descriptors"]
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_another_form_for_a_tensor_has_the_flags_of_the_pass(dim: int) -> None:
-    """Blocks of as many queries: what begins and ends a pass are then the same blocks."""
+    """Both forms have blocks of the same number of queries, so the first and the last blocks of a pass are the same."""
     table = configs_for(90, HALF, dim)
     assert table.grad_q.block_m == GRAD_Q[dim].block_m and GRAD_KV[dim].form == "gluon"

@@ -1,4 +1,4 @@
-"""Which engine is chosen, and what is said of it."""
+"""The choice of the engine, and the reason that users see."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DIMS_OF_GLUON = "the Gluon kernel takes head dimensions of 64 or 128, equal for 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """No choice made under a stand-in outlives its test."""
+    """Clear the caches, so that no choice made under a stand-in outlives its test."""
     choose.cache_clear()
     yield
     choose.cache_clear()
@@ -43,85 +43,88 @@ def _fresh() -> Iterator[None]:
 
 @pytest.fixture
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU as far as a choice can tell."""
+    """Fake the properties of a Hopper GPU that the choice reads."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(select.aten, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
 
 
-def chosen(
+def chosen_by_auto(
     device: torch.device, dtype: torch.dtype = HALF, d_k: int = 128, d_v: int = 128, softmax: Softmax | None = None
 ) -> tuple[str, str]:
-    """What auto takes: the engine's name, and what is said after it."""
+    """Return the engine that auto chooses: its name, and the reason after it."""
     choice = choose("auto", device, dtype, d_k, d_v, softmax)
-    name, said = choice.why.split(": ", 1)
+    name, reason = choice.why.split(": ", 1)
     assert choice.engine.name == name
-    return name, said
+    return name, reason
 
 
 # --- by auto ---------------------------------------------------------------------------------------------------------
 
 
 def test_on_a_cpu() -> None:
-    assert chosen(HOST) == ("aten", "the only fused kernels for cpu")
-    assert chosen(HOST, torch.float64, 13, 300) == ("aten", "the only fused kernels for cpu")
-    assert chosen(HOST, softmax=CAPPED) == ("plain", "no fused kernel knows a softcap on cpu")
-    assert chosen(HOST, softmax=BIASED) == ("plain", "no fused kernel knows alibi_slopes on cpu")
-    assert chosen(HOST, softmax=DROPPED) == ("plain", "no fused kernel knows this dropout on cpu")
+    assert chosen_by_auto(HOST) == ("aten", "the only fused kernels for cpu")
+    assert chosen_by_auto(HOST, torch.float64, 13, 300) == ("aten", "the only fused kernels for cpu")
+    assert chosen_by_auto(HOST, softmax=CAPPED) == ("plain", "no fused kernel supports a softcap on cpu")
+    assert chosen_by_auto(HOST, softmax=BIASED) == ("plain", "no fused kernel supports alibi_slopes on cpu")
+    assert chosen_by_auto(HOST, softmax=DROPPED) == ("plain", "no fused kernel supports this dropout on cpu")
 
 
 @pytest.mark.usefixtures("_hopper")
 def test_on_a_gpu() -> None:
-    assert chosen(CUDA) == ("aten", "torch has a fused kernel for bfloat16, head_dim 128 on NVIDIA H200")
+    assert chosen_by_auto(CUDA) == ("aten", "torch has a fused kernel for bfloat16, head_dim 128 on NVIDIA H200")
     plainly = "torch has no fused kernel for {} on NVIDIA H200, so it computes as plain does"
-    assert chosen(CUDA, torch.float32) == ("aten", plainly.format("float32, head_dim 128"))
-    assert chosen(CUDA, d_v=264) == ("aten", plainly.format("bfloat16, head_dim 264"))
+    assert chosen_by_auto(CUDA, torch.float32) == ("aten", plainly.format("float32, head_dim 128"))
+    assert chosen_by_auto(CUDA, d_v=264) == ("aten", plainly.format("bfloat16, head_dim 264"))
 
 
 @pytest.mark.usefixtures("_hopper")
 def test_a_softcap_on_a_gpu() -> None:
     for dtype, form in ((torch.float32, "pointers"), (torch.float16, "descriptors"), (HALF, "descriptors")):
         forms = f"forward by the form {form} (the Gluon kernel has no softcap)"
-        assert chosen(CUDA, dtype, 256, 16, CAPPED) == ("triton", f"the only fused kernels with a softcap; {forms}")
-    said = "no fused kernel here knows a softcap (engine='triton' {})"
-    assert chosen(CUDA, torch.float64, softmax=CAPPED) == (
-        "plain", said.format("does not support torch.float64; use engine='plain'")
+        assert chosen_by_auto(CUDA, dtype, 256, 16, CAPPED) == (
+            "triton",
+            f"the only fused kernels with a softcap; {forms}",
+        )
+    expected = "no fused kernel here supports a softcap (engine='triton' {})"
+    assert chosen_by_auto(CUDA, torch.float64, softmax=CAPPED) == (
+        "plain", expected.format("does not support torch.float64; use engine='plain'")
     )  # fmt: skip
-    assert chosen(CUDA, d_k=257, softmax=CAPPED) == (
-        "plain", said.format("takes head dimensions to 256, not 257; use engine='plain'")
+    assert chosen_by_auto(CUDA, d_k=257, softmax=CAPPED) == (
+        "plain", expected.format("takes head dimensions to 256, not 257; use engine='plain'")
     )  # fmt: skip
 
 
 @pytest.mark.usefixtures("_hopper")
 def test_alibi_and_dropout_on_a_gpu() -> None:
-    """By the kernels that are not Gluon's, with a softcap or without; slopes beyond what they take go to plain."""
-    said = "the only fused kernels with {}; forward by the form descriptors (the Gluon kernel has no {})"
-    assert chosen(CUDA, softmax=BIASED) == ("triton", said.format("alibi_slopes", "alibi_slopes"))
+    """Triton kernels other than Gluon compute them, with or without a softcap; plain computes steeper slopes."""
+    expected = "the only fused kernels with {}; forward by the form descriptors (the Gluon kernel has no {})"
+    assert chosen_by_auto(CUDA, softmax=BIASED) == ("triton", expected.format("alibi_slopes", "alibi_slopes"))
     both = BIASED._replace(softcap=30.0)
-    assert chosen(CUDA, softmax=both) == ("triton", said.format("a softcap and alibi_slopes", "softcap"))
-    assert chosen(CUDA, softmax=DROPPED) == ("triton", said.format("this dropout", "dropout_p"))
-    name, told = chosen(CUDA, softmax=Softmax(1.0, alibi_slopes=(0.5, -1e10)))
-    assert name == "plain" and "takes alibi_slopes to 4294967296, of either sign, not 1e+10" in told
+    assert chosen_by_auto(CUDA, softmax=both) == ("triton", expected.format("a softcap and alibi_slopes", "softcap"))
+    assert chosen_by_auto(CUDA, softmax=DROPPED) == ("triton", expected.format("this dropout", "dropout_p"))
+    name, reason = chosen_by_auto(CUDA, softmax=Softmax(1.0, alibi_slopes=(0.5, -1e10)))
+    assert name == "plain" and "takes alibi_slopes to 4294967296, of either sign, not 1e+10" in reason
 
 
 @pytest.mark.usefixtures("_hopper")
 def test_a_softcap_on_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    name, said = chosen(CUDA, softmax=CAPPED)
-    assert name == "plain" and "from sm_80 on, not sm_75" in said
+    name, reason = chosen_by_auto(CUDA, softmax=CAPPED)
+    assert name == "plain" and "from sm_80 on, not sm_75" in reason
 
 
 @pytest.mark.usefixtures("_hopper")
 def test_a_softcap_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ringattn.engine.triton", None)
-    name, said = chosen(CUDA, softmax=CAPPED)
-    assert name == "plain" and "needs the package triton, which is not installed" in said
+    name, reason = chosen_by_auto(CUDA, softmax=CAPPED)
+    assert name == "plain" and "needs the package triton, which is not installed" in reason
 
 
 # --- by name ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_named_engine_comes_or_is_refused() -> None:
+def test_a_named_engine_is_chosen_or_refused() -> None:
     assert choose("plain", HOST, torch.float64, 8, 8, CAPPED).why == "plain: asked for by name"
     assert choose("aten", HOST, HALF, 8, 8, None).engine.name == "aten"
     for option, softmax in (("softcap", CAPPED), ("alibi_slopes", BIASED), ("dropout_p", DROPPED)):
@@ -137,20 +140,20 @@ def test_a_named_engine_comes_or_is_refused() -> None:
 @pytest.mark.parametrize(
     ("dtype", "dims", "forms"),
     [
-        (HALF, (128, 128), "gluon, or descriptors for tensors that it cannot take"),
-        (torch.float16, (64, 64), "gluon, or descriptors for tensors that it cannot take"),
+        (HALF, (128, 128), "gluon, or descriptors for tensors that it cannot read"),
+        (torch.float16, (64, 64), "gluon, or descriptors for tensors that it cannot read"),
         (HALF, (80, 80), f"descriptors ({DIMS_OF_GLUON}, not 80 and 80)"),
         (HALF, (128, 64), f"descriptors ({DIMS_OF_GLUON}, not 128 and 64)"),
         (torch.float32, (64, 64), "pointers (the Gluon kernel takes float16 and bfloat16, not torch.float32)"),
     ],
 )  # fmt: skip
-def test_it_is_said_which_kernels_triton_takes(dtype: torch.dtype, dims: tuple[int, int], forms: str) -> None:
-    said = choose("triton", CUDA, dtype, *dims, None).why
-    assert said == f"triton: asked for by name; forward by the form {forms}"
+def test_the_reason_names_the_kernels_of_triton(dtype: torch.dtype, dims: tuple[int, int], forms: str) -> None:
+    reason = choose("triton", CUDA, dtype, *dims, None).why
+    assert reason == f"triton: asked for by name; forward by the form {forms}"
 
 
 @pytest.mark.usefixtures("_hopper")
-def test_triton_is_refused_before_a_pass_what_it_would_refuse_in_one() -> None:
+def test_triton_refuses_unsupported_calls_before_a_pass() -> None:
     assert choose("triton", CUDA, torch.float32, 8, 256, CAPPED).engine.name == "triton"
     with pytest.raises(UnsupportedError, match=r"does not support torch\.float64"):
         choose("triton", CUDA, torch.float64, 8, 8, None)
@@ -159,29 +162,29 @@ def test_triton_is_refused_before_a_pass_what_it_would_refuse_in_one() -> None:
 
 
 @pytest.mark.usefixtures("_hopper")
-def test_a_margin_reaches_every_engine_that_knows_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_import_one", lambda name, need: None)
-    found = {name: choose(name, CUDA, HALF, 8, 8, None, 5).engine.sm_margin for name in ENGINES}
-    assert found == {"auto": 0, "aten": 0, "plain": 0, "triton": 5, "fa3": 5, "fa4": 0}
+def test_a_margin_reaches_every_engine_that_supports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "_import_first", lambda name, need: None)
+    margins = {name: choose(name, CUDA, HALF, 8, 8, None, 5).engine.sm_margin for name in ENGINES}
+    assert margins == {"auto": 0, "aten": 0, "plain": 0, "triton": 5, "fa3": 5, "fa4": 0}
 
 
 @pytest.mark.usefixtures("_hopper")
-def test_an_engine_that_leaves_nothing_free_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an exchange needs multiprocessors, and nowhere else."""
+def test_an_engine_that_leaves_nothing_free_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It warns only if an exchange needs multiprocessors."""
     monkeypatch.setattr(LocalTransport, "sm_margin", 8)
-    with Ring() as ring, warnings.catch_warnings(record=True) as told:
+    with Ring() as ring, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         ring.engine = "triton"
         ring.engine_for(CUDA, HALF, 8, 8, None)
         ring.engine = "auto"
         ring.choice(CUDA, HALF, 8, 8, None)
         ring.engine_for(HOST, HALF, 8, 8, None)
-        assert not told
+        assert not warned
         for _ in range(3):
             ring.engine_for(CUDA, HALF, 8, 8, None)
-        (warning,) = told
-        words = "engine 'aten' leaves no multiprocessor free"
-        assert words in str(warning.message) and "NcclOptions(sm_margin=0)" in str(warning.message)
+        (warning,) = warned
+        expected = "engine 'aten' leaves no multiprocessor free"
+        assert expected in str(warning.message) and "NcclOptions(sm_margin=0)" in str(warning.message)
     monkeypatch.setattr(LocalTransport, "sm_margin", 0)
     with Ring() as ring, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -195,47 +198,47 @@ def test_explain_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with Ring() as ring:
         monkeypatch.setattr(Ring, "device", HOST)
         seq, facts = ring.sequence(64), {"q_heads": 2, "head_dim": 16}
-        told = ring.explain(seq, **facts)
-        assert (told.engine, told.engine_why) == ("aten", "aten: the only fused kernels for cpu")
-        assert "engine aten: the only fused kernels for cpu" in str(told).splitlines()
+        explanation = ring.explain(seq, **facts)
+        assert (explanation.engine, explanation.engine_why) == ("aten", "aten: the only fused kernels for cpu")
+        assert "engine aten: the only fused kernels for cpu" in str(explanation).splitlines()
         named = ring.explain(seq, cluster="h100", **facts).engine_why
         assert named.startswith("aten: the only fused kernels for cpu; times are of the kernels on H100")
         assert ring.explain(seq, softcap=3.0, **facts).engine == "plain"
-        told = ring.explain(seq, alibi_slopes=[0.5, 0.25], **facts)
-        assert "engine plain: no fused kernel knows alibi_slopes on cpu" in str(told).splitlines()
-        told = ring.explain(seq, **facts)
+        explanation = ring.explain(seq, alibi_slopes=[0.5, 0.25], **facts)
+        assert "engine plain: no fused kernel supports alibi_slopes on cpu" in str(explanation).splitlines()
+        explanation = ring.explain(seq, **facts)
         q = torch.zeros(1, 64, 2, 16)
-        assert ring.explain(seq, q=q, k=q, v=q).engine_why == told.engine_why
+        assert ring.explain(seq, q=q, k=q, v=q).engine_why == explanation.engine_why
 
 
 def test_an_engine_may_be_given_as_an_object() -> None:
-    class Mine(PlainEngine):
-        name = "mine"
+    class CustomEngine(PlainEngine):
+        name = "custom"
 
-    mine, q = Mine(), torch.zeros(1, 64, 2, 16)
-    with Ring(engine=mine) as ring:
-        assert ring.choice(HOST, torch.float32, 16, 16, None).engine is mine
-        assert ring.explain(ring.sequence(64), q=q, k=q, v=q).engine_why == "mine: given as an object"
+    engine, q = CustomEngine(), torch.zeros(1, 64, 2, 16)
+    with Ring(engine=engine) as ring:
+        assert ring.choice(HOST, torch.float32, 16, 16, None).engine is engine
+        assert ring.explain(ring.sequence(64), q=q, k=q, v=q).engine_why == "custom: given as an object"
 
 
 def test_explain_says_what_a_margin_costs() -> None:
-    # Messages that hold multiprocessors of their own would get them back from the margin.
+    # Without multiprocessors for messages, because the margin would give those back.
     apart = replace(CLUSTERS["h100"], message_sms=0.0)
     facts = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "cluster": apart}
 
     def body(ring: Ring) -> list[Explanation]:
         return [ring.explain(ring.sequence(1 << 17), sm_margin=margin, **facts) for margin in (0, 4, 8, None)]
 
-    none, four, eight, own = run_ranks(8, body)[0]
-    assert (none.sm_margin, none.margin_us) == (own.sm_margin, own.margin_us) == (0, 0.0)
+    none, four, eight, default = run_ranks(8, body)[0]
+    assert (none.sm_margin, none.margin_us) == (default.sm_margin, default.margin_us) == (0, 0.0)
     assert "multiprocessors" not in str(none)
-    for told, share in ((four, 4 / 132), (eight, 8 / 132)):
-        assert told.predicted_us - told.margin_us == pytest.approx(none.predicted_us)
-        # Nearly all of a long ring is arithmetic, so it grows by nearly the whole share.
-        assert 0.95 * share < told.margin_us / told.predicted_us <= share
+    for explanation, share in ((four, 4 / 132), (eight, 8 / 132)):
+        assert explanation.predicted_us - explanation.margin_us == pytest.approx(none.predicted_us)
+        # Nearly all of a long ring is arithmetic, so its time grows by nearly the whole share.
+        assert 0.95 * share < explanation.margin_us / explanation.predicted_us <= share
     cost = duration(eight.margin_us / 1e6)
-    told = f"8 of 132 multiprocessors are left to exchanges, 6.1% of the arithmetic: {cost} of that"
-    assert told in str(eight)
+    line = f"8 of 132 multiprocessors are left to exchanges, 6.1% of the arithmetic: {cost} of that"
+    assert line in str(eight)
     with Ring() as ring, pytest.raises(InputError, match="of an unknown number"):
         ring.explain(ring.sequence(64), q_heads=1, head_dim=8, cluster="cpu", sm_margin=8)
 
@@ -246,6 +249,6 @@ def test_explain_takes_the_margin_that_the_engine_leaves(monkeypatch: pytest.Mon
     monkeypatch.setattr(Ring, "device", CUDA)
     for engine, margin in (("triton", 8), ("aten", 0)):
         with Ring(engine=engine) as ring:
-            told = ring.explain(ring.sequence(64), q_heads=1, head_dim=8)
-            assert told.sm_margin == margin
-            assert told.engine_why.endswith("it leaves no multiprocessor to exchanges") == (not margin)
+            explanation = ring.explain(ring.sequence(64), q_heads=1, head_dim=8)
+            assert explanation.sm_margin == margin
+            assert explanation.engine_why.endswith("it leaves no multiprocessor free for exchanges") == (not margin)

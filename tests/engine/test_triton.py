@@ -18,19 +18,19 @@ from tests.contract.engine_scenarios import SCENARIOS
 HOST = torch.device("cpu")
 
 
-def named(device: torch.device, dim: int = 64, softcap: float | None = None) -> Engine:
+def choose_triton(device: torch.device, dim: int = 64, softcap: float | None = None) -> Engine:
     softmax = Softmax(1.0, 1, softcap)
     return choose.__wrapped__("triton", device, torch.float32, dim, dim, softmax, 6).engine
 
 
-def test_off_a_gpu_it_is_refused_by_name() -> None:
+def test_triton_is_refused_by_name_without_a_gpu() -> None:
     with pytest.raises(UnsupportedError, match="engine='triton' needs a CUDA device, not cpu; use engine='auto'"):
-        named(HOST)
+        choose_triton(HOST)
 
 
-def test_on_a_gpu_it_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_chosen_by_name_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    engine = named(torch.device("cuda", 0), softcap=30.0)
+    engine = choose_triton(torch.device("cuda", 0), softcap=30.0)
     assert engine.name == "triton" and isinstance(engine, TritonEngine) and engine.sm_margin == 6
 
 
@@ -39,20 +39,20 @@ def test_without_the_package_the_refusal_names_it(monkeypatch: pytest.MonkeyPatc
     for name in [name for name in sys.modules if name.startswith(("ringattn.engine.triton", "ringattn.kernels"))]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(UnsupportedError, match="needs the package triton, which is not installed"):
-        named(torch.device("cuda", 1))
+        choose_triton(torch.device("cuda", 1))
 
 
-def test_tables_are_made_once_for_each_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_made_once_for_each_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = SCENARIOS["zigzag"]
     whole = PassTables([step.tiles for step in scenario.steps], Softmax(0.3, 2), scenario.q_rows, 4)
     first = whole.by_query(Config(16, 32, 4, 1), HOST), whole.by_key(Config(16, 32, 4, 1), HOST)
 
-    def unwanted(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise AssertionError("made again")
 
-    monkeypatch.setattr(engine_module, "query_blocks", unwanted)
-    monkeypatch.setattr(engine_module, "key_blocks", unwanted)
-    # Warps and stages are no part of a table.
+    monkeypatch.setattr(engine_module, "query_blocks", fail)
+    monkeypatch.setattr(engine_module, "key_blocks", fail)
+    # A table does not depend on warps and stages.
     again = whole.by_query(Config(16, 32, 8, 3), HOST), whole.by_key(Config(16, 32, 8, 3), HOST)
     assert again[0] is first[0] and again[1] is first[1] and first[0] is not first[1]
     with pytest.raises(AssertionError, match="made again"):
@@ -60,13 +60,13 @@ def test_tables_are_made_once_for_each_cut(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("capability", "found"), [((8, 0), 80), ((8, 7), 86), ((9, 0), 90), ((10, 3), 100), ((12, 1), 120)]
+    ("capability", "expected"), [((8, 0), 80), ((8, 7), 86), ((9, 0), 90), ((10, 3), 100), ((12, 1), 120)]
 )
 def test_block_sizes_of_the_nearest_architecture_below(
-    capability: tuple[int, int], found: int, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert engine_module.architecture.__wrapped__(torch.device("cuda", 0)) == found
+    assert engine_module.architecture.__wrapped__(torch.device("cuda", 0)) == expected
 
 
 def test_a_gpu_without_block_sizes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

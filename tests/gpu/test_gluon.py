@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
-from ringattn.engine.blocks import flagged, key_blocks, query_blocks
+from ringattn.engine.blocks import key_blocks, query_blocks, set_flags
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +72,7 @@ def attended(case: Case, kernel: Any, config: Any, inputs: Sequence[Tensor], **h
     kept, made = Kept(), [query_blocks(step, config.block_m, config.block_n) for step in case.steps]
     out, lse = torch.zeros(q.shape, device="cuda"), torch.full((2, case.heads, case.rows), -torch.inf, device="cuda")
     result = None
-    if flagged(made, case.rows, case.heads):
+    if set_flags(made, case.rows, case.heads):
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
         result = torch.full_like(q, torch.nan)

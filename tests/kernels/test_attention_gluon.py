@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile
-from ringattn.engine.blocks import Blocks, flagged, query_blocks
+from ringattn.engine.blocks import Blocks, query_blocks, set_flags
 from tests.contract.engine_scenarios import SCENARIOS, Scenario, Step, random_scenario, simple, strip
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
@@ -54,10 +54,10 @@ class Pass:
         made[:, [row for row in range(step.k_rows) if row not in held]] = float("nan")
         return made[0], made[1]
 
-    def flagged(self) -> list[Blocks] | None:
+    def flagged_blocks(self) -> list[Blocks] | None:
         """Tables that say where rows begin and end, if they can; the state is then undefined, the result comes."""
         made = [query_blocks(step.tiles, 16, 8) for step in self.scenario.steps]
-        if not flagged(made, self.scenario.q_rows, self.scenario.heads):
+        if not set_flags(made, self.scenario.q_rows, self.scenario.heads):
             return None
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
@@ -130,7 +130,7 @@ def test_the_steps_of_the_contract(name: str) -> None:
 def test_what_must_be_seen_is_right_as_it_is() -> None:
     for seed, scenario in enumerate(SEEING):
         one = Pass(scenario, seed, scale=SCALES[seed % 2])
-        one.run(Random(seed), one.flagged())
+        one.run(Random(seed), one.flagged_blocks())
         one.check()
 
 
@@ -145,14 +145,14 @@ def test_random_steps(seed: int) -> None:
 @pytest.mark.parametrize("name", [name for name in PLAIN if name.startswith("whole")])
 def test_a_pass_begins_without_a_state_and_ends_in_the_result(name: str, sinks: bool) -> None:
     one = Pass(PLAIN[name], 2, sinks)
-    one.run(Random(2), tables := one.flagged())
+    one.run(Random(2), tables := one.flagged_blocks())
     assert tables
     one.check()
 
 
 def test_a_pass_of_one_step_needs_no_state() -> None:
     one = Pass(simple(((strip(0, 40), strip(0, 40), CAUSAL),), StridedRange(0, 2), 2)._replace(q_rows=40), 3)
-    tables = one.flagged()
+    tables = one.flagged_blocks()
     assert tables and (tables[0].blocks[:, 7] == FIRST | LAST).all()
     one.out = None  # type: ignore[assignment]
     one.run(Random(3), tables)
@@ -189,7 +189,7 @@ def test_logits_that_are_all_minus_infinity(name: str) -> None:
     one.q[..., 0] = 1.0
     for k, _ in one.kv:
         k[..., 0] = float("-inf")
-    one.run(Random(7), one.flagged())
+    one.run(Random(7), one.flagged_blocks())
     assert not (one.out if one.result is None else one.result).any() and one.lse.isneginf().all()
 
 
@@ -198,14 +198,14 @@ def test_logits_that_are_all_minus_infinity(name: str) -> None:
 def test_a_scale_that_is_not_positive(name: str, scale: float) -> None:
     """The peak is then found among scaled logits."""
     one = Pass(PLAIN[name], 6, scale=scale)
-    one.run(Random(6), one.flagged())
+    one.run(Random(6), one.flagged_blocks())
     one.check()
 
 
 @pytest.mark.parametrize("scale", [0.0, -SCALE])
 def test_the_raw_peak_needs_a_positive_scale(scale: float) -> None:
     one = Pass(SEEING[-3], 0, scale=scale)
-    one.run(Random(0), one.flagged(), {"RAW_PEAK": True})
+    one.run(Random(0), one.flagged_blocks(), {"RAW_PEAK": True})
     with pytest.raises(AssertionError, match="not close"):
         one.check()
 
@@ -268,7 +268,7 @@ def test_the_simulation_sees(name: str) -> None:
     for seed, scenario in enumerate(SEEING * 3):
         one = Pass(scenario, seed, scale=SCALES[seed % 2])
         try:
-            one.run(Random(seed), one.flagged(), edit=(old, new))
+            one.run(Random(seed), one.flagged_blocks(), edit=(old, new))
             one.check()
         except (Fault, AssertionError, IndexError):
             return

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.core.geometry import CAUSAL, StridedRange
-from ringattn.engine.blocks import Blocks, flagged, key_blocks, query_blocks
+from ringattn.engine.blocks import Blocks, key_blocks, query_blocks, set_flags
 from tests.contract.engine_scenarios import Scenario, random_scenario, simple, strip
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
@@ -197,7 +197,7 @@ def test_a_pass_begins_without_a_state_and_ends_in_the_result(name: str) -> None
     """dQ by the flags of its query blocks; dK and dV of each step are delivered by it."""
     one = GradPass(PLAIN[name], 2, [FIRST | LAST] * 3)
     tables = one.tables()
-    assert flagged([by_query for by_query, _ in tables], len(one.q), one.scenario.heads)
+    assert set_flags([by_query for by_query, _ in tables], len(one.q), one.scenario.heads)
     one.dq.fill_(NAN)
     one.run(Random(2), tables)
     one.check(by_result=True)

@@ -108,7 +108,7 @@ def test_a_specialized_engine_has_the_bits_of_descriptors(monkeypatch: pytest.Mo
     assert torch.equal(*found) and found[0].isfinite().all()
     assert [call.meta["SPLIT"] for call in launches] == [False, False, True, True]
     several = engine.prepare([steps[0], steps[0] + steps[1]], Softmax(SCALE), 32, kernel_checks.HEADS)
-    with pytest.raises(UnsupportedError, match=r"form='specialized': .*several runs of keys"):
+    with pytest.raises(UnsupportedError, match=r"form='specialized': .*several ranges of keys"):
         engine.begin(several, q[32:], 16, None)
 
 
