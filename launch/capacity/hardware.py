@@ -1,6 +1,6 @@
-"""Accelerators by name: memory, peak arithmetic and links, each with its source, and a configuration to start from.
+"""Accelerators by name: memory, peak arithmetic and links, each with its source, and recommended settings.
 
-Guarantees: peaks are the makers' published ones, dense and one-way; what is reached of them others have published, once
+Guarantees: peaks are those of the datasheets, dense and one-way. The rates that kernels reach come from one publication
 for each accelerator. Nothing here was measured by us, and nothing is fitted to a published step.
 """
 
@@ -17,9 +17,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Reached:
-    """What kernels and links reach: FLOP/s of matrix products and of attention, bytes a second one way.
+    """Rates that kernels and links reach: FLOP/s of matrix products and attention, bytes per second one way.
 
-    `machine`: ranks of one machine; `link` joins these, `network` others.
+    `machine` is the number of ranks in one machine, which `link` connects; `network` connects machines.
     """
 
     products: float
@@ -32,7 +32,7 @@ class Reached:
 
 
 def reached(products: float, source: str, cluster: Cluster) -> Reached:
-    """Products as given, the rest as the planner of attention calls has it."""
+    """Return the rates of `products` and, for attention and links, those of the planner's cluster."""
     return Reached(
         products, cluster.flops, cluster.backward_flops or cluster.flops, cluster.bandwidth,
         cluster.node_bandwidth or cluster.bandwidth, cluster.ranks_per_node or 8,
@@ -41,7 +41,10 @@ def reached(products: float, source: str, cluster: Cluster) -> Reached:
 
 
 SHARE = 0.73
-"""Of peak, where nobody has published it: what matrix products of language models reach on an H100 (SEMIANALYSIS)."""
+"""The share of peak that matrix products of language models reach on an H100 (SEMIANALYSIS).
+
+It is assumed for accelerators without a published rate.
+"""
 SEMIANALYSIS = "720 TFLOP/s at shapes of language models (SemiAnalysis, MI300X vs H100 vs H200, December 2024)"
 CUDA_TILE = "1,448 to 1,562 TFLOP/s of cuBLAS at Llama-7B's feed-forward (arXiv:2604.23466), the least of it taken"
 MAMF = "the best of all shapes (S. Bekman, ml-engineering, table of maximum achievable matmul FLOPS)"
@@ -50,11 +53,11 @@ ASSUMED = f"{SHARE:.0%} of peak, as on an H100; attention 73 and 63 % of it, as 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One accelerator. `flops`: dense peak in bf16 (fp32 where `bf16` is False).
+    """One accelerator.
 
-    Bytes a second, one way: `link` between two accelerators of a machine, `host` to the processor's memory.
-
-    `start`: settings of `ringattn plan` recommended for it, and `why`.
+    `flops` is the dense peak in bf16, or in fp32 if `bf16` is False. `link_bytes_s` connects two accelerators of a
+    machine and `host_bytes_s` the accelerator to host memory, both one way. `start` holds the settings of
+    `ringattn plan` that are recommended for it, and `why` the reason.
     """
 
     name: str
@@ -70,27 +73,27 @@ class Hardware:
 
     @property
     def reached(self) -> Reached:
-        """What is reached; shares of the peak where nobody has published it."""
+        """Return the published rates, or shares of the peak if none are published."""
         link = self.link_bytes_s
         return self.measured or Reached(
             SHARE * self.flops, 0.73 * self.flops, 0.63 * self.flops, link, link, 8, ASSUMED
         )
 
     def with_peak(self, flops: float) -> Hardware:
-        """Another peak, of which the same share is reached."""
-        grown, now = flops / self.flops, self.measured
-        if now is not None:
-            now = replace(now, products=now.products * grown, attention_forward=now.attention_forward * grown,
-                          attention_backward=now.attention_backward * grown)  # fmt: skip
-        return replace(self, flops=flops, measured=now)
+        """Return the accelerator with another peak, of which kernels reach the same share."""
+        factor, rates = flops / self.flops, self.measured
+        if rates is not None:
+            rates = replace(rates, products=rates.products * factor, attention_forward=rates.attention_forward * factor,
+                            attention_backward=rates.attention_backward * factor)  # fmt: skip
+        return replace(self, flops=flops, measured=rates)
 
     def with_link(self, bytes_s: float) -> Hardware:
-        """Other links between accelerators of a machine, of which all is reached."""
-        now = None if self.measured is None else replace(self.measured, link_bytes_s=bytes_s)
-        return replace(self, link_bytes_s=bytes_s, measured=now)
+        """Return the accelerator with other links within a machine, whose full rate is reached."""
+        rates = None if self.measured is None else replace(self.measured, link_bytes_s=bytes_s)
+        return replace(self, link_bytes_s=bytes_s, measured=rates)
 
     def __post_init__(self) -> None:
-        """Raises `InputError` for sizes that are not positive."""
+        """Raise `InputError` if a size is not positive."""
         for key in ("memory_bytes", "flops", "link_bytes_s", "host_bytes_s"):
             if getattr(self, key) <= 0:
                 raise InputError(f"{key}={getattr(self, key)}: must be more than 0")
@@ -105,15 +108,15 @@ SERVER = (("precision", "bf16_master"), ("recompute", "selective"), ("chunked_lo
 ROOMY = (("precision", "bf16_master"), ("recompute", "none"), ("chunked_loss_tokens", 1024), ("zero_stage", 3))
 
 NO_BF16 = "no bf16 arithmetic and 8 GiB: fp32, every layer recomputed, logits in small chunks"
-NO_NVLINK = "weights stay whole, because packing them by PCIe in every layer (ZeRO 3) would cost more than it saves"
-NVLINK = "NVLink carries the weights of ZeRO 3; attention is the dear part of long sequences and is not run again"
-MUCH = "the memory holds activations of some length as they are; take recompute=selective for longer ones"
+NO_NVLINK = "weights stay whole, because gathering them over PCIe in every layer (ZeRO 3) would cost more than it saves"
+NVLINK = "NVLink is fast enough for ZeRO 3; attention dominates long sequences, so it is not recomputed"
+MUCH = "the memory is large enough to keep activations; use recompute=selective for longer sequences"
 
 A100 = reached(267.9e12, MAMF, CLUSTERS["a100"])
 
 PRESETS: dict[str, Hardware] = {
-    one.name: one
-    for one in (
+    accelerator.name: accelerator
+    for accelerator in (
         Hardware("gtx1080", 8 * GIB, 8.9e12, PCIE3, PCIE3, "GeForce GTX 1080 whitepaper (NVIDIA 2016)", SMALL, NO_BF16,
                  bf16=False),
         Hardware("rtx3090", 24 * GIB, 71e12, 56.25e9, PCIE4,
@@ -139,5 +142,5 @@ PRESETS: dict[str, Hardware] = {
 
 
 def hardware(name: str) -> Hardware:
-    """The accelerator called `name`. Raises `InputError` with those that can be meant for one that is not known."""
+    """Return the accelerator `name`. Raises `InputError` with the possible names if it is unknown."""
     return PRESETS[machine_named(name, PRESETS, "hardware")]

@@ -1,7 +1,7 @@
-"""Shapes of decoder-only transformers, by name and in numbers, and the share of one that a rank holds.
+"""Shapes of decoder-only transformers, by name and in numbers, and the share of a model that a rank has.
 
-Guarantees: the parameters of a shape are those of its matrices and vectors, each listed once; a model that is not
-divided by tensor or pipeline parallelism is one share, to the last parameter.
+Guarantees: the parameters of a shape are those of its matrices and vectors, each listed once. Without tensor and
+pipeline parallelism the share is the whole model, to the last parameter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ringattn.errors import InputError, one_of
 
 BLOCKS = ("swiglu", "gelu")
 """swiglu: RMSNorm, rotary positions, a gated feed-forward of three matrices, no biases, no dropout: the block of
-`ringattn train` and of Llama. gelu: LayerNorm, biases, dropout after attention and feed-forward, two matrices: GPT."""
+`ringattn train` and Llama. gelu: LayerNorm, biases, dropout after attention and feed-forward, two matrices: GPT."""
 
 
 class Matrix(NamedTuple):
@@ -25,18 +25,18 @@ class Matrix(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Elements of all of them."""
+        """Return the elements of all copies."""
         return self.rows * self.columns * self.copies
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model; `width` of the residual stream, `ffn` inside the feed-forward, `vocabulary` in tokens.
+    """A model: `width` of the residual stream, `ffn` inside the feed-forward, `vocabulary` in tokens.
 
-    `head_size`: elements of one head; 0: width / heads. `experts`: feed-forwards of `ffn` of which each token passes
-    `experts_per_token`, chosen by a router, beside `shared_experts` that all pass; 0: one feed-forward.
-    Positions cost no parameters (rotary): a learned table would end the length of a sequence. Raises `InputError` for
-    sizes that contradict each other.
+    `head_size` is the elements of one head, or 0 for width / heads. With `experts`, a router sends each token to
+    `experts_per_token` feed-forwards of width `ffn`; all tokens also pass the `shared_experts`. With 0 experts there is
+    one feed-forward. Positions have no parameters (rotary), because a learned table would limit the length of a
+    sequence. Raises `InputError` if sizes contradict each other.
     """
 
     layers: int
@@ -53,7 +53,7 @@ class ModelShape:
     shared_experts: int = 0
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
+        """Raise `InputError` if sizes contradict each other."""
         for name in ("layers", "width", "heads", "kv_heads", "ffn", "vocabulary"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
@@ -63,93 +63,96 @@ class ModelShape:
             raise InputError(f"kv_heads={self.kv_heads}: does not divide heads={self.heads}")
         one_of(self.block, BLOCKS, "block")
         if self.experts and self.block != "swiglu":
-            raise InputError(f"experts={self.experts}: are swiglu blocks; block={self.block} has one feed-forward")
-        most = self.experts
-        if not (1 <= self.experts_per_token <= most if most else self.experts_per_token == self.shared_experts == 0):
+            raise InputError(f"experts={self.experts}: needs block=swiglu; block={self.block} has one feed-forward")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise InputError(
-                f"experts_per_token={self.experts_per_token}: of experts={most} a token passes at least one, at most "
-                "all; without experts it and shared_experts are 0"
+                f"experts_per_token={self.experts_per_token}: must be from 1 to experts={self.experts}, the experts "
+                "that process a token"
             )
+        if not self.experts:
+            for name in ("experts_per_token", "shared_experts"):
+                if getattr(self, name):
+                    raise InputError(f"{name}={getattr(self, name)}: has no effect without experts; set experts")
 
     @property
     def head_dim(self) -> int:
-        """Elements of one head."""
+        """Return the elements of one head."""
         return self.head_size or self.width // self.heads
 
     @property
     def query_width(self) -> int:
-        """Elements of one token's queries, and of what attention makes of them."""
+        """Return the elements of the queries of one token; the outputs of attention have the same number."""
         return self.heads * self.head_dim
 
     @property
     def feeds(self) -> int:
-        """Feed-forwards that a token passes in a layer."""
+        """Return the number of feed-forwards that a token passes in a layer."""
         return self.experts_per_token + self.shared_experts if self.experts else 1
 
     @property
     def kv_width(self) -> int:
-        """Elements of one token's keys, and as many of its values."""
+        """Return the elements of the keys of one token; its values have the same number."""
         return self.kv_heads * self.head_dim
 
     @property
     def attention_matrices(self) -> tuple[Matrix, ...]:
-        """Of one layer: queries with keys and values, and the attention's output."""
+        """Return the matrices of one layer's attention: of Q, K and V, and of the output."""
         return Matrix(self.query_width + 2 * self.kv_width, self.width), Matrix(self.width, self.query_width)
 
     def feed_matrices(self, copies: int) -> tuple[Matrix, ...]:
-        """Of so many feed-forwards: gate and up are one matrix; then the way back."""
+        """Return the matrices of `copies` feed-forwards: gate and up as one matrix, then down."""
         inner = 2 * self.ffn if self.block == "swiglu" else self.ffn
         return Matrix(inner, self.width, copies), Matrix(self.width, self.ffn, copies)
 
     @property
     def layer_matrices(self) -> tuple[Matrix, ...]:
-        """Of one layer: attention, all feed-forwards, and their router."""
+        """Return the matrices of one layer: attention, all feed-forwards, and their router."""
         router = (Matrix(self.experts, self.width),) if self.experts else ()
         copies = self.experts + self.shared_experts if self.experts else 1
         return (*self.attention_matrices, *self.feed_matrices(copies), *router)
 
     @property
     def active_parameters(self) -> int:
-        """Of one layer's matrices, those that a token is multiplied with."""
+        """Return the parameters of one layer's matrices that a token is multiplied with."""
         idle = self.feed_matrices(self.experts - self.experts_per_token) if self.experts else ()
-        return sum(one.parameters for one in self.layer_matrices) - sum(one.parameters for one in idle)
+        return sum(matrix.parameters for matrix in self.layer_matrices) - sum(matrix.parameters for matrix in idle)
 
     @property
     def layer_vectors(self) -> int:
-        """Elements of one layer's norms and biases."""
+        """Return the elements of the norms and biases of one layer."""
         if self.block == "swiglu":
             return 2 * self.width
         return 4 * self.width + (self.query_width + 2 * self.kv_width) + self.width + self.ffn + self.width
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer."""
+        """Return the parameters of one layer."""
         return sum(matrix.parameters for matrix in self.layer_matrices) + self.layer_vectors
 
     @property
     def table_parameters(self) -> int:
-        """The embedding, and the output matrix if it is not the same."""
+        """Return the parameters of the embedding, and of the output matrix if it is not tied to it."""
         return self.vocabulary * self.width * (1 if self.tied else 2)
 
     @property
     def head_parameters(self) -> int:
-        """Parameters outside the layers: the tables and the last norm."""
+        """Return the parameters outside the layers: the tables and the last norm."""
         return self.table_parameters + self.width * (1 if self.block == "swiglu" else 2)
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
+        """Return the number of all parameters."""
         return self.layers * self.layer_parameters + self.head_parameters
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """All weight matrices."""
+        """Return all weight matrices."""
         tables = Matrix(self.vocabulary, self.width, 1 if self.tied else 2)
-        return (tables, *(one._replace(copies=one.copies * self.layers) for one in self.layer_matrices))
+        return (tables, *(matrix._replace(copies=matrix.copies * self.layers) for matrix in self.layer_matrices))
 
 
 def _gpt(layers: int, width: int, heads: int) -> ModelShape:
-    """A GPT-3 shape (Brown et al. 2020, arXiv:2005.14165, table 2.1) with GPT-2's 50257 tokens, tied."""
+    """Return a GPT-3 shape (Brown et al. 2020, arXiv:2005.14165, table 2.1) with GPT-2's 50257 tokens, tied."""
     return ModelShape(layers, width, heads, heads, 4 * width, 50257, True, "gelu")
 
 
@@ -168,14 +171,14 @@ PRESETS: dict[str, ModelShape] = {
     "mixtral-8x7b": ModelShape(32, 4096, 32, 8, 14336, 32000, False, experts=8, experts_per_token=2),
     "qwen3-30b-a3b": ModelShape(48, 2048, 32, 4, 768, 151936, False, head_size=128, experts=128, experts_per_token=8),
 }
-"""125M to 1.3B: GPT-3's table 2.1; its 1.3B says 24 heads of 128, which is not 2048 wide: 16 heads are meant.
+"""125M to 1.3B: GPT-3's table 2.1. Its 1.3B lists 24 heads of 128, which is not 2048 wide; 16 heads are meant.
 7B, 13B: LLaMA (arXiv:2302.13971, table 2, and its released configurations for the feed-forward); 70B: Llama 2
 (arXiv:2307.09288, table 1: 8 K/V heads); 405B and llama3-*: Llama 3 (arXiv:2407.21783, table 3). qwen3-*, mixtral-*:
 their released configurations; norms of queries and keys (Qwen3: 2 of 128 a layer) are left out."""
 
 
 def model_shape(name: str) -> ModelShape:
-    """The preset called `name`. Raises `InputError` with the nearest name for one that is not known."""
+    """Return the preset `name`. Raises `InputError` with the nearest name if it is unknown."""
     return PRESETS[one_of(name, PRESETS, "preset")]
 
 
@@ -183,7 +186,11 @@ def model_shape(name: str) -> ModelShape:
 
 
 class Share(NamedTuple):
-    """Layers of a stage, parameters of one of them on a rank, and of the embedding, the last norm and the output."""
+    """The part of a model on one rank.
+
+    `layers` counts the layers of its stage, `layer` the parameters of each, and `head` those of the embedding, the last
+    norm and the output.
+    """
 
     layers: int
     layer: float
@@ -191,12 +198,15 @@ class Share(NamedTuple):
 
     @property
     def parameters(self) -> float:
-        """All that a rank has."""
+        """Return the number of all parameters."""
         return self.layers * self.layer + self.head
 
 
 def share_of(shape: ModelShape, tensor_ranks: int = 1, pipeline_ranks: int = 1) -> Share:
-    """The greatest share: each matrix cut in `tensor_ranks`, vectors whole; one table on the first and last stage."""
+    """Return the largest share of a rank.
+
+    Each matrix is sharded over `tensor_ranks`, and vectors are whole. The first and the last stage have one table each.
+    """
     vectors = shape.layer_vectors
     layer = (shape.layer_parameters - vectors) / tensor_ranks + vectors
     tables = shape.table_parameters
@@ -207,25 +217,28 @@ def share_of(shape: ModelShape, tensor_ranks: int = 1, pipeline_ranks: int = 1) 
 
 
 class InFlight(NamedTuple):
-    """Micro batches whose activations wait for their backward, counted by whole stages: on the first, on the last."""
+    """Micro batches whose activations are kept until their backward, on the first and on the last pipeline rank.
+
+    A micro batch counts 1 if all stages of the rank keep it.
+    """
 
     first: float
     last: float
 
 
 def in_flight(pipeline_ranks: int, chunks: int, micro_batches: int) -> InFlight:
-    """One forward, one backward, interleaved where a rank has several `chunks` of layers (arXiv:2104.04473, 2.2).
+    """Return the micro batches in flight under 1F1B, interleaved if `chunks` > 1 (arXiv:2104.04473, section 2.2).
 
-    Before its first backward a rank of number r runs ranks - 1 - r micro batches, interleaved 2 (ranks - 1 - r) +
-    (chunks - 1) ranks chunks; then one more.
+    Before its first backward, rank r runs ranks - 1 - r micro batches, or 2 (ranks - 1 - r) + (chunks - 1) ranks chunks
+    if interleaved, and then one more.
     """
     if pipeline_ranks == 1:
         return InFlight(1, 1)
     first = 2 * (pipeline_ranks - 1) + (chunks - 1) * pipeline_ranks + 1 if chunks > 1 else pipeline_ranks
     last = (chunks - 1) * pipeline_ranks + 1
-    return InFlight(*(min(one, micro_batches * chunks) / chunks for one in (first, last)))
+    return InFlight(*(min(waiting, micro_batches * chunks) / chunks for waiting in (first, last)))
 
 
 def bubble(pipeline_ranks: int, chunks: int, micro_batches: int) -> float:
-    """Idle time of a pipeline, as a share of its work (same place)."""
+    """Return the idle time of a pipeline as a share of its work (arXiv:2104.04473, section 2.2)."""
     return (pipeline_ranks - 1) / (chunks * micro_batches)

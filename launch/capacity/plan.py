@@ -1,20 +1,21 @@
-"""`ringattn plan`: the bytes that each rank needs to train a model, what fits, and what to turn on when it does not.
+"""`ringattn plan`: estimate training memory per rank and the time of a step, and suggest savings.
 
-Nothing is run: the formulas are those of `ringattn.launch.capacity.training_bytes`, the buffers of attention those of
-the real plan.
+Nothing is run. The formulas are in `ringattn.launch.capacity.training_bytes`; the buffers of attention are those of the
+real plan.
 
-`step_seconds` is a lower bound for arithmetic, at the accelerator's published peak, and counts every transfer that a
-switch adds in full, as if nothing overlapped; so a factor between two runs overstates what transfers cost. `estimate`
-takes the rates that kernels reach, and hides transfers behind arithmetic where possible.
+`step_seconds` is a lower bound of the arithmetic at the accelerator's published peak. It adds every transfer that a
+setting causes in full, as if nothing overlapped, so the factor between two runs overstates the cost of transfers.
+`estimate` uses the rates that kernels reach, and hides transfers behind arithmetic where possible.
 
 Guarantees: closed forms with their source; no constant is fitted to a published step; the longest length fits, and one
-token more on a rank does not; steps are taken cheapest first.
+more token per rank does not; the cheapest settings are suggested first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -41,26 +42,25 @@ from ringattn.launch.options import MOST, help_text, json_option, option
 from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
 
 PURPOSE = """\
-Says how many bytes each rank needs to train a model on sequences that the ranks of a ring share, by component; the
-longest sequence for the ring, the smallest ring for the length, what to turn on first where it does not fit, and the
-time of a step, from rates that others have published.
+Estimate the training memory of each rank by component, the longest sequence for the ring, the smallest ring for the
+length, the time of a step from published rates, and, if the run does not fit, the settings to turn on first.
 Examples: ringattn plan preset=1.3B hardware=a100-80 ranks=8 tokens=1000000
           ringattn plan tokens=1000000000 recompute=full picture=plan.png"""
 
 
 @dataclass
 class PlannedCall:
-    """The model, the machine and the call; the first keys of the help. Sizes count the whole sequence."""
+    """The model, the accelerator and the call, which are the first keys of the help. Sizes are of whole sequences."""
 
     preset: str = option("1.3B", "model: " + ", ".join(PRESETS), names=tuple(PRESETS))
     hardware: str = option("h100", "accelerator: " + ", ".join(machines.PRESETS), names=tuple(machines.PRESETS))
     tokens: int = option(131072, "tokens of one sequence, over all ranks", least=1, most=MOST)
-    ranks: int | None = option(None, "ranks that share a sequence; not set: the smallest that fits", least=1, most=MOST)
-    batch: int = option(1, "sequences of one step", least=1, most=MOST)
-    mask: str = option("causal", "which pairs meet", choices=KINDS)
-    window_tokens: int = option(0, "window: keys that a query sees, its own included", least=0, most=MOST)
-    segment_lengths: list[int] | None = option(None, "dilated: tokens of each branch's segments, as [2048,8192]")
-    dilation_rates: list[int] | None = option(None, "dilated: every how-manieth row each branch keeps, as [1,4]")
+    ranks: int | None = option(None, "ranks of the ring; the smallest ring that fits if not set", least=1, most=MOST)
+    batch: int = option(1, "sequences per step, or per micro batch", least=1, most=MOST)
+    mask: str = option("causal", "which keys a query attends to", choices=KINDS)
+    window_tokens: int = option(0, "window: keys per query, including the query's own", least=0, most=MOST)
+    segment_lengths: list[int] | None = option(None, "dilated: segment length of each branch, as [2048,8192]")
+    dilation_rates: list[int] | None = option(None, "dilated: dilation rate of each branch, as [1,4]")
 
 
 @dataclass
@@ -68,36 +68,36 @@ class PlanConfig(TrainingSwitches, PlannedCall):
     """One training run to plan."""
 
     framework_gib: float = option(1.0, "allowance for driver, NCCL and allocator, not measured", least=0.0, most=MOST)
-    recommended: bool = option(False, "start from the hardware's recommended settings; other keys still count")
-    layers: int | None = option(None, "instead of the preset's: transformer blocks", least=1, most=MOST)
-    width: int | None = option(None, "instead: of the residual stream", least=1, most=MOST)
-    heads: int | None = option(None, "instead: query heads; divides width", least=1, most=MOST)
-    kv_heads: int | None = option(None, "instead: key and value heads; divides heads", least=1, most=MOST)
-    head_dim: int | None = option(None, "instead: elements of one head; 0: width / heads", least=0, most=MOST)
-    ffn: int | None = option(None, "instead: width inside the feed-forward, or one expert", least=1, most=MOST)
-    experts: int | None = option(None, "instead: feed-forwards to choose from in a layer; 0: one", least=0, most=MOST)
-    experts_per_token: int | None = option(None, "instead: that a token passes", least=0, most=MOST)
-    shared_experts: int | None = option(None, "instead: beside those, that all tokens pass", least=0, most=MOST)
-    vocabulary: int | None = option(None, "instead: different tokens", least=1, most=MOST)
-    tied: bool | None = option(None, "instead: the output layer shares the embedding's weights")
-    block: str | None = option(None, "instead: Llama's and ringattn train's, or GPT's", choices=BLOCKS)
-    memory_gib: float | None = option(None, "instead of the hardware's: memory of an accelerator", above=0.0, most=MOST)
-    link_gb_s: float | None = option(None, "instead: GB/s between accelerators, one way", above=0.0, most=MOST)
-    tflops: float | None = option(None, "instead: peak arithmetic", above=0.0, most=MOST)
+    recommended: bool = option(False, "use the hardware's recommended settings for keys that are not given")
+    layers: int | None = option(None, "override the preset: transformer blocks", least=1, most=MOST)
+    width: int | None = option(None, "override: width of the residual stream", least=1, most=MOST)
+    heads: int | None = option(None, "override: query heads; divides width", least=1, most=MOST)
+    kv_heads: int | None = option(None, "override: key and value heads; divides heads", least=1, most=MOST)
+    head_dim: int | None = option(None, "override: elements of one head; 0: width / heads", least=0, most=MOST)
+    ffn: int | None = option(None, "override: width inside the feed-forward, or one expert", least=1, most=MOST)
+    experts: int | None = option(None, "override: experts per layer; 0: one feed-forward", least=0, most=MOST)
+    experts_per_token: int | None = option(None, "override: experts that process a token", least=0, most=MOST)
+    shared_experts: int | None = option(None, "override: experts that process every token", least=0, most=MOST)
+    vocabulary: int | None = option(None, "override: size of the vocabulary", least=1, most=MOST)
+    tied: bool | None = option(None, "override: the output layer shares the embedding's weights")
+    block: str | None = option(None, "override: Llama and ringattn train, or GPT", choices=BLOCKS)
+    memory_gib: float | None = option(None, "override the hardware: memory in GiB", above=0.0, most=MOST)
+    link_gb_s: float | None = option(None, "override: GB/s between accelerators, one way", above=0.0, most=MOST)
+    tflops: float | None = option(None, "override: peak TFLOP/s", above=0.0, most=MOST)
     json: str = json_option()
     picture: str = option("", "file to draw the components into (PNG)", writes="picture")
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command: 0 if the run fits, 1 if not. Raises `InputError` for bad options."""
+    """Run the command: 0 if the run fits, 1 if not. Raises `InputError` for bad options."""
     if "--help" in argv or "-h" in argv:
         print(help_text("plan", PURPOSE, PlanConfig))
         return 0
     config = load(argv, PlanConfig)
     machine = machine_of(config)
     if config.recommended:
-        given = {word.partition("=")[0] for word in argv}
-        config = replace(config, **{key: value for key, value in machine.start if key not in given})
+        keys = {word.partition("=")[0] for word in argv}
+        config = replace(config, **{key: value for key, value in machine.start if key not in keys})
     with json_output(config.json) as write:
         with Console(stderr=True).status("searching what fits"):
             figures = plan(config, machine)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def machine_of(config: PlanConfig) -> Hardware:
-    """The preset with the figures that were given instead."""
+    """Return the accelerator, with the figures that the options override."""
     machine = machines.hardware(config.hardware)
     if config.memory_gib is not None:
         machine = replace(machine, memory_bytes=int(config.memory_gib * GIB))
@@ -123,22 +123,22 @@ def machine_of(config: PlanConfig) -> Hardware:
 
 
 def shape_of(config: PlanConfig) -> ModelShape:
-    """The preset with the sizes that were given instead."""
-    keys = {one.name: "head_dim" if one.name == "head_size" else one.name for one in fields(ModelShape)}
+    """Return the model, with the sizes that the options override."""
+    keys = {size.name: "head_dim" if size.name == "head_size" else size.name for size in fields(ModelShape)}
     sizes = {name: getattr(config, key) for name, key in keys.items()}
     if sizes["head_size"] is None and (sizes["width"] or sizes["heads"]):
-        sizes["head_size"] = 0  # a preset's head is not that of other widths
-    return replace(model_shape(config.preset), **{name: one for name, one in sizes.items() if one is not None})
+        sizes["head_size"] = 0  # the preset's head size does not apply to other widths
+    return replace(model_shape(config.preset), **{name: size for name, size in sizes.items() if size is not None})
 
 
 def run_of(config: PlanConfig) -> TrainingSetup:
-    """The run that the options describe; one rank where the ring is not set."""
+    """Return the run that the options describe, with one rank if `ranks` is not set."""
     branches = tuple(config.segment_lengths or ()), tuple(config.dilation_rates or ())
     for key, mask in (("window_tokens", "window"), ("segment_lengths", "dilated"), ("dilation_rates", "dilated")):
         if getattr(config, key) and config.mask != mask:
             raise InputError(f"{key}={getattr(config, key)}: has no effect on mask={config.mask}; set mask={mask}")
     if config.mask == "window" and config.window_tokens < 2:
-        raise InputError(f"window_tokens={config.window_tokens}: a window has at least 2, the query's own key included")
+        raise InputError(f"window_tokens={config.window_tokens}: must be at least 2, including the query's own key")
     attention = AttentionSetup(config.mask, max(0, config.window_tokens - 1), *branches)
     switches = {switch.name: getattr(config, switch.name) for switch in fields(TrainingSwitches)}
     framework_bytes = int(config.framework_gib * GIB)
@@ -148,9 +148,9 @@ def run_of(config: PlanConfig) -> TrainingSetup:
 
 
 def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
-    """Everything that the command says, ready for JSON; sizes are bytes of one rank.
+    """Return all figures of the command as plain data for JSON; sizes are bytes on one rank.
 
-    Raises `InputError` where the precision asks for arithmetic that the hardware lacks.
+    Raises `InputError` if the hardware lacks the arithmetic of the precision.
     """
     if not machine.bf16 and config.precision.startswith("bf16"):
         raise InputError(f"precision={config.precision}: {machine.name} has no bf16 arithmetic; use precision=fp32")
@@ -158,20 +158,20 @@ def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
     smallest = smallest_ring(run, machine.memory_bytes)
     recommended = replace(run, **dict(machine.start))
     recommended_ring = smallest_ring(recommended, machine.memory_bytes)
-    # Where no ring fits as it is, the steps are for the ring that fits the recommended settings.
+    # If no ring fits these settings, savings are suggested for the smallest ring that fits the recommended settings.
     run = replace(run, ranks=config.ranks or smallest or recommended_ring or 1)
     recommended = replace(recommended, ranks=run.ranks)
     account = training_bytes(run)
     steps = advice(run, machine)
-    eased = with_steps(run, steps)
-    after = training_bytes(eased)
+    smaller = with_steps(run, steps)
+    after = training_bytes(smaller)
     return {
         "model": {"name": config.preset, "parameters": run.model.parameters, **asdict(run.model)},
         "hardware": {"name": machine.name, "memory_bytes": machine.memory_bytes, "source": machine.source,
                      "recommended": dict(machine.start), "why": machine.why,
                      "longest_tokens": longest_tokens(recommended, machine.memory_bytes),
                      "smallest_ring": recommended_ring},
-        "run": {key: one for key, one in asdict(run).items() if key != "model"},
+        "run": {key: value for key, value in asdict(run).items() if key != "model"},
         "fits": account.peak.total <= machine.memory_bytes,
         "moment": account.moment,
         "bytes_by_component": account.peak._asdict(),
@@ -182,94 +182,96 @@ def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
         "route": account.slots.route,
         "longest_tokens": longest_tokens(run, machine.memory_bytes),
         "smallest_ring": smallest,
-        "steps": [_step(one) for one in steps],
+        "steps": [_step(step) for step in steps],
         "rounding_saves": rounding_saves(run),
         "step": _step_time(estimate(run, machine)),
         "rates": asdict(machine.reached),
-        "after_steps": {"step": _step_time(estimate(eased, machine)),
+        "after_steps": {"step": _step_time(estimate(smaller, machine)),
                         "bytes_by_component": after.peak._asdict(), "total_bytes": after.peak.total,
-                        "longest_tokens": longest_tokens(eased, machine.memory_bytes),
-                        "smallest_ring": smallest_ring(eased, machine.memory_bytes)},
+                        "longest_tokens": longest_tokens(smaller, machine.memory_bytes),
+                        "smallest_ring": smallest_ring(smaller, machine.memory_bytes)},
     }  # fmt: skip
 
 
-def _step_time(one: StepTime) -> dict[str, float]:
-    return {**one._asdict(), "seconds": one.seconds}
+def _step_time(time: StepTime) -> dict[str, float]:
+    return {**time._asdict(), "seconds": time.seconds}
 
 
-def _step(one: Advice) -> dict[str, Any]:
-    return {**one.switch._asdict(), "saves_bytes": one.saves_bytes, "time_factor": one.time_factor,
-            "total_bytes": one.total_bytes}  # fmt: skip
+def _step(step: Advice) -> dict[str, Any]:
+    return {**step.switch._asdict(), "saves_bytes": step.saves_bytes, "time_factor": step.time_factor,
+            "total_bytes": step.total_bytes}  # fmt: skip
 
 
-def table(config: PlanConfig, machine: Hardware, found: dict[str, Any]) -> str:
-    """The plan as text."""
-    run, total = found["run"], found["total_bytes"]
-    parameters = found["model"]["parameters"] / 1e9
+def table(config: PlanConfig, machine: Hardware, figures: dict[str, Any]) -> str:
+    """Return the plan as text."""
+    run, total = figures["run"], figures["total_bytes"]
+    parameters = figures["model"]["parameters"] / 1e9
     lines = [
         f"{config.preset}, {parameters:.3f}e9 parameters, on {machine.name} ({_gib(machine.memory_bytes)} GiB; "
         f"{machine.source})",
         f"{run['tokens']:,} tokens over a ring of {run['ranks']:,}: "
-        f"{-(-run['tokens'] // run['ranks']):,} tokens a rank; {run['precision']}, {run['optimizer']}, "
-        f"recompute {run['recompute']}, ZeRO {run['zero_stage']}; K/V travel by {found['route']}",
+        f"{-(-run['tokens'] // run['ranks']):,} tokens per rank; {run['precision']}, {run['optimizer']}, "
+        f"recompute {run['recompute']}, ZeRO {run['zero_stage']}; schedule {figures['route']}",
         "",
-        f"{'component':<14}{'GiB a rank':>12}{'share':>8}   (at the peak: {found['moment']})",
+        f"{'component':<14}{'GiB per rank':>12}{'share':>8}   (at the peak: {figures['moment']})",
     ]
-    for name, nbytes in found["bytes_by_component"].items():
+    for name, nbytes in figures["bytes_by_component"].items():
         lines.append(f"{name.replace('_', ' '):<14}{_gib(nbytes):>12}{nbytes / total:>8.1%}")
-    verdict = "fits" if found["fits"] else "does not fit"
+    verdict = "fits" if figures["fits"] else "does not fit"
     lines += [f"{'total':<14}{_gib(total):>12}   {verdict} in {_gib(machine.memory_bytes)}"]
-    if found["host_bytes"]:
-        lines.append(f"{'host memory':<14}{_gib(found['host_bytes']):>12}")
-    return "\n".join([*lines, "", *_answers(run, found, machine), "", *_time(run, found, machine)])
+    if figures["host_bytes"]:
+        lines.append(f"{'host memory':<14}{_gib(figures['host_bytes']):>12}")
+    return "\n".join([*lines, "", *_answers(run, figures, machine), "", *_time(run, figures, machine)])
 
 
-def _time(run: dict[str, Any], found: dict[str, Any], machine: Hardware) -> list[str]:
-    """Step time, tokens/s and MFU of what fits: the run, or the run with all steps."""
-    eased = not found["fits"] and found["steps"]
-    step, rates = (found["after_steps"] if eased else found)["step"], machine.reached
+def _time(run: dict[str, Any], figures: dict[str, Any], machine: Hardware) -> list[str]:
+    """Return lines with step time, tokens/s and MFU of the run, or if it does not fit, of the run with all savings."""
+    with_savings = not figures["fits"] and figures["steps"]
+    step, rates = (figures["after_steps"] if with_savings else figures)["step"], machine.reached
     ranks = run["ranks"] * run["tensor_ranks"] * run["pipeline_ranks"]
     parts = ", ".join(f"{name} {step[name]:,.2f}" for name in StepTime._fields[:7] if step[name] > 0)
     return [
-        f"a step{' with all of these' if eased else ''}: about {step['seconds']:,.2f} s ({parts}), "
+        f"a step{' with all of these' if with_savings else ''}: about {step['seconds']:,.2f} s ({parts}), "
         f"{step['tokens_s']:,.0f} tokens/s on {ranks:,} accelerators, {step['tokens_s'] / ranks:,.0f} on each",
         f"  MFU {step['mfu']:.1%} of {machine.flops / 1e12:,.0f} TFLOP/s, {step['mfu_full']:.1%} with masked pairs too "
-        "(PaLM's formula); nothing that is done again is counted",
-        f"  not measured: products {rates.products / 1e12:,.0f}, attention {rates.attention_forward / 1e12:,.0f} "
-        f"forward, {rates.attention_backward / 1e12:,.0f} backward TFLOP/s; {rates.source}",
+        "(PaLM's formula); recomputation is not counted",
+        f"  published rates, not measured: products {rates.products / 1e12:,.0f}, "
+        f"attention {rates.attention_forward / 1e12:,.0f} forward, {rates.attention_backward / 1e12:,.0f} backward "
+        f"TFLOP/s; {rates.source}",
     ]
 
 
-def _answers(run: dict[str, Any], found: dict[str, Any], machine: Hardware) -> list[str]:
-    """Longest, smallest, and what to turn on first."""
-    own, a_token = run["batch"] * -(-run["tokens"] // run["ranks"]), found["bytes_per_token"]
+def _answers(run: dict[str, Any], figures: dict[str, Any], machine: Hardware) -> list[str]:
+    """Return lines with the longest sequence, the smallest ring, and the settings to turn on first."""
+    tokens, token_bytes = run["batch"] * -(-run["tokens"] // run["ranks"]), figures["bytes_per_token"]
     lines = [
-        _limits(found, run["ranks"]),
-        f"why: each token of a rank takes {a_token:,.0f} bytes, its {own:,} tokens {_gib(a_token * own)} GiB; "
-        f"{_gib(found['total_bytes'] - a_token * own)} GiB do not depend on them",
+        _limits(figures, run["ranks"]),
+        f"why: each token of a rank takes {token_bytes:,.0f} bytes, its {tokens:,} tokens "
+        f"{_gib(token_bytes * tokens)} GiB; {_gib(figures['total_bytes'] - token_bytes * tokens)} GiB do not depend on "
+        "them",
     ]
-    if found["steps"]:
-        lines += ["", "what to turn on first, each on top of those above; time is the greatest factor to expect",
+    if figures["steps"]:
+        lines += ["", "settings to turn on first, each in addition to those above; time is an upper bound",
                   f"  {'setting':<30}{'saves GiB':>12}{'time':>8}{'leaves GiB':>12}"]  # fmt: skip
-    for step in found["steps"]:
+    for step in figures["steps"]:
         setting = f"{step['key']}={step['value']}"
         lines.append(
             f"  {setting:<30}{_gib(step['saves_bytes']):>12}{step['time_factor']:>7.2f}x{_gib(step['total_bytes']):>12}"
             f"  {step['about']}"
         )
-    after = found["after_steps"]
-    if found["steps"]:
+    after = figures["after_steps"]
+    if figures["steps"]:
         enough = "then it fits" if after["total_bytes"] <= machine.memory_bytes else "still does not fit"
         lines.append(f"  {enough}; {_limits(after, run['ranks'])}")
-    for setting, saved in found["rounding_saves"].items() if not found["fits"] else ():
-        lines.append(f"  not taken, for it changes the arithmetic: {setting}, which alone saves {_gib(saved)} GiB")
+    for setting, saved in figures["rounding_saves"].items() if not figures["fits"] else ():
+        lines.append(f"  not turned on, because it changes the arithmetic: {setting} alone saves {_gib(saved)} GiB")
     return lines
 
 
-def _limits(found: dict[str, Any], ring: int) -> str:
-    """The longest sequence and the smallest ring."""
-    smallest = f"{found['smallest_ring']:,}" if found["smallest_ring"] else "none fits it"
-    return f"longest sequence on a ring of {ring:,}: {found['longest_tokens']:,} tokens; smallest ring: {smallest}"
+def _limits(figures: dict[str, Any], ring: int) -> str:
+    """Return a line with the longest sequence and the smallest ring."""
+    smallest = f"{figures['smallest_ring']:,}" if figures["smallest_ring"] else "no ring fits"
+    return f"longest sequence on a ring of {ring:,}: {figures['longest_tokens']:,} tokens; smallest ring: {smallest}"
 
 
 def _gib(nbytes: float) -> str:
@@ -281,14 +283,14 @@ def _gib(nbytes: float) -> str:
 
 TENSOR_COLLECTIVES = 8
 """Gathers and scatters of a layer's tokens under tensor and sequence parallelism, forward and backward together: two of
-each for attention and as many for the feed-forward (arXiv:2205.05198, section 4.2.2)."""
+each for attention and two of each for the feed-forward (arXiv:2205.05198, section 4.2.2)."""
 
 
 def matrix_flops(run: TrainingSetup) -> float:
-    """Operations of one rank's matrix products, forward: 2 a parameter and token (arXiv:2001.08361, section 2.1).
+    """Return the FLOPs of a rank's matrix products in forward: 2 per parameter and token (arXiv:2001.08361, 2.1).
 
-    The products of all layers and of the output, of which a tied model has one, too; of experts those that a token
-    passes. The mean of all stages of a pipeline, of one micro batch.
+    They include all layers and the output, which a tied model has too, and only those experts that process a token. The
+    figure is for one micro batch and averages over the stages of a pipeline.
     """
     shape = run.model
     products = shape.layers * shape.active_parameters + shape.vocabulary * shape.width
@@ -296,7 +298,7 @@ def matrix_flops(run: TrainingSetup) -> float:
 
 
 def attention_flops(run: TrainingSetup) -> float:
-    """Operations of one rank's attention, forward: 4 times head_dim a pair and head (FlashAttention-2, section 4.1)."""
+    """Return the FLOPs of a rank's attention in forward: 4 head_dim per pair and head (FlashAttention-2, 4.1)."""
     shape = run.model
     pairs = run.attention.pairs(run.tokens) * run.batch / run.ranks
     return FORWARD_FLOPS_PER_DIM * shape.query_width * pairs * shape.layers / _cut(run)
@@ -307,7 +309,7 @@ def _cut(run: TrainingSetup) -> int:
 
 
 class Flops(NamedTuple):
-    """Operations of one rank's micro batch: products, attention forward and backward, what is done again included."""
+    """FLOPs of one rank's micro batch, including recomputation: products, attention in forward and in backward."""
 
     products: float
     attention_forward: float
@@ -315,20 +317,21 @@ class Flops(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Return the sum."""
         return sum(self)
 
 
 def flops_of(run: TrainingSetup) -> Flops:
-    """Backward: twice the products, 2.5 times the attention. Then what is done again.
+    """Return the FLOPs of one micro batch.
 
-    full, offloaded: one more forward of the layers (Korthikanti et al. 2022, section 5). selective: without the
-    attention. A tiled feed-forward is done again where nothing else does it, each chunk's logits always.
+    Backward has twice the products and 2.5 times the attention of forward. Recomputation adds, for full and offloaded,
+    one more forward of the layers (Korthikanti et al. 2022, section 5), and for selective the same without attention. A
+    tiled feed-forward is recomputed in any case, and so are the logits of each chunk of the loss.
     """
     shape = run.model
     products, attention = matrix_flops(run), attention_flops(run)
     output = 2.0 * shape.vocabulary * shape.width * run.rank_tokens / _cut(run)
-    kept = sum(one.parameters for one in shape.attention_matrices)
+    kept = sum(matrix.parameters for matrix in shape.attention_matrices)
     feeds = 2.0 * shape.layers * (shape.active_parameters - kept) * run.rank_tokens / _cut(run)
     again = (feeds if run.is_tiled else 0.0) if run.recompute == "none" else products - output
     if run.chunked_loss_tokens:
@@ -338,15 +341,15 @@ def flops_of(run: TrainingSetup) -> Flops:
 
 
 def compute_flops(run: TrainingSetup) -> float:
-    """Operations of one rank's step."""
+    """Return the FLOPs of one rank's step."""
     return flops_of(run).total * run.micro_batches
 
 
 def model_flops(run: TrainingSetup, half: bool = True) -> float:
-    """Operations of one rank's step that the model itself asks for: three times its forward, nothing done again.
+    """Return the FLOPs of one rank's step without recomputation: three times the forward of the model.
 
-    `half`: attention of the pairs that the mask allows; else of all, as the formula 12 layers width length of PaLM has
-    it (arXiv:2204.02311, appendix B).
+    If `half`, attention counts the pairs that the mask allows. Otherwise it counts all pairs, as in PaLM's formula
+    12 layers width length (arXiv:2204.02311, appendix B).
     """
     attention = attention_flops(run)
     if not half:
@@ -355,9 +358,9 @@ def model_flops(run: TrainingSetup, half: bool = True) -> float:
 
 
 def state_bytes_moved(run: TrainingSetup) -> float:
-    """Bytes that sharing the state moves between ranks, one way and rank (arXiv:1910.02054, section 7).
+    """Return the bytes that a rank sends for data parallelism and ZeRO (arXiv:1910.02054, section 7).
 
-    Stages 0 to 2 all-reduce the gradients, or scatter them and gather the weights: twice the parameters; stage 3
+    Stages 0 to 2 all-reduce the gradients, or scatter them and gather the weights: twice the parameters. Stage 3
     gathers the weights twice and scatters the gradients.
     """
     if run.degree == 1:
@@ -368,15 +371,16 @@ def state_bytes_moved(run: TrainingSetup) -> float:
 
 
 def step_seconds(run: TrainingSetup, machine: Hardware) -> float:
-    """Least seconds of a step: arithmetic at peak, then the state between ranks, then host memory there and back."""
+    """Return a lower bound of a step: arithmetic at peak, transfers of the state, and of host memory both ways."""
     arithmetic = compute_flops(run) / machine.flops
     return arithmetic + state_bytes_moved(run) / machine.link_bytes_s + 2 * host_bytes(run) / machine.host_bytes_s
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step by what they go to; `ring`, `state` and `host` only where arithmetic does not hide them.
+    """Seconds of a step by cause; `ring`, `state` and `host` count only what arithmetic does not hide.
 
-    `mfu`: the model's own operations, attention of allowed pairs, against the peak. `mfu_full`: attention of all pairs.
+    `mfu` compares the FLOPs of the model without recomputation, with the allowed pairs of attention, with the peak.
+    `mfu_full` does the same with all pairs.
     """
 
     products: float
@@ -392,14 +396,14 @@ class StepTime(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The step."""
+        """Return the seconds of the step."""
         return sum(self[:7])
 
 
 def ring_bytes(run: TrainingSetup) -> float:
-    """Bytes of one micro batch that a rank sends for attention: K and V once round, and back with their sums.
+    """Return the bytes that a rank sends for attention per micro batch: K and V in forward; K, V and dK/dV in backward.
 
-    The most that a schedule sends; it may send less. Again where attention runs again.
+    This is an upper bound for all schedules. If attention is recomputed, its forward counts twice.
     """
     rows = run.rank_tokens * 2 * run.model.kv_width / run.tensor_ranks
     forward, sums = rows * run.numbers.activation, rows * run.numbers.wide
@@ -409,7 +413,7 @@ def ring_bytes(run: TrainingSetup) -> float:
 
 
 def tensor_bytes(run: TrainingSetup) -> float:
-    """Bytes of one micro batch that a rank sends for tensor parallelism; a layer done again does so again."""
+    """Return the bytes that a rank sends for tensor parallelism per micro batch, including recomputed layers."""
     share = (run.tensor_ranks - 1) / run.tensor_ranks
     passes = TENSOR_COLLECTIVES * (1 if run.recompute == "none" else 1.5)
     layers = run.model.layers / run.pipeline_ranks
@@ -417,11 +421,11 @@ def tensor_bytes(run: TrainingSetup) -> float:
 
 
 def estimate(run: TrainingSetup, machine: Hardware) -> StepTime:
-    """A step at the rates that kernels and links reach.
+    """Estimate a step at the rates that kernels and links reach.
 
-    Keys and values travel behind the attention, the state behind the micro batches' arithmetic, what waits in host
-    memory behind both; tensor parallelism's collectives are not hidden. Ranks of tensor parallelism are neighbors, then
-    those of the ring: what reaches beyond a machine goes over the network.
+    Attention hides the transfers of K and V. The arithmetic of the micro batches hides the transfers of the state and
+    of host memory. Nothing hides the collectives of tensor parallelism. Neighboring ranks form a tensor parallel group,
+    and these groups form rings; a group larger than a machine uses the network.
     """
     rates, work = machine.reached, flops_of(run)
 
@@ -432,17 +436,17 @@ def estimate(run: TrainingSetup, machine: Hardware) -> StepTime:
     attention = work.attention_forward / rates.attention_forward + work.attention_backward / rates.attention_backward
     tensor = tensor_bytes(run) / link(run.tensor_ranks)
     ring = max(0.0, ring_bytes(run) / link(run.tensor_ranks * run.ranks) - attention)
-    one = products + attention + tensor + ring
-    many = run.micro_batches
-    idle = many * one * bubble(run.pipeline_ranks, run.pipeline_chunks, many)
-    hidden = many * (products + attention)
+    micro_batch = products + attention + tensor + ring
+    count = run.micro_batches
+    idle = count * micro_batch * bubble(run.pipeline_ranks, run.pipeline_chunks, count)
+    hidden = count * (products + attention)
     state = max(0.0, state_bytes_moved(run) / link(run.tensor_ranks * run.degree) - hidden)
     host = max(0.0, 2 * host_bytes(run) / machine.host_bytes_s - hidden)
-    seconds = many * one + state + host + idle
+    seconds = count * micro_batch + state + host + idle
     peak = seconds * machine.flops
     return StepTime(
-        many * products, many * attention, many * tensor, many * ring, state, host, idle,
-        run.tokens * run.batch * many / seconds, model_flops(run) / peak, model_flops(run, half=False) / peak,
+        count * products, count * attention, count * tensor, count * ring, state, host, idle,
+        run.tokens * run.batch * count / seconds, model_flops(run) / peak, model_flops(run, half=False) / peak,
     )  # fmt: skip
 
 
@@ -450,10 +454,10 @@ def estimate(run: TrainingSetup, machine: Hardware) -> StepTime:
 
 
 MOST_RANKS = 2**24
-"""Searches end here: more ranks than any machine has."""
+"""The largest ring that searches try."""
 
 LEAST_SAVING = 1 / 1000
-"""Share of the whole that a step must save to be worth a line."""
+"""The share of the total that a setting must save to be suggested."""
 
 
 class Switch(NamedTuple):
@@ -465,25 +469,25 @@ class Switch(NamedTuple):
 
 
 SWITCHES = (
-    Switch("data", "shard", "each rank reads its own tokens only"),
+    Switch("data", "shard", "each rank reads only its shard of the tokens"),
     Switch("chunked_loss_tokens", 1024, "logits of 1024 tokens at a time"),
-    Switch("zero_stage", 1, "optimizer state shared by the ranks"),
-    Switch("zero_stage", 2, "and gradients"),
-    Switch("zero_stage", 3, "and weights"),
+    Switch("zero_stage", 1, "shard the optimizer state over the ranks"),
+    Switch("zero_stage", 2, "shard the gradients too"),
+    Switch("zero_stage", 3, "shard the weights too"),
     Switch("tiled_mlp_tokens", 4096, "feed-forwards of 4096 tokens at a time"),
-    Switch("recompute", "selective", "all but attention computed again"),
-    Switch("recompute", "full", "layers computed again from their inputs"),
-    Switch("recompute", "offloaded", "and the inputs wait in host memory"),
-    Switch("offload", "optimizer", "optimizer state and its work on the host"),
-    Switch("offload", "parameters", "and weights, fetched layer by layer"),
+    Switch("recompute", "selective", "recompute everything except attention"),
+    Switch("recompute", "full", "recompute layers from their inputs"),
+    Switch("recompute", "offloaded", "keep these inputs in host memory"),
+    Switch("offload", "optimizer", "run the optimizer on the host"),
+    Switch("offload", "parameters", "keep weights on the host, fetched layer by layer"),
 )
-"""These leave the arithmetic as it is, up to rounding."""
+"""Settings that change the arithmetic only by rounding."""
 
 ROUNDING = (
     Switch("optimizer", "adamw8bit", "optimizer state in eight bits"),
     Switch("saved_activations", "int8", "saved activations in eight bits"),
 )
-"""These change the arithmetic, so they are offered, never taken."""
+"""Settings that change the arithmetic, so they are listed but never turned on."""
 
 ORDER: dict[str, tuple[Any, ...]] = {
     "zero_stage": (0, 1, 2, 3),
@@ -491,11 +495,11 @@ ORDER: dict[str, tuple[Any, ...]] = {
     "offload": OFFLOADS,
     "saved_activations": SAVED,
 }
-"""Settings of which a later one is never exchanged for an earlier one."""
+"""Settings in order: a search never replaces a value by an earlier one."""
 
 
 class Advice(NamedTuple):
-    """One step: what to set, the bytes of a rank that it saves after those before it, and the step's time factor."""
+    """A suggested setting, the bytes per rank that it saves in addition to those before it, and the time factor."""
 
     switch: Switch
     saves_bytes: float
@@ -504,78 +508,78 @@ class Advice(NamedTuple):
 
 
 def fits(run: TrainingSetup, memory_bytes: float) -> bool:
-    """Whether a rank's peak is within its memory."""
+    """Return whether the peak of a rank is within its memory."""
     return training_bytes(run).peak.total <= memory_bytes
 
 
 def longest_tokens(run: TrainingSetup, memory_bytes: float) -> int:
-    """The longest sequence that fits on `run.ranks` ranks, a multiple of them; 0 if not one token a rank fits."""
+    """Return the longest sequence that fits on `run.ranks` ranks, a multiple of them; 0 if no length fits."""
 
-    def at(per_rank: int) -> bool:
+    def length_fits(per_rank: int) -> bool:
         return fits(replace(run, tokens=per_rank * run.ranks), memory_bytes)
 
-    if not at(1):
+    if not length_fits(1):
         return 0
     low, high = 1, 2
-    while high * run.ranks <= MOST_TOKENS and at(high):
+    while high * run.ranks <= MOST_TOKENS and length_fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if at(middle) else (low, middle)
+        low, high = (middle, high) if length_fits(middle) else (low, middle)
     return low * run.ranks
 
 
 def bytes_per_token(run: TrainingSetup) -> float:
-    """How much a rank's peak grows with each of its tokens: from this length to twice as much on the same ring."""
+    """Return the growth of a rank's peak per token of the rank, from this length to twice this length."""
     twice = replace(run, tokens=2 * run.tokens)
     grown = training_bytes(twice).peak.total - training_bytes(run).peak.total
     return grown / (twice.rank_tokens - run.rank_tokens)
 
 
 def smallest_ring(run: TrainingSetup, memory_bytes: float) -> int | None:
-    """The fewest ranks among which `run.tokens` fits, the state shared as `run` says; None if no number does."""
+    """Return the fewest ranks on which `run.tokens` tokens fit with the settings of `run`; None if no number fits."""
 
-    def at(ranks: int) -> bool:
+    def ring_fits(ranks: int) -> bool:
         return fits(replace(run, ranks=ranks), memory_bytes)
 
     low, high = 0, 1
-    while not at(high):
+    while not ring_fits(high):
         low, high = high, 2 * high
         if low >= min(run.tokens, MOST_RANKS):
             return None
         high = min(high, run.tokens)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if at(middle) else (middle, high)
+        low, high = (low, middle) if ring_fits(middle) else (middle, high)
     return high
 
 
 def advice(run: TrainingSetup, machine: Hardware) -> list[Advice]:
-    """What to turn on, one after another, until the run fits or nothing is left: fewest seconds a byte first.
+    """Return settings to turn on, one after another, until the run fits: the fewest seconds per saved byte first.
 
-    A time factor is against the run as given.
+    Time factors compare with the run without any of them.
     """
     steps: list[Advice] = []
     before, base = training_bytes(run).peak.total, step_seconds(run, machine)
     while before > machine.memory_bytes:
-        found = []
+        choices = []
         for switch in SWITCHES:
             if _goes_further(run, switch):
                 tried = replace(run, **{switch.key: switch.value})
                 saved, seconds = before - training_bytes(tried).peak.total, step_seconds(tried, machine)
                 if saved > LEAST_SAVING * before:
                     cost = max(0.0, seconds - step_seconds(run, machine)) / saved
-                    found.append(((cost, -saved), switch, tried, saved, seconds))
-        if not found:
+                    choices.append(((cost, -saved), switch, tried, saved, seconds))
+        if not choices:
             break
-        _, switch, run, saved, seconds = min(found, key=lambda one: one[0])
+        _, switch, run, saved, seconds = min(choices, key=itemgetter(0))
         before -= saved
         steps.append(Advice(switch, saved, seconds / base, before))
     return steps
 
 
 def rounding_saves(run: TrainingSetup) -> dict[str, float]:
-    """Bytes that each switch of `ROUNDING` would save alone, as "key=value"; what it costs was not measured."""
+    """Return the bytes that each setting of `ROUNDING` saves alone, as "key=value"; the loss was not measured."""
     before = training_bytes(run).peak.total
     return {
         f"{switch.key}={switch.value}":
@@ -585,16 +589,16 @@ def rounding_saves(run: TrainingSetup) -> dict[str, float]:
 
 
 def with_steps(run: TrainingSetup, steps: list[Advice]) -> TrainingSetup:
-    """The run with all steps taken."""
-    return replace(run, **{one.switch.key: one.switch.value for one in steps})
+    """Return the run with all suggested settings."""
+    return replace(run, **{step.switch.key: step.switch.value for step in steps})
 
 
 def _goes_further(run: TrainingSetup, switch: Switch) -> bool:
-    """Whether a switch may be tried: no step back, and no other optimizer than the one that was asked for."""
-    now = getattr(run, switch.key)
+    """Return whether to try a setting: one that saves more than now, and that keeps the kind of optimizer."""
+    current = getattr(run, switch.key)
     if switch.value == "parameters" and run.zero_stage < 3:
         return False
     if switch.key in ORDER:
         order = ORDER[switch.key]
-        return order.index(switch.value) > order.index(now)
-    return switch.key != "optimizer" or now == "adamw"
+        return order.index(switch.value) > order.index(current)
+    return switch.key != "optimizer" or current == "adamw"

@@ -1,16 +1,16 @@
-"""The bytes that each rank needs to train a model on sequences that the ranks of a ring share, component by component.
+"""Training memory per rank, component by component, for sequences that are sharded over the ranks of a ring.
 
-Activations: bytes of one token in one layer, by the part of the layer that keeps them for backward. Attention is tiled,
-so scores are not kept. The swiglu block is the model of `ringattn train`, tensor by tensor as autograd holds it; the
-gelu block is the account of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1): 34 bytes times width in 16-bit
+Activations: bytes per token and layer, by the part of the layer that keeps them for backward. Attention is tiled, so
+scores are not kept. The swiglu block is the model of `ringattn train`, counted tensor by tensor as autograd keeps it.
+The gelu block follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1): 34 bytes times width in 16-bit
 precision, without scores.
 
-Buffers of the attention call: those of the real plan, on the rank that needs most. They grow with the rows of a shard,
-so a call of many tokens is planned at a few rows a rank, with all lengths divided alike, and its bytes are scaled back.
-This is exact, up to the alignment of buffers, where lengths divide; a chain longer than `MOST_RANKS` needs no more.
+Buffers of the attention call: those of the real plan, on the rank that needs the most. They grow with the rows of a
+shard. A long call is therefore planned with a few rows per rank, with all lengths divided by the same factor, and the
+bytes are multiplied by it. This is exact up to the alignment of buffers if the lengths are divisible. A chain longer
+than `MOST_RANKS` needs no more.
 
-All of a rank: a training step has a few moments at which its memory may be at its peak; each is summed, and the largest
-counts.
+Total: a training step reaches its peak at one of a few moments. Each is summed, and the largest counts.
 
 Guarantees: every figure is a formula of sizes, in a function that gives its source. Sizes are bytes on one rank.
 """
@@ -35,17 +35,18 @@ from ringattn.planner.choose import choose_route, plan_of
 
 
 LSE_BYTES = 4
-"""The softmax normalizer of one query head is kept in float32."""
+"""The log-sum-exp of one query head is kept in float32."""
 
 MASK_BYTES = 1
-"""Torch keeps one byte for each element that a dropout decides about."""
+"""Torch keeps one byte for each element of a dropout mask."""
 
 
 class Precision(NamedTuple):
-    """Bytes of a number in each role. `wide`: norms, rotary tables, losses, accumulators of attention.
+    """Bytes of a number in each role.
 
-    `master`: a float32 copy of the weights that the optimizer keeps. `cast`: the layers' weights are cast on use, and
-    autograd keeps each cast matrix until its backward.
+    `wide` is for norms, rotary tables, losses and the accumulators of attention. `master` is the float32 copy of the
+    weights that the optimizer keeps. If `cast` is set, the weights of layers are cast on use, and autograd keeps each
+    cast matrix until its backward.
     """
 
     weight: int
@@ -57,12 +58,12 @@ class Precision(NamedTuple):
 
     @property
     def state(self) -> int:
-        """Of one number that an optimizer keeps: as the weights that it updates, as `torch.optim` makes them."""
+        """Return the bytes of one number of optimizer state: like the weights it updates, as in `torch.optim`."""
         return max(self.weight, self.master)
 
     @property
     def dtype(self) -> str:
-        """The dtype of queries, keys and values."""
+        """Return the dtype of queries, keys and values."""
         return {8: "float64", 4: "float32", 2: "bfloat16"}[self.activation]
 
 
@@ -73,30 +74,34 @@ PRECISIONS: dict[str, Precision] = {
     "bf16_master": Precision(2, 2, 2, master=4),
     "bf16_cast": Precision(4, 4, 2, cast=True),
 }
-"""bf16: everything in bf16, optimizer state too. bf16_master: mixed precision as the ZeRO paper counts it
+"""bf16: everything in bf16, including the optimizer state. bf16_master: mixed precision as the ZeRO paper counts it
 (arXiv:1910.02054, section 3.1: 2 + 2 + 12 bytes a parameter with Adam). bf16_cast: `ringattn train dtype=bf16`."""
 
 
 class Kept(NamedTuple):
-    """Bytes of one token in one layer: of activations as they are, of the same in eight bits, of all that stays."""
+    """Bytes that one layer keeps per token.
+
+    `floats` counts the activations that can be packed, `packed` the same in eight bits, and `other` all that is never
+    packed.
+    """
 
     floats: int
     packed: int
     other: int = 0
 
     def __add__(self, more: object) -> Kept:
-        """Both, part by part."""
+        """Add part by part."""
         assert isinstance(more, Kept)
-        return Kept(*(one + two for one, two in zip(self, more, strict=True)))
+        return Kept(*(left + right for left, right in zip(self, more, strict=True)))
 
     @property
     def total(self) -> int:
-        """All bytes, nothing packed."""
+        """Return all bytes if nothing is packed."""
         return self.floats + self.other
 
 
 def rows(precision: Precision, elements: int, copies: int = 1) -> Kept:
-    """Activations of so many elements a token; in eight bits an element is a byte and a row has a wide scale."""
+    """Return the bytes of `elements` activations per token; in eight bits, each row also has a wide scale."""
     return Kept(copies * precision.activation * elements, copies * (elements + precision.wide))
 
 
@@ -104,15 +109,18 @@ NOTHING = Kept(0, 0)
 
 
 def normalized(shape: ModelShape, precision: Precision) -> Kept:
-    """What a swiglu model's norm keeps: its input, which two operations save, and the normalized input, both wide, its
-    output, and a wide scalar. Operations that save the same tensor share it, but each packs a copy of its own."""
+    """Return what the norm of a swiglu model keeps.
+
+    It keeps its input, which two operations save, and the normalized input, both wide, its output, and a wide scalar.
+    Operations that save the same tensor share it. Packed, each of them has a separate copy.
+    """
     wide, width = precision.wide, shape.width
     output = rows(precision, width)
     return Kept(2 * wide * width, 3 * (width + wide), wide) + output
 
 
 class LayerParts(NamedTuple):
-    """What a layer keeps: before the ring (norm, projection), the attention itself, and after (feed-forward)."""
+    """What a layer keeps: before attention (norm, projection), in attention, and after it (feed-forward)."""
 
     before: Kept
     attention: Kept
@@ -120,20 +128,23 @@ class LayerParts(NamedTuple):
 
     @property
     def all(self) -> Kept:
-        """The layer without recomputation."""
+        """Return what the layer keeps without recomputation."""
         return self.before + self.attention + self.after
 
 
 def layer_parts(shape: ModelShape, precision: Precision, tiled: bool = False) -> LayerParts:
-    """What one layer keeps of one token, in bytes, if nothing is recomputed.
+    """Return the bytes that one layer keeps per token if nothing is recomputed.
 
-    swiglu, read off autograd (a test holds it to the byte): a norm keeps its input and the normalized input, both wide,
-    and a wide scalar; each matrix product keeps its input; rotary tables are made in every layer; V is a view of the
-    whole projection, which it keeps alive beside the rotated Q and K; the feed-forward keeps gate and up, silu(gate),
-    and the product. gelu, as Korthikanti et al. count it: inputs of both norms, of all four products and of the gelu;
-    Q, K, V; a byte each for two dropouts. What attention keeps is never packed (see `SavedActivations`).
-    Experts: as many feed-forwards as a token passes, each with its copy of the input and its output, which the router
-    weighs (not measured). `tiled`: norm and feed-forward are computed again, tile by tile, from their input.
+    swiglu, as autograd keeps it (a test compares every byte): a norm keeps its input and the normalized input, both
+    wide, and a wide scalar. Each matrix product keeps its input. Rotary tables are computed in every layer. V is a view
+    of the whole projection and keeps it alive, in addition to the rotated Q and K. The feed-forward keeps gate and up,
+    silu(gate), and the product.
+
+    gelu, as in Korthikanti et al.: the inputs of both norms, of all four products and of the gelu; Q, K and V; one byte
+    for each of two dropouts. What attention keeps is never packed (see `SavedActivations`).
+
+    Experts: one feed-forward for each expert that processes the token, with its copy of the input and its output, which
+    the router weighs (not measured). If `tiled`, norm and feed-forward are recomputed from their input, tile by tile.
     """
     item, width = precision.activation, shape.width
     projected = shape.query_width + 2 * shape.kv_width
@@ -153,14 +164,14 @@ def layer_parts(shape: ModelShape, precision: Precision, tiled: bool = False) ->
 
 
 RECOMPUTE = ("none", "selective", "full", "offloaded")
-"""selective: all but the attention itself is computed again, so the ring runs as often as before. full: each layer from
-its input (Chen et al. 2016, arXiv:1604.06174). offloaded: full, and the inputs wait in host memory."""
+"""selective: everything except attention is recomputed, so the ring does not run again. full: each layer is recomputed
+from its input (Chen et al. 2016, arXiv:1604.06174). offloaded: full, with the inputs in host memory."""
 
 
 class Stored(NamedTuple):
-    """Bytes of one token: kept in each layer from its forward to its backward, on the device and on the host.
+    """Bytes per token that each layer keeps from its forward to its backward, on the device and on the host.
 
-    `live`: made again for the one layer whose backward runs.
+    `live` is recomputed, for the one layer whose backward runs.
     """
 
     device: Kept
@@ -169,34 +180,35 @@ class Stored(NamedTuple):
 
 
 def stored(shape: ModelShape, precision: Precision, recompute: str, tiled: bool = False) -> Stored:
-    """What a recomputation policy (see `RECOMPUTE`) keeps of one token in one layer."""
+    """Return what one layer keeps per token under a recomputation policy (see `RECOMPUTE`)."""
     parts, nothing = layer_parts(shape, precision, tiled), NOTHING
-    own_input = rows(precision, shape.width)
-    # What the first norm keeps of its input is that input, unless it was made wider.
-    shared = own_input.floats if shape.block == "swiglu" and precision.activation == precision.wide else 0
+    layer_input = rows(precision, shape.width)
+    # The first norm keeps the layer's input itself, unless it widens it.
+    shared = layer_input.floats if shape.block == "swiglu" and precision.activation == precision.wide else 0
     again = parts.all._replace(floats=parts.all.floats - shared)
     match recompute:
         case "none":
             return Stored(parts.all, nothing, nothing)
         case "selective":
-            return Stored(own_input + parts.attention, nothing, max(parts.before, parts.after, key=lambda k: k.total))
+            live = max(parts.before, parts.after, key=lambda part: part.total)
+            return Stored(layer_input + parts.attention, nothing, live)
         case "full":
-            return Stored(own_input, nothing, again)
+            return Stored(layer_input, nothing, again)
         case _:
-            return Stored(nothing, own_input, again)
+            return Stored(nothing, layer_input, again)
 
 
 SAVED = ("keep", "int8", "fp8")
-"""How saved activations are held: as they are, or in eight bits with a scale for each row."""
+"""How saved activations are stored: unchanged, or in eight bits with a scale for each row."""
 
 
 def held_bytes(kept: Kept, saved: str) -> int:
-    """Bytes of one token of `kept`, held as `saved` says (see `SAVED`)."""
+    """Return the bytes of `kept` if activations are stored as `saved` (see `SAVED`)."""
     return kept.total if saved == "keep" else kept.packed + kept.other
 
 
 def head_kept(shape: ModelShape, precision: Precision) -> Kept:
-    """Of one token, what the last norm and the output product keep.
+    """Return what the last norm and the output product keep per token.
 
     gelu, in 16 bits: 4 times width (Korthikanti et al., section 4.3, without its 4 bytes a logit, see `logits_bytes`).
     """
@@ -206,14 +218,14 @@ def head_kept(shape: ModelShape, precision: Precision) -> Kept:
 
 
 def logits_bytes(shape: ModelShape, precision: Precision) -> int:
-    """Bytes of one token at the loss: wide log-probabilities, their gradient, and that of the logits, all at once."""
+    """Return the bytes per token at the loss: wide log-probabilities, their gradient, and that of the logits."""
     return 3 * precision.wide * shape.vocabulary
 
 
 class Moment(NamedTuple):
-    """Bytes of one token that live for a moment in the backward of a layer, beside what the layer keeps.
+    """Transient bytes per token in the backward of a layer, in addition to what the layer keeps.
 
-    `tile`: of a token of the one tile of the feed-forward that is computed again.
+    `tile` counts per token of the single tile of the feed-forward that is being recomputed.
     """
 
     feed_forward: int
@@ -222,12 +234,12 @@ class Moment(NamedTuple):
 
 
 def backward_bytes(shape: ModelShape, precision: Precision, tiled: bool = False) -> Moment:
-    """The two greatest moments of one layer's backward; the greater counts.
+    """Return the transient bytes at the two largest moments of one layer's backward; the larger counts.
 
-    Feed-forward: gradients of the product's factors less what is free by then, of the residual and of the output;
-    tiled: gradients of input and output of all tokens, the rest of a tile. Attention: dout and the residual's gradient;
-    dq, dk and dv in the accumulator's dtype; one block's results before they are added; normalizer and delta of each
-    head. What the layer kept after the attention is free by then.
+    Feed-forward: the gradients of the product's factors, minus what has been freed, of the residual and of the output.
+    Tiled: the gradients of the input and output of all tokens, and the rest for one tile. Attention: dout and the
+    gradient of the residual; dq, dk and dv in the accumulator's dtype; the results of one block before they are added;
+    the log-sum-exp and delta of each head. What the layer kept after attention has been freed.
     """
     item, wide, width, queries = precision.activation, precision.wide, shape.width, shape.query_width
     inner = (2 * shape.ffn if shape.block == "swiglu" else shape.ffn) * shape.feeds
@@ -244,15 +256,15 @@ def backward_bytes(shape: ModelShape, precision: Precision, tiled: bool = False)
 
 ROWS_PER_RANK = 1024
 MOST_RANKS = 16
-"""A longer chain is planned as one of so many ranks: its slots do not grow with its length. Where a dilated segment
-lies over more, its rows are taken to travel round a ring, whole shards at worst."""
+"""A longer chain is planned with this number of ranks, because its slots do not grow with its length. If a dilated
+segment spans more ranks, its rows are counted as whole shards that travel around a ring, which is the worst case."""
 
 KINDS = ("causal", "full", "window", "dilated")
 
 
 @dataclass(frozen=True)
 class AttentionSetup:
-    """Which pairs meet. `window_tokens`: keys before the query, for a causal window; lengths and rates for dilation."""
+    """The mask: its kind, the keys before the query of a causal window, and the lengths and rates of dilation."""
 
     kind: str = "causal"
     window_tokens: int = 0
@@ -260,7 +272,7 @@ class AttentionSetup:
     dilation_rates: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises `InputError` for an unknown kind, and where its sizes are missing."""
+        """Raise `InputError` if the kind is unknown or its sizes are missing."""
         one_of(self.kind, KINDS, "mask")
         if self.kind == "window" and self.window_tokens < 1:
             raise InputError(f"window_tokens={self.window_tokens}: mask=window needs at least 1")
@@ -268,7 +280,10 @@ class AttentionSetup:
             Dilated(self.segment_lengths, self.dilation_rates)
 
     def pairs(self, length: int) -> float:
-        """(query, key) pairs of one head over `length` tokens; dilated: the sum of length * segment / rate ** 2."""
+        """Return the (query, key) pairs of one head over `length` tokens.
+
+        Dilated and causal: the sum of length * segment / rate ** 2 / 2 over all branches.
+        """
         if self.kind == "full":
             return float(length) ** 2
         if self.kind == "window":
@@ -280,13 +295,13 @@ class AttentionSetup:
         return sum(length * min(segment, length) / rate**2 / 2 for segment, rate in branches)
 
     def scaled(self, cut: float, rows: int) -> AttentionSetup:
-        """The same with all lengths divided by `cut`, for shards of `rows`; shorter segments become shards."""
+        """Return the mask with all lengths divided by `cut`, for shards of `rows`; shorter segments become shards."""
         segments = tuple(max(rows, round(length / cut)) for length in self.segment_lengths)
         window = max(1, round(self.window_tokens / cut)) if self.kind == "window" else 0
         return AttentionSetup(self.kind, window, segments, self.dilation_rates)
 
     def mask(self, length: int, heads: int, kv_heads: int) -> Mask:
-        """Over one sequence of `length` tokens."""
+        """Return the mask of one sequence of `length` tokens."""
         if self.kind == "dilated":
             branches = Dilated(self.segment_lengths, self.dilation_rates, causal=True)
             return branches.mask(length, length, None, None, heads, kv_heads)
@@ -295,12 +310,12 @@ class AttentionSetup:
 
     @property
     def layout(self) -> str:
-        """The layout that `ring.sequence(layout="auto")` takes."""
+        """Return the layout that `ring.sequence(layout="auto")` chooses."""
         return "zigzag" if self.kind == "causal" else "contiguous"
 
 
 class StagingBytes(NamedTuple):
-    """Bytes of the arena of a forward and of a backward pass, and kept between them for each layer; and the route."""
+    """Bytes of the arena in forward and in backward, bytes that each layer keeps between them, and the route's name."""
 
     forward: float
     backward: float
@@ -309,12 +324,12 @@ class StagingBytes(NamedTuple):
 
     @property
     def arena(self) -> float:
-        """The arena serves both passes and all layers, one after another."""
+        """Return the bytes of the arena, which all passes of all layers use one after another."""
         return max(self.forward, self.backward)
 
 
 def staging_bytes(run: TrainingSetup) -> StagingBytes:
-    """The slots of one layer's attention on the rank that needs most, in bytes."""
+    """Return the bytes of the buffers of one layer's attention, on the rank that needs the most."""
     attention, ranks, shape = run.attention, run.ranks, run.model
     if ranks == 1:
         return StagingBytes(0, 0, 0, "none")
@@ -323,14 +338,15 @@ def staging_bytes(run: TrainingSetup) -> StagingBytes:
     if ranks > MOST_RANKS and max(attention.segment_lengths, default=0) > MOST_RANKS * per_rank:
         forward, backward = ring_slots_bytes(per_rank, kv_heads * shape.head_dim, run.numbers.dtype, causal=False)
         return StagingBytes(forward * run.batch, backward * run.batch, 0, "ring")
-    facts = heads, kv_heads, shape.head_dim, run.numbers.dtype, run.schedule
+    sizes = heads, kv_heads, shape.head_dim, run.numbers.dtype, run.schedule
     if per_rank <= ROWS_PER_RANK and ranks <= MOST_RANKS:
-        planned, grown = _planned(attention, run.tokens, ranks, *facts), float(run.batch)
+        planned, factor = _planned(attention, run.tokens, ranks, *sizes), float(run.batch)
     else:
-        rows, some = min(ROWS_PER_RANK, per_rank), min(ranks, MOST_RANKS)
+        rows, planned_ranks = min(ROWS_PER_RANK, per_rank), min(ranks, MOST_RANKS)
         cut = per_rank / rows
-        planned, grown = _planned(attention.scaled(cut, rows), rows * some, some, *facts), cut * run.batch
-    return StagingBytes(planned.forward * grown, planned.backward * grown, planned.kept * grown, planned.route)
+        planned = _planned(attention.scaled(cut, rows), rows * planned_ranks, planned_ranks, *sizes)
+        factor = cut * run.batch
+    return StagingBytes(planned.forward * factor, planned.backward * factor, planned.kept * factor, planned.route)
 
 
 @lru_cache(maxsize=1024)
@@ -344,22 +360,23 @@ def _planned(
     dtype: str,
     schedule: str,
 ) -> StagingBytes:
-    """The greatest arenas of the real plans of all ranks, for a batch of one."""
+    """Return the largest arenas of the real plans of all ranks, for a batch of one."""
     layout = make_layout(attention.layout, length, ranks)
     mask = attention.mask(length, heads, kv_heads)
     problem = Problem(layout, layout, mask, 1, heads, kv_heads, head_dim, head_dim, dtype)
     route = choose_route(problem, schedule)
     plans = [[plan_of(problem, route, rank, back) for rank in range(ranks)] for back in (False, True)]
-    forward, backward = (max(plan.arena_bytes for plan in both) for both in plans)
+    forward, backward = (max(plan.arena_bytes for plan in of_pass) for of_pass in plans)
     return StagingBytes(forward, backward, max(plan.kept_bytes for plan in plans[0]), route.name)
 
 
 def ring_slots_bytes(tokens: int, kv_width: int, dtype: str, causal: bool) -> tuple[int, int]:
-    """What a ring of at least four ranks takes, in closed form: bytes (forward, backward) for `tokens` rows of a rank.
+    """Return the buffer bytes (forward, backward) of a ring of at least four ranks with `tokens` rows per rank.
 
-    M is K and V of a shard. Forward two slots M: one is read or sent while the next arrives. Backward two M and three
-    sums (computed, sent, received) in the accumulator's dtype. A causal zigzag sends only what later ranks read, so a
-    half of the own shard is packed beside the slots: M / 2 more in both.
+    This is a closed form. M is K and V of a shard. Forward has two slots of M: one is read or sent while the other
+    receives. Backward has two slots of M and three of dK/dV (computed, sent, received) in the accumulator's dtype. A
+    causal zigzag sends only the rows that later ranks read, so half of the local shard is packed in addition to the
+    slots: M / 2 more in both passes.
     """
     item = ITEM_BYTES[dtype]
     shard, sums = 2 * tokens * kv_width * item, 2 * tokens * kv_width * max(4, item)
@@ -380,12 +397,12 @@ QUANTIZED_BLOCK = 256
 """Elements that share one float32 scale in 8-bit optimizer states (bitsandbytes and torchao)."""
 
 GATHERED_LAYERS = 2
-"""Layers whose whole weights a rank holds under ZeRO 3: the one that runs, and the next, fetched meanwhile."""
+"""Layers whose whole weights a rank has under ZeRO 3: the one that runs, and the next, which is being gathered."""
 
 
 @dataclass(kw_only=True)
 class TrainingSwitches:
-    """The keys of `ringattn plan` that say how a model is trained, declared once for the command and the formulas.
+    """The training settings of `ringattn plan`, declared once for the command and the formulas.
 
     The texts are lines of `ringattn plan --help`.
     """
@@ -393,44 +410,43 @@ class TrainingSwitches:
     schedule: str = schedule_option()
     precision: str = option("bf16_master", "of weights and activations; master: fp32 copy", choices=tuple(PRECISIONS))
     optimizer: str = option("adamw", "whose state is kept", choices=OPTIMIZERS)
-    recompute: str = option("none", "what backward computes again", choices=RECOMPUTE)
-    saved_activations: str = option("keep", "how saved activations are held", choices=SAVED)
+    recompute: str = option("none", "what backward recomputes", choices=RECOMPUTE)
+    saved_activations: str = option("keep", "how saved activations are stored", choices=SAVED)
     zero_stage: int = option(
-        0, "ranks share 1: optimizer state, 2: and gradients, 3: and weights (FSDP)", least=0, most=3
+        0, "ranks shard 1: optimizer state, 2: also gradients, 3: also weights (FSDP)", least=0, most=3
     )
-    zero_degree: int | None = option(
-        None, "ranks that share it (the FSDP group); the ring's if not set", least=1, most=MOST
-    )
-    tensor_ranks: int = option(1, "ranks that cut every matrix (TP); each has a place in a ring", least=1, most=MOST)
-    pipeline_ranks: int = option(1, "ranks that have stages of layers (PP)", least=1, most=MOST)
-    pipeline_chunks: int = option(1, "stages of each of them, interleaved", least=1, most=MOST)
-    micro_batches: int = option(1, "of batch sequences each, one after another in a step", least=1, most=MOST)
-    offload: str = option("none", "what waits in host memory", choices=OFFLOADS)
-    chunked_loss_tokens: int = option(0, "tokens whose logits exist at once; 0: all", least=0, most=MOST)
-    tiled_mlp_tokens: int = option(0, "of a rank's tokens, in a feed-forward at once; 0: all", least=0, most=MOST)
-    data: str = option("shard", "of the tokens each rank holds its own, or the whole batch", choices=DATA)
-    gradients_kept: bool = option(True, "gradients live through the step, as when they accumulate")
-    transients: bool = option(True, "count also what lives for a moment")
+    zero_degree: int | None = option(None, "ranks of the FSDP group; those of the ring if not set", least=1, most=MOST)
+    tensor_ranks: int = option(1, "tensor parallel ranks (TP); each belongs to a ring", least=1, most=MOST)
+    pipeline_ranks: int = option(1, "pipeline parallel ranks (PP)", least=1, most=MOST)
+    pipeline_chunks: int = option(1, "interleaved stages per pipeline rank", least=1, most=MOST)
+    micro_batches: int = option(1, "micro batches per step, of `batch` sequences each", least=1, most=MOST)
+    offload: str = option("none", "what is kept in host memory", choices=OFFLOADS)
+    chunked_loss_tokens: int = option(0, "tokens per chunk of the loss; 0: all at once", least=0, most=MOST)
+    tiled_mlp_tokens: int = option(0, "tokens per tile of the feed-forward; 0: all at once", least=0, most=MOST)
+    data: str = option("shard", "each rank reads its shard of the tokens, or the whole batch", choices=DATA)
+    gradients_kept: bool = option(True, "gradients are kept through the step, as when they accumulate")
+    transients: bool = option(True, "count transient tensors too")
 
 
 @dataclass
 class TrainingSetup(TrainingSwitches):
-    """One training run: a model, its sequence, and every switch that saves memory.
+    """One training run: a model, its sequence, and every setting that saves memory.
 
-    `ranks`: that share each sequence; tensor and pipeline parallelism multiply them. `micro_batches`: of `batch`
-    sequences each. `transients`: published hand calculations do not count them. `framework_bytes`: what the driver,
-    NCCL and the allocator take. Raises `InputError`, key first, for what is unknown or contradicts itself.
+    `ranks` is the size of the ring; tensor and pipeline parallelism multiply the number of accelerators. Each of the
+    `micro_batches` has `batch` sequences. Published hand calculations do not count `transients`. `framework_bytes` is
+    an allowance for the driver, NCCL and the allocator. Raises `InputError`, which begins with the key, if a value is
+    unknown or two values contradict each other.
     """
 
     model: ModelShape
-    tokens: int = option(MISSING, "of one sequence, over all ranks", least=1)
-    ranks: int = option(1, "that share each sequence", least=1)
+    tokens: int = option(MISSING, "tokens of one sequence, over all ranks", least=1)
+    ranks: int = option(1, "ranks of the ring", least=1)
     batch: int = option(1, "sequences of a micro batch", least=1)
     attention: AttentionSetup = field(default_factory=AttentionSetup)
     framework_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Check names and limits."""
+        """Raise `InputError` if a value is outside its limits or contradicts another."""
         check_limits(self)
         if self.ranks > self.tokens:
             raise InputError(f"ranks={self.ranks}: more ranks than tokens (tokens={self.tokens})")
@@ -453,37 +469,40 @@ class TrainingSetup(TrainingSwitches):
 
     @property
     def numbers(self) -> Precision:
-        """Bytes of a number in each role."""
+        """Return the bytes of a number in each role."""
         return PRECISIONS[self.precision]
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens of the rank with most of them, in all sequences of the batch."""
+        """Return the tokens of the rank that has the most, in all sequences of the batch."""
         return self.batch * -(-self.tokens // self.ranks)
 
     @property
     def kept_tokens(self) -> float:
-        """Tokens of which a rank keeps what a layer keeps: tensor parallelism deals them out once more."""
+        """Return the tokens for which a rank keeps activations: sequence parallelism shards them over tensor ranks."""
         return self.rank_tokens / self.tensor_ranks
 
     @property
     def degree(self) -> int:
-        """Ranks that share the state."""
+        """Return the number of ranks over which the training state is sharded."""
         return self.zero_degree or self.ranks
 
     @property
     def share(self) -> Share:
-        """What a rank has of the model before ZeRO."""
+        """Return the part of the model that a rank has before ZeRO."""
         return share_of(self.model, self.tensor_ranks, self.pipeline_ranks)
 
     @property
     def is_tiled(self) -> bool:
-        """Whether feed-forwards pass in tiles."""
+        """Return whether feed-forwards are computed in tiles."""
         return self.tiled_mlp_tokens > 0
 
 
 class Breakdown(NamedTuple):
-    """Bytes of one rank by component. `live_layer`: remade or for a moment in one layer; `attention`: its sums."""
+    """Bytes of one rank by component.
+
+    `live_layer` is recomputed or transient in the layer whose backward runs; `attention` is its accumulators.
+    """
 
     parameters: float = 0
     gradients: float = 0
@@ -498,12 +517,15 @@ class Breakdown(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All components."""
+        """Return the sum of all components."""
         return sum(self)
 
 
 class Account(NamedTuple):
-    """What a run needs: the greatest moment, its breakdown, all moments' totals, host bytes, one attention's slots."""
+    """The memory of a run: the moment of its peak and the breakdown there, the totals of all moments, and the host's.
+
+    `slots` are the buffers of one attention call.
+    """
 
     moment: str
     peak: Breakdown
@@ -513,31 +535,35 @@ class Account(NamedTuple):
 
 
 def parameter_bytes(run: TrainingSetup) -> float:
-    """Weights on the device: whole, or under ZeRO 3 (arXiv:1910.02054, section 5.3) a share and what is gathered."""
-    share, item, waits = run.share, run.numbers.weight, run.offload == "parameters"
-    if run.zero_stage < 3 or (run.degree == 1 and not waits):
+    """Return the bytes of weights on the device.
+
+    They are whole, or under ZeRO 3 (arXiv:1910.02054, section 5.3) a shard and the gathered layers.
+    """
+    share, item, offloaded = run.share, run.numbers.weight, run.offload == "parameters"
+    if run.zero_stage < 3 or (run.degree == 1 and not offloaded):
         return share.parameters * item
-    own = 0 if waits else share.parameters * item / run.degree
-    # The tables are used first and last, so that nothing is gained by dropping them in between.
-    return own + (min(GATHERED_LAYERS, share.layers) * share.layer + share.head) * item
+    shard = 0 if offloaded else share.parameters * item / run.degree
+    # The tables are used first and last, so dropping them in between would gain nothing.
+    return shard + (min(GATHERED_LAYERS, share.layers) * share.layer + share.head) * item
 
 
 def gradient_bytes(run: TrainingSetup) -> float:
-    """Gradients when all are there: whole, or from ZeRO 2 on (section 5.2) a share and a layer's, not yet scattered.
+    """Return the bytes of all gradients at the end of backward.
 
-    Where the optimizer works on the host, they go there as they are made.
+    They are whole, or from ZeRO 2 on (section 5.2) a shard and one layer that is not yet scattered. If the optimizer
+    runs on the host, they are copied there as they are computed.
     """
-    share, item, waits = run.share, run.numbers.gradient, run.offload != "none"
-    if run.zero_stage < 2 or (run.degree == 1 and not waits):
+    share, item, offloaded = run.share, run.numbers.gradient, run.offload != "none"
+    if run.zero_stage < 2 or (run.degree == 1 and not offloaded):
         return share.parameters * item
-    own = 0 if waits else share.parameters * item / run.degree
-    return own + (share.layer + share.head) * item
+    shard = 0 if offloaded else share.parameters * item / run.degree
+    return shard + (share.layer + share.head) * item
 
 
 def optimizer_bytes(run: TrainingSetup) -> float:
-    """Optimizer state with the master copy, before offloading: whole, or from ZeRO 1 on (section 5.1) a share.
+    """Return the bytes of optimizer state and master copy, before offloading: whole, or from ZeRO 1 on a shard.
 
-    Numbers for each weight: AdamW 2; Adam-mini 1 (one second moment a block, arXiv:2406.16793); Lion 1
+    See section 5.1. Numbers per weight: AdamW 2; Adam-mini 1 (one second moment a block, arXiv:2406.16793); Lion 1
     (arXiv:2302.06675); SGD 0, with momentum 1; Adafactor without momentum a row and a column sum for each matrix
     (arXiv:1804.04235); 8-bit AdamW 2 bytes and two float32 scales for each block of 256 (arXiv:2110.02861).
     """
@@ -546,8 +572,8 @@ def optimizer_bytes(run: TrainingSetup) -> float:
     if run.optimizer == "adamw8bit":
         state = count * (2 + 2 * 4 / QUANTIZED_BLOCK)
     elif run.optimizer == "adafactor":
-        matrices = sum(one.copies * (one.rows + one.columns) for one in shape.matrices)
-        vectors = shape.parameters - sum(one.parameters for one in shape.matrices)
+        matrices = sum(matrix.copies * (matrix.rows + matrix.columns) for matrix in shape.matrices)
+        vectors = shape.parameters - sum(matrix.parameters for matrix in shape.matrices)
         state = (matrices + vectors) * numbers.state * (count / shape.parameters)
     else:
         kept = {"adamw": 2, "adam_mini": 1, "lion": 1, "sgd_momentum": 1, "sgd": 0}[run.optimizer]
@@ -557,68 +583,71 @@ def optimizer_bytes(run: TrainingSetup) -> float:
 
 
 def data_bytes(run: TrainingSetup) -> int:
-    """Tokens, labels and positions of a rank; `whole`: also each sequence twice, read and learned."""
-    own = 3 * run.rank_tokens * TOKEN_BYTES
-    return own + (2 * run.batch * run.tokens * TOKEN_BYTES if run.data == "whole" else 0)
+    """Return the bytes of a rank's tokens, labels and positions.
+
+    With data=whole a rank also has the inputs and labels of whole sequences.
+    """
+    shard = 3 * run.rank_tokens * TOKEN_BYTES
+    return shard + (2 * run.batch * run.tokens * TOKEN_BYTES if run.data == "whole" else 0)
 
 
 def cast_bytes(run: TrainingSetup) -> float:
-    """Weights cast on use, which autograd keeps: of all layers (of one where recomputed) and the output's."""
+    """Return the bytes of cast weights that autograd keeps: of all layers (of one if recomputed) and the output."""
     if not run.numbers.cast:
         return 0
     shape, layers = run.model, run.share.layers if run.recompute == "none" else 1
-    attention = sum(one.parameters for one in shape.attention_matrices)
-    feeds = sum(one.parameters for one in shape.layer_matrices) - attention
+    attention = sum(matrix.parameters for matrix in shape.attention_matrices)
+    feeds = sum(matrix.parameters for matrix in shape.layer_matrices) - attention
     output = shape.vocabulary * shape.width
     cast = layers * attention + (1 if run.is_tiled else layers) * feeds + output
     return cast * run.numbers.activation / run.tensor_ranks
 
 
 def activation_bytes(run: TrainingSetup, micro_batches: float = 1) -> float:
-    """What a stage's layers keep of so many micro batches from forward to backward (see `planner.activations`)."""
+    """Return the bytes that the layers of a stage keep from forward to backward, for `micro_batches` of them."""
     kept = stored(run.model, run.numbers, run.recompute, run.is_tiled)
     layer = held_bytes(kept.device, run.saved_activations)
-    # Of inputs that wait in host memory two are here: one in use, one on its way.
+    # Two of the inputs in host memory are also on the device: one in use, one being copied.
     return run.kept_tokens * (micro_batches * run.share.layers * layer + 2 * kept.host.total) + cast_bytes(run)
 
 
 def head_bytes(run: TrainingSetup) -> float:
-    """What the last norm and the output product keep."""
+    """Return the bytes that the last norm and the output product keep."""
     return run.kept_tokens * held_bytes(head_kept(run.model, run.numbers), run.saved_activations)
 
 
 def tile_bytes(run: TrainingSetup) -> float:
-    """Of the one tile of a feed-forward that backward has made again, with the gradients of its weights and their sums.
+    """Return the bytes of the single tile of a feed-forward that backward recomputes, with its weight gradients.
 
-    Sums are kept as wide as an accumulator, beside one tile's gradients in the dtype of the weights.
+    The sums of the gradients are as wide as an accumulator; the gradients of one tile have the dtype of the weights.
     """
     if not run.is_tiled:
         return 0
     shape, numbers = run.model, run.numbers
-    feeds = sum(one.parameters for one in shape.feed_matrices(shape.feeds)) / run.tensor_ranks
+    feeds = sum(matrix.parameters for matrix in shape.feed_matrices(shape.feeds)) / run.tensor_ranks
     tokens = min(run.tiled_mlp_tokens, run.rank_tokens) / run.tensor_ranks
     return tokens * backward_bytes(shape, numbers, tiled=True).tile + feeds * (numbers.wide + numbers.gradient)
 
 
 def live_bytes(run: TrainingSetup) -> tuple[float, float]:
-    """The greatest moment of a layer's backward: (layer, attention sums), what was made again included."""
-    made_again = stored(run.model, run.numbers, run.recompute, run.is_tiled).live.total * run.kept_tokens
+    """Return the bytes at the largest moment of a layer's backward: (recomputed and transient, attention's sums)."""
+    recomputed = stored(run.model, run.numbers, run.recompute, run.is_tiled).live.total * run.kept_tokens
     if not run.transients:
-        return made_again, 0
+        return recomputed, 0
     moment = backward_bytes(run.model, run.numbers, run.is_tiled)
     feed = run.kept_tokens * moment.feed_forward + tile_bytes(run)
     attention = run.kept_tokens * moment.attention
-    if run.tensor_ranks > 1:  # a product's input is gathered from the ranks that share it, and its gradient made whole
-        made_again += 2 * run.rank_tokens * run.model.width * run.numbers.activation
-    return (made_again, attention) if attention > feed else (made_again + feed, 0.0)
+    if run.tensor_ranks > 1:  # sequence parallelism gathers the input of a product, and its gradient is whole
+        recomputed += 2 * run.rank_tokens * run.model.width * run.numbers.activation
+    return (recomputed, attention) if attention > feed else (recomputed + feed, 0.0)
 
 
 def host_bytes(run: TrainingSetup) -> float:
-    """What waits in host memory, for each rank: offloaded state, its gradients, weights, layer inputs."""
+    """Return the bytes in host memory per rank: offloaded state, its gradients, weights, layer inputs."""
     share, numbers = run.share, run.numbers
-    waiting = stored(run.model, numbers, run.recompute, run.is_tiled).host.total
-    flying = in_flight(run.pipeline_ranks, run.pipeline_chunks, run.micro_batches).first
-    inputs = run.kept_tokens * flying * share.layers * waiting
+    input_bytes = stored(run.model, numbers, run.recompute, run.is_tiled).host.total
+    micro_batches = in_flight(run.pipeline_ranks, run.pipeline_chunks, run.micro_batches).first
+    inputs = run.kept_tokens * micro_batches * share.layers * input_bytes
     if run.offload == "none":
         return inputs
     gradients = share.parameters / (run.degree if run.zero_stage >= 2 else 1) * numbers.gradient
@@ -627,11 +656,11 @@ def host_bytes(run: TrainingSetup) -> float:
 
 
 def moments(run: TrainingSetup) -> dict[str, Breakdown]:
-    """The breakdown at each moment of a step that may be its peak.
+    """Return the breakdown at each moment of a step that may be its peak.
 
-    loss: all activations, and the logits' tensors. last layer: the first backward of a layer. first layer: the last
-    one, when all gradients are there. reduction: without ZeRO, `Ring.all_reduce` packs the gradients and receives as
-    much again. update: the optimizer works on one matrix after another, with two temporary ones.
+    loss: all activations, and the tensors of the logits. last layer: the first layer whose backward runs. first layer:
+    the last one, when all gradients exist. reduction: without ZeRO, `Ring.all_reduce` packs the gradients and receives
+    the same number of bytes. update: the optimizer updates one matrix after another, with two temporary ones.
     """
     shape, numbers, share = run.model, run.numbers, run.share
     gradients, slots = gradient_bytes(run), staging_bytes(run)
@@ -639,7 +668,7 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
     head = gradients if run.gradients_kept else float(min(gradients, share.head * numbers.gradient))
     live, sums = live_bytes(run)
     flying = in_flight(run.pipeline_ranks, run.pipeline_chunks, run.micro_batches)
-    first, last, alone = (activation_bytes(run, some) for some in (flying.first, flying.last, 1))
+    first, last, single = (activation_bytes(run, count) for count in (flying.first, flying.last, 1))
     common = {
         "parameters": parameter_bytes(run),
         "optimizer": optimizer_bytes(run) if run.offload == "none" else 0.0,
@@ -652,13 +681,13 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
         kept = first + head_bytes(run)
         return {"stored": Breakdown(**between, gradients=gradients, activations=kept, live_layer=live)}
     logits, passing = loss_bytes(run)
-    found = {
+    breakdowns = {
         "loss": Breakdown(
             **between, gradients=early, activations=last + head_bytes(run), live_layer=passing, logits=logits
         ),
         "last layer": Breakdown(**between, gradients=head, activations=first, live_layer=live, attention=sums),
         "first layer": Breakdown(
-            **common, gradients=gradients, activations=alone / share.layers if flying.first == 1 else first,
+            **common, gradients=gradients, activations=single / share.layers if flying.first == 1 else first,
             live_layer=live, attention=sums,
         ),
         "update": Breakdown(
@@ -666,14 +695,15 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
         ),
     }  # fmt: skip
     if run.zero_stage == 0 and run.ranks > 1:
-        found["reduction"] = Breakdown(**common, gradients=3 * gradients)
-    return found
+        breakdowns["reduction"] = Breakdown(**common, gradients=3 * gradients)
+    return breakdowns
 
 
 def loss_bytes(run: TrainingSetup) -> tuple[float, float]:
-    """At the loss: the logits' tensors; and in chunks the gradient of all hidden states and that of the output matrix.
+    """Return the bytes at the loss: the tensors of the logits, and what a loss in chunks adds.
 
-    The latter is summed as wide as an accumulator, beside one chunk's.
+    A loss in chunks adds the gradient of all hidden states and that of the output matrix: its sum as wide as an
+    accumulator, and the gradient of one chunk.
     """
     shape, numbers, chunk = run.model, run.numbers, run.chunked_loss_tokens
     at_once = min(chunk or run.rank_tokens, run.rank_tokens)
@@ -685,13 +715,13 @@ def loss_bytes(run: TrainingSetup) -> tuple[float, float]:
 
 
 def _largest(shape: ModelShape) -> int:
-    """Elements of the largest matrix."""
-    return max(one.rows * one.columns for one in shape.matrices)
+    """Return the elements of the largest matrix."""
+    return max(matrix.rows * matrix.columns for matrix in shape.matrices)
 
 
 def training_bytes(run: TrainingSetup) -> Account:
-    """What a rank needs: the greatest of the run's moments."""
-    found = moments(run)
-    moment = max(found, key=lambda name: found[name].total)
-    totals = {name: one.total for name, one in found.items()}
-    return Account(moment, found[moment], totals, host_bytes(run), staging_bytes(run))
+    """Return the memory of a rank at the largest moment of the run."""
+    breakdowns = moments(run)
+    moment = max(breakdowns, key=lambda name: breakdowns[name].total)
+    totals = {name: breakdown.total for name, breakdown in breakdowns.items()}
+    return Account(moment, breakdowns[moment], totals, host_bytes(run), staging_bytes(run))

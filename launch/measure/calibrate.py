@@ -1,4 +1,4 @@
-"""`ringattn calibrate`: measures the constants of the machine at hand into a file that predictions can be made with."""
+"""`ringattn calibrate`: measure the constants of this machine and write them to a file for predictions."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from ringattn.observe.files import write_file
 from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, COPIED, FORWARD_FLOPS_PER_DIM, UNITS, Cluster, call_work
 
 PURPOSE = """\
-Measures on this machine what prediction needs: attention FLOP/s, copies, latency and bandwidth of messages, processors.
-Run it while nothing else runs; it takes about a minute. `run`, `sweep`, `explain` and
-`timeline` in this folder then predict for this machine."""
+Measure on this machine what prediction needs: attention FLOP/s, copies, latency and bandwidth of messages, processors.
+Run it while nothing else runs; it takes about a minute. `run`, `sweep`, `explain` and `timeline` in this folder then
+predict for this machine."""
 
 
 @dataclass
 class CalibrateConfig:
-    """What is measured."""
+    """One calibration."""
 
-    ranks: int = option(2, "ranks, each a process of one thread, on a GPU of its own with nccl", least=2)
+    ranks: int = option(2, "ranks, each a process with one thread, and with one GPU for nccl", least=2)
     out: str = option(CALIBRATION_FILE, "file to write (JSON)", writes="file")
-    transport: str = option("auto", "what carries messages", choices=("auto", "shm", "gloo", "nccl"))
+    transport: str = option("auto", "transport of the messages", choices=("auto", "shm", "gloo", "nccl"))
     dtype: str | None = option(
         None,
-        "of the inputs; if not set float32 on the CPU, bfloat16 with nccl",
+        "dtype of the inputs; if not set float32 on CPUs, bfloat16 with nccl",
         choices=("float32", "bfloat16", "float16"),
     )
-    rounds: int = option(30, "how often everything is measured", least=1)
+    rounds: int = option(30, "number of measurements", least=1)
     timeout_s: float = option(120.0, "deadline of every wait for another rank, in seconds", above=0.0)
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Raises `InputError` for bad options, `RanksError` if a rank fails."""
+    """Run the command. Raises `InputError` for bad options, `RanksError` if a rank fails."""
     if "--help" in argv or "-h" in argv:
         print(help_text("calibrate", PURPOSE, CalibrateConfig))
         return 0
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     gpus = torch.cuda.device_count()
     nccl = config.transport == "nccl" or (config.transport == "auto" and gpus > 0)
     if nccl and config.ranks > gpus:
-        raise InputError(f"ranks={config.ranks}: there are {gpus} GPUs; take fewer ranks, or transport=shm")
+        raise InputError(f"ranks={config.ranks}: there are {gpus} GPUs; use fewer ranks, or transport=shm")
     dtype = config.dtype or ("bfloat16" if nccl else "float32")
     out = Path(config.out)
     spec = {
@@ -76,14 +76,14 @@ def main(argv: Sequence[str]) -> int:
     if not nccl and described["constants"]["cores"] < processors:
         print(f"only {described['constants']['cores']} of {processors} processors were free: calibrate again when "
               "nothing else runs, unless that is a limit of this machine")  # fmt: skip
-    here = config.out == CALIBRATION_FILE
-    use = "predictions in this folder are made with it" if here else f"use it as cluster={out}"
+    is_default = config.out == CALIBRATION_FILE
+    use = "predictions in this folder use it" if is_default else f"use it as cluster={out}"
     print(f"written to {out}; {use}")
     return 0
 
 
 def description(by_rank: list[dict[str, Any]], spec: dict[str, Any]) -> dict[str, Any]:
-    """What the file holds: constants with their units, where and when they were measured, how well they fit."""
+    """Return the content of the file: constants with units, where and when they were measured, and their fit."""
     import torch
 
     scale = GPU_SCALE if spec["transport"] == "nccl" else 1
@@ -99,18 +99,18 @@ def description(by_rank: list[dict[str, Any]], spec: dict[str, Any]) -> dict[str
     return {
         "constants": asdict(cluster), "units": UNITS, "date": date, "hardware": machine, "torch": torch.__version__,
         "ranks": len(by_rank), "transport": by_rank[0]["transport"], "engine": by_rank[0]["engine"],
-        "dtype": spec["dtype"], "fit": {"kernel": _told(kernel), "messages": _told(link)}, "shapes": SHAPES,
+        "dtype": spec["dtype"], "fit": {"kernel": _errors(kernel), "messages": _errors(link)}, "shapes": SHAPES,
         "message_bytes": MESSAGE_BYTES, "seconds": seconds,
     }  # fmt: skip
 
 
-def _told(fit: Fit) -> dict[str, Any]:
-    """How far measured times are from what the constants say, as shares."""
+def _errors(fit: Fit) -> dict[str, Any]:
+    """Return the differences between measured and fitted times, as shares."""
     return {"median_error": fit.median_error, "greatest_error": max(map(abs, fit.errors)), "errors": fit.errors}
 
 
 def _show(described: dict[str, Any]) -> None:
-    """The constants as a table, and how well they fit."""
+    """Print the constants as a table, and their fit."""
     from rich.console import Console
     from rich.table import Table
 
@@ -129,19 +129,19 @@ def _show(described: dict[str, Any]) -> None:
 
 
 GPU_SCALE = 8
-"""A GPU needs longer shards before its kernels are more than their launch."""
+"""On a GPU, shards must be longer, so that a kernel takes longer than its launch."""
 COPY_BYTES = 8 << 20
 ON_PROCESSOR = ("forward", "backward", "copy")
-"""What a rank does without waiting for anybody."""
+"""Work in which a rank does not wait for other ranks."""
 NEAR, FAR = "message", "far message"
-"""Names of messages: between ranks of a node, and between nodes where there are several."""
+"""Names of messages: between ranks of a node, and between nodes."""
 MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 
 class Shape(NamedTuple):
-    """One engine call: `tiles` of so many query rows and keys each, one below the other.
+    """One engine call on `tiles` tiles, each of `rows` query rows and `keys` keys, on the diagonal.
 
-    `received`: on other ranks' queries, whose outputs stay with their owners.
+    If `received`, the queries belong to other ranks, which keep their outputs.
     """
 
     rows: int
@@ -154,16 +154,16 @@ class Shape(NamedTuple):
     received: bool = False
 
     def problem(self, dtype: str) -> Problem:
-        """What the planner knows of it."""
+        """Return the call as the planner describes it."""
         rows, keys = self.rows * self.tiles, self.keys * self.tiles
         layouts = make_layout("contiguous", rows, 1), make_layout("contiguous", keys, 1)
         mask = Banded().mask(rows, keys, None, None, self.heads, self.kv_heads)
         return Problem(*layouts, mask, 1, self.heads, self.kv_heads, self.dim, self.dim, dtype)
 
     def table(self) -> TileTable:
-        """Its tiles."""
+        """Return the tiles of the call."""
         band, heads = CAUSAL if self.causal else FULL, StridedRange(0, self.heads)
-        q, k = ([StridedRange(n * each, each) for n in range(self.tiles)] for each in (self.rows, self.keys))
+        q, k = ([StridedRange(n * size, size) for n in range(self.tiles)] for size in (self.rows, self.keys))
         return TileTable.of([Tile(TokenRange(a, a), TokenRange(b, b), band, heads) for a, b in zip(q, k, strict=True)])
 
 
@@ -179,11 +179,12 @@ SHAPES = (
 
 
 def finalized(by_rank: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of each thing: the mean of the ranks, of that the median of the rounds."""
-    found = {}
+    """Return the seconds of each measurement: the mean of the ranks, and of these means the median of the rounds."""
+    seconds = {}
     for name in by_rank[0]["seconds"]:
-        found[name] = median(fmean(each) for each in zip(*(rank["seconds"][name] for rank in by_rank), strict=True))
-    return found
+        rounds = zip(*(rank["seconds"][name] for rank in by_rank), strict=True)
+        seconds[name] = median(fmean(of_ranks) for of_ranks in rounds)
+    return seconds
 
 
 # --- from seconds to constants: least squares on the formulas that predict --------------------------------------------
@@ -194,7 +195,7 @@ SOFTMAX_DIMS = range(0, 68, 4)
 
 
 class Sample(NamedTuple):
-    """One engine call and what it took."""
+    """One engine call and its time."""
 
     shape: Shape
     backward: bool
@@ -202,23 +203,26 @@ class Sample(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Constants by name, and measured over fitted seconds less one, for each sample."""
+    """Constants by name, and for each sample the ratio of measured and fitted seconds, minus one."""
 
     constants: dict[str, Any]
     errors: tuple[float, ...]
 
     @property
     def median_error(self) -> float:
-        """Of the errors' sizes."""
+        """Return the median size of the errors."""
         return median(map(abs, self.errors))
 
 
 def kernel_fit(samples: Sequence[Sample], copy_bytes_s: float, dtype: str) -> Fit:
-    """flops, backward_flops, received_dims, call_s, tile_s; block_keys and softmax_dims, the best of a few values."""
+    """Fit flops, backward_flops, received_dims, call_s, tile_s, and the best of a few block_keys and softmax_dims."""
     seconds = np.array([sample.seconds for sample in samples])
     best: tuple[float, list[float], int, int, list[float]] | None = None
     for block_keys in BLOCKS:
-        works = [call_work(one.shape.problem(dtype), one.shape.table(), one.backward, block_keys) for one in samples]
+        works = [
+            call_work(sample.shape.problem(dtype), sample.shape.table(), sample.backward, block_keys)
+            for sample in samples
+        ]
         moved_s = np.array([work.moved_bytes for work in works]) / copy_bytes_s
         for softmax_dims in SOFTMAX_DIMS:
             columns = np.zeros((len(samples), 5))
@@ -242,7 +246,7 @@ def kernel_fit(samples: Sequence[Sample], copy_bytes_s: float, dtype: str) -> Fi
 
 
 def link_fit(nbytes: Sequence[int], seconds: Sequence[float]) -> Fit:
-    """latency_s and bandwidth of messages."""
+    """Fit latency_s and bandwidth of messages."""
     taken = np.array(seconds)
     columns = np.stack([np.ones(len(nbytes)), np.array(nbytes, float)], 1)
     costs = least_squares(columns, taken, taken)
@@ -251,8 +255,8 @@ def link_fit(nbytes: Sequence[int], seconds: Sequence[float]) -> Fit:
     return Fit(constants, tuple((taken / (columns @ costs) - 1).tolist()))
 
 
-def least_squares(columns: np.ndarray, wanted: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Costs (n,), none negative, such that columns (m, n) @ costs is near `wanted` (m,), in units of `scale` (m,).
+def least_squares(columns: np.ndarray, targets: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Return costs (n,) >= 0 that minimize the error of columns (m, n) @ costs to `targets` (m,), relative to `scale`.
 
     A column whose cost would be negative is left out, the most negative first.
     """
@@ -261,25 +265,25 @@ def least_squares(columns: np.ndarray, wanted: np.ndarray, scale: np.ndarray) ->
     sizes = np.abs(columns / scale[:, None]).max(0)
     while kept:
         scaled = columns[:, kept] / scale[:, None] / sizes[kept]
-        found = np.linalg.lstsq(scaled, wanted / scale, rcond=None)[0] / sizes[kept]
-        if (found >= 0).all():
-            costs[kept] = found
+        solution = np.linalg.lstsq(scaled, targets / scale, rcond=None)[0] / sizes[kept]
+        if (solution >= 0).all():
+            costs[kept] = solution
             break
-        del kept[int(np.argmin(found * sizes[kept]))]
+        del kept[int(np.argmin(solution * sizes[kept]))]
     return costs
 
 
 def _rate(cost_s: float) -> float:
-    """Of something that costs so many seconds each."""
+    """Return the rate of units that cost `cost_s` seconds each."""
     if not cost_s > 0:
         raise RingError("measured times did not grow with the work: calibrate again when nothing else runs")
     return 1 / cost_s
 
 
 def constants_of(seconds: dict[str, float], dtype: str, scale: int, jobs: int) -> tuple[dict[str, Any], Fit, Fit]:
-    """The constants of a cluster from finalized seconds, with the fits of kernel and link.
+    """Return the constants of a cluster from finalized seconds, with the fits of kernel and link.
 
-    `scale`: what the shapes' rows and keys were multiplied by; `jobs`: how many calls ran at once in the crowd.
+    `scale` multiplied the rows and keys of the shapes; `jobs` calls ran at once in the crowd.
     """
     copy_bytes_s = COPIED * COPY_BYTES / seconds["copy"]
     samples = [

@@ -1,10 +1,10 @@
-"""Measures on the ranks of this machine what prediction needs: the attention kernel, copies, messages, empty passes.
+"""Measure on the ranks of this machine what prediction needs: the attention kernel, copies, messages, empty passes.
 
-All ranks do the same at once, as in a pass. Each round measures everything, so that a change of the machine's speed
-meets all of it; a figure is the median of its rounds, as a pass that it predicts is timed: the faster rounds would
-predict a machine that is always as fast as it is at times. On the CPU, kernel and copies are measured in seconds of the
-rank's processor, which others cannot take.
-Not covered: what is made of the figures (`ringattn.launch.measure.calibrate`).
+All ranks do the same work at once, as in a pass. Each round measures everything, so that a change of the machine's
+speed affects all figures alike. A figure is the median of its rounds, because a pass is timed like that too; the
+fastest rounds would predict a machine that is always at its fastest. On CPUs, kernel and copies are measured in
+processor seconds of the rank, to which other processes add nothing.
+Not covered: fitting constants to the figures (`ringattn.launch.measure.calibrate`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ringattn.transport.base import Message
 
 
 def worker(spec: dict[str, Any]) -> dict[str, Any]:
-    """One process: what `measured` finds on a ring of its own."""
+    """Run one process of the calibration: open a ring and measure."""
     torch.set_num_threads(1)
     with ringattn.Ring(timeout_s=spec["timeout_s"], transport=spec["transport"], cluster=None) as ring:
         return measured(ring, spec["dtype"], spec["rounds"])
@@ -36,13 +36,14 @@ def worker(spec: dict[str, Any]) -> dict[str, Any]:
 def measured(
     ring: ringattn.Ring, dtype: str, rounds: int, links: Mapping[str, tuple[int, int]] | None = None
 ) -> dict[str, Any]:
-    """Seconds of each thing on this rank, by round.
+    """Return the seconds of each measurement on this rank, by round.
 
-    `links`: names of messages, with the ranks that they go to and come from. None: `NEAR` from neighbor to neighbor.
+    `links` maps names of messages to the ranks that they are sent to and received from; None stands for `NEAR` messages
+    from neighbor to neighbor.
     """
     ranks = ring.world_size
     peers = links or {NEAR: ((ring.rank + 1) % ranks, (ring.rank - 1) % ranks)}
-    works, found = _works(ring, dtype, peers), dict[str, list[float]]()
+    works, seconds = _works(ring, dtype, peers), dict[str, list[float]]()
     for work in works.values():
         work()  # compiles, allocates, connects
     for _ in _rounds(rounds, ring.rank == 0):
@@ -52,31 +53,31 @@ def measured(
             work()
             ring.synchronize()
             wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-            alone = ring.device.type == "cpu" and name.split()[0] in ON_PROCESSOR
-            found.setdefault(name, []).append(cpu_s if alone else wall_s)
-            found.setdefault(f"processor {name}", []).append(cpu_s)
-    return {"seconds": found, "transport": ring.transport.name, "engine": _engine(ring, dtype).name,
+            waits_for_nobody = ring.device.type == "cpu" and name.split()[0] in ON_PROCESSOR
+            seconds.setdefault(name, []).append(cpu_s if waits_for_nobody else wall_s)
+            seconds.setdefault(f"processor {name}", []).append(cpu_s)
+    return {"seconds": seconds, "transport": ring.transport.name, "engine": _engine(ring, dtype).name,
             "jobs": _jobs(ring) * ring.world_size}  # fmt: skip
 
 
 def _works(ring: ringattn.Ring, dtype: str, peers: Mapping[str, tuple[int, int]]) -> dict[str, Callable[[], Any]]:
-    """What is measured, by its name."""
-    found: dict[str, Callable[[], Any]] = {}
+    """Return the functions to measure, by name."""
+    works: dict[str, Callable[[], Any]] = {}
     engine, scale = _engine(ring, dtype), GPU_SCALE if ring.device.type == "cuda" else 1
     for number, shape in enumerate(SHAPES):
         larger = shape._replace(rows=shape.rows * scale, keys=shape.keys * scale)
-        found[f"forward {number}"], found[f"backward {number}"] = _passes(engine, larger, ring.device, dtype)
-    one = torch.zeros(COPY_BYTES // 4, device=ring.device)
-    other = torch.zeros_like(one)
-    found["copy"] = lambda: other.copy_(one)
+        works[f"forward {number}"], works[f"backward {number}"] = _passes(engine, larger, ring.device, dtype)
+    source_buffer = torch.zeros(COPY_BYTES // 4, device=ring.device)
+    copy = torch.zeros_like(source_buffer)
+    works["copy"] = lambda: copy.copy_(source_buffer)
     for (name, (to, source)), nbytes in product(peers.items(), MESSAGE_BYTES):
-        found[f"{name} {nbytes}"] = _exchange(ring, nbytes, to, source)
-    found["pass"] = _empty_pass(ring, dtype)
+        works[f"{name} {nbytes}"] = _exchange(ring, nbytes, to, source)
+    works["pass"] = _empty_pass(ring, dtype)
     if ring.device.type == "cpu":
         crowd = [_passes(engine, Shape(512, 512), ring.device, dtype)[0] for _ in range(_jobs(ring))]
         pool = ThreadPoolExecutor(len(crowd))
-        found["alone"], found["crowd"] = crowd[0], lambda: list(pool.map(lambda work: work(), crowd))
-    return found
+        works["alone"], works["crowd"] = crowd[0], lambda: list(pool.map(lambda work: work(), crowd))
+    return works
 
 
 def _engine(ring: ringattn.Ring, dtype: str) -> Engine:
@@ -84,56 +85,56 @@ def _engine(ring: ringattn.Ring, dtype: str) -> Engine:
 
 
 def _jobs(ring: ringattn.Ring) -> int:
-    """Threads of this rank that together with the others' want twice the processors there are."""
+    """Return the threads per rank with which all ranks together have twice as many threads as processors."""
     return -(-2 * len(os.sched_getaffinity(0)) // ring.world_size)
 
 
 def _passes(
     engine: Engine, shape: Shape, device: torch.device, dtype: str
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """One call of the engine forward, and one backward."""
+    """Return two functions: one call of the engine in forward, and one in backward."""
     generator = torch.Generator().manual_seed(0)
 
-    def made(rows: int, heads: int) -> torch.Tensor:
+    def drawn(rows: int, heads: int) -> torch.Tensor:
         values = torch.randn(rows, 1, heads, shape.dim, generator=generator)
         return values.to(device, getattr(torch, dtype))
 
     rows, keys = shape.rows * shape.tiles, shape.keys * shape.tiles
-    q, dout = made(rows, shape.heads), made(rows, shape.heads)
-    kv = KV(made(keys, shape.kv_heads), made(keys, shape.kv_heads))
+    q, dout = drawn(rows, shape.heads), drawn(rows, shape.heads)
+    kv = KV(drawn(keys, shape.kv_heads), drawn(keys, shape.kv_heads))
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (kv.k, kv.v))
     softmax = Softmax(shape.dim**-0.5, shape.heads // shape.kv_heads)
-    # More steps than one, so that the engine carries accumulators, as it does in a ring.
+    # With two steps the engine carries accumulators, as in a ring.
     works = engine.prepare([tuple(shape.table())] * 2, softmax, rows, shape.heads, more=shape.received)
     carry, dq = engine.begin(works, q, shape.dim, None), engine.begin_grad(works, q, shape.dim)
     engine.attend(q, kv, carry, works[0])
     out, lse = carry.out.finalized(q.dtype), carry.lse
     delta = engine.delta(dout, out, None)
-    seed = BackwardInputs(dout, out, lse, None, delta)
-    if shape.received:  # as they reach the engine in a pass: delta stands for the output
-        seed = BackwardInputs(dout, torch.zeros_like(dout), lse, -delta, delta)
+    inputs = BackwardInputs(dout, out, lse, None, delta)
+    if shape.received:  # as in a pass, where delta is received instead of the output
+        inputs = BackwardInputs(dout, torch.zeros_like(dout), lse, -delta, delta)
     return (
         lambda: engine.attend(q, kv, carry, works[0]),
-        lambda: engine.attend_grad(q, kv, seed, dq, KV(dk, dv), works[0]),
+        lambda: engine.attend_grad(q, kv, inputs, dq, KV(dk, dv), works[0]),
     )
 
 
 def _exchange(ring: ringattn.Ring, nbytes: int, to: int, source: int) -> Callable[[], None]:
-    """One message to a rank, and one from a rank."""
-    sent, came = (ring.transport.allocate(nbytes) for _ in range(2))
-    sends, recvs = [Message(to, sent, "calibration")], [Message(source, came, "calibration")]
+    """Return a function that sends one message and receives one."""
+    sent, received = (ring.transport.allocate(nbytes) for _ in range(2))
+    sends, recvs = [Message(to, sent, "calibration")], [Message(source, received, "calibration")]
     return lambda: ring.transport.exchange(sends, recvs).wait()
 
 
 def _empty_pass(ring: ringattn.Ring, dtype: str) -> Callable[[], Any]:
-    """Forward of one token a rank that meets itself alone: what a pass costs beside its steps."""
+    """Return a forward pass of one token per rank that attends only to itself: the fixed cost of a pass."""
     seq = ring.sequence(ring.world_size, layout="contiguous")
     x = torch.zeros(1, 1, 1, 64, dtype=getattr(torch, dtype), device=ring.device)
     return lambda: ring.attention(x, x, x, seq, window=(0, 0))
 
 
 def _rounds(rounds: int, shown: bool) -> Iterator[int]:
-    """Counts, and shows how far it is: a bar on a terminal, about ten lines elsewhere."""
+    """Yield the rounds and show progress: a bar on a terminal, about ten lines elsewhere."""
     console = Console()
     if shown and console.is_terminal:
         yield from track(range(rounds), "calibrate", console=console)

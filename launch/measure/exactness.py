@@ -1,7 +1,7 @@
-"""Whether ranks attend exactly: one call on all of them against a dense float64 reference, forward and all gradients.
+"""Compare one attention call on all ranks with a dense float64 reference: the output and all gradients.
 
-Bounds are those of the project: float64 1e-10 and float32 1e-5 (largest absolute error on unit normal inputs); half
-types 1.25 x the error that the same engine has alone, on one device (relative Frobenius norm).
+Bounds: float64 1e-10 and float32 1e-5 (largest absolute error on unit normal inputs); for half types 1.25 times the
+error of the same engine on one device (relative Frobenius norm).
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ OVER_ONE_DEVICE = 1.25
 def drawn(
     batch: int, tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, seed: int
 ) -> tuple[Tensor, ...]:
-    """q, k, v and the gradient of the output: unit normal, the same on every rank.
+    """Draw q, k, v and the gradient of the output: unit normal, the same on every rank.
 
-    `heads`: of queries and of K/V; `dims`: of queries and keys, and of values.
+    `heads` are those of queries and of K/V; `dims` those of queries and keys, and of values.
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1])
-    return tuple(torch.randn(batch, tokens, *one, generator=generator, dtype=torch.float64).to(dtype) for one in shapes)
+    sizes = [(batch, tokens, *shape) for shape in shapes]
+    return tuple(torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes)
 
 
 def sequence_of(ring: Ring, call: MaskedCallConfig, length: int, layout: str | None = None) -> Sequence:
-    """How the call's tokens lie over the ranks, or would lie in another `layout`."""
+    """Return the call's sequence on this ring, in the call's layout or in another `layout`."""
     options = call.options(length)
     kind = "causal" if options["causal"] else "full"
     kind = "dilated" if call.dilated else "window" if "window" in options else kind
@@ -45,7 +46,7 @@ def sequence_of(ring: Ring, call: MaskedCallConfig, length: int, layout: str | N
 def attended(
     ring: Ring, call: MaskedCallConfig, inputs: tuple[Tensor, ...], seq: Sequence, schedule: str
 ) -> list[Tensor]:
-    """out, dQ, dK, dV of the whole sequence, gathered."""
+    """Return out, dQ, dK and dV of the whole sequence, gathered."""
     q, k, v, dout = (seq.shard(x) for x in inputs)
     q, k, v = leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     attend = ring.dilated_attention if call.dilated else ring.attention
@@ -57,7 +58,7 @@ def attended(
 def reference_and_bounds(
     call: MaskedCallConfig, inputs: tuple[Tensor, ...], engine: Any
 ) -> tuple[list[Tensor], list[float]]:
-    """The dense float64 results, and what each may differ from them. `engine`: which is alone on one device."""
+    """Return the dense float64 results and the bound of each error; for half types, `engine` runs on one device."""
     length = inputs[0].shape[1]
     leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in inputs[:3]]
     dense = dense_dilated_attention if call.dilated else dense_attention
@@ -72,13 +73,13 @@ def reference_and_bounds(
 
 
 def error_of(got: Tensor, reference: Tensor) -> float:
-    """Largest absolute difference; for half types the relative Frobenius norm of the difference."""
+    """Return the largest absolute difference; for half types the relative Frobenius norm of the difference."""
     if got.dtype in ABSOLUTE_BOUND:
         return absolute_error(got, reference)
     return float((got.double() - reference).norm() / reference.norm())
 
 
 def absolute_error(got: Tensor, reference: Tensor) -> float:
-    """Largest absolute difference."""
+    """Return the largest absolute difference."""
     difference = got.double() - reference
     return float(difference.abs().max()) if difference.numel() else 0.0

@@ -1,7 +1,7 @@
-"""Measures one attention call on all ranks: the exactness gate, warm-up, timed passes, what they sent and held.
+"""Measure one attention call on all ranks: the exactness gate, warm-up, timed passes, bytes and memory.
 
-Guarantees: nothing is timed before the same call, smaller, was exact on the same ranks; a time is of the slowest rank,
-from a barrier on; every rank returns the same facts.
+Guarantees: nothing is timed before the same call at a small size was exact on the same ranks. A time is that of the
+slowest rank, and starts at a barrier. Every rank returns the same facts.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 
 GATE_TOKENS = 251
-"""Length of the gate's problem: prime, so that the ranks' counts differ; small enough for a dense float64 reference."""
+"""Length of the gate's problem: prime, so that shards differ in length, and small enough for a dense reference."""
 GATE_TOKENS_PER_RANK = 4
-"""At least so many, where there are many ranks."""
+"""The least tokens per rank of the gate's problem, which determine its length if there are many ranks."""
 
 Say = Callable[[str], None]
 
@@ -48,7 +48,7 @@ class GateError(RingError):
 
 
 def on_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """One process of the job: `spec` holds `config` (a `RunConfig` as a dict) and `quiet`."""
+    """Run one process of the job. `spec` holds `config` (a `RunConfig` as a dict) and `quiet`."""
     config = RunConfig(**spec["config"])
     try:
         with Ring(transport=config.transport, engine=config.engine, timeout_s=config.timeout_s) as ring:
@@ -63,7 +63,7 @@ def on_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure(ring: Ring, config: RunConfig, say: Say) -> dict[str, Any]:
-    """All that is known of a point after it ran, by the keys of its record. A collective call.
+    """Measure a point and return the facts of its record. This is a collective call.
 
     Raises `GateError` on every rank if the call is not exact at a small size.
     """
@@ -88,7 +88,7 @@ def measure(ring: Ring, config: RunConfig, say: Say) -> dict[str, Any]:
         times.append(_timed_pass(ring, forward, backward if config.backward else None))
         say(f"pass {number + 1} of {config.warmup + config.repeats}: {sum(times[-1]) * 1e3:.3g} ms on this rank")
     counted = ring.counters()
-    mine = {
+    local_facts = {
         "times_s": times[config.warmup :],
         "bytes_sent": counted["bytes_sent"] // config.repeats,
         "messages": counted["messages"] // config.repeats,
@@ -98,12 +98,12 @@ def measure(ring: Ring, config: RunConfig, say: Say) -> dict[str, Any]:
         "planned": _planned(ring, config, seq) if ring.rank == 0 else None,
         "environment": environment() if ring.rank == 0 else None,
     }
-    by_rank = [json.loads(told) for told in ring.all_gather_text(json.dumps(mine))]
+    by_rank = [json.loads(facts) for facts in ring.all_gather_text(json.dumps(local_facts))]
     return {"error": errors, **_facts(config, by_rank)}
 
 
 def _gate(ring: Ring, config: RunConfig) -> dict[str, float]:
-    """The greatest absolute error of out, dq, dk, dv of the same call at a small size."""
+    """Return the largest absolute error of out, dq, dk and dv of the same call at a small size."""
     length = min(config.length, max(GATE_TOKENS, GATE_TOKENS_PER_RANK * ring.world_size + 1))
     heads, dims = (config.heads, config.kv_heads), (config.head_dim, config.head_dim)
     inputs = tuple(x.to(ring.device) for x in drawn(1, length, heads, dims, DTYPES[config.dtype], config.seed))
@@ -115,33 +115,34 @@ def _gate(ring: Ring, config: RunConfig) -> dict[str, float]:
             verdict[name] = [absolute_error(x, y), error_of(x, y) <= bound]  # a NaN is not within any bound
     verdict = json.loads(ring.all_gather_text(json.dumps(verdict))[0])
     if wrong := [f"{name} by {error:.1e}" for name, (error, right) in verdict.items() if not right]:
-        raise GateError(f"not exact at {length} tokens, off are {', '.join(wrong)}; nothing is measured")
+        raise GateError(f"not exact at {length} tokens: wrong are {', '.join(wrong)}; nothing is measured")
     return {name: error for name, (error, _) in verdict.items()}
 
 
 def _inputs(ring: Ring, config: RunConfig, seq: Sequence) -> tuple[list[Tensor], Tensor]:
-    """This rank's shards of q, k, v, and of the gradient of the output; every rank draws its own."""
+    """Draw this rank's shards of q, k, v, and of the gradient of the output."""
     generator = torch.Generator(ring.device).manual_seed(config.seed + ring.rank)
     tokens = seq.counts[ring.rank]
 
-    def one(heads: int) -> Tensor:
+    def drawn_rows(heads: int) -> Tensor:
         sizes = config.batch, tokens, heads, config.head_dim
         return torch.randn(sizes, generator=generator, device=ring.device).to(DTYPES[config.dtype])
 
-    leaves = [one(heads).requires_grad_(config.backward) for heads in (config.heads, config.kv_heads, config.kv_heads)]
-    return leaves, one(config.heads)
+    heads = config.heads, config.kv_heads, config.kv_heads
+    leaves = [drawn_rows(count).requires_grad_(config.backward) for count in heads]
+    return leaves, drawn_rows(config.heads)
 
 
 def _timed_pass(ring: Ring, forward: Callable[[], Tensor], backward: Callable[[Tensor], Any] | None) -> list[float]:
-    """Seconds of this rank's forward, and of its backward if there is one, each from a barrier on."""
+    """Return the seconds of this rank's forward, and of its backward if there is one, each after a barrier."""
     start = _start(ring)
     out = forward()
-    found = [_stop(ring) - start]
+    seconds = [_stop(ring) - start]
     if backward is not None:
         start = _start(ring)
         backward(out)
-        found.append(_stop(ring) - start)
-    return found
+        seconds.append(_stop(ring) - start)
+    return seconds
 
 
 def _start(ring: Ring) -> float:
@@ -159,9 +160,9 @@ def _stop(ring: Ring) -> float:
 def _exposed(
     ring: Ring, forward: Callable[[], Tensor], backward: Callable[[Tensor], Any] | None
 ) -> dict[str, float | bool | None]:
-    """Of one more pass: milliseconds that this rank stood still for messages, and the least overlap.
+    """Run another pass and return the milliseconds that this rank waited for messages, and the least overlap.
 
-    `arrivals_known`: whether that is measured; else it is an upper bound.
+    If `arrivals_known` is False, the overlap is an upper bound.
     """
     with ring.recording() as first:
         out = forward()
@@ -196,7 +197,7 @@ def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
 
 
 def _predicted(explained: Explanation, cluster: Cluster) -> dict[str, Any]:
-    """What the plans that run take on `cluster`, whichever machines they were chosen for."""
+    """Return the predicted times on `cluster` of the plans that run."""
     forward, *backward = (simulate(plans, cluster) for plans in explained.plans)
     return {
         "cluster": cluster.name,
@@ -216,10 +217,10 @@ def _ms(times_us: Iterable[float]) -> list[float]:
 
 
 def _facts(config: RunConfig, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record's measured keys, from what each rank found."""
-    seconds = np.max([one["times_s"] for one in by_rank], axis=0)  # (repeats, passes), of the slowest rank
+    """Return the measured fields of the record from the facts of each rank."""
+    seconds = np.max([facts["times_s"] for facts in by_rank], axis=0)  # (repeats, passes), of the slowest rank
     both_s = float(np.median(seconds.sum(1)))
-    planned, exposed = by_rank[0]["planned"], [one["exposed"] for one in by_rank]
+    planned, exposed = by_rank[0]["planned"], [facts["exposed"] for facts in by_rank]
     forward_flops = planned["pairs"] * config.batch * config.head_dim * FORWARD_FLOPS_PER_DIM
     flops = forward_flops * (1 + BACKWARD_OVER_FORWARD * config.backward)
     return {
@@ -228,13 +229,13 @@ def _facts(config: RunConfig, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         "pass_ms": _spread(seconds.sum(1)),
         "tokens_per_s": config.batch * config.length / both_s,
         "tflops": flops / both_s / 1e12,
-        **{key: [one[key] for one in by_rank] for key in ("bytes_sent", "messages", "peak_bytes", "pool_bytes")},
+        **{key: [facts[key] for facts in by_rank] for key in ("bytes_sent", "messages", "peak_bytes", "pool_bytes")},
         "exposed_ms": {
-            "forward": [one["forward"] for one in exposed],
-            "backward": [one["backward"] for one in exposed] if config.backward else None,
+            "forward": [waits["forward"] for waits in exposed],
+            "backward": [waits["backward"] for waits in exposed] if config.backward else None,
         },
-        "overlap": min(one["overlap"] for one in exposed),
-        "arrivals_known": all(one["arrivals_known"] for one in exposed),
+        "overlap": min(waits["overlap"] for waits in exposed),
+        "arrivals_known": all(waits["arrivals_known"] for waits in exposed),
         "predicted": planned["predicted"],
         "resolved": planned["resolved"],
         "environment": by_rank[0]["environment"],
@@ -242,6 +243,6 @@ def _facts(config: RunConfig, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _spread(seconds: np.ndarray) -> dict[str, float | int]:
-    """Median, 10th and 90th percentile in milliseconds, and how many samples they are of."""
-    p10, median, p90 = (float(one) * 1e3 for one in np.percentile(seconds, (10, 50, 90)))
+    """Return the median, the 10th and the 90th percentile in milliseconds, and the number of samples."""
+    p10, median, p90 = (float(percentile) * 1e3 for percentile in np.percentile(seconds, (10, 50, 90)))
     return {"median": median, "p10": p10, "p90": p90, "samples": len(seconds)}

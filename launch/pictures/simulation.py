@@ -1,4 +1,4 @@
-"""One attention call on so many ranks of a cluster, simulated: every rank's plan where they are few, classes beyond."""
+"""Simulate one attention call on the ranks of a cluster: by the plan of each rank if they are few, else by classes."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from ringattn.schedule.routes import route_named
 SCALINGS = "strong", "weak", "both"
 PASSES = "forward", "backward"
 PLANNED = 16
-"""Up to so many ranks, each has its own plan; classes are learned from more."""
+"""Up to this number of ranks, each is simulated by its plan; more are simulated by classes."""
 MOST_PLANNED = 64
-"""As many of a schedule that classes do not serve: plans have an entry for each pair of ranks."""
+"""The limit for schedules without classes, because plans have an entry for each pair of ranks."""
 
 
 @dataclass
@@ -60,26 +60,27 @@ class SimulateConfig(CallConfig):
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS[:3]))
     schedule: str = schedule_option("ring")
     ranks: str = option("8", "ranks of the ring; several as 1,8,64")
-    scaling: str = option("strong", "several ranks share the same tokens, or have as many each; tokens are those of "
-                          "the largest ring where scaling is weak", choices=SCALINGS)  # fmt: skip
+    scaling: str = option("strong", "several numbers of ranks have the same tokens, or the same per rank; tokens are "
+                          "those of the largest ring", choices=SCALINGS)  # fmt: skip
     cluster: str = option("h100", "machines: a file of `ringattn calibrate`, or one of " + ", ".join(CLUSTERS),
                           names=tuple(CLUSTERS))  # fmt: skip
-    overlap: bool = option(True, "messages travel beside the work of their step; else they follow it")
+    overlap: bool = option(True, "messages overlap the work of their step; otherwise they follow it")
     sm_margin: int = option(0, "multiprocessors of a GPU that attention leaves to exchanges, as NCCL takes 8", least=0)
     slow_rank: str = option("", "ranks whose work takes longer, as 3:1.5 or 3:1.5,9:2")
     slow_link: str = option("", "pairs whose messages take longer, either way, as 7-8:4")
-    jitter: float = option(0.0, "work takes up to this share longer, drawn anew for each rank and step", least=0.0)
-    seed: int = option(0, "what jitter is drawn from", least=0, most=2**32 - 1)
+    jitter: float = option(0.0, "work takes up to this share longer, drawn for each rank and step", least=0.0)
+    seed: int = option(0, "seed of the jitter", least=0, most=2**32 - 1)
     json: str = json_option()
     picture: str = option("", "file to draw curves or, of one number of ranks, a timeline into (PNG)", writes="picture")
 
 
 class Simulated(NamedTuple):
-    """A call on `ranks` ranks. `tokens`: as many as were simulated, which `asked` rounds up to shards of one length.
+    """The simulation of a call on `ranks` ranks.
 
-    `classes`: whether ranks were simulated by classes, else each by its plan. `held_bytes`: least, median and greatest
-    staging buffers of a rank in addition to its own tensors. `ideal_s`: of the allowed pairs alone, shared evenly by
-    the processors, at the kernel's rate; `spans`: by pass what some ranks did. `took_s`: of the simulation itself.
+    `tokens` were simulated: `asked`, rounded up to shards of one length. `classes` says whether ranks were simulated by
+    classes, otherwise each by its plan. `held_bytes` are the least, median and largest staging buffers of a rank, in
+    addition to its tensors. `ideal_s` is the time of the allowed pairs alone, spread evenly over the processors, at the
+    kernel's rate. `spans` are, for each pass, the actions of the traced ranks. `took_s` is the time of the simulation.
     """
 
     ranks: int
@@ -94,47 +95,47 @@ class Simulated(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """Of all passes, one after another."""
-        return sum(each.total_s for each in self.passes)
+        """Return the time of all passes, one after another."""
+        return sum(times.total_s for times in self.passes)
 
     @property
     def efficiency(self) -> float:
-        """Ideal over simulated time."""
+        """Return ideal over simulated time."""
         return self.ideal_s / self.total_s
 
 
 @dataclass
 class Simulator:
-    """Simulates one call on a cluster for several numbers of tokens and ranks; classes of ranks are learned once."""
+    """Simulate one call on a cluster for several numbers of tokens and ranks; classes of ranks are learned once."""
 
     config: SimulateConfig
     cluster: Cluster
     disturbance: Disturbance = field(default_factory=Disturbance)
     _learned: dict[Any, Learned] = field(default_factory=dict)
     _first: dict[Any, Learned] = field(default_factory=dict)
-    """The classes of the first length of shards: those of other lengths differ from them in the length alone."""
+    """The classes of the first length of shards. Those of other lengths differ from them only in the length."""
 
     @without_collector()
     def run(self, tokens: int, ranks: int, traced: Sequence[int] = ()) -> Simulated:
-        """Simulate the call on so many ranks. `traced`: ranks whose steps are kept.
+        """Simulate the call on `ranks` ranks, and keep the steps of the `traced` ranks.
 
-        Raises `UnsupportedError` for what can be simulated neither by plans nor by classes.
+        Raises `UnsupportedError` if neither plans nor classes can simulate it.
         """
         began = time.perf_counter()
         self.disturbance.check_ranks(ranks)
         classes = not self._each_planned(ranks)
-        used = self.shard_tokens(tokens, ranks) * ranks if classes else tokens
-        simulated = self._by_classes if classes else self._by_plans
-        passes, spans, held = simulated(used, ranks, traced)
-        problem = self.problem(used, ranks)
+        simulated_tokens = self.shard_tokens(tokens, ranks) * ranks if classes else tokens
+        method = self._by_classes if classes else self._by_plans
+        passes, spans, buffer_bytes = method(simulated_tokens, ranks, traced)
+        problem = self.problem(simulated_tokens, ranks)
         pairs = _pairs(problem) * self.config.heads / _processors(self.cluster, ranks)
         ideal_s = sum(attention_s(problem, pairs, self.cluster, bool(number)) for number in range(len(passes)))
-        held_bytes = [int(each) for each in np.percentile(held, (0, 50, 100))]
+        held_bytes = [int(nbytes) for nbytes in np.percentile(buffer_bytes, (0, 50, 100))]
         took_s = time.perf_counter() - began
-        return Simulated(ranks, used, tokens, classes, passes, held_bytes, ideal_s, spans, took_s)
+        return Simulated(ranks, simulated_tokens, tokens, classes, passes, held_bytes, ideal_s, spans, took_s)
 
     def problem(self, tokens: int, ranks: int) -> Problem:
-        """Return the call on so many tokens and ranks. Raises `InputError` for options that contradict each other."""
+        """Return the call with `tokens` on `ranks` ranks. Raises `InputError` if options contradict each other."""
         config = self.config
         layout = make_layout(config.layout, tokens, ranks, purpose=self._purpose)
         mask = Banded(config.causal, config.bounds).mask(tokens, tokens, None, None, config.heads, config.kv_heads)
@@ -142,7 +143,7 @@ class Simulator:
         return Problem(layout, layout, mask, *sizes, TORCH_DTYPES[config.dtype])
 
     def shard_tokens(self, tokens: int, ranks: int) -> int:
-        """Return the tokens of each of shards of one length, at least as many as there are."""
+        """Return the length of a shard if all shards have the same length, rounded up."""
         chunks = 2 if make_layout(self.config.layout, tokens, ranks, purpose=self._purpose).name == "zigzag" else 1
         return -(-tokens // (ranks * chunks)) * chunks
 
@@ -151,32 +152,31 @@ class Simulator:
         return "window" if self.config.bounds else "causal" if self.config.causal else "full"
 
     @property
-    def _served(self) -> bool:
-        """Whether classes of ranks describe this schedule on this cluster."""
+    def _has_classes(self) -> bool:
+        """Return whether classes of ranks describe this schedule on this cluster."""
         return self.config.schedule.partition(":")[0] in SERVED and self.cluster.cores is None
 
     def _each_planned(self, ranks: int) -> bool:
-        """Whether every rank's plan is made: of few ranks, and where classes do not serve."""
-        if ranks <= PLANNED or not self._served:
+        """Return whether to simulate each rank by its plan: if ranks are few or there are no classes."""
+        if ranks <= PLANNED or not self._has_classes:
             return True
         group = group_of(self.problem(ranks * 2, ranks), self.config.schedule, self.cluster)
         return 1 < group <= MOST_GROUPED and ranks <= learned_from(self.config.schedule, ranks // group, 0, group)[1]
 
     def _by_plans(self, tokens: int, ranks: int, traced: Sequence[int]) -> tuple[list[PassTimes], list[Any], Any]:
-        """Simulate every rank with its plan. Returns the passes, the spans of traced ranks, and the bytes held."""
+        """Simulate every rank by its plan. Return passes, spans of traced ranks, and buffer bytes of each rank."""
         config, cluster = self.config, self.cluster
         route = route_named(config.schedule)
-        if ranks > MOST_PLANNED and not self._served:
+        if ranks > MOST_PLANNED and not self._has_classes:
             shares = f"cluster={cluster.name!r}, whose ranks share processors,"
             what = f"schedule={config.schedule!r}" if cluster.cores is None else shares
             why = ""
             if route.by_head:
-                why = (f" It moves each head to one rank, so of {config.heads} heads no more than {config.heads} ranks "
-                       "have work: many ranks take schedule='ulysses_ring'.")  # fmt: skip
+                why = (f" It moves each head to one rank, so of {config.heads} heads at most {config.heads} ranks "
+                       "have work; use schedule='ulysses_ring' for more ranks.")  # fmt: skip
             raise UnsupportedError(
                 f"ranks={ranks}: {what} is simulated with a plan for each rank, up to {MOST_PLANNED}.{why} Simulate "
-                f"fewer, or by classes of ranks: schedules {', '.join(SERVED)} on clusters with a processor for "
-                "each rank"
+                f"fewer ranks, or one of the schedules {', '.join(SERVED)} on a cluster with a processor for each rank"
             )
         _show_progress(f"{ranks} ranks: planning each of them")
         problem = self.problem(tokens, ranks)
@@ -185,7 +185,7 @@ class Simulator:
         route = choose_route(problem, config.schedule, cluster)
         groups = [range(first, first + size) for first in range(0, ranks, size)]
         every = [plan for group in groups for plan in plans_of_group(problem, route, group, 1 + config.backward)]
-        passes, spans, held = [], [], np.zeros(ranks)
+        passes, spans, buffer_bytes = [], [], np.zeros(ranks)
         for backward in (False, True)[: 1 + config.backward]:
             plans = tuple(plan for plan in every if plan.backward == backward)
             timeline = simulate(plans, cluster, config.overlap, self.disturbance)
@@ -193,11 +193,11 @@ class Simulator:
             sent = np.array([plan.bytes_sent for plan in plans], float)
             passes.append(PassTimes(timeline.total_us / 1e6, busy_s, waiting_s, exposed_s, sent, {}))
             spans.append({rank: timeline.spans[rank] for rank in traced})
-            held = np.maximum(held, [plan.arena_bytes + plan.kept_bytes for plan in plans])
-        return passes, spans, held
+            buffer_bytes = np.maximum(buffer_bytes, [plan.arena_bytes + plan.kept_bytes for plan in plans])
+        return passes, spans, buffer_bytes
 
     def _by_classes(self, tokens: int, ranks: int, traced: Sequence[int]) -> tuple[list[PassTimes], list[Any], Any]:
-        """Simulate the ranks by classes that behave alike; the result is that of `_by_plans`."""
+        """Simulate the ranks by classes of equal behaviour. The result is the same as that of `_by_plans`."""
         _show_progress(f"{ranks:,} ranks: learning classes of ranks")
         learned = self._classes(tokens // ranks, ranks, group_of(self.problem(tokens, ranks), self.config.schedule,
                                                                  self.cluster))  # fmt: skip
@@ -206,11 +206,11 @@ class Simulator:
             _show_progress(f"{ranks:,} ranks: {name}")
             options = self.config.overlap, self.disturbance, traced
             passes.append(play(learned[bool(backward)], self.cluster, ranks, *options))
-        spans = [{rank: spans_of(marks) for rank, marks in each.traced.items()} for each in passes]
+        spans = [{rank: spans_of(marks) for rank, marks in times.traced.items()} for times in passes]
         return passes, spans, np.max([learned[bool(n)].held_spread(ranks) for n in range(len(passes))], axis=0)
 
     def _classes(self, shard: int, ranks: int, group: int) -> Learned:
-        """Return the classes of ranks with shards of so many tokens, learned or known from another number of ranks."""
+        """Return the classes of ranks with shards of `shard` tokens, learned now or for another number of ranks."""
 
         def problem_of(count: int) -> Problem:
             return self.problem(shard * count, count)
@@ -229,15 +229,15 @@ class Simulator:
         return self._learned[shard, key]
 
     def _reach(self, shard: int) -> int:
-        """Return how many shards a window reaches. Raises `UnsupportedError` for those that classes do not describe."""
+        """Return how many shards a window reaches. Raises `UnsupportedError` if classes cannot describe it."""
         if self.config.bounds is None:
             return 0
         layout = self.problem(shard * 4, 4).q_layout
         sides = [0 if self.config.causal and side is None else side for side in self.config.bounds]
         if None in sides or layout.name == "striped":
             raise UnsupportedError(
-                f"layout={layout.name!r} with a window of {self.config.bounds}: classes of ranks are told apart "
-                "by windows bounded on both sides, over contiguous or zigzag shards"
+                f"layout={layout.name!r} with a window of {self.config.bounds}: classes of ranks need a window that is "
+                "bounded on both sides, and contiguous or zigzag shards"
             )
         run = min(part.count for part in layout.shards[0])
         reach = -(-max(side for side in sides if side is not None) // run)
@@ -246,7 +246,7 @@ class Simulator:
 
 
 def _processors(cluster: Cluster, ranks: int) -> int:
-    """Return how many ranks work at full speed at once: all, or on each machine as many as it has processors."""
+    """Return how many ranks work at full speed at once: all, or on each machine one per processor."""
     if cluster.cores is None:
         return ranks
     return sum(min(cluster.cores, sharing) for sharing in Counter(map(cluster.node_of, range(ranks))).values())
@@ -259,7 +259,7 @@ def _pairs(problem: Problem) -> int:
 
 
 def spans_of(marks: np.ndarray) -> tuple[Span, ...]:
-    """Return what a rank did, from the moments of its steps (see `PassTimes.traced`)."""
+    """Return the actions of a rank from the times of its steps (see `PassTimes.traced`)."""
     spans = []
     for number, (entered, went, worked, landed) in enumerate((marks * 1e6).tolist()):
         lanes = (("pack", COMPUTE, entered, went), ("attend", COMPUTE, went, worked), ("exchange", COMM, went, landed))

@@ -1,8 +1,8 @@
-"""`ringattn compare`: two sweeps, point by point; did anything get worse?
+"""`ringattn compare`: compare two sweeps point by point and report what got worse.
 
-Points meet by the hash of their configuration. Guarantees: a time counts as changed only if its median moved by more
-than the threshold and by more than either side's own spread from p10 to p90, so that noise is no verdict; bytes have no
-spread, and a point that no longer has results is worse, whatever the threshold.
+Points are matched by the hash of their configuration. Guarantees: a time counts as changed only if its median moved by
+more than the threshold and by more than the spread from p10 to p90 of either sweep, so noise is not reported. Bytes
+have no spread. A point that no longer has results is worse, whatever the threshold.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from ringattn.launch.report.tables import MIB, UNKNOWN, Table, console_of, figur
 WORSE, BETTER, SAME, NOTHING = "worse", "better", "same", "no results"
 TIMES, BYTES = ("forward_ms", "backward_ms"), ("peak_bytes", "bytes_sent")
 WIDTH = 160
-"""Columns of the table where the output has no width of its own."""
+"""Columns of the table if the output is not a terminal."""
 
 
 @dataclass
 class CompareConfig:
-    """What counts as a difference."""
+    """The options of one comparison."""
 
     threshold: float = option(0.05, "share by which a figure may grow before it counts as worse", above=0.0)
     json: str = json_option()
 
 
 class Change(NamedTuple):
-    """One figure of a point, before and after: milliseconds, or bytes of the rank that has most. `noise`: the greater
-    spread of the two; `verdict`: worse, better or same."""
+    """One figure of a point, before and after: milliseconds, or bytes of the rank that has the most.
+
+    `noise` is the larger spread of the two, and `verdict` is worse, better or same.
+    """
 
     before: float
     after: float
@@ -46,14 +48,14 @@ class Change(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Growth as a share of what was before; infinite from nothing to something."""
+        """Return the growth as a share of the value before; infinite if that was 0."""
         if self.before == 0:
             return 0.0 if self.after == 0 else float("inf")
         return self.after / self.before - 1
 
 
 class Pair(NamedTuple):
-    """A point of both sweeps. `changes`: by the name of the figure, those that both sides have."""
+    """A point of both sweeps, with the changes of the figures that both sweeps have, by name."""
 
     before: Point
     after: Point
@@ -62,7 +64,7 @@ class Pair(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command: 0 if nothing got worse, 1 if something did. Raises `InputError` for bad options and folders."""
+    """Run the command: 0 if nothing got worse, 1 otherwise. Raises `InputError` for bad options and folders."""
     if "--help" in argv or "-h" in argv:
         about = "Compare the sweep in folder B with the one in folder A. Returns 1 if a point got worse, 0 if none did."
         print(help_text("compare A B", about, CompareConfig))
@@ -95,7 +97,7 @@ def compared(before: Sweep, after: Sweep, threshold: float) -> dict[str, Any]:
     console_of(WIDTH).print(table_of(before, pairs, threshold).for_terminal())
     for points, sweep in zip(alone, (before, after), strict=True):
         for point in points:
-            print(f"only in {sweep.folder}: {_words(before, after, point)}")
+            print(f"only in {sweep.folder}: {_point_text(before, after, point)}")
     print(
         f"{len(pairs)} points: {verdicts[WORSE]} worse, {verdicts[BETTER]} better, {verdicts[SAME]} the "
         f"same, {verdicts[NOTHING]} without results on both sides; {sum(map(len, alone))} in one sweep only"
@@ -146,7 +148,7 @@ def _pair(before: Point, after: Point, threshold: float) -> Pair:
 
 
 def table_of(sweep: Sweep, pairs: Sequence[Pair], threshold: float) -> Table:
-    """Return a row for each pair, what got worse first; those rows are marked."""
+    """Return a row for each pair. Those that got worse come first and are marked."""
     pairs = sorted(pairs, key=lambda pair: (WORSE, NOTHING, BETTER, SAME).index(pair.verdict))
     rows = []
     for pair in pairs:
@@ -173,10 +175,10 @@ def _verdict(pair: Pair) -> str:
     return f"{pair.verdict}: {', '.join(names)}" if names else pair.verdict
 
 
-def _words(before: Sweep, after: Sweep, point: Point) -> str:
+def _point_text(before: Sweep, after: Sweep, point: Point) -> str:
     keys = dict.fromkeys((*before.varying, *after.varying))
-    words = [f"{key} {before.option(point, key)}" for key in keys if point.options.get(key)]
-    return ", ".join([*words, f"{point.tokens:,} tokens", f"{point.world_size} ranks", point.record["status"]])
+    options = [f"{key} {before.option(point, key)}" for key in keys if point.options.get(key)]
+    return ", ".join([*options, f"{point.tokens:,} tokens", f"{point.world_size} ranks", point.record["status"]])
 
 
 def _as_data(pair: Pair) -> Mapping[str, Any]:

@@ -37,7 +37,7 @@ from ringattn.launch.report.tables import (
     facts_of,
     overlap_name,
     predicted_ms,
-    prediction_words,
+    prediction_text,
     tables_of,
 )
 
@@ -188,7 +188,7 @@ def metrics_of(sweep: Sweep) -> list[Metric]:
 
     ratios = [ratio for point in sweep.ok if (ratio := of_measured(predicted)(point)) is not None]
     drawn = bool(ratios) and 1 / FAR <= median(ratios) <= FAR
-    words = prediction_words(sweep)
+    words = prediction_text(sweep)
     if words and not drawn:
         words += " They are far from these times, and not drawn."
     bound = " An upper bound: the transport does not report when a hidden message arrived. Exposed time is measured."

@@ -1,12 +1,12 @@
-"""Reads a sweep's folder: its points, its environments, which options differ, and the series that the points form.
+"""Read the folder of a sweep: its points, its environments, the options that differ, and the series of points.
 
-A series is a line of points that share every option but the one on the axis. A sweep has four views. Strong scaling:
-more ranks, the same tokens. Weak scaling: more ranks, the same tokens of each. Length: more tokens, the same ranks.
-Single: one point by itself.
+A series is a line of points that share every option except the one on the axis. A sweep has four views. Strong scaling:
+more ranks, the same tokens. Weak scaling: more ranks, the same tokens per rank. Length: more tokens, the same ranks.
+Single: one point.
 Guarantees: a folder that cannot be reported raises `InputError` with the reason. A line that a killed sweep left
-unfinished is counted, not fatal. Of several lines with the same configuration the last counts. Every point with results
-is in at least one series, except points of one rank that repeat the work of another; series of the same work share the
-point of one rank.
+unfinished is counted and skipped. If several lines have the same configuration, the last counts. Every point with
+results is in at least one series, except points of one rank that repeat the work of another. Series of the same work
+share the point of one rank.
 """
 
 from __future__ import annotations
@@ -23,45 +23,46 @@ from ringattn.errors import InputError
 from ringattn.launch.measure.points import ENVIRONMENTS, POINTS, read_lines
 
 REQUIRED = ("hash", "status", "config", "world_size", "tokens")
-"""Without these a line is no point; whatever else is missing is unknown."""
+"""Fields that every point must have; other missing fields are unknown."""
 CHOICES = ("schedule", "layout", "engine", "transport")
-"""Options that change how a result is computed and never the result: what a reader compares."""
+"""Options that change how a result is computed, but not the result. A reader compares these."""
 BETWEEN = ("schedule", "layout", "transport")
-"""Of those: what is between ranks. One rank alone sends nothing and owns all tokens, so they are all the same there."""
+"""Choices that have no effect on a single rank, which sends nothing and owns all tokens."""
 ANY = "any"
 AXES = ("ranks", "nnodes", "tokens", "tokens_per_rank")
-"""What an axis shows, in one way of writing it or another; no part of the name of a series."""
-BESIDE = ("node_rank", "rdzv_endpoint", "timeout_s", "limit_s", "threads_per_rank", "json")
-"""What says how ranks were started, and follows the number of ranks."""
+"""Options that an axis shows, so they are not part of the name of a series."""
+STARTING = ("node_rank", "rdzv_endpoint", "timeout_s", "limit_s", "threads_per_rank", "json")
+"""Options for starting the ranks, which follow from their number."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration that was tried. `record` is the line of `points.jsonl`; what is missing or null reads as None.
+    """One configuration that was tried.
 
-    Times are in milliseconds, of the slowest rank; lists of a record go by rank.
+    `record` is the line of `points.jsonl`; a missing field is None. Times are in milliseconds, of the slowest rank;
+    lists of a record are indexed by rank.
     """
 
     record: Mapping[str, Any]
 
     @property
     def ok(self) -> bool:
-        """Whether it has results."""
+        """Return whether the point has results."""
         return self.record["status"] == "ok" and self.median("forward_ms") is not None
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Return the number of ranks."""
         return int(self.record["world_size"])
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole sequence."""
+        """Return the tokens of the whole sequence."""
         return int(self.record["tokens"])
 
     @property
     def tokens_per_rank(self) -> int:
-        """Tokens of the rank that has most."""
+        """Return the tokens of the rank that has the most."""
         return -(-self.tokens // self.world_size)
 
     def median(self, key: str) -> float | None:
@@ -70,22 +71,22 @@ class Point:
         return None if timed is None else float(timed["median"])
 
     def spread(self, key: str) -> tuple[float, float]:
-        """Return the 10th and the 90th percentile; zeros where nothing was timed."""
+        """Return the 10th and the 90th percentile, or zeros if nothing was timed."""
         timed = self.record.get(key) or {"p10": 0, "p90": 0}
         return float(timed["p10"]), float(timed["p90"])
 
     def most(self, key: str) -> float | None:
-        """Return the largest of a list by rank, as of `peak_bytes`."""
+        """Return the largest value of all ranks, for example of `peak_bytes`."""
         by_rank = self.record.get(key)
         return max(map(float, by_rank)) if by_rank else None
 
     def number(self, key: str) -> float | None:
-        """Return a plain number, as `tflops`."""
+        """Return a number of the record, for example `tflops`."""
         value = self.record.get(key)
         return None if value is None else float(value)
 
     def exposed_ms(self, passes: Sequence[str]) -> float | None:
-        """Return how long the rank that waited longest stood still for messages, over the `passes` together."""
+        """Return how long the rank that waited longest waited for messages, in all `passes` together."""
         by_pass = self.record.get("exposed_ms") or {}
         parts = [by_pass.get(name) for name in passes]
         return max(sum(rank) for rank in zip(*parts, strict=True)) if parts and all(parts) else None
@@ -96,17 +97,17 @@ class Point:
 
     @cached_property
     def options(self) -> dict[str, str]:
-        """The configuration, values as text."""
+        """Return the configuration with values as text."""
         return dict(flat(self.record["config"]))
 
     def taken(self, key: str) -> str:
-        """Return the value of an option that ran: that which auto took, or that of the configuration."""
+        """Return the value of an option that ran: the one that auto took, or that of the configuration."""
         return str((self.record.get("resolved") or {}).get(key) or self.options.get(key, ""))
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of one folder. `unreadable`: lines that are no points. `repeated`: lines that a later one replaced."""
+    """All points of a folder, with the numbers of unreadable lines and of lines that a later one replaced."""
 
     folder: Path
     points: Sequence[Point]
@@ -116,24 +117,24 @@ class Sweep:
 
     @cached_property
     def ok(self) -> list[Point]:
-        """The points that have results."""
+        """Return the points that have results."""
         return [point for point in self.points if point.ok]
 
     @cached_property
     def failed(self) -> list[Point]:
-        """The others."""
+        """Return the points without results."""
         return [point for point in self.points if not point.ok]
 
     @cached_property
     def varying(self) -> list[str]:
-        """The options that differ between points, the ones of `CHOICES` first; without those of `AXES` and `BESIDE`."""
-        keys = {key for point in self.points for key in point.options} - {*AXES, *BESIDE}
+        """Return the options that differ between points, `CHOICES` first, without `AXES` and `STARTING`."""
+        keys = {key for point in self.points for key in point.options} - {*AXES, *STARTING}
         differ = [key for key in sorted(keys) if len({point.options.get(key) for point in self.points}) > 1]
         return sorted(differ, key=lambda key: CHOICES.index(key) if key in CHOICES else len(CHOICES))
 
     @cached_property
     def passes(self) -> tuple[str, ...]:
-        """Which passes every point with results has timed: forward, or forward and backward."""
+        """Return the passes that every point with results has timed: forward, or forward and backward."""
         both = bool(self.ok) and all(point.median("backward_ms") is not None for point in self.ok)
         return ("forward", "backward") if both else ("forward",)
 
@@ -166,25 +167,25 @@ class Sweep:
 
     @cached_property
     def columns(self) -> list[str]:
-        """The options that a table of points shows: those that differ, and those for which auto took several values."""
+        """Return the options that tables show: those that differ, and those for which auto took several values."""
         taken = {key: {self.shown(point, key) for point in self.ok if self.option(point, key) == "auto"}
                  for key in CHOICES}  # fmt: skip
         return [*(key for key in CHOICES if len(taken[key]) > 1 and key not in self.varying), *self.varying]
 
     @cached_property
     def alone(self) -> dict[tuple[str, ...], Point]:
-        """The points of one rank, the baseline of every schedule, layout and transport, by their options and tokens.
+        """Return the points of one rank, by options and tokens: the baseline of all schedules, layouts and transports.
 
-        Of several of the same work the fastest.
+        If several did the same work, the fastest is returned.
         """
-        found: dict[tuple[str, ...], Point] = {}
+        baselines: dict[tuple[str, ...], Point] = {}
         for point in sorted((point for point in self.ok if point.world_size == 1), key=self.pass_ms):
-            found.setdefault((*(self.option(point, key) for key in self.varying), str(point.tokens)), point)
-        return found
+            baselines.setdefault((*(self.option(point, key) for key in self.varying), str(point.tokens)), point)
+        return baselines
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """Return the sweep in `folder`. Raises `InputError` where there is none, or none of its lines is a point."""
+    """Return the sweep in `folder`. Raises `InputError` if there is none, or if no line is a point."""
     try:
         records = read_lines(folder)
     except OSError as error:
@@ -193,7 +194,7 @@ def read_sweep(folder: Path) -> Sweep:
     readable = [record for record in records if record is not None and all(record.get(key) for key in REQUIRED)]
     points = {record["hash"]: Point(record) for record in readable}
     if not points:
-        raise InputError(f"{folder / POINTS}: none of its {len(records)} lines is a point of a sweep")
+        raise InputError(f"{folder / POINTS}: no point of a sweep in its {len(records)} lines")
 
     def order(point: Point) -> tuple[Any, ...]:
         return point.tokens, point.world_size, *(point.options.get(key, "") for key in CHOICES)
@@ -203,7 +204,7 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def _environments(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Return the environments by id, or none where the file is missing: a report needs only the points."""
+    """Return the environments by id, or {} if the file is missing, because a report needs only the points."""
     try:
         read = json.loads((folder / ENVIRONMENTS).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -211,7 +212,7 @@ def _environments(folder: Path) -> dict[str, Mapping[str, Any]]:
     except (OSError, ValueError) as error:
         raise InputError(f"{folder / ENVIRONMENTS} cannot be read: {error}") from error
     if not isinstance(read, dict) or not all(isinstance(facts, dict) for facts in read.values()):
-        raise InputError(f"{folder / ENVIRONMENTS} holds no environments by id; remove it, and the report does without")
+        raise InputError(f"{folder / ENVIRONMENTS} holds no environments by id; remove it to report without them")
     return read
 
 
@@ -236,13 +237,14 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str
 
 
 LINES = 6
-"""Series in one panel at most, so that each has a color and a marker of its own."""
+"""The most series in one panel, so that each has a different color and marker."""
 
 
 class View(NamedTuple):
-    """One way to read a sweep. `axis`: along what; `ratio`: whether speed-up and efficiency mean something.
+    """One way to read a sweep.
 
-    `same`: what stays the same along a series, its name and its value; `along`: where a point lies on the axis.
+    `axis` names the axis, and `along` returns the position of a point on it. `ratio` says whether speed-up and
+    efficiency are meaningful. `same` is what stays the same along a series: its name and its value.
     """
 
     name: str
@@ -262,14 +264,14 @@ def _tokens(point: Point) -> int:
 
 
 STRONG = View("strong", "Strong scaling: the same tokens, more ranks", "ranks", True, ("tokens", _tokens), _ranks)
-WEAK = View("weak", "Weak scaling: the same tokens of each rank, more ranks", "ranks", True,
+WEAK = View("weak", "Weak scaling: the same tokens per rank, more ranks", "ranks", True,
             ("tokens per rank", lambda point: point.tokens_per_rank), _ranks)  # fmt: skip
 LENGTH = View("length", "Longer sequences on the same ranks", "tokens", False, ("ranks", _ranks), _tokens)
 SINGLE = View("single", "Side by side", "", False, ("", _tokens), _ranks)
 
 
 class Series(NamedTuple):
-    """Points along one axis. `key`: the options that name it among the others, with what is the same along it."""
+    """Points along one axis. `key` holds the options that name the series, and what stays the same along it."""
 
     view: View
     key: Mapping[str, str]
@@ -277,17 +279,19 @@ class Series(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name."""
+        """Return the name of the series."""
         return named(self.key)
 
     def xs(self) -> list[int]:
-        """Return where each point lies on the axis."""
+        """Return the position of each point on the axis."""
         return [self.view.along(point) for point in self.points]
 
 
 class Panel(NamedTuple):
-    """Series that are drawn together, each with its name. `title`: what they have in common and other panels have not;
-    empty if there is only one panel of the view."""
+    """Series that are drawn together, each with its name.
+
+    `title` says what distinguishes them from other panels; it is empty if the view has a single panel.
+    """
 
     view: View
     title: str
@@ -295,8 +299,10 @@ class Panel(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """A point against the one of its series with the fewest ranks, which counts as perfect: a series that starts on two
-    ranks starts with a speed-up of 2. `efficiency`: speed-up over ranks."""
+    """A point compared with the point of its series with the fewest ranks, which counts as perfect.
+
+    A series that starts on two ranks starts with a speed-up of 2. `efficiency` is the speed-up divided by the ranks.
+    """
 
     speed_up: float
     efficiency: float
@@ -314,11 +320,12 @@ def by_size(text: str) -> tuple[int, str]:
 
 
 def series_of(sweep: Sweep) -> list[Series]:
-    """Return the series of all points with results; a view shows only series with a point that no view before it has.
+    """Return the series of all points with results.
 
-    Of points of one rank that do the same work only the fastest is in a series.
+    A view shows only series with a point that no earlier view shows. Among points of one rank that did the same work,
+    only the fastest is in a series.
     """
-    found: list[Series] = []
+    result: list[Series] = []
     fastest = {point.record["hash"] for point in sweep.alone.values()}
     ok = [point for point in sweep.ok if point.world_size > 1 or point.record["hash"] in fastest]
     placed: set[str] = set()
@@ -327,7 +334,7 @@ def series_of(sweep: Sweep) -> list[Series]:
         for point in ok:
             options = (*(sweep.option(point, key) for key in sweep.varying), str(view.same[1](point)))
             groups[options][view.along(point)] = point
-        here: set[str] = set()
+        of_view: set[str] = set()
         for options in sorted(groups, key=lambda options: list(map(by_size, options))):
             members = groups[options]
             if view.ratio and set(members) != {1}:
@@ -338,21 +345,22 @@ def series_of(sweep: Sweep) -> list[Series]:
             hashes = {point.record["hash"] for point in members.values()}
             if len(members) > 1 and hashes - placed:
                 key = dict(zip((*sweep.varying, view.same[0]), options, strict=True))
-                found.append(Series(view, key, tuple(members[x] for x in sorted(members))))
-                here |= hashes
-        placed |= here
+                result.append(Series(view, key, tuple(members[x] for x in sorted(members))))
+                of_view |= hashes
+        placed |= of_view
     for point in ok:
         if point.record["hash"] not in placed:
             key = {key: sweep.option(point, key) for key in sweep.varying}
-            found.append(Series(SINGLE, {**key, "tokens": str(point.tokens), "ranks": str(point.world_size)}, (point,)))
-    return found
+            sizes = {"tokens": str(point.tokens), "ranks": str(point.world_size)}
+            result.append(Series(SINGLE, {**key, **sizes}, (point,)))
+    return result
 
 
-def panels_of(found: Sequence[Series]) -> list[Panel]:
-    """Return the series put together, at most `LINES` in a panel, by as few options as name them."""
+def panels_of(every: Sequence[Series]) -> list[Panel]:
+    """Return panels of at most `LINES` series, whose lines are named by as few options as possible."""
     panels: list[Panel] = []
     for view in (STRONG, WEAK, LENGTH, SINGLE):
-        members = [series for series in found if series.view is view]
+        members = [series for series in every if series.view is view]
         varying = [key for key in (members[0].key if members else ()) if len({s.key[key] for s in members}) > 1]
         within = _line_keys(members, varying)
         groups: dict[str, list[Series]] = defaultdict(list)
@@ -367,38 +375,38 @@ def panels_of(found: Sequence[Series]) -> list[Panel]:
 
 
 def _line_keys(members: Sequence[Series], varying: Sequence[str]) -> list[str]:
-    """Return the options that tell the lines of one panel apart: one at least, choices first, while lines are few."""
+    """Return the options that distinguish the lines of a panel: at least one, choices first, while lines are few."""
     within: list[str] = []
     for key in sorted(varying, key=lambda key: key not in CHOICES):
         lines: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
         for series in members:
-            panel = tuple(series.key[other] for other in varying if other not in (*within, key))
-            lines[panel].add(tuple(series.key[other] for other in (*within, key)))
+            panel = tuple(series.key[name] for name in varying if name not in (*within, key))
+            lines[panel].add(tuple(series.key[name] for name in (*within, key)))
         if not within or max(map(len, lines.values())) <= LINES:
             within.append(key)
     return within
 
 
 def scaling(sweep: Sweep, series: Series) -> list[Scaling | None]:
-    """Return each point of a series against its first one, by the rate of work.
+    """Compare each point of a series with its first one by the rate of work.
 
-    With the same tokens the rate is that of time. With the same tokens of each rank the work of a rank grows with the
-    sequence, so that the rate is counted in the pairs that the mask keeps (`tflops`); None where that is unknown.
+    With the same tokens, the rate is the inverse of the time. With the same tokens per rank, the work of a rank grows
+    with the sequence, so the rate counts the pairs that the mask allows (`tflops`). It is None if that is unknown.
     """
 
     def rate(point: Point) -> float | None:
         return 1 / sweep.pass_ms(point) if series.view is STRONG else point.number("tflops")
 
-    first, found = series.points[0], list[Scaling | None]()
+    first, scalings = series.points[0], list[Scaling | None]()
     for point in series.points:
-        base, here = rate(first), rate(point)
-        speed_up = here / base * first.world_size if here and base else None
-        found.append(None if speed_up is None else Scaling(speed_up, speed_up / point.world_size))
-    return found
+        base, reached = rate(first), rate(point)
+        speed_up = reached / base * first.world_size if reached and base else None
+        scalings.append(None if speed_up is None else Scaling(speed_up, speed_up / point.world_size))
+    return scalings
 
 
 def groups_of(sweep: Sweep) -> list[list[Point]]:
-    """Return points of one workload on as many ranks: they differ in `CHOICES` alone, the fastest first."""
+    """Return groups of points with the same workload and ranks, which differ only in `CHOICES`, the fastest first."""
     groups: dict[tuple[Any, ...], list[Point]] = defaultdict(list)
     workload = [key for key in sweep.varying if key not in CHOICES]
     for point in sweep.points:

@@ -1,7 +1,7 @@
-"""`ringattn report`: the results of a sweep as Markdown, as one HTML page, and as tables on the terminal.
+"""`ringattn report`: print the results of a sweep as tables, and write them as Markdown and as an HTML page.
 
-Files of `ringattn simulate` in the folder of the sweep get a section of the page. Guarantees: an unfinished sweep and a
-sweep of failures are reported, too; a report reads its folder and writes two files there, nothing else.
+Files of `ringattn simulate` in the folder of the sweep get a section of the page. Guarantees: unfinished sweeps and
+sweeps of failures are reported too; a report reads its folder and writes two files there, nothing else.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 HELP = """usage: ringattn report DIR
 
-Show what a sweep found: a table here, DIR/report.md, and DIR/report.html with charts, which opens in any browser.
+Show the results of a sweep: a table here, DIR/report.md, and DIR/report.html with charts, which opens in any browser.
 
   DIR  folder of a sweep, finished or not
 
 Returns 0, or 2 if there is nothing to report."""
 WIDTH = 200
-"""Columns of a table where the output has no width of its own."""
+"""Columns of a table if the output is not a terminal."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Raises `InputError` for bad options, and for a folder without points."""
+    """Run the command. Raises `InputError` for bad options, and for a folder without points."""
     if "--help" in argv or "-h" in argv:
         print("\n".join(wrapped(HELP)))
         return 0
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _drawing(console: Console) -> Iterator[Callable[[str], None]]:
-    """Show what is drawn: one line that changes on a terminal, plain lines elsewhere."""
+    """Show what is being drawn: one changing line on a terminal, plain lines elsewhere."""
     if not console.is_terminal:
         yield lambda line: print(f"drawing: {line}", flush=True)
         return
@@ -84,26 +84,26 @@ def title_of(sweep: Sweep) -> str:
 
 
 def summary_of(sweep: Sweep) -> str:
-    """Return how many points there are, how they ended, when and with which code they ran."""
-    words = f"{len(sweep.points)} point{'s'[: len(sweep.points) > 1]}: {len(sweep.ok)} with results"
+    """Return how many points there are, how they ended, and when and with which code they ran."""
+    text = f"{len(sweep.points)} point{'s'[: len(sweep.points) > 1]}: {len(sweep.ok)} with results"
     if sweep.failed:
-        words += f", {len(sweep.failed)} without"
+        text += f", {len(sweep.failed)} without"
     if sweep.repeated:
-        words += f"; {sweep.repeated} run more than once, the last time counts"
+        text += f"; {sweep.repeated} run more than once, the last time counts"
     if sweep.unreadable:
-        words += f"; {sweep.unreadable} lines could not be read"
+        text += f"; {sweep.unreadable} lines could not be read"
     days = sorted({_day(point.record["started"]) for point in sweep.points if point.record.get("started")})
     if days:
-        words += f". Run {' to '.join(dict.fromkeys((days[0], days[-1])))}"
+        text += f". Run {' to '.join(dict.fromkeys((days[0], days[-1])))}"
     if commits := sorted({_commit(point.record["commit"]) for point in sweep.points if point.record.get("commit")}):
-        words += f", commit {', '.join(commits)}"
+        text += f", commit {', '.join(commits)}"
     if different := differing(sweep.environments.values()):
-        words += f", in {len(sweep.environments)} environments that differ in {', '.join(different)}"
-    return words + "."
+        text += f", in {len(sweep.environments)} environments that differ in {', '.join(different)}"
+    return text + "."
 
 
 def _commit(name: str) -> str:
-    """Return a commit's first digits, with what follows them, as -dirty."""
+    """Return the first digits of a commit, and a suffix such as -dirty."""
     digits, dash, rest = name.partition("-")
     return f"{digits[:12]}{dash}{rest}"
 
@@ -117,15 +117,15 @@ def _day(started: str) -> str:
 
 def markdown_of(sweep: Sweep) -> str:
     """Return the report as Markdown: the head, the tables, the configuration, the environments."""
-    parts = [f"# {title_of(sweep)}", summary_of(sweep), "Charts: `report.html` beside this file."]
+    parts = [f"# {title_of(sweep)}", summary_of(sweep), "Charts: `report.html` in the same folder."]
     for table in tables_of(sweep, series_of(sweep)):
         parts += [f"## {table.title}", markdown_table(table), table.note]
     for heading, rows in facts_of(sweep):
         parts += [f"## {heading}", _list(rows)]
     for name, rows in environments_of(sweep):
         parts += [f"## Environment {name}", _list(rows)]
-    if found := commands(sweep):
-        parts += ["## To repeat a point", "\n".join(["```sh", *found, "```"])]
+    if lines := commands(sweep):
+        parts += ["## To repeat a point", "\n".join(["```sh", *lines, "```"])]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -1,6 +1,6 @@
 """The tables of a report, as text: results with the best of each group, scaling, failures, options, environments.
 
-Guarantees: a column that no point has a value for is left out; an unknown value is a dash; what is predicted says so.
+Guarantees: a column without any value is left out; an unknown value is a dash; predictions are labelled as such.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rich.table import Table as RichTable
 
 from ringattn.launch.report.points import (
     AXES,
-    BESIDE,
     CHOICES,
+    STARTING,
     Point,
     Series,
     Sweep,
@@ -31,12 +31,15 @@ BEST, UNKNOWN = "★", "–"
 MIB = 2**20
 ALWAYS_SHOWN = ("causal", "window", "mask", "schedule", "layout", "dtype", "transport", "engine", "heads", "kv_heads",
                 "head_dim")  # fmt: skip
-"""Options that head the list of what all points share, in this order; the others follow by name."""
+"""Options at the top of the list of shared options, in this order; the rest follow by name."""
 
 
 class Table(NamedTuple):
-    """Rows of text. `marked`: the rows that are the best of their group; `note`: a sentence below; `texts`: how many
-    columns from the left are words, the others are numbers."""
+    """Rows of text.
+
+    `marked` are the rows that are the best of their group, and `note` is a sentence below the table. The first `texts`
+    columns are words, the rest are numbers.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -63,19 +66,19 @@ def markdown_table(table: Table) -> str:
 
 
 def console_of(width: int) -> Console:
-    """Return the terminal, or lines of so many columns where the output has no width of its own."""
+    """Return the terminal, or lines of `width` columns if the output is not a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=width)
 
 
-def tables_of(sweep: Sweep, found: Sequence[Series], brief: bool = False) -> list[Table]:
-    """All tables that have rows: results, scaling, failures. `brief`: as wide as a terminal."""
-    tables = [results(sweep, brief), scalings(sweep, found), failures(sweep)]
+def tables_of(sweep: Sweep, every: Sequence[Series], brief: bool = False) -> list[Table]:
+    """Return the tables that have rows: results, scaling, failures. If `brief`, they fit a terminal."""
+    tables = [results(sweep, brief), scalings(sweep, every), failures(sweep)]
     return [table for table in tables if table.rows]
 
 
 def results(sweep: Sweep, brief: bool = False) -> Table:
-    """Return a row for each point with results; points of one workload on as many ranks together, fastest first."""
+    """Return a row for each point with results, grouped by workload and ranks, the fastest of each group first."""
     columns = [column for column in _columns(sweep, brief) if any(column[1](point) != UNKNOWN for point in sweep.ok)]
     rows: list[tuple[str, ...]] = []
     marked: set[int] = set()
@@ -88,29 +91,29 @@ def results(sweep: Sweep, brief: bool = False) -> Table:
             close = close or (len(ok) > 1 and ok[0].world_size > 1)
         rows += [(*_options(sweep, point), *(show(point) for _, show in columns)) for point in ok]
     spread = "" if brief else ", with p10 to p90"
-    note = f"Times are medians of the slowest rank{spread}; bytes are of the rank that has most."
+    note = f"Times are medians of the slowest rank{spread}; bytes are those of the rank that has the most."
     if marked:
         choices = ", ".join(key for key in CHOICES if key in sweep.varying)
         rows = [(BEST if n in marked else "", *row) for n, row in enumerate(rows)]
         note += f" {BEST}: the fastest among points that differ only in {choices}"
-        note += ", where p10 to p90 of the next are all slower." if close else "."
+        note += ", if p10 to p90 of the next is slower." if close else "."
     elif close:
         note += " No point is marked as the fastest: p10 to p90 of the first two of each group overlap."
     head = (*(("best",) if marked else ()), *sweep.columns, "tokens", "ranks")
     names = tuple(name for name, _ in columns)
-    return Table("Results", (*head, *names), rows, frozenset(marked), f"{note} {prediction_words(sweep)}".strip(),
+    return Table("Results", (*head, *names), rows, frozenset(marked), f"{note} {prediction_text(sweep)}".strip(),
                  texts=len(head) - 2)  # fmt: skip
 
 
 def is_best(sweep: Sweep, fastest_first: Sequence[Point]) -> bool:
-    """Whether the first is faster than the second beyond the noise of both. One rank alone has nothing to choose."""
+    """Return whether the first point is faster than the second beyond noise. A single rank has no choices."""
     if len(fastest_first) < 2 or fastest_first[0].world_size == 1:
         return False
     return sweep.pass_spread(fastest_first[0])[1] < sweep.pass_spread(fastest_first[1])[0]
 
 
 def _columns(sweep: Sweep, brief: bool) -> list[tuple[str, Callable[[Point], str]]]:
-    """Return heading and text of each column of results; `brief`: those that a reader looks for first."""
+    """Return the heading and the text of each column of results; if `brief`, only the most important columns."""
 
     def timed(key: str) -> Callable[[Point], str]:
         def show(point: Point) -> str:
@@ -136,9 +139,9 @@ def _columns(sweep: Sweep, brief: bool) -> list[tuple[str, Callable[[Point], str
         ("pool MiB", mib("pool_bytes")),
         ("sent MiB", mib("bytes_sent")),
         ("messages", lambda point: figure(point.most("messages"))),
-        ("greatest error", _error),
+        ("largest error", _error),
     ]
-    first = ("forward ms", "backward ms", "predicted ms", "tokens/s", "exposed ms", "peak MiB", "greatest error")
+    first = ("forward ms", "backward ms", "predicted ms", "tokens/s", "exposed ms", "peak MiB", "largest error")
     return [column for column in all_columns if (column[0] in first if brief else column[0] != "predicted ms")]
 
 
@@ -151,40 +154,40 @@ def _options(sweep: Sweep, point: Point) -> tuple[str, ...]:
     return (*(sweep.shown(point, key) or UNKNOWN for key in sweep.columns), f"{point.tokens:,}", str(point.world_size))
 
 
-def scalings(sweep: Sweep, found: Sequence[Series]) -> Table:
-    """Speed-up and efficiency of every point of a series over ranks."""
+def scalings(sweep: Sweep, every: Sequence[Series]) -> Table:
+    """Return the speed-up and efficiency of every point of a series over ranks."""
     rows = []
-    for series in found:
+    for series in every:
         if series.view.ratio:
-            for point, one in zip(series.points, scaling(sweep, series), strict=True):
-                figures = (UNKNOWN, UNKNOWN) if one is None else (f"{one.speed_up:.2f}", f"{one.efficiency:.0%}")
+            for point, ratio in zip(series.points, scaling(sweep, series), strict=True):
+                figures = (UNKNOWN, UNKNOWN) if ratio is None else (f"{ratio.speed_up:.2f}", f"{ratio.efficiency:.0%}")
                 sizes = (str(point.world_size), f"{point.tokens:,}", figure(sweep.pass_ms(point)))
                 rows.append((series.view.name, series.label, *sizes, *figures))
     note = (
-        "Against the fewest ranks of the same series, which count as perfect; one rank is the same for every schedule, "
-        "layout and transport. Strong: the tokens are the same, and "
-        "speed-up is that of time. Weak: the tokens of each rank are the same, and speed-up is that of the rate of "
-        "work, for the pairs that a rank attends to grow with the sequence."
+        "Compared with the fewest ranks of the same series, which count as perfect. One rank is the same for every "
+        "schedule, layout and transport. Strong: the same tokens; speed-up is the ratio of times. Weak: the same "
+        "tokens per rank; speed-up is the ratio of the rates of work, because the pairs of a rank grow with the "
+        "sequence."
     )
     columns = ("scaling", "series", "ranks", "tokens", f"{' + '.join(sweep.passes)} ms", "speed-up", "efficiency")
     return Table("Scaling", columns, rows, note=note, texts=2)
 
 
 def failures(sweep: Sweep) -> Table:
-    """A row for each point without results."""
+    """Return a row for each point without results."""
     rows = []
     for point in sweep.failed:
         message = " ".join(str(point.record.get("message") or UNKNOWN).split())
         rows.append((*_options(sweep, point), str(point.record["status"]), message))
-    note = "Out of memory, errors and timeouts are results: these configurations do not run as they are."
+    note = "These configurations ran out of memory, failed or timed out."
     return Table("Points without results", (*sweep.columns, "tokens", "ranks", "status", "message"), rows, note=note,
                  texts=len(sweep.columns) + 4)  # fmt: skip
 
 
 def shared_options(sweep: Sweep) -> list[tuple[str, str]]:
-    """Return the options that all points have in common, with their values and what auto took; without empty ones."""
+    """Return the options that all points share, with their values and what auto took, without empty values."""
     options = sweep.points[0].options
-    keys = [key for key in options if key not in (*sweep.varying, *AXES, *BESIDE) and options[key]]
+    keys = [key for key in options if key not in (*sweep.varying, *AXES, *STARTING) and options[key]]
     order = {key: place for place, key in enumerate(ALWAYS_SHOWN)}
 
     def value(key: str) -> str:
@@ -195,56 +198,57 @@ def shared_options(sweep: Sweep) -> list[tuple[str, str]]:
 
 
 def swept_options(sweep: Sweep) -> list[tuple[str, str]]:
-    """What was swept: each option that differs, with its values in order."""
+    """Return each option that differs, with its values in order."""
     sizes = {"ranks": {p.world_size for p in sweep.points}, "tokens": {p.tokens for p in sweep.points}}
     numbers = [(key, ", ".join(f"{value:,}" for value in sorted(values))) for key, values in sizes.items()]
-    words = [(key, {point.options.get(key) or UNKNOWN for point in sweep.points}) for key in sweep.varying]
-    return numbers + [(key, ", ".join(sorted(values, key=by_size))) for key, values in words]
+    texts = [(key, {point.options.get(key) or UNKNOWN for point in sweep.points}) for key in sweep.varying]
+    return numbers + [(key, ", ".join(sorted(values, key=by_size))) for key, values in texts]
 
 
 def facts_of(sweep: Sweep) -> list[tuple[str, Sequence[tuple[str, str]]]]:
-    """The head of a report: what was swept, what all points share; with a heading each."""
+    """Return the first sections of a report, each with a heading: what was swept, and what all points share."""
     return [("Swept", swept_options(sweep)), ("The same in all points", shared_options(sweep))]
 
 
 def environments_of(sweep: Sweep) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Each environment with its facts, without what is empty; after the first one only those that differ."""
+    """Return the facts of each environment that are not empty; after the first, only those that differ."""
     different = differing(sweep.environments.values())
-    found: list[tuple[str, list[tuple[str, str]]]] = []
+    result: list[tuple[str, list[tuple[str, str]]]] = []
     for name, facts in sweep.environments.items():
-        found.append((name, [(key, value) for key, value in flat(facts) if value and (not found or key in different)]))
-    return found
+        rows = [(key, value) for key, value in flat(facts) if value and (not result or key in different)]
+        result.append((name, rows))
+    return result
 
 
 def commands(sweep: Sweep) -> list[str]:
-    """Commands that repeat the points, those with results first."""
+    """Return the commands that repeat the points, those with results first."""
     return list(dict.fromkeys(p.record["command"] for p in (*sweep.ok, *sweep.failed) if p.record.get("command")))
 
 
 def figure(value: float | None) -> str:
-    """A number with three significant digits, or all of a greater one's whole part; a dash for None."""
+    """Return a number with three significant digits, or as an integer if it is 100 or more; a dash for None."""
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def overlap_name(sweep: Sweep) -> str:
-    """Return `overlap` if every transport told when messages arrived; else it is an upper bound, and is called so."""
+    """Return the name of the column: an upper bound if a transport does not report when messages arrive."""
     bound = any(point.record.get("arrivals_known") is False for point in sweep.ok)
     return "overlap, at most" if bound else "overlap"
 
 
 def predicted_ms(sweep: Sweep, point: Point) -> float | None:
-    """Return what was predicted for the same passes as `Sweep.pass_ms`."""
+    """Return the prediction for the same passes as `Sweep.pass_ms`."""
     parts = [point.predicted(f"{name}_ms") for name in sweep.passes]
     return None if None in parts else sum(map(float, parts))
 
 
-def prediction_words(sweep: Sweep) -> str:
-    """Return what the predictions are made for, in a sentence; empty if there are none."""
-    made = {
+def prediction_text(sweep: Sweep) -> str:
+    """Return a sentence that names the machines of the predictions; empty if there are no predictions."""
+    machines = {
         f"{point.predicted('cluster')} ({'calibrated' if point.predicted('calibrated') else 'not calibrated'})"
         for point in sweep.ok
         if point.predicted("cluster")
     }
-    return f"Predictions are for: {'; '.join(sorted(made))}." if made else ""
+    return f"Predictions are for: {'; '.join(sorted(machines))}." if machines else ""

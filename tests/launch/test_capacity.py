@@ -245,7 +245,7 @@ LONG = TrainingSetup(model_shape("1.3B"), 8 * 65536, 8)
         (lambda: AttentionSetup("dilated", 0, (4,), ()), "dilation rate"),
         (lambda: TrainingSetup(TRAINED, 8, 2, schedule="rings"), "schedule=rings: choose one of auto"),
         (lambda: replace(TRAINED, heads=5), "heads=5: does not divide width"),
-        (lambda: replace(TRAINED, experts=4), "experts_per_token=0: of experts=4"),
+        (lambda: replace(TRAINED, experts=4), "experts_per_token=0: must be from 1 to experts=4"),
         (lambda: replace(TRAINED, experts_per_token=1), "experts_per_token=1: of experts=0"),
         (lambda: TrainingSetup(TRAINED, 8, tensor_ranks=3), "tensor_ranks=3: does not divide kv_heads=2"),
         (lambda: TrainingSetup(TRAINED, 8, pipeline_ranks=3), "pipeline_ranks=3: .* more than layers=2"),
@@ -491,7 +491,7 @@ def test_a_billion_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert not fits(replace(run, ranks=run.ranks - 1), 80 * GIB)
     printed = capsys.readouterr().out
     tokens, a_token = -(-(10**9) // run.ranks), found["bytes_per_token"]
-    assert f"a ring of {run.ranks:,}: {tokens:,} tokens a rank" in printed
+    assert f"a ring of {run.ranks:,}: {tokens:,} tokens per rank" in printed
     assert f"why: each token of a rank takes {a_token:,.0f} bytes, its {tokens:,} tokens" in printed
     assert found["longest_tokens"] >= 10**9
 

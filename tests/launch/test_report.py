@@ -45,9 +45,9 @@ def test_the_last_line_of_a_configuration_counts(tmp_path: Path) -> None:
     ("content", "words"),
     [
         (None, "holds no points.jsonl"),
-        ("", "none of its 0 lines"),
-        ('{"hash": "a"}\n3\nx\n', "none of its 3 lines"),
-        (b"\xff\xfe\n{}\n", "none of its 2 lines"),
+        ("", "no point of a sweep in its 0 lines"),
+        ('{"hash": "a"}\n3\nx\n', "no point of a sweep in its 3 lines"),
+        (b"\xff\xfe\n{}\n", "no point of a sweep in its 2 lines"),
     ],
 )
 def test_what_is_no_sweep_is_refused(
@@ -179,7 +179,7 @@ def test_results_mark_the_best_of_each_group_and_leave_out_what_nobody_knows(tmp
     assert {row["schedule"] for row in rows if row["ranks"] == "1"} == {"any"}
     assert [n for n, row in enumerate(rows) if row["best"]] == sorted(table.marked)
     assert "overlap" not in table.columns and "exposed ms" in table.columns
-    assert rows[-1]["greatest error"] == "6.0e-07"
+    assert rows[-1]["largest error"] == "6.0e-07"
     alone = results(read_sweep(folder(tmp_path, [record(2, 4096)])))
     assert "best" not in alone.columns and not alone.marked
 

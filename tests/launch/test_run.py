@@ -282,7 +282,7 @@ def test_nothing_is_timed_behind_a_closed_gate(monkeypatch: pytest.MonkeyPatch, 
     timed: list[object] = []
     monkeypatch.setattr(point, "attended", lambda *given: [exact(*given)[0], *(x + wrong for x in exact(*given)[1:])])
     monkeypatch.setattr(point, "_timed_pass", lambda *given: timed.append(given))
-    with pytest.raises(point.GateError, match=r"off are dq by .*, dk by .*, dv by .*; nothing is measured"):
+    with pytest.raises(point.GateError, match=r"wrong are dq by .*, dk by .*, dv by .*; nothing is measured"):
         measured([], 2)
     assert not timed
 

@@ -201,7 +201,7 @@ def test_words() -> None:
         ),
         (
             ["schedule=ulysses", "ranks=4096"],
-            "of 32 heads no more than 32 ranks have work: many ranks take schedule='ulysses_ring'",
+            "of 32 heads at most 32 ranks have work; use schedule='ulysses_ring'",
         ),
         (["cluster=cpu", "ranks=128"], "whose ranks share processors, is simulated with a plan for each rank"),
         (["window=[100,-1]", "layout=striped", "ranks=128"], "layout='striped' with a window"),

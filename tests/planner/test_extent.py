@@ -127,7 +127,7 @@ def test_what_is_too_large_is_refused_with_the_count(
 
 def test_plan_of_a_trillion_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"tokens={TRILLION}", "ranks=64", "batch=1000000000000"]) == 1
-    assert "15,625,000,000 tokens a rank" in capsys.readouterr().out
+    assert "15,625,000,000 tokens per rank" in capsys.readouterr().out
 
 
 def test_rows_picture_in_bins() -> None:
