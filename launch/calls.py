@@ -1,7 +1,7 @@
 """The keys of one attention call, which all commands share, as plain dataclasses that need neither Hydra nor torch.
 
-A mask is said as in `Ring.attention`: `causal`, `window`, and `mask` with the text that `ringattn.masks` reads.
-A command extends `CallConfig`, or `MaskedCallConfig` if it can run or plan every mask, and changes defaults.
+A mask is given as in `Ring.attention`: `causal`, `window`, and `mask` with a text that `ringattn.masks` reads. A
+command extends `CallConfig`, or `MaskedCallConfig` if it can run or plan every mask, and changes defaults.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from ringattn.planner.cluster import CLUSTERS, cluster_named
 from ringattn.schedule.routes import NUMBERED, ROUTES
 
 TORCH_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""The names of torch for the names of the commands."""
+"""The names of dtypes in torch, by their names in the commands."""
 MOST_HEADS = 2**16
 """Dilated masks have an entry for each head."""
 
 
 def schedule_option(default: str = "auto") -> Any:
-    """A schedule, by any name that `Ring.attention` takes; without auto if `default` is another."""
+    """Declare a schedule with any name that `Ring.attention` takes, without auto if `default` is another name."""
     choices = (*(("auto",) if default == "auto" else ()), *ROUTES, *(f"{name}:N" for name in NUMBERED))
-    return option(default, "how keys and values travel", choices=choices)
+    return option(default, "schedule of the messages", choices=choices)
 
 
 def tokens_option(default: int, least: int = 1, **limits: int) -> Any:
-    """The length of the sequence; None by default, so that a contradiction with other sizes can be refused."""
-    return option(None, f"of the sequence, over all ranks; {default} if not set", least=least, **limits)
+    """Declare the length of the sequence. It is None by default, so that contradictory sizes can be refused."""
+    return option(None, f"length of the sequence, over all ranks; {default} if not set", least=least, **limits)
 
 
 @dataclass
 class CallConfig:
-    """One attention call. Sizes count the whole sequence, not one rank's share of it."""
+    """One attention call. Sizes are those of the whole sequence, not of one rank's shard."""
 
     DEFAULT_TOKENS: ClassVar[int] = 8192
 
@@ -46,9 +46,9 @@ class CallConfig:
     batch: int = option(1, "sequences", least=1, most=MOST)
     heads: int = option(8, "query heads", least=1, most=MOST_HEADS)
     kv_heads: int = option(2, "key and value heads; divides heads", least=1, most=MOST_HEADS)
-    head_dim: int = option(64, "of queries, keys and values", least=1, most=MOST)
-    dtype: str = option("fp32", "of queries, keys and values", choices=DTYPES)
-    causal: bool = option(True, "keys after the query are hidden")
+    head_dim: int = option(64, "elements of a head", least=1, most=MOST)
+    dtype: str = option("fp32", "dtype of queries, keys and values", choices=DTYPES)
+    causal: bool = option(True, "a query attends only to keys up to its position")
     window: list[int] | None = option(None, "keys before and after the query that it attends to, as [511,0]; -1: all")
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
     schedule: str = schedule_option()
@@ -56,12 +56,12 @@ class CallConfig:
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence."""
+        """Return the tokens of the whole sequence."""
         return self.DEFAULT_TOKENS if self.tokens is None else self.tokens
 
     @property
     def bounds(self) -> tuple[int | None, int | None] | None:
-        """The window as `Ring.attention` takes it; None if no distance is bounded."""
+        """Return the window as `Ring.attention` takes it, or None if neither side is bounded."""
         left, right = (None if size < 0 else size for size in self.window or (-1, -1))
         return None if left is None and right is None else (left, right)
 
@@ -75,12 +75,12 @@ class CallConfig:
 
 
 KINDS = {"float": float, "float | None": float | None, "int | None": int | None}
-"""The types of options of the softmax as keys; a tensor or numbers are a list of numbers."""
-SOFTMAX = [each for each in fields(AttentionOptions) if each.name not in ("causal", "window", "mask", "schedule")]
+"""The types of keys by the types of softmax options; tensors are given as lists of numbers."""
+SOFTMAX = [field for field in fields(AttentionOptions) if field.name not in ("causal", "window", "mask", "schedule")]
 SoftmaxKeys: Any = make_dataclass(
     "SoftmaxKeys",
-    [(each.name, KINDS.get(str(each.type), list[float] | None),
-      option(each.default, each.metadata["help"].partition(". ")[0].rstrip("."))) for each in SOFTMAX],
+    [(field.name, KINDS.get(str(field.type), list[float] | None),
+      option(field.default, field.metadata["help"].partition(". ")[0].rstrip("."))) for field in SOFTMAX],
 )  # fmt: skip
 """A key for each option of the softmax, as `AttentionOptions` declares it."""
 
@@ -92,17 +92,17 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
     mask: str | None = option(None, "prefix:N, chunked:N or global_tokens:N, in tokens; goes with causal and window")
     documents: int = option(1, "documents of equal length", least=1)
     cu_seqlens: list[int] | None = option(None, "instead of documents: their boundaries, as [0,100,300]")
-    segment_lengths: list[int] | None = option(None, "dilated: tokens of each branch's segments, as [2048,8192]")
-    dilation_rates: list[int] | None = option(None, "dilated: each branch keeps every n-th row, as [1,4]")
+    segment_lengths: list[int] | None = option(None, "dilated: segment length of each branch, as [2048,8192]")
+    dilation_rates: list[int] | None = option(None, "dilated: dilation rate of each branch, as [1,4]")
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence."""
+        """Return the tokens of the whole sequence."""
         return self.cu_seqlens[-1] if self.cu_seqlens else CallConfig.length.fget(self)  # type: ignore[attr-defined]
 
     @property
     def dilated(self) -> bool:
-        """Whether it is `Ring.dilated_attention`."""
+        """Return whether the call is `Ring.dilated_attention`."""
         return self.segment_lengths is not None
 
     def check(self) -> None:
@@ -122,10 +122,10 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
         if self.layout in OF_DOCUMENTS and self.documents == 1 and self.cu_seqlens is None:
             raise InputError(f"layout={self.layout}: needs documents; use documents=8, or another layout")
         if (self.segment_lengths is None) != (self.dilation_rates is None):
-            given, missing = (
+            key, missing = (
                 ("segment_lengths", "dilation_rates") if self.dilated else ("dilation_rates", "segment_lengths")
             )
-            raise InputError(f"{given}: goes with {missing}; give both or neither")
+            raise InputError(f"{key}: goes with {missing}; give both or neither")
         if self.segment_lengths is not None and self.dilation_rates is not None:
             check_branches(self.segment_lengths, self.dilation_rates)
         if self.dilated and (self.mask is not None or self.bounds is not None):
@@ -151,12 +151,12 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
 
     def softmax(self) -> dict[str, Any]:
         """Return the options of the softmax that are not their defaults."""
-        return {each.name: value for each in SOFTMAX if (value := getattr(self, each.name)) != each.default}
+        return {field.name: value for field in SOFTMAX if (value := getattr(self, field.name)) != field.default}
 
     def options(self, length: int, device: Any = "cpu") -> dict[str, Any]:
         """Return mask and softmax as keyword arguments of the call, for a sequence of `length` tokens, on a device.
 
-        If that is less than the call's length, window, mask and segments are as much smaller.
+        If `length` is less than the call's, window, mask and segments are scaled down by the same factor.
         """
         from ringattn import masks
 
@@ -195,7 +195,7 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
 # --- measured calls ---------------------------------------------------------------------------------------------------
 
 
-TRANSPORT_NAMES = tuple(name for name in TRANSPORTS if name != "local")  # which joins threads, and ranks are processes
+TRANSPORT_NAMES = tuple(name for name in TRANSPORTS if name != "local")  # ranks are processes; "local" joins threads
 
 
 @dataclass
@@ -207,26 +207,26 @@ class RunConfig(MaskedCallConfig):
 
     tokens: int | None = tokens_option(4096)
     backward: bool = option(True, "also measure the backward pass")
-    ranks: int | None = option(None, "ranks to start on this node, as many on each; torchrun's, else 1", least=1)
-    tokens_per_rank: int | None = option(None, "instead of tokens: that many for each rank", least=1)
-    engine: str = option("auto", "which kernels attend", choices=ENGINES)
-    transport: str = option("auto", "what carries the messages", choices=TRANSPORT_NAMES)
-    warmup: int = option(2, "passes before those that are timed", least=1)
+    ranks: int | None = option(None, "ranks to start on each node; those of torchrun if not set, else 1", least=1)
+    tokens_per_rank: int | None = option(None, "tokens per rank, instead of tokens", least=1)
+    engine: str = option("auto", "attention kernels", choices=ENGINES)
+    transport: str = option("auto", "transport of the messages", choices=TRANSPORT_NAMES)
+    warmup: int = option(2, "passes before the timed ones", least=1)
     repeats: int = option(10, "timed passes", least=1)
-    seed: int = option(0, "of the inputs", least=0, most=MOST_SEED)
-    nnodes: int = option(1, "nodes, each with as many ranks", least=1)
-    node_rank: int | None = option(None, "the number of this node, from 0; needed with several nodes", least=0)
-    rdzv_endpoint: str = option("", "host:port of node 0, where the nodes meet")
+    seed: int = option(0, "seed of the inputs", least=0, most=MOST_SEED)
+    nnodes: int = option(1, "nodes, each with the same number of ranks", least=1)
+    node_rank: int | None = option(None, "number of this node, from 0; needed with several nodes", least=0)
+    rdzv_endpoint: str = option("", "host:port of node 0, where the nodes connect")
     threads_per_rank: int | None = option(None, "intra-op threads of a rank; cores / ranks if not set", least=1)
     timeout_s: float = option(120.0, "deadline of every wait for another rank, in seconds", above=0.0)
-    limit_s: float = option(1800.0, "seconds after which the run is ended", above=0.0)
-    cluster: str = option("", "to predict for: a file of ringattn calibrate, or " + ", ".join(CLUSTERS)
+    limit_s: float = option(1800.0, "seconds after which the run is stopped", above=0.0)
+    cluster: str = option("", "machines of the prediction: a file of ringattn calibrate, or " + ", ".join(CLUSTERS)
                           + "; this machine if not set and calibrated", names=tuple(CLUSTERS))  # fmt: skip
     json: str = json_option()
 
     @property
     def world_size(self) -> int:
-        """Ranks of all nodes."""
+        """Return the ranks of all nodes."""
         return (self.ranks or 1) * self.nnodes
 
     @property
@@ -241,9 +241,9 @@ def load_run(overrides: Sequence[str]) -> RunConfig:
 
 
 def plain(config: RunConfig) -> RunConfig:
-    """Return the same work in the fewest words: options without effect have their default.
+    """Return the configuration with options that have no effect at their defaults.
 
-    One rank sends nothing and owns all tokens, so its schedule, layout and transport have no effect.
+    A single rank sends nothing and owns all tokens, so its schedule, layout and transport have no effect.
     """
     if config.world_size > 1:
         return config
@@ -273,16 +273,16 @@ def resolved(config: RunConfig) -> RunConfig:
 
 
 AUTOMATIC = ("schedule", "layout", "engine", "transport")
-"""Keys whose default is auto: a run records which value it took."""
+"""Keys whose default is auto. A run records the value that it took."""
 
 
 def with_resolved(config: RunConfig, ran: Mapping[str, Any]) -> RunConfig:
     """Return the configuration with the values of `ran` in place of auto, so that it repeats the same call.
 
-    One rank alone keeps auto for what is between ranks, because it has no transport that could be named.
+    A single rank keeps auto for options between ranks, because it has no transport.
     """
     keys = AUTOMATIC if config.world_size > 1 else ("engine",)
-    # Two transports, one inside a node and one between nodes, are named by the inner one.
+    # A pair of transports, within and between nodes, is named by the first.
     taken: dict[str, Any] = {
         key: str(ran[key]).partition("+")[0] for key in keys if getattr(config, key) == "auto" and key in ran
     }
@@ -292,11 +292,11 @@ def with_resolved(config: RunConfig, ran: Mapping[str, Any]) -> RunConfig:
 def words_of(config: RunConfig) -> list[str]:
     """Return the `key=value` words that give this configuration again, without those that equal the default."""
     default = {key: value for key, value, _ in leaves(RunConfig())}
-    words = []
-    for key, value, _ in leaves(config):
-        if value != default[key] and not (key == "tokens" and config.tokens_per_rank):
-            words.append(f"{key}={_as_word(value)}")
-    return words
+    return [
+        f"{key}={_as_word(value)}"
+        for key, value, _ in leaves(config)
+        if value != default[key] and not (key == "tokens" and config.tokens_per_rank)
+    ]
 
 
 def _as_word(value: Any) -> str:
@@ -304,5 +304,5 @@ def _as_word(value: Any) -> str:
         return f"[{','.join(map(str, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
-    # A comma is a sweep for Hydra, unless it is within quotes.
+    # Hydra reads a comma as a sweep, except within quotes.
     return f"'{value}'" if isinstance(value, str) and "," in value else str(value)

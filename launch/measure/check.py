@@ -40,7 +40,7 @@ class CheckConfig:
         "with a GPU each",
         choices=("shm", "gloo", "local", "nccl", "peer"),
     )  # fmt: skip
-    engine: str = option("auto", "which kernels attend", choices=ENGINES)
+    engine: str = option("auto", "attention kernels", choices=ENGINES)
     dtype: str = option("fp32", "of the inputs", choices=DTYPES)
     tokens: int = option(203, "tokens; odd by default, so that the ranks' counts differ", least=1)
     batch: int = option(2, "sequences", least=1)

@@ -1,9 +1,9 @@
-"""Recordings of all ranks on one time axis, as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Write the recordings of all ranks on one time axis as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Each rank is a process of the trace with a thread for each lane, and a thread for whole passes. Arrows lead from the
-exchange that sends to the exchange that receives; a counter shows the bytes under way. Predicted ranks are further
-processes; each predicted pass starts when the first measured rank starts it. Ranks of several hosts read different
-clocks: `clock_offset` estimates the difference.
+Each rank is a process of the trace, with a thread for each lane and a thread for whole passes. Arrows lead from the
+exchange that sends to the exchange that receives, and a counter shows the bytes in flight. Predicted ranks are further
+processes; each predicted pass starts when the first measured rank starts it. Ranks on different hosts read different
+clocks, so `clock_offset` estimates the difference.
 Format: "Trace Event Format", Google, 2016; times in microseconds.
 """
 
@@ -26,14 +26,14 @@ ROUNDS = 8
 
 
 class Offset(NamedTuple):
-    """What to add to this rank's microseconds to get rank 0's, and by how much that may be wrong."""
+    """The microseconds to add to this rank's clock to get that of rank 0, and the uncertainty."""
 
     offset_us: float
     uncertainty_us: float
 
 
 def host_clock() -> str:
-    """Names the clock that `time.perf_counter()` reads: equal on ranks that share it."""
+    """Return the name of the clock that `time.perf_counter()` reads, which is equal on ranks that share it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -46,39 +46,40 @@ def clock_offset(
     now: Callable[[], float] = time.perf_counter,
     clock: str | None = None,
 ) -> Offset:
-    """This rank's offset to rank 0. All ranks call it together.
+    """Estimate the offset of this rank's clock to that of rank 0. This is a collective call.
 
-    `agree` gathers every rank's payload, by rank (`Transport.all_gather_bytes`); `now` is in
-    seconds; `clock` None: `host_clock`.
+    `agree` gathers the payloads of all ranks, by rank (`Transport.all_gather_bytes`). `now` returns seconds. `clock` is
+    the name of the clock, by default `host_clock()`.
     """
     name, rounds = host_clock() if clock is None else clock, []
     for _ in range(ROUNDS):
         entered = now()
         agree(b"")
         rounds.append((entered, now()))
-    told = [json.loads(one) for one in agree(json.dumps({"clock": name, "rounds": rounds}).encode())]
-    first, mine = told[0], told[rank]
-    pairs = list(zip(first["rounds"], mine["rounds"], strict=True))
+    by_rank = [json.loads(reply) for reply in agree(json.dumps({"clock": name, "rounds": rounds}).encode())]
+    first, local = by_rank[0], by_rank[rank]
+    pairs = list(zip(first["rounds"], local["rounds"], strict=True))
     least = max(first_entered - left for (first_entered, _), (_, left) in pairs)
     most = min(first_left - entered for (_, first_left), (entered, _) in pairs)
-    # Containers of one host may be given clocks that differ; then 0 is not possible.
-    if first["clock"] == mine["clock"] and least <= 0 <= most:
+    # Containers of one host may have different clocks. Then 0 is outside the bounds.
+    if first["clock"] == local["clock"] and least <= 0 <= most:
         return Offset(0.0, 0.0)
     return Offset((least + most) / 2 * 1e6, (most - least) / 2 * 1e6)
 
 
 PASSES = "passes"
 LANES = {PASSES: 0, COMPUTE: 1, COMM: 2}
-"""The threads of a process."""
+"""The thread of each lane in a process of the trace."""
 
 ByRank = Sequence[Sequence[Span]]
-"""The spans of one pass, by rank; times from the pass's beginning."""
+"""The spans of one pass, by rank, with times from the start of the pass."""
 
 
 class Track(NamedTuple):
-    """One rank's passes, on the clock of rank 0. `arrivals_known`: see `Recording`.
+    """The passes of one rank, on the clock of rank 0.
 
-    `transport`: the name of the transport that carried the messages; empty in recordings that do not name it.
+    For `arrivals_known` see `Recording`. `transport` is the name of the transport of the messages; it is empty in
+    recordings that do not name it.
     """
 
     rank: int
@@ -89,47 +90,52 @@ class Track(NamedTuple):
 
     @property
     def overlap(self) -> float:
-        """Hidden over total communication of all passes."""
-        return overlap(sum(one.comm_us for one in self.passes), sum(one.exposed_us for one in self.passes))
+        """Return the hidden share of the communication of all passes."""
+        communication_us = sum(recorded.comm_us for recorded in self.passes)
+        return overlap(communication_us, sum(recorded.exposed_us for recorded in self.passes))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**self._asdict(), "passes": [asdict(one) for one in self.passes]}
+        """Return the track as plain data for JSON."""
+        return {**self._asdict(), "passes": [asdict(recorded) for recorded in self.passes]}
 
     @classmethod
     def of(cls, recording: Recording, offset: Offset) -> Track:
-        """A recording, moved onto the clock of rank 0."""
-        later = recording.clock.origin_s * 1e6 + offset.offset_us
-        moved = (replace(one, start_us=one.start_us + later, end_us=one.end_us + later) for one in recording.passes)
+        """Return the track of a recording, moved to the clock of rank 0."""
+        shift_us = recording.clock.origin_s * 1e6 + offset.offset_us
+        moved = (
+            replace(recorded, start_us=recorded.start_us + shift_us, end_us=recorded.end_us + shift_us)
+            for recorded in recording.passes
+        )
         return cls(recording.rank, tuple(moved), recording.arrivals_known, offset.uncertainty_us, recording.transport)
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> Track:
-        """What `as_dict` gave. Raises `KeyError`, `TypeError` for anything else."""
+        """Return the track that `as_dict` described. Raises `KeyError` or `TypeError` for other data."""
         passes = (
             RecordedPass(
-                one["name"], one["start_us"], one["end_us"],
-                tuple(Span(*span) for span in one["spans"]), tuple(Link(*link) for link in one["links"]),
+                recorded["name"], recorded["start_us"], recorded["end_us"],
+                tuple(Span(*span) for span in recorded["spans"]), tuple(Link(*link) for link in recorded["links"]),
             )
-            for one in kept["passes"]
+            for recorded in kept["passes"]
         )  # fmt: skip
         return cls(
             kept["rank"], tuple(passes), kept["arrivals_known"], kept["uncertainty_us"], kept.get("transport", "")
         )
 
 
-def chrome_trace(tracks: Sequence[Track], predicted: Sequence[ByRank] = (), words: str = "") -> dict[str, Any]:
-    """The trace as a JSON object. `predicted`: for each pass of the tracks; `words`: what predicted it.
+def chrome_trace(tracks: Sequence[Track], predicted: Sequence[ByRank] = (), predictor: str = "") -> dict[str, Any]:
+    """Return the trace as a JSON object, with a prediction for each pass of the tracks, made by `predictor`.
 
-    Raises `InputError` where the ranks did not record the same passes, or other passes were predicted.
+    Raises `InputError` if the ranks recorded different passes, or other passes were predicted.
     """
     check_alike(tracks, predicted)
     origin = beginning(tracks)
     events: list[dict[str, Any]] = []
     for track in tracks:
         events += _named(track.rank, f"rank {track.rank}")
-        for number, one in enumerate(track.passes):
-            events += _pass(track.rank, f"{one.name} {number}", one.start_us - origin, one.end_us - origin, one.spans)
+        for number, recorded in enumerate(track.passes):
+            start, end = recorded.start_us - origin, recorded.end_us - origin
+            events += _pass(track.rank, f"{recorded.name} {number}", start, end, recorded.spans)
     events += _arrows(tracks, origin)
     for rank in range(len(predicted[0]) if predicted else 0):
         process = len(tracks) + rank
@@ -142,22 +148,22 @@ def chrome_trace(tracks: Sequence[Track], predicted: Sequence[ByRank] = (), word
         "overlap by rank": [track.overlap for track in tracks],
         "overlap is": "measured" if all(track.arrivals_known for track in tracks) else "an upper bound",
         "clock uncertainty, us": max((track.uncertainty_us for track in tracks), default=0.0),
-        "predicted by": words or None,
+        "predicted by": predictor or None,
         "transport": tracks[0].transport or None if tracks else None,
     }
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 
 
 def beginning(tracks: Sequence[Track]) -> float:
-    """When the first rank begins its first pass."""
-    return min((one.start_us for track in tracks for one in track.passes), default=0.0)
+    """Return when the first rank starts its first pass."""
+    return min((recorded.start_us for track in tracks for recorded in track.passes), default=0.0)
 
 
 def check_alike(tracks: Sequence[Track], predicted: Sequence[ByRank]) -> None:
-    """Raise `InputError` unless all ranks recorded the same passes, and these are the predicted ones."""
+    """Raise `InputError` unless all ranks recorded the same passes and these were predicted."""
     if [track.rank for track in tracks] != list(range(len(tracks))):
         raise InputError(f"tracks must be of ranks 0, 1, ... in order, got {[track.rank for track in tracks]}")
-    recorded = {track.rank: [one.name for one in track.passes] for track in tracks}
+    recorded = {track.rank: [each.name for each in track.passes] for track in tracks}
     for rank, names in recorded.items():
         if names != recorded[0]:
             raise InputError(
@@ -169,22 +175,22 @@ def check_alike(tracks: Sequence[Track], predicted: Sequence[ByRank]) -> None:
 
 
 def _named(process: int, name: str) -> Iterator[dict[str, Any]]:
-    """What a process and its threads are called, and their order."""
-    for what, args in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": process})):
-        yield {"ph": "M", "name": what, "pid": process, "tid": 0, "ts": 0, "args": args}
+    """Yield the events that name a process and its threads, and order the processes."""
+    for event, args in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": process})):
+        yield {"ph": "M", "name": event, "pid": process, "tid": 0, "ts": 0, "args": args}
     for lane, thread in LANES.items():
         yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "ts": 0, "args": {"name": lane}}
 
 
 def _pass(process: int, name: str, start: float, end: float, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
-    """A pass, its spans, and its bytes under way."""
+    """Yield the events of a pass: the pass, its spans, and the bytes in flight."""
     yield _slice(process, PASSES, name, start, end, {})
     for span in spans:
         args = {"bytes": span.nbytes} if span.lane == COMM else {}
         yield _slice(process, span.lane, span.name, start + span.start_us, start + span.end_us, args)
         if span.lane == COMM:
             for when, nbytes in ((span.start_us, span.nbytes), (span.end_us, 0)):
-                yield {"ph": "C", "name": "bytes under way", "pid": process, "tid": 0, "ts": start + when,
+                yield {"ph": "C", "name": "bytes in flight", "pid": process, "tid": 0, "ts": start + when,
                        "args": {"bytes": nbytes}}  # fmt: skip
 
 
@@ -194,32 +200,32 @@ def _slice(process: int, lane: str, name: str, start: float, end: float, args: d
 
 
 def _arrows(tracks: Sequence[Track], origin: float) -> Iterator[dict[str, Any]]:
-    """From each exchange that sends to the one that receives: the k-th message to a rank meets the k-th from it."""
+    """Yield an arrow for each message: the k-th message to a rank is the k-th that it receives from this rank."""
     count = 0
     for number in range(len(tracks[0].passes) if tracks else 0):
-        heard: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+        receives: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         for track in tracks:
             for link, interval in _linked(track.passes[number]):
                 if not link.sends:
-                    heard[link.peer, track.rank].append(interval)
+                    receives[link.peer, track.rank].append(interval)
         for track in tracks:
-            seen: dict[int, int] = defaultdict(int)
+            sent: dict[int, int] = defaultdict(int)
             for link, (start, _) in _linked(track.passes[number]):
                 if not link.sends:
                     continue
-                there = heard[track.rank, link.peer][seen[link.peer]]
-                seen[link.peer] += 1
+                receive = receives[track.rank, link.peer][sent[link.peer]]
+                sent[link.peer] += 1
                 count += 1
                 arrow = {"name": "message", "cat": "message", "id": count, "tid": LANES[COMM]}
                 yield {**arrow, "ph": "s", "pid": track.rank, "ts": start - origin}
-                # An arrow may not lead back in time, and ends inside a slice.
-                end = max(start, sum(there) / 2) - origin
+                # An arrow must not lead back in time, and must end inside a slice.
+                end = max(start, sum(receive) / 2) - origin
                 yield {**arrow, "ph": "f", "bp": "e", "pid": link.peer, "ts": end}
 
 
-def _linked(one: RecordedPass) -> Iterator[tuple[Link, tuple[float, float]]]:
-    """Each message of a pass, with when its exchange was under way."""
-    exchanges = {span.name: span for span in one.spans if span.lane == COMM}
-    for link in one.links:
+def _linked(recorded: RecordedPass) -> Iterator[tuple[Link, tuple[float, float]]]:
+    """Yield each message of a pass with the start and end of its exchange."""
+    exchanges = {span.name: span for span in recorded.spans if span.lane == COMM}
+    for link in recorded.links:
         span = exchanges[f"step {link.step} exchange"]
-        yield link, (one.start_us + span.start_us, one.start_us + span.end_us)
+        yield link, (recorded.start_us + span.start_us, recorded.start_us + span.end_us)

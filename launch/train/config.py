@@ -62,8 +62,8 @@ class TrainConfig:
     segment_lengths: list[int] | None = option(None, "tokens of a segment of each dilated branch, as [2048,8192]")
     dilation_rates: list[int] | None = option(None, "of each dilated branch, as [1,4]")
     schedule: str = schedule_option()
-    engine: str = option("auto", "which kernels attend", choices=ENGINES)
-    transport: str = option("auto", "what carries the messages")
+    engine: str = option("auto", "attention kernels", choices=ENGINES)
+    transport: str = option("auto", "transport of the messages")
     dtype: str = option("fp32", "of activations; weights stay fp32 under bf16", choices=("fp32", "fp64", "bf16"))
     recompute: str = option(
         "none", "of each block in backward; selective: all but attention; offloaded: full, inputs wait in host memory",

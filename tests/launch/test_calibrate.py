@@ -150,7 +150,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(InputError, match="ranks=2: there are 1 GPUs; take fewer ranks, or transport=shm"):
+    with pytest.raises(InputError, match="ranks=2: there are 1 GPUs; use fewer ranks, or transport=shm"):
         calibrate.main(["transport=nccl"])
     with pytest.raises(InputError, match="ranks=1"):
         calibrate.main(["ranks=1"])
@@ -193,7 +193,7 @@ def test_fits_say_how_far_they_are_off() -> None:
     seconds["forward 3"] *= 2
     _, kernel, _ = constants_of(seconds, "float32", 1, 4)
     assert max(kernel.errors) == kernel.errors[6] > 0.5  # forward and backward alternate
-    assert calibrate._told(kernel)["greatest_error"] == kernel.errors[6]
+    assert calibrate._errors(kernel)["greatest_error"] == kernel.errors[6]
 
 
 def test_the_bench_predicts_what_the_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:

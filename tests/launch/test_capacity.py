@@ -246,7 +246,7 @@ LONG = TrainingSetup(model_shape("1.3B"), 8 * 65536, 8)
         (lambda: TrainingSetup(TRAINED, 8, 2, schedule="rings"), "schedule=rings: choose one of auto"),
         (lambda: replace(TRAINED, heads=5), "heads=5: does not divide width"),
         (lambda: replace(TRAINED, experts=4), "experts_per_token=0: must be from 1 to experts=4"),
-        (lambda: replace(TRAINED, experts_per_token=1), "experts_per_token=1: of experts=0"),
+        (lambda: replace(TRAINED, experts_per_token=1), "experts_per_token=1: has no effect without experts"),
         (lambda: TrainingSetup(TRAINED, 8, tensor_ranks=3), "tensor_ranks=3: does not divide kv_heads=2"),
         (lambda: TrainingSetup(TRAINED, 8, pipeline_ranks=3), "pipeline_ranks=3: .* more than layers=2"),
         (lambda: TrainingSetup(TRAINED, 8, pipeline_chunks=2), "pipeline_chunks=2: there is one stage"),
@@ -538,7 +538,7 @@ def _last(settings: list[str]) -> list[str]:
 def test_every_option_reaches_the_run() -> None:
     words = ("tokens=4096 ranks=4 batch=2 mask=window window_tokens=100 schedule=direct precision=fp32 "
              "optimizer=lion recompute=selective saved_activations=int8 zero_stage=3 zero_degree=16 offload=parameters "
-             "chunked_loss_tokens=64 data=whole gradients_kept=false transients=false framework_gib=2 layers=3 "
+             "chunked_loss_tokens=64 data=whole transients=false framework_gib=2 layers=3 "
              "width=64 heads=8 kv_heads=2 ffn=160 vocabulary=300 tied=true block=swiglu head_dim=16 experts=4 "
              "experts_per_token=2 shared_experts=1 tiled_mlp_tokens=32 tensor_ranks=2 pipeline_ranks=3 "
              "pipeline_chunks=1 micro_batches=5")  # fmt: skip
@@ -546,9 +546,11 @@ def test_every_option_reaches_the_run() -> None:
     assert run_of(load(words.split(), PlanConfig)) == TrainingSetup(
         shape, 4096, 4, 2, AttentionSetup("window", 99), 2 * GIB, schedule="direct", precision="fp32", optimizer="lion",
         recompute="selective", saved_activations="int8", zero_stage=3, zero_degree=16, offload="parameters",
-        chunked_loss_tokens=64, data="whole", gradients_kept=False, transients=False, tiled_mlp_tokens=32,
+        chunked_loss_tokens=64, data="whole", transients=False, tiled_mlp_tokens=32,
         tensor_ranks=2, pipeline_ranks=3, pipeline_chunks=1, micro_batches=5,
     )  # fmt: skip
+    # Gradients of several micro batches are always kept.
+    assert not run_of(load(["gradients_kept=false"], PlanConfig)).gradients_kept
     machine = machine_of(load(["memory_gib=10", "link_gb_s=7", "tflops=3"], PlanConfig))
     assert (machine.memory_bytes, machine.link_bytes_s, machine.flops) == (10 * GIB, 7e9, 3e12)
 
@@ -645,7 +647,7 @@ def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "said"),
     [
         (("hardware=gtx1080",), "precision=bf16_master: gtx1080 has no bf16 arithmetic; use precision=fp32"),
-        (("mask=window",), "window_tokens=0: a window has at least 2"),
+        (("mask=window",), "window_tokens=0: must be at least 2"),
         (("window_tokens=5",), "window_tokens=5: has no effect on mask=causal; set mask=window"),
         (("dilation_rates=[1]",), "dilation_rates=[1]: has no effect on mask=causal; set mask=dilated"),
         (("memory_gib=0",), "memory_gib=0.0: must be more than 0"),

@@ -205,7 +205,7 @@ def test_words() -> None:
         ),
         (["cluster=cpu", "ranks=128"], "whose ranks share processors, is simulated with a plan for each rank"),
         (["window=[100,-1]", "layout=striped", "ranks=128"], "layout='striped' with a window"),
-        (["window=[8191,-1]", "causal=false", "ranks=128"], "windows bounded on both sides"),
+        (["window=[8191,-1]", "causal=false", "ranks=128"], "a window that is bounded on both sides"),
         (["window=[100000,-1]", "ranks=128"], "the window reaches 98 shards"),
     ],
 )
