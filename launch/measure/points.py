@@ -25,7 +25,7 @@ from ringattn.errors import InputError, RingError
 from ringattn.launch.calls import RunConfig, with_resolved, words_of
 from ringattn.launch.folders import locked, write_json
 from ringattn.launch.measure.environment import code_version
-from ringattn.observe.files import write_file
+from ringattn.observe.files import full_disk, write_file
 from ringattn.schedule.text import aligned
 
 STATUSES = ("ok", "oom", "error", "timeout")
@@ -237,9 +237,12 @@ def _append_line(path: Path, line: bytes) -> None:
 
 def _not_recorded(path: Path, error: OSError) -> RingError:
     """Return the error for a record that could not be written."""
+    if error.errno == errno.ELOOP:
+        return RingError(f"{path} is a symbolic link, and records are not written through one; remove it")
+    remedy = "free some space on the disk" if full_disk(error) else "make the folder and its files writable"
     return RingError(
         f"{path}: the record of this point could not be written ({error.strerror}). The records before it are "
-        "complete; free some space on the disk and give the same command again"
+        f"complete; {remedy} and give the same command again"
     )
 
 

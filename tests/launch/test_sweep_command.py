@@ -329,6 +329,17 @@ def not_synced(file: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def test_a_record_that_may_not_be_written_is_not_called_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, content: str) -> Path:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(points, "write_file", refuse)
+    with pytest.raises(RingError, match=r"\(Permission denied\)\. .*; make the folder and its files writable and give"):
+        leave(tmp_path, {"hash": "abc"})
+
+
 @pytest.mark.parametrize(("name", "failing"), [("write", half_written), ("fsync", not_synced)])
 def test_a_disk_that_fills_ends_a_sweep_in_one_sentence(
     ranks: StandIn, tmp_path: Path, name: str, failing: Any, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
