@@ -6,6 +6,7 @@ Colors are Okabe and Ito's ("Color Universal Design", 2008) where a picture tell
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,8 @@ def _tidy(axes: Axes, grid: Literal["x", "y", "both"] | None = None) -> None:
 
 
 ALONE, SHARED, EXACT, REPLICATED = "#9ecae1", "#08519c", "#2e8b57", "#b8c2cc"
+ROOMY_BARS, MOST_LABELLED = 9, 40
+"""Bars that have room for their value with its unit, and for their value at all."""
 
 
 class CurveDistance(NamedTuple):
@@ -103,17 +106,18 @@ def _draw_agreements(axes: Axes, agreements: Sequence[CurveDistance]) -> float:
     positive = [value for agreement in agreements for value in agreement.differences if value > 0]
     floor = min(positive, default=1e-17) / 3
     axes.set_yscale("log")
-    for agreement, color in zip(agreements, (SHARED, EXACT), strict=False):
+    for number, (agreement, color) in enumerate(zip(agreements, (SHARED, EXACT), strict=False)):
         numbered = list(enumerate(agreement.differences, start=1))
         lines = [value or math.nan for _, value in numbered]
         axes.plot(range(1, len(lines) + 1), lines, "o-", color=color, markersize=4, linewidth=1, label=agreement.dtype)
         zeros = [step for step, value in numbered if value == 0]
         axes.scatter(zeros, [floor] * len(zeros), s=16, facecolors="white", edgecolors=color, zorder=3)
         axes.axhline(agreement.bound, color=color, linestyle=(0, (5, 4)), linewidth=1)
+        # The label of the second bound is below its line, because the differences of the first run lie above it.
         axes.annotate(
             f"bound for {agreement.dtype}: {agreement.bound:.0e}",
-            (0.0, agreement.bound), xycoords=axes.get_yaxis_transform(), xytext=(5, 3), textcoords="offset points",
-            fontsize=8, color=color,
+            (0.0, agreement.bound), xycoords=axes.get_yaxis_transform(), xytext=(5, -3 if number else 3),
+            textcoords="offset points", va="top" if number else "bottom", fontsize=8, color=color,
         )  # fmt: skip
     axes.scatter([], [], s=16, facecolors="white", edgecolors=QUIET, label="exactly equal")
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 0.06), ncols=len(agreements) + 1)
@@ -122,27 +126,37 @@ def _draw_agreements(axes: Axes, agreements: Sequence[CurveDistance]) -> float:
 
 def draw_memory(path: str | Path, runs: Sequence[Bars], method: str) -> None:
     """Write a PNG: one bar per rank of each run, with the part that every rank has anyway set apart."""
+    save_picture(memory_figure(runs, method), path, 150)
+
+
+def memory_figure(runs: Sequence[Bars], method: str) -> Figure:
+    """Return the picture before it is written."""
     figure, axes = plt.subplots(figsize=(9, 4.6), layout="constrained")
+    count = sum(len(bars.total_bytes) for bars in runs)
+    unit, size = " MiB" if count <= ROOMY_BARS else "", min(10.0, 200 / count)
     middles, place = [], 0.0
     for bars, color in zip(runs, (ALONE, SHARED), strict=True):
         places = [place + rank for rank in range(len(bars.total_bytes))]
-        total = [size / 2**20 for size in bars.total_bytes]
+        total = [nbytes / 2**20 for nbytes in bars.total_bytes]
         kept = bars.replicated_bytes / 2**20
         axes.bar(places, total, width=0.7, color=color)
-        axes.bar(places, [min(kept, size) for size in total], width=0.7, color=REPLICATED)
-        for x, height in zip(places, total, strict=True):
-            axes.annotate(f"{height:.0f} MiB", (x, height), xytext=(0, 3), textcoords="offset points", ha="center")
+        axes.bar(places, [min(kept, height) for height in total], width=0.7, color=REPLICATED)
+        for x, height in zip(places, total, strict=True) if count <= MOST_LABELLED else ():
+            axes.annotate(f"{height:.0f}{unit}", (x, height), xytext=(0, 3), textcoords="offset points", ha="center",
+                          fontsize=size, color=INK)  # fmt: skip
         middles.append((sum(places) / len(places), bars.title))
         place = places[-1] + 2.0
     axes.bar([0], [0], color=REPLICATED, label="weights, gradients, optimizer: the same on every rank (computed)")
     axes.set_xticks(*zip(*middles, strict=True))
     axes.tick_params(axis="x", length=0)
-    axes.set_ylabel("peak growth, MiB")
-    axes.set_title("Memory of training, one bar per process", loc="left", color=INK)
-    axes.legend(frameon=False, loc="upper right")
+    axes.set_ylabel("peak growth, MiB", color=INK)
+    axes.set_ylim(0, 1.22 * axes.get_ylim()[1])  # room for the legend above the bars
+    most = " and ".join(f"{max(bars.total_bytes) / 2**20:.0f} MiB with {bars.title}" for bars in runs)
+    axes.set_title(f"Memory of training, one bar per process: at most {most}", loc="left", color=INK, fontsize=11)
+    axes.legend(frameon=False, loc="upper right", labelcolor=INK)
     figure.supxlabel(method, fontsize=8, color=QUIET)
     _tidy(axes, "y")
-    save_picture(figure, path, 150)
+    return figure
 
 
 # --- simulations ------------------------------------------------------------------------------------------------------
@@ -299,6 +313,8 @@ MOST_NUMBERS = 75
 """Numbers of steps that fit side by side."""
 TICKS = 10
 """Intervals on the axis of the longest pass, at most."""
+NOTE_WIDTH = 170
+"""Characters of a line below the panels."""
 FEW_RANKS = 8
 """Up to so many, bars have room for the numbers of their steps."""
 
@@ -403,11 +419,12 @@ def _describe(figure: plt.Figure, tracks: Sequence[Track], predicted: bool, word
     """Title and legend."""
     least = min(track.overlap for track in tracks)
     sign = "" if all(track.arrivals_known for track in tracks) else "at most "
+    over = f", over {tracks[0].transport}" if tracks[0].transport else ""
     unsure_us = max(track.uncertainty_us for track in tracks)
     aligned = f"; clocks of the ranks agree within {unsure_us:.0f} us" if unsure_us else ""
     figure.suptitle(
-        f"What {len(tracks)} ranks did, and when: {sign}{least:.1%} of the communication is hidden on the rank that "
-        f"hides least{aligned}", x=0.01, ha="left", color=INK, fontsize=12.5,
+        f"What {len(tracks)} ranks did, and when{over}: {sign}{least:.1%} of the communication is hidden on the "
+        f"rank that hides least{aligned}", x=0.01, ha="left", color=INK, fontsize=12.5,
     )  # fmt: skip
     handles = [
         Patch(facecolor=ATTEND, label="attention" + (", with its step" if len(tracks) <= FEW_RANKS else "")),
@@ -416,10 +433,13 @@ def _describe(figure: plt.Figure, tracks: Sequence[Track], predicted: bool, word
         Patch(facecolor=EXPOSED, edgecolor="white", hatch="//////", label="exposed: messages, and nothing else"),
     ]
     if predicted:
-        about = f"beneath, pale: predicted for {words}" if words else "beneath, pale: predicted"
-        handles.append(Patch(facecolor=ATTEND, alpha=FAINT, label=about))
-    figure.legend(handles=handles, loc="outside lower left", ncols=min(4, len(handles)), frameon=False, fontsize=8.5,
-                  labelcolor=INK)  # fmt: skip
+        handles.append(Patch(facecolor=ATTEND, alpha=FAINT, label="below, pale: predicted"))
+    legend = figure.legend(
+        handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=8.5, labelcolor=INK,
+        title=textwrap.fill(f"predicted for {words}", NOTE_WIDTH) if predicted and words else None,
+        title_fontsize=8.5, alignment="left",
+    )  # fmt: skip
+    legend.get_title().set_color(QUIET)
 
 
 # --- rows of dilated branches -----------------------------------------------------------------------------------------
@@ -528,6 +548,8 @@ TRAVELS = {  # what an arrow carries: its color and its words
     Kind.GRAD_OUT: ("#b8860b", "dOUT"), Kind.DQ: ("#8e44ad", "dQ"), Kind.DKV: ("#c0392b", "dK and dV"),
 }  # fmt: skip
 BOX_WIDTH, BOX_HEIGHT = 0.72, 0.52
+PALE = 0.58
+"""Share of white in the colors of many ranks."""
 FONT, LEAST_FONT, LETTERS = 9.0, 5.5, 11
 """Points of a label, at least; so many letters fit into a box at the first size."""
 
@@ -556,7 +578,8 @@ def schedule_figure(explanation: Explanation) -> Figure:
         f"{ranks} ranks:\n{sum(explanation.bytes_sent) / 1e6:.3g} MB sent, balance {explanation.balance:.2f}",
         color=INK, fontsize=12,
     )  # fmt: skip
-    box = Patch(facecolor=_color(0, ranks), label="box: the K and V that a rank attends to; + gradients that it adds")
+    adds = "; + gradients that it adds" if len(passes) > 1 else ""
+    box = Patch(facecolor=_color(0, ranks), label=f"box: the K and V that a rank attends to{adds}")
     handles = [box, *_arrow_legend(schedule for _, schedule in schedules)]
     if len(passes) > 1 and rows - len(passes[0][2]) >= 2:  # below the shorter forward pass
         axes[0][0].legend(handles=handles, loc="lower center", frameon=False, fontsize=9)
@@ -674,4 +697,8 @@ def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color
 
 
 def _color(owner: int, ranks: int) -> Any:
-    return plt.get_cmap("Set2")(owner % 8) if ranks <= 8 else plt.get_cmap("viridis")(0.25 + 0.7 * owner / ranks)
+    """Return the color of a rank's keys and values, light enough for dark text."""
+    if ranks <= 8:
+        return plt.get_cmap("Set2")(owner % 8)
+    red, green, blue, _ = plt.get_cmap("viridis")(owner / ranks)
+    return tuple(PALE + (1 - PALE) * part for part in (red, green, blue))

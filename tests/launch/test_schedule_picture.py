@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import matplotlib.pyplot as plt
@@ -21,7 +22,7 @@ from ringattn.core.layout import make_layout
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError
 from ringattn.explain import Explanation
-from ringattn.launch.pictures import show
+from ringattn.launch.pictures import charts, show
 from ringattn.launch.pictures.charts import (
     TRAVELS,
     bin_width,
@@ -158,6 +159,18 @@ def test_no_label_is_wider_than_its_box(explained: tuple[Explanation, Figure]) -
             inside = text.get_window_extent()
             assert box.x0 <= inside.x0 and inside.x1 <= box.x1, text.get_text()
             assert box.y0 <= inside.y0 and inside.y1 <= box.y1, text.get_text()
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 9, 64])
+def test_labels_can_be_read_on_the_color_of_every_owner(ranks: int) -> None:
+    """Contrast by WCAG 2: 4.5 is its bound for text."""
+
+    def luminance(color: Any) -> float:
+        parts = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(color)]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+    ink = luminance(charts.INK)
+    assert min((luminance(charts._color(owner, ranks)) + 0.05) / (ink + 0.05) for owner in range(ranks)) > 4.5
 
 
 def test_labels_say_what_is_attended_and_what_is_merged(explained: tuple[Explanation, Figure]) -> None:

@@ -94,6 +94,17 @@ def test_all_ranks_and_passes_have_one_scale_of_time(lasts_us: tuple[float, floa
     plt.close(figure)
 
 
+def test_what_was_predicted_for_is_written_in_full() -> None:
+    tracks, words = scripted(2), "2 cores of a made-up processor with a long name, " * 6
+    figure = timeline_figure(tracks, [[track.passes[0].spans for track in tracks]] * 2, words)
+    figure.canvas.draw()
+    assert figure.legends[0].get_title().get_text().replace("\n", " ") == f"predicted for {words.strip()}"
+    boxes = [legend.get_window_extent() for legend in figure.legends]
+    boxes += [text.get_window_extent() for text in (*figure.texts, *(text for ax in figure.axes for text in ax.texts))]
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+    plt.close(figure)
+
+
 @pytest.mark.slow
 def test_predictions_are_drawn_beneath(tmp_path: Path) -> None:
     tracks, alone, beside = scripted(4), tmp_path / "alone.png", tmp_path / "beside.png"

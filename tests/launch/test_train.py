@@ -15,9 +15,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from ringattn import Ring
 from ringattn.errors import DisagreementError, InputError, NonFiniteError, RingError
 from ringattn.launch.memory import PeakMemory
 from ringattn.launch.options import leaves
-from ringattn.launch.pictures.charts import Bars, CurveDistance, draw_losses, draw_memory
+from ringattn.launch.pictures.charts import Bars, CurveDistance, draw_losses, draw_memory, memory_figure
 from ringattn.launch.ranks import RanksError, agreed_ranks, threads_for
 from ringattn.launch.train import checkpoints, demo, loop, mesh, train
 from ringattn.launch.train.config import TrainConfig, load_train
@@ -190,6 +192,22 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     draw_memory(tmp_path / "memory.png", bars, "how it was measured")
     for name in ("loss.png", "memory.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and (tmp_path / name).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("ranks", [4, 16, 39, 100])
+def test_values_of_memory_bars_can_be_read(ranks: int) -> None:
+    """Values have room above their bars, with as many ranks as are labelled; the title names the largest bars."""
+    shared = [(1000 + rank) << 20 for rank in range(ranks)]
+    figure = memory_figure([Bars("1 process", 1 << 20, [9000 << 20]), Bars(f"{ranks} processes", 1 << 20, shared)], "")
+    (axes,) = figure.axes
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == (0 if ranks == 100 else 1 + ranks)
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    assert not any(box.overlaps(axes.get_legend().get_window_extent()) for box in boxes)
+    most = f"at most 9000 MiB with 1 process and {999 + ranks} MiB with {ranks} processes"
+    assert axes.get_title(loc="left").endswith(most)
+    plt.close(figure)
 
 
 # --- ranks that would train other runs than each other ---------------------------------------------------------------
