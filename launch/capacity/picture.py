@@ -19,7 +19,7 @@ from ringattn.launch.folders import save_picture
 
 INK, LIMIT = "#22303c", "#c0392b"
 VISIBLE = 1 / 1000
-"""Share of the longest bar below which a component is left out."""
+"""Share of its bar below which a component is left out."""
 BAR = 0.5
 """Height of a bar, of the distance between two."""
 FONT, PAD = 8.5, 4.0
@@ -49,8 +49,8 @@ def capacity_figure(found: dict[str, Any]) -> Figure:
     bars = {"as given": found["bytes_by_component"]}
     if found["steps"]:
         bars["after the steps"] = found["after_steps"]["bytes_by_component"]
-    visible = VISIBLE * max(sum(bar.values()) for bar in bars.values())
-    names = [name for name in found["bytes_by_component"] if any(bar[name] > visible for bar in bars.values())]
+    names = [name for name in found["bytes_by_component"]
+             if any(bar[name] > VISIBLE * sum(bar.values()) for bar in bars.values())]  # fmt: skip
     of_index = plt.get_cmap("tab10")
     colors = {name: to_hex(of_index(index)) for index, name in enumerate(found["bytes_by_component"])}
     figure, ax = plt.subplots(figsize=(9, 1.9 + 1.0 * len(bars)), layout="constrained")
@@ -85,7 +85,7 @@ def capacity_figure(found: dict[str, Any]) -> Figure:
     figure.set_layout_engine("none")
     for row, (segments, total) in enumerate(zip(rows, totals, strict=True)):
         _write_total(ax, row, total, limit)
-        _write_values(ax, row, [segment for segment in segments if segment.width * GIB > visible])
+        _write_values(ax, row, [segment for segment in segments if segment.width > VISIBLE * total])
     return figure
 
 

@@ -22,7 +22,7 @@ from matplotlib.colors import ListedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from ringattn.core.geometry import StridedRange
 from ringattn.core.mask import Branch
@@ -32,6 +32,7 @@ from ringattn.core.tiling import branch_tiles
 from ringattn.errors import InputError
 from ringattn.launch.folders import save_picture
 from ringattn.launch.pictures.simulation import PASSES, Simulated
+from ringattn.planner.simulate import duration
 from ringattn.schedule.ops import Kind, Merge, Schedule, Step, Work
 from ringattn.schedule.passes import is_on_received
 from ringattn.schedule.text import busy_steps
@@ -166,6 +167,8 @@ COLORS = {"strong": BLUE, "weak": ORANGE}
 WORK, MESSAGES, WAITING = BLUE, GREY, ORANGE
 BINS = 400
 """Stretches of a whole pass, each drawn with its mean."""
+MOST_MS = 10_000.0
+"""Milliseconds from which an axis counts seconds."""
 NEAR_STEPS = 6
 """Steps that are drawn one by one: as long as the first rank drawn takes for so many."""
 
@@ -181,6 +184,10 @@ MEASURES: tuple[tuple[str, str, Callable[[Simulated], float]], ...] = (
     ("staging buffers, of the rank that holds most", "GiB", lambda one: one.held_bytes[2] / 2**30),
 )  # fmt: skip
 LOGARITHMIC = "s", "GiB"
+MOST_RATIO = 200
+"""Of the ends of a logarithmic axis on which also 2 and 5 times each power of ten have ticks."""
+MOST_PLAIN = 1e5
+"""Numbers of a logarithmic axis below it, and above its inverse, are written without powers."""
 
 
 def draw_curves(path: str | Path, curves: Mapping[str, Sequence[Simulated]], title: str) -> None:
@@ -206,6 +213,11 @@ def curves_figure(curves: Mapping[str, Sequence[Simulated]], title: str) -> Figu
         axes.set_ylabel(unit, color=INK)
         if unit in LOGARITHMIC:
             axes.set_yscale("log")
+            low, high = axes.get_ylim()
+            powers = LogLocator(subs=(1, 2, 5) if high < MOST_RATIO * low else (1,), numticks=8)
+            axes.yaxis.set_major_locator(MaxNLocator(6) if high < 10 * low else powers)
+            if high < MOST_PLAIN and low > 1 / MOST_PLAIN:
+                axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
         else:
             axes.set_ylim(0, max(1.0, 1.08 * axes.get_ylim()[1]))
         axes.set_xlim(ranks[0] / 1.4, ranks[-1] * 1.4)
@@ -214,9 +226,10 @@ def curves_figure(curves: Mapping[str, Sequence[Simulated]], title: str) -> Figu
         axes.minorticks_off()
         _tidy(axes, "both")
     handles = [Line2D([], [], color=COLORS[scaling], linewidth=1.6, label=f"{scaling} scaling") for scaling in curves]
-    handles += [Line2D([], [], color=QUIET, marker="o", linestyle="none", label="simulated by classes of ranks"),
-                Line2D([], [], color=QUIET, marker="o", linestyle="none", markerfacecolor="white",
-                       label="simulated by the plan of each rank")]  # fmt: skip
+    for classes, face, how in ((True, QUIET, "by classes of ranks"), (False, "white", "by the plan of each rank")):
+        if any(point.classes == classes for points in curves.values() for point in points):
+            handles.append(Line2D([], [], color=QUIET, marker="o", linestyle="none", markerfacecolor=face,
+                                  label=f"simulated {how}"))  # fmt: skip
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, labelcolor=INK)
     figure.suptitle(title, color=INK, fontsize=12)
     return figure
@@ -237,6 +250,7 @@ def point_figure(point: Simulated, title: str, names: Mapping[int, str]) -> Figu
     totals_ms = [one.total_s * 1e3 for one in point.passes]
     shown_ms = same_scale(totals_ms)
     near = max(_first_steps_ms(spans[ranks[0]]) / shown for spans, shown in zip(point.spans, shown_ms, strict=True))
+    near = min(near, 1.0)
     figure, grid = plt.subplots(
         2, len(point.passes), figsize=(13, 3.4 + 0.75 * len(ranks)), squeeze=False, layout="constrained",
         width_ratios=shown_ms, sharey=True,
@@ -249,19 +263,22 @@ def point_figure(point: Simulated, title: str, names: Mapping[int, str]) -> Figu
             100 * shares, aspect="auto", cmap="Blues", vmin=0, vmax=100, interpolation="nearest",
             extent=(0, total_ms, len(ranks) - 0.5, -0.5),
         )  # fmt: skip
-        above.set_title(f"{PASSES[column]}, {total_ms:,.4g} ms", loc="left", color=INK, fontsize=11)
-        _draw_first_steps(below, [spans[rank] for rank in ranks], min(total_ms, near * shown_ms[column]))
-        below.set_title(f"first {near * shown_ms[column]:,.3g} ms", loc="left", color=INK, fontsize=11)
+        above.set_title(f"{PASSES[column]}, {duration(total_ms / 1e3)}", loc="left", color=INK, fontsize=11)
+        until_ms = min(total_ms, near * shown_ms[column])
+        _draw_first_steps(below, [spans[rank] for rank in ranks], until_ms)
+        below.set_title(f"the first {duration(until_ms / 1e3)} of it", loc="left", color=INK, fontsize=11)
         for axes, row_ms in ((above, shown_ms), (below, [near * shown for shown in shown_ms])):
             ticks = MaxNLocator(TICKS, steps=(1, 2, 5, 10)).tick_values(0, max(row_ms))
             axes.set_xlim(0, row_ms[column])
             axes.set_xticks([tick for tick in ticks if tick <= row_ms[column]])
             axes.set_yticks(range(len(ranks)), labels)
-            axes.set_xlabel("ms", color=INK)
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
+            unit, size = ("s", 1e3) if max(row_ms) >= MOST_MS else ("ms", 1.0)
+            axes.set_xlabel(unit, color=INK)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _, size=size: f"{x / size:,.10g}"))
             _tidy(axes)
     assert image is not None
-    bar = figure.colorbar(image, ax=list(grid[0]), location="bottom", fraction=0.05, aspect=60, shrink=0.4)
+    part = 0.4 / len(ranks)  # of the upper panels, whose height grows with the ranks
+    bar = figure.colorbar(image, ax=list(grid[0]), location="bottom", fraction=part, aspect=60, shrink=0.4)
     bar.set_label("% of the time at work", color=INK)
     handles = [Patch(color=WORK, label="work"), Patch(color=MESSAGES, label="messages under way"),
                Patch(color=WAITING, label="waiting")]  # fmt: skip

@@ -147,7 +147,7 @@ def picture_title(simulator: Simulator, points: Sequence[Simulated]) -> str:
     layout = simulator.problem(most.tokens, most.ranks).q_layout.name
     options = "" if config.overlap else ", messages after the work of their step"
     options += f", {config.sm_margin} multiprocessors left to messages" if config.sm_margin else ""
-    ranks = f"{most.ranks:,} ranks" if len(points) == 1 else f"up to {most.ranks:,} ranks"
+    ranks = f"{'up to ' if len(points) > 1 else ''}{most.ranks:,} rank{'s'[: most.ranks > 1]}"
     batch = f"{config.batch} sequences of " if config.batch > 1 else ""
     heads = f"{config.heads} query and {config.kv_heads} K/V heads of {config.head_dim}"
     mask = ("causal" if config.causal else "full") + (f", window {list(config.bounds)}" if config.bounds else "")

@@ -601,8 +601,9 @@ def test_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["preset=1.3B hardware=a100-80 ranks=8 tokens=1000000", "preset=7B ranks=2", "preset=125M ranks=1 tokens=1024"],
-)
+    ["preset=1.3B hardware=a100-80 ranks=8 tokens=1000000", "preset=7B ranks=2", "preset=125M ranks=1 tokens=1024",
+     "preset=70B ranks=4 hardware=gtx1080 precision=fp32 tokens=100000"],
+)  # fmt: skip
 def test_every_value_of_the_picture_can_be_read(words: str, tmp_path: Path) -> None:
     """The values of a bar add up to its total, each lies in its segment or above the bar, and none on another."""
     _, found = planned(tmp_path, *words.split())

@@ -27,7 +27,7 @@ from ringattn.launch.pictures.simulate import (
 )
 from ringattn.launch.pictures.simulation import SimulateConfig, Simulated, Simulator
 from ringattn.planner.cluster import CLUSTERS
-from ringattn.planner.simulate import Disturbance
+from ringattn.planner.simulate import Disturbance, duration
 from tests.launch.commands import python
 
 SMALL = ["heads=4", "kv_heads=2", "head_dim=64"]
@@ -139,6 +139,28 @@ def test_the_timeline_shows_disturbed_ranks_and_one_scale_of_time() -> None:
     assert [axes.get_xlim()[1] >= one.total_s * 1e3 for axes, one in zip(panels, point.passes, strict=False)] == [
         True
     ] * 2
+    plt.close(figure)
+
+
+def test_short_and_long_calls_have_axes_that_can_be_read() -> None:
+    """A curve within a power of ten has several ticks, and minutes are counted in seconds."""
+    simulator = Simulator(SimulateConfig(schedule="all_gather", backward=False), CLUSTERS["cpu"])
+    points = [simulator.run(8192, ranks) for ranks in (2, 4)]
+    figure = curves_figure({"strong": points}, picture_title(simulator, points))
+    figure.canvas.draw()
+    low, high = figure.axes[0].get_ylim()
+    assert high < 10 * low and sum(low <= tick <= high for tick in figure.axes[0].get_yticks()) >= 3
+    assert [text.get_text() for text in figure.legends[0].get_texts()][1:] == ["simulated by the plan of each rank"]
+    plt.close(figure)
+    long = simulator.run(131072, 2, [0, 1])
+    assert long.total_s > 60
+    figure = point_figure(long, "title", {})
+    figure.canvas.draw()
+    above, below = figure.axes[:2]
+    assert above.get_xlabel() == below.get_xlabel() == "s"
+    last = float(above.get_xticklabels()[-1].get_text().replace(",", ""))
+    assert last == pytest.approx(above.get_xticks()[-1] / 1e3) and last > 10
+    assert above.get_title(loc="left") == f"forward, {duration(long.total_s)}"
     plt.close(figure)
 
 
