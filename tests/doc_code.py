@@ -33,6 +33,13 @@ def code_of(page: str) -> str:
     return "\n".join(lines)
 
 
+def block_of(page: str, word: str) -> str:
+    """Return the code of the one block of `docs/<page>` that begins with ```python and `word`."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    (block,) = re.findall(rf"^```python {word}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return str(block)
+
+
 def run_page(page: str, **given: Any) -> dict[str, Any]:
     """Run the code of `docs/<page>` here, `given` these names; returns all names."""
     names: dict[str, Any] = {"__name__": "__docs__", **given}

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringattn.cli import COMMANDS
+from ringattn.cli import COMMANDS, main
 from ringattn.launch.train import train
 from ringattn.launch.train.checkpoints import MAY_CHANGE
 from ringattn.launch.train.config import load_train
 from ringattn.testing import dense_attention, run_ranks
-from tests.doc_code import run_page, run_page_under_torchrun, run_under_torchrun
+from tests.doc_code import block_of, run_page, run_page_under_torchrun, run_under_torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -116,6 +116,9 @@ def test_no_page_outside_the_repository_is_cited() -> None:
     ("page", "printed"),
     [
         ("masks.md", ""),
+        ("concepts.md", r"^merged state: error [0-9]e-1[5-9]$"),
+        ("packing.md", r"^packed documents: error [0-9]e-1[5-9]$"),
+        ("mixed-precision.md", r"^bf16: error [0-9.]+e-0[34] on one rank, [0-9.]+e-0[34] on four$"),
         ("embedding.md", r"equal to one process \(loss "),
         ("training.md", r"^\S+e-(1[5-9]|\d{3})$|^0\.0$"),
     ],
@@ -151,6 +154,50 @@ def test_replicas_of_rings_train_like_one_process(tmp_path: Path) -> None:
     assert printed.count("FSDP2: ") == 4 and printed.count("accelerate: the same gradients") == 4
     losses = [(float(mine), float(true)) for mine, true in re.findall(r"FSDP2: (\S+), one process: (\S+)", printed)]
     assert len(losses) == 4 and all(mine == pytest.approx(true, rel=1e-5) for mine, true in losses)
+
+
+@pytest.mark.slow
+def test_the_llama_script_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    script = tmp_path / "train_llama.py"
+    script.write_text(block_of("train-llama-128k.md", "llama"), encoding="utf-8")
+    page = (ROOT / "docs" / "train-llama-128k.md").read_text(encoding="utf-8")
+    pattern = r"^step \d: loss ([\d.]+), gradient norm ([\d.]+)$"
+    documented = [tuple(map(float, line)) for line in re.findall(pattern, page, re.MULTILINE)]
+    assert len(documented) == 3
+    for ranks in (1, 2):
+        (tmp_path / str(ranks)).mkdir()
+        printed = run_under_torchrun([str(script), "tiny", "515", "3"], tmp_path / str(ranks), ranks)
+        losses = [tuple(map(float, line)) for line in re.findall(pattern, printed, re.MULTILINE)]
+        assert losses == [pytest.approx(line, rel=1e-2) for line in documented], ranks
+
+
+def test_the_plan_of_the_llama_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "train-llama-128k.md").read_text(encoding="utf-8")
+    (words,) = re.findall(r"^ringattn (plan .*)$", page, re.MULTILINE)
+    (shown,) = re.findall(r"^```text\n(131,072 tokens over.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert main(shlex.split(words)) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in shown.splitlines() if line not in printed] == []
+
+
+@pytest.mark.slow
+def test_the_hung_script_ends_with_the_errors_that_the_page_shows(tmp_path: Path) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text(block_of("hung-job.md", "script"), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "RINGATTN_FLIGHT_DIR": str(tmp_path / "flight")}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0
+    records = subprocess.run(
+        [sys.executable, "-m", "ringattn", "flight", "flight"],
+        cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert records.returncode == 1, records.stderr
+    page = (ROOT / "docs" / "hung-job.md").read_text(encoding="utf-8")
+    error, divergence = (" ".join(text.split()) for text in re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S))
+    assert error in " ".join(done.stderr.split())
+    assert divergence in " ".join(records.stdout.split())
 
 
 # --- the commands of docs/training.md --------------------------------------------------------------------------------
