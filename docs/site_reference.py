@@ -6,12 +6,14 @@ A line `<!-- generated: NAME -->` of a page is replaced by what the function of 
 from __future__ import annotations
 
 import io
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from dataclasses import fields
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +23,7 @@ from ringattn.launch.measure.points import RECORD_KEYS
 from ringattn.launch.options import groups, leaves, presets_of
 from ringattn.options import AttentionOptions
 
+DOCS = Path(__file__).parent
 PLACE = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 UNUSUAL = 2**32 - 1
 """Limits from here on only keep sizes inside the range of a number, so they are not listed."""
@@ -92,6 +95,36 @@ def attention_options() -> str:
     return table(("option", "default", "meaning"), rows)
 
 
+FILTER = """```{raw} html
+<input class="table-filter" type="search" placeholder="Filter the classes" aria-label="Filter the classes">
+<script>
+document.querySelector(".table-filter").addEventListener("input", (event) => {
+  const text = event.target.value.toLowerCase();
+  const table = event.target.parentElement.querySelector("table.filtered");
+  for (const row of table.tBodies[0].rows) row.hidden = !row.textContent.toLowerCase().includes(text);
+});
+</script>
+```"""
+
+
+def models() -> str:
+    """Return a table of all model classes of transformers that were tried, with a field that filters it."""
+    results = json.loads((DOCS / "transformers-models.json").read_text(encoding="utf-8"))
+    rows = [(code(name), result["verdict"], escaped(result["reason"])) for name, result in results["classes"].items()]
+    listed = table(("class", "result", "message"), rows)
+    return f"## All classes\n\n{FILTER}\n\n:::{{table}}\n:class: filtered\n\n{listed}\n:::"
+
+
+def decisions() -> str:
+    """Return the table of contents of the decision records."""
+    return "```{toctree}\n:maxdepth: 1\n:glob:\n0*\n```"
+
+
+def measured_tables() -> str:
+    """Return the table of contents of the tables that the benchmarks wrote."""
+    return "```{toctree}\n:maxdepth: 1\n:glob:\n../bench/results/cpu/*\n```"
+
+
 def errors() -> str:
     """Return the directives for every error of the package, base classes first."""
     names = (name for name, error in vars(ringattn.errors).items() if isinstance(error, type))
@@ -125,6 +158,9 @@ GENERATED: dict[str, Callable[[], str]] = {
     "record_keys": record_keys,
     "attention_options": attention_options,
     "errors": errors,
+    "models": models,
+    "decisions": decisions,
+    "measured_tables": measured_tables,
 }
 
 

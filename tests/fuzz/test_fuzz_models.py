@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -171,20 +172,23 @@ def _is_of_text(name: str) -> bool:
 # --- the page -------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_of_the_docs_is_as_the_walk_writes_it() -> None:
-    """Its form, from records made of its own numbers; all classes, and none of them wrong."""
-    text = PAGE.read_text(encoding="utf-8")
-    for line in page.text([], 0).splitlines():
-        form = re.sub(r"\d+", lambda _: r"\d+", re.escape(line))
-        assert re.search(f"^{form}$", text, re.MULTILINE), line
-    titles = re.findall("^## (.*)$", text, re.MULTILINE)
-    assert titles == ["Exact", "Refused", "Not buildable", "Arguments that no call had"]
-    head, _, rest = text.partition("## Exact\n")
-    tried, *parts = (int(count) for count in re.findall(r"^\| [a-z].* \| (\d+) \|$", head, re.MULTILINE))
-    assert len(parts) == len(page.VERDICTS) and sum(parts) == tried > 1000
-    assert parts[page.VERDICTS.index("wrong")] == 0
-    exact = re.findall(r"[A-Za-z]\w+", rest.partition("\nCalls of these")[0])
-    others = [name for row in re.findall(r"\| \d+: (.*) \|$", rest, re.MULTILINE) for name in row.split(", ")]
-    assert len(exact) == parts[0]
-    assert len({*exact, *others}) == len([*exact, *others]) == tried
-    assert {*exact, *others} <= set(tiny.classes())
+def test_the_page_and_the_data_agree() -> None:
+    """The page is what the data make of it; no class is wrong, and every class is one of this transformers."""
+    results = json.loads((PAGE.parent / "transformers-models.json").read_text(encoding="utf-8"))
+    assert PAGE.read_text(encoding="utf-8") == page.text(results)
+    assert (PAGE.parent / "transformers-models.json").read_text(encoding="utf-8") == page.dumped(results)
+    verdicts = [result["verdict"] for result in results["classes"].values()]
+    assert set(verdicts) == {"exact", "refused", "not buildable"} and len(verdicts) > 1000
+    assert results["classes"].keys() <= set(tiny.classes())
+    assert all(result["reason"] for result in results["classes"].values() if result["verdict"] != "exact")
+
+
+def test_the_data_of_a_walk() -> None:
+    """A record of each kind."""
+    records: list[Record] = [record_of("Lfm2Model"), record_of("ReformerModelWithLMHead")]
+    results = page.data(records, 0)
+    assert results["classes"]["Lfm2Model"]["verdict"] == "refused"
+    assert page.topic_of(results["classes"]["Lfm2Model"]) == "layers with a state, or that choose tokens"
+    assert page.topic_of(results["classes"]["ReformerModelWithLMHead"]) == "the smallest configuration does not work"
+    assert sum(results["calls"].values()) == len(records[0]["cases"])
+    assert "| refused | 1 |" in page.text(results) and "| not buildable | 1 |" in page.text(results)

@@ -7,7 +7,8 @@ cases=N         stop after so many classes
 seconds=3600    stop after so long
 jobs=1          processes that examine classes
 out=FILE        one JSON object for each class, written as it comes (build/fuzz-models.jsonl)
-page=FILE       write the tables of the documentation there, of what `out` holds
+data=FILE       write the results there, for the page and the documentation site
+page=FILE       write the page of the documentation there
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.fuzz.models.walk import Record, walk
 
 DEFAULTS = {
     "seed": "0", "only": "", "every": "1", "cases": "", "seconds": "3600", "jobs": "1",
-    "out": "build/fuzz-models.jsonl", "page": "",
+    "out": "build/fuzz-models.jsonl", "data": "", "page": "",
 }  # fmt: skip
 
 
@@ -63,8 +64,10 @@ def main(arguments: list[str]) -> int:
         )  # fmt: skip
     print(page.summary(records))
     print(f"{time.monotonic() - began:.0f} s, {out}")
-    if options["page"]:
-        Path(options["page"]).write_text(page.text(records, int(options["seed"])), encoding="utf-8")
+    results = page.data(records, int(options["seed"]))
+    for option, content in (("data", page.dumped), ("page", page.text)):
+        if options[option]:
+            Path(options[option]).write_text(content(results), encoding="utf-8")
     return 1 if any(record["verdict"] == "wrong" for record in records) else 0
 
 

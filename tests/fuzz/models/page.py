@@ -1,12 +1,13 @@
-"""The counts of a walk, and its tables for the documentation."""
+"""The counts of a walk, its data for the documentation site, and the page of the documentation."""
 
 from __future__ import annotations
 
+import json
 import re
-import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from typing import Any
 
 from tests.fuzz.models.walk import Record
 
@@ -21,7 +22,7 @@ def counts(records: Sequence[Record]) -> str:
 
 def summary(records: Sequence[Record]) -> str:
     """For the end of a walk."""
-    lines = [counts(records), f"calls: {_calls(records)}"]
+    lines = [counts(records), "calls: " + ", ".join(f"{count} {what}" for what, count in _calls(records).items())]
     for what in ("refused", "not buildable"):
         for reason, names in grouped(records, what):
             lines.append(f"{what}, {len(names)}: {reason} ({_names(names, 4)})")
@@ -51,70 +52,184 @@ def _names(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-_HEAD = """# Models of transformers, one after the other
+_PAGE = """# Models of transformers, class by class
 
-Written by `python -m tests.fuzz.models page=docs/embedding-transformers-models.md seed={seed}`, with transformers
-{transformers} and torch {torch}: every class of its mappings for text, also beside images and sound, whose `forward`
-takes `input_ids`. The smallest model that its configuration makes, two layers or more, with random float64 weights, is
-called over a ring of two ranks as [the documentation](embedding-transformers.md) says, and the unmodified one with
-`attn_implementation="eager"` in one process: plain, padded before, after and on both sides, packed, with positions,
-labels, `inputs_embeds` and each other argument of text that it takes, with what asks for other outputs, and as drawn.
-All outputs, the loss and every parameter's gradient are compared, to 1e-8. Images and sound are not given.
+Written with transformers {transformers} and torch {torch} by this command:
 
-Where the files of a model know kinds of layers that its default configuration has not (`conv`, `sliding_attention`,
-`minimax_m3_sparse`, ...), the same calls are made of a model with a layer of each such kind. The worst verdict counts.
+```
+python -m tests.fuzz.models data={file} page={page} seed={seed}
+```
 
-| | classes |
+It tried {tried:,} classes of {model_types} model types: every class for text, also next to images and sound, whose
+`forward` takes `input_ids`.
+
+- The model is the smallest that its configuration allows, with at least two layers and random float64 weights.
+- It is called over a ring of two ranks as [the documentation](embedding-transformers.md) says; the unmodified model is
+  called with `attn_implementation="eager"` in one process.
+- Calls: plain; padded before, after and on both sides; packed; with positions, labels, `inputs_embeds` and every other
+  text argument; with arguments that request other outputs; and as drawn. Images and sound are not given.
+- All outputs, the loss and the gradient of every parameter are compared, to 1e-8.
+- Some models have kinds of layers that their default configuration does not use, such as `conv` or `sliding_attention`.
+  The same calls are made with a layer of each such kind, and the worst result counts.
+
+| result | classes | meaning |
+|---|---|---|
+| exact | {exact} | every call is exact, or refused by name |
+| refused | {refused} | refused by name in every call, or with a kind of layer |
+| not buildable | {not_buildable} | cannot be built here |
+| wrong | {wrong} | a wrong result, or an error without a reason |
+
+| calls | number |
 |---|---|
-| tried, of {types} model types | {tried} |
-| exact: each call exact, or refused by name | {exact} |
-| refused by name in every call, or in every call with a kind of layer | {refused} |
-| not buildable here | {not_buildable} |
-| wrong: silently, or refused without a name | {wrong} |
+{calls}
 
-Calls: {calls}.
+The result of each class, with its message, is in [{file_name}]({file_name}). The documentation site shows
+them below, as a table with a filter.
+
+## Why classes are refused
+
+{refused_topics}
+
+## Why classes cannot be built
+
+{unbuildable_topics}
+
+## Refused calls of exact classes
+
+| call | number |
+|---|---|
+{refused_calls}
+
+## Arguments that no call had
+
+{arguments} arguments, mostly of images, sound and caches; the data file lists them all. The most frequent:
+
+{frequent}
+
+<!-- generated: models -->
 """
+FILE, FREQUENT = "docs/transformers-models.json", 8
+
+Topics = tuple[tuple[str, str], ...]
+REFUSED: Topics = (
+    ("did not let its attention be set", "attention cannot be replaced"),
+    ("of a whole row", "an output of the whole row"),
+    ("carry a state", "layers with a state, or that choose tokens"),
+    ("are not \\(rows, tokens\\)", "multiple choice: input of three dimensions"),
+    ("ALiBi|adds a bias", "a bias inside the model's own attention"),
+    ("configuration of its own", "encoder and decoder with separate configurations"),
+    ("position_ids|places", "positions that the model counts itself"),
+    ("mask", "a mask that the model makes or reads itself"),
+    ("", "other"),
+)
+"""Patterns of reasons, and the topic of each; the first that matches counts."""
+UNBUILDABLE: Topics = (
+    ("parameters at its smallest", "too large at its smallest"),
+    ("ImportError|ModuleNotFoundError", "a library is missing"),
+    ("pixel|visual|vision|image|audio|speech|input_features|input_values", "needs images or sound"),
+    ("", "the smallest configuration does not work"),
+)
+CALLS: Topics = (
+    ("return_dict", "`return_dict=False`"),
+    ("loss", "a loss of this rank's tokens alone"),
+    ("beside an attention_mask|next to an attention_mask", "`position_ids` that contradict the padding"),
+    ("by itself would count", "`position_ids` of places that the model counts itself"),
+    ("logits_to_keep", "`logits_to_keep`"),
+    ("neither those of whole rows", "`position_ids` neither of rows nor of packed documents"),
+    ("", "a mask that the model makes itself"),
+)
 
 
-def text(records: Sequence[Record], seed: int) -> str:
-    """The page of the documentation."""
-    records = sorted(records, key=lambda record: str(record["class"]))
-    by = Counter(record["verdict"] for record in records)
-    exact = [record for record in records if record["verdict"] == "exact"]
-    head = _HEAD.format(
-        seed=seed, transformers=version("transformers"), torch=version("torch").partition("+")[0], tried=len(records),
-        types=len({record["type"] for record in records}), exact=by["exact"], refused=by["refused"],
-        not_buildable=by["not buildable"], wrong=by["wrong"], calls=_calls(records),
-    )  # fmt: skip
-    refusals = Counter(
+def data(records: Sequence[Record], seed: int) -> dict[str, Any]:
+    """Return the results of a walk as JSON values: what the page and the documentation site are made of."""
+    refused_calls = Counter(
         _general(why, record["class"])
-        for record in exact
+        for record in records
+        if record["verdict"] == "exact"
         for what, why in record["cases"].values()
         if what == "refused"
     )
-    parts = [head, "## Exact\n", _wrapped(", ".join(record["class"] for record in exact)),
-             "\nCalls of these that are refused (N: a number):\n",
-             _table("calls", ((str(count), reason) for reason, count in refusals.most_common()))]  # fmt: skip
-    for what, title in (("refused", "Refused"), ("not buildable", "Not buildable"), ("wrong", "Wrong")):
-        rows = [(f"{len(names)}: {', '.join(names)}", reason) for reason, names in grouped(records, what)]
-        parts += [f"\n## {title}\n", _table("classes", rows)] if rows else []
-    missing = Counter(one for record in records for one in record.get("not_given", ()))
-    parts += ["\n## Arguments that no call had\n",
-              "Of images, sound and caches, mostly; each with its number of classes.\n",
-              _wrapped(", ".join(f"`{name}` {count}" for name, count in sorted(missing.items())))]  # fmt: skip
-    return "\n".join(parts) + "\n"
+    classes = {
+        record["class"]: {
+            "verdict": record["verdict"],
+            "reason": "" if record["verdict"] == "exact" else _general(record["reason"], record["class"]),
+        }
+        for record in records
+    }
+    return {
+        "transformers": version("transformers"),
+        "torch": version("torch").partition("+")[0],
+        "seed": seed,
+        "model_types": len({record["type"] for record in records}),
+        "calls": _calls(records),
+        "refused_calls": dict(refused_calls.most_common()),
+        "arguments_not_given": dict(sorted(Counter(a for r in records for a in r.get("not_given", ())).items())),
+        "classes": dict(sorted(classes.items())),
+    }
 
 
-def _table(head: str, rows: Iterable[tuple[str, str]]) -> str:
-    return "\n".join([f"| reason | {head} |", "|---|---|", *(f"| {reason} | {which} |" for which, reason in rows)])
+def dumped(results: Mapping[str, Any]) -> str:
+    """Return the text of the data file, with one line per class."""
+    return (
+        re.sub(r"\{\n\s+(\"verdict\".*),\n\s+(\"reason\".*)\n\s+\}", r"{\1, \2}", json.dumps(results, indent=1)) + "\n"
+    )
 
 
-def _calls(records: Sequence[Record]) -> str:
+def text(results: Mapping[str, Any]) -> str:
+    """Return the page of the documentation."""
+    by = Counter(result["verdict"] for result in results["classes"].values())
+    missing = results["arguments_not_given"]
+    frequent = sorted(missing, key=lambda name: (-missing[name], name))[:FREQUENT]
+    return _PAGE.format(
+        **results | {
+            "file": FILE, "page": "docs/embedding-transformers-models.md", "file_name": FILE.rpartition("/")[2],
+            "tried": len(results["classes"]), "exact": by["exact"], "refused": by["refused"],
+            "not_buildable": by["not buildable"], "wrong": by["wrong"],
+            "calls": "\n".join(f"| {CALL_NAMES[what]} | {count:,} |" for what, count in results["calls"].items()),
+            "refused_topics": _topics(results, "refused", REFUSED),
+            "unbuildable_topics": _topics(results, "not buildable", UNBUILDABLE),
+            "refused_calls": _by_topic(results["refused_calls"], CALLS),
+            "arguments": len(missing),
+            "frequent": "\n".join(f"- `{name}`: {missing[name]} classes" for name in frequent),
+        }
+    )  # fmt: skip
+
+
+def topic_of(result: Mapping[str, str]) -> str:
+    """Return in a few words why a class is not exact; empty if it is."""
+    topics = {"refused": REFUSED, "not buildable": UNBUILDABLE}.get(result["verdict"], ())
+    return next((topic for pattern, topic in topics if re.search(pattern, result["reason"])), result["reason"])
+
+
+def _topics(results: Mapping[str, Any], verdict: str, topics: Topics) -> str:
+    """Return a table of topics with the number of classes and two of them."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, result in results["classes"].items():
+        if result["verdict"] == verdict:
+            names[topic_of(result)].append(name)
+    rows = [(topic, str(len(names[topic])), ", ".join(names[topic][:2])) for _, topic in topics if topic in names]
+    return "\n".join(
+        ["| reason | classes | for example |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+    )
+
+
+def _by_topic(numbers: Mapping[str, int], topics: Topics) -> str:
+    """Return the rows of a table of topics and numbers."""
+    by: Counter[str] = Counter()
+    for reason, count in numbers.items():
+        by[next(topic for pattern, topic in topics if re.search(pattern, reason))] += count
+    return "\n".join(f"| {topic} | {count} |" for topic, count in by.most_common())
+
+
+CALL_NAMES = {
+    "exact": "exact",
+    "refused": "refused by name",
+    "wrong": "wrong",
+    "no reference": "not possible in one process",
+}
+
+
+def _calls(records: Sequence[Record]) -> dict[str, int]:
+    """Return the number of calls by result."""
     by = Counter(verdict[0] for record in records for verdict in record["cases"].values())
-    named = {"exact": "exact", "refused": "refused by name", "wrong": "wrong",
-             "no reference": "that one process cannot answer either"}  # fmt: skip
-    return ", ".join(f"{by[what]} {words}" for what, words in named.items())
-
-
-def _wrapped(words: str) -> str:
-    return textwrap.fill(words, 120, break_long_words=False, break_on_hyphens=False)
+    return {what: by[what] for what in CALL_NAMES}
