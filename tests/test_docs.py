@@ -73,6 +73,10 @@ def test_links_lead_to_files() -> None:
     assert broken == []
 
 
+FORMER = {"runtime/spec.py"}
+"""Files that a record names as what was there before."""
+
+
 def test_files_that_pages_name_exist() -> None:
     folders = [
         ROOT,
@@ -86,6 +90,26 @@ def test_files_that_pages_name_exist() -> None:
             if "HOST" not in name and not any((folder / name).exists() for folder in (page.parent, *folders)):
                 missing.append(f"{page.relative_to(ROOT)}: {name}")
     assert missing == []
+
+
+def test_decisions_have_a_status_and_name_files_that_exist() -> None:
+    status = re.compile(
+        r"# (\d{4})  .*\n\nDate: 2026-\d\d-\d\d\. Status: (current\. Described in \[|superseded by \[\d{4}\])"
+    )
+    folders = (ROOT, *(ROOT / name for name in ("ringattn", "launch", "kernels", "bench")))
+    wrong = []
+    for record in sorted((ROOT / "docs" / "internals" / "decisions").glob("0*.md")):
+        text = record.read_text(encoding="utf-8")
+        match = status.match(text)
+        if match is None or match[1] != record.name[:4]:
+            wrong.append(f"{record.name}: no status")
+        elif match[2].startswith("current"):
+            names = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|json))`", text)
+            wrong += [
+                f"{record.name}: {name}" for name in names
+                if name not in FORMER and not any((folder / name).exists() for folder in folders)
+            ]  # fmt: skip
+    assert wrong == []
 
 
 def test_index_lists_every_page() -> None:
