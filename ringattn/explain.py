@@ -18,7 +18,7 @@ from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import branch_tiles, pieces_of
 from ringattn.options import AttentionOptions
-from ringattn.planner.candidates import Candidate, check_extent, followed, how_chosen, known, table_of
+from ringattn.planner.candidates import Candidate, check_extent, followed, how_chosen, is_named, table_of
 from ringattn.planner.choose import choose_route, compared, plan_of, without_collector
 from ringattn.planner.cluster import Cluster, Exchange, LinkClass, cluster_named, exchanges, placement
 from ringattn.planner.layouts import InLayout, better_layout, by_layout, in_layouts, misplaced, pairs_planned
@@ -203,7 +203,7 @@ def explain_call(
     if isinstance(cluster, str):
         cluster = cluster_named(cluster)
     cluster = ring.cluster if cluster is None else cluster.joined(ring.links)
-    own = cluster is ring.cluster or not known(cluster)
+    own = cluster is ring.cluster or not is_named(cluster)
     cluster_from = ring.cluster_from if own else f"named: {cluster.name}"
     schedule = options.schedule
     problem = make_problem(ring, seq, kv_seq, *sizes, dtype, dilated or options.pairs)
@@ -213,10 +213,10 @@ def explain_call(
     check_extent(problem, by_head=skips_rows if schedule == "auto" else route_named(schedule).by_head)
     machines = ring.cluster if own else cluster
     # The engine is this device's; the times are of the kernels that the constants of named GPUs were taken from.
-    named_gpus = known(cluster) and cluster.sms is not None and device.type == "cpu"
+    named_gpus = is_named(cluster) and cluster.sms is not None and device.type == "cpu"
     elsewhere = f"; times are of the kernels on {cluster.name}" if named_gpus else ""
     over = exchanges(_exchange(ring, machines, sm_margin), machines, problem.world_size)
-    chooser, *others = (one.on(machines) for one in over) if known(machines) else (machines,)
+    chooser, *others = (one.on(machines) for one in over) if is_named(machines) else (machines,)
     route = choose_route(problem, schedule, chooser)
     weighed: tuple[Candidate, ...] = ()
     if schedule == "auto" and not skips_rows and ring.world_size > 1 and followed(problem, chooser):
@@ -229,7 +229,7 @@ def explain_call(
     left = chosen.engine.sm_margin if cluster.sms and ring.transport.sm_margin else 0
     margin = left if sm_margin is None else sm_margin
     predicted_us, margin_us = None, 0.0
-    if known(cluster):
+    if is_named(cluster):
         whole = _exchange(ring, cluster, 0).on(cluster)
         predicted_us = sum(simulate(of_pass, whole.leaving(margin)).total_us for of_pass in plans)
         if margin:

@@ -297,14 +297,14 @@ def test_explain_says_which_links_the_hops_cross() -> None:
     )
     assert "rank 1 to 2 over network, takes 30.08 us, 30 us of it latency" in text
     assert (
-        "ranks 0,1 on node 0; 2 on node 1: the ring crosses from node to node 2 times" in text
-        and "would do" not in text
+        "ranks 0,1 on node 0; 2 on node 1: the ring crosses between nodes 2 times" in text
+        and "would be enough" not in text
     )
     assert backward[0].kind is LinkClass.NETWORK and "messages in backward" in text and "unknown" not in text
     near, _ = explained("aaa")
     assert near.crossed[0][0].latency_us == pytest.approx(15) and told.predicted_us is None
     assert [one.kind for one in near.crossed[0]] == [LinkClass.MEMORY]
-    assert "4 times, and 2 would do" in explained("abab")[1]
+    assert "4 times, but 2 would be enough" in explained("abab")[1]
 
 
 @pytest.mark.parametrize(("machines", "route"), [("aaaa", "all_gather"), ("aabb", "ulysses"), ("abab", "ulysses")])

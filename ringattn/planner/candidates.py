@@ -1,8 +1,8 @@
-"""Compare schedules for a call: predicted seconds and bytes of each on a cluster, or why it is left out.
+"""Compare the schedules for a call: predicted time and memory of each on a cluster, or the reason to leave it out.
 
-The predictions play the plans of all ranks in the simulator. A schedule whose plans take long to make is played only
-if a bound says that it could be the fastest. All ranks choose the same, because the choice follows from the problem and
-the cluster alone. Also here: the cost of sparse reads in closed form, and the limit on the size of a plan.
+A prediction simulates the plans of all ranks. A schedule whose plans are slow to make is simulated only if a lower
+bound on its time allows it to be the fastest. All ranks choose the same schedule, because the choice depends only on
+the problem and the cluster. This module also has the closed-form cost of sparse reads and the limit on a plan's size.
 """
 
 from __future__ import annotations
@@ -25,43 +25,46 @@ from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import ROUTES, Route
 
 RING = "ring"
-"""The schedule that others are compared with."""
+"""The schedule that all others are compared with."""
 
 MUST_GAIN = 0.03
-"""Share of the ring's time that another schedule must save: predictions are no nearer than that."""
+"""Share of the ring's time that another schedule must save. Predictions are not more accurate than this."""
 
 RECOGNISED_MUST_GAIN = 0.1
-"""The same on a preset that nobody named: of two published times this far apart, predictions order all (0023)."""
+"""The same for a preset that was recognised, not named by the user. Predictions rank every pair of published times
+that differ by at least this share correctly (decision 0023)."""
 
 STAGE_AT_MOST = 3
-"""How often a rank's own q, k, v and out its staging may hold: as much as Ulysses needs, whatever the ranks."""
+"""Limit on the staging buffers, in multiples of a rank's local q, k, v and out: what Ulysses needs on any number of
+ranks."""
 
 STAGE_OVER_RING = 1.5
-"""How much more than the ring it may stage in any case."""
+"""A schedule may always stage this many times the ring's bytes."""
 
 PLAYED_RANKS = 16
-"""Up to here all ranks are planned for a choice; beyond, a closed form compares ring and double ring."""
+"""Most ranks for which a choice plans every rank. Beyond that, a closed form compares ring and double ring."""
 
 PLACED_RANKS = 8
-"""The same for schedules that move queries, whose plans take a second on as many ranks."""
+"""The same limit for schedules that move queries: their plans take a second on this number of ranks."""
 
 SLOW_MUST_GAIN = 0.1
-"""Share of the best time that these must be able to save at all, to be planned on more than four ranks or with more
-tiles."""
+"""On more than four ranks, or with more than `PLACED_TILES`, plan such a schedule only if the lower bound on its time
+is smaller than the best time by this share."""
 
 PLACED_TILES = 1 << 13
-"""Tiles of single heads up to which they are planned where nobody asked for predictions: 0.2 s each on four ranks."""
+"""Most single-head tiles for which such a schedule is planned on a recognised cluster: 0.2 s each on four ranks."""
 
 PLAYED_PIECES = 1024
-"""Pieces of layouts and documents up to which all ranks are planned: a call waits for it."""
+"""Most pieces of layouts and documents for which all ranks are planned: the call waits for these plans."""
 
 PlanOf = Callable[[Problem, Route, int, bool], Plan]
 
 
 class Candidate(NamedTuple):
-    """A schedule for a call, forward and backward. `seconds`, `peak_bytes`: None where it was not planned.
+    """A schedule for a call, forward and backward. `seconds` and `peak_bytes` are None if it was not planned.
 
-    `why`: why it is not taken; empty for the one that is. `elsewhere`: seconds of the same plans on other clusters.
+    `why`: the reason not to choose it; empty for the chosen schedule. `elsewhere`: seconds of the same plans on other
+    clusters.
     """
 
     schedule: str
@@ -72,31 +75,31 @@ class Candidate(NamedTuple):
     elsewhere: tuple[float, ...] = ()
 
 
-def known(cluster: Cluster) -> bool:
-    """Whether somebody said which machines these are."""
+def is_named(cluster: Cluster) -> bool:
+    """Return whether the cluster describes actual machines: any cluster except `REFERENCE`."""
     return cluster.name != REFERENCE.name
 
 
 def must_gain(cluster: Cluster) -> float:
-    """Share of the ring's time that another schedule must save there."""
+    """Return the share of the ring's time that another schedule must save on this cluster."""
     return RECOGNISED_MUST_GAIN if cluster.recognised else MUST_GAIN
 
 
 def followed(problem: Problem, cluster: Cluster) -> bool:
-    """Whether "auto" goes by predictions; where nobody named the machines, not for packed documents (decision 0026)."""
-    if not known(cluster) or not playable(problem):
+    """Return whether "auto" uses predictions; never for packed documents on a recognised cluster (decision 0026)."""
+    if not is_named(cluster) or not playable(problem):
         return False
     return not (cluster.recognised and any(len(branch.bounds) > 2 for branch in problem.mask.branches))
 
 
 def playable(problem: Problem) -> bool:
-    """Whether a choice may plan all ranks."""
+    """Return whether a choice may plan all ranks."""
     pieces = sum(spanned(problem.q_layout, branch.bounds, branch.segment) for branch in problem.mask.branches)
     return problem.world_size <= PLAYED_RANKS and pieces <= PLAYED_PIECES
 
 
 def ring_is_near(problem: Problem, cluster: Cluster, ring: Route, plan_of: PlanOf) -> bool:
-    """Whether no schedule can save enough of the ring's time: only the ring is planned to know that."""
+    """Return whether no schedule can save enough of the ring's time. This plans only the ring."""
     (ring_s,), _ = played(problem, ring, (cluster,), plan_of)
     return least_s(problem, cluster) >= (1 - must_gain(cluster)) * ring_s
 
@@ -108,56 +111,59 @@ def candidates(
     plan_of: PlanOf,
     others: tuple[Cluster, ...] = (),
 ) -> tuple[Candidate, ...]:
-    """All schedules, the chosen one first, then by time.
+    """Return all schedules: the chosen schedule first, the others by time.
 
-    `routed`: the route of a name on this cluster. `others`: those of `Candidate.elsewhere`.
+    `routed` returns the route of a schedule name on this cluster. `others`: the clusters of `Candidate.elsewhere`.
     """
-    found: list[Candidate] = []
+    weighed: list[Candidate] = []
     (ring_s,), ring_bytes = played(problem, routed(RING), (cluster,), plan_of)
     best_s, most = ring_s, max(STAGE_AT_MOST * own_bytes(problem), STAGE_OVER_RING * ring_bytes)
     for name in sorted(ROUTES, key=lambda name: (name != RING, ROUTES[name].moves_queries, name)):
         candidate = _weighed(problem, name, (cluster, *others), routed, plan_of, best_s, most)
-        found.append(candidate)
+        weighed.append(candidate)
         if candidate.seconds is not None and not candidate.why:
             best_s = min(best_s, candidate.seconds)
-    chosen = _fastest(found, (1 - must_gain(cluster)) * ring_s)
+    chosen = _fastest(weighed, (1 - must_gain(cluster)) * ring_s)
     ordered = sorted(
-        (one for one in found if one is not chosen),
-        key=lambda one: (one.seconds is None, one.seconds or 0.0, one.schedule),
+        (candidate for candidate in weighed if candidate is not chosen),
+        key=lambda candidate: (candidate.seconds is None, candidate.seconds or 0.0, candidate.schedule),
     )
-    return chosen, *(one if one.why else one._replace(why=_slower(one, chosen, must_gain(cluster))) for one in ordered)
+    return chosen, *(
+        candidate if candidate.why else candidate._replace(why=_slower(candidate, chosen, must_gain(cluster)))
+        for candidate in ordered
+    )
 
 
-def _fastest(found: list[Candidate], most_s: float) -> Candidate:
-    """The fastest that may be taken, if it takes less than `most_s`; else the ring."""
-    may = [one for one in found if not one.why and one.seconds is not None]
-    ring = next(one for one in found if one.schedule == RING)
-    fastest = min(may, key=lambda one: (one.seconds, one.schedule), default=ring)
+def _fastest(weighed: list[Candidate], most_s: float) -> Candidate:
+    """Return the fastest candidate without a reason against it, if it takes less than `most_s`; otherwise the ring."""
+    allowed = [candidate for candidate in weighed if not candidate.why and candidate.seconds is not None]
+    ring = next(candidate for candidate in weighed if candidate.schedule == RING)
+    fastest = min(allowed, key=lambda candidate: (candidate.seconds, candidate.schedule), default=ring)
     return fastest if (fastest.seconds or 0.0) < most_s else ring
 
 
-def _slower(one: Candidate, chosen: Candidate, gain: float) -> str:
-    assert one.seconds is not None and chosen.seconds is not None
+def _slower(candidate: Candidate, chosen: Candidate, gain: float) -> str:
+    assert candidate.seconds is not None and chosen.seconds is not None
     if not chosen.seconds:
         return "no faster"
-    if chosen.schedule == RING and one.seconds < chosen.seconds * (1 - MUST_GAIN / 2):
+    if chosen.schedule == RING and candidate.seconds < chosen.seconds * (1 - MUST_GAIN / 2):
         return f"saves less than {gain:.0%} of the ring"
-    slower = one.seconds > 1.005 * chosen.seconds
-    return f"takes {one.seconds / chosen.seconds:.2f} times as long" if slower else "no faster"
+    slower = candidate.seconds > 1.005 * chosen.seconds
+    return f"takes {candidate.seconds / chosen.seconds:.2f} times as long" if slower else "no faster"
 
 
 def _weighed(
     problem: Problem, name: str, clusters: tuple[Cluster, ...], routed: Callable[[str], Route], plan_of: PlanOf,
     best_s: float, most: float,
 ) -> Candidate:  # fmt: skip
-    """A schedule by its plans, or why it has none."""
+    """Plan and simulate a schedule, or return the reason to leave it out."""
     route, cluster = ROUTES[name], clusters[0]
 
     def out(why: str) -> Candidate:
         return Candidate(name, route, None, None, why)
 
     if problem.world_size == 1 and name != RING:
-        return out("one rank sends nothing")
+        return out("a single rank sends nothing")
     if why := route.why_not(problem, len(set(map(cluster.node_of, range(problem.world_size))))):
         return out(why)
     if route.moves_queries:
@@ -167,12 +173,12 @@ def _weighed(
         if least >= (1 - gain) * best_s:
             return out(f"not planned: takes at least {duration(least)}, too little to gain")
         if cluster.recognised and tiles > PLACED_TILES:
-            return out(f"{tiles} tiles of single heads take long to plan; name it, or the machines")
+            return out(f"{tiles} tiles of single heads are slow to plan; name this schedule or the cluster")
         if problem.world_size > PLACED_RANKS:
-            return out(f"not planned for a choice on more than {PLACED_RANKS} ranks; name it")
+            return out(f"not planned for a choice on more than {PLACED_RANKS} ranks; name this schedule to use it")
     try:
-        if found := excess(problem, by_head=route.by_head):
-            return out(found)
+        if too_large := excess(problem, by_head=route.by_head):
+            return out(too_large)
         route = routed(name)
         (seconds, *elsewhere), peak = played(problem, route, clusters, plan_of)
     except (InputError, PlanError) as error:  # unlike nodes, heads that cannot be divided
@@ -184,7 +190,7 @@ def _weighed(
 def played(
     problem: Problem, route: Route, clusters: tuple[Cluster, ...], plan_of: PlanOf
 ) -> tuple[tuple[float, ...], int]:
-    """Seconds on each cluster and staging bytes, forward and backward."""
+    """Return the predicted seconds on each cluster and the largest staging bytes, forward and backward."""
     passes = [
         tuple(plan_of(problem, route, rank, backward) for rank in range(problem.world_size))
         for backward in (False, True)
@@ -193,98 +199,107 @@ def played(
     return seconds, max(plan.arena_bytes for plans in passes for plan in plans)
 
 
-def how_chosen(found: tuple[Candidate, ...], problem: Problem, cluster: Cluster) -> str:
-    """How "auto" came to its schedule, in a few words."""
+def how_chosen(weighed: tuple[Candidate, ...], problem: Problem, cluster: Cluster) -> str:
+    """Say in a few words how "auto" chose its schedule."""
     if any(branch.dilation > 1 for branch in problem.mask.branches):
-        return "the fastest by a closed form for rows that few ranks need"
-    if problem.q_layout.at_once and not found:
-        return "all rows at once, as its documents are placed for, or by mask and bytes where a rank cannot hold them"
-    if not known(cluster):
+        return "the fastest by a closed form for sparse reads"
+    if problem.q_layout.at_once and not weighed:
+        return "all rows at once, as the documents are placed for; by mask and bytes if a rank cannot hold all rows"
+    if not is_named(cluster):
         return (
-            "by mask and bytes alone, for no constants of these machines are known; Ring(cluster=...) names a preset "
-            "or a file of `ringattn calibrate`"
+            "by mask and bytes only, because no constants of these machines are known; Ring(cluster=...) names a "
+            "preset or a file of `ringattn calibrate`"
         )
-    if not found:
+    if not weighed:
         if cluster.recognised and playable(problem):
-            return "by mask, bytes and hops, for each pack of documents would wait; Ring(cluster=...) predicts"
-        return f"by mask, bytes and hops; up to {PLAYED_RANKS} ranks and {PLAYED_PIECES} pieces all are predicted"
+            return (
+                "by mask, bytes and hops: a prediction would delay each pack of documents; Ring(cluster=...) predicts"
+            )
+        return f"by mask, bytes and hops; calls of up to {PLAYED_RANKS} ranks and {PLAYED_PIECES} pieces are predicted"
     return f"predicted for {cluster.name}, forward and backward"
 
 
 WIDTH = 100
-"""Columns of text at most."""
+"""Largest number of columns of text."""
 
 
-def table_of(found: tuple[Candidate, ...], over: tuple[str, ...] = ()) -> list[str]:
-    """Candidates as lines of text. `over`: what their times hold for, the chosen one's first; () where that is one."""
+def table_of(weighed: tuple[Candidate, ...], over: tuple[str, ...] = ()) -> list[str]:
+    """Return the candidates as lines of text.
+
+    `over`: the transports that the time columns are for, the one that decides first; () if there is only one column.
+    """
     rows = [("schedule", *(over or ("ms",)), "staged MiB", "")]
-    for one in found:
-        times = () if one.seconds is None else (one.seconds, *one.elsewhere)
+    for candidate in weighed:
+        times = () if candidate.seconds is None else (candidate.seconds, *candidate.elsewhere)
         cells = [f"{seconds * 1e3:.3f}" for seconds in times] or [""] * max(1, len(over))
-        mib = "" if one.peak_bytes is None else f"{one.peak_bytes / 2**20:.1f}"
-        rows.append((one.schedule, *cells, mib, one.why or "taken"))
+        mib = "" if candidate.peak_bytes is None else f"{candidate.peak_bytes / 2**20:.1f}"
+        rows.append((candidate.schedule, *cells, mib, candidate.why or "taken"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = ["ms by what carries messages, and SMs left to it; chosen by the first:"] if over else []
+    lines = ["ms by transport and reserved SMs; the first column decides:"] if over else []
     for name, *cells, why in rows:
         if any(cells):
             numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
             name = "  ".join((name.ljust(widths[0]), *numbers))
-        # A reason without numbers takes their place.
-        told = f"{name.ljust(widths[0])}  {why}".rstrip()
-        lines += wrap(told, WIDTH, subsequent_indent=" " * (widths[0] + 2), drop_whitespace=True) if why else [told]
+        # A row without numbers prints its reason in their columns.
+        line = f"{name.ljust(widths[0])}  {why}".rstrip()
+        lines += wrap(line, WIDTH, subsequent_indent=" " * (widths[0] + 2), drop_whitespace=True) if why else [line]
     return lines
 
 
 def own_bytes(problem: Problem) -> int:
-    """Of q, k, v and out, on a rank in the mean."""
+    """Return the mean bytes of q, k, v and out per rank."""
     queries = problem.q_layout.length * problem.q_heads * record_bytes(problem, problem.dtype, Kind.Q)
     keys = problem.kv_layout.length * problem.kv_heads * record_bytes(problem, problem.dtype)
     return max(1, (2 * queries + keys) // problem.world_size)
 
 
 def least_s(problem: Problem, cluster: Cluster) -> float:
-    """Less than any schedule takes, forward and backward: work on all tiles, evenly over the ranks and nothing else."""
+    """Return a lower bound on the seconds of any schedule, forward and backward.
+
+    It counts only the work on all tiles, spread evenly over the ranks.
+    """
     seconds = 0.0
     for table, backward in product(_tables(problem), (False, True)):
         work = call_work(problem, table, backward, cluster.block_keys)
-        # How many calls there are is the schedule's affair.
+        # The number of calls depends on the schedule, so the bound leaves it out.
         seconds += work_s(problem, work._replace(calls=0), cluster, backward)
     return seconds / problem.world_size
 
 
 def _tables(problem: Problem) -> list[TileTable]:
-    """The tiles of all ranks."""
+    """Return the tiles of all ranks."""
     return [table for rank in range(problem.world_size) for table in tiles_of(problem, rank).values()]
 
 
 def _single_tiles(problem: Problem) -> int:
-    """Tiles of all ranks, one for each query head."""
+    """Return the number of tiles of all ranks, counting each query head as its own tile."""
     return sum(int(table.heads.sum()) for table in _tables(problem))
 
 
 def by_closed_form(problem: Problem, cluster: Cluster) -> dict[str, float]:
-    """Seconds of a forward pass by ring and by double ring, of full shards: for more ranks than are planned."""
+    """Return the seconds of a forward pass with full shards by ring and double ring, for too many ranks to plan."""
     ranks = problem.world_size
     nodes = [cluster.node_of(rank) for rank in range(ranks)]
     inner = ranks // len(set(nodes))
-    found = counts(problem)
-    halved = 2 if all(branch.band.lo >= 0 for branch in problem.mask.branches) else 1  # keys before the query only
-    work = attention_s(problem, (found.own_pairs + found.other_pairs) / ranks / halved, cluster)
+    totals = counts(problem)
+    halved = 2 if all(branch.band.lo >= 0 for branch in problem.mask.branches) else 1  # a causal mask
+    work = attention_s(problem, (totals.local_pairs + totals.remote_pairs) / ranks / halved, cluster)
     block = max(problem.kv_layout.counts) * problem.kv_heads * record_bytes(problem, problem.kv_dtype)
     near = max(cluster.travel_s(kind, block, block) for kind in cluster.classes_inside())
     if len(set(nodes)) == 1:
         return {"ring": ranks * max(work, near)}
-    # Of a flat ring one rank a node sends across; of a double ring all do, and have a round of the node's ring for it.
+    # In a flat ring one rank per node sends to another node. In a double ring all ranks do, but each such message may
+    # take a full round of the inner ring.
     flat, across = (cluster.travel_s(LinkClass.NETWORK, shared, block) for shared in (0.0, block))
-    taken = {"ring": ranks * max(work, near, flat)}
+    seconds = {"ring": ranks * max(work, near, flat)}
     if len({nodes.count(node) for node in set(nodes)}) == 1:
-        taken["double_ring"] = ranks * max(work, near, across / inner)
-    return taken
+        seconds["double_ring"] = ranks * max(work, near, across / inner)
+    return seconds
 
 
 # --- cost of sparse reads, in closed form ----------------------------------------------------------------------------
-# Counts rows without making a schedule. A segment of a branch that spans m ranks and has R rows sends (m - 1) R rows of
-# K and V if it has a ring of its own. Distributing its heads sends 1/m of that, and equally many query and output rows.
+# Rows are counted without making a schedule. If a segment of a branch spans m ranks and has R rows, a separate ring for
+# it sends (m - 1) R rows of K and V. Partitioning its heads sends 1/m of that, and as many query and output rows.
 # Rows that several branches share are fetched once. Local keys are attended to while the first messages travel.
 # A causal mask halves work and rows alike and is ignored.
 # Traffic between nodes runs concurrently with traffic inside a node. Each pair of nodes counts as its slowest link, and
@@ -292,25 +307,27 @@ def by_closed_form(problem: Problem, cluster: Cluster) -> dict[str, float]:
 
 
 class Counts(NamedTuple):
-    """Of all branches, per rank in the mean: rows times K/V heads that are received, (q, k) pairs times query heads.
+    """Mean counts per rank over all branches: received rows times K/V heads, and (q, k) pairs times query heads.
 
-    `members`: of the longest ring. `dealt_across`: the share of the dealt rows whose owner is on another node than
-    their reader; `leaves`: whether the longest rings join several nodes.
+    `ring_rows`: rows that separate rings receive. `partitioned_rows`: rows received if heads are partitioned.
+    `members`: ranks of the longest ring. `local_pairs`, `remote_pairs`: pairs with local and with remote keys.
+    `partitioned_across`: the share of the partitioned rows whose owner and reader are on different nodes. `leaves`:
+    whether the longest rings join several nodes.
     """
 
     ring_rows: float
-    dealt_rows: float
+    partitioned_rows: float
     members: int
-    own_pairs: float
-    other_pairs: float
-    dealt_across: float = 0.0
+    local_pairs: float
+    remote_pairs: float
+    partitioned_across: float = 0.0
     leaves: bool = False
 
 
 def counts(problem: Problem, node_of: Callable[[int], int] = lambda rank: 0) -> Counts:
-    """Rows and pairs by branch and segment."""
+    """Count the rows and pairs of all branches and segments."""
     ranks, longest = problem.world_size, 1
-    ring = dealt = own = other = across = 0.0
+    ring = partitioned = local = remote = across = 0.0
     nodes = np.array([node_of(rank) for rank in range(ranks)])
     leaves = False
     for branch in problem.mask.branches:
@@ -321,29 +338,29 @@ def counts(problem: Problem, node_of: Callable[[int], int] = lambda rank: 0) -> 
         members = np.maximum(1, joins.sum(1))
         sent = k.sum(1) * (members - 1) * kv_heads
         ring += sent.sum()
-        dealt += (sent / members).sum()
+        partitioned += (sent / members).sum()
         far, crossing = _across(k, joins, nodes)
         across += (far / members).sum() * kv_heads
-        greatest = int(members.max(initial=1))
-        if greatest >= longest:
-            leaves = bool(crossing[members == greatest].any()) or (leaves and greatest == longest)
-        longest = max(longest, greatest)
-        together = (q * k).sum()
-        own += together * q_heads
-        other += ((q.sum(1) * k.sum(1)).sum() - together) * q_heads
-    share = float(across / dealt) if dealt else 0.0
-    return Counts(ring / ranks, dealt / ranks, longest, own / ranks, other / ranks, share, leaves)
+        most_members = int(members.max(initial=1))
+        if most_members >= longest:
+            leaves = bool(crossing[members == most_members].any()) or (leaves and most_members == longest)
+        longest = max(longest, most_members)
+        same_rank = (q * k).sum()
+        local += same_rank * q_heads
+        remote += ((q.sum(1) * k.sum(1)).sum() - same_rank) * q_heads
+    share = float(across / partitioned) if partitioned else 0.0
+    return Counts(ring / ranks, partitioned / ranks, longest, local / ranks, remote / ranks, share, leaves)
 
 
 def _across(k: np.ndarray, joins: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each segment: rows times readers on another node than their owner, and whether its ranks are on several."""
+    """Return for each segment its rows times readers on another node, and whether its ranks are on several nodes."""
     of_node = np.eye(nodes.max(initial=0) + 1)[nodes]
     owned, readers = k @ of_node, joins @ of_node
     return k.sum(1) * joins.sum(1) - (owned * readers).sum(1), (readers > 0).sum(1) > 1
 
 
 def _by_segment(problem: Problem, branch: Branch, keys: bool) -> np.ndarray:
-    """Rows of each segment (axis 0) on each rank."""
+    """Return the rows of each segment (axis 0) on each rank (axis 1)."""
     pieces = pieces_of(problem.kv_layout if keys else problem.q_layout, branch, keys=keys)
     table = np.zeros((len(edges_of(branch.bounds, branch.segment)), problem.world_size))
     np.add.at(table, (pieces.segment, pieces.rank), pieces.size)
@@ -351,32 +368,34 @@ def _by_segment(problem: Problem, branch: Branch, keys: bool) -> np.ndarray:
 
 
 def forward_seconds(problem: Problem, fetched: tuple[float, float], cluster: Cluster) -> dict[str, float]:
-    """Seconds of a forward pass by route.
+    """Return the seconds of a forward pass for each route.
 
-    `fetched`: rows times K/V heads that the greatest readers fetch, from their own node and from others.
+    `fetched`: the most rows times K/V heads that a reader fetches from its node, and from other nodes.
     """
-    found, record = counts(problem, cluster.node_of), record_bytes(problem, problem.kv_dtype)
-    own, other = (attention_s(problem, pairs, cluster) for pairs in (found.own_pairs, found.other_pairs))
+    totals, record = counts(problem, cluster.node_of), record_bytes(problem, problem.kv_dtype)
+    local, remote = (attention_s(problem, pairs, cluster) for pairs in (totals.local_pairs, totals.remote_pairs))
     near = cluster.slowest(cluster.classes_inside())
     far = cluster.link(LinkClass.NETWORK if cluster.links is None else cluster.links.outside)
 
     def travel(near_rows: float, far_rows: float, record: int = record) -> float:
-        """From this node and from others at once."""
+        """Return the seconds of transfers from this node and from other nodes at the same time."""
         return max(_seconds(near, near_rows * record), _seconds(far, far_rows * record) if far_rows else 0.0)
 
-    def dealt(record: int) -> float:
-        return travel(found.dealt_rows * (1 - found.dealt_across), found.dealt_rows * found.dealt_across, record)
+    def ulysses_travel(record: int) -> float:
+        """Return the seconds to transfer partitioned rows."""
+        rows, across = totals.partitioned_rows, totals.partitioned_across
+        return travel(rows * (1 - across), rows * across, record)
 
-    there = record + problem.group * record_bytes(problem, problem.dtype, Kind.Q)
-    back = problem.group * record_bytes(problem, problem.out_wire_dtype or problem.accumulator_dtype, Kind.OUT)
+    qkv_record = record + problem.group * record_bytes(problem, problem.dtype, Kind.Q)
+    out_record = problem.group * record_bytes(problem, problem.out_wire_dtype or problem.accumulator_dtype, Kind.OUT)
 
-    turns = max(1, found.members - 1)
-    # A ring waits at each of its turns for the slowest of its links.
-    hop = max(_seconds(link, found.ring_rows / turns * record) for link in ([near, far] if found.leaves else [near]))
+    turns = max(1, totals.members - 1)
+    # In each turn a ring waits for its slowest link.
+    hop = max(_seconds(link, totals.ring_rows / turns * record) for link in ([near, far] if totals.leaves else [near]))
     return {
-        "all_gather": max(own, travel(*fetched)) + other,
-        "ulysses": max(own / 2, dealt(there)) + other + max(own / 2, dealt(back)),
-        "sub_rings": max(own, hop) + (turns - 1) * max(other / turns, hop) + other / turns,
+        "all_gather": max(local, travel(*fetched)) + remote,
+        "ulysses": max(local / 2, ulysses_travel(qkv_record)) + remote + max(local / 2, ulysses_travel(out_record)),
+        "sub_rings": max(local, hop) + (turns - 1) * max(remote / turns, hop) + remote / turns,
     }
 
 
@@ -385,29 +404,31 @@ def _seconds(link: tuple[float, float], nbytes: float) -> float:
     return latency_s + nbytes / rate
 
 
-# --- size of a plan, counted before any of it is made ----------------------------------------------------------------
+# --- size of a plan, counted before the plan is made ------------------------------------------------------------------
 # A plan holds ranges, so its size does not grow with the tokens. Many segments, documents or ranks make it large.
 
 
 MOST_PIECES = 2**18
-"""Of all branches, on all ranks: some hundred bytes each."""
+"""Limit on the pieces of all branches on all ranks. A piece takes some hundred bytes."""
 
 MOST_TILES = 2**18
-"""Of all ranks, before a band hides any: a kilobyte each, and a fraction of a millisecond."""
+"""Limit on the tiles of all ranks, counted before a band hides any. A tile takes a kilobyte and a fraction of a
+millisecond."""
 
 REMEDY = "plan a sequence whose length, segments and documents are all shorter by one factor, on as few ranks"
 
 
 def check_extent(problem: Problem, by_head: bool = False, groups: int = 1) -> None:
     """Raise `InputError` with the count if a plan of all ranks would be too large; see `excess`."""
-    if found := excess(problem, by_head, groups):
-        raise InputError(f"{found}; {REMEDY}")
+    if too_large := excess(problem, by_head, groups):
+        raise InputError(f"{too_large}; {REMEDY}")
 
 
 def excess(problem: Problem, by_head: bool = False, groups: int = 1) -> str | None:
-    """What a plan of all ranks would have too many of; None if it can be made.
+    """Say what a plan of all ranks would have too many of, or return None if the plan can be made.
 
-    `by_head`: each head has its tiles. `groups`: of so many groups of ranks one is planned at a time.
+    `by_head`: whether each head has its own tiles. `groups`: number of groups of ranks, of which one at a time is
+    planned.
     """
     name, ranks = problem.q_layout.name, problem.world_size
     pieces = sum(
@@ -418,20 +439,20 @@ def excess(problem: Problem, by_head: bool = False, groups: int = 1) -> str | No
     if pieces > 2 * MOST_PIECES:  # queries and keys
         return (
             f"{len(problem.mask.branches)} branches cut the {name} layout of {problem.q_layout.length} tokens on "
-            f"{ranks} ranks into {pieces // 2} pieces, and {MOST_PIECES} can be planned"
+            f"{ranks} ranks into {pieces // 2} pieces, but at most {MOST_PIECES} can be planned"
         )
     tiles = 0
     for branch in problem.mask.branches:
         q, k = (pieces.segment for pieces in meeting_pieces(problem, branch))
-        least = max(q.max(initial=0), k.max(initial=0)) + 1
-        meetings = int(np.bincount(q, minlength=least) @ np.bincount(k, minlength=least))
+        segments = max(q.max(initial=0), k.max(initial=0)) + 1
+        tile_count = int(np.bincount(q, minlength=segments) @ np.bincount(k, minlength=segments))
         shared = [part.q_heads if branch.heads is None else part.q_heads.intersect(branch.heads)
                   for part in problem.parts]  # fmt: skip
-        tiles += meetings * sum(heads.count if by_head else heads.count > 0 for heads in shared)
+        tiles += tile_count * sum(heads.count if by_head else heads.count > 0 for heads in shared)
     if tiles > MOST_TILES * groups:
         return (
-            f"queries and keys of {ranks} ranks in {name} layout meet in {tiles // groups} tiles"
+            f"queries and keys of {ranks} ranks in {name} layout form {tiles // groups} tiles"
             f"{f' for each of {groups} groups' if groups > 1 else ''}"
-            f"{', one for each head,' if by_head else ''} and {MOST_TILES} can be planned"
+            f"{', one for each head' if by_head else ''}, but at most {MOST_TILES} can be planned"
         )
     return None

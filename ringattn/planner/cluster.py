@@ -1,10 +1,10 @@
-"""Clusters as a few constants with units: presets, files, links between ranks, and the time that a step's work takes.
+"""Clusters as a few constants with units: presets, files, links between ranks, and the time of a step's work.
 
 A preset names the source of its figures; a cluster measured on this machine is marked `calibrated`.
 
 The time of a step is arithmetic, memory traffic and the overhead of calls. A kernel reads keys in blocks, so a row
 whose keys end inside a block costs the whole block: on average half a block per row. The softmax of a pair costs as
-much as a few more head dimensions.
+much as a few additional head dimensions.
 Guarantees: predictions and fits of constants use the same formulas.
 """
 
@@ -35,15 +35,17 @@ from ringattn.schedule.text import spans
 
 
 FORWARD_FLOPS_PER_DIM = 4
-"""Of a pair: two products, a multiplication and an addition each (FlashAttention-2, section 4.1)."""
+"""FLOPs per pair and head dimension: two products with a multiplication and an addition each (FlashAttention-2, section
+4.1)."""
 BACKWARD_OVER_FORWARD = 2.5
-"""Five products for two (same place)."""
+"""Backward has five products, forward has two (same section)."""
 COPIED, SUMMED = 2, 3
-"""How often a byte passes that is copied (read, written), and one that is added to another (both read, one written)."""
+"""Memory accesses per byte: a copy reads and writes it; a sum reads both summands and writes one result."""
 
 
 class Work(NamedTuple):
-    """Of engine calls: pairs that the kernel computes, times query heads and batches; tiles; calls; bytes that pass."""
+    """The work of engine calls. `pairs`: computed (q, k) pairs times query heads and batches. `moved_bytes`: memory
+    traffic of the accumulators."""
 
     pairs: float = 0.0
     tiles: int = 0
@@ -52,12 +54,12 @@ class Work(NamedTuple):
 
 
 def call_work(problem: Problem, tiles: TileTable, backward: bool, block_keys: int) -> Work:
-    """Of one call on these tiles, whose results are added to the accumulators of queries, backward of keys too."""
+    """Return the work of one call on these tiles. It adds to accumulators of queries, in backward also of keys."""
     rows = int(tiles.q_count @ tiles.heads)
     keys = int(tiles.k_count @ np.maximum(1, tiles.heads // problem.group))
     pairs = 0.0
-    # Tiles that lie alike to their band are looked at once; there are thousands of tiles and few ways to lie.
-    for (q_n, q_step, k_n, k_step, lo, hi, head_count), alike in Counter(_lying(tiles)).items():
+    # Tiles of equal shape are computed once: there are thousands of tiles but few shapes.
+    for (q_n, q_step, k_n, k_step, lo, hi, head_count), alike in Counter(_shapes(tiles)).items():
         q, k = StridedRange(0, q_n, q_step), StridedRange(0, k_n, k_step)
         pairs += alike * head_count * computed_pairs(q, k, Band(lo, hi), block_keys)
     summed = rows * record_bytes(problem, problem.accumulator_dtype, Kind.DQ)
@@ -66,9 +68,9 @@ def call_work(problem: Problem, tiles: TileTable, backward: bool, block_keys: in
     return Work(pairs * problem.batch, len(tiles), 1, SUMMED * summed)
 
 
-def _lying(tiles: TileTable) -> Iterator[tuple[int, ...]]:
-    """Of each tile count and stride of queries and keys, its band seen from the first of both, and heads."""
-    # Beyond the farthest pair of a tile a band may end anywhere.
+def _shapes(tiles: TileTable) -> Iterator[tuple[int, ...]]:
+    """Yield the shape of each tile: count and stride of queries and of keys, the band relative to both, and heads."""
+    # A band border beyond the farthest pair of a tile has no effect, so clip it.
     least, most = (1 - tiles.k_count) * tiles.k_stride, (tiles.q_count - 1) * tiles.q_stride
     lo, hi = (np.minimum(np.maximum(side - tiles.q_start + tiles.k_start, low), high) for side, low, high in
               ((tiles.lo, least, most + 1), (tiles.hi, least - 1, most)))  # fmt: skip
@@ -78,19 +80,19 @@ def _lying(tiles: TileTable) -> Iterator[tuple[int, ...]]:
 
 @lru_cache(maxsize=1 << 16)
 def computed_pairs(q: StridedRange, k: StridedRange, band: Band, block_keys: int) -> float:
-    """Pairs that are computed: those in the band, and half a block, or half the band, at each edge of a row."""
+    """Return the number of computed pairs: those in the band, plus half a block or half the band per edge of a row."""
     edges = q.between(k.start + band.lo, k.last + band.lo - 1).count
     edges += q.between(k.start + band.hi + 1, k.last + band.hi).count
     return count_pairs(q, k, band) + edges * min(block_keys, k.count, (band.hi - band.lo) // k.stride + 1) / 2
 
 
 def attention_s(problem: Problem, pairs: float, cluster: Cluster, backward: bool = False) -> float:
-    """Seconds of a pass over so many (q, k) pairs times query heads, in each batch."""
+    """Return the seconds of a pass over `pairs` (q, k) pairs times query heads in each batch."""
     return pairs * problem.batch * pair_s(problem, cluster, backward)
 
 
 def pair_s(problem: Problem, cluster: Cluster, backward: bool, received: bool = False) -> float:
-    """Seconds of one pair of one head. `received`: of another rank's query."""
+    """Return the seconds of one pair of one head. `received`: whether the query is received from another rank."""
     dims = (problem.head_dim + problem.value_dim) / 2 + cluster.softmax_dims
     if backward:
         dims += cluster.received_dims if received else 0.0
@@ -99,25 +101,25 @@ def pair_s(problem: Problem, cluster: Cluster, backward: bool, received: bool = 
 
 
 def work_s(problem: Problem, work: Work, cluster: Cluster, backward: bool, received: bool = False) -> float:
-    """Seconds of engine calls. `received`: on other ranks' queries."""
+    """Return the seconds of engine calls. `received`: whether they work on received queries."""
     calls = work.calls * cluster.call_s + work.tiles * cluster.tile_s
-    # `Work` counts as many passes of the accumulators as torch's kernels make; others carry them in the kernel.
+    # `Work` counts the passes over the accumulators that torch's kernels make; other kernels accumulate internally.
     moved = work.moved_bytes * cluster.state_passes / SUMMED
     return work.pairs * pair_s(problem, cluster, backward, received) + calls + moved_s(moved, cluster)
 
 
 def moved_s(nbytes: float, cluster: Cluster) -> float:
-    """Seconds in which bytes pass through memory."""
+    """Return the seconds of reading and writing bytes in memory."""
     return nbytes / cluster.copy_bytes_s if cluster.copy_bytes_s else 0.0
 
 
 def packing_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
-    """Seconds until a step's messages can leave."""
+    """Return the seconds of packing, until a step's messages can be sent."""
     return moved_s(sum(_packed(plan, pack) for pack in step.packs), cluster)
 
 
 def step_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
-    """Seconds of a step's work, which its messages may hide behind."""
+    """Return the seconds of a step's work, which can hide its messages."""
     problem, buffers = plan.problem, plan.buffers
     zeroed = sum(size(zero.rows) for zero in step.zeros)
     moved: float = zeroed * record_bytes(problem, problem.accumulator_dtype, Kind.DKV)
@@ -135,7 +137,7 @@ def step_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
 
 
 def exchange_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
-    """Seconds that a step's messages take from its work: their launch, and multiprocessors while they travel."""
+    """Return the seconds that a step's messages add to its work: launches, and the SMs that they occupy in transfer."""
     if not (step.sends or step.recvs):
         return 0.0
     if not cluster.message_sms or cluster.sms is None:
@@ -152,7 +154,7 @@ def exchange_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
 
 
 def _packed(plan: Plan, pack: Pack) -> float:
-    """Bytes read and written to fill a buffer."""
+    """Return the bytes read and written to fill a buffer."""
     into = plan.buffers[pack.into]
     dtype = plan.problem.dtype if pack.source == LOCAL else plan.buffers[pack.source].dtype
     return buffer_bytes(plan.problem, into) + size(into.content) * record_bytes(plan.problem, dtype, into.kind)
@@ -162,35 +164,36 @@ def _packed(plan: Plan, pack: Pack) -> float:
 
 
 CALIBRATED = "calibrated.json"
-"""The file in the working directory that `ringattn calibrate` writes if it is not told otherwise."""
+"""The default file that `ringattn calibrate` writes in the working directory."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the planner and the simulator know of the machines.
+    """The machines as the planner and the simulator describe them.
 
     `flops`: FLOP/s that the attention kernel of one rank achieves forward; `backward_flops`: backward, None for the
-    same. `bandwidth`: bytes/s that one rank sends, and as many that it receives. `latency_s`: seconds of a step's
-    messages beside their bytes. `call_s`: seconds of one engine call beside its arithmetic; `tile_s`: of each tile in
-    it. `copy_bytes_s`: bytes/s at which rows are packed, merged and added, read and written bytes together; None: not
-    counted. `cores`: ranks of a machine that compute at full speed at once, None: all. `ranks_per_node` ranks share a
-    machine, None: all; messages between machines have `node_bandwidth` and `node_latency_s`, None: as the others.
-    `pcie_bandwidth`: between GPUs of a machine without NVLink, None: as the others. `links`: which link joins each pair
-    of ranks; None: known only from `ranks_per_node`.
+    same. `bandwidth`: bytes/s that one rank sends, and at the same time receives. `latency_s`: seconds of a step's
+    messages in addition to their bytes. `call_s`: seconds of one engine call in addition to its arithmetic; `tile_s`:
+    the same for each tile of the call. `copy_bytes_s`: bytes/s at which rows are packed, merged and added, counting
+    read and written bytes; None: not counted. `cores`: ranks of a machine that compute at full speed at the same time,
+    None: all. `ranks_per_node` ranks share a machine, None: all. Messages between machines have `node_bandwidth` and
+    `node_latency_s`, None: as inside a machine. `pcie_bandwidth`: between GPUs of a machine without NVLink, None: as
+    `bandwidth`. `links`: the link of each pair of ranks; None: derived from `ranks_per_node`.
 
-    `peer_bandwidth`, `node_peer_bandwidth`: bytes/s of messages from one rank to one other, on a machine without PCIe
-    between them and between machines; None: `bandwidth`, `node_bandwidth`. `sync_s`: seconds of a step with messages
-    beside them and its work: launches, events, waits. `message_sms`: multiprocessors that messages hold while they
-    travel. `state_passes`: how often an accumulator passes through memory in an engine call. `received_dims`: backward,
-    a pair of another rank's query costs as much as so many dimensions more: torch's kernels take its delta as a column.
+    `peer_bandwidth`, `node_peer_bandwidth`: bytes/s of messages from one rank to a single other rank, inside a machine
+    (not over PCIe) and between machines; None: `bandwidth`, `node_bandwidth`. `sync_s`: seconds of a step with messages
+    in addition to the messages and the work: launches, events, waits. `message_sms`: SMs that messages occupy during
+    transfer. `state_passes`: number of passes over an accumulator in memory per engine call. `received_dims`: in
+    backward, a pair with a received query costs this number of additional dimensions, because torch's kernels take its
+    delta as a column.
 
-    `block_keys`: keys that the kernel takes at once; where a row's keys begin or end inside a block, it computes all of
-    the block. `softmax_dims`: the softmax of a pair costs as much as so many dimensions more. `pass_s`: seconds of a
-    pass beside its steps. `wire_cores`: processors that a rank's messages occupy while they travel; counts only where
-    `cores` is set. `calibrated`: whether the constants were measured on the machine itself. `source`: where they come
-    from. `sms`: multiprocessors of a rank's GPU; None: not known, or none. `recognised`: whether this is a preset that
-    nobody named, but that fits the GPUs and links that a ring has found.
-    Raises `InputError` for constants that cannot be.
+    `block_keys`: keys per block of the kernel; if a row's keys begin or end inside a block, the kernel computes all of
+    the block. `softmax_dims`: the softmax of a pair costs this number of additional dimensions. `pass_s`: seconds of a
+    pass in addition to its steps. `wire_cores`: processors that a rank's messages occupy during transfer; used only if
+    `cores` is set. `calibrated`: whether the constants were measured on this machine. `source`: their origin. `sms`:
+    SMs of a rank's GPU; None: unknown, or no GPU. `recognised`: whether this is a preset that the user did not name,
+    but that fits the GPUs and links that a ring found.
+    Raises `InputError` for impossible constants.
     """
 
     name: str
@@ -223,7 +226,7 @@ class Cluster:
     received_dims: float = 0.0
 
     def __post_init__(self) -> None:
-        """Rates and counts are positive, seconds are not negative."""
+        """Check that rates and counts are positive and that seconds are not negative."""
         may_be_zero = ("latency_s", "node_latency_s", "call_s", "tile_s", "block_keys", "softmax_dims", "pass_s",
                        "wire_cores", "sync_s", "message_sms", "state_passes", "received_dims")  # fmt: skip
         for key in UNITS:
@@ -233,35 +236,35 @@ class Cluster:
                 raise InputError(f"{key}={value}: {least}")
 
     def joined(self, links: Links | None) -> Cluster:
-        """These machines, with the links of a ring where nodes are not told here already."""
-        told = self.links is not None or self.ranks_per_node is not None
-        return self if links is None or told else replace(self, links=links)
+        """Return these machines with the links of a ring, unless the cluster already describes its nodes."""
+        has_nodes = self.links is not None or self.ranks_per_node is not None
+        return self if links is None or has_nodes else replace(self, links=links)
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise `InputError` where the links are those of another number of ranks."""
+        """Raise `InputError` if the links are for another number of ranks."""
         if self.links is not None and len(self.links.nodes) != ranks:
             raise InputError(
-                f"cluster={self.name!r}: its links join {len(self.links.nodes)} ranks, and there are {ranks}"
+                f"cluster={self.name!r}: its links join {len(self.links.nodes)} ranks, but there are {ranks}"
             )
 
     def node_of(self, rank: int) -> int:
-        """The machine of a rank."""
+        """Return the machine of a rank."""
         if self.links is not None:
             return self.links.nodes[rank]
         return rank // self.ranks_per_node if self.ranks_per_node else 0
 
     def link_class(self, rank: int, peer: int) -> LinkClass:
-        """What joins two ranks; unknown between ranks of a machine whose links are not told."""
+        """Return the class of the link between two ranks; `UNKNOWN` inside a machine whose links are not described."""
         if self.links is not None:
             return self.links.of(rank, peer)
         return LinkClass.UNKNOWN if self.node_of(rank) == self.node_of(peer) else LinkClass.NETWORK
 
     def classes_inside(self) -> set[LinkClass]:
-        """What joins ranks of a machine."""
+        """Return the classes of the links between ranks of the same machine."""
         return (self.links.classes_inside() if self.links is not None else set()) or {LinkClass.UNKNOWN}
 
     def link(self, kind: LinkClass) -> tuple[float, float]:
-        """Seconds of latency and bytes/s of a link; one that is not known counts as any of the machine."""
+        """Return the latency in seconds and the bytes/s of a link. An unknown link has the constants of a machine."""
         if kind is LinkClass.NETWORK:
             latency_s = self.latency_s if self.node_latency_s is None else self.node_latency_s
             return latency_s, self.node_bandwidth or self.bandwidth
@@ -270,36 +273,36 @@ class Cluster:
         return self.latency_s, self.bandwidth
 
     def travel_s(self, kind: LinkClass, rank_bytes: float, peer_bytes: float) -> float:
-        """Seconds of a message over a link.
+        """Return the seconds of a message over a link.
 
-        `rank_bytes`: all that its busier end sends, or receives, over such links at the same time; `peer_bytes`: what
-        goes from its sender to its receiver.
+        `rank_bytes`: all bytes that its busier end sends, or receives, over links of this class at the same time.
+        `peer_bytes`: the bytes from its sender to its receiver.
         """
         latency_s, bandwidth = self.link(kind)
-        one = {LinkClass.NETWORK: self.node_peer_bandwidth, LinkClass.PCIE: None}.get(kind, self.peer_bandwidth)
-        return latency_s + max(rank_bytes / bandwidth, peer_bytes / (one or bandwidth))
+        to_peer = {LinkClass.NETWORK: self.node_peer_bandwidth, LinkClass.PCIE: None}.get(kind, self.peer_bandwidth)
+        return latency_s + max(rank_bytes / bandwidth, peer_bytes / (to_peer or bandwidth))
 
     def slowest(self, kinds: Iterable[LinkClass]) -> tuple[float, float]:
-        """`link` of the class with the least bytes/s."""
+        """Return `link` of the class with the lowest bytes/s."""
         return min((self.link(kind) for kind in kinds), key=lambda link: (link[1], -link[0]))
 
     def leaving(self, sm_margin: int) -> Cluster:
-        """The same machines, on which attention leaves `sm_margin` multiprocessors of each GPU to exchanges.
+        """Return the same machines with `sm_margin` SMs of each GPU reserved for exchanges.
 
-        Raises `InputError` where no multiprocessor is left, or where nobody knows how many there are.
+        Raises `InputError` if no SM is left for attention, or if the number of SMs is unknown.
         """
         if not sm_margin:
             return self
         if self.sms is None or not 0 < sm_margin < self.sms:
-            known = "of an unknown number" if self.sms is None else f"of {self.sms}"
-            raise InputError(f"sm_margin={sm_margin}: cannot leave so many multiprocessors {known} ({self.name})")
+            total = "of an unknown number" if self.sms is None else f"of {self.sms}"
+            raise InputError(f"sm_margin={sm_margin}: cannot reserve this number of SMs {total} ({self.name})")
         share = (self.sms - sm_margin) / self.sms
         backward = None if self.backward_flops is None else self.backward_flops * share
-        held = max(0.0, self.message_sms - sm_margin)  # messages take those that are left to them first
-        return replace(self, flops=self.flops * share, backward_flops=backward, message_sms=held)
+        occupied = max(0.0, self.message_sms - sm_margin)  # messages use the reserved SMs first
+        return replace(self, flops=self.flops * share, backward_flops=backward, message_sms=occupied)
 
     def by_copy_engines(self) -> Cluster:
-        """The same machines, where copy engines carry the messages inside of a node, as those of transport peer."""
+        """Return the same machines with copy engines for messages inside a node, as transport `peer` uses them."""
         return replace(self, peer_bandwidth=None, message_sms=0.0)
 
 
@@ -354,7 +357,7 @@ CLUSTERS: dict[str, Cluster] = {
         copy_bytes_s=8e12, ranks_per_node=8, node_bandwidth=50e9, node_latency_s=30e-6, block_keys=128, sms=148,
         sync_s=20e-6, message_sms=8, state_passes=2, peer_bandwidth=360e9, node_peer_bandwidth=18e9,
         source="FlashAttention-4 (Dao et al. 2026, abstract): up to 1613 TFLOP/s forward; backward: MagiAttention's "
-        f"benchmark on 8 to 64 B200; NVLink 5: datasheet's peak of one way, nobody reaches it; a pair: the "
+        f"benchmark on 8 to 64 B200; NVLink 5: datasheet's one-way peak, which is never reached; a pair: the "
         f"H100's share of the peak, {_PAIRS}; {_STATED}",
     ),
     "gb200": Cluster(
@@ -369,15 +372,15 @@ CLUSTERS: dict[str, Cluster] = {
         copy_bytes_s=0.864e12, ranks_per_node=8, node_bandwidth=7.9e9, node_latency_s=30e-6, block_keys=128, sms=92,
         sync_s=20e-6, message_sms=8, state_passes=2,
         source="the shares of peak that FlashAttention-2 reaches on an A100 (73 and 63 %), of the datasheet's 119.5 "
-        "TFLOP/s, and its memory; 8 GB/s a rank inside and outside the box: stated, for eight cards share the host's "
-        f"bridges and memory; {_STATED}",
+        "TFLOP/s, and its memory; 8 GB/s a rank inside and outside the box: stated, because eight cards share the "
+        f"host's bridges and memory; {_STATED}",
     ),
     "rtx4090": Cluster(
         "RTX 4090 over PCIe 4, 2 a machine, 100G NICs (derived)", 121e12, 31.5e9, 15e-6, backward_flops=104e12,
         copy_bytes_s=1.008e12, ranks_per_node=2, node_bandwidth=12.5e9, node_latency_s=30e-6, block_keys=128, sms=128,
         sync_s=20e-6, message_sms=8, state_passes=2,
         source="the shares of peak that FlashAttention-2 reaches on an A100 (73 and 63 %), of the 165 TFLOP/s of the "
-        f"Ada whitepaper; PCIe 4 x16 after coding, while bytes pass through host memory and so are slower; {_STATED}",
+        f"Ada whitepaper; PCIe 4 x16 after coding, although copies through host memory are slower; {_STATED}",
     ),
     "cpu": Cluster(
         "2 cores of an AMD EPYC, gloo, float32 (measured 2026-11-21)", 6.7e10, 9.8e8, 5.6e-4,
@@ -389,33 +392,34 @@ CLUSTERS: dict[str, Cluster] = {
 
 
 def machine_named(name: str, known: Collection[str], key: str) -> str:
-    """`name`, if it is one of `known` machines. Raises `InputError` with those that can be meant.
+    """Return `name` if it is one of `known` machines. Raises `InputError` that lists the machines it may mean.
 
-    A machine is its model: h100-80 and H100-SXM are an h100, and a v100 is none, however few letters differ.
+    A machine is its model: h100-80 and H100-SXM are an h100. A v100 is not, although only one letter differs.
     """
     if name in known:
         return name
-    given = _bare(name)
-    stems = {one: _bare(one.partition("-")[0]) for one in known}
-    inside = [stem for stem in stems.values() if stem in given]
-    if inside:  # of gb200 and b200, both in gb200-nvl72, the longer is meant; an a100 can be of 40 and of 80 GB
-        near = [one for one, stem in stems.items() if stem == max(inside, key=len)]
+    bare = _bare(name)
+    stems = {machine: _bare(machine.partition("-")[0]) for machine in known}
+    inside = [stem for stem in stems.values() if stem in bare]
+    if inside:  # gb200-nvl72 contains both gb200 and b200: take the longer; an a100 may have 40 or 80 GB
+        near = [machine for machine, stem in stems.items() if stem == max(inside, key=len)]
     else:
-        near = [one for one in known if given and given in _bare(one)]
-    if not near and not any(map(str.isdecimal, given)):
+        near = [machine for machine in known if bare and bare in _bare(machine)]
+    if not near and not any(map(str.isdecimal, bare)):
         near = get_close_matches(name.lower(), known, n=1)
-    meant = f"did you mean {' or '.join(near)}? " if near else "no such machine here; "
+    meant = f"did you mean {' or '.join(near)}? " if near else "unknown machine; "
     raise InputError(f"{key}={name}: {meant}one of {', '.join(known)}")
 
 
 def _bare(name: str) -> str:
+    """Return the letters and digits of a name in lower case."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def cluster_named(name_or_file: str) -> Cluster:
-    """A preset by its name, or the constants in a JSON file that `ringattn calibrate` wrote.
+    """Return a preset by its name, or the cluster in a JSON file that `ringattn calibrate` wrote.
 
-    Raises `InputError` with the nearest name, or with what is wrong with the file.
+    Raises `InputError` with the nearest name, or with the fault of the file.
     """
     path = Path(name_or_file)
     if name_or_file in CLUSTERS or not (path.suffix == ".json" or path.is_file()):
@@ -442,7 +446,7 @@ def cluster_named(name_or_file: str) -> Cluster:
 
 
 def _fits(value: Any, kind: str) -> bool:
-    """Whether a value read from JSON is of a field's type, written as "float | None"."""
+    """Return whether a value read from JSON has a field's type, which is given as text such as "float | None"."""
     if value is None:
         return kind.endswith("None")
     if isinstance(value, (bool, str)):
@@ -451,12 +455,12 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 # --- links between ranks ---------------------------------------------------------------------------------------------
-# The planner, the simulator and `explain` read the same value. A link that could not be determined is `UNKNOWN`, never
-# guessed.
+# The planner, the simulator and `explain` all read these classes. A link that could not be determined is `UNKNOWN`; it
+# is never guessed.
 
 
 class LinkClass(Enum):
-    """What the bytes between two ranks cross."""
+    """The medium that bytes between two ranks cross."""
 
     SAME_GPU = "same GPU"
     NVLINK = "NVLink"
@@ -468,11 +472,11 @@ class LinkClass(Enum):
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a ring. `nodes`: the node of each rank, counted from 0 in the order in which they appear.
+    """The links of a ring. `nodes`: the node of each rank; nodes are numbered from 0 in the order of their first rank.
 
     `inside`: the class of pairs on one node. `exceptions`: pairs (lower rank, higher rank) that have another class;
-    few, for a node has few ranks. `outside`: the class of pairs on two nodes, unless they are exceptions too. Raises
-    `InputError` for nodes that are not counted so.
+    few, because a node has few ranks. `outside`: the class of pairs on two nodes, except for those in `exceptions`.
+    Raises `InputError` if the nodes are numbered differently.
     """
 
     nodes: tuple[int, ...]
@@ -481,30 +485,30 @@ class Links:
     outside: LinkClass = LinkClass.NETWORK
 
     def __post_init__(self) -> None:
-        """Nodes appear in the order of their numbers."""
+        """Check that the nodes appear in the order of their numbers."""
         if list(dict.fromkeys(self.nodes)) != list(range(len(set(self.nodes)))):
             raise InputError(f"nodes={self.nodes}: count the nodes from 0 in the order in which ranks name them")
         object.__setattr__(self, "_by_pair", {(first, second): kind for first, second, kind in self.exceptions})
-        # A ring's choices are kept by its links, and each call asks for one.
+        # The hash is computed once: every call looks up its cached choice by the links.
         object.__setattr__(self, "_hash", hash((self.nodes, self.inside, self.exceptions, self.outside)))
 
     def __hash__(self) -> int:
-        """Counted once."""
+        """Return the hash that was computed at creation."""
         return self._hash  # type: ignore[attr-defined]
 
     def of(self, rank: int, peer: int) -> LinkClass:
-        """The class of a pair."""
+        """Return the class of the link between two ranks."""
         plain = self.inside if self.nodes[rank] == self.nodes[peer] else self.outside
         by_pair: dict[tuple[int, int], LinkClass] = self._by_pair  # type: ignore[attr-defined]
         return by_pair.get((min(rank, peer), max(rank, peer)), plain)
 
     def hops(self) -> tuple[LinkClass, ...]:
-        """The class of each hop of the ring, from rank to the next rank; none where a rank is alone."""
+        """Return the class of each hop of the ring, from each rank to the next; empty for a single rank."""
         ranks = len(self.nodes)
         return tuple(self.of(rank, (rank + 1) % ranks) for rank in range(ranks)) if ranks > 1 else ()
 
     def classes_inside(self) -> set[LinkClass]:
-        """What joins ranks of a node; empty where every rank has a node of its own."""
+        """Return the classes of links between ranks of the same node; empty if every node has a single rank."""
         pairs = [kind for first, second, kind in self.exceptions if self.nodes[first] == self.nodes[second]]
         sizes = Counter(self.nodes).values()
         plain = sum(size * (size - 1) // 2 for size in sizes) > len(pairs)
@@ -512,42 +516,45 @@ class Links:
 
     @property
     def crossings(self) -> int:
-        """Hops of the ring, from rank to the next rank, that lead to another node."""
+        """Number of hops of the ring, from each rank to the next, that lead to another node."""
         return sum(node != after for node, after in zip(self.nodes, self.nodes[1:] + self.nodes[:1], strict=True))
 
     @property
     def least_crossings(self) -> int:
-        """As many as a ring has that enters each node once."""
+        """Number of crossings of a ring that enters each node once."""
         nodes = len(set(self.nodes))
         return nodes if nodes > 1 else 0
 
 
 def numbered(names: Iterable[str]) -> tuple[int, ...]:
-    """Nodes by name as numbers, in the order in which they appear."""
-    found: dict[str, int] = {}
-    return tuple(found.setdefault(name, len(found)) for name in names)
+    """Number node names from 0 in the order in which they appear."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
 def placement(links: Links) -> str:
-    """How the ranks lie on nodes, and how often the ring crosses from one to another."""
-    told = []
+    """Say which ranks are on which node, and how often the ring crosses between nodes."""
+    groups = []
     for node in range(max(links.nodes) + 1):
-        ranks = [rank for rank, where in enumerate(links.nodes) if where == node]
-        told.append(f"{spans(ranks)} on node {node}")
-    often = f"the ring crosses from node to node {links.crossings} times"
-    least = "" if links.crossings == links.least_crossings else f", and {links.least_crossings} would do"
-    return f"ranks {'; '.join(told)}: {often}{least}"
+        ranks = [rank for rank, rank_node in enumerate(links.nodes) if rank_node == node]
+        groups.append(f"{spans(ranks)} on node {node}")
+    often = f"the ring crosses between nodes {links.crossings} times"
+    least = "" if links.crossings == links.least_crossings else f", but {links.least_crossings} would be enough"
+    return f"ranks {'; '.join(groups)}: {often}{least}"
 
 
 # --- transport and reserved SMs: the current setting and the alternatives --------------------------------------------
 
 
 DEFAULT_SM_MARGIN = 8
-"""Multiprocessors that NCCL gets, and kernels leave free, unless somebody says otherwise (decision 0018)."""
+"""Default number of SMs that are reserved for NCCL and that kernels leave free (decision 0018)."""
 
 
 class Exchange(NamedTuple):
-    """`transport`: a name as `Ring` takes it, or two joined by "+" (inside nodes, between them)."""
+    """A transport and its reserved SMs.
+
+    `transport`: a name that `Ring` accepts, or two names joined by "+" (inside nodes, between nodes).
+    """
 
     transport: str
     sm_margin: int = 0
@@ -556,20 +563,23 @@ class Exchange(NamedTuple):
         return f"{self.transport}, {self.sm_margin} SMs" if self.transport.endswith("nccl") else self.transport
 
     def on(self, cluster: Cluster) -> Cluster:
-        """These machines as a call meets them: copy engines take no multiprocessor, and a margin slows arithmetic."""
+        """Return the machines as a call with this transport uses them.
+
+        Copy engines occupy no SM, and an SM margin slows arithmetic.
+        """
         if self.transport.startswith("peer"):
             cluster = cluster.by_copy_engines()
         return cluster.leaving(self.sm_margin) if cluster.sms is not None else cluster
 
 
-def exchanges(own: Exchange, cluster: Cluster, ranks: int) -> tuple[Exchange, ...]:
-    """What a call could go over on a cluster as far as its constants tell them apart, `own` first.
+def exchanges(current: Exchange, cluster: Cluster, ranks: int) -> tuple[Exchange, ...]:
+    """Return the transports between which the constants of a cluster can distinguish, `current` first.
 
-    On GPUs NCCL with its default margin and with none, and copy engines inside of one node. On processors nothing but
-    `own`: constants are those of the transport that they were measured over.
+    On GPUs: NCCL with its default margin and with none, and copy engines on a single node. On CPUs only `current`,
+    because the constants were measured with one transport.
     """
     if cluster.sms is None:
-        return (own,)
+        return (current,)
     nodes = {cluster.node_of(rank) for rank in range(ranks)}
     others = [Exchange("nccl", DEFAULT_SM_MARGIN), Exchange("nccl"), *([Exchange("peer")] if len(nodes) == 1 else [])]
-    return own, *(one for one in others if one != own)
+    return current, *(exchange for exchange in others if exchange != current)

@@ -1,7 +1,6 @@
-"""What other layouts would give a call: balance and predicted time, as advice. The layout is the caller's.
+"""Compare layouts for a call by balance and predicted time. This is advice only: the caller chooses the layout.
 
-Of packed documents there are two placements (`ringattn.core.documents`); `suits_at_once` says
-which of them goes with a schedule.
+Packed documents have two placements (`ringattn.core.documents`); `suits_at_once` says which of them suits a schedule.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from ringattn.core.documents import load_of, placed_at_once
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, make_layout
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
-from ringattn.planner.candidates import RING, excess, known, playable, played
+from ringattn.planner.candidates import RING, excess, is_named, playable, played
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.plan import Add, Plan
@@ -22,39 +21,41 @@ from ringattn.schedule.routes import Route, route_named
 Documents = tuple[int, ...] | None
 
 CLEARLY = 0.95
-"""A greatest share of pairs below this part of the caller's is worth a word."""
+"""Suggest a layout if its largest share of pairs is below this part of the caller's largest share."""
 
 
 RECEIVED_AT_MOST = 1.5
-"""Shards of rows that the busiest rank may receive where documents are placed for all rows at once and nobody named a
-schedule: beyond, schedules of steps that hide their messages are predicted faster, and many heads do not fit (0025)."""
+"""Most rows, in shards, that the busiest rank may receive for schedule="auto" to place documents for all rows at once.
+Beyond this, schedules that hide their messages behind steps are predicted faster, and many heads do not fit (decision
+0025)."""
 
 
 def suits_at_once(cuts: tuple[int, ...], ranks: int, schedule: str, machines: Cluster) -> bool:
-    """Whether to place documents for schedules that bring all rows at once.
+    """Return whether to place documents for schedules that receive all rows at once.
 
-    For those by name; for "auto" where machines are known and that is little. Raises `InputError` for an unknown name.
+    True for such a schedule by name; for "auto" if the machines are known and the busiest rank receives few rows.
+    Raises `InputError` for an unknown name.
     """
     if schedule != "auto":
         return route_named(schedule).at_once
-    if not known(machines):
+    if not is_named(machines):
         return False
     received = load_of(cuts, placed_at_once(cuts, ranks)).received
     return max(received) * ranks <= RECEIVED_AT_MOST * cuts[-1]
 
 
 def misplaced(problem: Problem, route: Route) -> str | None:
-    """Why these documents suit another schedule better than this one, or None."""
+    """Say why these documents suit another schedule better than this one, or return None."""
     if not problem.q_layout.at_once or route.at_once or problem.world_size == 1:
         return None
     return (
-        f"documents are placed for schedules that bring all rows at once: {route.name} is exact, and its steps are "
+        f"documents are placed for schedules that receive all rows at once: {route.name} is exact, but its steps are "
         f"uneven; ring.sequence(..., schedule={route.name!r}) places them for it"
     )
 
 
 class InLayout(NamedTuple):
-    """Predicted seconds of a call in a layout, forward and backward, and the schedule that takes them."""
+    """Predicted seconds of a call in a layout, forward and backward, with the schedule that takes this time."""
 
     layout: str
     schedule: str
@@ -62,30 +63,36 @@ class InLayout(NamedTuple):
 
 
 def in_layouts(problem: Problem, route: Route, cluster: Cluster) -> tuple[InLayout, ...]:
-    """The plain layouts, the caller's first: the faster of `route`, the one that was chosen there, and the ring."""
+    """Predict the call in the plain layouts, the caller's first, each by the faster of `route` and the ring.
+
+    `route`: the route chosen in the caller's layout.
+    """
     ring = choose_route(problem, RING, cluster)
-    found = []
+    predictions = []
     for name in dict.fromkeys((problem.q_layout.name, "contiguous", "zigzag", "striped")):
-        other = _laid_out(problem, name)
-        # What was chosen in the caller's layout need not be the best in another.
-        routes = (route,) if other is problem or route.name == RING else (route, ring)
-        if playable(other):
-            seconds, schedule = min((played(other, one, (cluster,), plan_of)[0][0], one.name) for one in routes)
-            found.append(InLayout(name, schedule, seconds))
-    return tuple(found)
+        problem_there = _laid_out(problem, name)
+        # The best route in the caller's layout need not be the best in another layout.
+        routes = (route,) if problem_there is problem or route.name == RING else (route, ring)
+        if playable(problem_there):
+            seconds, schedule = min(
+                (played(problem_there, tried, (cluster,), plan_of)[0][0], tried.name) for tried in routes
+            )
+            predictions.append(InLayout(name, schedule, seconds))
+    return tuple(predictions)
 
 
-def by_layout(found: tuple[InLayout, ...]) -> str:
-    """The same as a line of text."""
-    own, *others = found
-    told = "".join(f"; {one.layout} {one.seconds * 1e3:.3f} ({one.schedule})" for one in others)
-    return f"ms by layout: {own.layout}, which this call has, {own.seconds * 1e3:.3f} ({own.schedule}){told}"
+def by_layout(predictions: tuple[InLayout, ...]) -> str:
+    """Return the result of `in_layouts` as one line of text."""
+    local, *rest = predictions
+    alternatives = "".join(f"; {layout.layout} {layout.seconds * 1e3:.3f} ({layout.schedule})" for layout in rest)
+    first = f"{local.layout}, which this call has, {local.seconds * 1e3:.3f} ({local.schedule})"
+    return f"ms by layout: {first}{alternatives}"
 
 
 def better_layout(problem: Problem, documents: Documents, route: Route, computed: tuple[int, ...]) -> str | None:
-    """A layout with a clearly lower greatest share of pairs, or None. Layouts too large to plan are passed over.
+    """Return a layout whose largest share of pairs is clearly lower, or None. Layouts too large to plan are skipped.
 
-    `computed`: pairs by rank as the call is (`pairs_planned`).
+    `computed`: the pairs of each rank in the caller's layout (`pairs_planned`).
     """
     if problem.world_size == 1:
         return None
@@ -94,22 +101,22 @@ def better_layout(problem: Problem, documents: Documents, route: Route, computed
     for name in LAYOUTS:
         if name == problem.q_layout.name or (name in OF_DOCUMENTS and documents is None):
             continue
-        other = _laid_out(problem, name, documents)
-        if excess(other, by_head=route.by_head):
+        problem_there = _laid_out(problem, name, documents)
+        if excess(problem_there, by_head=route.by_head):
             continue
-        greatest = max(pairs_of(other))
-        if greatest < least:
-            best, least = name, greatest
+        largest = max(pairs_of(problem_there))
+        if largest < least:
+            best, least = name, largest
     if best is not None and route.moves_queries:
-        # Ranks do not compute the pairs of their own queries, so only plans tell: heads may be what is uneven.
-        other = _laid_out(problem, best, documents)
-        plans = tuple(plan_of(other, route, rank, False) for rank in range(problem.world_size))
+        # Ranks compute pairs of received queries, so the balance is known only from plans: heads may be uneven.
+        problem_there = _laid_out(problem, best, documents)
+        plans = tuple(plan_of(problem_there, route, rank, False) for rank in range(problem.world_size))
         return best if max(pairs_planned(plans)) < most else None
     return best
 
 
 def pairs_planned(plans: tuple[Plan, ...]) -> tuple[int, ...]:
-    """(q, k) pairs times heads that each rank computes in a forward pass, of whichever rank the queries are."""
+    """Return the (q, k) pairs times heads that each rank computes in a forward pass, with local or received queries."""
     return tuple(
         sum(item.tiles.area() for step in plan.steps for item in step.work if not isinstance(item, Add))
         for plan in plans
@@ -117,13 +124,13 @@ def pairs_planned(plans: tuple[Plan, ...]) -> tuple[int, ...]:
 
 
 def pairs_of(problem: Problem) -> tuple[int, ...]:
-    """(q, k) pairs times heads of the queries of each rank."""
+    """Return the (q, k) pairs times heads of each rank's local queries."""
     return tuple(sum(table.area() for table in tiles_of(problem, rank).values()) for rank in range(problem.world_size))
 
 
 def _laid_out(problem: Problem, name: str, documents: Documents = None) -> Problem:
-    own = problem.q_layout
-    if name == own.name:
+    layout = problem.q_layout
+    if name == layout.name:
         return problem
-    layout: Layout = make_layout(name, own.length, problem.world_size, documents)
-    return replace(problem, q_layout=layout, kv_layout=layout)
+    changed: Layout = make_layout(name, layout.length, problem.world_size, documents)
+    return replace(problem, q_layout=changed, kv_layout=changed)

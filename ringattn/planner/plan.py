@@ -1,7 +1,7 @@
-"""One rank's part of a schedule, with every byte placed before anything runs.
+"""The plan of one rank: its part of a schedule, with a place in the arena for every byte before anything runs.
 
-A plan is what the executor follows: per step what to pack, send, receive, zero, compute and merge, each naming the
-buffer it touches; each buffer has its offset in the arena.
+The executor follows the plan. Each step lists what to pack, send, receive, zero, compute and merge, and names the
+buffers involved. Each buffer has its offset in the arena.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ringattn.schedule.content import Content, size
 from ringattn.schedule.ops import Kind
 
 LOCAL = -1
-"""Stands for a buffer: the rank's own tensor of the kind in question, K/V or dK/dV where it says nothing else."""
+"""Used as a buffer index: the rank's local tensor of the kind in question, by default K/V or dK/dV."""
 
 ALIGNMENT_BYTES = 256
 
 
 class Inside(NamedTuple):
-    """Where a buffer lies in another one: from `row` on, in records."""
+    """The position of a buffer inside another buffer: it begins at `row`, counted in records."""
 
     buffer: int
     row: int
 
 
 class Buffer(NamedTuple):
-    """A held or travelling piece of a block. Live in plan steps first .. last (both included)."""
+    """Memory for the rows of a block that are held or sent. Live in plan steps first .. last (both included)."""
 
     label: str
     content: Content
@@ -45,14 +45,17 @@ class Buffer(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Gather `into`'s content out of `source` (a buffer or LOCAL), converting to its dtype (`runtime/records.py`)."""
+    """Gather the content of `into` from `source` (a buffer or LOCAL) and convert it to the dtype of `into`.
+
+    See `runtime/records.py`.
+    """
 
     source: int
     into: int
 
 
 class Send(NamedTuple):
-    """Send some elements of a buffer, from element `first` on."""
+    """Send `elements` elements of a buffer, starting at element `first`."""
 
     peer: int
     buffer: int
@@ -62,7 +65,7 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """Receive some elements of a buffer, from element `first` on; together the messages for a buffer fill all of it."""
+    """Receive `elements` elements of a buffer, starting at element `first`. All messages together fill the buffer."""
 
     peer: int
     buffer: int
@@ -72,13 +75,13 @@ class Recv(NamedTuple):
 
 
 class AttendOp(NamedTuple):
-    """Work on tiles that read some K/V heads: of one head part of an owner, or all in the rank's own tensors.
+    """Work on tiles that read K/V heads `heads`: one head part of an owner, or all heads of the local tensors.
 
-    `owner` None: of several owners and heads, in a fused buffer where every row has a head of its own.
+    `owner` is None if the tiles read rows of several owners and heads in a fused buffer, whose rows have one head each.
 
-    Key row r of a tile is row kv_row + r * kv_step of `kv` (a buffer or LOCAL). Backward: gradients of key row r are
-    added to row dkv_row + r * dkv_step of `dkv`. `overwrite`: nothing has set these rows, of any tile, so the gradients
-    overwrite them; `last`: nothing adds to them afterwards, so the sum is final.
+    Key row r of a tile is row kv_row + r * kv_step of `kv` (a buffer or LOCAL). In backward, the gradients of key row r
+    are added to row dkv_row + r * dkv_step of `dkv`. `overwrite`: no earlier work has set these rows of any tile, so
+    the gradients overwrite them. `last`: no later work adds to these rows, so the sum is final.
     """
 
     owner: int | None
@@ -95,11 +98,11 @@ class AttendOp(NamedTuple):
 
 
 class AttendReceivedOp(NamedTuple):
-    """Work on queries that came, and on keys that came; no two heads share a row, so there is one head.
+    """Work on received queries and received keys. No two heads share a row, so the buffers have a single head.
 
-    The works with one buffer `q` carry one state: the first of them begins it, backward from `inputs`, and the last
-    fills `result` with out and lse, backward with dQ; elsewhere these are LOCAL, for none. Backward accumulates into
-    `dkv`, or overwrites the rows of its tiles.
+    All operations with the same buffer `q` share one state. The first of them initializes it (backward: from `inputs`),
+    and the last fills `result` with out and lse (backward: with dQ). All others have LOCAL for both, which means none.
+    Backward accumulates into `dkv`, or with `overwrite` overwrites the rows of its tiles.
     """
 
     tiles: TileTable
@@ -112,9 +115,9 @@ class AttendReceivedOp(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add a whole buffer into the same rows of another (or LOCAL); partial outputs are merged.
+    """Add a whole buffer into the same rows of another buffer (or LOCAL). Partial outputs are merged instead of added.
 
-    `overwrite`: nothing of the pass has set these rows before, so they are copied.
+    `overwrite`: nothing in the pass has set these rows yet, so copy them.
     """
 
     part: int
@@ -123,26 +126,26 @@ class Add(NamedTuple):
 
 
 class Zero(NamedTuple):
-    """Rows of a dK/dV buffer that begin at zero. `rows`: of the buffer, for each of its head parts."""
+    """Set rows of a dK/dV buffer to zero. `rows`: the rows of each head part of the buffer."""
 
     buffer: int
     rows: Content
 
 
 class OwnSums(StrEnum):
-    """How the accumulators of the rank's own dK and dV begin."""
+    """The initial state of the accumulators of the rank's local dK and dV."""
 
     ZEROED = "zeroed"
     UNSET = "unset"
     """The first work on each row sets it."""
     NONE = "none"
-    """There are none: the first work on each row is the last, and writes the result."""
+    """There are no accumulators: the first work on each row is also the last, and writes the result."""
 
 
 class PlanStep(NamedTuple):
-    """One step of one rank. `number` is the step's place in the global schedule.
+    """One step of one rank. `number` is the step's number in the schedule of all ranks.
 
-    `restores` are packs from eight bits to the inputs' dtype, done while the step's messages travel.
+    `restores`: packs from eight bits to the inputs' dtype, executed while the step's messages travel.
     """
 
     number: int
@@ -156,10 +159,10 @@ class PlanStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank does in one pass. `backward` tells what an `AttendOp` means.
+    """Everything that one rank does in one pass. `backward` decides the meaning of an `AttendOp`.
 
-    `kept`: buffers that a forward pass hands on to its backward, and that a backward pass begins with; in equal order.
-    `own_sums`: of the rank's own keys and values, backward.
+    `kept`: the buffers that a forward pass keeps for its backward pass, or that a backward pass begins with, in the
+    same order. `own_sums`: in backward, the initial state of the sums for the rank's local keys and values.
     """
 
     problem: Problem
@@ -175,7 +178,7 @@ class Plan:
     bytes_sent: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Counts what the pass will send."""
+        """Count the messages and bytes that the pass sends."""
         sends = [send for step in self.steps for send in step.sends]
         nbytes = sum(send.elements * self.element_bytes(send.buffer) for send in sends)
         object.__setattr__(self, "messages", len(sends))
@@ -183,20 +186,21 @@ class Plan:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of others' inputs that lie between the passes, outside the arena."""
+        """Bytes of remote inputs that are kept between the passes, outside the arena."""
         return sum(buffer_bytes(self.problem, self.buffers[buffer]) for buffer in self.kept)
 
     def element_bytes(self, buffer: int) -> int:
-        """Bytes of what messages of a buffer are counted in."""
-        held = self.buffers[buffer]
-        return record_layout_of(self.problem, held.kind, held.dtype).element_bytes(held.dtype)
+        """Return the bytes of an element: the unit in which messages of a buffer are counted."""
+        described = self.buffers[buffer]
+        return record_layout_of(self.problem, described.kind, described.dtype).element_bytes(described.dtype)
 
 
 class RecordLayout(NamedTuple):
-    """What a record holds of one row and head of one batch: values of `dims` beside each other, in the buffer's dtype.
+    """The layout of a record: the data of one row and head of one batch.
 
-    After each come `scalars` numbers in `scalar_dtype`. A record with scalars is counted in bytes, values padded so
-    that the scalars are aligned; others in values.
+    A record has a value vector for each of `dims`, next to each other, in the buffer's dtype. `scalars` numbers in
+    `scalar_dtype` follow each vector. A record with scalars is counted in bytes, and its values are padded so that the
+    scalars are aligned; a record without scalars is counted in values.
     """
 
     dims: tuple[int, ...]
@@ -204,7 +208,7 @@ class RecordLayout(NamedTuple):
     scalar_dtype: str = "float32"
 
     def elements(self, dtype: str) -> int:
-        """Elements of a record with values of `dtype`."""
+        """Return the number of elements of a record with values of `dtype`."""
         if not self.scalars:
             return sum(self.dims)
         step = ITEM_BYTES[self.scalar_dtype]
@@ -212,20 +216,20 @@ class RecordLayout(NamedTuple):
         return values + -values % step + len(self.dims) * self.scalars * step
 
     def element_bytes(self, dtype: str) -> int:
-        """Bytes of an element."""
+        """Return the bytes of an element."""
         return 1 if self.scalars else ITEM_BYTES[dtype]
 
 
 def record_layout_of(problem: Problem, kind: Kind, dtype: str) -> RecordLayout:
-    """How a block of `kind` lies in a buffer of `dtype`.
+    """Return the record layout of a block of `kind` in a buffer of `dtype`.
 
-    K beside V, in eight bits each with a float32 scale; out with its lse; dout with lse and delta.
+    K next to V, in eight bits each with a float32 scale; out with its lse; dout with lse and delta.
     """
-    return _form(kind, dtype, problem.head_dim, problem.value_dim, problem.accumulator_dtype)
+    return _cached_layout(kind, dtype, problem.head_dim, problem.value_dim, problem.accumulator_dtype)
 
 
 @cache
-def _form(kind: Kind, dtype: str, q: int, v: int, accumulator_dtype: str) -> RecordLayout:
+def _cached_layout(kind: Kind, dtype: str, q: int, v: int, accumulator_dtype: str) -> RecordLayout:
     if kind in (Kind.KV, Kind.DKV):
         return RecordLayout((q, v), 1 if dtype in EIGHT_BIT else 0)
     if kind in (Kind.Q, Kind.DQ):
@@ -234,28 +238,31 @@ def _form(kind: Kind, dtype: str, q: int, v: int, accumulator_dtype: str) -> Rec
 
 
 def record_elements(problem: Problem, dtype: str, kind: Kind = Kind.KV) -> int:
-    """Elements of one row of one head in a buffer of `dtype`: all batches."""
+    """Return the elements of one row of one head in a buffer of `dtype`, for all batches."""
     return problem.batch * record_layout_of(problem, kind, dtype).elements(dtype)
 
 
 def record_bytes(problem: Problem, dtype: str, kind: Kind = Kind.KV) -> int:
-    """Bytes of the same."""
+    """Return the bytes of one row of one head in a buffer of `dtype`, for all batches."""
     return record_elements(problem, dtype, kind) * record_layout_of(problem, kind, dtype).element_bytes(dtype)
 
 
 def buffer_bytes(problem: Problem, buffer: Buffer) -> int:
-    """Bytes of a packed content."""
+    """Return the bytes of a buffer's packed content."""
     return size(buffer.content) * record_bytes(problem, buffer.dtype, buffer.kind)
 
 
 # --- offsets of buffers in the arena ---------------------------------------------------------------------------------
-# Double buffering is not a mechanism here but a result: a buffer lives from the step that fills it to the last step
-# that reads or sends it, both included. Buffers that live in a common step get disjoint bytes.
+# Double buffering needs no mechanism here. A buffer lives from the step that fills it to the last step that reads or
+# sends it, both included, and buffers that live in the same step get disjoint bytes.
 
 
 def lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...], int]:
-    """Offsets by first fit in order of birth, and the arena's bytes. What lies inside a buffer prolongs its life."""
-    # Parts may be used outside the steps that name the whole: it lives as long as any of them.
+    """Return the buffers with their offsets, by first fit in order of their first step, and the bytes of the arena.
+
+    A buffer lives at least as long as every buffer inside it.
+    """
+    # Steps may use a part without naming the whole buffer, so the whole lives as long as any part.
     placed = list(buffers)
     for buffer in buffers:
         if buffer.inside is not None:
@@ -266,18 +273,18 @@ def lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...]
     roots = [index for index, buffer in enumerate(buffers) if buffer.inside is None]
     live: list[tuple[int, int, int]] = []  # (offset, end, last step)
     peak = 0
-    # First fit by birth. Bytes run to the right, steps down:
+    # First fit in order of the first step. Bytes run to the right, steps down:
     #    step 0   [ A ][ B ]
     #    step 1   [ C ][ B ]     A ended in step 0: C takes its place
     for index in sorted(roots, key=lambda i: placed[i].first):
         buffer = placed[index]
         # Rounded up, so that every offset is aligned.
         nbytes = _aligned_bytes(problem, buffer)
-        # Both ends are included: a buffer whose last step is this one's first still holds its bytes.
+        # Both ends are included: a buffer whose last step is this buffer's first step still occupies its bytes.
         live = sorted(entry for entry in live if entry[2] >= buffer.first)
         offset = 0
         for start, end, _ in live:
-            # The gap before this entry is large enough.
+            # Stop if the gap before this entry is large enough.
             if offset + nbytes <= start:
                 break
             offset = max(offset, end)
@@ -292,11 +299,11 @@ def lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...]
 
 
 # --- live buffers, for reports and for errors ------------------------------------------------------------------------
-# Counts each buffer that lives in a step once, rounded up to the alignment, as `lay_out` does.
+# Each buffer that lives in a step counts once, rounded up to the alignment, as in `lay_out`.
 
 
 def slot_bytes(plan: Plan, buffer: Buffer) -> int:
-    """Return the bytes of the arena that a buffer takes."""
+    """Return the bytes of the arena that a buffer occupies."""
     return _aligned_bytes(plan.problem, buffer)
 
 
@@ -305,38 +312,42 @@ def _aligned_bytes(problem: Problem, buffer: Buffer) -> int:
 
 
 def live(plan: Plan, step: int) -> list[Buffer]:
-    """The buffers that live in a plan step and lie in no other, in order of their place."""
-    found = [one for one in plan.buffers if one.inside is None and one.first <= step <= one.last]
-    return sorted(found, key=lambda one: one.offset_bytes)
+    """Return the buffers that live in a plan step, without those inside other buffers, in order of their offsets."""
+    buffers = [buffer for buffer in plan.buffers if buffer.inside is None and buffer.first <= step <= buffer.last]
+    return sorted(buffers, key=lambda buffer: buffer.offset_bytes)
 
 
 def live_bytes(plan: Plan) -> int:
-    """The most that lives in one step."""
-    return max((sum(slot_bytes(plan, one) for one in live(plan, step)) for step in range(len(plan.steps))), default=0)
+    """Return the largest number of bytes that live in one step."""
+    by_step = (sum(slot_bytes(plan, buffer) for buffer in live(plan, step)) for step in range(len(plan.steps)))
+    return max(by_step, default=0)
 
 
 def fragmentation(plan: Plan) -> float:
-    """The share of the arena that is a gap even in the fullest step; 0 for a placement that cannot be smaller."""
+    """Return the share of the arena that is unused even in the fullest step; 0 if the arena cannot be smaller."""
     return 1 - live_bytes(plan) / plan.arena_bytes if plan.arena_bytes else 0.0
 
 
 def placements(plans: Sequence[Plan]) -> dict[str, int]:
-    """Counts and bytes of a ring's cached plans, forward and backward apart.
+    """Return counts and bytes of a ring's cached plans. Forward and backward plans count separately.
 
-    `slots` and `pool_gap_bytes`: of the largest arena, its buffers and what is a gap even in its fullest step.
-    `kept_bytes`: the most that one forward pass keeps of others' tensors for its backward.
+    `slots` and `pool_gap_bytes`: the number of buffers in the largest arena, and its bytes that are unused even in the
+    fullest step. `kept_bytes`: the most bytes of remote tensors that a forward pass keeps for its backward pass.
     """
     largest = max(plans, key=lambda plan: plan.arena_bytes, default=None)
     return {
         "plans": len(plans),
-        "slots": 0 if largest is None else sum(one.inside is None for one in largest.buffers),
+        "slots": 0 if largest is None else sum(buffer.inside is None for buffer in largest.buffers),
         "pool_gap_bytes": 0 if largest is None else largest.arena_bytes - live_bytes(largest),
         "kept_bytes": max((plan.kept_bytes for plan in plans), default=0),
     }
 
 
 def account(plan: Plan, step: int | None, workspace_bytes: int) -> str:
-    """Lines that say what the pass needs and, in a `step` of the plan, which buffers live; None: before its first."""
+    """Describe the memory of a pass in lines of text, with the buffers that live in `step`.
+
+    `step` is None before the first step of the plan.
+    """
     direction = "backward" if plan.backward else "forward"
     head = (
         f"{plan.name} {direction}: staging buffers {mib(plan.arena_bytes)}, kept for backward {mib(plan.kept_bytes)}, "
@@ -345,27 +356,28 @@ def account(plan: Plan, step: int | None, workspace_bytes: int) -> str:
     if step is None:
         return f"{head}; its first step had not begun"
     lines = [
-        f"  {mib(slot_bytes(plan, one)):>12}  {one.label} ({one.kind.name}, {one.dtype})" for one in live(plan, step)
+        f"  {mib(slot_bytes(plan, buffer)):>12}  {buffer.label} ({buffer.kind.name}, {buffer.dtype})"
+        for buffer in live(plan, step)
     ]
     return "\n".join([f"{head}; live in step {plan.steps[step].number}:", *(lines or ["  no buffer"])])
 
 
 def remedies(plan: Plan) -> list[str]:
-    """What to change, the cheapest first; only what applies to this plan."""
-    found = []
+    """Return the changes that reduce the memory of this plan, the cheapest first."""
+    changes = []
     problem = plan.problem
     if plan.name != "ring" and problem.world_size > 1:
-        found.append(f"schedule='ring' holds two blocks at a time, where {plan.name} may hold all that comes")
+        changes.append(f"schedule='ring' holds two blocks at a time; {plan.name} may hold everything that it receives")
     if plan.kept_bytes:
-        found.append("schedule='ring' keeps nothing between forward and backward")
+        changes.append("schedule='ring' keeps nothing between forward and backward")
     if problem.world_size > 1 and problem.kv_wire_dtype is None and problem.dtype in ("float16", "bfloat16"):
-        found.append("kv_wire_dtype='int8' halves the staging buffers of keys and values that travel")
+        changes.append("kv_wire_dtype='int8' halves the staging buffers of sent and received keys and values")
     if problem.batch > 1:
-        found.append(f"a smaller batch: all figures are proportional to it, now {problem.batch}")
-    found.append(f"more ranks: now {problem.world_size}, {problem.q_layout.counts[plan.rank]} tokens on this one")
-    return found
+        changes.append(f"a smaller batch: all figures are proportional to it, now {problem.batch}")
+    changes.append(f"more ranks: now {problem.world_size}, {problem.q_layout.counts[plan.rank]} tokens on this one")
+    return changes
 
 
 def mib(nbytes: int) -> str:
-    """Bytes as MiB."""
+    """Format bytes as MiB."""
     return f"{nbytes / 2**20:.3f} MiB"

@@ -1,11 +1,11 @@
-"""Predict how long the plans of all ranks take on a cluster, by simulating events; with disturbances.
+"""Predict the time of the plans of all ranks on a cluster by simulating events, optionally with disturbances.
 
 In each step a rank packs, releases its messages and works. It enters its next step when its work is done and all its
-messages have left and arrived. A message starts when both ends have released their messages. All that a rank sends in a
-step shares its link, and so does all that it receives.
-If a machine has fewer processors than working ranks, all ranks get equal shares of it, and messages that processors
-carry take part (egalitarian processor sharing). Over a link slower than those inside a machine, a message takes a share
-that is smaller in the same proportion, and keeps the pace of that link.
+messages have been sent and received. A message starts when both ends have released their messages. Everything that a
+rank sends in a step shares its link, and so does everything that it receives.
+If a machine has fewer processors than working ranks, all ranks get equal shares of it. Messages that processors carry
+get a share too (egalitarian processor sharing). A message over a link slower than those inside a machine takes a
+proportionally smaller share, and runs at the speed of that link.
 The same plans and constants always give the same times.
 """
 
@@ -29,9 +29,9 @@ from ringattn.planner.plan import Plan
 class Timeline(NamedTuple):
     """Predicted times in microseconds: of the slowest rank, and by rank.
 
-    `busy_us`: at work, slowed where processors are shared. `waiting_us`: the rest of the whole time. `exposed_us`: of
-    it, waiting for messages while its own work was done. `spans`: what a rank did and what its messages did; names are
-    as in "step 2 attend", numbers are those of the schedule's steps.
+    `busy_us`: time at work, longer if processors are shared. `waiting_us`: the rest of the total time. `exposed_us`:
+    the part of the waiting time in which the rank's work was done and it waited for messages. `spans`: the work and the
+    messages of each rank. A span is named like "step 2 attend", with the step's number in the schedule.
     """
 
     total_us: float
@@ -44,17 +44,17 @@ class Timeline(NamedTuple):
 def simulate(
     plans: tuple[Plan, ...], cluster: Cluster, overlap: bool = True, disturbance: Disturbance | None = None
 ) -> Timeline:
-    """Play the plans of all ranks of one pass against each other. Raises `InputError` for plans that never end.
+    """Simulate the plans of all ranks of one pass together. Raises `InputError` if the plans never end.
 
-    `overlap`: False where a step's messages begin only when its work has ended, as exchanges do that find no
-    multiprocessor free before. `disturbance`: what slows some ranks and links.
+    `overlap`: if False, a step's messages begin only when its work has ended, like exchanges that find no free SM
+    before. `disturbance`: factors that slow some ranks and links.
     """
     play = _Play(plans, cluster, overlap, disturbance or Disturbance())
     play.run()
     total = max(play.finished, default=0.0) * 1e6
-    spans = tuple(tuple(found) for found in play.spans)
-    worked = (sum(s.end_us - s.start_us for s in found if s.lane == COMPUTE) for found in spans)
-    # Differences of rounded times may add up to a little more than the whole.
+    spans = tuple(tuple(of_rank) for of_rank in play.spans)
+    worked = (sum(s.end_us - s.start_us for s in of_rank if s.lane == COMPUTE) for of_rank in spans)
+    # Differences of rounded times may add up to slightly more than the total.
     busy = tuple(min(end * 1e6, work) for end, work in zip(play.finished, worked, strict=True))
     exposed = tuple(end * 1e6 - work for end, work in zip(play.finished, busy, strict=True))
     return Timeline(total, busy, tuple(total - work for work in busy), exposed, spans)
@@ -68,45 +68,45 @@ class _Machine:
         self.demand = 0.0
         """Processors that the jobs would keep busy."""
         self._seen_s = 0.0
-        self._done_s = 0.0  # Work that a job which never ended would have got by `_seen_s`.
+        self._done_s = 0.0  # Work that a job running from the beginning would have received by `_seen_s`.
         self._ends: list[tuple[float, int, Callable[[float], None]]] = []
 
     def start(self, now_s: float, work_s: float, order: int, done: Callable[[float], None]) -> None:
-        """A job of so much work; `done(time)` is called at its end."""
+        """Start a job of `work_s`; call `done(time)` at its end."""
         self.advance(now_s)
         heapq.heappush(self._ends, (self._done_s + work_s, order, done))
 
     def demand_more(self, now_s: float, by: float) -> None:
-        """From now on the jobs want more processors, or less."""
+        """Change the processors that the jobs demand by `by` from now on."""
         self.advance(now_s)
         self.demand += by
 
     def next_s(self) -> float:
-        """When the next job ends."""
+        """Return the time when the next job ends."""
         if not self._ends:
             return float("inf")
         return self._seen_s + max(0.0, self._ends[0][0] - self._done_s) / self._rate
 
-    def end_one(self, now_s: float) -> None:
-        """End the job that ends now."""
+    def end_job(self, now_s: float) -> None:
+        """End the job whose end is now."""
         self._seen_s = now_s
         self._done_s, _, done = heapq.heappop(self._ends)
         done(now_s)
 
     def advance(self, now_s: float) -> None:
-        """Let time pass."""
+        """Advance the time."""
         self._done_s += (now_s - self._seen_s) * self._rate
         self._seen_s = now_s
 
     @property
     def _rate(self) -> float:
-        """Of each job, 1 at full speed."""
+        """The speed of each job; 1 is full speed."""
         crowded = self._cores is not None and self.demand > self._cores
-        return self._cores / self.demand if crowded else 1.0  # type: ignore[operator]  # then cores is a number
+        return self._cores / self.demand if crowded else 1.0  # type: ignore[operator]  # if crowded, cores is a number
 
 
 class _Message(NamedTuple):
-    """One message; steps count from 0 in the plans of its ends."""
+    """A message between two ranks. `src_step` and `dst_step` are indices into the steps of the two plans."""
 
     src: int
     src_step: int
@@ -116,7 +116,7 @@ class _Message(NamedTuple):
 
 
 class _Play:
-    """The state of all ranks."""
+    """The simulation: the state of all ranks."""
 
     def __init__(self, plans: tuple[Plan, ...], cluster: Cluster, overlap: bool, disturbance: Disturbance) -> None:
         self._plans, self._cluster, self._overlap, self._disturbance = plans, cluster, overlap, disturbance
@@ -129,9 +129,9 @@ class _Play:
         self._slow_links = _Machine(None)
         self._orders = count()
         self._messages: list[list[list[_Message]]] = [[[] for _ in plan.steps] for plan in plans]  # by rank and step
-        # Bytes by rank, step, whether sent, and the class of link, which what is sent in a step shares.
+        # Bytes by rank, step, whether sent, and the class of link: messages with the same key share a link.
         self._loads: dict[tuple[int, int, bool, LinkClass], int] = {}
-        self._between: dict[tuple[int, int, int], int] = {}  # Bytes by sender, its step and receiver.
+        self._between: dict[tuple[int, int, int], int] = {}  # bytes by sender, its step and receiver
         for message in _messages(plans):
             pair = message.src, message.src_step, message.dst
             self._between[pair] = self._between.get(pair, 0) + message.nbytes
@@ -139,7 +139,7 @@ class _Play:
             for key in ((message.src, message.src_step, True, kind), (message.dst, message.dst_step, False, kind)):
                 self._loads[key] = self._loads.get(key, 0) + message.nbytes
                 self._messages[key[0]][key[1]].append(message)
-        self._at = [-1] * len(plans)
+        self._current = [-1] * len(plans)  # index of each rank's step
         self._posted_s: list[list[float | None]] = [[None] * len(plan.steps) for plan in plans]
         self._working = [False] * len(plans)
         self._left = [0] * len(plans)  # messages that the rank's step still waits for
@@ -148,19 +148,19 @@ class _Play:
         self.spans: list[list[Span]] = [[] for _ in plans]
 
     def run(self) -> None:
-        """Until all ranks have ended."""
+        """Simulate until all ranks have ended."""
         for rank in range(len(self._plans)):
             self._work(rank, 0.0, self._cluster.pass_s if self._plans[rank].steps else 0.0, "begin", self._enter)
         machines = [*self._machines, self._slow_links]
         while (machine := min(machines, key=_Machine.next_s)).next_s() < float("inf"):
-            machine.end_one(machine.next_s())
+            machine.end_job(machine.next_s())
         for rank, plan in enumerate(self._plans):
-            if self._at[rank] < len(plan.steps):
-                number = plan.steps[self._at[rank]].number
+            if self._current[rank] < len(plan.steps):
+                number = plan.steps[self._current[rank]].number
                 raise InputError(f"rank {rank} never ends step {number}: the plans' messages do not match")
 
     def _work(self, rank: int, now_s: float, work_s: float, name: str, then: Callable[[int, float], None]) -> None:
-        """Keep a rank busy; `then(rank, time)` at the end."""
+        """Keep a rank busy for `work_s`; call `then(rank, time)` at the end."""
         machine = self._machine(rank)
 
         def done(end_s: float) -> None:
@@ -173,38 +173,38 @@ class _Play:
         machine.start(now_s, work_s, next(self._orders), done)
 
     def _enter(self, rank: int, now_s: float) -> None:
-        """A rank's next step begins, if there is one."""
-        self._at[rank] += 1
+        """Begin a rank's next step, or finish the rank after its last step."""
+        self._current[rank] += 1
         steps = self._plans[rank].steps
-        if self._at[rank] == len(steps):
+        if self._current[rank] == len(steps):
             self.finished[rank] = now_s
             return
-        step = steps[self._at[rank]]
+        step = steps[self._current[rank]]
         packing = packing_s(self._plans[rank], step, self._cluster) * self._factors[step.number][rank]
         self._work(rank, now_s, packing, f"step {step.number} pack", self._depart)
 
     def _depart(self, rank: int, now_s: float) -> None:
-        """A rank lets its step's messages go and turns to its work."""
-        at = self._at[rank]
-        step = self._plans[rank].steps[at]
-        self._working[rank], self._left[rank] = True, len(self._messages[rank][at])
+        """Release the messages of a rank's step and start its work."""
+        index = self._current[rank]
+        step = self._plans[rank].steps[index]
+        self._working[rank], self._left[rank] = True, len(self._messages[rank][index])
         if self._overlap:
             self._post(rank, now_s)
         work = step_s(self._plans[rank], step, self._cluster) * self._factors[step.number][rank]
         self._work(rank, now_s, work, f"step {step.number} attend", self._worked)
 
     def _post(self, rank: int, now_s: float) -> None:
-        """This end of a rank's messages is ready."""
-        at = self._at[rank]
-        self._posted_s[rank][at] = now_s
-        for message in self._messages[rank][at]:
+        """Release this rank's end of its step's messages, and start those that both ends have released."""
+        index = self._current[rank]
+        self._posted_s[rank][index] = now_s
+        for message in self._messages[rank][index]:
             if self._posted_s[message.src][message.src_step] is not None and (
                 self._posted_s[message.dst][message.dst_step] is not None
             ):
                 self._travel(message, now_s)
 
     def _travel(self, message: _Message, now_s: float) -> None:
-        """A message of which both ends are ready."""
+        """Start a message that both ends have released."""
         src, src_step, dst, dst_step, _ = message
         kind = self._cluster.link_class(src, dst)
         load = max(self._loads[src, src_step, True, kind], self._loads[dst, dst_step, False, kind])
@@ -218,16 +218,19 @@ class _Play:
 
         for rank in (src, dst):
             self._carry(rank, now_s, kind, 1)
-        # A link that wants a part of a processor gets it; one that could take more waits for its share.
+        # A link that needs only part of a processor always gets it; a faster link waits for its share.
         carrier = self._slow_links if self._share(kind) < 1 else self._machine(src)
         carrier.start(now_s, travel_s * self._disturbance.of_link(src, dst), next(self._orders), done)
 
     def _share(self, kind: LinkClass) -> float:
-        """Of what a rank's messages inside a node take of processors: in proportion to bytes/s, and no more."""
+        """Return the processors that messages over a link take, relative to messages inside a node: at most 1.
+
+        The share is proportional to the bytes/s of the link.
+        """
         return min(1.0, self._cluster.link(kind)[1] / self._cluster.bandwidth)
 
     def _carry(self, rank: int, now_s: float, kind: LinkClass, by: int) -> None:
-        """A rank's processors carry one message more or less; one transport carries them all."""
+        """Count `by` more messages that a rank's processors carry. One transport carries all of a rank's messages."""
         if not self._cluster.wire_cores:
             return
         travelling = self._travelling[rank]
@@ -238,23 +241,25 @@ class _Play:
             self._machine(rank).demand_more(now_s, more * self._cluster.wire_cores)
 
     def _worked(self, rank: int, now_s: float) -> None:
+        """End the work of a rank's step."""
         self._working[rank] = False
         if not self._overlap:
             self._post(rank, now_s)
         self._leave(rank, now_s)
 
     def _arrived(self, rank: int, now_s: float) -> None:
+        """End one of the messages of a rank's step."""
         self._left[rank] -= 1
         if not self._left[rank]:
-            at = self._at[rank]
-            posted_s, number = self._posted_s[rank][at], self._plans[rank].steps[at].number
+            index = self._current[rank]
+            posted_s, number = self._posted_s[rank][index], self._plans[rank].steps[index].number
             assert posted_s is not None
-            nbytes = sum(message.nbytes for message in self._messages[rank][at] if message.src == rank)
+            nbytes = sum(message.nbytes for message in self._messages[rank][index] if message.src == rank)
             self.spans[rank].append(Span(f"step {number} exchange", COMM, posted_s * 1e6, now_s * 1e6, nbytes))
             self._leave(rank, now_s)
 
     def _leave(self, rank: int, now_s: float) -> None:
-        """A rank's step ends, unless something of it is left."""
+        """Leave a rank's step if its work and all its messages have ended."""
         if not self._working[rank] and not self._left[rank]:
             self._enter(rank, now_s)
 
@@ -263,7 +268,7 @@ class _Play:
 
 
 def _messages(plans: tuple[Plan, ...]) -> list[_Message]:
-    """The k-th message that is sent to a rank meets the k-th that it receives from there."""
+    """Return all messages. The k-th send from one rank to another matches the k-th receive."""
     sent: dict[tuple[int, int], list[tuple[int, int]]] = {}
     received: dict[tuple[int, int], list[int]] = {}
     for rank, plan in enumerate(plans):
@@ -273,26 +278,26 @@ def _messages(plans: tuple[Plan, ...]) -> list[_Message]:
                 sent.setdefault((rank, send.peer), []).append((now, nbytes))
             for recv in step.recvs:
                 received.setdefault((recv.peer, rank), []).append(now)
-    if {pair: len(one) for pair, one in sent.items()} != {pair: len(one) for pair, one in received.items()}:
+    if {pair: len(sends) for pair, sends in sent.items()} != {pair: len(recvs) for pair, recvs in received.items()}:
         raise InputError("the plans send and receive different numbers of messages")
     return [
         _Message(src, src_step, dst, dst_step, nbytes)
-        for (src, dst), one in sent.items()
-        for (src_step, nbytes), dst_step in zip(one, received[src, dst], strict=True)
+        for (src, dst), sends in sent.items()
+        for (src_step, nbytes), dst_step in zip(sends, received[src, dst], strict=True)
     ]
 
 
 # --- disturbances: stragglers, slow links, jitter --------------------------------------------------------------------
-# The same disturbance gives the same factors, in whatever order they are asked for.
+# The same disturbance always gives the same factors, in whatever order they are read.
 
 
 @dataclass(frozen=True)
 class Disturbance:
     """Factors on the times of a pass. `slow_ranks`: (rank, factor on its work and packing).
 
-    `slow_links`: (rank, peer, factor on the messages between the two, either way). `jitter`: work of a rank in a step
-    takes up to this share longer, drawn evenly from `seed`. Raises `InputError` for factors below 1, which would speed
-    up, for ranks and links named twice, for a negative share and for a negative seed.
+    `slow_links`: (rank, peer, factor on the messages between the two in both directions). `jitter`: the work of a rank
+    in a step takes longer by up to this share, drawn uniformly with `seed`. Raises `InputError` for a factor below 1,
+    for a rank or link named twice, for a negative share and for a negative seed.
     """
 
     slow_ranks: tuple[tuple[int, float], ...] = ()
@@ -301,14 +306,14 @@ class Disturbance:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Nothing is faster than undisturbed."""
+        """Check the factors: a disturbance must not make anything faster."""
         factors = [("slow_rank", factor) for _, factor in self.slow_ranks]
         for name, factor in (*factors, *(("slow_link", factor) for _, _, factor in self.slow_links)):
             if not factor >= 1:
-                raise InputError(f"{name}: the factor {factor:g} must be at least 1, for times as long")
+                raise InputError(f"{name}: the factor {factor:g} must be at least 1: it multiplies times")
         if not self.jitter >= 0 or self.seed < 0:
             raise InputError(f"jitter={self.jitter:g} seed={self.seed}: neither may be negative")
-        pairs = [frozenset(one[:2]) for one in self.slow_links]
+        pairs = [frozenset((rank, peer)) for rank, peer, _ in self.slow_links]
         if len(set(pairs)) < len(pairs) or any(len(pair) < 2 for pair in pairs):
             raise InputError("slow_link: name each pair of different ranks once")
         ranks = [rank for rank, _ in self.slow_ranks]
@@ -316,13 +321,13 @@ class Disturbance:
             raise InputError("slow_rank: name each rank once")
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise `InputError` where a rank is named that is not there."""
-        named = [rank for rank, _ in self.slow_ranks] + [rank for one in self.slow_links for rank in one[:2]]
+        """Raise `InputError` if the disturbance names a rank that does not exist."""
+        named = [rank for rank, _ in self.slow_ranks] + [rank for link in self.slow_links for rank in link[:2]]
         if wrong := [rank for rank in named if not 0 <= rank < ranks]:
             raise InputError(f"slow_rank, slow_link: there is no rank {wrong[0]}, with ranks 0 to {ranks - 1}")
 
     def of_work(self, ranks: int, step: int) -> np.ndarray:
-        """The factor on each rank's work in a step of the schedule, of shape (ranks,)."""
+        """Return the factor on each rank's work in a step of the schedule, of shape (ranks,)."""
         factors = np.ones(ranks)
         if self.jitter:
             factors += self.jitter * np.random.default_rng((self.seed, step)).random(ranks)
@@ -331,7 +336,7 @@ class Disturbance:
         return factors
 
     def of_link(self, src: int, dst: int) -> float:
-        """The factor on a message."""
+        """Return the factor on a message."""
         return next((factor for a, b, factor in self.slow_links if {a, b} == {src, dst}), 1.0)
 
 
@@ -342,7 +347,7 @@ UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 
 def duration(seconds: float) -> str:
-    """Four digits in the unit that suits: `163.2 us`, `15.32 ms`, `3,088 s`; never a power of ten."""
+    """Format seconds with four digits in a suitable unit: `163.2 us`, `15.32 ms`, `3,088 s`; without powers of ten."""
     unit, scale = next(((unit, scale) for unit, scale in UNITS if seconds >= 0.99995 * scale), UNITS[-1])
     number = seconds / scale
     if number >= 999.95:
@@ -356,8 +361,8 @@ def duration(seconds: float) -> str:
 class Crossed(NamedTuple):
     """The messages of all ranks over links of one class.
 
-    `pairs`: (sender, receiver), each once. `slowest`: the pair whose messages of one step take longest alone on their
-    link, `slowest_us` microseconds, of which `latency_us` are latency.
+    `pairs`: (sender, receiver), each once. `slowest`: the pair whose messages of one step take longest if they have
+    their link to themselves: `slowest_us` microseconds, of which `latency_us` are latency.
     """
 
     kind: LinkClass
@@ -369,7 +374,7 @@ class Crossed(NamedTuple):
 
 
 def crossed(plans: tuple[Plan, ...], cluster: Cluster) -> tuple[Crossed, ...]:
-    """By class of link, the slowest first."""
+    """Return the messages by class of link, the slowest class first."""
     loads: dict[LinkClass, dict[tuple[int, int, int], int]] = {}  # bytes by sender, receiver and step
     for rank, plan in enumerate(plans):
         for step in plan.steps:
@@ -377,12 +382,12 @@ def crossed(plans: tuple[Plan, ...], cluster: Cluster) -> tuple[Crossed, ...]:
                 by_hop = loads.setdefault(cluster.link_class(rank, send.peer), {})
                 key = rank, send.peer, step.number
                 by_hop[key] = by_hop.get(key, 0) + send.elements * plan.element_bytes(send.buffer)
-    found = []
+    by_class = []
     for kind, by_hop in loads.items():
         latency_s, _ = cluster.link(kind)
         src, dst, step_number = max(by_hop, key=lambda hop: (by_hop[hop], -hop[0]))
         most = by_hop[src, dst, step_number]
         seconds = cluster.travel_s(kind, most, most)
         pairs = tuple(sorted({(src, dst) for src, dst, _ in by_hop}))
-        found.append(Crossed(kind, pairs, sum(by_hop.values()), (src, dst), seconds * 1e6, latency_s * 1e6))
-    return tuple(sorted(found, key=lambda one: -one.slowest_us))
+        by_class.append(Crossed(kind, pairs, sum(by_hop.values()), (src, dst), seconds * 1e6, latency_s * 1e6))
+    return tuple(sorted(by_class, key=lambda entry: -entry.slowest_us))

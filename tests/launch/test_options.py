@@ -312,7 +312,7 @@ def test_every_key_of_elsewhere_leads_to_a_key_of_some_command() -> None:
         ("hardware=a100", "hardware=a100: did you mean a100-40 or a100-80? one of "),
         ("hardware=nvidia-h200-sxm", "hardware=nvidia-h200-sxm: did you mean h200? one of "),
         ("hardware=4090", "hardware=4090: did you mean rtx4090? one of "),
-        ("hardware=v100", "hardware=v100: no such machine here; one of "),
+        ("hardware=v100", "hardware=v100: unknown machine; one of "),
     ],
 )
 def test_a_wrong_name_is_answered_with_one_that_makes_sense(words: str, told: str) -> None:

@@ -183,7 +183,7 @@ def test_rings_that_were_told_unlike_machines_are_refused() -> None:
         return choose_route(problem_of(4, 8, 4, 4, "contiguous", False), "auto", ring.machines).name
 
     assert len(set(run_ranks(4, of_rank))) == 2
-    with pytest.raises(InputError, match="join 4 ranks, and there are 2"):
+    with pytest.raises(InputError, match="join 4 ranks, but there are 2"):
         run_ranks(2, lambda ring: None, cluster=ONE)
     with pytest.raises(InputError, match="did you mean h100"):
         ringattn.Ring(cluster="h10")
@@ -277,7 +277,7 @@ def test_documents_are_predicted_where_somebody_named_the_machines(monkeypatch: 
     choose._chosen.cache_clear()
     monkeypatch.setattr(choose, "compared", lambda *_: pytest.fail("each new pack of documents would wait"))
     assert choose_route(problem, "auto", unasked).name == "double_ring"  # by mask, bytes and hops
-    assert "each pack of documents would wait" in how_chosen((), problem, unasked)
+    assert "would delay each pack of documents" in how_chosen((), problem, unasked)
     compared.cache_clear()
     choose._chosen.cache_clear()
 
@@ -307,8 +307,8 @@ def test_rows_and_pairs(problem: Problem) -> None:
     found, ranks = counts(problem), problem.world_size
     pairs = [(rank == owner, table.area()) for rank in range(ranks)
              for (owner, _), table in tiles_of(problem, rank).items()]  # fmt: skip
-    assert found.own_pairs * ranks == sum(area for own, area in pairs if own)
-    assert found.other_pairs * ranks == sum(area for own, area in pairs if not own)
+    assert found.local_pairs * ranks == sum(area for own, area in pairs if own)
+    assert found.remote_pairs * ranks == sum(area for own, area in pairs if not own)
     sent = {
         (route, kind): sum(size(copy.content) for step in schedule_of(problem, route, False).steps
                            for copy in step.copies if copy.block.kind is kind)
@@ -317,7 +317,7 @@ def test_rows_and_pairs(problem: Problem) -> None:
     assert found.ring_rows * ranks == sent[SUB_RINGS, Kind.KV]
     # Heads that their ring's members do not divide are dealt unevenly, which costs the same in sum.
     for kind in (Kind.Q, Kind.KV, Kind.OUT):
-        assert found.dealt_rows * ranks == pytest.approx(sent[ULYSSES, kind], rel=0.01)
+        assert found.partitioned_rows * ranks == pytest.approx(sent[ULYSSES, kind], rel=0.01)
 
 
 def two_nodes(ranks: int, *, block: bool, inside: LinkClass = LinkClass.NVLINK) -> Cluster:
@@ -335,8 +335,8 @@ def test_rows_from_other_nodes(problem: Problem, nodes: str) -> None:
               if copy.block.kind is Kind.KV]  # fmt: skip
     across = sum(rows for leaves, rows in copies if leaves)
     share = across / sum(rows for _, rows in copies)
-    assert counts(problem, cluster.node_of).dealt_across == pytest.approx(share, abs=0.01)
-    assert counts(problem).dealt_across == 0 and not counts(problem).leaves
+    assert counts(problem, cluster.node_of).partitioned_across == pytest.approx(share, abs=0.01)
+    assert counts(problem).partitioned_across == 0 and not counts(problem).leaves
 
 
 @each_problem
@@ -378,5 +378,5 @@ def test_the_network_decides_where_ranks_are_on_two_nodes() -> None:
     routes = [choose_route(halves, "auto", cluster)
               for cluster in (REFERENCE, two_nodes(8, block=True), two_nodes(8, block=False))]  # fmt: skip
     assert [route.name for route in routes] == ["sub_rings", "sub_rings", "ulysses"]
-    with pytest.raises(InputError, match="join 4 ranks, and there are 8"):
+    with pytest.raises(InputError, match="join 4 ranks, but there are 8"):
         choose_route(halves, "auto", two_nodes(4, block=True))

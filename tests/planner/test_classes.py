@@ -112,7 +112,7 @@ def test_shards_of_another_length_are_learned_from_fewer_ranks() -> None:
     wanted, ours = simulate(planned, NODES, True, DISTURBED), play(found[True], NODES, ranks, True, DISTURBED)
     assert ours.total_s * 1e6 == pytest.approx(wanted.total_us, rel=1e-9)
     assert ours.sent_bytes.tolist() == [plan.bytes_sent for plan in planned]
-    with pytest.raises(UnsupportedError, match="rank 0 of 18 sends to strangers in step 2"):
+    with pytest.raises(UnsupportedError, match="rank 0 of 18 sends to unexpected ranks in step 2"):
         classes_of(lambda n: problem_of(n, PLAIN[0], longer), schedule, NODES, 1, 0, 2, like=known)
 
 
@@ -211,9 +211,9 @@ def test_cells_that_differ_are_refused() -> None:
 def test_what_classes_do_not_serve_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="schedule='ulysses' cannot be simulated by classes of ranks"):
         classes_of(lambda ranks: problem_of(ranks, PLAIN[1]), "ulysses", NODES, 0)
-    with pytest.raises(UnsupportedError, match="those of 72 ranks are too large to be planned"):
+    with pytest.raises(UnsupportedError, match="groups of 72 ranks are too large to plan"):
         classes_of(lambda ranks: problem_of(ranks, PLAIN[1]), "double_ring", NODES, 0, group=72)
-    with pytest.raises(InputError, match="for each of 14 groups, one for each head, and 262144"):
+    with pytest.raises(InputError, match="for each of 14 groups, one for each head, but at most 262144"):
         classes_of(lambda ranks: problem_of(ranks, PLAIN[2], heads=32), "ulysses_ring", NODES, 0, group=16)
     with pytest.raises(UnsupportedError, match="the window reaches 9 shards"):
         classes_of(lambda ranks: problem_of(ranks, PLAIN[1]), "ring", NODES, 0, 9)
@@ -221,7 +221,7 @@ def test_what_classes_do_not_serve_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="its ranks share processors"):
         play(learned, CLUSTERS["cpu"], 64)
     joined = replace(FREE, links=Links((0, 0, 1, 1)))
-    with pytest.raises(UnsupportedError, match="its links are told rank by rank"):
+    with pytest.raises(UnsupportedError, match="its links are listed rank by rank"):
         play(learned, joined, 64)
 
 

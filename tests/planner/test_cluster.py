@@ -95,7 +95,7 @@ def test_links_of_a_ring_join_machines_that_tell_no_nodes() -> None:
     assert [joined.link_class(rank, 0) for rank in (1, 2)] == [LinkClass.NVLINK, LinkClass.NETWORK]
     assert joined.joined(Links((0, 1, 2))) is joined and REFERENCE.joined(None) is REFERENCE
     assert CLUSTERS["h100"].joined(links) is CLUSTERS["h100"]  # says eight a machine, of machines that are not at hand
-    with pytest.raises(InputError, match=r"cluster='no machine, .*': its links join 3 ranks, and there are 4"):
+    with pytest.raises(InputError, match=r"cluster='no machine, .*': its links join 3 ranks, but there are 4"):
         joined.check_ranks(4)
 
 
@@ -194,10 +194,10 @@ def test_a_margin_takes_its_share_of_the_arithmetic_and_of_nothing_else() -> Non
 
 @pytest.mark.parametrize(
     ("name", "margin", "words"),
-    [("h100", 132, "multiprocessors of 132"), ("h100", -1, "of 132"), ("cpu", 4, "of an unknown number")],
+    [("h100", 132, "SMs of 132"), ("h100", -1, "of 132"), ("cpu", 4, "of an unknown number")],
 )
 def test_a_margin_that_cannot_be_is_refused(name: str, margin: int, words: str) -> None:
-    with pytest.raises(InputError, match=f"sm_margin={margin}: cannot leave so many .*{words}"):
+    with pytest.raises(InputError, match=f"sm_margin={margin}: cannot reserve this number of .*{words}"):
         CLUSTERS[name].leaving(margin)
 
 

@@ -104,12 +104,12 @@ def test_every_schedule_of_a_trillion_tokens(schedule: str) -> None:
     ("words", "said"),
     [
         ([f"tokens={TRILLION}", "segment_lengths=[2048,8192]", "dilation_rates=[1,4]"],
-         r"9 branches cut the contiguous layout of 1000000000000 tokens on 8 ranks into 1464843816 pieces, and 262144 "
-         "can be planned"),
+         r"9 branches cut the contiguous layout of 1000000000000 tokens on 8 ranks into 1464843816 pieces, but at most "
+         "262144 can be planned"),
         (["tokens=8000000000", "segment_lengths=[2048]", "dilation_rates=[1000000]"], "31250048 pieces"),
         (["tokens=1000000", "segment_lengths=[100]", "dilation_rates=[1]", "layout=striped"],
-         r"meet in 640000 tiles and 262144 can be planned; plan a sequence whose length"),
-        (["schedule=all_to_all", "heads=4096", "kv_heads=4096"], "meet in 1048576 tiles, one for each head,"),
+         r"form 640000 tiles, but at most 262144 can be planned; plan a sequence whose length"),
+        (["schedule=all_to_all", "heads=4096", "kv_heads=4096"], "form 1048576 tiles, one for each head,"),
         ([f"tokens={MOST_TOKENS + 1}"], r"a sequence has at most 1125899906842624 \(2\^50\)"),
         (["ranks=1025"], "ranks=1025: must be at most 1024"),
     ],

@@ -84,7 +84,7 @@ def test_a_ring_places_documents_for_the_schedule_that_is_named_and_explains_cal
         return said
 
     for said in run_ranks(2, of_rank, cluster=None):
-        marks = ["documents are placed for schedules that bring" in one for one in said]
+        marks = ["documents are placed for schedules that receive" in one for one in said]
         assert marks == [True, False, False, False]
     machines = replace(H100, ranks_per_node=None)
     found = run_ranks(4, lambda ring: ring.sequence(cu_seqlens=SHORT, layout="documents").layout, cluster=machines)

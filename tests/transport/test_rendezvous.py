@@ -238,8 +238,8 @@ def opened_on(
     [
         ("aab", None),
         ("abbca", None),  # a ring may begin inside a node
-        ("abab", "ranks 0,2 on node 0; 1,3 on node 1: the ring crosses from node to node 4 times, and 2 would do"),
-        ("aabcac", "ranks 0,1,4 on node 0; 2 on node 1; 3,5 on node 2: the ring crosses from node to node 5 times"),
+        ("abab", "ranks 0,2 on node 0; 1,3 on node 1: the ring crosses between nodes 4 times, but 2 would be enough"),
+        ("aabcac", "ranks 0,1,4 on node 0; 2 on node 1; 3,5 on node 2: the ring crosses between nodes 5 times"),
     ],
     ids=["two nodes", "begins inside", "in turn", "three nodes"],
 )
