@@ -67,9 +67,9 @@ def test_like_torchscale(name: str, ranks: int) -> None:
     ("options", "told"),
     [
         ({"offset": "modulo"}, "choose one of mod, block, kv_head, layer_rotated"),
-        ({"offset": "layer_rotated"}, "layer goes with"),
-        ({"layer": 1}, "layer goes with"),
-        ({"offset": "layer_rotated", "layer": -1}, "whole number from 0 on"),
+        ({"offset": "layer_rotated"}, "only 'layer_rotated' takes a layer"),
+        ({"layer": 1}, "only 'layer_rotated' takes a layer"),
+        ({"offset": "layer_rotated", "layer": -1}, "whole number of at least 0"),
         ({"dilation_rates": [1]}, "4 segment_lengths"),
         ({"segment_lengths": 8}, "segment_lengths must be a list"),
         ({"causal": "no", "grad": "detached"}, "causal must be True or False, got 'no'"),

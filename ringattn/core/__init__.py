@@ -1,1 +1,1 @@
-"""What a call is: positions, masks, layouts and their tiles, free of torch."""
+"""The description of a call: positions, masks, layouts and their tiles. Does not import torch."""

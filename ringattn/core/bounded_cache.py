@@ -1,7 +1,7 @@
-"""Caches bounded by bytes: what is planned once for each different call must not fill the memory of a long job.
+"""Caches bounded by bytes, so that the plans of different calls do not fill the memory of a long job.
 
-Guarantees: the least recently used entries are dropped first; an entry that is kept on purpose, and the last
-`AT_LEAST` entries, are never dropped, because a training step uses several plans in turn.
+Guarantees: the least recently used entries are dropped first. Entries kept on purpose, and the last `AT_LEAST` entries,
+are never dropped, because a training step uses several plans in turn.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 CACHE_BYTES = 8 << 20
-"""What each cache holds at most: 100 to 200 plans of short sequences on a few ranks."""
+"""Most bytes of each cache: 100 to 200 plans of short sequences on a few ranks."""
 AT_LEAST = 16
 _SHARED = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
-"""What belongs to the program and not to a value."""
+"""Types of objects that belong to the program and not to a value."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -42,7 +42,7 @@ class BoundedCache(Generic[K, V]):
         self._newest: K | None = None
         self._lock = threading.RLock()
         self.nbytes = 0
-        """The entries together, without the newest, which is still growing."""
+        """Bytes of all entries except the newest, which is still growing."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -53,13 +53,13 @@ class BoundedCache(Generic[K, V]):
             return [entry.value for entry in self._entries.values()]
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """Return the value of `key`, which `make` makes if it is not there."""
+        """Return the value of `key`; call `make` to create it if it is missing."""
         with self._lock:
             entry = self._entries.pop(key, None)
             if entry is not None:
                 self._entries[key] = entry
                 return entry.value
-        value = make()  # without the lock: it may take seconds, and use this cache
+        value = make()  # without the lock, because it may take seconds and use this cache
         with self._lock:
             if key not in self._entries:
                 self._add(key, value)
@@ -83,7 +83,8 @@ class BoundedCache(Generic[K, V]):
                 self.nbytes -= self._entries.pop(key).nbytes
 
     def _add(self, key: K, value: V) -> None:
-        # Weighed when the next one is added: plans and read sets grow while they are first used.
+        """Add an entry, and drop old entries beyond `CACHE_BYTES`."""
+        # Weigh an entry when the next one is added, because plans and read sets grow while they are first used.
         newest = self._entries.get(self._newest) if self._newest is not None else None
         if newest is not None and not newest.nbytes:
             newest.nbytes = self._weigh(self._newest, newest.value)  # type: ignore[arg-type]
@@ -103,14 +104,14 @@ os.register_at_fork(after_in_child=lambda: setattr(_shared, "_lock", threading.R
 
 
 class bounded(Generic[P, R]):
-    """Cache the results of a pure function, like `functools.lru_cache`: all functions together within `CACHE_BYTES`."""
+    """Cache the results of a pure function like `functools.lru_cache`. All functions share `CACHE_BYTES`."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         self._function = function
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return the result, computed now or before."""
+        """Return the result, from the cache if possible."""
         result: R = _shared.get((self, *args, *kwargs.items()), lambda: self._function(*args, **kwargs))
         return result
 
@@ -120,9 +121,9 @@ class bounded(Generic[P, R]):
 
 
 def held_bytes(value: Any) -> int:
-    """The bytes of a value with all that it refers to, except classes, functions and modules."""
+    """Return the bytes of a value and of everything that it refers to, except classes, functions and modules."""
     seen, level, total = {id(value)}, [value], 0
-    # Level by level, because the collector returns what a whole list of objects refers to in a single call.
+    # Go level by level, because the collector returns all referents of a list of objects in a single call.
     while level:
         kinds = set(map(type, level))
         arrays = {kind for kind in kinds if hasattr(kind, "nbytes")}  # of numpy or torch

@@ -1,9 +1,9 @@
-"""Dilated attention as a mask: branches of segments of which each head keeps every r-th position; named sets of them.
+"""Dilated attention as a mask of branches, in which a head keeps every r-th position; and named sets of branches.
 
-LongNet (arXiv 2307.02486): a branch (w, r) cuts the sequence into segments of w positions; a head keeps those that lie
-at its offset modulo r, as queries and as keys. Branches are mixed by their softmax denominators, which is one softmax
-over the keys of all of them, a key counted once for each branch that has it.
-Guarantees: a branch of the mask for each range of heads with one offset, of few integers whatever the length.
+LongNet (arXiv 2307.02486): a branch (w, r) cuts the sequence into segments of w positions. A head keeps the positions
+at its offset modulo r, both as queries and as keys. Branches are mixed by their softmax denominators. This equals one
+softmax over the keys of all branches, in which a key counts once for each branch that has it.
+Guarantees: the mask has one branch for each range of heads with the same offset, with few integers for any length.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ringattn.errors import InputError
 
 @dataclass(frozen=True)
 class Dilated:
-    """The mask options of dilated attention. `offset`: the rule that gives a head its offset modulo the rate.
+    """The mask options of dilated attention. `offset`: the rule for the offset of each head modulo the rate.
 
-    mod: head % rate (LongNet). block: each ceil(heads / rate) heads share one (torchscale). kv_head: the K/V head %
-    rate, so that grouped heads read the same rows. layer_rotated: (head + layer * heads) % rate.
+    mod: head % rate (LongNet). block: each ceil(heads / rate) heads share an offset (torchscale). kv_head: the K/V
+    head % rate, so that grouped heads read the same rows. layer_rotated: (head + layer * heads) % rate.
     """
 
     segment_lengths: tuple[int, ...]
@@ -38,19 +38,19 @@ class Dilated:
     layer: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises `InputError` for branches, a `causal`, a rule or a layer that make no sense."""
+        """Raise `InputError` for invalid branches, `causal`, rule or layer."""
         check(self.segment_lengths, self.dilation_rates)
         check_causal(self.causal)
         if self.offset not in OFFSETS:
             raise InputError(f"offset={self.offset!r} is not known; choose one of {', '.join(OFFSETS)}")
-        # Only 'layer_rotated' reads the layer; given to another rule it would be an ignored option.
+        # Only 'layer_rotated' reads the layer; with another rule it would be an ignored option.
         if (self.layer is None) == (self.offset == "layer_rotated"):
-            raise InputError(f"layer={self.layer} with offset={self.offset!r}: layer goes with 'layer_rotated' only")
+            raise InputError(f"layer={self.layer} with offset={self.offset!r}: only 'layer_rotated' takes a layer")
         if self.layer is not None and (type(self.layer) is not int or self.layer < 0):
-            raise InputError(f"layer must be a whole number from 0 on, got {self.layer!r}")
+            raise InputError(f"layer must be a whole number of at least 0, got {self.layer!r}")
 
     def branches(self) -> list[Dilated]:
-        """Each branch alone."""
+        """Return the options of each branch separately."""
         pairs = zip(self.segment_lengths, self.dilation_rates, strict=True)
         return [Dilated((length,), (rate,), self.causal, self.offset, self.layer) for length, rate in pairs]
 
@@ -63,7 +63,7 @@ class Dilated:
         q_heads: int,
         kv_heads: int,
     ) -> Mask:
-        """The mask over a sequence; segments begin anew in each document. Raises `InputError` for two sequences."""
+        """Return the mask over a sequence. Segments restart in each document. Raises `InputError` for two sequences."""
         if (length, documents) != (kv_length, kv_documents):
             raise InputError("kv_seq: dilated attention is self-attention, over one sequence; leave kv_seq out")
         # Segment 8, rate 2, offsets 0 and 1:
@@ -74,10 +74,10 @@ class Dilated:
         longest = max((stop - start for start, stop in pairwise(bounds)), default=0)
         band, branches = CAUSAL if self.causal else FULL, []
         for length, rate in zip(self.segment_lengths, self.dilation_rates, strict=True):
-            # A segment that no document exceeds cuts nothing: None gives equal masks for equal pairs.
+            # A segment that is at least as long as every document cuts nothing. None gives equal masks for equal pairs.
             segment = length if length < longest else None
             offsets = head_offsets(self.offset, rate, q_heads, kv_heads, self.layer or 0)
-            # Consecutive heads with one offset share a branch, so a branch needs one range of heads.
+            # Consecutive heads with the same offset share a branch, so a branch has a single range of heads.
             for offset, members in groupby(range(q_heads), offsets.__getitem__):
                 heads = list(members)
                 # None stands for all heads, as in plain masks.
@@ -86,43 +86,43 @@ class Dilated:
         return Mask(tuple(branches))
 
 
-# --- named sets of branches, and warnings about what a set does not cover --------------------------------------------
-# A set that `check` returns has one positive rate for each positive segment length. A warning names the branch, what it
-# misses and what to do; it is about one sequence without documents.
+# --- named sets of branches, and warnings about pairs that a set does not cover --------------------------------------
+# A set that `check` returns has one positive rate for each positive segment length. A warning names the branch, the
+# queries that it misses and a remedy. It is about a single sequence without documents.
 
 
 OFFSETS = ("mod", "block", "kv_head", "layer_rotated")
 Offset = Literal["mod", "block", "kv_head", "layer_rotated"]
 
 TABLE_TOKENS = 1 << 20
-"""The longest table of positions that a warning is counted from."""
+"""The longest table of positions from which a warning counts."""
 
 
 class Branches(NamedTuple):
-    """Dilated branches: of every segment of `segment_lengths[i]` tokens a head keeps each `dilation_rates[i]`-th row.
+    """Dilated branches: a head keeps each `dilation_rates[i]`-th row of every segment of `segment_lengths[i]` tokens.
 
-    `**branches._asdict()` gives both to a call.
+    `**branches._asdict()` passes both to a call.
     """
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
 
     def pairs(self) -> list[tuple[int, int]]:
-        """(segment length in tokens, rate) of each branch."""
+        """Return (segment length in tokens, rate) of each branch."""
         return list(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
 
 def check(segment_lengths: Iterable[Any], dilation_rates: Iterable[Any]) -> Branches:
-    """The branches as plain tuples.
+    """Return the branches as plain tuples.
 
-    Raises `InputError` unless there is one rate for each length, at least one, and all are positive whole numbers
-    of at most 2^50, the longest sequence.
+    Raises `InputError` unless there is at least one length, one rate for each length, and all are positive whole
+    numbers of at most 2^50, the longest sequence.
     """
     checked = []
-    for name, given in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
-        if isinstance(given, str) or not isinstance(given, Iterable):
-            raise InputError(f"{name} must be a list of positive whole numbers, got {given!r}")
-        numbers = tuple(given)
+    for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise InputError(f"{name} must be a list of positive whole numbers, got {values!r}")
+        numbers = tuple(values)
         for number in numbers:
             if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
                 raise InputError(f"{name} must be positive whole numbers, got {number!r} in {numbers}")
@@ -141,13 +141,14 @@ def check(segment_lengths: Iterable[Any], dilation_rates: Iterable[Any]) -> Bran
 def geometric(
     base_length: int = 2048, ratio: int = 2, *, length: int | None = None, branches: int | None = None
 ) -> Branches:
-    """Lengths base_length * ratio ** i with rates ratio ** i: LongNet's choice (arXiv:2307.02486, eq. 11 and 12).
+    """Return lengths base_length * ratio ** i with rates ratio ** i: LongNet's choice (arXiv:2307.02486, eq. 11, 12).
 
-    `branches` of them, or as many as it takes for one segment to hold a sequence of `length` tokens; give one of the
-    two. Raises `InputError` where that is not so, or a number is not positive and whole, or `ratio` < 2.
+    The number of branches is `branches`, or the smallest number for which one segment holds a sequence of `length`
+    tokens. Raises `InputError` unless exactly one of the two is given, all numbers are positive and whole, and `ratio`
+    is at least 2.
     """
     if (length is None) == (branches is None):
-        raise InputError(f"give length (tokens) or branches (how many), one of them; got {length} and {branches}")
+        raise InputError(f"give either length (tokens) or branches (a number), got {length} and {branches}")
     limit = branches if length is None else length
     for name, number in (("base_length", base_length), ("ratio", ratio), ("length or branches", limit)):
         least = 2 if name == "ratio" else 1
@@ -156,24 +157,24 @@ def geometric(
     lengths = [base_length]
     while len(lengths) < branches if branches is not None else lengths[-1] < (length or 0):
         lengths.append(lengths[-1] * ratio)
-    return Branches(tuple(lengths), tuple(one // base_length for one in lengths))
+    return Branches(tuple(lengths), tuple(segment // base_length for segment in lengths))
 
 
 def longnet_32k() -> Branches:
-    """The branches of LongNet's language model for 32,768 tokens with 12 heads (arXiv:2307.02486, section 4.1)."""
+    """Return the branches of LongNet's language model for 32,768 tokens, 12 heads (arXiv:2307.02486, section 4.1)."""
     return Branches((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
 
 
 def longvit_1m() -> Branches:
-    """The branches of LongViT for 1,048,576 patches with 16 heads (arXiv:2312.03558; torchscale's LongViT example)."""
+    """Return the branches of LongViT for 1,048,576 patches, 16 heads (arXiv:2312.03558; torchscale's example)."""
     return Branches((1024, 4096, 32768, 262144, 1048576), (1, 2, 4, 8, 16))
 
 
 def head_offsets(offset: str, rate: int, q_heads: int, kv_heads: int, layer: int = 0) -> tuple[int, ...]:
-    """Which of the `rate` rows each query head keeps, by the rule `offset`.
+    """Return which of `rate` rows each query head keeps, by the rule `offset`.
 
-    mod: h % rate (arXiv:2307.02486, eq. 13). block: h // ceil(q_heads / rate) (torchscale). kv_head: that of its K/V
-    head, modulo the rate. layer_rotated: (h + layer * q_heads) % rate. Raises `InputError` for another rule.
+    mod: h % rate (arXiv:2307.02486, eq. 13). block: h // ceil(q_heads / rate) (torchscale). kv_head: the number of its
+    K/V head, modulo the rate. layer_rotated: (h + layer * q_heads) % rate. Raises `InputError` for another rule.
     """
     if offset not in OFFSETS:
         raise InputError(f"offset={offset!r} is not known; choose one of {', '.join(OFFSETS)}")
@@ -188,35 +189,35 @@ def head_offsets(offset: str, rate: int, q_heads: int, kv_heads: int, layer: int
 def coverage_warnings(
     branches: Branches, q_heads: int, offset: str = "mod", kv_heads: int | None = None, length: int | None = None
 ) -> list[str]:
-    """Which branches reach only a part of the queries, and how many rows see no key at all; a sentence each.
+    """Return a sentence for each branch that reaches only part of the queries, and for rows that attend to no key.
 
-    `length`: of the sequence in tokens; None for one that is much longer than the segments. Raises `InputError` for
-    an `offset` that is not known.
+    `length`: length of the sequence in tokens; None for a sequence much longer than the segments. Raises `InputError`
+    for an unknown `offset`.
     """
     kv_heads = q_heads if kv_heads is None else kv_heads
-    found = []
+    warnings = []
     offsets = [head_offsets(offset, rate, q_heads, kv_heads) for rate in branches.dilation_rates]
     for (w, r), kept in zip(branches.pairs(), offsets, strict=True):
         reached = _reached(w, r, set(kept), w if length is None else length)
         if reached < 1:
             heads = f"{kv_heads} K/V heads" if offset == "kv_head" else f"{q_heads} heads"
-            able = f"an r that divides {q_heads}" if offset == "block" else f"an r of at most {heads.split()[0]}"
-            other = "" if offset == "layer_rotated" else ", or offset='layer_rotated', which moves on with each layer"
-            found.append(
+            remedy = f"an r that divides {q_heads}" if offset == "block" else f"an r of at most {heads.split()[0]}"
+            rotate = "" if offset == "layer_rotated" else ", or offset='layer_rotated', which changes in each layer"
+            warnings.append(
                 f"branch (w={w}, r={r}): {heads} have {len(set(kept))} of {r} offsets, so it reaches "
-                f"{_percent(reached)} of the queries; use {able}{other}"
+                f"{_percent(reached)} of the queries; use {remedy}{rotate}"
             )
     blind = 0.0 if 1 in branches.dilation_rates else _blind(branches, offsets, length)
     if blind:
-        found.append(
-            f"no branch has r=1: {_percent(blind)} of the rows (a token of a head) see no key and give 0; "
+        warnings.append(
+            f"no branch has r=1: {_percent(blind)} of the rows (a token of a head) attend to no key and output 0; "
             "add a branch with r=1"
         )
-    return found
+    return warnings
 
 
 def _reached(w: int, r: int, offsets: set[int], length: int) -> float:
-    """The part of `length` positions that at least one of these offsets keeps."""
+    """Return the share of `length` positions that at least one of these offsets keeps."""
 
     def kept(tokens: int) -> int:
         return sum(len(range(start, tokens, r)) for start in offsets)
@@ -225,9 +226,9 @@ def _reached(w: int, r: int, offsets: set[int], length: int) -> float:
 
 
 def _blind(branches: Branches, offsets: list[tuple[int, ...]], length: int | None) -> float:
-    """The part of all (position, head) that no branch keeps.
+    """Return the share of all (position, head) that no branch keeps.
 
-    Counted over the sequence, or a period of the pattern where there is no length; at most over `TABLE_TOKENS`.
+    It is counted over the sequence, or without a length over one period of the pattern; at most over `TABLE_TOKENS`.
     """
     period = lcm(*(w if w % r else r for w, r in branches.pairs()))
     tokens = min(period if length is None else length, TABLE_TOKENS)
@@ -235,8 +236,8 @@ def _blind(branches: Branches, offsets: list[tuple[int, ...]], length: int | Non
     blind = 0
     for kept, heads in Counter(zip(*offsets, strict=True)).items():
         reached = np.zeros(tokens, dtype=bool)
-        for one, start in zip(classes, kept, strict=True):
-            reached |= one == start
+        for position_class, start in zip(classes, kept, strict=True):
+            reached |= position_class == start
         blind += heads * int(tokens - reached.sum())
     return blind / max(1, tokens * len(offsets[0]))
 

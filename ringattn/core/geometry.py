@@ -14,7 +14,7 @@ UNBOUNDED = 1 << 60
 """Stands for infinity in a `Band`; far above any token index, and sums of two stay inside int64."""
 
 MOST_TOKENS = 2**50
-"""Of a sequence: more than any text has; sums over all pairs of ranks stay inside int64."""
+"""Most tokens of a sequence: more than any text has, and sums over all pairs of ranks stay inside int64."""
 
 
 class StridedRange(NamedTuple):
@@ -26,32 +26,32 @@ class StridedRange(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The greatest member; only meaningful for a range that is not empty."""
+        """The largest member; only meaningful for a range that is not empty."""
         return self.start + (self.count - 1) * self.stride
 
     @property
     def stop(self) -> int:
-        """One past the greatest member of a range that is not empty; `start` of an empty range."""
-        # An empty range has last = start - stride, so last + 1 would be wrong for any stride but 1.
+        """One past the largest member of a range that is not empty; `start` of an empty range."""
+        # An empty range has last = start - stride, so last + 1 would be wrong for any stride except 1.
         return self.last + 1 if self.count else self.start
 
     def members(self) -> range:
-        """The members, in order."""
+        """Return the members, in order."""
         return range(self.start, self.start + self.count * self.stride, self.stride)
 
     def pick(self, indices: StridedRange) -> StridedRange:
-        """The range of the members at `indices`."""
+        """Return the range of the members at `indices`."""
         return StridedRange(self.start + indices.start * self.stride, indices.count, self.stride * indices.stride)
 
     def between(self, lo: int, hi: int) -> StridedRange:
-        """The *indices* of the members m with lo <= m <= hi."""
+        """Return the *indices* of the members m with lo <= m <= hi."""
         # -((a - b) // s) is (b - a) / s rounded up: the first index with start + index * stride >= lo.
         first = max(0, -((self.start - lo) // self.stride))
         end = min(self.count, (hi - self.start) // self.stride + 1)
         return StridedRange(first, max(0, end - first))
 
     def intersect(self, other: StridedRange) -> StridedRange:
-        """The members of both, again a strided range (Chinese remainder). An empty result is `StridedRange(0, 0)`."""
+        """Return the common members as a strided range (Chinese remainder); `StridedRange(0, 0)` if there are none."""
         # start + i * stride = other.start + j * other.stride has a solution only if gcd divides the starts' difference.
         step = gcd(self.stride, other.stride)
         if not (self.count and other.count) or (other.start - self.start) % step:
@@ -61,7 +61,7 @@ class StridedRange(NamedTuple):
         modulus = other.stride // step
         index = (other.start - self.start) // step * pow(self.stride // step, -1, modulus) % modulus
         common = self.start + index * self.stride
-        # `common` is a member of both progressions but may lie before other.start; common members repeat every lcm.
+        # `common` is a member of both progressions but may be before other.start; common members repeat every lcm.
         #    0  3  6  9  12  15  18     start 0, stride 3
         #      2   6   10  14   18     start 2, stride 4
         #          6            18     common, stride 12
@@ -84,7 +84,7 @@ class Band(NamedTuple):
     hi: int = UNBOUNDED
 
     def shifted(self, by: int) -> Band:
-        """The band of the same pairs when every q position grows by `by`."""
+        """Return the band of the same pairs after every q position has grown by `by`."""
         # An unbounded side stays the same constant, so that equal bands compare equal.
         lo = self.lo if self.lo == -UNBOUNDED else self.lo + by
         hi = self.hi if self.hi == UNBOUNDED else self.hi + by
@@ -101,20 +101,20 @@ CAUSAL = Band(0, UNBOUNDED)
 
 
 class TokenRange(NamedTuple):
-    """Which positions a tile covers on one side, and which rows of the held buffer hold them (equal counts)."""
+    """The positions of a tile on one side, and the rows of the buffer that hold them (equal counts)."""
 
     positions: StridedRange
     rows: StridedRange
 
     def pick(self, indices: StridedRange) -> TokenRange:
-        """The members at `indices`."""
+        """Return the members at `indices`."""
         return TokenRange(self.positions.pick(indices), self.rows.pick(indices))
 
 
 class Tile(NamedTuple):
     """A rectangle of work: the pairs of two token ranges inside a band, for a range of query heads.
 
-    `heads` are those of the buffer that holds the queries; its head 0 is query head `first_head` of the call.
+    `heads` are heads of the buffer that holds the queries; its head 0 is query head `first_head` of the call.
     """
 
     q: TokenRange
@@ -124,32 +124,32 @@ class Tile(NamedTuple):
     first_head: int = 0
 
     def area(self) -> int:
-        """Allowed (q, k) pairs times query heads: the unit of every cost and balance figure."""
+        """Return the allowed (q, k) pairs times query heads: the unit of all costs and balances."""
         return self.heads.count * count_pairs(self.q.positions, self.k.positions, self.band)
 
     def index_band(self) -> Band:
-        """The band in terms of indices: lo <= i - j <= hi for the i-th query and the j-th key.
+        """Return the band in terms of indices: lo <= i - j <= hi for the i-th query and the j-th key.
 
-        Takes a tile as `aligned` makes them: equal position strides, or full. Bounds are clipped to the tile, so they
-        are always finite.
+        The tile must be aligned (equal position strides, or full; see `aligned`). Bounds are clipped to the tile, so
+        they are always finite.
         """
         q, k = self.q.positions, self.k.positions
-        # Full: all pairs, whatever the strides; the widest band of indices says so.
+        # A full tile has all pairs, whatever its strides: return the widest band of indices.
         if self.is_full():
             return Band(1 - k.count, q.count - 1)
-        # q - k = offset + (i - j) * stride; a side with one member has no stride of its own.
+        # q - k = offset + (i - j) * stride; a side with a single member has no stride.
         offset, stride = q.start - k.start, k.stride if k.count > 1 else q.stride
         lo = -((offset - self.band.lo) // stride)
         hi = (self.band.hi - offset) // stride
         return Band(max(lo, 1 - k.count), min(hi, q.count - 1))
 
     def aligned(self) -> Iterator[Tile]:
-        """This tile as tiles whose two sides have equal position strides, together the same pairs."""
+        """Yield tiles with equal position strides on both sides that together have the same pairs as this tile."""
         q, k = self.q.positions, self.k.positions
         if q.stride == k.stride or q.count == 1 or k.count == 1 or self.is_full():
             yield self
             return
-        # Residue classes modulo the lcm: both sides of each pair of classes then have the same stride.
+        # Cut into residue classes modulo the lcm, so that both sides of each pair of classes have the same stride.
         stride = lcm(q.stride, k.stride)
         for q_part in _residues(self.q, stride):
             for k_part in _residues(self.k, stride):
@@ -158,14 +158,14 @@ class Tile(NamedTuple):
                     yield tile
 
     def is_full(self) -> bool:
-        """Whether the band allows every pair of the two token ranges."""
+        """Return whether the band allows every pair of the two token ranges."""
         q, k = self.q.positions, self.k.positions
-        # The least and the greatest difference of the two ranges.
+        # Compare the smallest and the largest difference of the two ranges.
         return q.start - k.last >= self.band.lo and q.last - k.start <= self.band.hi
 
 
 def count_pairs(q: StridedRange, k: StridedRange, band: Band) -> int:
-    """The number of pairs of q x k inside `band`, in O(log) steps whatever the strides."""
+    """Return the number of pairs of q x k inside `band`, in O(log) steps for any strides."""
     if not (q.count and k.count) or band.lo > band.hi:
         return 0
     # [lo, hi] is [lo, infinity) without [hi + 1, infinity).
@@ -173,25 +173,25 @@ def count_pairs(q: StridedRange, k: StridedRange, band: Band) -> int:
 
 
 def _pairs_at_least(q: StridedRange, k: StridedRange, lo: int) -> int:
-    """Pairs with q - k >= lo: for each q the keys up to q - lo, summed in closed form."""
-    # Queries before `some` see no key, queries from `all_` on see every key.
-    some = min(q.count, max(0, -((q.start - lo - k.start) // q.stride)))
-    all_ = min(q.count, max(some, -((q.start - lo - k.last) // q.stride)))
-    # Query i between the two sees floor((q_i - lo - k.start) / k.stride) + 1 keys.
-    #    keys seen   0 0 0 | 1 2 4 5 | n n n
-    #    query       0     some      all_
-    between = _floor_sum(all_ - some, k.stride, q.stride, q.start + some * q.stride - lo - k.start) + (all_ - some)
-    return between + (q.count - all_) * k.count
+    """Return the number of pairs with q - k >= lo: for each q the keys up to q - lo, summed in closed form."""
+    # Queries before `part` have no key; queries from `full` on have every key.
+    part = min(q.count, max(0, -((q.start - lo - k.start) // q.stride)))
+    full = min(q.count, max(part, -((q.start - lo - k.last) // q.stride)))
+    # Query i between the two has floor((q_i - lo - k.start) / k.stride) + 1 keys.
+    #    keys    0 0 0 | 1 2 4 5 | n n n
+    #    query   0     part      full
+    between = _floor_sum(full - part, k.stride, q.stride, q.start + part * q.stride - lo - k.start) + (full - part)
+    return between + (q.count - full) * k.count
 
 
 def _floor_sum(n: int, m: int, a: int, b: int) -> int:
-    """Sum of floor((a * i + b) / m) for i in range(n), by Euclid's algorithm."""
+    """Return the sum of floor((a * i + b) / m) for i in range(n), by Euclid's algorithm."""
     total = 0
     while n > 0:
         # The whole parts of a / m and b / m sum in closed form.
         total += n * (n - 1) // 2 * (a // m) + n * (b // m)
         a, b = a % m, b % m
-        # The rest counts lattice points under a line of slope a / m < 1: exchange the axes and go on with m / a.
+        # The rest counts lattice points under a line of slope a / m < 1: swap the axes and continue with m / a.
         top = a * n + b
         if top < m:
             break
@@ -200,7 +200,7 @@ def _floor_sum(n: int, m: int, a: int, b: int) -> int:
 
 
 def _residues(tokens: TokenRange, stride: int) -> Iterator[TokenRange]:
-    """The token range cut into ones of the given position stride (a multiple of its own)."""
+    """Cut a token range into ranges with position stride `stride`, a multiple of the range's stride."""
     step = stride // tokens.positions.stride
     for first in range(min(step, tokens.positions.count)):
         yield tokens.pick(StridedRange(first, (tokens.positions.count - first + step - 1) // step, step))

@@ -1,8 +1,8 @@
-"""Who owns which tokens.
+"""Layouts: the owner of each token.
 
-A layout gives every rank a tuple of strided ranges of positions, its *shard*; the rank keeps the tokens in that order,
-so the k-th row of a shard is the k-th position of its ranges. Every position has exactly one owner; counts may be
-uneven.
+A layout assigns every rank a tuple of strided ranges of positions, its *shard*. The rank keeps the tokens in that
+order, so the k-th row of a shard is the k-th position of its ranges. Every position has exactly one owner; counts may
+be uneven.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ringattn.errors import InputError
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "documents")
 LayoutName = Literal["auto", "contiguous", "zigzag", "striped", "per_document", "documents"]
 OF_DOCUMENTS = ("per_document", "documents")
-"""The layouts that need documents: zigzag in each, and whole ones where they fit (`ringattn.core.documents`)."""
+"""The layouts that need documents: zigzag in each document, or whole documents if they fit (`core.documents`)."""
 PURPOSES = ("causal", "full", "window", "dilated")
 Purpose = Literal["causal", "full", "window", "dilated"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How `length` tokens lie over `world_size` ranks.
+    """The distribution of `length` tokens over `world_size` ranks.
 
     `cuts` are the document boundaries (0, ..., length) that `OF_DOCUMENTS` follow, and (0, length) otherwise.
-    `at_once`: of "documents" alone: placed for schedules that bring all rows at once, not for steps in which ranks
-    wait. Equal fields mean equal shards, so hashing and comparing stay cheap however many ranges there are.
+    `at_once` (only for "documents"): placed for schedules that receive all rows at once, not for schedules whose ranks
+    wait in every step. Equal fields mean equal shards, so hashing and comparing are cheap for any number of ranges.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Layout:
             pieces = (placed_at_once if self.at_once else placed)(self.cuts, self.world_size)
             return tuple(tuple(StridedRange(start, stop - start) for start, stop in shard) for shard in pieces)
         shards: list[list[StridedRange]] = [[] for _ in range(self.world_size)]
-        dealt = 0  # chunks that already took an extra token, so that many short documents do not all favor rank 0
+        used = 0  # chunks that already took an extra token, so that many short documents do not all favor rank 0
         for start, stop in pairwise(self.cuts):
             if self.name == "striped":
                 runs = [
@@ -58,8 +58,8 @@ class Layout:
             else:
                 chunks = self.world_size * (1 if self.name == "contiguous" else 2)
                 size, extra = divmod(stop - start, chunks)
-                counts = [size + ((c - dealt) % chunks < extra) for c in range(chunks)]
-                dealt += extra
+                counts = [size + ((c - used) % chunks < extra) for c in range(chunks)]
+                used += extra
                 runs = [StridedRange(s, c) for s, c in zip(accumulate(counts, initial=start), counts, strict=False)]
             for chunk, run in enumerate(runs):
                 if run.count:
@@ -69,16 +69,16 @@ class Layout:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
+        """Number of tokens of each rank."""
         return tuple(sum(run.count for run in shard) for shard in self.shards)
 
     def positions(self, rank: int) -> np.ndarray:
-        """The positions of `rank`'s rows: int64, (counts[rank],)."""
+        """Return the positions of `rank`'s rows: int64, (counts[rank],)."""
         runs = [np.arange(run.start, run.stop, run.stride) for run in self.shards[rank]]
         return np.concatenate(runs) if runs else np.empty(0, np.int64)
 
     def order(self) -> np.ndarray:
-        """All shards one after another: row i of the concatenation holds position order()[i]. int64, (length,)."""
+        """Return the positions of all shards, concatenated: row i has position order()[i]. int64, (length,)."""
         return np.concatenate([self.positions(rank) for rank in range(self.world_size)])
 
 
@@ -90,10 +90,10 @@ def make_layout(
     purpose: str = "causal",
     at_once: bool = False,
 ) -> Layout:
-    """The layout called `name`, or for "auto" the one that suits `purpose` (one of causal, full, window, dilated).
+    """Return the layout called `name`, or for "auto" the layout that suits `purpose` (causal, full, window, dilated).
 
-    `auto` is per_document where documents are given, zigzag for causal, contiguous otherwise. `at_once` is read for
-    "documents" only.
+    `auto` is contiguous for window and dilated; otherwise per_document with documents, zigzag for causal, and
+    contiguous for full. `at_once` is used only for "documents".
     Raises `InputError` for an unknown name or purpose, for a layout of documents without documents, and for more than
     `MOST_TOKENS`.
     """

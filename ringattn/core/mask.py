@@ -1,8 +1,7 @@
-"""Which pairs (query, key) are allowed: a mask is a sum of branches, each a band inside aligned segments.
+"""Masks: the allowed pairs (query, key). A mask is a sum of branches, each a band inside aligned segments.
 
-Full, causal, windows and documents are single branches; branches with different heads sit side by side. A pair that
-two branches allow for the same head counts twice (that is what mixing dilated branches means), so plain masks hold
-disjoint branches.
+Full, causal, windowed and document masks are single branches. Branches may have different heads. A pair that two
+branches allow for the same head counts twice, as in the mix of dilated branches; so plain masks have disjoint branches.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from ringattn.errors import InputError
 
 @dataclass(frozen=True)
 class Branch:
-    """The pairs (q, k) of equal segment whose distance lies in `band`, for the query heads in `heads` (None: all).
+    """The pairs (q, k) of equal segment whose distance is in `band`, for the query heads in `heads` (None: all).
 
-    Part i holds the q positions bounds[i]..bounds[i+1]-1 and the k positions kv_bounds[i]..kv_bounds[i+1]-1. A part is
-    one segment or, with `segment`, is cut from its start into segments of so many positions, the last one shorter. Of
-    each segment the positions start + offset, start + offset + dilation, ... take part, as queries and as keys.
-    Distances are counted from the starts of the two segments, which coincide unless K/V is another sequence.
+    Part i has the q positions bounds[i]..bounds[i+1]-1 and the k positions kv_bounds[i]..kv_bounds[i+1]-1. A part is
+    one segment; with `segment`, it is cut from its start into segments of this number of positions; the last one may be
+    shorter. The positions start + offset, start + offset + dilation, ... of each segment take part, as queries and as
+    keys. Distances count from the starts of the two segments, which are equal unless K/V is another sequence.
     """
 
     bounds: tuple[int, ...]
@@ -36,7 +35,7 @@ class Branch:
 
 
 class HeadPart(NamedTuple):
-    """K/V heads that always travel together, and the query heads that read them."""
+    """K/V heads that are always sent together, and the query heads that read them."""
 
     kv_heads: StridedRange
     q_heads: StridedRange
@@ -49,14 +48,14 @@ class Mask:
     branches: tuple[Branch, ...]
 
     def parts(self, q_heads: int, kv_heads: int) -> tuple[HeadPart, ...]:
-        """The K/V heads cut where some branch starts or ends, so that every branch needs a part whole or not at all."""
-        # Edges in K/V heads. A branch that starts inside a group of query heads still needs the group's whole K/V head:
+        """Cut the K/V heads where a branch starts or ends, so that every branch reads all of a part or nothing."""
+        # Edges in K/V heads. A branch that starts inside a group of query heads still reads the group's K/V head:
         #    query heads  0 1 2 | 3 4 5 | 6 7 8     group 3, branch on query heads 2..4
         #    K/V heads      0   |   1   |   2       edges 0, 2, 3: start rounded down, end rounded up
         group = q_heads // kv_heads
         edges = {0, kv_heads}
         for branch in self.branches:
-            # A branch for all heads, or for none, adds no edge.
+            # A branch for all heads, or for no head, adds no edge.
             if branch.heads is not None and branch.heads.count:
                 edges |= {branch.heads.start // group, -(-branch.heads.stop // group)}
         cuts = sorted(edges)
@@ -67,7 +66,7 @@ class Mask:
 
 
 class Frame(NamedTuple):
-    """What a mask is lowered over: the documents of queries and keys, and the band that `causal` and `window` allow."""
+    """The input of `lower`: the documents of queries and keys, and the band that `causal` and `window` allow."""
 
     bounds: tuple[int, ...]
     kv_bounds: tuple[int, ...]
@@ -77,27 +76,27 @@ class Frame(NamedTuple):
 
     @property
     def documents(self) -> list[tuple[int, int, int, int]]:
-        """The start and the end of the queries, and of the keys, of each pair of documents."""
+        """Start and end of the queries, then of the keys, for each pair of documents."""
         return [(*q, *k) for q, k in zip(pairwise(self.bounds), pairwise(self.kv_bounds), strict=True)]
 
 
 class AttentionMask(ABC):
-    """The pairs of queries and keys that attention allows besides `causal` and `window`: see `ringattn.masks`.
+    """A restriction of the allowed pairs in addition to `causal` and `window`: see `ringattn.masks`.
 
     A subclass is a frozen dataclass, so that equal masks share their plans.
     """
 
     text: str
-    """The mask as a word, which `masks.from_text` reads."""
+    """The mask as a word, which `masks.from_text` parses."""
 
     @abstractmethod
     def lower(self, frame: Frame) -> Mask:
-        """Return the branches over a frame. Raises `InputError` if the mask does not combine with it."""
+        """Return the branches over a frame. Raises `InputError` if the mask cannot be combined with it."""
 
 
 @dataclass(frozen=True)
 class Banded:
-    """The pairs of ordinary attention, before the sequences are known; see `make_mask`."""
+    """The mask options of ordinary attention, before the sequences are known; see `make_mask`."""
 
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
@@ -112,7 +111,7 @@ class Banded:
         q_heads: int,
         kv_heads: int,
     ) -> Mask:
-        """The mask over these sequences, for all heads alike."""
+        """Return the mask over these sequences, the same for all heads."""
         return make_mask(
             length, kv_length, causal=self.causal, window=self.window, mask=self.within, documents=documents,
             kv_documents=kv_documents,
@@ -129,22 +128,24 @@ def make_mask(
     documents: tuple[int, ...] | None = None,
     kv_documents: tuple[int, ...] | None = None,
 ) -> Mask:
-    """The mask of one call. `window` = (left, right) tokens besides the query itself; None or -1 is unbounded.
+    """Return the mask of one call. `window` = (left, right) tokens in addition to the query's; None or -1: unbounded.
 
     Raises `InputError` if `causal` is not a bool, a side of the window is negative, a right side contradicts `causal`,
-    `mask` is not a mask or does not combine with the others, or documents do not pair.
+    `mask` is not a mask or cannot be combined with the other options, or documents do not pair.
     """
     check_causal(causal)
     if (documents is None) != (kv_documents is None):
-        has, none = ("seq", "kv_seq") if kv_documents is None else ("kv_seq", "seq")
-        raise InputError(f"{has} has documents and {none} has none; give cu_seqlens to both sequences, or to neither")
+        packed, plain = ("seq", "kv_seq") if kv_documents is None else ("kv_seq", "seq")
+        raise InputError(
+            f"{packed} has documents and {plain} has none; give cu_seqlens to both sequences, or to neither"
+        )
     if documents is not None and kv_documents is not None and len(documents) != len(kv_documents):
         raise InputError(
             f"documents pair by index: seq has {len(documents) - 1} documents and kv_seq has {len(kv_documents) - 1}"
         )
-    # A document pairs with the one of the same index, and distances count from the starts of the two.
+    # A document pairs with the document of the same index, and distances count from the starts of both.
     left, right = window_sides(window)
-    # Causal may bound a right side that is unbounded; it contradicts one that is bounded and looks ahead.
+    # Causal may bound an unbounded right side; it contradicts a bounded right side that looks ahead.
     if causal and right not in (0, UNBOUNDED):
         raise InputError(f"window=({left}, {right}) looks ahead, causal=True forbids it; use a right side of 0")
     # q - k >= -right: keys up to `right` after the query; q - k <= left: keys up to `left` before it.
@@ -155,12 +156,12 @@ def make_mask(
     if mask is None:
         return Mask((Branch(bounds, kv_bounds, band),))
     if not isinstance(mask, AttentionMask):
-        raise InputError(f"mask={mask!r} is not a mask; make one with ringattn.masks, as masks.chunked(8192)")
+        raise InputError(f"mask={mask!r} is not a mask; make one with ringattn.masks, for example masks.chunked(8192)")
     return mask.lower(Frame(bounds, kv_bounds, band, causal, window is not None))
 
 
 def check_causal(causal: object) -> None:
-    """Raise `InputError` for what is not True or False, such as "no" and a tensor, whose truth is not what is meant."""
+    """Raise `InputError` for a value that is not True or False."""
     # The truth value of "no", or of a tensor, is not what the caller means.
     if not isinstance(causal, bool):
         raise InputError(f"causal must be True or False, got {causal!r} ({type(causal).__name__})")
@@ -180,6 +181,6 @@ def window_sides(window: tuple[int | None, int | None] | None) -> tuple[int, int
         # bool is an int to Python, and True would be a window of one token.
         if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < -1):
             raise InputError(f"window {name} side is {side!r}: expected a number of tokens >= 0, or None or -1")
-        # Longer than any sequence is unbounded, so equal masks compare equal.
+        # A side longer than any sequence counts as unbounded, so that equal masks compare equal.
         sides.append(UNBOUNDED if side is None or side == -1 or side >= MOST_TOKENS else side)
     return sides[0], sides[1]

@@ -22,9 +22,9 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1
 class Problem:
     """One attention call on all ranks.
 
-    `wire_dtype` is what dK and dV travel in; None: the accumulator dtype. `kv_wire_dtype` is what K and V travel in,
-    one of `EIGHT_BIT`; None: their own dtype. `out_wire_dtype` is what partial outputs travel in; None: the accumulator
-    dtype.
+    `wire_dtype`: the dtype in which dK and dV are sent; None: the accumulator dtype. `kv_wire_dtype`: the dtype in
+    which K and V are sent, one of `EIGHT_BIT`; None: `dtype`. `out_wire_dtype`: the dtype in which partial outputs are
+    sent; None: the accumulator dtype.
     """
 
     q_layout: Layout
@@ -41,7 +41,7 @@ class Problem:
     out_wire_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises `InputError` where the facts contradict each other."""
+        """Raise `InputError` if the facts contradict each other."""
         if self.dtype not in FLOATS:
             raise InputError(f"q, k and v are {self.dtype}, which is not supported; use one of {', '.join(FLOATS)}")
         for name, wire in (("dkv_wire_dtype", self.wire_dtype), ("out_wire_dtype", self.out_wire_dtype)):
@@ -50,7 +50,7 @@ class Problem:
         if self.kv_wire_dtype is not None and self.kv_wire_dtype not in EIGHT_BIT:
             raise InputError(f"kv_wire_dtype {self.kv_wire_dtype} is not supported; use one of {', '.join(EIGHT_BIT)}")
         if self.kv_wire_dtype is not None and self.dtype == "float64":
-            raise InputError(f"float64 K and V do not travel as {self.kv_wire_dtype}; use kv_wire_dtype=None")
+            raise InputError(f"float64 K and V cannot be sent as {self.kv_wire_dtype}; use kv_wire_dtype=None")
         for name, size in (("q_heads", self.q_heads), ("kv_heads", self.kv_heads), ("head_dim", self.head_dim)):
             if size < 1:
                 raise InputError(f"{name}={size}, where attention needs at least 1")
@@ -59,7 +59,7 @@ class Problem:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the ring."""
+        """Number of ranks of the ring."""
         return self.q_layout.world_size
 
     @property
@@ -74,23 +74,26 @@ class Problem:
 
     @property
     def kv_dtype(self) -> str:
-        """The dtype that K and V travel in."""
+        """The dtype in which K and V are sent."""
         return self.kv_wire_dtype or self.dtype
 
     @cached_property
     def parts(self) -> tuple[HeadPart, ...]:
-        """K/V heads that travel together (see `Mask.parts`)."""
+        """The K/V heads that are sent together (see `Mask.parts`)."""
         return self.mask.parts(self.q_heads, self.kv_heads)
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that differ where any fact differs."""
+        """32 bytes that differ if any fact differs."""
         return sha256(repr(self).encode()).digest()
 
 
-def wire_name(option: str, dtype: object, known: tuple[str, ...]) -> str | None:
-    """The name of the dtype (torch's, or its name) that something travels in. Raises `InputError` for one not known."""
+def wire_name(option: str, dtype: object, supported: tuple[str, ...]) -> str | None:
+    """Return the name of a dtype in which data is sent, given as torch's dtype or its name.
+
+    Raises `InputError` if it is not supported.
+    """
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    if name is not None and name not in known:
-        raise InputError(f"{option}={dtype} is not supported; use one of {', '.join(known)}")
+    if name is not None and name not in supported:
+        raise InputError(f"{option}={dtype} is not supported; use one of {', '.join(supported)}")
     return name

@@ -1,6 +1,6 @@
-"""A span: what one rank did, or what its messages did, between two moments of a pass; and what of it was hidden.
+"""Spans: intervals of a pass in which a rank computed or its messages were under way; and hidden communication.
 
-Measured and predicted spans are alike, so both are drawn and summed up by the same functions.
+Measured and predicted spans have the same type, so the same functions draw and sum up both.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 COMPUTE, COMM = "compute", "comm"
 Interval = tuple[float, float]
-"""From, to."""
+"""Start and end in microseconds."""
 
 
 class Span(NamedTuple):
-    """Times in microseconds from the pass's beginning; `lane`: compute or comm.
+    """An interval in microseconds from the beginning of the pass. `lane`: compute or comm.
 
-    `name` is such as "step 2 attend" or "step 2 exchange". `nbytes`: what an exchange sends, 0 for work.
+    `name`: for example "step 2 attend" or "step 2 exchange". `nbytes`: bytes that an exchange sends, 0 for work.
     """
 
     name: str
@@ -27,28 +27,29 @@ class Span(NamedTuple):
 
 
 def under_way(spans: Iterable[Span]) -> list[Interval]:
-    """When messages of a rank were under way, in order and apart from each other."""
+    """Return the intervals in which messages of a rank were under way, in order and disjoint."""
     return _union(span for span in spans if span.lane == COMM)
 
 
 def exposed(spans: Iterable[Span]) -> list[Interval]:
-    """When messages of a rank were under way while it computed nothing, in order and apart from each other."""
+    """Return the intervals in which messages were under way while the rank did not compute, in order and disjoint."""
     spans = list(spans)
     computing = _union(span for span in spans if span.lane == COMPUTE)
     return [part for interval in under_way(spans) for part in _without(interval, computing)]
 
 
 def total_us(intervals: Iterable[Interval]) -> float:
-    """The sum of their lengths."""
+    """Return the sum of the lengths of intervals."""
     return sum(end - start for start, end in intervals)
 
 
 def overlap(comm_us: float, exposed_us: float) -> float:
-    """Hidden over total communication: 1.0 where none is exposed, or none there is."""
+    """Return the hidden share of communication: 1.0 if nothing is exposed or there is no communication."""
     return 1.0 - exposed_us / comm_us if comm_us else 1.0
 
 
 def _union(spans: Iterable[Span]) -> list[Interval]:
+    """Return the union of spans as disjoint intervals in order."""
     joined: list[Interval] = []
     for start, end in sorted((span.start_us, span.end_us) for span in spans):
         if joined and start <= joined[-1][1]:
@@ -59,14 +60,14 @@ def _union(spans: Iterable[Span]) -> list[Interval]:
 
 
 def _without(interval: Interval, holes: list[Interval]) -> list[Interval]:
-    """What the holes, in order and apart, leave of an interval."""
-    left, (at, end) = [], interval
+    """Return the parts of an interval that are outside all holes, which are disjoint and in order."""
+    left, (start, end) = [], interval
     for hole_start, hole_end in holes:
-        if hole_end <= at or hole_start >= end:
+        if hole_end <= start or hole_start >= end:
             continue
-        if hole_start > at:
-            left.append((at, hole_start))
-        at = hole_end
-    if at < end:
-        left.append((at, end))
+        if hole_start > start:
+            left.append((start, hole_start))
+        start = hole_end
+    if start < end:
+        left.append((start, end))
     return left

@@ -1,8 +1,8 @@
-"""The tiling: masks on layouts to tiles, for all ranks at once.
+"""The tiling: turn masks on layouts into tiles, for all ranks together.
 
 The ranges of a shard are cut at segment borders into *pieces*. Query and key pieces of the same segment form pairs;
 each pair is clipped by the band to the rows that have a partner. Everything is integer arithmetic on arrays, so that
-64 ranks and 64 documents take milliseconds, and exact: a row is in a clipped piece if and only if some allowed pair
+64 ranks and 64 documents take milliseconds. It is exact: a row is in a clipped piece if and only if some allowed pair
 needs it.
 """
 
@@ -29,10 +29,10 @@ Numbers = TypeVar("Numbers")
 
 
 class TileColumns(NamedTuple, Generic[Numbers]):
-    """The columns of a table of tiles, or the numbers of one tile.
+    """The columns of a table of tiles, or the numbers of a single tile.
 
     Positions and rows of queries and keys are strided ranges of equal count. `head`, `heads`: the first query head and
-    their number. `first_head`: see `Tile.first_head`.
+    the number of query heads. `first_head`: see `Tile.first_head`.
     """
 
     q_start: Numbers
@@ -56,7 +56,7 @@ COLUMN_OF = {name: number for number, name in enumerate(TileColumns._fields)}
 
 
 class _Column:
-    """A column of a table by its name: a view."""
+    """A descriptor that returns a column of a table as a view."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._number = COLUMN_OF[name]
@@ -66,7 +66,7 @@ class _Column:
 
 
 ROWS_OF_Q, ROWS_OF_K, HEADS = slice(2, 5), slice(7, 10), slice(12, 14)
-"""Neighbouring columns: count, first row and row stride; and first head and heads."""
+"""Adjacent columns: count, first row and row stride (of Q and of K); first head and number of heads."""
 
 
 class TileTable:
@@ -79,7 +79,7 @@ class TileTable:
     lo, hi, head, heads, first_head = (_Column() for _ in range(5))
 
     def __init__(self, array: Ints) -> None:
-        """Takes ownership of `array`."""
+        """Take ownership of `array`."""
         # Tables are hashed by their bytes and shared between cached plans.
         array.setflags(write=False)
         self.array = array
@@ -112,31 +112,31 @@ class TileTable:
         return f"TileTable({len(self)} tiles, {self.area()} pairs)"
 
     def replaced(self, **columns: Ints | int) -> TileTable:
-        """The same tiles with other values in some columns."""
+        """Return the same tiles with other values in some columns."""
         array = self.array.copy()
         for name, values in columns.items():
             array[:, COLUMN_OF[name]] = values
         return TileTable(array)
 
     def k_runs(self) -> list[StridedRange]:
-        """The K/V rows of each tile."""
+        """Return the K/V rows of each tile."""
         return [StridedRange(row, count, stride) for count, row, stride in self.array[:, ROWS_OF_K].tolist()]
 
     def area(self) -> int:
-        """Allowed pairs times query heads, summed over the tiles."""
+        """Return the allowed pairs times query heads, summed over the tiles."""
         return sum(tile.area() for tile in self)
 
-    def take(self, at: Ints | list[int]) -> TileTable:
-        """The tiles at `at`, indices or booleans."""
-        return TileTable(self.array[at])
+    def take(self, index: Ints | list[int]) -> TileTable:
+        """Return the tiles at `index`, an array of indices or booleans."""
+        return TileTable(self.array[index])
 
     @staticmethod
     def together(tables: Iterable[TileTable]) -> TileTable:
-        """The tiles of all tables, in order."""
+        """Return the tiles of all tables, in order."""
         return TileTable(np.concatenate([table.array for table in tables]))
 
     def with_single_heads(self) -> TileTable:
-        """The same pairs, with a tile for every query head."""
+        """Return the same pairs with a separate tile for every query head."""
         counts = self.heads
         repeated = TileTable(self.array.repeat(counts, axis=0))
         # arange - repeat(exclusive cumsum) counts within each tile:
@@ -145,25 +145,25 @@ class TileTable:
         return repeated.replaced(head=repeated.head + within, heads=1)
 
     def with_joined_heads(self) -> TileTable:
-        """Tiles that differ in their heads alone, and whose heads adjoin, as one."""
-        others = [number for name, number in COLUMN_OF.items() if name not in ("head", "heads")]
-        # lexsort takes its last key first: order by the other columns, then by the first head.
-        order = np.lexsort([self.head, *self.array[:, others[::-1]].T])
+        """Join tiles that differ only in their heads and whose heads are adjacent."""
+        rest = [number for name, number in COLUMN_OF.items() if name not in ("head", "heads")]
+        # lexsort uses its last key first: order by the other columns, then by the first head.
+        order = np.lexsort([self.head, *self.array[:, rest[::-1]].T])
         tiles = self.take(order)
         heads, end = tiles.head, tiles.head + tiles.heads
         # alike[i]: tile i + 1 continues tile i; a group starts wherever it is false.
-        same = (tiles.array[1:] == tiles.array[:-1])[:, others].all(1)
+        same = (tiles.array[1:] == tiles.array[:-1])[:, rest].all(1)
         alike = same & (heads[1:] == end[:-1])
         first = np.flatnonzero(np.r_[True, ~alike][: len(tiles)])
         if not len(first):
             return tiles
-        # The last tile of each group gives the end of its heads.
+        # The last tile of each group has the end of the group's heads.
         ends = end[np.r_[first[1:], len(tiles)] - 1]
         return tiles.take(first).replaced(heads=ends - heads[first])
 
     @staticmethod
     def of(tiles: list[Tile]) -> TileTable:
-        """A table of the given tiles."""
+        """Return a table of these tiles."""
         rows = [
             (t.q.positions.start, t.q.positions.stride, t.q.positions.count, t.q.rows.start, t.q.rows.stride,
              t.k.positions.start, t.k.positions.stride, t.k.positions.count, t.k.rows.start, t.k.rows.stride,
@@ -174,7 +174,7 @@ class TileTable:
 
 
 class Pieces(NamedTuple):
-    """Ranges of positions that lie in one segment each: equal-length arrays, ordered by rank and first row."""
+    """Ranges of positions, each inside one segment: arrays of equal length, ordered by rank and first row."""
 
     rank: Ints
     segment: Ints
@@ -185,27 +185,27 @@ class Pieces(NamedTuple):
     row_stride: Ints
 
     def take(self, index: Ints) -> Pieces:
-        """The pieces at `index`."""
+        """Return the pieces at `index`."""
         return Pieces(*(column[index] for column in self))
 
     @property
     def last(self) -> Ints:
-        """The greatest position of each piece."""
+        """The largest position of each piece."""
         return self.start + (self.size - 1) * self.stride
 
 
 @bounded
 def edges_of(bounds: tuple[int, ...], segment: int | None) -> Ints:
-    """The first positions of the segments, and the length: `bounds`, each part cut again every `segment` positions."""
+    """Return the first positions of all segments, then the length: `bounds`, with each part cut every `segment`."""
     if segment is None:
         return np.array(bounds, np.int64)
-    # Segments restart at each document, so the last one of a document may be shorter.
+    # Segments restart at each document, so the last segment of a document may be shorter.
     starts = [np.arange(start, stop, segment, dtype=np.int64) for start, stop in pairwise(bounds)]
     return np.concatenate([*starts, np.array(bounds[-1:], np.int64)])
 
 
 def spanned(layout: Layout, bounds: tuple[int, ...], segment: int | None) -> int:
-    """How many pieces `cut` makes before dilation thins them out, found without making them."""
+    """Return an upper bound on the number of pieces that `cut` makes, without making them and ignoring dilation."""
     runs = np.array([run for shard in layout.shards for run in shard], np.int64).reshape(-1, 3)
     edges: Ints = np.array(bounds, np.int64)
     starts, lengths = edges[:-1], edges[1:] - edges[:-1]
@@ -219,7 +219,7 @@ def spanned(layout: Layout, bounds: tuple[int, ...], segment: int | None) -> int
         part = np.searchsorted(starts, positions, side="right") - 1
         return before[part] + (positions - starts[part]) // step[part]
 
-    # A range with its ends in segments a and b is cut into at most b - a + 1 pieces, one for each segment.
+    # A range with its ends in segments a and b is cut into at most b - a + 1 pieces, one per segment.
     start, count, stride = runs.T
     return int((segment_at(start + (count - 1) * stride) - segment_at(start) + 1).sum())
 
@@ -228,11 +228,11 @@ def spanned(layout: Layout, bounds: tuple[int, ...], segment: int | None) -> int
 def cut(
     layout: Layout, bounds: tuple[int, ...], segment: int | None = None, dilation: int = 1, offset: int = 0
 ) -> Pieces:
-    """The positions of all shards of `layout` that a branch uses (see `Branch`), cut at its segments' borders."""
+    """Return the positions of all shards of `layout` that a branch uses (see `Branch`), cut at segment borders."""
     runs = [(rank, *run) for rank, shard in enumerate(layout.shards) for run in shard]
-    # One line for each range of each shard, all ranks in one array.
+    # One line for each range of each shard; all ranks are in one array.
     rank, start, count, stride = np.array(runs, np.int64).reshape(-1, 4).T
-    # Rows count from the start of the rank's own shard: exclusive cumsum, less what the ranks before hold.
+    # Rows count from the start of the rank's shard: exclusive cumsum minus the tokens of all earlier ranks.
     row = np.cumsum(count) - count
     row -= np.concatenate([[0], np.cumsum(layout.counts)])[rank]
     edges = edges_of(bounds, segment)
@@ -242,124 +242,124 @@ def cut(
     #    pieces     4..7 | 8..15 | 16..20
     first = np.searchsorted(edges, start, side="right") - 1
     spans = np.searchsorted(edges, start + (count - 1) * stride, side="right") - first
-    # of: the range that a piece is cut from; at: the piece's segment, counted up within each range.
-    of = np.repeat(np.arange(len(rank)), spans)
-    at = np.arange(len(of)) - np.repeat(np.cumsum(spans) - spans, spans) + first[of]
-    rank, start, count, stride, row = rank[of], start[of], count[of], stride[of], row[of]
+    # source: the range that a piece is cut from; segments: the piece's segment, counted up within each range.
+    source = np.repeat(np.arange(len(rank)), spans)
+    segments = np.arange(len(source)) - np.repeat(np.cumsum(spans) - spans, spans) + first[source]
+    rank, start, count, stride, row = rank[source], start[source], count[source], stride[source], row[source]
     # Indices into the range: the first member at or past the segment's start, and at or past its end.
     # -((a - b) // s) is (b - a) / s rounded up.
-    begin = np.maximum(0, -((start - edges[at]) // stride))
-    end = np.minimum(count, -((start - edges[at + 1]) // stride))
+    begin = np.maximum(0, -((start - edges[segments]) // stride))
+    end = np.minimum(count, -((start - edges[segments + 1]) // stride))
     step = np.ones_like(stride)
     if dilation > 1:
-        # Of a segment only every dilation-th position takes part, counted from its start plus the offset.
-        begin, step = _dilated_indices(edges[at] + offset - start, stride, dilation, begin, end)
-    # Members from begin to end - 1 at this step, rounded up; zero or negative for none.
+        # Only every dilation-th position of a segment takes part, counted from its start plus the offset.
+        begin, step = _dilated_indices(edges[segments] + offset - start, stride, dilation, begin, end)
+    # The number of members from begin to end - 1 at this step, rounded up; zero or negative if there are none.
     size = -((begin - end) // step)
-    found = Pieces(rank, at, start + begin * stride, stride * step, size, row + begin, step)
-    return found.take(np.flatnonzero(size > 0))
+    pieces = Pieces(rank, segments, start + begin * stride, stride * step, size, row + begin, step)
+    return pieces.take(np.flatnonzero(size > 0))
 
 
 def _dilated_indices(target: Ints, stride: Ints, dilation: int, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """The indices from `begin` on with index * stride = target modulo dilation: (the first, or `end`, their step)."""
-    # Solve index * stride = target (mod dilation). With g = gcd(stride, dilation) it has a solution only if g divides
-    # target; the solutions then are one residue class modulo dilation / g:
+    """Return the indices from `begin` with index * stride = target modulo dilation: (first or `end`, step)."""
+    # Solve index * stride = target (mod dilation). With g = gcd(stride, dilation), it has solutions only if g divides
+    # target. The solutions are then one residue class modulo dilation / g:
     #     index = (target / g) * (stride / g)^-1   (mod dilation / g)
     common = np.gcd(stride, dilation)
     step = dilation // common
-    # A layout has few distinct strides, so the modular inverses are found in a small table.
+    # A layout has few distinct strides, so look up the modular inverses in a small table.
     strides = stride.tolist()
-    inverses = {one: pow(one // gcd(one, dilation), -1, dilation // gcd(one, dilation)) for one in set(strides)}
-    inverse = np.array([inverses[one] for one in strides], np.int64)
+    inverses = {s: pow(s // gcd(s, dilation), -1, dilation // gcd(s, dilation)) for s in set(strides)}
+    inverse = np.array([inverses[s] for s in strides], np.int64)
     residue = target // common % step * inverse % step
-    # The first index of that residue class from `begin` on.
+    # The first index of that residue class that is at least `begin`.
     first = begin + (residue - begin) % step
     return np.where(target % common == 0, np.minimum(first, end), end), step
 
 
 def pieces_of(layout: Layout, branch: Branch, *, keys: bool) -> Pieces:
-    """The pieces of a layout that a branch uses as queries, or as `keys`."""
+    """Return the pieces of a layout that a branch uses as queries, or with `keys` as keys."""
     bounds = branch.kv_bounds if keys else branch.bounds
     return cut(layout, bounds, branch.segment, branch.dilation, branch.offset)
 
 
 def meeting_pieces(problem: Problem, branch: Branch) -> tuple[Pieces, Pieces]:
-    """The pieces of a branch as queries and as keys; of one stride, where its band is bounded on both sides."""
+    """Return the pieces of a branch as queries and as keys, with equal strides if its band is bounded on both sides."""
     q, k = pieces_of(problem.q_layout, branch, keys=False), pieces_of(problem.kv_layout, branch, keys=True)
     if branch.band.lo <= -UNBOUNDED or branch.band.hi >= UNBOUNDED or problem.q_layout == problem.kv_layout:
         return q, k
-    # Of two sequences one may be striped and the other not. A band of a few positions then passes between the
-    # positions of a piece in ways that the ends of its rows do not show, and does not where the strides are equal.
+    # One of two sequences may be striped and the other not. A narrow band may then miss all positions of a piece, which
+    # the ends of its rows do not show. With equal strides this can be computed (see `partners`).
     strides = np.unique(np.concatenate([q.stride, k.stride]))
     stride = int(np.lcm.reduce(strides)) if len(strides) else 1
     return _at_stride(q, stride), _at_stride(k, stride)
 
 
 def _at_stride(pieces: Pieces, stride: int) -> Pieces:
-    """The same positions, each piece cut into its residue classes modulo `stride`, a multiple of its own."""
+    """Cut each piece into its residue classes modulo `stride`, a multiple of the piece's stride."""
     times = stride // pieces.stride
-    of = np.repeat(np.arange(len(times)), times)
-    # The place of a class within its piece: arange less the exclusive cumsum, as in `cut`.
-    nth = np.arange(len(of)) - np.repeat(np.cumsum(times) - times, times)
-    rank, segment, start, own, size, row, row_stride = pieces.take(of)
-    step = times[of]
-    found = Pieces(
-        rank, segment, start + nth * own, own * step, -((nth - size) // step), row + nth * row_stride, row_stride * step
+    source = np.repeat(np.arange(len(times)), times)
+    # The index of a class within its piece: arange minus the exclusive cumsum, as in `cut`.
+    nth = np.arange(len(source)) - np.repeat(np.cumsum(times) - times, times)
+    rank, segment, start, old, size, row, row_stride = pieces.take(source)
+    step = times[source]
+    classes = Pieces(
+        rank, segment, start + nth * old, old * step, -((nth - size) // step), row + nth * row_stride, row_stride * step
     )
-    return found.take(np.flatnonzero(found.size > 0))
+    return classes.take(np.flatnonzero(classes.size > 0))
 
 
 def tiles_of(problem: Problem, rank: int, *, keys: bool = False) -> dict[tuple[int, int], TileTable]:
-    """The tiles of `rank`'s queries by (owner of the keys, head part), keys as rows of the owner's shard.
+    """Return the tiles of `rank`'s queries by (owner of the keys, head part), with keys as rows of the owner's shard.
 
-    Ordered by owner, then part. Owners of which this rank reads nothing are left out. `keys`: the tiles of its keys
-    instead, by owner of the queries; of two ranks either finds the same tiles.
+    They are ordered by owner, then part, without owners whose keys this rank does not read. With `keys`, return the
+    tiles of its keys by owner of the queries instead; both ranks of a pair compute the same tiles.
     """
-    found: dict[tuple[int, int], list[TileTable]] = {}
+    tables: dict[tuple[int, int], list[TileTable]] = {}
     for branch in problem.mask.branches:
         for (owner, part, _), table in branch_tiles(problem, branch, rank, by_segment=False, keys=keys).items():
-            found.setdefault((owner, part), []).append(table)
-    return {key: TileTable.together(found[key]) for key in sorted(found)}
+            tables.setdefault((owner, part), []).append(table)
+    return {key: TileTable.together(tables[key]) for key in sorted(tables)}
 
 
 def branch_tiles(
     problem: Problem, branch: Branch, rank: int, by_segment: bool, keys: bool = False
 ) -> dict[tuple[int, int, int], TileTable]:
-    """The tiles of one branch as in `tiles_of`, by segment too; the segment is 0 unless asked for."""
+    """Return the tiles of one branch as in `tiles_of`, by (owner, part, segment); segment is 0 unless `by_segment`."""
     q, k = meeting_pieces(problem, branch)
     if keys:
         k = k.take(np.flatnonzero(k.rank == rank))
     else:
         q = q.take(np.flatnonzero(q.rank == rank))
-    askers, owners, segments, tiles = _clipped_pairs(q, k, branch)
-    owners = askers if keys else owners
+    q_owners, owners, segments, tiles = _clipped_pairs(q, k, branch)
+    owners = q_owners if keys else owners
     if not len(owners):
         return {}
-    places = np.stack([owners, segments * by_segment], axis=1)
-    # Group the tiles by (owner, segment): sort, then split where the place changes.
-    order = np.lexsort(places.T[::-1])
-    places, tiles = places[order], tiles.take(order)
-    edges = np.flatnonzero((places[1:] != places[:-1]).any(1)) + 1
-    groups = list(zip(places[np.r_[0, edges]].tolist(), np.split(tiles.array, edges), strict=True))
-    found = {}
+    sort_keys = np.stack([owners, segments * by_segment], axis=1)
+    # Group the tiles by (owner, segment): sort, then split where the sort key changes.
+    order = np.lexsort(sort_keys.T[::-1])
+    sort_keys, tiles = sort_keys[order], tiles.take(order)
+    edges = np.flatnonzero((sort_keys[1:] != sort_keys[:-1]).any(1)) + 1
+    groups = list(zip(sort_keys[np.r_[0, edges]].tolist(), np.split(tiles.array, edges), strict=True))
+    tables = {}
     for index, part in enumerate(problem.parts):
         heads = part.q_heads if branch.heads is None else part.q_heads.intersect(branch.heads)
         for (owner, segment), block in groups if heads.count else ():
-            # The same pairs for each head part; only the heads differ.
-            found[owner, index, segment] = TileTable(block).replaced(head=heads.start, heads=heads.count)
-    return found
+            # Each head part has the same pairs; only the heads differ.
+            tables[owner, index, segment] = TileTable(block).replaced(head=heads.start, heads=heads.count)
+    return tables
 
 
 def _clipped_pairs(q: Pieces, k: Pieces, branch: Branch) -> tuple[Ints, Ints, Ints, TileTable]:
-    """Query pieces paired with the key pieces of their segments, clipped to the band.
+    """Pair query pieces with the key pieces of the same segment, and clip the pairs to the band.
 
-    Returns owners of the queries (n,), of the keys (n,), segments (n,) and the tiles.
+    Return the owners of the queries (n,), the owners of the keys (n,), the segments (n,) and the tiles.
     """
-    # Join on the segment: with the queries sorted by segment, those of segment s are first[s] .. first[s + 1] - 1.
+    # Join on the segment. Queries are sorted by segment, so those of segment s are first[s] .. first[s + 1] - 1.
     q = q.take(np.argsort(q.segment, kind="stable"))
     first = np.searchsorted(q.segment, np.arange(len(edges_of(branch.bounds, branch.segment))))
     partners_of = (first[1:] - first[:-1])[k.segment]
-    # Each key piece is repeated once for every query piece of its segment; ki and qi index the two sides of a pair:
+    # Repeat each key piece once for every query piece of its segment; ki and qi index the two sides of a pair:
     #    key piece      A B C     segments of A B C: 0 0 1
     #    query pieces   a b | c   segments of a b c: 0 0 1
     #    ki             A A B B C
@@ -375,17 +375,17 @@ def _clipped_pairs(q: Pieces, k: Pieces, branch: Branch) -> tuple[Ints, Ints, In
     q_first = np.maximum(0, -((q.start - k_start - lo) // q.stride))
     q_end = np.minimum(q.size, (k_last + hi - q.start) // q.stride + 1)
     # Heads are filled in by `branch_tiles`.
-    one = np.ones_like(lo)
+    ones = np.ones_like(lo)
     columns = TileColumns(
         q.start + q_first * q.stride, q.stride, q_end - q_first, q.row + q_first * q.row_stride, q.row_stride,
-        k_start, k.stride, k_end - k_first, k.row + k_first * k.row_stride, k.row_stride, lo, hi, one, one, 0 * one,
+        k_start, k.stride, k_end - k_first, k.row + k_first * k.row_stride, k.row_stride, lo, hi, ones, ones, 0 * ones,
     )  # fmt: skip
     keep = k_end > k_first
     return q.rank[keep], k.rank[keep], k.segment[keep], TileTable(np.stack(columns, axis=1)[keep])
 
 
 def band_of(branch: Branch, segment: Ints) -> tuple[Ints, Ints]:
-    """The bounds (lo, hi) of q - k for pieces of the given segments, in positions."""
+    """Return the bounds (lo, hi) of q - k for pieces of these segments, in positions."""
     starts, kv_starts = (edges_of(bounds, branch.segment)[:-1] for bounds in (branch.bounds, branch.kv_bounds))
     # Distances count from the starts of the two segments: (q - start) - (k - kv_start) in band.
     shift = (starts - kv_starts)[segment]
@@ -393,25 +393,25 @@ def band_of(branch: Branch, segment: Ints) -> tuple[Ints, Ints]:
 
 
 def partners(k: Pieces, q_start: Ints, q_last: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
-    """The keys that some query needs: indices (first, end) into each key piece; nothing where end <= first.
+    """Return the keys that some query needs, as indices (first, end) into each key piece; empty if end <= first.
 
-    Queries run from `q_start` to `q_last` with the key piece's own stride (any stride where the band is one-sided).
-    All arrays broadcast against each other.
+    Queries range from `q_start` to `q_last` with the stride of the key piece (any stride if the band is one-sided). All
+    arrays broadcast against each other.
     """
     uniform = k.stride.size > 0 and bool((k.stride == k.stride.flat[0]).all())
     stride = int(k.stride.flat[0]) if uniform else k.stride  # dividing by one number is several times faster
     shape = np.broadcast_shapes(k.start.shape, q_start.shape)
-    # lo <= q - k <= hi  <=>  q - hi <= k <= q - lo. The earliest query bounds the first key, the latest query the last:
+    # lo <= q - k <= hi  <=>  q - hi <= k <= q - lo. The first query bounds the first key, the last query the last key:
     #    keys    k.start . . [first . . . . end) . . .
     #                       q_start - hi     q_last - lo
     first = np.zeros(shape, np.int64)
-    # A shift of documents moves lo and hi, so "unbounded" is anything far above all token indices.
+    # A shift of documents changes lo and hi, so every value far above all token indices counts as unbounded.
     if (hi < UNBOUNDED // 2).any():
         first = np.maximum(0, -((k.start + hi - q_start) // stride))
     end = np.minimum(k.size, (q_last - (k.start + lo)) // stride + 1)
     if (hi - lo + 1 < k.stride).any():
         # A band narrower than the stride may pass between two positions.
-        # Equal strides: q - k takes only the values offset + n * stride; the pair is empty if none lies in lo..hi.
+        # With equal strides, q - k has only values offset + n * stride; the pair is empty if none of them is in lo..hi.
         offset = (q_start - k.start) % stride
         end = np.where(-((offset - lo) // stride) <= (hi - offset) // stride, end, first)
     return first, end

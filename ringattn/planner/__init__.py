@@ -1,1 +1,1 @@
-"""From schedules to plans: placement, choice, and plans made for one rank alone. Knows no torch."""
+"""Plans from schedules: placement of buffers, choice of a schedule, plans for a single rank. Does not import torch."""

@@ -1,1 +1,1 @@
-"""Who sends what to whom, when, and who computes what: schedules as values. Knows no torch."""
+"""Schedules as values: the messages and the work of every rank in every step. Does not import torch."""

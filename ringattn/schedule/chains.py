@@ -5,8 +5,8 @@
        direct         0 > 1, 0 > 2, 0 > 3  a star, one message a step
        all_gather     0 > 1, 0 > 2, 0 > 3  a star, all in the first step
        bidirectional  0 > 1 > 2, 0 > 3     two chains
-With both ways every block arrives everywhere in half as many steps, and each rank sends half as much each way: worth it
-where a link carries both directions at once, as on a ring of NVLinks or of network cables.
+With both directions every block arrives everywhere in half the number of steps, and each rank sends half the bytes in
+each direction. Use it if links carry both directions at the same time, as on a ring of NVLinks or of network cables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ringattn.schedule.route import TreeRoute, Trees, register
 @register(order=0)
 @dataclass(frozen=True)
 class Ring(TreeRoute):
-    """Each rank passes the block that it received to its neighbour, one hop a step."""
+    """Each rank sends the block that it received to its neighbour, one hop per step."""
 
     name: str = "ring"
     by_classes: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class AllGather(TreeRoute):
 @register(order=2)
 @dataclass(frozen=True)
 class Direct(TreeRoute):
-    """Each owner sends to every reader, one message a step."""
+    """Each owner sends to every reader, one message per step."""
 
     name: str = "direct"
     by_classes: ClassVar[bool] = True
@@ -72,7 +72,7 @@ class Direct(TreeRoute):
 @register(order=5)
 @dataclass(frozen=True)
 class Bidirectional(TreeRoute):
-    """Two rings, one each way, which share the work of one."""
+    """Two rings in opposite directions, which share the work of one ring."""
 
     name: str = "bidirectional"
     by_classes: ClassVar[bool] = True
@@ -88,77 +88,78 @@ class Bidirectional(TreeRoute):
 
 
 class Stars(Trees):
-    """Every owner sends to every reader: one message a step, or all `at_once`."""
+    """Every owner sends to every reader: one message per step, or all in the first step if `at_once`."""
 
     def __init__(self, problem: Problem, at_once: bool) -> None:
-        """Asks nothing of the problem yet."""
+        """Compute nothing yet."""
         super().__init__(problem)
         self.at_once = at_once
 
     def step(self, owner: int | Ints, reader: int) -> int | Ints:
-        """As many steps as the reader is ranks farther; at once, all are read in step 1."""
+        """Return the reader's distance; with `at_once`, 1 for every reader except the owner."""
         distance = (reader - owner) % self.ranks
         return np.minimum(distance, 1) if self.at_once else distance
 
     def source(self, owner: int, reader: int) -> int:
-        """The owner."""
+        """Return the owner."""
         return owner
 
     def content(self, owner: int, reader: int) -> Content:
-        """What the reader reads."""
+        """Return the rows that the reader reads."""
         return self.reads.read(owner, reader)
 
 
 class Chains(Trees):
-    """A chain from each owner up the ring; or `both_ways`, half as long: up, and down.
+    """A chain from each owner up the ring; with `both_ways`, two chains of half the length: up and down.
 
-    A backward begins with the farthest readers, so a block goes straight to the farthest and back along its chain, if
-    that sends no more than its owner sending to each.
+    A backward pass begins with the farthest readers. So it sends a block directly to the farthest reader and from there
+    back along its chain, if that sends no more than the owner sending to every reader.
     """
 
     def __init__(self, problem: Problem, both_ways: bool) -> None:
-        """Asks nothing of the problem yet."""
+        """Compute nothing yet."""
         super().__init__(problem)
         self.both_ways = both_ways
         self._back: dict[tuple[int, int], int] = {}
 
     def step(self, owner: int | Ints, reader: int) -> int | Ints:
-        """The distance along the chain."""
+        """Return the distance along the chain."""
         up = (reader - owner) % self.ranks
         return np.minimum(up, self.ranks - up) if self.both_ways else up
 
     def source(self, owner: int, reader: int) -> int:
-        """The neighbor, which read the block one step earlier."""
+        """Return the neighbour that read the block one step earlier."""
         return (reader - self._way(owner, reader)[0]) % self.ranks
 
     def content(self, owner: int, reader: int) -> Content:
-        """What the reader and the rest of the chain read."""
+        """Return the rows that the reader and the rest of the chain read."""
         way, distance = self._way(owner, reader)
         return self.reads.union_of(owner, self._chain(way, distance, self._length(way)))
 
     def source_back(self, owner: int, reader: int) -> int:
-        """The rank one farther, or the owner."""
+        """Return the next rank along the chain, or the owner."""
         way, distance = self._way(owner, reader)
         if (owner, way) not in self._back:
             reach = self.reads.reach(owner, self._chain(way, 1, self._length(way)))
-            # What nearer readers read must be among what the relay reads itself.
+            # A relay can only send rows that it reads, so each reader must read all rows of the nearer readers.
             self._back[owner, way] = reach if self.reads.grow(owner, self._chain(way, 1, reach)) else 0
         return (reader + way) % self.ranks if distance < self._back[owner, way] else owner
 
     def neighbors(self, rank: int) -> Iterable[int]:
-        """Up and down the ring."""
+        """Return the next rank up and the next rank down the ring."""
         return {(rank + 1) % self.ranks, (rank - 1) % self.ranks}
 
     def _way(self, owner: int, reader: int) -> tuple[int, int]:
-        """Up (1) or down (-1), and how far. Of an even number of ranks the opposite one is reached on the way up."""
+        """Return the direction, up (1) or down (-1), and the distance. The opposite rank is reached on the way up."""
         up = (reader - owner) % self.ranks
         return (-1, self.ranks - up) if self.both_ways and 2 * up > self.ranks else (1, up)
 
     def _length(self, way: int) -> int:
+        """Return the number of readers on a chain."""
         if not self.both_ways:
             return self.ranks - 1
         return self.ranks // 2 if way > 0 else (self.ranks - 1) // 2
 
     def _chain(self, way: int, first: int, last: int) -> slice:
-        """Two places of a chain, and all between, as distances up the ring."""
+        """Return positions `first` to `last` of a chain as distances up the ring."""
         return slice(first, last + 1) if way > 0 else slice(self.ranks - first, self.ranks - last - 1, -1)

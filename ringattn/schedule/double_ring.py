@@ -1,15 +1,15 @@
-"""Double ring: a ring of nodes, and within each node a ring of its ranks; a block crosses to each node once.
+"""Double ring: a ring of nodes, and within each node a ring of its ranks; a block is sent to each node once.
 
 `grid[node][place]` is a rank; n nodes of m ranks. In round r the ranks of a node attend to the blocks of the node r
-before it: each rank begins with the block of its own place, and the ring inside the node takes it round.
-       grid 2 x 2 (ranks 0 1 | 2 3), the keys that rank 3 attends to and who sends them
+positions before it. Each rank begins with the block from the same place, and the inner ring circulates these blocks.
+       grid 2 x 2 (ranks 0 1 | 2 3), the keys that rank 3 attends to and the messages that bring them
        step          0       1       2       3
        round         0               1
        owner         3       2       1       0
        from          -       2>3     1>3     2>3
-While a node works on its round, each rank passes the block that it began with to its place in the next node, a piece of
-it beside each of the m steps (`spread`). A ring over all ranks waits for the slowest link in each of its n m - 1 steps;
-here that link has m times as long for every block.
+During a round, each rank sends the block that it began with to the same place in the next node, one piece in each of
+the m steps (`spread`). A ring over all ranks waits for the slowest link in each of its n m - 1 steps; here that link
+has m times as long for every block.
 Guarantees: a schedule that needs no pass, forward or backward.
 """
 
@@ -49,7 +49,7 @@ class DoubleRing(GridRoute, TreeRoute):
         return GridTrees(problem, self.grid_for(problem))
 
     def inner_steps(self, group: int) -> int:
-        """See `Route.inner_steps`: each turn goes round each node."""
+        """See `Route.inner_steps`: each turn is one full circle within every node."""
         return group
 
     def why_not(self, problem: Problem, nodes: int) -> str:
@@ -58,62 +58,62 @@ class DoubleRing(GridRoute, TreeRoute):
 
 
 class GridTrees(Trees):
-    """From each owner along the nodes by its place, and in every node along the ring inside it.
+    """The trees of a double ring: from each owner to the same place in every node, then along the inner ring.
 
-    In a backward the farthest place of each round is first. The last node's gets the block from its owner, those of
-    other nodes from their place in the node that was before; the ring inside the node runs the other way.
+    A backward pass begins each round at the farthest place. In the last node, the farthest place receives the block
+    from its owner; in other nodes, from the same place in the next node. The inner ring runs in the other direction.
     """
 
     def __init__(self, problem: Problem, grid: Grid) -> None:
-        """Asks nothing of the problem yet."""
+        """Compute the node and place of each rank, and nothing else yet."""
         super().__init__(problem)
         self.grid = np.array(grid)
         self.nodes, self.places = self.grid.shape
         self._node, self._place = np.empty((2, self.ranks), np.int64)
-        for at, ranks in enumerate(grid):
-            self._node[list(ranks)], self._place[list(ranks)] = at, range(self.places)
+        for node, ranks in enumerate(grid):
+            self._node[list(ranks)], self._place[list(ranks)] = node, range(self.places)
         self._back: dict[int, bool] = {}
 
     def step(self, owner: int | Ints, reader: int) -> int | Ints:
-        """Round and step within it are how far the owner's node and place lie before the reader's."""
+        """Return the step: its round and inner step are the distances in nodes and in places from owner to reader."""
         turn, inner = self._apart(owner, reader)
         return turn * self.places + inner
 
     def source(self, owner: int, reader: int) -> int:
-        """The rank before in the node; of the block that a round begins with, the place in the node before."""
+        """Return the previous rank in the node; for the first block of a round, the same place in the previous node."""
         _, inner = self._apart(owner, reader)
-        return self._beside(reader, 0, -1) if inner else self._beside(reader, -1, 0)
+        return self._neighbor(reader, 0, -1) if inner else self._neighbor(reader, -1, 0)
 
     def content(self, owner: int, reader: int) -> Content:
-        """For the rest of the ring in the node; where a round begins, for the nodes that follow too."""
+        """Return the rows for the rest of the inner ring; at the start of a round, also for the nodes that follow."""
         turn, inner = self._apart(owner, reader)
         distances = self._distances(owner)
         return self.reads.union_of(owner, distances[turn, inner:] if inner else distances[turn:].ravel())
 
     def source_back(self, owner: int, reader: int) -> int:
-        """The rank after it in the node, or its place in the node after, or the owner."""
+        """Return the next rank in the node, or the same place in the next node, or the owner."""
         if owner not in self._back:
             self._back[owner] = self._relays_back(owner)
         turn, inner = self._apart(owner, reader)
         if not self._back[owner]:
             return owner
         if inner < self.places - 1:
-            return self._beside(reader, 0, 1)
-        return self._beside(reader, 1, 0) if 0 < turn < self.nodes - 1 else owner
+            return self._neighbor(reader, 0, 1)
+        return self._neighbor(reader, 1, 0) if 0 < turn < self.nodes - 1 else owner
 
     def neighbors(self, rank: int) -> Iterable[int]:
-        """Both in the node, and both in the nodes beside it."""
-        return {self._beside(rank, *way) for way in ((0, 1), (0, -1), (1, 0), (-1, 0))}
+        """Return both neighbours in the node, and the same place in both neighbouring nodes."""
+        return {self._neighbor(rank, *way) for way in ((0, 1), (0, -1), (1, 0), (-1, 0))}
 
     def paced(self, part: Schedule, backward: bool) -> Schedule:
-        """A block for the next round may travel in every step of this one."""
+        """Spread each block for the next round over all steps of the current round."""
         last, places = self.steps - 1, self.places
 
         def window(step: int) -> range:
             if not backward:
                 return range(step - places + 1, step + 1)
-            # Backward main steps are every second one. The deadline of a round's first block is the last of the round
-            # before it; the prologue step, which has no round, is a window of its own.
+            # Every second backward step is a main step. A round's first block must arrive by the last main step of the
+            # previous round. The prologue step belongs to no round, so its window is that step only.
             done = last - (step - 1) // 2
             begins = step - 2 * (places - 1)
             is_border = step and done and done % places == 0 and begins >= main_step(last, last)
@@ -122,22 +122,27 @@ class GridTrees(Trees):
         return spread(part, lambda copy: bool(self._node[copy.src] != self._node[copy.dst]), window)
 
     def _relays_back(self, owner: int) -> bool:
-        """Whether relays send no more than the owner to each: what they hand on is among what they read themselves."""
+        """Return whether relays send no more than the owner sending to every reader.
+
+        This holds if relays read all rows that they send on.
+        """
         distances = self._distances(owner)
-        # In each node the farthest place reads all that the others read; and of these, each what those of the nodes
-        # nearer to the owner read. The owner's own place needs no message.
+        # In each node, the farthest place must read all rows that the other places read. Of these farthest places, each
+        # must read all rows that those in nodes nearer to the owner read. The owner's place needs no message.
         return self.reads.grow(owner, distances) and self.reads.grow(owner, distances[1:, -1])
 
     def _distances(self, owner: int) -> Ints:
-        """Of the readers, round x step within it."""
+        """Return the distances of the readers by round and step within the round."""
         return (np.roll(self.grid, (-self._node[owner], -self._place[owner]), (0, 1)) - owner) % self.ranks
 
     def _apart(self, owner: int | Ints, reader: int) -> tuple[Any, Any]:
+        """Return the distances from owner to reader in nodes and in places."""
         return (
             (self._node[reader] - self._node[owner]) % self.nodes,
             (self._place[reader] - self._place[owner]) % self.places,
         )
 
-    def _beside(self, rank: int, nodes: int, places: int) -> int:
+    def _neighbor(self, rank: int, nodes: int, places: int) -> int:
+        """Return the rank at this distance in nodes and places."""
         node, place = self._node[rank] + nodes, self._place[rank] + places
         return int(self.grid[node % self.nodes, place % self.places])

@@ -1,8 +1,8 @@
 """The vocabulary of schedules: blocks, four operations, steps.
 
-A schedule is global: a send and its receive are one `Copy`, so they match by construction. Within a step copies and
-work run side by side: both see what earlier steps delivered, and what a step's copies deliver may be read from the
-next step on. A fifth operation needs a decision record.
+A schedule is global: a send and its receive are one `Copy`, so they match by construction. Copies and work of a step
+are concurrent: both read the results of earlier steps, and rows delivered by a step's copies may be read from the next
+step on. A fifth operation needs a decision record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NONE = StridedRange(0, 0)
 
 
 class Kind(StrEnum):
-    """What a block holds. K and V are one block, and so are dK and dV."""
+    """The kind of data in a block. K and V are one block, and so are dK and dV."""
 
     Q = "Q"
     KV = "KV"
@@ -32,13 +32,13 @@ class Kind(StrEnum):
 
 
 INPUTS = Kind.Q, Kind.KV, Kind.GRAD_OUT
-"""What a rank has when a pass begins. The others are sums that a pass makes."""
+"""The kinds that a rank has at the beginning of a pass. The others are sums that a pass computes."""
 
 
 class Block(NamedTuple):
-    """Named data of one owner's shard. `origin` is the rank whose partial sum a gradient block is; None elsewhere.
+    """Named data of one owner's shard. `origin`: for a partial sum, the rank that computed it; otherwise None.
 
-    `ring`: the sub-ring in which it travels, beside others of the same owner; None where there is one for all.
+    `ring`: the sub-ring in which the block is sent, if its owner has several; None if there is only one ring.
     """
 
     kind: Kind
@@ -52,14 +52,14 @@ class Block(NamedTuple):
 
 
 class HeadTiles(NamedTuple):
-    """Tiles that read some K/V `heads` of a block, all of them; key rows are the owner's."""
+    """Tiles that all read the K/V `heads` of a block; key rows are rows of the owner's shard."""
 
     heads: StridedRange
     tiles: TileTable
 
 
 class Copy(NamedTuple):
-    """`content` of `block` goes from `src`, which keeps it, to `dst`."""
+    """Send `content` of `block` from `src`, which keeps it, to `dst`."""
 
     block: Block
     src: int
@@ -91,7 +91,7 @@ class AttendGrad(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """On `rank`, add the arrived `part` into `into`, row by row."""
+    """On `rank`, add the received `part` to `into`, row by row."""
 
     rank: int
     into: Block
@@ -102,14 +102,14 @@ Work = Attend | AttendGrad | Merge
 
 
 class Step(NamedTuple):
-    """Copies and work that run side by side."""
+    """Copies and work that run concurrently."""
 
     copies: tuple[Copy, ...] = ()
     work: tuple[Work, ...] = ()
 
 
 def ordered_step(copies: Iterable[Copy], work: Iterable[Work]) -> Step:
-    """A step in canonical order, so that equal schedules are equal values and two ranks list their messages alike."""
+    """Return a step in canonical order, so that equal schedules are equal values and peers order messages equally."""
     return Step(tuple(sorted(copies, key=_copy_order)), tuple(sorted(work, key=_work_order)))
 
 
@@ -128,10 +128,10 @@ def _work_order(item: Work) -> tuple[int, int, int, int, Kind, int, StridedRange
 
 @dataclass(frozen=True)
 class Schedule:
-    """What all ranks do in one pass, step by step. Steps may be empty: their numbers carry meaning across passes.
+    """The steps of all ranks in one pass. Steps may be empty, because passes over schedules rely on step numbers.
 
-    `backward`: the direction of the pass, the same on all ranks. The work and copies of a single rank may not show it.
-    `kept`: (rank, block, rows) of others' inputs that ranks hold when the pass begins, because the forward kept them.
+    `backward`: the direction of the pass, the same on all ranks; the work and copies of a single rank may not show it.
+    `kept`: (rank, block, rows) of remote inputs that ranks hold at the beginning, because the forward pass kept them.
     """
 
     problem: Problem
@@ -141,7 +141,7 @@ class Schedule:
     kept: tuple[tuple[int, Block, Content], ...] = ()
 
     def restricted_to(self, rank: int) -> Schedule:
-        """Only what `rank` sends, receives and computes."""
+        """Return the part of the schedule that `rank` sends, receives and computes."""
         steps = tuple(
             Step(
                 tuple(copy for copy in step.copies if rank in (copy.src, copy.dst)),
@@ -149,16 +149,16 @@ class Schedule:
             )
             for step in self.steps
         )
-        return replace(self, steps=steps, kept=tuple(one for one in self.kept if one[0] == rank))
+        return replace(self, steps=steps, kept=tuple(block for block in self.kept if block[0] == rank))
 
 
 def attend(rank: int, owner: int, tiles: tuple[HeadTiles, ...], ring: int | None = None) -> Attend:
-    """`rank` attends its own queries to `owner`'s keys, which came in `ring`."""
+    """Return the work of `rank` that attends its local queries to `owner`'s keys, received in sub-ring `ring`."""
     return Attend(rank, Block(Kind.Q, rank), Block(Kind.KV, owner, ring=ring), Block(Kind.OUT, rank), tiles)
 
 
 def attend_grad(item: Attend) -> AttendGrad:
-    """The backward of an attend. Of received queries dQ is a partial sum of this rank, as dK and dV always are."""
+    """Return the backward of an attend. dK and dV are partial sums of this rank; so is dQ if queries are received."""
     rank, q, kv = item.rank, item.q, item.kv
     inputs, dq = (
         Block(Kind.GRAD_OUT, q.owner, ring=q.ring),
@@ -168,8 +168,8 @@ def attend_grad(item: Attend) -> AttendGrad:
 
 
 def work_of(problem: Problem, rank: int, *, keys: bool = False) -> dict[int, tuple[HeadTiles, ...]]:
-    """The tiles of `rank`'s queries by owner of the keys; or of its `keys`, by owner of the queries."""
-    found: dict[int, tuple[HeadTiles, ...]] = {}
+    """Return the tiles of `rank`'s queries by owner of the keys; with `keys`, of its keys by owner of the queries."""
+    by_owner: dict[int, tuple[HeadTiles, ...]] = {}
     for (owner, part), table in tiles_of(problem, rank, keys=keys).items():
-        found[owner] = (*found.get(owner, ()), HeadTiles(problem.parts[part].kv_heads, table))
-    return found
+        by_owner[owner] = (*by_owner.get(owner, ()), HeadTiles(problem.parts[part].kv_heads, table))
+    return by_owner

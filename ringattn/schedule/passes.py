@@ -1,17 +1,17 @@
-"""Passes: pure functions from schedule to schedule, for any copy graph.
+"""Passes: pure functions from schedule to schedule, for any graph of copies.
 
-`prune` cuts every payload down to the rows and heads that some remaining receiver reads; `transpose` turns a pruned
-forward schedule into its backward. `prologue` gives a backward pass its start, which hides the fetch of the keys that
-its first work reads.
+`prune` reduces every message to the rows and heads that some remaining receiver reads. `transpose` turns a pruned
+forward schedule into its backward schedule. `split_local` hides the fetch of the keys that the first work of a backward
+pass reads.
 
-A backward pass begins with the blocks that its forward pass ended with. They are *fetched* again in a step without
-work; or that step is filled with a part of the work on the rank's own keys, *split* off what runs during the last hop;
-or the forward pass has *kept* them.
+A backward pass begins with the blocks that its forward pass read last. There are three prologues. *fetched*: a step
+without work fetches them again. *split*: that step also has part of the work on the rank's local keys, split off from
+the work during the last hop. *kept*: the forward pass has kept the blocks.
        rank 0 of 4     fetched           split             kept
        prologue         -   | KV0>3       KV0 | KV0>3
        first work      KV1 | KV1>3       KV1 | KV1>3       KV1 | KV1>3
        last hop        KV0 | DKV3@0>3    KV0 | DKV3@0>3    KV0 | DKV3@0>3
-Guarantees: a rank derives its steps from its own schedule, and what its readers keep from their reads.
+Guarantees: a rank derives its steps from its part of the schedule, and the rows that its readers keep from their reads.
 """
 
 from __future__ import annotations
@@ -61,68 +61,74 @@ from ringattn.schedule.ops import (
 Prologue = Literal["fetched", "split", "kept"]
 
 KEY_ROWS = 128
-"""A kernel's key block: own keys are split at a multiple of it, if there are so many."""
+"""The key block of a kernel. Local keys are split at a multiple of it, if there are enough."""
 
 SHARE = 4
-"""Of so many own keys one is for the prologue. A causal mask sees them most, so they are 1/4 to 1/2 of the work; and a
-hop of K/V in a half type is half of one of dK/dV in float32."""
+"""One in this number of local keys is for the prologue. Under a causal mask the first keys are read most, so they are
+1/4 to 1/2 of the work. A hop of K/V in a half type takes half the time of a hop of dK/dV in float32."""
 
 
 def last_read(schedule: Schedule) -> frozenset[RankBlock]:
-    """Of a forward schedule: the others' blocks that each rank reads in the last step in which it works."""
-    found: dict[int, list[Block]] = {}
+    """Return the remote blocks that each rank of a forward schedule reads in the last step in which it works."""
+    by_rank: dict[int, list[Block]] = {}
     for step in schedule.steps:
-        now: dict[int, list[Block]] = defaultdict(list)
+        in_step: dict[int, list[Block]] = defaultdict(list)
         for item in step.work:
             if not isinstance(item, Merge):
-                now[item.rank] += [item.kv] if item.kv.owner != item.rank else []
-        found |= now
-    return frozenset((rank, block) for rank, blocks in found.items() for block in blocks)
+                in_step[item.rank] += [item.kv] if item.kv.owner != item.rank else []
+        by_rank |= in_step
+    return frozenset((rank, block) for rank, blocks in by_rank.items() for block in blocks)
 
 
 def arrived(schedule: Schedule, only: Iterable[RankBlock] | None = None) -> tuple[tuple[int, Block, Content], ...]:
-    """The others' inputs that come in a pass, a block's pieces together; of all, or of some ranks and blocks."""
+    """Return the remote inputs that are received in a pass, with the pieces of each block joined.
+
+    `only`: restrict the result to these ranks and blocks; None for all.
+    """
     pieces: dict[RankBlock, list[Content]] = defaultdict(list)
-    wanted = None if only is None else set(only)
+    selected = None if only is None else set(only)
     for step in schedule.steps:
         for copy in step.copies:
-            if copy.block.kind in INPUTS and (wanted is None or (copy.dst, copy.block) in wanted):
+            if copy.block.kind in INPUTS and (selected is None or (copy.dst, copy.block) in selected):
                 pieces[copy.dst, copy.block].append(copy.content)
     return tuple(
-        (*spot, some[0] if len(some) == 1 else chained(part for piece in some for part in piece))
-        for spot, some in sorted(pieces.items())
+        (*key, contents[0] if len(contents) == 1 else chained(part for piece in contents for part in piece))
+        for key, contents in sorted(pieces.items())
     )
 
 
 def split_local(schedule: Schedule) -> Schedule:
-    """A backward schedule in which ranks that would only wait for their first block work on some own keys meanwhile."""
+    """Split local work of a backward schedule, for ranks that would otherwise wait idle for their first block.
+
+    Part of the work on local keys moves to the step in which the first block is received.
+    """
     first: dict[int, int] = {}
-    own: dict[int, tuple[int, AttendGrad]] = {}
-    for at, step in enumerate(schedule.steps):
+    local: dict[int, tuple[int, AttendGrad]] = {}
+    for index, step in enumerate(schedule.steps):
         for copy in step.copies:
             if copy.block.kind in INPUTS:
-                first.setdefault(copy.dst, at)
+                first.setdefault(copy.dst, index)
         for item in step.work:
             if isinstance(item, AttendGrad) and item.kv.owner == item.rank and not is_on_received(item):
-                own[item.rank] = at, item
+                local[item.rank] = index, item
     steps = list(schedule.steps)
-    for rank, at in first.items():
-        busy = any(item.rank == rank and not isinstance(item, Merge) for item in steps[at].work)
-        if busy or rank not in own or own[rank][0] < at:
+    for rank, start in first.items():
+        busy = any(item.rank == rank and not isinstance(item, Merge) for item in steps[start].work)
+        if busy or rank not in local or local[rank][0] < start:
             continue
-        there, item = own[rank]
+        later, item = local[rank]
         early, late = split_keys(item.tiles, schedule.problem.kv_layout.counts[rank])
         if early and late:
-            rest = (item._replace(tiles=late) if one is item else one for one in steps[there].work)
-            steps[there] = Step(steps[there].copies, tuple(rest))
-            steps[at] = ordered_step(steps[at].copies, [*steps[at].work, item._replace(tiles=early)])
+            rest = (item._replace(tiles=late) if work is item else work for work in steps[later].work)
+            steps[later] = Step(steps[later].copies, tuple(rest))
+            steps[start] = ordered_step(steps[start].copies, [*steps[start].work, item._replace(tiles=early)])
     return replace(schedule, steps=tuple(steps))
 
 
 def split_keys(parts: tuple[HeadTiles, ...], rows: int) -> tuple[tuple[HeadTiles, ...], tuple[HeadTiles, ...]]:
-    """The tiles of the first keys of a shard of so many rows, and of the others."""
-    # Keys rather than heads or queries: the first keys are what most queries see, so an engine that knows which work is
-    # the first on each query still does; and the two works set different rows of dK and dV.
+    """Return the tiles of the first keys of a shard of `rows` rows, and the tiles of the other keys."""
+    # Split keys rather than heads or queries. Most queries read the first keys, so an engine still knows which work is
+    # the first on each query; and the two works set different rows of dK and dV.
     row = rows // SHARE // KEY_ROWS * KEY_ROWS or max(1, rows // SHARE)
     sides: tuple[list[HeadTiles], list[HeadTiles]] = [], []
     for heads, table in parts:
@@ -133,7 +139,7 @@ def split_keys(parts: tuple[HeadTiles, ...], rows: int) -> tuple[tuple[HeadTiles
 
 
 def _cut(table: TileTable, row: int) -> tuple[TileTable, TileTable]:
-    """The tiles with the key rows before `row`, and with the others."""
+    """Cut tiles at key row `row`: return the tiles before it and the tiles from it on."""
     before = np.clip(-((table.k_row - row) // table.k_row_stride), 0, table.k_count)
     after = table.k_count - before
     above = table.replaced(
@@ -146,78 +152,79 @@ def _cut(table: TileTable, row: int) -> tuple[TileTable, TileTable]:
 
 
 RankBlock = tuple[int, Block]
-"""A rank and a block it may hold."""
+"""A rank and a block that it may hold."""
 
 DUAL = {Kind.KV: Kind.DKV, Kind.Q: Kind.DQ}
-"""Of the inputs their gradients."""
+"""The gradient of each kind of input."""
 
 Delivery = tuple[int, Copy]
-"""A K/V copy of the backward, and the forward step whose undoing it runs beside (one past the last: the prologue)."""
+"""A K/V copy of a backward pass, with a forward step: the copy is concurrent with the backward step that undoes it. One
+past the last forward step stands for the prologue."""
 
 
 def rows_read(tiles: tuple[HeadTiles, ...]) -> Content:
-    """The rows of the owner's shard that the tiles read."""
+    """Return the rows of the owner's shard that the tiles read."""
     parts = (HeadRows(heads, merged_keys(table.array[:, ROWS_OF_K].tobytes())) for heads, table in tiles)
     return tuple(part for part in parts if part.rows)
 
 
 @bounded
 def merged_keys(columns: bytes) -> tuple[StridedRange, ...]:
-    """The union of the key rows of some tiles, by their columns count, first row and stride."""
+    """Return the union of the key rows of tiles, given as columns count, first row and stride."""
     rows = np.frombuffer(columns, np.int64).reshape(-1, 3).tolist()
     return merge_runs(StridedRange(row, count, stride) for count, row, stride in rows)
 
 
-def rows_asked(tiles: tuple[HeadTiles, ...]) -> Content:
-    """The query rows of the tiles, for each query head."""
-    # Keys of many owners are asked by the same queries: alike tables are looked at once.
+def query_rows(tiles: tuple[HeadTiles, ...]) -> Content:
+    """Return the query rows of the tiles, for each query head."""
+    # The same queries attend to keys of many owners, so equal tables are read only once.
     tables = ((table.array[:, ROWS_OF_Q].tobytes(), table.array[:, HEADS].tobytes()) for _, table in tiles)
     return merged_queries(tuple(dict.fromkeys(tables)))
 
 
 @bounded
 def merged_queries(tables: tuple[tuple[bytes, bytes], ...]) -> Content:
-    """The query rows of some tables, by their columns count, first row and stride, and first head and heads."""
+    """Return the query rows of tables, given as columns (count, first row, stride) and (first head, heads)."""
     by_head: dict[int, dict[StridedRange, None]] = defaultdict(dict)
     for rows, heads in tables:
-        for run, (first, held) in zip(*(np.frombuffer(one, np.int64).reshape(-1, n).tolist()
-                                        for one, n in ((rows, 3), (heads, 2))), strict=True):  # fmt: skip
-            for head in range(first, first + held):
+        for run, (first, head_count) in zip(*(np.frombuffer(columns, np.int64).reshape(-1, n).tolist()
+                                        for columns, n in ((rows, 3), (heads, 2))), strict=True):  # fmt: skip
+            for head in range(first, first + head_count):
                 by_head[head][StridedRange(run[1], run[0], run[2])] = None
     return merged({StridedRange(head, 1): list(runs) for head, runs in by_head.items()})
 
 
 def is_on_received(item: Attend | AttendGrad) -> bool:
-    """Whether the queries were received too, as in remote-head attention: only then are they named by a sub-ring."""
+    """Return whether the queries are received too, as in remote-head attention. Only such queries name a sub-ring."""
     return item.q.ring is not None
 
 
 def inputs_of(item: Attend | AttendGrad) -> list[tuple[Block, Content]]:
-    """The blocks that a work item reads and that another rank may have sent, with the rows that it reads."""
-    found = [(item.kv, rows_read(item.tiles))]
+    """Return the blocks that a work item reads and that another rank may have sent, with the rows that it reads."""
+    inputs = [(item.kv, rows_read(item.tiles))]
     if is_on_received(item):
-        asked = rows_asked(item.tiles)
-        found += [(block, asked) for block in ((item.q,) if isinstance(item, Attend) else (item.q, item.inputs))]
-    return found
+        rows = query_rows(item.tiles)
+        inputs += [(block, rows) for block in ((item.q,) if isinstance(item, Attend) else (item.q, item.inputs))]
+    return inputs
 
 
 def result_of(item: Attend | AttendGrad) -> list[tuple[Block, Content]]:
-    """The partial sums that a work item adds to and that may be sent to their owners, with the rows that it adds to."""
-    found = [(item.dkv, rows_read(item.tiles))] if isinstance(item, AttendGrad) else []
+    """Return the partial sums of a work item that may be sent to their owners, with the rows that it adds to."""
+    results = [(item.dkv, rows_read(item.tiles))] if isinstance(item, AttendGrad) else []
     if is_on_received(item):
-        found.append((item.dq if isinstance(item, AttendGrad) else item.out, rows_asked(item.tiles)))
-    return found
+        results.append((item.dq if isinstance(item, AttendGrad) else item.out, query_rows(item.tiles)))
+    return results
 
 
 def prune(schedule: Schedule) -> Schedule:
-    """Drop work without tiles, rows that no remaining receiver reads, and copies left empty.
+    """Drop work without tiles, rows that no remaining receiver reads, and copies that become empty.
 
-    One scan from the end: what a rank still needs of a block is what it will read and what it will forward.
+    This is one scan from the last step: a rank needs the rows of a block that it will read or forward.
        ring of KV0:   step 0: 0 -> 1     step 1: 1 -> 2     step 2: 2 -> 3
        reads                  rows a             rows b             rows c
        payload                a + b + c          b + c              c
     """
-    wanted: dict[RankBlock, Content] = defaultdict(tuple)
+    needed: dict[RankBlock, Content] = defaultdict(tuple)
     steps: list[Step] = []
     for step in reversed(schedule.steps):
         copies = []
@@ -225,33 +232,34 @@ def prune(schedule: Schedule) -> Schedule:
             if copy.block.kind not in INPUTS:
                 copies.append(copy)
                 continue
-            # What is received in this step need not be held before it. A piece brings its own rows only.
-            spot = copy.dst, copy.block
-            asked = wanted.pop(spot, NOTHING)
-            if content := common(asked, copy.content):
+            # Rows that are received in this step need not be held before it. A piece provides only its rows.
+            receiver = copy.dst, copy.block
+            rows = needed.pop(receiver, NOTHING)
+            if content := common(rows, copy.content):
                 copies.append(copy._replace(content=content))
-                wanted[spot] = NOTHING if content is asked else without(asked, content)
-        # Copies run beside the step's work, so what they send must be held when the step begins: the same as what is
-        # read.
+                needed[receiver] = NOTHING if content is rows else without(rows, content)
+        # Copies are concurrent with the step's work, so the rows that they send must be held when the step begins, like
+        # the rows that the work reads.
         work = tuple(item for item in step.work if isinstance(item, Merge) or item.tiles)
         for copy in copies:
-            # The sender needs what it sends, from this step back.
+            # The sender must hold the rows that it sends before this step.
             if copy.block.kind in INPUTS:
-                spot = copy.src, copy.block
-                wanted[spot] = union((wanted[spot], copy.content))
+                sender = copy.src, copy.block
+                needed[sender] = union((needed[sender], copy.content))
         for item in work:
             for block, rows in () if isinstance(item, Merge) else inputs_of(item):
-                wanted[item.rank, block] = union((wanted[item.rank, block], rows))
+                needed[item.rank, block] = union((needed[item.rank, block], rows))
         steps.append(Step(tuple(copies), work))
     return replace(schedule, steps=tuple(reversed(steps)))
 
 
 def transpose(schedule: Schedule, deliveries: Iterable[Delivery]) -> Schedule:
-    """The backward of a pruned forward schedule.
+    """Return the backward schedule of a pruned forward schedule.
 
-    Forward step s becomes a main step and a merge step; one prologue step fetches what the first main step reads.
-    A copy of K/V in step s becomes a copy of dK/dV the other way beside main step s, merged right after it; so does one
-    of Q. A copy of OUT becomes one of its gradient, with Q beside it. K/V is delivered again, by `deliveries`.
+    Forward step s becomes a main step and a merge step. One prologue step fetches the blocks that the first main step
+    reads. A copy of K/V in step s becomes a copy of dK/dV in the other direction in main step s, which is merged in the
+    next step; a copy of Q becomes one of dQ likewise. A copy of OUT becomes a copy of its gradient together with Q.
+    `deliveries` sends K/V again.
     """
     last = len(schedule.steps) - 1
     # One prologue step, then for forward steps last .. 0 a main and a merge step: 1 + 2 * (last + 1).
@@ -259,76 +267,75 @@ def transpose(schedule: Schedule, deliveries: Iterable[Delivery]) -> Schedule:
     work: list[list[Work]] = [[] for _ in copies]
     for s, step in enumerate(schedule.steps):
         main = main_step(s, last)
-        # A merge of outputs is no part of the backward: each part has the gradient of the whole.
+        # Backward needs no merge of outputs: the gradient of each part is the gradient of the whole.
         work[main] += [attend_grad(item) for item in step.work if isinstance(item, Attend)]
         for copy in step.copies:
             if copy.block.kind is Kind.OUT:
-                came = (copy.block._replace(kind=kind, origin=None) for kind in (Kind.Q, Kind.GRAD_OUT))
-                copies[main] += [Copy(block, copy.dst, copy.src, copy.content) for block in came]
+                inputs = (copy.block._replace(kind=kind, origin=None) for kind in (Kind.Q, Kind.GRAD_OUT))
+                copies[main] += [Copy(block, copy.dst, copy.src, copy.content) for block in inputs]
                 continue
-            # The receiver's sum for these rows is returned along the same edge, and added to the sender's own sum.
+            # The receiver's sum for these rows returns along the same edge, and is added to the sender's sum.
             part = copy.block._replace(kind=DUAL[copy.block.kind], origin=copy.dst)
             copies[main].append(Copy(part, copy.dst, copy.src, copy.content))
-            into = own_sum(part) if copy.src == part.owner else part._replace(origin=copy.src)
+            into = owner_sum(part) if copy.src == part.owner else part._replace(origin=copy.src)
             work[main + 1].append(Merge(copy.src, into, part))
-    # What is made of own rows beside received ones lies apart, until nothing more is added to it.
+    # Gradients of local rows that were computed together with received rows stay separate until all work has ended.
     grads = [item for items in work for item in items if isinstance(item, AttendGrad)]
-    made = {block for item in grads for block in ((item.dkv, item.dq) if is_on_received(item) else (item.dkv,))}
-    alone = sorted(block for block in made if block.origin == block.owner and block.ring is not None)
-    work[-1] += [Merge(block.owner, own_sum(block), block) for block in alone]
-    for at, copy in deliveries:
-        # `at` is the forward step of which the main step runs beside the delivery; one past the last is the prologue
-        # step.
-        copies[main_step(at, last) if at <= last else 0].append(copy)
+    results = {block for item in grads for block in ((item.dkv, item.dq) if is_on_received(item) else (item.dkv,))}
+    separate = sorted(block for block in results if block.origin == block.owner and block.ring is not None)
+    work[-1] += [Merge(block.owner, owner_sum(block), block) for block in separate]
+    for forward_step, copy in deliveries:
+        # The delivery is concurrent with the main step of `forward_step`; one past the last is the prologue step.
+        copies[main_step(forward_step, last) if forward_step <= last else 0].append(copy)
     return Schedule(schedule.problem, schedule.name, True, tuple(map(ordered_step, copies, work)))
 
 
-def own_sum(part: Block) -> Block:
-    """The owner's own gradient, to which its parts of all ranks and sub-rings are added."""
+def owner_sum(part: Block) -> Block:
+    """Return the owner's gradient, to which the partial gradients of all ranks and sub-rings are added."""
     return Block(part.kind, part.owner, part.owner if part.kind is Kind.DKV else None)
 
 
 def main_step(forward_step: int, last: int) -> int:
-    """The backward step that undoes `forward_step`, where `last` is the last forward step."""
+    """Return the backward step that undoes `forward_step`. `last`: the last forward step."""
     return 1 + 2 * (last - forward_step)
 
 
 def deliveries_of(schedule: Schedule) -> list[Delivery]:
-    """The K/V copies of the backward.
+    """Return the K/V copies of the backward pass.
 
-    Where an owner's block was relayed, it goes from its owner to the last receiver and back along the reversed edges if
-    that sends no more than its owner sending to every reader, else the owner sends to every reader. An owner that sends
-    in two directions has a chain in each.
+    A relayed block is sent from its owner to the last receiver, and from there back along the reversed edges, if that
+    sends no more than the owner sending to every reader. Otherwise the owner sends to every reader. An owner that sends
+    in two directions has one chain in each.
     """
     edges: dict[Block, dict[int, list[tuple[int, Copy]]]] = defaultdict(lambda: defaultdict(list))  # block: {src: ...}
     for s, step in enumerate(schedule.steps):
         for copy in step.copies:
             edges[copy.block][copy.src].append((s, copy))
-    found: list[Delivery] = []
+    deliveries: list[Delivery] = []
     for block, readers in readers_of(schedule).items():
         rows = {reader: content for _, reader, content in readers}
         for first in edges[block][block.owner]:
             chain = _chain(first, edges[block])
             reached = {rank for _, rank in chain}
-            # The block is read in main step s, so it travels beside the main step before, that of forward step s + 1.
+            # The block is read in main step s, so it is sent in the main step before it, that of forward step s + 1.
             direct = [(s + 1, Copy(block, block.owner, to, content)) for s, to, content in readers if to in reached]
             back = _relay_back(block, chain, rows)
-            found += back if back and delivered(back) <= delivered(direct) else direct
-    return found
+            deliveries += back if back and delivered(back) <= delivered(direct) else direct
+    return deliveries
 
 
 def readers_of(schedule: Schedule) -> dict[Block, list[tuple[int, int, Content]]]:
-    """By block of another rank: the steps in which it is read, the readers and the rows."""
-    found: dict[Block, list[tuple[int, int, Content]]] = defaultdict(list)
+    """Return for each remote block the steps in which it is read, the readers and the rows."""
+    readers: dict[Block, list[tuple[int, int, Content]]] = defaultdict(list)
     for s, step in enumerate(schedule.steps):
         for item in step.work:
             if isinstance(item, (Attend, AttendGrad)) and item.rank != item.kv.owner:
-                found[item.kv].append((s, item.rank, rows_read(item.tiles)))
-    return found
+                readers[item.kv].append((s, item.rank, rows_read(item.tiles)))
+    return readers
 
 
 def _chain(first: tuple[int, Copy], edges: dict[int, list[tuple[int, Copy]]]) -> list[tuple[int, int]]:
-    """The receivers of a block one after another, each with the step of its copy: 0 -> 1 -> 2 -> 3."""
+    """Return the receivers of a block in order, each with the step of its copy: 0 -> 1 -> 2 -> 3."""
     chain, (step, copy) = [], first
     chain.append((step, copy.dst))
     # A relay sends a block at most once, so its edges form a chain.
@@ -339,28 +346,28 @@ def _chain(first: tuple[int, Copy], edges: dict[int, list[tuple[int, Copy]]]) ->
 
 
 def _relay_back(block: Block, chain: list[tuple[int, int]], rows: dict[int, Content]) -> list[Delivery]:
-    """From the owner to the last receiver of a chain and back to the owner; nothing where the block was not relayed."""
+    """Return the copies from the owner to the last receiver of a chain and back; empty if the block is not relayed."""
     if len(chain) < 2:
         return []
-    # Backward undoes the farthest reader first: owner -> 3, then 3 -> 2, 2 -> 1, each carrying what it and all nearer
-    # readers read.
+    # Backward undoes the farthest reader first: owner -> 3, then 3 -> 2, 2 -> 1. Each copy carries the rows that its
+    # receiver and all nearer readers read.
     copies, nearer = [], NOTHING
     for index, (step, rank) in enumerate(chain):
         nearer = union((nearer, rows.get(rank, NOTHING)))
         source = chain[index + 1][1] if index + 1 < len(chain) else block.owner
         copies.append((step + 2, Copy(block, source, rank, nearer)))
-    return [(at, copy) for at, copy in copies if copy.content]
+    return [(step, copy) for step, copy in copies if copy.content]
 
 
 def delivered(copies: Iterable[Delivery]) -> int:
-    """Rows times heads that deliveries send."""
+    """Return the rows times heads that deliveries send."""
     return sum(size(copy.content) for _, copy in copies)
 
 
 def spread(schedule: Schedule, is_slow: Callable[[Copy], bool], window: Callable[[int], Sequence[int]]) -> Schedule:
-    """Cut each K/V copy over a slow link into pieces, one for each step of `window(step)` of its own step.
+    """Cut each K/V copy over a slow link into pieces, one for each step in `window(step)`, where `step` has the copy.
 
-    So a slow link is busy beside several steps of work, and no step waits for all of a block.
+    This keeps a slow link busy during several steps of work, and no step waits for a whole block.
        step     0       1       2       3                 step     0       1       2       3
        fast     n>1     1>2     2>3                        fast     n>1     1>2     2>3
        slow                             all of KV  ->      slow     1/4     1/4     1/4     1/4
@@ -372,8 +379,8 @@ def spread(schedule: Schedule, is_slow: Callable[[Copy], bool], window: Callable
                 copies[index].append(copy)
                 continue
             among = window(index)
-            for at, content in zip(among, cut(copy.content, len(among)), strict=True):
+            for target, content in zip(among, cut(copy.content, len(among)), strict=True):
                 if content:
-                    copies[at].append(copy._replace(content=content))
+                    copies[target].append(copy._replace(content=content))
     steps = (ordered_step(new, step.work) for new, step in zip(copies, schedule.steps, strict=True))
     return replace(schedule, steps=tuple(steps))

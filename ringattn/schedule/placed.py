@@ -1,13 +1,14 @@
-"""Schedules that say for each pair of ranks where their queries and keys meet: on the asker, or on the keys' owner.
+"""Schedules that compute each pair of ranks either on the owner of the queries or on the owner of the keys.
 
-On the asker, keys and values travel to it and in the backward dK/dV return. On the owner, queries travel to it, and
-partial outputs return (backward: queries and output gradients travel, and dQ returns), to be merged where they belong.
+On the owner of the queries, it receives keys and values, and in backward returns dK/dV. On the owner of the keys, it
+receives queries and returns partial outputs (backward: it receives queries and output gradients, and returns dQ), which
+the owner of the queries merges.
        step s - 1        step s          step s + 1        step s + 2
-       inputs travel     work            results travel    merge
-`pass_q` computes every pair on the owner of the keys: worth it where there are few queries and many keys. `balanced`
-does so only where the keys are more than half a ring behind: under a causal mask over contiguous shards the first ranks
-would else be idle; here they work for the last ones, and all are done in half as many steps.
-Guarantees: a schedule that needs no pass, forward or backward; every row travels only if it is read.
+       inputs are sent   work            results are sent  merge
+`pass_q` computes every pair on the owner of the keys. Use it for few queries and many keys. `balanced` does so only if
+the keys are more than half a ring behind. Under a causal mask over contiguous shards the first ranks would otherwise be
+idle; here they work for the last ranks, and all ranks finish in half the number of steps.
+Guarantees: a schedule that needs no pass, forward or backward; every row is sent only if it is read.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from ringattn.schedule.ops import (
 from ringattn.schedule.route import Route, register
 
 Place = Callable[[int, int, int], tuple[bool, int]]
-"""Of asker, owner and the number of ranks: whether they meet on the owner of the keys, and in which step."""
+"""From the owner of the queries, the owner of the keys and the number of ranks: whether the owner of the keys computes
+the pair, and in which step."""
 
 
 class PlacedRoute(Route):
-    """A schedule that places each pair of ranks on the asker or on the owner of the keys."""
+    """A schedule that computes each pair of ranks on the owner of the queries or on the owner of the keys."""
 
     moves_queries: ClassVar[bool] = True
     by_classes: ClassVar[bool] = True
@@ -45,7 +47,7 @@ class PlacedRoute(Route):
     undoes_steps: ClassVar[bool] = False
 
     @abstractmethod
-    def place(self, asker: int, owner: int, ranks: int) -> tuple[bool, int]:
+    def place(self, q_owner: int, owner: int, ranks: int) -> tuple[bool, int]:
         """See `Place`."""
 
     def forward_part(self, problem: Problem, rank: int) -> Schedule:
@@ -64,55 +66,56 @@ class PlacedRoute(Route):
 @register(order=8)
 @dataclass(frozen=True)
 class PassQ(PlacedRoute):
-    """Every pair on the owner of the keys."""
+    """Every pair is computed on the owner of the keys."""
 
     name: str = "pass_q"
 
-    def place(self, asker: int, owner: int, ranks: int) -> tuple[bool, int]:
-        """In step t a rank works for the rank t before it."""
-        return True, (owner - asker) % ranks
+    def place(self, q_owner: int, owner: int, ranks: int) -> tuple[bool, int]:
+        """See `Place`. In step t a rank computes for the queries of the rank t positions before it."""
+        return True, (owner - q_owner) % ranks
 
 
 @register(order=9)
 @dataclass(frozen=True)
 class Balanced(PlacedRoute):
-    """On the owner of the keys only if they are more than half a ring behind."""
+    """A pair is computed on the owner of the keys only if the keys are more than half a ring behind the queries."""
 
     name: str = "balanced"
 
-    def place(self, asker: int, owner: int, ranks: int) -> tuple[bool, int]:
-        """In step t a rank reads the keys of the rank t before it, and works for that rank."""
-        behind = (asker - owner) % ranks
+    def place(self, q_owner: int, owner: int, ranks: int) -> tuple[bool, int]:
+        """See `Place`. In step t a rank reads keys of the rank t positions before it and computes for its queries."""
+        behind = (q_owner - owner) % ranks
         return (False, behind) if 2 * behind <= ranks else (True, ranks - behind)
 
 
 def part_of(problem: Problem, name: str, place: Place, rank: int, backward: bool) -> Schedule:
-    """What a rank does in a pass: the pairs that it asks for, and those that ask for its keys.
+    """Return a rank's part of a pass: the pairs with its queries and the pairs with its keys.
 
-    A rank's own keys are attended in step 0.
+    Step 0 attends to the local keys.
     """
     ranks = problem.world_size
-    asked = [(rank, owner, parts) for owner, parts in work_of(problem, rank).items()]
-    asked += [(asker, rank, parts) for asker, parts in work_of(problem, rank, keys=True).items() if asker != rank]
-    spots = {(asker, owner): place(asker, owner, ranks) for asker, owner, _ in asked}
-    on_owner = {(asker, owner): [part.tiles for part in parts] for asker, owner, parts in asked
-                if asker != owner and spots[asker, owner][0]}  # fmt: skip
+    pairs = [(rank, owner, parts) for owner, parts in work_of(problem, rank).items()]
+    pairs += [(q_owner, rank, parts) for q_owner, parts in work_of(problem, rank, keys=True).items() if q_owner != rank]
+    places = {(q_owner, owner): place(q_owner, owner, ranks) for q_owner, owner, _ in pairs}
+    on_owner = {(q_owner, owner): [part.tiles for part in parts] for q_owner, owner, parts in pairs
+                if q_owner != owner and places[q_owner, owner][0]}  # fmt: skip
     single = SingleHeads(problem, on_owner)
     tiles = single.of_heads(single.heads)
     work: dict[int, list[Attend]] = defaultdict(list)
-    for asker, owner, parts in asked:
-        step, pair = spots[asker, owner][1], (asker, owner)
+    for q_owner, owner, parts in pairs:
+        step, pair = places[q_owner, owner][1], (q_owner, owner)
         work[step].append(_received(*pair, tiles[pair], step) if pair in tiles else attend(*pair, parts))
-    # What the other rank of a pair does with it is not this rank's.
+    # Drop the part of the peer of each pair.
     return with_exchanges(problem, name, backward, work, steps_of(place, ranks)).restricted_to(rank)
 
 
 def steps_of(place: Place, ranks: int) -> int:
-    """Steps of a pass: results of the last work travel in one step and are merged in another."""
+    """Return the number of steps of a pass: results of the last work are sent in one step and merged in another."""
     return 1 + max(place(0, owner, ranks)[1] for owner in range(ranks)) + 2 * (ranks > 1)
 
 
-def _received(asker: int, owner: int, tiles: tuple[HeadTiles, ...], step: int) -> Attend:
-    # Named by the step, for a rank's own keys lie anew beside the queries of each.
-    q, kv = Block(Kind.Q, asker, ring=step), Block(Kind.KV, owner, ring=step)
-    return Attend(owner, q, kv, Block(Kind.OUT, asker, owner, step), tiles)
+def _received(q_owner: int, owner: int, tiles: tuple[HeadTiles, ...], step: int) -> Attend:
+    """Return the work of the owner of the keys on received queries."""
+    # The step names the sub-ring, because each step copies the local keys into a buffer for its received queries.
+    q, kv = Block(Kind.Q, q_owner, ring=step), Block(Kind.KV, owner, ring=step)
+    return Attend(owner, q, kv, Block(Kind.OUT, q_owner, owner, step), tiles)

@@ -1,14 +1,15 @@
 """All schedules by name.
 
-In turn t every rank attends to the shard of (rank - t) mod ranks: its own first. A *relay* (ring) forwards the block it
-received; otherwise the owner sends straight to the reader. *At once* (all-gather) sends everything in the first step.
-       4 ranks, the keys that rank 3 attends to and who sends them
+In turn t every rank attends to the shard of (rank - t) mod ranks, so to its local shard first. A *relay* (ring)
+forwards the block that it received; otherwise the owner sends directly to the reader. *At once* (all-gather) sends
+everything in the first step.
+       4 ranks, the keys that rank 3 attends to and the messages that bring them
        turn         0      1       2       3
        owner        3      2       1       0
-       ring         -      2 -> 3  2 -> 3  2 -> 3    the neighbour, one hop a step
-       direct       -      2 -> 3  1 -> 3  0 -> 3    the owner, one message a step
-       all_gather   -      2 -> 3  1 -> 3  0 -> 3    the owner, all in the first step
-Each class is in a file of this folder, which is imported here because it is there.
+       ring         -      2 -> 3  2 -> 3  2 -> 3    from the neighbour, one hop per step
+       direct       -      2 -> 3  1 -> 3  0 -> 3    from the owner, one message per step
+       all_gather   -      2 -> 3  1 -> 3  0 -> 3    from the owner, all in the first step
+Each schedule class is in a module of this folder. This module imports all modules of the folder to register them.
 """
 
 from __future__ import annotations
@@ -45,20 +46,21 @@ for _module in iter_modules(schedule.__path__):
         import_module(f"{schedule.__name__}.{_module.name}")
 
 ALIASES = {"all_to_all": "ulysses"}
-"""Other names of schedules, taken wherever one is named."""
+"""Alternative names of schedules, accepted everywhere."""
 NUMBERED = tuple(name for name, route in ROUTES.items() if route.parameter)
-"""Names that may be followed by a number of ranks, as double_ring:4."""
+"""Names that may be followed by a number of ranks, for example double_ring:4."""
 
 
 def route_named(name: str, ranks: int | None = None) -> Route:
-    """The schedule called `name`; "double_ring:M" has inner rings, "ulysses_ring:M" groups, of M neighbouring ranks.
+    """Return the schedule called `name`.
 
-    Raises `InputError` for others.
+    "double_ring:M" has inner rings of M neighbouring ranks, "ulysses_ring:M" has groups of M neighbouring ranks. Raises
+    `InputError` for an unknown name.
     """
     word, colon, text = name.partition(":") if isinstance(name, str) else ("", "", "")
     word, number = ALIASES.get(word, word), parameter_of(text)
     if word not in ROUTES or (colon and (word not in NUMBERED or number is None)):
-        numbered = ", ".join(f"{known}:{ROUTES[known].parameter}" for known in NUMBERED)
+        numbered = ", ".join(f"{schedule_name}:{ROUTES[schedule_name].parameter}" for schedule_name in NUMBERED)
         raise InputError(
             f"schedule={name!r} is not known; choose auto or one of {', '.join(ROUTES)}, or {numbered} for inner rings "
             "or groups of M ranks"

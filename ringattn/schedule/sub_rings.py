@@ -1,7 +1,7 @@
-"""Sub-rings: a ring of its own for each segment of each kind of branch, among the ranks that hold tokens of it.
+"""Sub-rings: a separate ring for each segment of each kind of branch, among the ranks that hold tokens of the segment.
 
-All segments of a branch work side by side, and no rank relays another segment's rows: a ring over all ranks would send
-a pair's keys through ranks that do not read them. A row that several branches need travels once for each.
+All segments of a branch run concurrently, and no rank relays rows of another segment. (A ring over all ranks would send
+keys through ranks that do not read them.) A row that several branches need is sent once for each branch.
        ranks       0   1   2   3   4   5
        segments    [---0---] [---1---]
        sub-rings   0>1>2>0   3>4>5>3
@@ -24,7 +24,7 @@ from ringattn.schedule.passes import arrived, deliveries_of, last_read, prune, s
 from ringattn.schedule.route import WholeRoute, register, schedule_of
 
 Tables = dict[StridedRange, list[TileTable]]
-"""By the K/V heads of a part."""
+"""Tables by the K/V heads of a head part."""
 
 
 @register(order=3)
@@ -39,72 +39,74 @@ class SubRings(WholeRoute):
         """See `Route.whole`."""
         if not backward:
             return prune(forward(problem, self.name))
-        there = schedule_of(problem, self, False)
+        forward_schedule = schedule_of(problem, self, False)
         kept: tuple[tuple[int, Block, Content], ...] = ()
         if self.keeps or self.prologue == "kept":
-            kept = arrived(there, None if self.keeps else last_read(there))
-        # What the forward pass kept is not delivered again.
-        held = {(rank, block) for rank, block, _ in kept}
-        deliveries = [(at, copy) for at, copy in deliveries_of(there) if (copy.dst, copy.block) not in held]
-        back = replace(transpose(there, deliveries), kept=kept)
+            kept = arrived(forward_schedule, None if self.keeps else last_read(forward_schedule))
+        # Blocks that the forward pass kept are not delivered again.
+        present = {(rank, block) for rank, block, _ in kept}
+        deliveries = [
+            (step, copy) for step, copy in deliveries_of(forward_schedule) if (copy.dst, copy.block) not in present
+        ]
+        back = replace(transpose(forward_schedule, deliveries), kept=kept)
         return split_local(back) if self.prologue == "split" else back
 
     def why_not(self, problem: Problem, nodes: int) -> str:
         """See `Route.why_not`."""
         segments = any(branch.segment is not None or len(branch.bounds) > 2 for branch in problem.mask.branches)
-        return "" if segments else "no segments or documents: it is the ring"
+        return "" if segments else "no segments or documents: equal to the ring"
 
 
 def forward(problem: Problem, name: str) -> Schedule:
-    """Return the schedule before any pass.
+    """Return the unpruned forward schedule.
 
-    Own keys first, then one hop of each sub-ring a step: in step t its n-th member reads the (n - t)-th's keys.
+    Local keys first, then one hop of each sub-ring per step: in step t its n-th member reads the keys of member n - t.
     """
     ranks, heads = problem.world_size, [part.kv_heads for part in problem.parts]
-    own, rings = tiles_by_ring(problem)
-    # As many steps as ranks: a sub-ring of m members is done after m of them.
+    local, rings = tiles_by_ring(problem)
+    # There is one step per rank; a sub-ring of m members is done after m steps.
     copies: list[list[Copy]] = [[] for _ in range(ranks)]
     work: list[list[Work]] = [[] for _ in range(ranks)]
     for rank in range(ranks):
-        # All branches' work on the rank's own keys is one item of step 0; it needs no message.
-        work[0].append(attend(rank, rank, by_part(own[rank])))
+        # The work of all branches on the rank's local keys is one item of step 0; it needs no message.
+        work[0].append(attend(rank, rank, by_part(local[rank])))
     for number, pairs in enumerate(rings):
         members = sorted({rank for pair in pairs for rank in pair})
         for (rank, owner), tables in pairs.items():
-            # Distance along the sub-ring, so also the step in which the owner's block has arrived.
+            # The distance along the sub-ring is also the step in which the owner's block has arrived.
             step = (members.index(rank) - members.index(owner)) % len(members)
             work[step].append(attend(rank, owner, by_part(tables), number))
         for owner in members:
-            at = members.index(owner)
-            # The members in ring order from the owner on: the block passes along this chain, one hop a step.
-            chain = [*members[at:], *members[:at]]
+            start = members.index(owner)
+            # The members in ring order, starting at the owner. The block moves along this chain, one hop per step.
+            chain = [*members[start:], *members[:start]]
             block, content = Block(Kind.KV, owner, ring=number), whole(problem.kv_layout.counts[owner], heads)
-            # The copy to the member at distance t + 1 travels beside the work of step t and is read in step t + 1.
+            # The copy to the member at distance t + 1 is concurrent with the work of step t and is read in step t + 1.
             for step, (src, dst) in enumerate(pairwise(chain)):
                 copies[step].append(Copy(block, src, dst, content))
     return Schedule(problem, name, False, tuple(map(ordered_step, copies, work)))
 
 
 def tiles_by_ring(problem: Problem) -> tuple[list[Tables], list[dict[tuple[int, int], Tables]]]:
-    """The tiles of each rank with its own keys; and for each sub-ring those of (rank, owner of the keys)."""
-    own: list[Tables] = [defaultdict(list) for _ in range(problem.world_size)]
-    # Keyed by kind and segment; the order of insertion numbers the sub-rings, alike on every rank.
+    """Return the tiles of each rank with its local keys, and for each sub-ring the tiles by (rank, owner of keys)."""
+    local: list[Tables] = [defaultdict(list) for _ in range(problem.world_size)]
+    # Keyed by kind and segment. The order of insertion numbers the sub-rings; it is the same on every rank.
     rings: dict[tuple[object, ...], dict[tuple[int, int], Tables]] = {}
     for branch in problem.mask.branches:
-        # Branches that differ in heads or offset only share a sub-ring: their rows travel between the same ranks.
+        # Branches that differ only in heads or offset share a sub-ring, because the same ranks exchange their rows.
         kind = branch.bounds, branch.kv_bounds, branch.band, branch.segment, branch.dilation
         for rank in range(problem.world_size):
             for (owner, part, segment), table in branch_tiles(problem, branch, rank, by_segment=True).items():
                 heads = problem.parts[part].kv_heads
                 if owner == rank:
-                    own[rank][heads].append(table)
+                    local[rank][heads].append(table)
                 else:
-                    # A block is read by all branches of its kind; their tiles are told apart by heads alone.
+                    # All branches of the same kind read a block; their tiles differ only in heads.
                     pairs = rings.setdefault((*kind, segment), {})
                     pairs.setdefault((rank, owner), defaultdict(list))[heads].append(table)
-    return own, list(rings.values())
+    return local, list(rings.values())
 
 
 def by_part(tables: Tables) -> tuple[HeadTiles, ...]:
-    """The tiles of each head part."""
+    """Return the tiles of each head part."""
     return tuple(HeadTiles(heads, TileTable.together(tables[heads])) for heads in sorted(tables))

@@ -1,4 +1,4 @@
-"""Schedules for people: a text form, one operation a line, and a grid of steps by ranks."""
+"""Readable forms of a schedule: a text with one operation per line, and a grid of steps by ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringattn.schedule.passes import is_on_received
 
 
 def to_text(schedule: Schedule) -> str:
-    """Every operation on a line of its own; equal texts mean equal schedules up to the inside of tiles."""
+    """Return every operation on a separate line. Equal texts mean equal schedules, except for the inside of tiles."""
     lines = [f"{schedule.name} on {schedule.problem.world_size} ranks"]
     for index in busy_steps(schedule):
         step = schedule.steps[index]
@@ -22,7 +22,7 @@ def to_text(schedule: Schedule) -> str:
 
 
 def grid(schedule: Schedule, ranks: Sequence[int] = ()) -> str:
-    """Return a table of steps by ranks: in each cell what the rank computes, and what it sends in the same step.
+    """Return a table of steps by ranks. A cell shows the rank's work and its messages in the step.
 
     `ranks`: the columns; all ranks if empty. Steps in which nothing happens are left out.
     """
@@ -34,49 +34,49 @@ def grid(schedule: Schedule, ranks: Sequence[int] = ()) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Return the rows as lines with columns of one width, the first `left` of them aligned to the left."""
+    """Return the rows as lines with aligned columns; the first `left` columns are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pads = [str.ljust if column < left else str.rjust for column in range(len(widths))]
     return ["  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)) for row in rows]
 
 
 def busy_steps(schedule: Schedule) -> list[int]:
-    """The numbers of the steps in which any rank computes or sends: those that texts, pictures and errors name.
+    """Return the numbers of the steps in which any rank computes or sends: those that texts, pictures and errors name.
 
-    A step's number is its place in the schedule, the same on every rank. No rank can tell in which steps all others
-    are idle, so steps without anything keep their numbers and are left out.
+    A step's number is its index in the schedule, the same on every rank. A rank cannot know in which steps all other
+    ranks are idle, so idle steps keep their numbers and are left out of texts.
     """
     return [number for number, step in enumerate(schedule.steps) if step.copies or step.work]
 
 
 def idle_steps(schedule: Schedule) -> str:
-    """Which numbers are left out, as `nothing happens in steps 0–2,4`; empty where none is."""
+    """Return a text that names the idle steps, such as `nothing happens in steps 0–2,4`; empty if there are none."""
     idle = sorted(set(range(len(schedule.steps))) - set(busy_steps(schedule)))
     return f"nothing happens in step{'s' * (len(idle) > 1)} {spans(idle)}" if idle else ""
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Numbers in short: 0–3, 0,2 or 0–2,5."""
-    found = []
+    """Format numbers briefly: 0–3, 0,2 or 0–2,5."""
+    ranges = []
     for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
-        found.append(f"{run[0]}–{run[-1]}" if len(run) > 2 else ",".join(map(str, run)))
-    return ",".join(found)
+        ranges.append(f"{run[0]}–{run[-1]}" if len(run) > 2 else ",".join(map(str, run)))
+    return ",".join(ranges)
 
 
 def cell(step: Step, rank: int) -> str:
-    """One rank's part of a step, as `KV1 | KV1>2`: attended or merged blocks, then what is sent to whom.
+    """Return one rank's part of a step, for example `KV1 | KV1>2`: attended or merged blocks, then messages.
 
-    `KV1>2,3` goes to two ranks. `Q0,1xKV0,2/3` are others' queries and keys of sub-ring 3, which meet here.
+    `KV1>2,3` is sent to two ranks. `Q0,1xKV0,2/3` is work on received queries and keys of sub-ring 3.
     """
-    mine = [item for item in step.work if item.rank == rank]
-    rest = (_short(item) for item in mine if isinstance(item, Merge) or not is_on_received(item))
-    work = " ".join([*_received(mine), *rest])
-    to: dict[Block, list[str]] = {}
+    rank_work = [item for item in step.work if item.rank == rank]
+    rest = (_short(item) for item in rank_work if isinstance(item, Merge) or not is_on_received(item))
+    work = " ".join([*_received(rank_work), *rest])
+    receivers: dict[Block, list[str]] = {}
     for copy in step.copies:
         if copy.src == rank:
-            to.setdefault(copy.block, []).append(str(copy.dst))
-    sends = " ".join(f"{block}>{','.join(ranks)}" for block, ranks in to.items())
+            receivers.setdefault(copy.block, []).append(str(copy.dst))
+    sends = " ".join(f"{block}>{','.join(ranks)}" for block, ranks in receivers.items())
     return f"{work or '-'} | {sends}" if sends else work or "-"
 
 
@@ -85,7 +85,7 @@ def _short(item: Work) -> str:
 
 
 def _received(work: list[Work]) -> Iterator[str]:
-    """What is computed for other ranks, a word for each sub-ring."""
+    """Yield the work for other ranks, one word for each sub-ring."""
     rings: dict[int | None, tuple[set[int], set[int]]] = {}
     for item in work:
         if not isinstance(item, Merge) and is_on_received(item):
@@ -93,8 +93,8 @@ def _received(work: list[Work]) -> Iterator[str]:
             queries.add(item.q.owner)
             keys.add(item.kv.owner)
     for ring, sides in rings.items():
-        askers, owners = (",".join(map(str, sorted(side))) for side in sides)
-        yield f"Q{askers}xKV{owners}/{ring}"
+        q_owners, owners = (",".join(map(str, sorted(side))) for side in sides)
+        yield f"Q{q_owners}xKV{owners}/{ring}"
 
 
 def _copy(copy: Copy) -> str:

@@ -1,13 +1,13 @@
-"""Ulysses x ring: within each group of ranks by heads, and between the groups in rings.
+"""Ulysses x ring: partition heads within each group of ranks, and run rings between the groups.
 
-`grid[group][place]` is a rank; G groups of U ranks. Queries, keys and values of a group go to the ranks of the group by
-heads, as in `all_to_all`, and queries stay there. In turn t a group attends to the keys of the group t before it: each
-rank passes the keys of its heads on to its place in the next group. Outputs return when all groups' keys have been
-seen, so between groups only keys and values travel, and only those of a rank's heads.
-       step     0                1                  ...  G                  G + 1               G + 2
-       travels  q, k, v in group keys of turn 1                             outputs in group
-       work     own keys, 1st h. received, turn 0        received, turn G-1 own keys, 2nd h.    log-sum-exp merge
-The backward is the transpose: turns in reverse, dK and dV back along the rings, dQ when all turns are undone.
+`grid[group][place]` is a rank; G groups of U ranks. Within a group, queries, keys and values are sent to the owners of
+their heads, as in `all_to_all`; the queries stay there. In turn t a group attends to the keys of the group t positions
+before it: each rank sends the keys of its heads on to the same place in the next group. Outputs return after the keys
+of all groups, so only keys and values are sent between groups, and each rank sends only those of its heads.
+       step     0                 1                  ...  G                   G + 1                G + 2
+       sent     q, k, v in group  keys of turn 1                              outputs in group
+       work     local keys, 1/2   received, turn 0        received, turn G-1  local keys, 2/2      log-sum-exp merge
+The backward pass is the transpose: turns in reverse, dK and dV back along the rings, dQ when all turns are undone.
 Guarantees: a schedule that needs no pass, forward or backward.
 """
 
@@ -39,17 +39,17 @@ from ringattn.schedule.ops import (
     ordered_step,
     work_of,
 )
-from ringattn.schedule.passes import Delivery, rows_asked, rows_read, transpose
+from ringattn.schedule.passes import Delivery, query_rows, rows_read, transpose
 from ringattn.schedule.route import Grid, GridRoute, forward_of_rank, register
 
 RING = 0
-"""The name of the sub-ring in which all of it travels: what is received is told from a rank's own by it."""
+"""The name of the sub-ring for all messages. It distinguishes received blocks from a rank's local blocks."""
 
 
 @register(order=7)
 @dataclass(frozen=True)
 class UlyssesRing(GridRoute):
-    """By heads within groups, and rings between the groups."""
+    """Heads partitioned within groups, and rings between the groups."""
 
     name: str = "ulysses_ring"
     by_classes: ClassVar[bool] = True
@@ -62,7 +62,7 @@ class UlyssesRing(GridRoute):
     extra_steps: ClassVar[int] = 3
 
     def default_group(self, problem: Problem) -> int:
-        """See `GridRoute.default_group`: the most that divide the ranks and the K/V heads, so that no head has two."""
+        """See `GridRoute.default_group`: the greatest common divisor of ranks and K/V heads. No head has two owners."""
         return gcd(problem.world_size, problem.kv_heads)
 
     def shared(self, problem: Problem) -> Groups:
@@ -78,39 +78,39 @@ class UlyssesRing(GridRoute):
         return backward_part(self.shared(problem), forward_of_rank(problem, self, rank), rank)
 
     def steps(self, ranks: int) -> int:
-        """See `Route.steps`: a first one, one for each turn, and two for the outputs. It must have its grid."""
+        """See `Route.steps`: one step first, one for each turn, and two for the outputs. The grid must be set."""
         return len(self.grid) + self.extra_steps
 
 
 def forward_part(groups: Groups, name: str, rank: int) -> Schedule:
-    """What a rank does in a forward pass."""
+    """Return a rank's part of a forward pass."""
     problem, back = groups.problem, groups.turns + 1
     group, place = groups.at[rank]
     copies: list[list[Copy]] = [[] for _ in range(groups.turns + 3)]
     work: list[list[Work]] = [[] for _ in copies]
-    own = work_of(problem, rank).get(rank, ())
-    half = -(-len(own) // 2)
-    for step, some in ((0, own[:half]), (back, own[half:])):
-        work[step] += [attend(rank, rank, some)] if some else []
-    for asker in groups.grid[group].tolist():
-        for owner, mine in groups.served(asker, place).items():
-            if asker != owner:
-                q, kv = Block(Kind.Q, asker, ring=RING), Block(Kind.KV, owner, ring=RING)
-                item = Attend(rank, q, kv, Block(Kind.OUT, asker, rank, RING), mine)
+    local = work_of(problem, rank).get(rank, ())
+    half = -(-len(local) // 2)
+    for step, parts in ((0, local[:half]), (back, local[half:])):
+        work[step] += [attend(rank, rank, parts)] if parts else []
+    for q_owner in groups.grid[group].tolist():
+        for owner, tiles in groups.tiles(q_owner, place).items():
+            if q_owner != owner:
+                q, kv = Block(Kind.Q, q_owner, ring=RING), Block(Kind.KV, owner, ring=RING)
+                item = Attend(rank, q, kv, Block(Kind.OUT, q_owner, rank, RING), tiles)
                 work[groups.turn(owner, rank) + 1].append(item)
-    # In the group queries go out and outputs return, the same rows.
-    for asker, server in [(rank, rank)] + [pair for to in groups.others(rank) for pair in ((rank, to), (to, rank))]:
-        out = Block(Kind.OUT, asker, server, RING)
-        if rows := groups.asked(asker, groups.at[server][1]):
-            if asker != server:
-                copies[0].append(Copy(Block(Kind.Q, asker, ring=RING), asker, server, rows))
-                copies[back].append(Copy(out, server, asker, rows))
-            if asker == rank:
+    # Within the group, the same rows of queries are sent and of outputs are returned.
+    for q_owner, worker in [(rank, rank)] + [pair for to in groups.peers(rank) for pair in ((rank, to), (to, rank))]:
+        out = Block(Kind.OUT, q_owner, worker, RING)
+        if rows := groups.query_rows(q_owner, groups.at[worker][1]):
+            if q_owner != worker:
+                copies[0].append(Copy(Block(Kind.Q, q_owner, ring=RING), q_owner, worker, rows))
+                copies[back].append(Copy(out, worker, q_owner, rows))
+            if q_owner == rank:
                 work[back + 1].append(Merge(rank, Block(Kind.OUT, rank), out))
     for owner, reader in _edges(groups, rank, 1):
         turn = groups.turn(owner, reader)
         source = int(groups.grid[groups.at[reader][0] - 1, groups.at[reader][1]]) if turn else owner
-        # For its own group, and for all farther ones.
+        # The message has the rows for the reader's group and for all later groups.
         rows = groups.read(owner, range(turn, groups.turns), groups.at[reader][1])
         if rank in (source, reader) and rows:
             copies[turn].append(Copy(Block(Kind.KV, owner, ring=RING), source, reader, rows))
@@ -118,15 +118,16 @@ def forward_part(groups: Groups, name: str, rank: int) -> Schedule:
 
 
 def backward_part(groups: Groups, part: Schedule, rank: int) -> Schedule:
-    """What a rank does in the transposed schedule of which `part` is its forward.
+    """Return a rank's part of the backward pass. `part`: its part of the forward pass.
 
-    Keys of other groups go to the farthest group and back along the rings, or to each: whichever sends less.
+    Keys of other groups are sent to the farthest group and from there back along the rings, or from the owner to each
+    group, whichever sends less.
     """
     return transpose(part, _deliveries(groups, rank)).restricted_to(rank)
 
 
 def _deliveries(groups: Groups, rank: int) -> Iterator[Delivery]:
-    """The K/V copies of the backward: turn t is undone beside the deliveries for turn t - 1."""
+    """Yield the K/V copies of the backward pass. Deliveries for turn t - 1 are concurrent with undoing turn t."""
     back: dict[int, bool] = {}
     for owner, reader in _edges(groups, rank, -1):
         turn, (group, place) = groups.turn(owner, reader), groups.at[reader]
@@ -136,30 +137,30 @@ def _deliveries(groups: Groups, rank: int) -> Iterator[Delivery]:
                 back[owner] = groups.relays_back(owner)
             source = int(groups.grid[(group + 1) % groups.turns, place]) if back[owner] else owner
         if rank in (source, reader) and (rows := groups.read(owner, range(turn, turn + 1), place)):
-            # Read in forward step turn + 1, so there when the step after it is undone.
+            # The rows are read in forward step turn + 1, so they are sent while the next forward step is undone.
             yield turn + 2, Copy(Block(Kind.KV, owner, ring=RING), source, reader, rows)
 
 
 def _edges(groups: Groups, rank: int, way: int) -> Iterator[tuple[int, int]]:
-    """(owner, reader) of the messages with keys that a rank may receive or send; others' go on `way` groups farther."""
+    """Yield (owner, reader) of the key messages that a rank may receive or send. It relays `way` groups onward."""
     ranks = range(groups.problem.world_size)
     group, place = groups.at[rank]
-    beside = int(groups.grid[(group + way) % groups.turns, place])
+    neighbor = int(groups.grid[(group + way) % groups.turns, place])
     yield from ((owner, rank) for owner in ranks if owner != rank)
     yield from ((rank, reader) for reader in ranks if reader != rank)
-    if beside != rank:
-        yield from ((owner, beside) for owner in ranks if owner not in (rank, beside))
+    if neighbor != rank:
+        yield from ((owner, neighbor) for owner in ranks if owner not in (rank, neighbor))
 
 
-# --- groups of ranks that divide the heads among their places: which rows each place needs from whom -----------------
-# A rank finds its part of the schedule from the tiles of its own group, and of other groups from what they read.
+# --- groups of ranks that partition the heads among their places: the rows that each place needs ----------------------
+# A rank derives its part of the schedule from the tiles of its group, and from the read sets of other groups.
 
 
 class Groups:
-    """Who asks for what: the tiles of ranks by head, and the rows that each place of a group needs for its heads."""
+    """The tiles of ranks by head, and the rows that each place of a group needs for its heads."""
 
     def __init__(self, problem: Problem, grid: Grid) -> None:
-        """Asks nothing of the problem yet."""
+        """Compute the share of heads of each place, and nothing else yet."""
         self.problem, self.grid, self.reads = problem, np.array(grid), read_sets_of(problem)
         self.turns, self.places = self.grid.shape
         self.shares = shares_of(problem, range(problem.q_heads), self.places)
@@ -167,57 +168,59 @@ class Groups:
         self._read: dict[tuple[int, range, int], Content] = {}
         self._alike: dict[tuple[int, range], Content] = {}
         self._single: dict[int, SingleHeads[int]] = {}
-        self._served: dict[tuple[int, int], dict[int, tuple[HeadTiles, ...]]] = {}
+        self._tiles: dict[tuple[int, int], dict[int, tuple[HeadTiles, ...]]] = {}
 
-    def others(self, rank: int) -> list[int]:
-        """The other ranks of a rank's group."""
-        return [int(other) for other in self.grid[self.at[rank][0]] if other != rank]
+    def peers(self, rank: int) -> list[int]:
+        """Return the other ranks of a rank's group."""
+        return [int(peer) for peer in self.grid[self.at[rank][0]] if peer != rank]
 
     def turn(self, owner: int, reader: int) -> int:
-        """How many groups the reader's lies after the owner's."""
+        """Return the distance from the owner's group to the reader's group."""
         return (self.at[reader][0] - self.at[owner][0]) % self.turns
 
-    def served(self, asker: int, place: int) -> dict[int, tuple[HeadTiles, ...]]:
-        """The tiles of a rank's queries that the rank of a place works on, by owner of the keys."""
-        if (asker, place) not in self._served:
-            if asker not in self._single:
-                work = work_of(self.problem, asker)
+    def tiles(self, q_owner: int, place: int) -> dict[int, tuple[HeadTiles, ...]]:
+        """Return the tiles of `q_owner`'s queries that the rank at a place computes, by owner of the keys."""
+        if (q_owner, place) not in self._tiles:
+            if q_owner not in self._single:
+                work = work_of(self.problem, q_owner)
                 tables = {owner: [part.tiles for part in parts] for owner, parts in work.items()}
-                self._single[asker] = SingleHeads(self.problem, tables)
-            self._served[asker, place] = self._single[asker].of_heads(self.shares[place])
-        return self._served[asker, place]
+                self._single[q_owner] = SingleHeads(self.problem, tables)
+            self._tiles[q_owner, place] = self._single[q_owner].of_heads(self.shares[place])
+        return self._tiles[q_owner, place]
 
-    def asked(self, asker: int, place: int) -> Content:
-        """The query rows that the rank of a place works on."""
-        tiles = self.served(asker, place)
-        return rows_asked(tuple(each for owner in tiles if owner != asker for each in tiles[owner]))
+    def query_rows(self, q_owner: int, place: int) -> Content:
+        """Return the rows of `q_owner`'s queries that the rank at a place works on."""
+        tiles = self.tiles(q_owner, place)
+        return query_rows(tuple(part for owner in tiles if owner != q_owner for part in tiles[owner]))
 
     def read(self, owner: int, turns: range, place: int) -> Content:
-        """The key rows that the ranks of a place read in some turns: those of the groups so far after the owner's."""
+        """Return the key rows of `owner` that the ranks at a place read in some turns."""
         key = owner, turns, place
         if key not in self._read:
             self._read[key] = self._rows_read(owner, turns, place)
         return self._read[key]
 
     def _rows_read(self, owner: int, turns: range, place: int) -> Content:
+        """Compute `read`."""
         if not self.reads.heads_alike:
-            askers = self._askers(owner, turns).tolist()
-            return union(rows_read(self.served(asker, place).get(owner, ())) for asker in askers)
-        # All places read the same rows, each for its heads.
+            q_owners = self._q_owners(owner, turns).tolist()
+            return union(rows_read(self.tiles(q_owner, place).get(owner, ())) for q_owner in q_owners)
+        # All places read the same rows, each place for its heads.
         if (owner, turns) not in self._alike:
-            distances = (self._askers(owner, turns) - owner) % self.problem.world_size
+            distances = (self._q_owners(owner, turns) - owner) % self.problem.world_size
             self._alike[owner, turns] = self.reads.union_of(owner, distances)
         heads = sorted({head // self.problem.group for head in self.shares[place]})
         return tuple(HeadRows(StridedRange(head, 1), part.rows) for head in heads for part in self._alike[owner, turns])
 
-    def _askers(self, owner: int, turns: range) -> Ints:
-        askers = self._groups(owner, turns).ravel()
-        return askers[askers != owner]
+    def _q_owners(self, owner: int, turns: range) -> Ints:
+        """Return the ranks whose queries attend to `owner`'s keys in some turns, without the owner."""
+        q_owners = self._groups(owner, turns).ravel()
+        return q_owners[q_owners != owner]
 
     def relays_back(self, owner: int) -> bool:
-        """Whether keys that come back along the rings are no more than those that the owner would send to each group.
+        """Return whether relaying keys back along the rings sends no more than the owner sending to each group.
 
-        So where each group reads all that the groups before it read.
+        This holds if each group reads all rows that the groups before it read.
         """
         if self.reads.heads_alike:
             return self.reads.grow(
@@ -230,17 +233,20 @@ class Groups:
         )
 
     def _groups(self, owner: int, turns: range) -> Ints:
-        """The ranks that are so many turns after the owner's."""
+        """Return the ranks of the groups at these distances from the owner's group."""
         group = self.at[owner][0]
         return self.grid.take(range(group + turns.start, group + turns.stop), axis=0, mode="wrap")
 
 
-_held: WeakValueDictionary[tuple[Problem, Grid], Groups] = WeakValueDictionary()
+_cache: WeakValueDictionary[tuple[Problem, Grid], Groups] = WeakValueDictionary()
 
 
 def groups_of(problem: Problem, grid: Grid) -> Groups:
-    """The `Groups` that somebody holds, else new ones: who plans all ranks of a group asks for what they share once."""
-    found = _held.get((problem, grid))
-    if found is None:
-        found = _held[problem, grid] = Groups(problem, grid)
-    return found
+    """Return the `Groups` of a problem: the cached object if a caller still references it, otherwise a new one.
+
+    A caller that plans all ranks of a group keeps a reference, so that the shared tables are computed once.
+    """
+    groups = _cache.get((problem, grid))
+    if groups is None:
+        groups = _cache[problem, grid] = Groups(problem, grid)
+    return groups

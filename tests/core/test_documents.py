@@ -1,4 +1,4 @@
-"""Documents over ranks: each token once, counts equal, pairs balanced, and costs as the planner counts them."""
+"""Documents over ranks: each token once, equal counts, balanced pairs, and costs as the planner counts them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringattn.core.documents import (
     FEW_ROWS,
     STARTING_CHOICES,
     Choice,
-    Homes,
+    Owners,
     Search,
     Shards,
     causal_pairs,
@@ -37,7 +37,7 @@ ranks_of = st.sampled_from(WORLD_SIZES)
 
 @st.composite
 def documents(draw: st.DrawFn) -> tuple[int, ...]:
-    """Few or many, of no token, of one, and longer than a rank's share."""
+    """Draw few or many documents: empty, with a single token, and longer than a rank's share."""
     lengths = draw(st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, 8, 13, 40, 100]), min_size=1, max_size=30))
     ends = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     return tuple(ends)
@@ -56,16 +56,16 @@ def pairs_of(problem: Problem) -> list[int]:
 @given(documents(), ranks_of, st.sampled_from(CHOICES))
 def test_every_choice_gives_each_token_to_one_rank(bounds: tuple[int, ...], ranks: int, choice: Choice) -> None:
     shards = place(bounds, ranks, choice)
-    assert sorted(at for shard in shards for piece in shard for at in range(*piece)) == list(range(bounds[-1]))
+    assert sorted(token for shard in shards for piece in shard for token in range(*piece)) == list(range(bounds[-1]))
     counts = [sum(stop - start for start, stop in shard) for shard in shards]
     assert tuple(counts) == make_layout("contiguous", bounds[-1], ranks).counts
     for shard in shards:
         assert all(start < stop for start, stop in shard)
-        assert all(one[1] < two[0] for one, two in pairwise(shard)), "neighbors are one piece"
+        assert all(before[1] < after[0] for before, after in pairwise(shard)), "adjacent pieces are joined"
 
 
 @given(LENGTHS.flatmap(cuts), ranks_of)
-def test_loads_are_what_tiles_and_read_sets_say(bounds: tuple[int, ...], ranks: int) -> None:
+def test_loads_equal_those_of_tiles_and_read_sets(bounds: tuple[int, ...], ranks: int) -> None:
     load, problem = load_of(bounds, placed(bounds, ranks)), problem_of(bounds, ranks)
     reads = read_sets_of(problem)
     assert list(load.pairs) == pairs_of(problem)
@@ -78,7 +78,7 @@ def test_loads_are_what_tiles_and_read_sets_say(bounds: tuple[int, ...], ranks: 
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_a_document_alone_costs_what_zigzag_does(ranks: int) -> None:
+def test_a_single_document_costs_the_same_as_zigzag(ranks: int) -> None:
     length = 96 * ranks
     load, zigzag = load_of((0, length), placed((0, length), ranks)), problem_of((0, length), ranks, "zigzag")
     assert sum(load.sent) == read_sets_of(zigzag).totals[1]
@@ -92,7 +92,7 @@ def test_a_long_document_is_cut_and_short_ones_are_not() -> None:
     assert max(load.pairs) <= 1.01 * sum(load.pairs) / 4
     assert load.in_steps <= 1.01 * sum(load.pairs) / 4, "no step waits for one rank"
     assert sum(load.sent) == 9000  # zigzag alone: three quarters of its tokens to each of three ranks
-    # Cut from its end, where pairs are equal: read up to sqrt(k / 4) of its length, k = 1, 2, 3.
+    # Cut from its end with equal pairs, it is read up to sqrt(k / 4) of its length, k = 1, 2, 3.
     fewest = load_of(bounds, place(bounds, 4, CHOICES[1]))
     assert sum(fewest.sent) <= 1.02 * 4000 * (0.25**0.5 + 0.5**0.5 + 0.75**0.5)
     assert fewest.in_steps > 1.2 * load.in_steps
@@ -101,8 +101,8 @@ def test_a_long_document_is_cut_and_short_ones_are_not() -> None:
 
 
 def assert_whole(bounds: tuple[int, ...], ranks: int, shards: Shards) -> None:
-    """Each token has one rank, and ranks their counts."""
-    assert sorted(at for shard in shards for piece in shard for at in range(*piece)) == list(range(bounds[-1]))
+    """Assert that each token has one rank and that ranks have their counts."""
+    assert sorted(token for shard in shards for piece in shard for token in range(*piece)) == list(range(bounds[-1]))
     counts = tuple(sum(stop - start for start, stop in shard) for shard in shards)
     assert counts == make_layout("contiguous", bounds[-1], ranks).counts
 
@@ -113,41 +113,41 @@ def test_placed_at_once_each_token_has_one_rank(bounds: tuple[int, ...], ranks: 
 
 
 @given(documents(), ranks_of, st.randoms(use_true_random=False), st.sampled_from([1.0, 1.05, 2.0]))
-def test_placed_at_once_homes_anywhere_are_a_placement_whose_rows_and_pairs_the_search_knows(
+def test_placed_at_once_any_owners_are_a_placement_and_the_search_counts_its_rows_and_pairs(
     bounds: tuple[int, ...], ranks: int, draw: Random, even: float
 ) -> None:
     search, count = Search(bounds, ranks, even), len(items_of(bounds))
     ends = [draw.randrange(-1, min(count, ranks)) for _ in range(ranks)]
-    homes = Homes([0] * count, ends, [bounds[-1], *[0] * (ranks - 1)], [sum(search.pairs), *[0] * (ranks - 1)])
+    assignment = Owners([0] * count, ends, [bounds[-1], *[0] * (ranks - 1)], [sum(search.pairs), *[0] * (ranks - 1)])
     for _ in range(3 * count):
-        homes = search.changed(homes, draw.random)
+        assignment = search.changed(assignment, draw.random)
     for rank in range(ranks):
-        own = [at for at, home in enumerate(homes.homes) if home == rank]
-        assert homes.tokens[rank] == sum(search.tokens[at] for at in own)
-        assert homes.pairs[rank] == sum(search.pairs[at] for at in own)
-    dealt, shards = search.dealt(homes), search.shards(homes)
+        owned = [document for document, owner in enumerate(assignment.owners) if owner == rank]
+        assert assignment.tokens[rank] == sum(search.tokens[document] for document in owned)
+        assert assignment.pairs[rank] == sum(search.pairs[document] for document in owned)
+    outcome, shards = search.outcome_of(assignment), search.shards(assignment)
     load = load_of(bounds, shards)
     assert_whole(bounds, ranks, shards)
-    if not dealt.given:
-        assert dealt.over == sum(max(0, pairs - search.most) for pairs in load.pairs)
-        # A rank that takes the end of a document at home there is counted as two.
-        own = any(end >= 0 and homes.ends[homes.homes[end]] == end for end in homes.ends)
-        assert sum(load.sent) == dealt.rows or (own and sum(load.sent) < dealt.rows)
+    if not outcome.moved:
+        assert outcome.over == sum(max(0, pairs - search.most) for pairs in load.pairs)
+        # A rank that takes the end of a document that it owns is counted twice.
+        twice = any(end >= 0 and assignment.ends[assignment.owners[end]] == end for end in assignment.ends)
+        assert sum(load.sent) == outcome.rows or (twice and sum(load.sent) < outcome.rows)
 
 
-def test_placed_at_once_first_tokens_are_given_for_a_row_each() -> None:
-    """Rank 0 lacks 20 tokens that rank 1 has; rank 2 has what it should."""
+def test_placed_at_once_moved_first_tokens_cost_a_row_each() -> None:
+    """Rank 0 misses 20 tokens, which rank 1 has too many; rank 2 has its share."""
     search = Search((0, 80, 200, 300), 3, 1.05)
-    homes = Homes([1, 2, 0], [-1] * 3, [80, 120, 100], [causal_pairs(0, n) for n in (80, 120, 100)])
-    dealt, load = search.dealt(homes), load_of((0, 80, 200, 300), search.shards(homes))
-    assert dealt.given == [(1, 0, 20)]
-    assert sum(load.sent) == dealt.rows == 20 and load.received == (0, 20, 0)
-    assert dealt.over == sum(max(0, pairs - search.most) for pairs in load.pairs) > 0
+    assignment = Owners([1, 2, 0], [-1] * 3, [80, 120, 100], [causal_pairs(0, n) for n in (80, 120, 100)])
+    outcome, load = search.outcome_of(assignment), load_of((0, 80, 200, 300), search.shards(assignment))
+    assert outcome.moved == [(1, 0, 20)]
+    assert sum(load.sent) == outcome.rows == 20 and load.received == (0, 20, 0)
+    assert outcome.over == sum(max(0, pairs - search.most) for pairs in load.pairs) > 0
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_placed_at_once_no_even_choice_alone_sends_fewer_rows(ranks: int) -> None:
-    """Of documents between which the choices differ, and where changing it midway pays."""
+def test_placed_at_once_no_single_even_choice_sends_fewer_rows(ranks: int) -> None:
+    """For documents where the choices differ, and where a change between ranks saves rows."""
     lengths = (
         11, 31, 11, 25, 1096, 16, 969, 36, 148, 11, 53, 25, 32, 19, 1115, 38, 51, 43, 27, 82, 34, 29, 13, 28, 13, 31,
         21, 61, 31, 18,
@@ -157,15 +157,15 @@ def test_placed_at_once_no_even_choice_alone_sends_fewer_rows(ranks: int) -> Non
         load_of(bounds, placed_at_once(bounds, ranks, fills=20000)),
         sum(causal_pairs(0, n) for n in lengths) / ranks,
     )
-    alone = [load_of(bounds, place(bounds, ranks, choice)) for choice in STARTING_CHOICES]
+    single = [load_of(bounds, place(bounds, ranks, choice)) for choice in STARTING_CHOICES]
     assert max(load.pairs) <= EVEN * mean
-    fewest = min(sum(one.sent) for one in alone if max(one.pairs) <= EVEN * mean)
+    fewest = min(sum(choice_load.sent) for choice_load in single if max(choice_load.pairs) <= EVEN * mean)
     assert FEW_ROWS * bounds[-1] < sum(load.sent) < fewest
     less_even = load_of(bounds, placed_at_once(bounds, ranks, 1.05, fills=20000))
     assert sum(less_even.sent) < sum(load.sent) and EVEN * mean < max(less_even.pairs) <= 1.05 * mean
 
 
-def test_the_same_documents_are_placed_alike() -> None:
+def test_equal_documents_are_placed_equally() -> None:
     bounds = (*range(0, 3001, 7), 5000)
     first = placed(bounds, 8)
     placed.cache_clear()

@@ -42,8 +42,8 @@ def test_geometric_branches() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({}, "give length .* or branches"),
-        ({"length": 10, "branches": 2}, "one of them; got 10 and 2"),
+        ({}, "give either length .* or branches"),
+        ({"length": 10, "branches": 2}, "got 10 and 2"),
         ({"length": 0}, "length or branches must be a whole number of at least 1, got 0"),
         ({"branches": True}, "at least 1, got True"),
         ({"branches": 2, "ratio": 1}, "ratio must be a whole number of at least 2, got 1"),
@@ -110,7 +110,7 @@ def test_fractions_are_those_counted_one_by_one(
     blind = 100 * (1 - kept.any(0).double().mean().item())
     found = coverage_warnings(given_branches, heads, offset, kv_heads, length)
     assert percentages(found, "of the queries") == pytest.approx(reached, rel=5e-3)  # three digits are said
-    assert percentages(found, "see no key") == pytest.approx([blind] if blind else [], rel=5e-3)
+    assert percentages(found, "attend to no key") == pytest.approx([blind] if blind else [], rel=5e-3)
 
 
 @given(branches, st.integers(1, 4), st.sampled_from(("mod", "block")))
@@ -132,7 +132,7 @@ def test_more_offsets_than_heads() -> None:
     assert len(found) == 6
     assert found[-1] == (
         "branch (w=1048576, r=512): 12 heads have 12 of 512 offsets, so it reaches 2.34 % of the queries; "
-        "use an r of at most 12, or offset='layer_rotated', which moves on with each layer"
+        "use an r of at most 12, or offset='layer_rotated', which changes in each layer"
     )
     (block,) = coverage_warnings(Branches((8, 8), (1, 8)), 12, "block", length=16)
     assert "12 heads have 6 of 8 offsets, so it reaches 75 % of the queries; use an r that divides 12, or" in block

@@ -213,7 +213,7 @@ def test_float64_is_refused_on_all_ranks() -> None:
         attend(ring, lambda _, a: a.update({name: a[name].double() for name in "qkv"}))
 
     for error in errors(body, kv_wire_dtype="int8"):
-        assert isinstance(error, InputError) and "float64 K and V do not travel as int8" in str(error)
+        assert isinstance(error, InputError) and "float64 K and V cannot be sent as int8" in str(error)
 
 
 @pytest.mark.parametrize("dtype", ["int4", torch.bfloat16, torch.float8_e5m2])

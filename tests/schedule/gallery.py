@@ -1,9 +1,9 @@
-"""The generated parts of docs/schedules.md: what each schedule sends, and its steps on 4 and 8 ranks.
+"""Generate parts of docs/schedules.md: the bytes that each schedule sends, and its steps on 4 and 8 ranks.
 
-`python -m tests.schedule.gallery` writes them. In the formulas P ranks; of one shard: M bytes of keys and values, Q of
-queries, O of partial outputs with their lse; in the backward G of key and value gradients, D of output gradients with
-lse and delta, R of query gradients. A double ring has N nodes of L ranks, Ulysses x ring N groups of L ranks. Source:
-the counts of Ring Attention, Ulysses and ring pass-Q in their papers.
+`python -m tests.schedule.gallery` writes them. In the formulas, P is the number of ranks. The other letters are bytes
+of one shard: M of keys and values, Q of queries, O of partial outputs with their lse; in backward G of key and value
+gradients, D of output gradients with lse and delta, R of query gradients. A double ring has N nodes of L ranks, Ulysses
+x ring has N groups of L ranks. Source: the counts of Ring Attention, Ulysses and ring pass-Q in their papers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.strategies import simple
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
 HEADS, ROWS = 8, 8
 SHARD = {Kind.KV: 1.0, Kind.DKV: 1.0, Kind.Q: 0.5, Kind.OUT: 0.5, Kind.GRAD_OUT: 0.5, Kind.DQ: 0.5}
-"""Of a row of each kind: its share of a row of K and V, with as many query heads."""
+"""The size of a row of each kind, relative to a row of K and V with the same number of heads."""
 
 
 class Formulas(NamedTuple):
-    """Bytes and messages that a rank sends, in the mean over the ranks."""
+    """Mean bytes and messages that a rank sends."""
 
     forward_bytes: str
     forward_messages: str
@@ -37,7 +37,7 @@ class Formulas(NamedTuple):
 
 
 ALONG_THE_RING = Formulas("(P - 1) * M", "P - 1", "(P - 1) * (M + G)", "2 * (P - 1)")
-"""Whether blocks are relayed, go straight, at once or both ways round."""
+"""The same for relayed blocks, direct messages, all rows at once, and both directions."""
 
 FORMULAS = {
     "ring": ALONG_THE_RING,
@@ -67,7 +67,7 @@ FORMULAS = {
 
 
 def quantities(problem: Problem, nodes: int) -> dict[str, int]:
-    """The letters of the formulas."""
+    """Return the values of the letters in the formulas."""
     rows = problem.batch * problem.q_layout.counts[0]
     item, sums = ITEM_BYTES[problem.dtype], ITEM_BYTES[problem.accumulator_dtype]
     wire = ITEM_BYTES[problem.wire_dtype or problem.accumulator_dtype]
@@ -87,17 +87,17 @@ def quantities(problem: Problem, nodes: int) -> dict[str, int]:
 
 
 def formulas() -> str:
-    """Return a table: bytes and messages that a rank sends under a full mask over equal shards."""
+    """Return a table of the bytes and messages that a rank sends with a full mask and equal shards."""
     lines = [
         "| schedule | forward: bytes | messages | backward: bytes | messages |",
         "|---|---|---|---|---|",
     ]
-    lines += [f"| `{name}` | {' | '.join(f'`{one}`' for one in row)} |" for name, row in FORMULAS.items()]
+    lines += [f"| `{name}` | {' | '.join(f'`{formula}`' for formula in row)} |" for name, row in FORMULAS.items()]
     return "\n".join(lines)
 
 
 def sent() -> str:
-    """A table: shards that a rank sends, messages, steps with work, forward and backward."""
+    """Return a table of the shards that a rank sends, messages, and steps with work, forward and backward."""
     lines = [
         "| schedule | ranks | forward: shards sent | messages | steps | backward: shards sent | messages | steps |",
         "|---|---|---|---|---|---|---|---|",
@@ -122,32 +122,32 @@ def _counts(schedule: Schedule) -> list[str]:
 
 
 def heads_for(route: Route, ranks: int, heads: int) -> int:
-    """So many heads that Ulysses x ring has two groups, where it is the route."""
+    """Return a number of heads for which Ulysses x ring has two groups; `heads` for other routes."""
     return ranks // 2 if route.by_head and route.parameter else heads
 
 
 def grids() -> str:
-    """The forward of each schedule on 4 and on 8 ranks."""
-    found = []
+    """Return the forward grids of each schedule on 4 and on 8 ranks."""
+    parts = []
     for name, route in ROUTES.items():
-        found.append(f"`{name}`")
+        parts.append(f"`{name}`")
         for ranks in (4, 8):
             problem = simple(
                 "contiguous", 4 * ranks, ranks, heads=heads_for(route, ranks, ranks), causal=name == "balanced"
             ).problem
-            found.append(f"```text\n{drawn(schedule_of(problem, route, False), short=ranks == 8)}\n```")
-    return "\n\n".join(found)
+            parts.append(f"```text\n{drawn(schedule_of(problem, route, False), short=ranks == 8)}\n```")
+    return "\n\n".join(parts)
 
 
 def backwards() -> str:
-    """The backward of a ring, however it begins."""
+    """Return the backward grids of a ring with the prologues split and kept."""
     problem = simple("contiguous", 16, 4).problem
-    found = (grid(schedule_of(problem, replace(RING, prologue=prologue), True)) for prologue in ("split", "kept"))
-    return "\n\n".join(f"```text\n{one}\n```" for one in found)
+    texts = (grid(schedule_of(problem, replace(RING, prologue=prologue), True)) for prologue in ("split", "kept"))
+    return "\n\n".join(f"```text\n{text}\n```" for text in texts)
 
 
 def drawn(schedule: Schedule, short: bool) -> str:
-    """The grid of a schedule; `short`: of one in which all ranks do alike, each turned by its number, rank 0 alone."""
+    """Return the grid of a schedule; with `short`, only rank 0 if all ranks do the same relative to their number."""
     if not short or any(turned(schedule, by) != turned(schedule, 0) for by in range(1, schedule.problem.world_size)):
         return grid(schedule)
     head, rule, *rows = (line.rstrip() for line in column(schedule, 0))
@@ -155,23 +155,23 @@ def drawn(schedule: Schedule, short: bool) -> str:
 
 
 def column(schedule: Schedule, rank: int) -> list[str]:
-    """A rank's column of the grid, with the steps' numbers."""
-    rows = [(str(at), cell(step, rank)) for at, step in enumerate(schedule.steps) if step.copies or step.work]
+    """Return a rank's column of the grid, with the step numbers."""
+    rows = [(str(number), cell(step, rank)) for number, step in enumerate(schedule.steps) if step.copies or step.work]
     return [f"step  rank {rank}", f"----  {'-' * max(len(text) for _, text in rows)}",
-            *(f"{at:<4}  {text}" for at, text in rows)]  # fmt: skip
+            *(f"{number:<4}  {text}" for number, text in rows)]  # fmt: skip
 
 
 def turned(schedule: Schedule, by: int) -> list[tuple[set[tuple], set[tuple]]]:
-    """What rank `by` sends and works on in each step, with ranks counted from itself."""
+    """Return the messages and the work of rank `by` in each step, with ranks counted from `by`."""
     ranks = schedule.problem.world_size
 
-    def block(one: Block) -> tuple:
-        return one.kind, (one.owner - by) % ranks, one.origin is not None and (one.origin - by) % ranks
+    def relative(block: Block) -> tuple:
+        return block.kind, (block.owner - by) % ranks, block.origin is not None and (block.origin - by) % ranks
 
     return [
         (
-            {(block(copy.block), (copy.dst - by) % ranks) for copy in step.copies if copy.src == by},
-            {(block(item.part),) if isinstance(item, Merge) else (block(item.q), block(item.kv))
+            {(relative(copy.block), (copy.dst - by) % ranks) for copy in step.copies if copy.src == by},
+            {(relative(item.part),) if isinstance(item, Merge) else (relative(item.q), relative(item.kv))
              for item in step.work if item.rank == by},
         )
         for step in schedule.steps
@@ -179,7 +179,7 @@ def turned(schedule: Schedule, by: int) -> list[tuple[set[tuple], set[tuple]]]:
 
 
 def renewed(page: str) -> str:
-    """The page with its parts as they should be."""
+    """Return the page with its generated parts renewed."""
     for mark, text in (
         ("formulas", formulas()),
         ("sent", sent()),

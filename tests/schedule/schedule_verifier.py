@@ -1,7 +1,7 @@
-"""Proof that a schedule computes its problem: direction, coverage, presence, payload.
+"""Verify that a schedule computes its problem: direction, coverage, presence, payload, sums.
 
 `verify` replays a global schedule on sets and raises `PlanError`, with the grid, at the first violation. It
-trusts only the tiles of the mask (`sweep`), not the code that made the schedule.
+trusts only the tiles of the mask (`core.tiling`), not the code that made the schedule.
 Not covered: memory (see `planner.place`), torch.
 """
 
@@ -25,8 +25,8 @@ def verify(schedule: Schedule) -> None:
     """Raise `PlanError` unless the schedule, forward or backward, is complete and wastes nothing.
 
     Direction: all work belongs to the pass that the schedule names. Coverage: every tile of the mask is worked on
-    exactly once. Presence: whatever is read or sent is held. Payload: no row travels that nobody reads. Sums: what is
-    computed elsewhere reaches its owner exactly once, after all that adds to it.
+    exactly once. Presence: a rank holds all rows that it reads or sends. Payload: every sent row is read. Sums: a sum
+    that is computed on another rank reaches its owner exactly once, after all additions to it.
     """
 
     def fail(step: int, rank: int, why: str) -> NoReturn:
@@ -50,7 +50,7 @@ def _check_direction(schedule: Schedule, fail: Fail) -> None:
 
 
 def _check_coverage(schedule: Schedule, fail: Fail) -> None:
-    # What the mask asks for, by the rank that has the queries and the owner of the keys; work takes tiles away.
+    # The tiles of the mask, by owner of the queries and owner of the keys; work removes tiles.
     left = {
         (rank, owner): _single(parts)
         for rank in range(schedule.problem.world_size)
@@ -61,12 +61,12 @@ def _check_coverage(schedule: Schedule, fail: Fail) -> None:
             if isinstance(item, Merge):
                 continue
             if not is_on_received(item) and item.q.owner != item.rank:
-                fail(index, item.rank, f"works on {item.q}, which is not its own and was not sent")
+                fail(index, item.rank, f"works on {item.q}, which is not local and was not sent")
             count = left.get((item.q.owner, item.kv.owner), Counter())
             for tile, times in _single(item.tiles).items():
-                # A schedule may work on part of a tile of the mask, as where a block is split: then the rest stays due.
+                # A schedule may work on part of a tile of the mask, for example of a split block; the rest stays due.
                 if not all(_cut_out(count, tile) for _ in range(times - count[tile])):
-                    why = "once too often" if tile in count else "that the mask does not have"
+                    why = "too often" if tile in count else "that the mask does not have"
                     fail(index, item.rank, f"works on a tile of {item.kv} {why}: {tile}")
                 count[tile] -= times
     for (rank, owner), count in left.items():
@@ -75,20 +75,20 @@ def _check_coverage(schedule: Schedule, fail: Fail) -> None:
 
 
 def _cut_out(count: Counter[Tile], piece: Tile) -> bool:
-    """Whether some tile has these keys among its own, for the same queries; then it is cut, and the piece is there."""
+    """Cut a piece out of a tile with the same queries that contains the piece's keys; return whether there is one."""
     for tile in +count:
-        # With the piece's keys the tile must be the piece: the same queries, band and heads. Then `found` says whether
-        # the piece's keys are among the tile's, and comparing `pick` that its rows are those, too.
-        found = tile.k.positions.intersect(piece.k.positions)
+        # With the piece's keys the tile must equal the piece: the same queries, band and heads. Then `shared` shows
+        # whether the tile has the piece's keys, and the comparison with `pick` whether the rows are equal too.
+        shared = tile.k.positions.intersect(piece.k.positions)
         whole = tile._replace(k=piece.k)
-        if tile == piece or whole != piece or found != piece.k.positions:
+        if tile == piece or whole != piece or shared != piece.k.positions:
             continue
         start = (piece.k.positions.start - tile.k.positions.start) // tile.k.positions.stride
-        stop = start + found.count
-        if tile.k.pick(StridedRange(start, found.count)) == piece.k:
+        stop = start + shared.count
+        if tile.k.pick(StridedRange(start, shared.count)) == piece.k:
             count[tile] -= 1
             count[piece] += 1
-            # The keys before the piece and after it are still to be worked on.
+            # The keys before and after the piece are still due.
             for rest in (StridedRange(0, start), StridedRange(stop, tile.k.positions.count - stop)):
                 if rest.count:
                     count[tile._replace(k=tile.k.pick(rest))] += 1
@@ -97,7 +97,7 @@ def _cut_out(count: Counter[Tile], piece: Tile) -> bool:
 
 
 def _single(parts: Iterable[HeadTiles]) -> Counter[Tile]:
-    """The tiles, one for each query head: however heads are joined, the same pairs give the same tiles."""
+    """Count the tiles, one for each query head, so that equal pairs give equal tiles however heads are joined."""
     return Counter(tile for _, table in parts for tile in table.with_single_heads())
 
 
@@ -105,47 +105,49 @@ def _check_presence(schedule: Schedule, fail: Fail) -> None:
     problem = schedule.problem
     queries = problem.q_layout.counts
     counts = {Kind.KV: problem.kv_layout.counts, Kind.Q: queries, Kind.GRAD_OUT: queries}
-    came: dict[RankBlock, Content] = defaultdict(tuple, {(rank, block): rows for rank, block, rows in schedule.kept})
+    received: dict[RankBlock, Content] = defaultdict(
+        tuple, {(rank, block): rows for rank, block, rows in schedule.kept}
+    )
 
-    def held(rank: int, block: Block, rows: Content) -> bool:
-        # A rank has all rows of its own shard from the start, and of others' what came in earlier steps.
+    def holds(rank: int, block: Block, rows: Content) -> bool:
+        # A rank has all rows of its local shard from the start, and the remote rows received in earlier steps.
         if block.owner == rank:
             shard = StridedRange(0, counts[block.kind][rank])
             return all(run.intersect(shard) == run for part in rows for run in part.rows)
-        return contains(came[rank, block], rows)
+        return contains(received[rank, block], rows)
 
     for index, step in enumerate(schedule.steps):
         for item in step.work:
             for block, rows in () if isinstance(item, Merge) else inputs_of(item):
-                if not held(item.rank, block, rows):
+                if not holds(item.rank, block, rows):
                     fail(index, item.rank, f"reads rows of {block} that have not arrived")
         arrived: list[Copy] = []
         for copy in step.copies:
             if copy.block.kind in INPUTS:
-                if not held(copy.src, copy.block, copy.content):
+                if not holds(copy.src, copy.block, copy.content):
                     fail(index, copy.src, f"sends rows of {copy.block} that it does not hold")
                 arrived.append(copy)
-        # Copies of a step land at its end: what one brings can be read or sent on from the next step only.
+        # The copies of a step land at its end, so their rows can be read or relayed from the next step on.
         for copy in arrived:
-            came[copy.dst, copy.block] = union((came[copy.dst, copy.block], copy.content))
+            received[copy.dst, copy.block] = union((received[copy.dst, copy.block], copy.content))
 
 
 def _check_payload(schedule: Schedule, fail: Fail) -> None:
-    # `prune` drops from each copy, last step first, what no later work or copy reads.
+    # `prune` starts at the last step and drops from each copy the rows that no later work or copy reads.
     least = prune(schedule)
     for index, (step, pruned) in enumerate(zip(schedule.steps, least.steps, strict=True)):
         read = {(copy.block, copy.src, copy.dst): copy.content for copy in pruned.copies}
         for copy in (copy for copy in step.copies if copy.block.kind in INPUTS):
             if not contains(read.get((copy.block, copy.src, copy.dst), NOTHING), copy.content):
-                fail(index, copy.src, f"sends rows of {copy.block} to rank {copy.dst} that nobody reads there")
+                fail(index, copy.src, f"sends rows of {copy.block} to rank {copy.dst} that are not read there")
 
 
 def _check_sums(schedule: Schedule, fail: Fail) -> None:
-    """Each partial sum: all additions, then one copy or a copy of each piece, each merged where it arrives.
+    """Check the order of each partial sum: all additions, then one copy (or one per piece), each merged on arrival.
 
-    So up to the owner; there a merge alone will do.
+    This repeats up to the owner. A sum that the owner computes needs only a merge.
     """
-    # Rows that work has added to a sum; sums that arrived and wait for their merge; rows of a sum that were sent.
+    # Rows that work has added to a sum; received sums that wait for their merge; rows of a sum that were sent.
     added: dict[Block, Content] = defaultdict(tuple)
     arrived: dict[RankBlock, Content] = {}
     sent: dict[Block, Content] = {}
@@ -158,7 +160,7 @@ def _check_sums(schedule: Schedule, fail: Fail) -> None:
                 continue
             before = sent.get(copy.block, NOTHING)
             if copy.block.origin != copy.src or common(before, copy.content):
-                fail(index, copy.src, f"sends {copy.block} twice or for somebody else")
+                fail(index, copy.src, f"sends {copy.block} twice or for another rank")
             sent[copy.block] = union((before, copy.content))
             if index == last_sent[copy.block] and not contains(sent[copy.block], added[copy.block]):
                 fail(index, copy.src, f"leaves rows of {copy.block} behind")
@@ -169,11 +171,11 @@ def _check_sums(schedule: Schedule, fail: Fail) -> None:
             incoming[copy.dst, copy.block] = copy.content
         for item in step.work:
             if isinstance(item, Merge):
-                # An owner may merge a sum that it made itself, with no copy; all others must have arrived.
-                made_here = item.part.owner == item.part.origin == item.rank
-                rows = added.pop(item.part, None) if made_here else arrived.pop((item.rank, item.part), None)
+                # An owner may merge a sum that it computed itself without a copy; all other sums must be received.
+                is_local = item.part.owner == item.part.origin == item.rank
+                rows = added.pop(item.part, None) if is_local else arrived.pop((item.rank, item.part), None)
                 if rows is None:
-                    fail(index, item.rank, f"merges {item.part}, which is not there")
+                    fail(index, item.rank, f"merges {item.part}, which was not received")
                 sums = [(item.into, rows)]
             else:
                 sums = result_of(item)
@@ -182,7 +184,7 @@ def _check_sums(schedule: Schedule, fail: Fail) -> None:
                     fail(index, item.rank, f"adds to {into} after it was sent")
                 added[into] = union((added[into], rows))
         arrived |= incoming
-    # Nothing may be left over: neither arrived and unmerged, nor made for another rank and never sent.
+    # Nothing may be left over: no received sum without a merge, and no sum for another rank that is never sent.
     for (rank, block), _ in arrived.items():
         fail(-1, rank, f"{block} arrived and was never merged")
     for block, rows in added.items():

@@ -1,4 +1,4 @@
-"""Bytes and messages of plans against formulas on paper."""
+"""Bytes and messages of plans against closed formulas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_schedule_has_its_formulas() -> None:
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize(("ranks", "group", "wire"), [(2, 2, None), (3, 1, None), (4, 2, "bfloat16"), (8, 1, None)])
 def test_a_full_mask_sends_what_the_formula_says(name: str, ranks: int, group: int, wire: str | None) -> None:
-    # As many K/V heads as ranks, and rows enough for each piece of a double ring.
+    # The number of K/V heads equals the number of ranks, and there are enough rows for each piece of a double ring.
     problem = replace(
         simple("contiguous", 4 * ranks, ranks).problem,
         q_heads=group * ranks, kv_heads=ranks, head_dim=16, value_dim=8, batch=2, wire_dtype=wire, out_wire_dtype=wire,
@@ -29,9 +29,9 @@ def test_a_full_mask_sends_what_the_formula_says(name: str, ranks: int, group: i
     route = ROUTES[name]
     letters = quantities(problem, len(route.grid_for(problem)) if isinstance(route, GridRoute) else 1)
     sent = [
-        sum(getattr(plan_of(problem, route, rank, backward), what) for rank in range(ranks)) / ranks
+        sum(getattr(plan_of(problem, route, rank, backward), quantity) for rank in range(ranks)) / ranks
         for backward in (False, True)
-        for what in ("bytes_sent", "messages")
+        for quantity in ("bytes_sent", "messages")
     ]
     assert sent == [eval(formula, {}, letters) for formula in FORMULAS[name]]
 
@@ -59,7 +59,7 @@ def test_any_grid_sends_what_the_formula_says(name: str, ranks: int, inner: int)
 @pytest.mark.parametrize("route", [RING, ALL_GATHER, DIRECT], ids=lambda route: route.name)
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 20])
 def test_a_window_sends_the_rows_before_the_shard(route: Route, window: int) -> None:
-    """Of W keys, the query's own among them, W - 1 lie before it: so many rows in all, and no more than there are."""
+    """A window has W keys including the query's, so W - 1 rows before the shard are sent, or all if there are fewer."""
     ranks, rows = 5, 8
     problem = simple("contiguous", ranks * rows, ranks, window=(window - 1, 0)).problem
     row = quantities(problem, 1)["M"] // rows
@@ -80,5 +80,5 @@ def test_a_causal_mask_over_contiguous_shards_sends_half(route: Route) -> None:
     forward, backward = (
         sum(plan_of(problem, route, rank, back).bytes_sent for rank in range(ranks)) for back in (False, True)
     )
-    # All ranks that a block passes read it: but where it travels both ways round, some only hand it on.
+    # Every rank that relays a block also reads it. (In the bidirectional ring, some ranks only relay.)
     assert (forward, backward) == (shards * letters["M"], shards * (letters["M"] + letters["G"]))

@@ -1,4 +1,4 @@
-"""The head all-to-all: which rows travel to whom, that every pair meets once, and what its bytes are."""
+"""Schedules that move queries: the rows sent, that every pair is computed once, and the bytes."""
 
 from __future__ import annotations
 
@@ -26,75 +26,78 @@ from tests.schedules import BALANCED, PASS_Q, ULYSSES
 from tests.strategies import Case, geometric, simple
 
 
-def served(case: Case, backward: bool) -> list[Attend | AttendGrad]:
-    """All work on queries that came."""
+def received_work(case: Case, backward: bool) -> list[Attend | AttendGrad]:
+    """Return all work on received queries."""
     steps = schedule_of(case.problem, ULYSSES, backward).steps
     return [item for step in steps for item in step.work if not isinstance(item, Merge) and is_on_received(item)]
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
 def test_the_worked_example(wire: str | None) -> None:
-    """Four rows for every m-th head in (m - 1) of m cases: 2048 + 1536 + 896 of each head, in the mean of the ranks."""
+    """Four rows per head in (m - 1) of m cases: on average 2048 + 1536 + 896 rows for each head and rank."""
     problem = replace(geometric(), out_wire_dtype=wire)
     sent = [plan_of(problem, ULYSSES, rank, False).bytes_sent for rank in range(8)]
     out = 64 * (2 if wire else 4) + 4  # with its lse
     tensors = 12 * (2048 + 1536 + 896)
     assert sum(sent) == 8 * (tensors * 3 // 4 * 64 * 2 + tensors // 4 * out)
 
-    def one(longest: int) -> int:
-        """Bytes of a rank that owns so many heads of the longest branch: of others Q, K and V, of its own outputs."""
-        branches = ((1024, 2, 6), (512, 4, 3), (256, 8, longest))  # rows, members, own heads
-        return sum(rows * (3 * (12 - own) * 128 + own * (members - 1) * out) for rows, members, own in branches)
+    def rank_bytes(longest: int) -> int:
+        """Return the bytes that a rank sends: Q, K and V for remote heads, and outputs of the heads that it owns.
 
-    assert Counter(sent) == {one(1): 4, one(2): 4}  # twelve heads on eight ranks
+        `longest`: the number of heads that it owns in the longest branch.
+        """
+        branches = ((1024, 2, 6), (512, 4, 3), (256, 8, longest))  # rows, members, owned heads
+        return sum(rows * (3 * (12 - owned) * 128 + owned * (members - 1) * out) for rows, members, owned in branches)
+
+    assert Counter(sent) == {rank_bytes(1): 4, rank_bytes(2): 4}  # twelve heads on eight ranks
 
 
 @pytest.mark.parametrize(("heads", "ranks"), [(1, 4), (3, 4), (4, 4), (10, 4), (12, 8)])
-def test_heads_are_dealt_evenly(heads: int, ranks: int) -> None:
+def test_heads_are_partitioned_evenly(heads: int, ranks: int) -> None:
     case = simple("contiguous", 4 * ranks, ranks, heads=heads)
-    dealt = Counter(head for head in range(heads) for rank in range(ranks)
-                    if any(head == one.start for item in served(case, False) if item.rank == rank
-                           for one, _ in item.tiles))  # fmt: skip
-    assert dealt == Counter(range(heads))
-    owned = Counter(item.rank for item in served(case, False) for _ in item.tiles)
+    owners = Counter(head for head in range(heads) for rank in range(ranks)
+                     if any(head == part.start for item in received_work(case, False) if item.rank == rank
+                            for part, _ in item.tiles))  # fmt: skip
+    assert owners == Counter(range(heads))
+    owned = Counter(item.rank for item in received_work(case, False) for _ in item.tiles)
     shares = [owned[rank] // (ranks * (ranks - 1)) for rank in range(ranks)]
     assert max(shares) - min(shares) <= 1 and sum(shares) == heads
 
 
-class Asked(PlainEngine):
-    """The plain engine, which notes what it is asked to prepare."""
+class Recording(PlainEngine):
+    """The plain engine, which also records the arguments of `prepare`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.heads: list[tuple[int, bool]] = []
 
     def prepare(self, *args: Any, more: bool = False, **others: Any) -> Any:
-        """(query heads, whether others add to the output) is kept."""
+        """Record (query heads, whether other calls add to the output)."""
         self.heads.append((args[3], more))
         return super().prepare(*args, more=more, **others)
 
 
-def test_engines_hear_what_others_add_to() -> None:
-    """Outputs and dQ that others add to stay wide, and so do those that are returned to their owners."""
-    asked: dict[str, Any] = {}
+def test_engines_learn_which_outputs_are_partial() -> None:
+    """Outputs and dQ to which other calls add keep the accumulator dtype, and so do those returned to their owners."""
+    prepared: dict[str, Any] = {}
 
     def body(ring: Ring) -> None:
         seq = ring.sequence(12)
         x = torch.randn(1, seq.counts[ring.rank], 2, 4, requires_grad=True)
         for schedule in ("ring", "all_to_all"):
-            ring.engine = engine = Asked()
+            ring.engine = engine = Recording()
             ring.attention(x, x, x, seq, schedule=schedule).sum().backward()
             if ring.rank == 0:
-                asked[schedule] = engine.heads
+                prepared[schedule] = engine.heads
 
     run_ranks(2, body)
-    assert asked == {
+    assert prepared == {
         "ring": [(2, False), (2, False)],
-        "all_to_all": [(2, True), (1, True), (2, True), (1, True)],  # own and served, forward and backward
+        "all_to_all": [(2, True), (1, True), (2, True), (1, True)],  # local and received, forward and backward
     }
 
 
-def test_what_is_served_is_a_word_in_the_grid() -> None:
+def test_received_work_is_a_word_in_the_grid() -> None:
     lines = grid(schedule_of(simple("contiguous", 8, 2, heads=2).problem, ULYSSES, False)).splitlines()
     assert [line.split() for line in lines[2:]] == [
         ["0", "KV0", "|", "KV0/0>1", "Q0/0>1", "KV1", "|", "KV1/0>0", "Q1/0>0"],
@@ -104,15 +107,15 @@ def test_what_is_served_is_a_word_in_the_grid() -> None:
     ]
 
 
-# --- ulysses x ring: exact in every factorisation; what crosses between groups, who has which head, what is carried ---
+# --- ulysses x ring: exact in every factorisation; messages between groups, owners of heads, carried states -----------
 
 
 GRIDS = [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4)]
-"""Ranks, and ranks of a group."""
+"""Number of ranks, and ranks of a group."""
 
 
 @pytest.mark.parametrize(("ranks", "group"), GRIDS)
-def test_only_keys_of_the_own_heads_cross_between_groups(ranks: int, group: int) -> None:
+def test_only_keys_of_a_ranks_heads_cross_between_groups(ranks: int, group: int) -> None:
     problem = replace(simple("contiguous", 4 * ranks, ranks).problem, q_heads=2 * group, kv_heads=group)
     route = route_named(f"ulysses_ring:{group}", ranks)
     for backward in (False, True):
@@ -123,19 +126,19 @@ def test_only_keys_of_the_own_heads_cross_between_groups(ranks: int, group: int)
             for _ in range(size(copy.content))
         )  # fmt: skip
         kinds = (Kind.KV, Kind.DKV) if backward else (Kind.KV,)
-        # Once to each other group, all rows of all heads.
+        # All rows of all heads are sent once to each other group.
         times = (ranks // group - 1) * 4 * group
         assert crossing == {(kind, owner): times for kind in kinds for owner in range(ranks)}
 
 
 def received(plan: Plan) -> list[AttendReceivedOp]:
-    """Work on received queries."""
+    """Return all work on received queries."""
     return [item for step in plan.steps for item in step.work if isinstance(item, AttendReceivedOp)]
 
 
-def with_result(plan: Plan, at: int, result: int) -> Plan:
-    """Another result for the `at`-th work on received queries."""
-    changed = {id(received(plan)[at]): received(plan)[at]._replace(result=result)}
+def with_result(plan: Plan, index: int, result: int) -> Plan:
+    """Return the plan with another result buffer for one work on received queries."""
+    changed = {id(received(plan)[index]): received(plan)[index]._replace(result=result)}
     steps = (step._replace(work=tuple(changed.get(id(item), item) for item in step.work)) for step in plan.steps)
     return replace(plan, steps=tuple(steps))
 
@@ -160,30 +163,30 @@ def test_received_queries_carry_one_state_over_all_turns(backward: bool) -> None
     [
         ((6, 6), 4, [[0, 1], [2], [3, 4], [5]]),
         ((8, 4), 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ((6, 3), 2, [[0, 1, 2], [3, 4, 5]]),  # both have the middle K/V head
-        ((8, 2), 4, [[0, 1], [2, 3], [4, 5], [6, 7]]),  # each K/V head on two of them
+        ((6, 3), 2, [[0, 1, 2], [3, 4, 5]]),  # both members have the middle K/V head
+        ((8, 2), 4, [[0, 1], [2, 3], [4, 5], [6, 7]]),  # each K/V head is on two members
         ((2, 2), 3, [[0], [1], []]),
     ],
 )
-def test_heads_are_shared_by_queries_where_key_heads_do_not_divide(
+def test_query_heads_are_divided_if_kv_heads_cannot_be_divided(
     heads: tuple[int, int], members: int, shares: list[list[int]]
 ) -> None:
     problem = replace(simple("contiguous", 8, 2).problem, q_heads=heads[0], kv_heads=heads[1])
     assert shares_of(problem, range(heads[0]), members) == shares
 
 
-# --- schedules that place each pair of ranks: who works for whom, when, and what travels for it ----------------------
+# --- schedules that place each pair of ranks: the work and messages of each step --------------------------------------
 
 
 def pairs(schedule: Schedule) -> list[list[int]]:
-    """By step and rank: (q, k) pairs times heads."""
+    """Return the (q, k) pairs times heads by step and rank."""
     ranks = schedule.problem.world_size
-    found = [[0] * ranks for _ in schedule.steps]
-    for at, step in enumerate(schedule.steps):
+    counts = [[0] * ranks for _ in schedule.steps]
+    for index, step in enumerate(schedule.steps):
         for item in step.work:
             if not isinstance(item, Merge):
-                found[at][item.rank] += sum(table.area() for _, table in item.tiles)
-    return found
+                counts[index][item.rank] += sum(table.area() for _, table in item.tiles)
+    return counts
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 5, 8])
@@ -192,15 +195,16 @@ def test_balanced_takes_half_the_steps_of_a_causal_ring(ranks: int) -> None:
     for backward in (False, True):
         work = [step for step in pairs(schedule_of(problem, BALANCED, backward)) if any(step)]
         assert len(work) == ranks // 2 + 1
-        # Every rank has a whole block in each step but the first, a triangle, and with an even number half the last.
+        # Every rank has a triangle in the first step and a whole block in each later step. With an even number of
+        # ranks, half of the ranks work in the last step.
         assert work[0] == [36] * ranks
         assert all(step == [64] * ranks for step in work[1 : (ranks + 1) // 2])
         assert ranks % 2 or sorted(work[-1]) == [0] * (ranks // 2) + [64] * (ranks // 2)
 
 
 @pytest.mark.parametrize("route", [PASS_Q, BALANCED], ids=["pass_q", "balanced"])
-def test_results_travel_beside_later_work(route: Route) -> None:
-    # In every step with results on the way, but the last ones, ranks work.
+def test_results_are_sent_during_later_work(route: Route) -> None:
+    # Ranks work in every step except the last two, which send and merge the last results.
     schedule = schedule_of(simple("contiguous", 40, 5).problem, route, False)
     busy = [any(not isinstance(item, Merge) for item in step.work) for step in schedule.steps]
     assert busy == [True] * (len(busy) - 2) + [False] * 2

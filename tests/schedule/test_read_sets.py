@@ -1,4 +1,4 @@
-"""Which rows are read by whom, alone and in unions, against brute force."""
+"""Read sets, of single readers and in unions, against brute force."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.strategies import NOTABLE, Case, cases, covering, plain_cases, simple
 
 
 @covering
-def test_reads(case: Case) -> None:
+def test_reads_of_single_readers(case: Case) -> None:
     needs = ReadSets(case.problem)
     for owner in range(case.ranks):
         for reader in range(case.ranks):
@@ -46,15 +46,15 @@ def test_unions_of_farther_readers(case: Case) -> None:
 def test_unions_of_any_readers(case: Case, data: st.DataObject) -> None:
     needs, ranks = ReadSets(case.problem), range(case.ranks)
     for owner in ranks:
-        others = [rank for rank in ranks if rank != owner]
-        readers = data.draw(st.lists(st.sampled_from(others), unique=True) if others else st.just([]))
+        peers = [rank for rank in ranks if rank != owner]
+        readers = data.draw(st.lists(st.sampled_from(peers), unique=True) if peers else st.just([]))
         reads = [case.reads(owner, reader) for reader in readers]
         distances = (np.array(readers, np.int64) - owner) % case.ranks
         assert spots(needs.union_of(owner, distances)) == frozenset[tuple[int, int]]().union(*reads)
         assert needs.reach(owner, distances) == max((n for n, rows in enumerate(reads, 1) if rows), default=0)
         grown = all(near <= far for near, far in pairwise(reads))
         assert needs.grow(owner, np.array([0, *distances])) == needs.grow(owner, distances) == grown
-        assert needs.owners_read_by(owner).tolist() == [other for other in others if case.reads(other, owner)]
+        assert needs.owners_read_by(owner).tolist() == [peer for peer in peers if case.reads(peer, owner)]
 
 
 @pytest.mark.parametrize("block", [1, 2, 5])
@@ -67,7 +67,7 @@ def test_reads_are_found_block_by_block(block: int, monkeypatch: pytest.MonkeyPa
 
 @covering
 def test_contents_are_canonical(case: Case) -> None:
-    # Parts ascend, nothing is empty, nothing is there twice; without dilation equal sets are equal values.
+    # Parts ascend, no range is empty, and no row occurs twice. Without dilation, equal sets are equal values.
     needs = ReadSets(case.problem)
     for owner in range(case.ranks):
         contents = [needs.read(owner, reader) for reader in range(case.ranks)]
@@ -82,20 +82,20 @@ def test_contents_are_canonical(case: Case) -> None:
 
 
 def rows_sent(case: Case) -> tuple[int, int]:
-    """(relayed, direct), by brute force."""
+    """Return the rows sent (relayed, direct), by brute force."""
     spread = [(owner, distance) for owner in range(case.ranks) for distance in range(1, case.ranks)]
     relayed = sum(len(case.reads_beyond(owner, distance)) for owner, distance in spread)
     return relayed, sum(len(case.reads(owner, (owner + distance) % case.ranks)) for owner, distance in spread)
 
 
 @given(plain_cases())
-def test_totals(case: Case) -> None:
+def test_totals_are_exact_if_reads_have_no_gaps(case: Case) -> None:
     relayed, direct = rows_sent(case)
-    found = ReadSets(case.problem).totals
-    assert found[0] >= relayed and found[1] >= direct
+    totals = ReadSets(case.problem).totals
+    assert totals[0] >= relayed and totals[1] >= direct
     band = case.problem.mask.branches[0].band
-    if band.hi - band.lo >= case.problem.q_layout.length:  # one-sided in effect: reads leave no gaps
-        assert found == (relayed, direct)
+    if band.hi - band.lo >= case.problem.q_layout.length:  # effectively one-sided: reads leave no gaps
+        assert totals == (relayed, direct)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_totals(case: Case) -> None:
         (simple("contiguous", 64, 4, causal=True), "ring"),
         (simple("zigzag", 64, 4, causal=True), "ring"),
         (simple("contiguous", 64, 4, window=(5, 0)), "ring"),
-        # Relays would carry the rows of the farthest reader past everybody.
+        # Relays would carry the rows of the farthest reader past all other ranks.
         (simple("contiguous", 64, 4, window=(0, 20)), "direct"),
         (simple("zigzag", 64, 8, window=(3, 0)), "direct"),
         (simple("zigzag", 1, 1), "ring"),
     ],
 )
-def test_auto_takes_direct_where_it_saves_a_quarter(case: Case, route: str) -> None:
+def test_auto_takes_direct_if_it_saves_a_quarter(case: Case, route: str) -> None:
     assert choose_route(case.problem, "auto").name == route
     relayed, direct = rows_sent(case)
     assert (direct < 0.75 * relayed) == (route == "direct")
@@ -126,7 +126,7 @@ ONE = (
 
 
 @pytest.mark.parametrize(
-    ("outer", "inner", "at"),
+    ("outer", "inner", "offset"),
     [
         (ONE, ONE, 0),
         (whole(9, [StridedRange(0, 2)]), (HeadRows(StridedRange(0, 2), (StridedRange(3, 2),)),), 6),
@@ -135,7 +135,7 @@ ONE = (
             (HeadRows(StridedRange(0, 2), (StridedRange(0, 1), StridedRange(3, 2))),),
             None,
         ),
-        # A gap that the outer content does not hold either is no gap on the wire.
+        # A gap that the outer content has too is no gap on the wire.
         ((ONE[0],), (HeadRows(StridedRange(0, 2), (StridedRange(1, 2), StridedRange(5, 1))),), 2),
         ((ONE[0],), (HeadRows(StridedRange(0, 2), (StridedRange(1, 3),)),), None),
         # Parts follow one another.
@@ -147,10 +147,10 @@ ONE = (
         (ONE, (HeadRows(StridedRange(3, 1), (StridedRange(4, 1),)),), None),
     ],
 )
-def test_piece_of(outer: tuple[HeadRows, ...], inner: tuple[HeadRows, ...], at: int | None) -> None:
-    assert piece_of(outer, inner) == at
-    if at is not None:
-        assert wire_order(outer)[at : at + size(inner)] == wire_order(inner)
+def test_piece_of(outer: tuple[HeadRows, ...], inner: tuple[HeadRows, ...], offset: int | None) -> None:
+    assert piece_of(outer, inner) == offset
+    if offset is not None:
+        assert wire_order(outer)[offset : offset + size(inner)] == wire_order(inner)
 
 
 @given(st.lists(st.builds(StridedRange, st.integers(0, 30), st.integers(0, 9), st.integers(1, 7)), max_size=6))
@@ -166,26 +166,26 @@ RUNS = st.lists(
 
 
 @given(RUNS, RUNS)
-def test_rows_are_found_where_they_are_packed(held: list[StridedRange], wanted: list[StridedRange]) -> None:
-    part = HeadRows(StridedRange(0, 1), merge_runs(held))
+def test_rows_are_located_where_they_are_packed(part_rows: list[StridedRange], queries: list[StridedRange]) -> None:
+    part = HeadRows(StridedRange(0, 1), merge_runs(part_rows))
     packed = [row for run in part.rows for row in run.members()]
-    for run, spots_of_run in zip(wanted, part.locate(wanted), strict=True):
+    for run, overlaps in zip(queries, part.locate(queries), strict=True):
         members, seen = list(run.members()), []
-        for spot in spots_of_run:
-            here = [members[index] for index in spot.indices.members()]
-            assert here == [packed[row] for row in spot.packed.members()]
-            seen += here
+        for overlap in overlaps:
+            rows = [members[index] for index in overlap.indices.members()]
+            assert rows == [packed[row] for row in overlap.packed.members()]
+            seen += rows
         assert sorted(seen) == sorted(set(members) & set(packed))
 
 
 def test_contents_as_sets() -> None:
-    other = (HeadRows(StridedRange(0, 2), (StridedRange(3, 2),)),)
-    both = union((ONE, other))
-    assert spots(both) == spots(ONE) | spots(other) and both[0].rows == (StridedRange(0, 7),)
-    assert contains(both, ONE) and contains(both, other) and not contains(ONE, other) and not contains((), other)
+    second = (HeadRows(StridedRange(0, 2), (StridedRange(3, 2),)),)
+    both = union((ONE, second))
+    assert spots(both) == spots(ONE) | spots(second) and both[0].rows == (StridedRange(0, 7),)
+    assert contains(both, ONE) and contains(both, second) and not contains(ONE, second) and not contains((), second)
     assert size(ONE) == len(spots(ONE)) == 11
     assert describe(ONE) == "heads 0..1 rows 0..2,5..6; heads 2 rows 4"
-    assert describe(other) == "rows 3..4" and describe(()) == "nothing"
+    assert describe(second) == "rows 3..4" and describe(()) == "nothing"
     assert whole(0, [StridedRange(0, 2)]) == ()
 
 
@@ -193,7 +193,7 @@ def test_offsets_count_packed_rows() -> None:
     assert ONE[0].offsets(np.array([0, 2, 5, 6])).tolist() == [0, 2, 3, 4]
 
 
-def test_what_a_content_lacks_of_another() -> None:
+def test_the_difference_of_two_contents() -> None:
     def part(*runs: tuple[int, int, int]) -> HeadRows:
         return HeadRows(StridedRange(0, 2), tuple(StridedRange(*run) for run in runs))
 

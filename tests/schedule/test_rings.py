@@ -1,4 +1,4 @@
-"""Double and bidirectional rings: what crosses between nodes, how often, and in which steps."""
+"""Double and bidirectional rings: the messages between nodes, their number, and their steps."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tests.schedules import DOUBLE_RING, RING, SUB_RINGS, ULYSSES_RING
 from tests.strategies import Case, cases, covering, geometric, simple, spots, wire_order
 
 INNER = [(4, 2), (6, 2), (6, 3), (6, 1), (6, 6), (8, 4)]
-"""Ranks, and ranks of an inner ring."""
+"""Number of ranks, and ranks of an inner ring."""
 
 
 def crossings(schedule: Schedule, inner: int, kinds: tuple[Kind, ...]) -> list[tuple[int, Copy]]:
-    """The copies between nodes of `inner` ranks, with their steps."""
+    """Return the copies between nodes of `inner` ranks, with the index of their step."""
     return [
-        (at, copy) for at, step in enumerate(schedule.steps) for copy in step.copies
+        (index, copy) for index, step in enumerate(schedule.steps) for copy in step.copies
         if copy.block.kind in kinds and copy.src // inner != copy.dst // inner
     ]  # fmt: skip
 
@@ -62,7 +62,7 @@ def test_each_block_crosses_to_each_node_once(ranks: int, inner: int) -> None:
             rows = Counter()
             for _, copy in crossings(schedule, inner, (kind,)):
                 rows[copy.block.owner, copy.dst // inner] += size(copy.content)
-            # dK/dV return along the chain of nodes: they reach the owner's node and not the last one.
+            # dK/dV return along the chain of nodes: they reach the owner's node but not the last node.
             skipped = {owner: (owner // inner - (kind is Kind.DKV)) % nodes for owner in range(ranks)}
             every = [(owner, node) for owner in range(ranks) for node in range(nodes) if node != skipped[owner]]
             assert rows == dict.fromkeys(every, 24)
@@ -74,10 +74,10 @@ def test_no_step_sends_more_than_its_share_between_nodes(ranks: int, inner: int)
     route = route_named(f"double_ring:{inner}", ranks)
     for backward in (False, True):
         most = Counter()
-        for at, copy in crossings(schedule_of(problem, route, backward), inner, (Kind.KV,)):
-            most[at, copy.src] += size(copy.content)
-        # The backward opens with a fetch from the owner that may need all of the block, see decision 0022.
-        assert {rows for (at, _), rows in most.items() if at or not backward} <= {25 // inner, ceil(25 / inner)}
+        for step, copy in crossings(schedule_of(problem, route, backward), inner, (Kind.KV,)):
+            most[step, copy.src] += size(copy.content)
+        # The prologue of a backward pass fetches a block from its owner and may need all of it, see decision 0022.
+        assert {rows for (step, _), rows in most.items() if step or not backward} <= {25 // inner, ceil(25 / inner)}
         flat = crossings(schedule_of(problem, RING, backward), inner, (Kind.KV,))
         assert max(size(copy.content) for _, copy in flat) == 25
 
@@ -88,12 +88,10 @@ def test_groups_are_the_nodes_of_the_cluster(name: str) -> None:
     assert choose_route(problem, name, cpu.joined(Links((0, 1, 0, 1)))).grid == ((0, 2), (1, 3))
     assert choose_route(problem, name, cpu).grid == ()
     unlike = cpu.joined(Links((0, 0, 0, 1)))
-    with pytest.raises(InputError, match=rf"as many ranks on each node, and the nodes have 3, 1;.*'{name}:2'"):
+    with pytest.raises(InputError, match=rf"same number of ranks on each node, but the nodes have 3, 1;.*'{name}:2'"):
         choose_route(problem, name, unlike)
     assert choose_route(problem, f"{name}:2", unlike).grid == equal_groups(4, 2) == ((0, 1), (2, 3))
-    with pytest.raises(
-        InputError, match="3 ranks that belong together do not divide 4 ranks; numbers that do: 1, 2, 4"
-    ):
+    with pytest.raises(InputError, match="groups of 3 ranks do not divide 4 ranks; numbers that do: 1, 2, 4"):
         choose_route(problem, f"{name}:3", cpu)
 
 
@@ -112,15 +110,15 @@ def test_pieces_follow_one_another_in_wire_order(case: Case, pieces: int) -> Non
     for content in contents:
         parts = cut(content, pieces)
         assert len(parts) == pieces
-        assert [spot for part in parts for spot in wire_order(part)] == wire_order(content)
-        together = chained(one for part in parts for one in part)
-        assert wire_order(together) == wire_order(content) and contains(content, together)
+        assert [row for part in parts for row in wire_order(part)] == wire_order(content)
+        joined = chained(head_rows for part in parts for head_rows in part)
+        assert wire_order(joined) == wire_order(content) and contains(content, joined)
         most = max((part.heads.count for part in content), default=0)
         assert all(abs(size(part) - size(content) / pieces) < 1 + most for part in parts)
 
 
 def arriving(route: Route) -> list[tuple[int, int]]:
-    """Of a plan of rank 0: elements that arrive in each message, and their place, by step."""
+    """Return (first element, elements) of the messages from rank 2 in a plan of rank 0."""
     plan = plan_of(simple("contiguous", 100, 4).problem, route, 0, False)
     return [(recv.first, recv.elements) for step in plan.steps for recv in step.recvs if recv.peer == 2]
 
@@ -131,15 +129,18 @@ def test_a_receive_in_pieces_fills_one_buffer() -> None:
 
 
 def dilated_on_eight() -> Problem:
-    """Keys that one branch reads everywhere and another near by, so that sums arrive before a rank's own work."""
+    """Return a call in which one branch reads keys everywhere and another only nearby keys.
+
+    So a rank receives sums before its work on the same keys.
+    """
     documents = (0, 117, 384)
     layout = make_layout("contiguous", 384, 8, documents)
     mask = Dilated((384, 32), (2, 8)).mask(384, 384, documents, documents, 4, 1)
     return Problem(layout, layout, mask, 1, 4, 1, 8, 8, "float64")
 
 
-def test_a_sum_that_was_merged_into_before_the_own_work_is_kept() -> None:
-    # Once it began anew in a fused buffer, and what other nodes had returned was lost.
+def test_a_sum_that_was_merged_into_before_the_local_work_is_kept() -> None:
+    # Such a sum once started again in a fused buffer, which lost the sums that other nodes had returned.
     problem = dilated_on_eight()
     for rank in range(8):
         verify_placement(plan_of(problem, DOUBLE_RING, rank, True))
@@ -158,7 +159,7 @@ def test_a_sum_that_is_never_sent_is_found() -> None:
         verify_placement(replace(plan, steps=tuple(steps)))
 
 
-# --- sub-rings: what travels in each, and that every gradient comes home once ----------------------------------------
+# --- sub-rings: the messages in each, and that every gradient returns to its owner once -------------------------------
 
 
 @covering
@@ -172,39 +173,39 @@ def test_a_relay_carries_what_later_members_read(case: Case) -> None:
         for copy in step.copies:
             chains[copy.block].append(copy)
     for block, copies in chains.items():
-        wanted: frozenset = frozenset()
+        needed: frozenset = frozenset()
         for copy in reversed(copies):
-            wanted |= reads.get((block, copy.dst), frozenset())
-            assert spots(copy.content) == wanted != frozenset()
+            needed |= reads.get((block, copy.dst), frozenset())
+            assert spots(copy.content) == needed != frozenset()
         assert copies[0].src == block.owner
-        assert all(one.dst == other.src for one, other in pairwise(copies))
+        assert all(before.dst == after.src for before, after in pairwise(copies))
     assert {block for block, rank in reads if rank != block.owner} == set(chains)
 
 
 @pytest.mark.parametrize(
     ("schedule", "rows"),
     [
-        # m_i - 1 other members of the branch's ring send n / r_i rows each: 1024 + 3 * 512 + 7 * 256.
+        # The m_i - 1 other members of the branch's ring send n / r_i rows each: 1024 + 3 * 512 + 7 * 256.
         ("sub_rings", 4352),
-        # Nested rows once: the ranks that a branch reaches beyond the one before it send (m_i - m_(i-1)) n / r_i.
+        # Nested rows are sent once: the ranks that a branch adds to the previous one send (m_i - m_(i-1)) n / r_i.
         ("direct", 3072),
         ("all_gather", 3072),
-        # Relayed past ranks that have no use for them.
+        # Rows are relayed past ranks that do not read them.
         ("ring", 5376),
     ],
 )
 def test_the_worked_example(schedule: str, rows: int) -> None:
-    """Every rank sends so many rows of K and V for each head, and in backward twice as much again (float32)."""
+    """Every rank sends `rows` rows of K and V for each head, and in backward up to three times the bytes (float32)."""
     problem = geometric()
     for rank in (0, 3, 7):
-        there, back = (plan_of(problem, ROUTES[schedule], rank, backward) for backward in (False, True))
-        assert there.bytes_sent == rows * 12 * 2 * 64 * 2
-        # K and V anew, which go straight to each reader where that is less, and dK and dV in float32.
-        assert back.bytes_sent <= 3 * there.bytes_sent
+        forward, back = (plan_of(problem, ROUTES[schedule], rank, backward) for backward in (False, True))
+        assert forward.bytes_sent == rows * 12 * 2 * 64 * 2
+        # Backward sends K and V again, directly to each reader if that is less, and dK and dV in float32.
+        assert back.bytes_sent <= 3 * forward.bytes_sent
 
 
-def test_documents_have_rings_of_their_own() -> None:
-    """Two documents on the halves of four ranks: nothing crosses from one to the other."""
+def test_documents_have_separate_rings() -> None:
+    """With two documents on the halves of four ranks, no message is sent between the halves."""
     case = simple("contiguous", 64, 4, (0, 32, 64))
     schedule = schedule_of(case.problem, SUB_RINGS, False)
     edges = {(copy.src, copy.dst) for step in schedule.steps for copy in step.copies}

@@ -1,4 +1,4 @@
-"""Schedules against brute force: what travels, when, and that it is there when it is read."""
+"""Schedules against brute force: the messages, their steps, and that rows are present when they are read."""
 
 from __future__ import annotations
 
@@ -39,36 +39,36 @@ from tests.strategies import Case, Spots, covering, simple, spots
 
 GOLDEN = Path(__file__).parent / "golden"
 Traffic = dict[tuple[int, int, int, int], Spots]
-"""(step, owner, src, dst): the rows that travel."""
+"""The rows sent, by (step, owner, src, dst)."""
 
 each_schedule = pytest.mark.parametrize("route", schedule_params(**ROUTES))
 WHOLE = [RING, ALL_GATHER, DIRECT]
 each_route = pytest.mark.parametrize("route", WHOLE, ids=[route.name for route in WHOLE])
-"""Those with one block per owner; test_rings.py and test_moved_queries.py have the others."""
+"""The routes with one block per owner; test_rings.py and test_moved_queries.py test the others."""
 
 
 def traffic(schedule: Schedule, kind: Kind = Kind.KV) -> Traffic:
-    """All copies of one kind."""
+    """Return all copies of one kind."""
     return {
-        (at, copy.block.owner, copy.src, copy.dst): spots(copy.content)
-        for at, step in enumerate(schedule.steps)
+        (index, copy.block.owner, copy.src, copy.dst): spots(copy.content)
+        for index, step in enumerate(schedule.steps)
         for copy in step.copies
         if copy.block.kind is kind
     }
 
 
 def expected(case: Case, route: str) -> Traffic:
-    """What the forward of a route has to send, and when."""
-    found = {}
+    """Return the messages that the forward pass of a route must send, by step."""
+    messages = {}
     for owner in range(case.ranks):
         for distance in range(1, case.ranks):
             reader = (owner + distance) % case.ranks
             if route == "ring":
                 key = distance - 1, owner, (reader - 1) % case.ranks, reader
-                found[key] = case.reads_beyond(owner, distance)
+                messages[key] = case.reads_beyond(owner, distance)
             else:
-                found[0 if route == "all_gather" else distance - 1, owner, owner, reader] = case.reads(owner, reader)
-    return {key: rows for key, rows in found.items() if rows}
+                messages[0 if route == "all_gather" else distance - 1, owner, owner, reader] = case.reads(owner, reader)
+    return {key: rows for key, rows in messages.items() if rows}
 
 
 @each_route
@@ -79,23 +79,23 @@ def test_forward_sends_what_is_read_and_nothing_else(route: Route, case: Case) -
 
 @each_schedule
 @covering
-def test_verified(route: Route, case: Case) -> None:
+def test_both_passes_are_verified(route: Route, case: Case) -> None:
     for backward in (False, True):
         verify(schedule_of(case.problem, route, backward))
 
 
 @each_schedule
 @covering
-def test_a_rank_finds_its_own_part(route: Route, case: Case) -> None:
-    # A message is in the parts of both its ranks: they must say the same.
+def test_the_part_of_a_rank_is_its_part_of_the_whole_schedule(route: Route, case: Case) -> None:
+    # A message is in the parts of both its ranks, which must agree.
     for backward in (False, True):
-        in_all = schedule_of(case.problem, route, backward)
+        whole_schedule = schedule_of(case.problem, route, backward)
         for rank in range(case.ranks):
-            assert part_of_rank(case.problem, route, rank, backward) == in_all.restricted_to(rank)
+            assert part_of_rank(case.problem, route, rank, backward) == whole_schedule.restricted_to(rank)
 
 
 def by_rows(schedule: Schedule) -> list[tuple]:
-    """The steps with contents as sets: dilated rows may be written in several ways."""
+    """Return the steps with contents as sets, because dilated rows have several representations."""
     return [
         ([copy._replace(content=spots(copy.content)) for copy in step.copies], step.work) for step in schedule.steps
     ]
@@ -105,7 +105,7 @@ def by_rows(schedule: Schedule) -> list[tuple]:
 
 
 def unpruned(schedule: Schedule) -> Schedule:
-    """The same with whole shards in every message of keys."""
+    """Return the same schedule with whole shards in every message of keys."""
     problem = schedule.problem
     heads = [part.kv_heads for part in problem.parts]
 
@@ -121,20 +121,20 @@ def unpruned(schedule: Schedule) -> Schedule:
 
 @each_schedule
 @covering
-def test_prune_leaves_what_ranks_find_alone(route: Route, case: Case) -> None:
+def test_prune_does_not_change_schedules_made_by_rank(route: Route, case: Case) -> None:
     if route.parameter and route.by_head:
         route = replace(route, grid=route.grid_for(case.problem))
-    found = schedule_of(case.problem, route, False)
-    before = hash(found.steps)
-    assert len(found.steps) == route.steps(case.ranks)
-    assert by_rows(prune(found)) == by_rows(found) and hash(found.steps) == before
-    # A block in pieces, or by head, is not in whole shards.
+    schedule = schedule_of(case.problem, route, False)
+    before = hash(schedule.steps)
+    assert len(schedule.steps) == route.steps(case.ranks)
+    assert by_rows(prune(schedule)) == by_rows(schedule) and hash(schedule.steps) == before
+    # Blocks in pieces, or by head, cannot be widened to whole shards.
     if not (route.parameter or route.moves_queries):
-        assert by_rows(prune(unpruned(found))) == by_rows(found)
+        assert by_rows(prune(unpruned(schedule))) == by_rows(schedule)
 
 
-def test_prune_keeps_what_both_branches_of_a_fork_want() -> None:
-    # Rank 1 has no use for KV0 and hands it to 2 and, in place of 2, to 3.
+def test_prune_keeps_the_rows_of_both_branches_of_a_fork() -> None:
+    # Rank 1 does not read KV0; it relays it to 2 and, instead of rank 2, also to 3.
     case = simple("striped", 7, 4, (0, 3, 5, 7))
     steps = list(unpruned(schedule_of(case.problem, RING, False)).steps)
     turned = next(copy for copy in steps[2].copies if copy.block.owner == 0)
@@ -148,7 +148,7 @@ def test_prune_keeps_what_both_branches_of_a_fork_want() -> None:
     assert readers[2] - readers[3] and readers[3] - readers[2]
 
 
-def test_steps_are_ordered_the_same_whoever_lists_them() -> None:
+def test_steps_are_ordered_equally_from_any_input_order() -> None:
     step = schedule_of(simple("zigzag", 24, 4).problem, DIRECT, True).steps[1]
     rng = np.random.default_rng(0)
     for _ in range(5):
@@ -167,29 +167,29 @@ def test_golden(name: str) -> None:
     assert text + "\n" == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
 
 
-def test_the_page_of_schedules_is_what_they_are() -> None:
+def test_the_page_of_schedules_is_up_to_date() -> None:
     page = gallery.PAGE.read_text(encoding="utf-8")
-    assert page == gallery.renewed(page)  # else: python -m tests.schedule.gallery
+    assert page == gallery.renewed(page)  # to renew it: python -m tests.schedule.gallery
 
 
-# --- a rank's plan, made alone: what it is to be, and that its making does not grow with the pairs of ranks ----------
+# --- the plan of a single rank: it equals its part of the whole, and its cost does not grow with the pairs of ranks ---
 
 
 IN_ALL = "sub_rings", "ulysses"
-"""Schedules of which a rank's part is taken out of that of all ranks."""
+"""Schedules in which a rank's part is cut out of the schedule of all ranks."""
 ALONE = [name for name in ROUTES if name not in IN_ALL]
 
 
 @pytest.mark.parametrize("route", [RING, DIRECT, ALL_GATHER, BIDIRECTIONAL], ids=lambda route: route.name)
 @covering
-def test_what_ranks_deliver_is_what_the_whole_forward_tells(route: Route, case: Case) -> None:
-    # `transpose` finds the chains of a whole schedule and weighs each; a rank knows them from the reads.
-    there, back = (schedule_of(case.problem, route, backward) for backward in (False, True))
-    assert by_rows(transpose(there, deliveries_of(there))) == by_rows(back)
+def test_deliveries_of_ranks_equal_those_of_the_whole_forward_schedule(route: Route, case: Case) -> None:
+    # `transpose` finds the chains of a whole schedule and compares their costs; a rank derives them from the reads.
+    forward, back = (schedule_of(case.problem, route, backward) for backward in (False, True))
+    assert by_rows(transpose(forward, deliveries_of(forward))) == by_rows(back)
 
 
 def calls(name: str, ranks: int) -> int:
-    """Calls of Python functions in which one rank's two plans are made, as if for the first time."""
+    """Return the number of Python calls that make one rank's two plans with empty caches."""
     problem: Problem = simple("zigzag", 16 * ranks, ranks, causal=True).problem
     route = replace(
         route_named(name, ranks), prologue="kept" if ROUTES[name.partition(":")[0]].transposed else "fetched"
@@ -214,12 +214,12 @@ def calls(name: str, ranks: int) -> int:
 
 @pytest.mark.parametrize("name", ["ulysses_ring:2" if name == "ulysses_ring" else name for name in ALONE])
 def test_planning_one_rank_grows_with_its_steps(name: str) -> None:
-    # Twice the ranks are twice the steps and messages of one of them. All ranks' would be four times as many.
+    # With twice the ranks, one rank has twice the steps and messages; all ranks together have four times as many.
     few, many = calls(name, 24), calls(name, 48)
     assert many < 2.5 * few, f"{name}: {few} calls at 24 ranks, {many} at 48"
 
 
-# --- how a backward begins: no rank waits for its first block without work, and what is kept does not travel again ---
+# --- prologues: no rank waits for its first block without work, and kept blocks are not sent again --------------------
 
 
 TRANSPOSED = [route for route in ROUTES.values() if route.transposed]
@@ -234,30 +234,31 @@ each_prologue = pytest.mark.parametrize("route", PROLOGUES)
 @each_prologue
 @settings(max_examples=3)
 @covering
-def test_verified_placed_and_found_by_each_rank(route: Route, case: Case) -> None:
+def test_prologues_are_verified_placed_and_equal_on_each_rank(route: Route, case: Case) -> None:
     whole = schedule_of(case.problem, route, True)
     verify(whole)
     for rank in range(case.ranks):
-        mine, theirs = part_of_rank(case.problem, route, rank, True), whole.restricted_to(rank)
-        assert by_rows(mine) == by_rows(theirs) and len(mine.kept) == len(theirs.kept)
+        part, expected_part = part_of_rank(case.problem, route, rank, True), whole.restricted_to(rank)
+        assert by_rows(part) == by_rows(expected_part) and len(part.kept) == len(expected_part.kept)
         plans = [plan_of(case.problem, route, rank, backward) for backward in (False, True)]
         for plan in plans:
             verify_placement(plan)
-        handed, begun = (
-            [(one.kind, one.content, one.dtype) for one in map(plan.buffers.__getitem__, plan.kept)] for plan in plans
+        kept_forward, kept_backward = (
+            [(buffer.kind, buffer.content, buffer.dtype) for buffer in map(plan.buffers.__getitem__, plan.kept)]
+            for plan in plans
         )
-        assert handed == begun
+        assert kept_forward == kept_backward
 
 
 def idle(schedule: Schedule) -> list[tuple[int, int]]:
-    """(step, rank) in which a rank that has own keys to work on waits for its first block without work."""
-    found, begun = [], set()
-    for at, step in enumerate(schedule.steps):
+    """Return (step, rank) in which a rank with local work waits for its first block without work."""
+    idle_steps, begun = [], set()
+    for index, step in enumerate(schedule.steps):
         busy = {item.rank for item in step.work if not isinstance(item, Merge)}
         waiting = {copy.dst for copy in step.copies if copy.block.kind in INPUTS}
-        found += [(at, rank) for rank in sorted(waiting - busy - begun)]
+        idle_steps += [(index, rank) for rank in sorted(waiting - busy - begun)]
         begun |= busy | waiting
-    return found
+    return idle_steps
 
 
 @each_prologue
@@ -280,8 +281,11 @@ def test_kept_blocks_are_those_read_last_and_are_not_sent_again(route: Route) ->
         count[name] = sum(size(copy.content) for copy in copies)
     assert count["fetched"] - count["kept"] == sum(size(content) for *_, content in kept.kept) > 0
     for rank in range(ranks):
-        there, back = (plan_of(problem, replace(route, prologue="kept"), rank, backward) for backward in (False, True))
-        assert there.kept_bytes == back.kept_bytes == row * sum(size(rows) for at, _, rows in kept.kept if at == rank)
+        forward, back = (
+            plan_of(problem, replace(route, prologue="kept"), rank, backward) for backward in (False, True)
+        )
+        kept_rows = sum(size(rows) for holder, _, rows in kept.kept if holder == rank)
+        assert forward.kept_bytes == back.kept_bytes == row * kept_rows
         without = plan_of(problem, replace(route, prologue="fetched"), rank, True)
         assert live_bytes(back) <= live_bytes(without)
 
@@ -291,19 +295,19 @@ def chosen(cluster: Cluster, tokens: int = 8192, kv_heads: int = 8, ranks: int =
     return cheapest_prologue(Problem(layout, layout, mask, 1, 32, kv_heads, 128, 128, "bfloat16"), route, cluster)
 
 
-def test_memory_is_spent_where_it_saves_more_time() -> None:
+def test_blocks_are_kept_if_that_saves_more_time_than_memory() -> None:
     h100 = CLUSTERS["h100"]
-    assert chosen(h100, 1 << 20) == chosen(h100, 1 << 20, kv_heads=32) == "split"  # own work hides the fetch
+    assert chosen(h100, 1 << 20) == chosen(h100, 1 << 20, kv_heads=32) == "split"  # local work hides the fetch
     slow = replace(h100, bandwidth=1e9)
     assert chosen(slow, kv_heads=1) == "kept" and chosen(slow, kv_heads=32) == "split"
-    # Not on the word of constants that describe no machine; and a call may cost more than it hides.
+    # Constants that describe no machine do not justify memory. An additional call may cost more than it hides.
     assert chosen(replace(REFERENCE, bandwidth=1e9), kv_heads=1) == "split"
     assert chosen(replace(REFERENCE, call_s=1.0)) == "fetched"
     assert chosen(h100, ranks=1) == chosen(h100, route=ROUTES["ulysses"]) == "fetched"
     assert chosen(h100, route=replace(ROUTES["all_gather"], keeps=True)) == "fetched"
 
 
-# --- schedules by name: what is known, what is refused, and what a new one needs -------------------------------------
+# --- schedules by name: known names, refused names, and the needs of a new schedule -----------------------------------
 
 
 TOLERANCE = 1e-12
@@ -313,13 +317,13 @@ TOLERANCE = 1e-12
     "text", ["0", "02", "+2", "-2", "2.0", "2 ", " 2", "\u0662", "\u00b2", "2_0", "0x2", "", "two", "2:2"]
 )
 @pytest.mark.parametrize("name", NUMBERED)
-def test_other_numbers_than_plain_ones_are_refused(name: str, text: str) -> None:
+def test_anything_except_plain_numbers_is_refused(name: str, text: str) -> None:
     with pytest.raises(InputError, match=r"is not known; choose auto or one of .*, or double_ring:M, ulysses_ring:M"):
         route_named(f"{name}:{text}", 4)
 
 
 @pytest.mark.parametrize("name", [name for name in ROUTES if name not in NUMBERED])
-def test_a_number_is_refused_where_a_schedule_takes_none(name: str) -> None:
+def test_a_number_is_refused_if_a_schedule_takes_no_number(name: str) -> None:
     with pytest.raises(InputError, match=rf"schedule='{name}:2' is not known"):
         route_named(f"{name}:2", 4)
 
@@ -327,7 +331,7 @@ def test_a_number_is_refused_where_a_schedule_takes_none(name: str) -> None:
 @pytest.mark.parametrize("name", NUMBERED)
 def test_a_number_that_does_not_divide_the_ranks_is_refused(name: str) -> None:
     assert route_named(f"{name}:2", 4) != route_named(name, 4) == ROUTES[name] == route_named(f"{name}:2")
-    with pytest.raises(InputError, match=rf"schedule='{name}:3': 3 ranks that belong together do not divide 4 ranks"):
+    with pytest.raises(InputError, match=rf"schedule='{name}:3': groups of 3 ranks do not divide 4 ranks"):
         route_named(f"{name}:3", 4)
 
 
@@ -339,7 +343,7 @@ def test_unknown_names_are_refused(name: Any) -> None:
 
 @pytest.fixture
 def far_first() -> Iterator[str]:
-    """The schedule of CONTRIBUTING.md, for one test."""
+    """Register the schedule of CONTRIBUTING.md for one test."""
     before = dict(ROUTES)
     names = example("FarFirst")
     assert list(ROUTES) == [*before, "far_first"]
@@ -354,7 +358,7 @@ def test_the_example_of_a_new_schedule_is_exact(far_first: str, layout: str) -> 
     q, k, v = torch.randn(3, 1, 29, 4, 8, dtype=torch.float64, generator=generator)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = dense_attention(*leaves, causal=True)[0]
-    wanted = [out.detach(), *torch.autograd.grad(out.sin().sum(), leaves)]
+    expected_values = [out.detach(), *torch.autograd.grad(out.sin().sum(), leaves)]
 
     def body(ring: Ring) -> tuple[list[Tensor], str]:
         seq = ring.sequence(29, layout=layout)
@@ -363,7 +367,7 @@ def test_the_example_of_a_new_schedule_is_exact(far_first: str, layout: str) -> 
         grads = torch.autograd.grad(out.sin().sum(), local)
         return [seq.gather(x.detach()) for x in (out, *grads)], str(ring.explain(seq, q=q, schedule=far_first))
 
-    for found, told in run_ranks(4, body, poison=True):
-        assert "far_first" in told
-        for one, other in zip(found, wanted, strict=True):
-            assert (one - other).abs().max() < TOLERANCE
+    for values, explanation in run_ranks(4, body, poison=True):
+        assert "far_first" in explanation
+        for value, expected_value in zip(values, expected_values, strict=True):
+            assert (value - expected_value).abs().max() < TOLERANCE
