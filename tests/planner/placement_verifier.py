@@ -1,4 +1,4 @@
-"""The proof that a plan never touches a buffer outside its lifetime; shares no code with the placement it checks."""
+"""Verify that a plan never uses a buffer outside its lifetime. Shares no code with the placement that it checks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ringattn.schedule.content import size
 def verify_placement(plan: Plan) -> None:
     """Raise `PlanError` if a buffer is read before it is filled or past its end, or overwritten while it lives.
 
-    Of a fused buffer its parts are checked instead. Lifetimes are derived again, from the steps alone.
+    For a fused buffer, its parts are checked instead. Lifetimes are derived again, only from the steps.
     """
-    # Steps in which each buffer is first filled, wholly filled, and last used; what messages fill is readable after the
-    # step of the last of them.
+    # The steps in which each buffer is first filled, completely filled, and last used. A buffer filled by messages can
+    # be read after the step of the last message.
     written: dict[int, int] = {}
     whole: dict[int, int] = {}
     used: dict[int, int] = defaultdict(int)
@@ -34,9 +34,9 @@ def verify_placement(plan: Plan) -> None:
     ended = set[int]()  # received queries that have their result, by their buffer
 
     parts: dict[int, list[int]] = defaultdict(list)
-    for index, one in enumerate(plan.buffers):
-        if one.inside is not None:
-            parts[one.inside.buffer].append(index)
+    for index, inner in enumerate(plan.buffers):
+        if inner.inside is not None:
+            parts[inner.inside.buffer].append(index)
 
     def write(buffer: int, now: int) -> None:
         for part in parts[buffer]:
@@ -48,20 +48,20 @@ def verify_placement(plan: Plan) -> None:
         written[buffer] = whole[buffer] = used[buffer] = now
 
     def elements(buffer: int) -> int:
-        held = plan.buffers[buffer]
-        return size(held.content) * record_elements(plan.problem, held.dtype, held.kind)
+        described = plan.buffers[buffer]
+        return size(described.content) * record_elements(plan.problem, described.dtype, described.kind)
 
     def receive(recv: Recv, now: int) -> None:
-        told = f"rank {plan.rank}, step {now}: the message {recv.label}"
+        message = f"rank {plan.rank}, step {now}: the message {recv.label}"
         if not arrived[recv.buffer]:
             write(recv.buffer, now)
         if recv.first < arrived[recv.buffer]:
-            raise PlanError(f"{told}: {plan.buffers[recv.buffer].label} is filled twice")
+            raise PlanError(f"{message}: {plan.buffers[recv.buffer].label} is filled twice")
         if recv.first > arrived[recv.buffer]:
-            raise PlanError(f"{told} leaves a gap in its buffer")
+            raise PlanError(f"{message} leaves a gap in its buffer")
         arrived[recv.buffer] += recv.elements
         if arrived[recv.buffer] > elements(recv.buffer):
-            raise PlanError(f"{told} ends outside its buffer")
+            raise PlanError(f"{message} ends outside its buffer")
         used[recv.buffer] = now
         whole[recv.buffer] = now if arrived[recv.buffer] == elements(recv.buffer) else len(plan.steps)
 
@@ -69,7 +69,8 @@ def verify_placement(plan: Plan) -> None:
         for part in parts[buffer] if buffer != LOCAL else ():
             read(part, now, after if part in received else 0)
         if buffer != LOCAL and not parts[buffer]:
-            # `after` = 1: what this step's message fills can be read in the next step. Never filled counts as now + 1.
+            # `after` = 1: rows filled by a message of this step can be read in the next step. A buffer that is never
+            # filled counts as filled in step now + 1.
             if whole.get(buffer, now + 1) > now - after:
                 raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[buffer].label} is read too early")
             used[buffer] = now
@@ -81,14 +82,14 @@ def verify_placement(plan: Plan) -> None:
         for pack in step.packs:
             read(pack.source, now)
             write(pack.into, now)
-        # Order of a step: pack, send and receive, zero, restore, compute.
+        # The order within a step: pack, send and receive, zero, restore, compute.
         for send in step.sends:
             read(send.buffer, now, after=send.buffer in received)
             if not 0 <= send.first <= send.first + send.elements <= elements(send.buffer):
                 raise PlanError(f"rank {plan.rank}, step {now}: the message {send.label} ends outside its buffer")
         for recv in step.recvs:
             receive(recv, now)
-        # A dK/dV buffer is filled by zeros and first works together, each some of its rows (see `visits`).
+        # Zeros and overwriting works together fill a dK/dV buffer, each some of its rows (see `check_overwrites`).
         firsts = {item.dkv for item in step.work if isinstance(item, (AttendOp, AttendReceivedOp)) and item.overwrite}
         for buffer in sorted({zero.buffer for zero in step.zeros} | firsts - {LOCAL}):
             write(buffer, now)
@@ -116,16 +117,16 @@ def verify_placement(plan: Plan) -> None:
     sent = {send.buffer for step in plan.steps for send in step.sends}
     for buffer in sorted(sums - sent - {pack.source for step in plan.steps for pack in step.packs}):
         raise PlanError(f"rank {plan.rank}: {plan.buffers[buffer].label} is added to and never sent")
-    # Any two buffers that live in a common step must lie in disjoint bytes.
+    # Any two buffers that live in the same step must have disjoint bytes.
     spans = [(plan.buffers[b].offset_bytes, buffer_bytes(plan.problem, plan.buffers[b]), b) for b in written]
     for n, (start, nbytes, this) in enumerate(spans):
         if start < 0 or start + nbytes > plan.arena_bytes:
-            raise PlanError(f"rank {plan.rank}: {plan.buffers[this].label} lies outside the arena")
-        for other_start, other_bytes, other in spans[:n]:
-            # Intervals with both ends included overlap in steps, half-open ones in bytes.
-            together = written[this] <= used[other] and written[other] <= used[this]
-            if together and start < other_start + other_bytes and other_start < start + nbytes:
-                labels = f"{plan.buffers[this].label} and {plan.buffers[other].label}"
+            raise PlanError(f"rank {plan.rank}: {plan.buffers[this].label} is outside the arena")
+        for other_start, other_bytes, second in spans[:n]:
+            # Intervals of steps include both ends; intervals of bytes are half-open.
+            concurrent = written[this] <= used[second] and written[second] <= used[this]
+            if concurrent and start < other_start + other_bytes and other_start < start + nbytes:
+                labels = f"{plan.buffers[this].label} and {plan.buffers[second].label}"
                 raise PlanError(f"rank {plan.rank}: {labels} live at the same time in the same bytes")
     for inner in plan.buffers:
         if inner.inside is None:
@@ -133,4 +134,4 @@ def verify_placement(plan: Plan) -> None:
         outer = plan.buffers[inner.inside.buffer]
         before = inner.inside.row * record_bytes(plan.problem, inner.dtype, inner.kind)
         if inner.offset_bytes != outer.offset_bytes + before:
-            raise PlanError(f"rank {plan.rank}: {inner.label} does not lie in {outer.label}")
+            raise PlanError(f"rank {plan.rank}: {inner.label} is not inside {outer.label}")

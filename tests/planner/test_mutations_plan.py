@@ -1,6 +1,6 @@
-"""Broken on purpose: plans with one fault each, which `verify_placement` or `check_visits` must find.
+"""Mutation tests: plans with one fault each, which `verify_placement` or `check_overwrites` must find.
 
-That every plan passes both is in test_place.py.
+test_place.py tests that every plan passes both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ringattn.planner.plan import LOCAL, Add, AttendOp, OwnSums, Plan
 from ringattn.schedule.content import size
 from ringattn.schedule.routes import ROUTES
 from tests.planner.placement_verifier import verify_placement
-from tests.planner.visit_check import adds_of, check_visits
+from tests.planner.visit_check import adds_of, check_overwrites
 from tests.strategies import simple
 
 CASE = simple("zigzag", 32, 4, heads=4, causal=True)
@@ -26,34 +26,35 @@ each_pass = pytest.mark.parametrize("backward", [False, True], ids=["forward", "
 
 
 def plan(route: str, backward: bool) -> Plan:
-    """A sound plan to break."""
-    found = plan_of(CASE.problem, ROUTES[route], 1, backward)
-    verify_placement(found)
-    return found
+    """Return a verified plan to mutate."""
+    verified = plan_of(CASE.problem, ROUTES[route], 1, backward)
+    verify_placement(verified)
+    return verified
 
 
-def with_plan_step(whole: Plan, at: int, **changes: Any) -> Plan:
-    """The plan with one step changed."""
-    return replace(whole, steps=(*whole.steps[:at], whole.steps[at]._replace(**changes), *whole.steps[at + 1 :]))
+def with_plan_step(whole: Plan, index: int, **changes: Any) -> Plan:
+    """Return the plan with one step changed."""
+    step = whole.steps[index]._replace(**changes)
+    return replace(whole, steps=(*whole.steps[:index], step, *whole.steps[index + 1 :]))
 
 
 def moved(whole: Plan, buffer: int, offset_bytes: int) -> Plan:
-    """The plan with one buffer elsewhere."""
+    """Return the plan with one buffer at another offset."""
     buffers = list(whole.buffers)
     buffers[buffer] = buffers[buffer]._replace(offset_bytes=offset_bytes)
     return replace(whole, buffers=tuple(buffers))
 
 
-def together(whole: Plan) -> list[tuple[int, int]]:
-    """Pairs of buffers that live in a common step; of what lies in one buffer, the parts."""
-    spans, filled = [(one.first, one.last) for one in whole.buffers], leaves(whole)
+def concurrent_pairs(whole: Plan) -> list[tuple[int, int]]:
+    """Return the pairs of buffers that live in the same step, with the parts instead of fused buffers."""
+    spans, filled = [(buffer.first, buffer.last) for buffer in whole.buffers], leaves(whole)
     return [(a, b) for a in filled for b in filled
             if b < a and spans[a][0] <= spans[b][1] and spans[b][0] <= spans[a][1]]  # fmt: skip
 
 
 def leaves(whole: Plan) -> list[int]:
-    """The buffers with no others inside."""
-    outer = {one.inside.buffer for one in whole.buffers if one.inside is not None}
+    """Return the buffers that contain no other buffers."""
+    outer = {buffer.inside.buffer for buffer in whole.buffers if buffer.inside is not None}
     return [index for index in range(len(whole.buffers)) if index not in outer]
 
 
@@ -62,16 +63,16 @@ def leaves(whole: Plan) -> list[int]:
 def test_two_live_buffers_in_the_same_bytes(route: str, backward: bool) -> None:
     whole = plan(route, backward)
     whole = replace(whole, arena_bytes=2 * whole.arena_bytes)
-    for one, other in together(whole):
+    for first, second in concurrent_pairs(whole):
         with pytest.raises(PlanError, match=r"rank 1: .* live at the same time in the same bytes"):
-            verify_placement(moved(whole, one, whole.buffers[other].offset_bytes))
+            verify_placement(moved(whole, first, whole.buffers[second].offset_bytes))
 
 
-def test_a_part_that_lies_elsewhere() -> None:
+def test_a_part_outside_its_buffer() -> None:
     whole = plan("ulysses", False)
-    part = next(index for index, one in enumerate(whole.buffers) if one.inside is not None)
+    part = next(index for index, buffer in enumerate(whole.buffers) if buffer.inside is not None)
     whole = replace(whole, arena_bytes=2 * whole.arena_bytes)
-    with pytest.raises(PlanError, match=r"rank 1: .* does not lie in \w+ received for step 1"):
+    with pytest.raises(PlanError, match=r"rank 1: .* is not inside \w+ received for step 1"):
         verify_placement(moved(whole, part, whole.arena_bytes // 2))
 
 
@@ -80,54 +81,56 @@ def test_a_part_that_lies_elsewhere() -> None:
 def test_a_slot_outside_the_arena(route: str, backward: bool) -> None:
     whole = plan(route, backward)
     for offset_bytes in (-1, whole.arena_bytes):
-        with pytest.raises(PlanError, match=r"lies outside the arena"):
+        with pytest.raises(PlanError, match=r"is outside the arena"):
             verify_placement(moved(whole, leaves(whole)[0], offset_bytes))
 
 
 @each_route
 @each_pass
-@pytest.mark.parametrize("what", ["packs", "recvs"])
-def test_a_buffer_that_nobody_fills(route: str, backward: bool, what: str) -> None:
+@pytest.mark.parametrize("field", ["packs", "recvs"])
+def test_a_buffer_that_is_never_filled(route: str, backward: bool, field: str) -> None:
     whole = plan(route, backward)
-    at = next(at for at, step in enumerate(whole.steps) if getattr(step, what))
+    index = next(index for index, step in enumerate(whole.steps) if getattr(step, field))
     with pytest.raises(PlanError, match=r"is read too early|leaves a gap in its buffer"):
-        verify_placement(with_plan_step(whole, at, **{what: ()}))
+        verify_placement(with_plan_step(whole, index, **{field: ()}))
 
 
 @each_route
-def test_a_sum_that_nobody_begins(route: str) -> None:
+def test_a_sum_that_is_never_initialized(route: str) -> None:
     whole = plan(route, True)
     assert not any(step.zeros or item.overwrite for step in plan(route, False).steps for item in step.work)
     begun = [any(not isinstance(item, Add) and item.overwrite and item.dkv != LOCAL for item in step.work)
              for step in whole.steps]  # fmt: skip
-    at = begun.index(True)
-    work = tuple(item._replace(overwrite=False) for item in whole.steps[at].work)
+    index = begun.index(True)
+    work = tuple(item._replace(overwrite=False) for item in whole.steps[index].work)
     with pytest.raises(PlanError, match=r"is read too early"):
-        verify_placement(with_plan_step(whole, at, work=work, zeros=()))
+        verify_placement(with_plan_step(whole, index, work=work, zeros=()))
 
 
 @each_route
 @each_pass
 def test_a_message_past_the_end_of_its_buffer(route: str, backward: bool) -> None:
     whole = plan(route, backward)
-    at = next(at for at, step in enumerate(whole.steps) if step.sends)
+    index = next(index for index, step in enumerate(whole.steps) if step.sends)
     for changes in ({"elements": 10**6}, {"first": 10**6}, {"first": -(10**6)}):
         sends = tuple(
             send._replace(**{name: getattr(send, name) + by for name, by in changes.items()})
-            for send in whole.steps[at].sends
+            for send in whole.steps[index].sends
         )
         with pytest.raises(PlanError, match=r"rank 1, step \d: the message .*(KV|Q|OUT)\d.* ends outside its buffer"):
-            verify_placement(with_plan_step(whole, at, sends=sends))
+            verify_placement(with_plan_step(whole, index, sends=sends))
 
 
 @each_route
-def test_an_arrived_sum_added_too_early(route: str) -> None:
+def test_a_received_sum_added_too_early(route: str) -> None:
     whole = plan(route, True)
     received = {recv.buffer for step in whole.steps for recv in step.recvs}
-    found = [[item for item in step.work if isinstance(item, Add) and item.part in received] for step in whole.steps]
-    at, adds = next((at, adds) for at, adds in enumerate(found) if adds)
-    early = with_plan_step(whole, at, work=tuple(item for item in whole.steps[at].work if item not in adds))
-    early = with_plan_step(early, at - 1, work=(*whole.steps[at - 1].work, *adds))
+    adds_by_step = [
+        [item for item in step.work if isinstance(item, Add) and item.part in received] for step in whole.steps
+    ]
+    index, adds = next((index, adds) for index, adds in enumerate(adds_by_step) if adds)
+    early = with_plan_step(whole, index, work=tuple(item for item in whole.steps[index].work if item not in adds))
+    early = with_plan_step(early, index - 1, work=(*whole.steps[index - 1].work, *adds))
     with pytest.raises(PlanError, match=r"is read too early"):
         verify_placement(early)
 
@@ -135,64 +138,65 @@ def test_an_arrived_sum_added_too_early(route: str) -> None:
 @each_pass
 def test_keys_read_in_the_step_that_receives_them(backward: bool) -> None:
     whole = plan("ring", backward)
-    at = next(at for at, step in enumerate(whole.steps) if step.recvs)
-    buffer = whole.steps[at].recvs[0].buffer
-    fold = next(item for step in whole.steps for item in step.work if isinstance(item, AttendOp) and item.kv == buffer)
+    index = next(index for index, step in enumerate(whole.steps) if step.recvs)
+    buffer = whole.steps[index].recvs[0].buffer
+    updates = (item for step in whole.steps for item in step.work if isinstance(item, AttendOp))
+    update = next(item for item in updates if item.kv == buffer)
     with pytest.raises(PlanError, match=r"is read too early"):
-        verify_placement(with_plan_step(whole, at, work=(*whole.steps[at].work, fold)))
+        verify_placement(with_plan_step(whole, index, work=(*whole.steps[index].work, update)))
 
 
 def test_a_buffer_filled_twice() -> None:
     whole = plan("ring", False)
-    at = next(at for at, step in enumerate(whole.steps) if step.recvs)
+    index = next(index for index, step in enumerate(whole.steps) if step.recvs)
     with pytest.raises(PlanError, match=r"is filled twice"):
-        verify_placement(with_plan_step(whole, at + 1, recvs=whole.steps[at].recvs))
+        verify_placement(with_plan_step(whole, index + 1, recvs=whole.steps[index].recvs))
 
 
-# --- which work overwrites rows of dK/dV and which is the last to add to them: savings by hand, and flags broken ------
+# --- which work overwrites rows of dK/dV and which is the last to add to them: savings by hand, and wrong flags -------
 
 
 RANKS = 4
 
 
 def plans(layout: str, route: str, ranks: int = RANKS, **mask: object) -> list[Plan]:
-    """The backward plans of all ranks."""
+    """Return the backward plans of all ranks."""
     problem = simple(layout, 64, ranks, heads=4, **mask).problem  # type: ignore[arg-type]
     return [plan_of(problem, ROUTES[route], rank, True) for rank in range(ranks)]
 
 
 def zeroed(plan: Plan) -> int:
-    """Rows times K/V heads that begin at zero, in buffers."""
+    """Return the rows times K/V heads in buffers that are set to zero."""
     return sum(size(zero.rows) for step in plan.steps for zero in step.zeros)
 
 
 @pytest.mark.parametrize("route", ["ring", "all_gather", "sub_rings", "ulysses"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_no_own_row_begins_at_zero(layout: str, route: str) -> None:
-    """And the keys of the last rank, which causal masks keep to it in a contiguous layout, have no accumulators."""
+def test_no_local_row_is_zeroed(layout: str, route: str) -> None:
+    """In a contiguous causal layout, only the last rank reads its keys, so they have no accumulators."""
     ends = OwnSums.NONE if layout == "contiguous" else OwnSums.UNSET
     assert [plan.own_sums for plan in plans(layout, route, causal=True)] == [OwnSums.UNSET] * (RANKS - 1) + [ends]
 
 
-def test_own_rows_begin_at_zero_where_a_work_meets_set_and_unset_ones() -> None:
-    """Others read the first keys of rank 0 of a zigzag, and their sums arrive before it attends to all of its own."""
-    found = [plan.own_sums for plan in plans("zigzag", "direct", causal=True)]
-    assert found == [OwnSums.ZEROED] + [OwnSums.UNSET] * (RANKS - 1)
+def test_local_rows_are_zeroed_if_a_work_touches_set_and_unset_rows() -> None:
+    """Other ranks read the first keys of rank 0 in a zigzag; it receives their sums before it reads all local keys."""
+    own_sums = [plan.own_sums for plan in plans("zigzag", "direct", causal=True)]
+    assert own_sums == [OwnSums.ZEROED] + [OwnSums.UNSET] * (RANKS - 1)
 
 
-def test_a_rank_alone_has_no_sums() -> None:
+def test_a_single_rank_has_no_sums() -> None:
     (plan,) = plans("contiguous", "ring", ranks=1, causal=True)
     assert plan.own_sums is OwnSums.NONE and zeroed(plan) == 0
 
 
-def test_a_relay_zeroes_only_what_it_adds_nothing_to() -> None:
-    """Rank 3 of a zigzag sees the first half of the blocks of ranks 1 and 2 and relays all: 8 rows each of 4 heads."""
+def test_a_relay_zeroes_only_rows_to_which_it_adds_nothing() -> None:
+    """In a zigzag, rank 3 reads the first half of the blocks of ranks 1, 2 and relays all: 8 rows of 4 heads each."""
     assert [zeroed(plan) for plan in plans("zigzag", "ring", causal=True)] == [0, 0, 4 * 8, 2 * 4 * 8]
     assert [zeroed(plan) for plan in plans("contiguous", "ring", causal=True)] == [0] * RANKS
 
 
 def changed(plan: Plan, change: Callable[[AttendOp], AttendOp], only_own: bool = False) -> Plan:
-    """The plan with its attention updates changed."""
+    """Return the plan with its attention updates changed."""
     steps = [
         step._replace(work=tuple(
             change(item) if isinstance(item, AttendOp) and (item.dkv == LOCAL or not only_own) else item
@@ -208,7 +212,7 @@ def first_missing(plan: Plan) -> Plan:
 
 
 def first_too_late(plan: Plan) -> Plan:
-    """Mark the sum that arrives for rows to which the rank's own work has added."""
+    """Mark a received sum as overwriting rows to which the rank's local work has already added."""
     ((now, n),) = adds_of(plan)
     work = list(plan.steps[now].work)
     work[n] = work[n]._replace(overwrite=True)
@@ -226,13 +230,13 @@ def left_unset(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("change", "rank", "message"),
     [
-        (first_missing, 1, "adds to rows that nothing has set"),
-        (first_too_late, 1, "Add is not the first on its rows"),
+        (first_missing, 1, "adds to rows that are not set"),
+        (first_too_late, 1, "Add overwrites rows that are set"),
         (last_too_early, 1, "Add adds to rows that are final"),
-        (left_unset, 3, "rows that nothing"),
+        (left_unset, 3, "rows that are (not|never) set"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_wrong_flag(change: Callable[[Plan], Plan], rank: int, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        check_visits(change(plans("zigzag", "ring", causal=True)[rank]))
+        check_overwrites(change(plans("zigzag", "ring", causal=True)[rank]))

@@ -1,4 +1,4 @@
-"""Plans: every buffer placed, what is live counted independently, messages that meet, memory as known by hand."""
+"""Plans: every buffer placed, live buffers counted independently, matching messages, memory computed by hand."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from ringattn.planner.plan import ALIGNMENT_BYTES, LOCAL, AttendOp, Plan, Recv, 
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import ROUTES, schedule_of
 from tests.planner.placement_verifier import verify_placement
-from tests.planner.visit_check import check_visits
+from tests.planner.visit_check import check_overwrites
 from tests.schedules import RING, schedule_params
 from tests.strategies import Case, covering, cross, simple, wire_order
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-OWN_DTYPE = [pytest.param(*one.values, None, marks=one.marks) for one in schedule_params(quick=["double_ring"])]
+INPUT_DTYPE = [pytest.param(*param.values, None, marks=param.marks) for param in schedule_params(quick=["double_ring"])]
 EIGHT_BIT = [("ring", "int8"), ("direct", "float8_e4m3fn"), ("ulysses", "int8")]
 each_route = pytest.mark.parametrize(
     ("route", "wire"),
-    [*OWN_DTYPE, EIGHT_BIT[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in EIGHT_BIT[1:])],
+    [*INPUT_DTYPE, EIGHT_BIT[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in EIGHT_BIT[1:])],
 )
 
 
 Passes = list[list[Plan]]
-"""Forward and backward: the plans of all ranks."""
+"""The plans of all ranks: forward, then backward."""
 
 
 def plans_of(case: Case, route: str, wire: str | None = None) -> Passes:
-    """The plans of all ranks, forward and backward."""
+    """Return the plans of all ranks, forward and backward."""
     problem, way = replace(case.problem, kv_wire_dtype=wire), ROUTES[route]
     return [[plan_of(problem, way, rank, back) for rank in range(case.ranks)] for back in (False, True)]
 
 
 def record(plan: Plan, dtype: str, kind: Kind = Kind.KV) -> int:
-    """Bytes of one row of one head in a buffer of `dtype`."""
+    """Return the bytes of one row of one head in a buffer of `dtype`."""
     q, v, batch = plan.problem.head_dim, plan.problem.value_dim, plan.problem.batch
     if dtype not in ITEM_BYTES:
         return batch * (math.ceil((q + v) / 4) * 4 + 2 * 4)  # a byte each, and two float32 scales
@@ -49,22 +49,22 @@ def record(plan: Plan, dtype: str, kind: Kind = Kind.KV) -> int:
 
 
 def record_of(plan: Plan, buffer: int) -> int:
-    """Bytes of one row of one head in a buffer."""
+    """Return the bytes of one row of one head in a buffer."""
     return record(plan, plan.buffers[buffer].dtype, plan.buffers[buffer].kind)
 
 
 @each_route
 @covering
 def test_plans(route: str, wire: str | None, case: Case) -> None:
-    """All that holds of any plan, of plans that are made once for all of it."""
+    """Check all properties of plans; the plans are made once for all checks."""
     passes = plans_of(case, route, wire)
     check_they_are_projections_and_verified(passes, case, route)
-    check_messages_of_two_plans_meet(passes)
-    check_packs_only_what_does_not_lie_in_one_piece(passes)
+    check_messages_of_two_plans_match(passes)
+    check_only_scattered_rows_are_packed(passes)
     check_bytes_and_messages_are_the_schedules(passes, case, route, wire)
-    check_folds_read_the_rows_they_mean(passes, case)
+    check_updates_read_the_right_rows(passes, case)
     for plan in passes[True]:
-        check_visits(plan)
+        check_overwrites(plan)
 
 
 def check_they_are_projections_and_verified(passes: Passes, case: Case, route: str) -> None:
@@ -79,7 +79,7 @@ def check_they_are_projections_and_verified(passes: Passes, case: Case, route: s
 
 
 def gist(plan: Plan) -> list:
-    """The messages of each step, in whatever order their rows lie: dilated rows may lie in several."""
+    """Return the messages of each step with sorted rows, because dilated rows may be packed in several orders."""
     return [
         (step.number, [(send.peer, send.label, sorted(message(plan, send))) for send in step.sends],
          [(recv.peer, recv.label, sorted(message(plan, recv))) for recv in step.recvs])
@@ -87,7 +87,7 @@ def gist(plan: Plan) -> list:
     ]  # fmt: skip
 
 
-def check_messages_of_two_plans_meet(passes: Passes) -> None:
+def check_messages_of_two_plans_match(passes: Passes) -> None:
     for plans in passes:
         sent: dict[tuple[int, int], list] = defaultdict(list)
         received: dict[tuple[int, int], list] = defaultdict(list)
@@ -102,28 +102,28 @@ def check_messages_of_two_plans_meet(passes: Passes) -> None:
         assert sent == received
 
 
-def message(plan: Plan, one: Send | Recv) -> list[tuple[int, int]]:
-    """The (head, row) records of a message, in order."""
-    nbytes = (elements * plan.element_bytes(one.buffer) for elements in (one.first, one.elements))
-    first, count = (divmod(each, record_of(plan, one.buffer)) for each in nbytes)
+def message(plan: Plan, end: Send | Recv) -> list[tuple[int, int]]:
+    """Return the (head, row) records of a message, in order."""
+    nbytes = (elements * plan.element_bytes(end.buffer) for elements in (end.first, end.elements))
+    first, count = (divmod(number, record_of(plan, end.buffer)) for number in nbytes)
     assert first[1] == count[1] == 0
-    return wire_order(plan.buffers[one.buffer].content)[first[0] : first[0] + count[0]]
+    return wire_order(plan.buffers[end.buffer].content)[first[0] : first[0] + count[0]]
 
 
-def check_packs_only_what_does_not_lie_in_one_piece(passes: Passes) -> None:
+def check_only_scattered_rows_are_packed(passes: Passes) -> None:
     for plan in (plan for plans in passes for plan in plans):
         for step in plan.steps:
             for pack in step.packs:
                 into = plan.buffers[pack.into]
                 if pack.source == LOCAL:
                     continue
-                source, wanted = plan.buffers[pack.source], wire_order(into.content)
-                spots = wire_order(source.content)
-                at = [spots.index(spot) for spot in wanted]
-                assert source.dtype != into.dtype or at != list(range(at[0], at[0] + len(at)))
+                source, packed_rows = plan.buffers[pack.source], wire_order(into.content)
+                source_rows = wire_order(source.content)
+                order = [source_rows.index(row) for row in packed_rows]
+                assert source.dtype != into.dtype or order != list(range(order[0], order[0] + len(order)))
         packed = [pack.into for step in plan.steps for pack in step.packs if pack.source == LOCAL]
-        own = re.compile(rf"(KV|Q|SEED){plan.rank}(/\d+)? (packed|coded|in .*)")
-        shared = [into for into in packed if own.fullmatch(plan.buffers[into].label)]
+        local = re.compile(rf"(KV|Q|SEED){plan.rank}(/\d+)? (packed|coded|in .*)")
+        shared = [into for into in packed if local.fullmatch(plan.buffers[into].label)]
         assert len(packed) == len(set(packed)) and len(shared) >= bool(packed)
 
 
@@ -132,55 +132,55 @@ def check_bytes_and_messages_are_the_schedules(passes: Passes, case: Case, route
     for backward, plans in enumerate(passes):
         copies = [copy for step in schedule_of(problem, ROUTES[route], bool(backward)).steps for copy in step.copies]
         for plan in plans:
-            mine = [copy for copy in copies if copy.src == plan.rank]
+            sent_copies = [copy for copy in copies if copy.src == plan.rank]
             nbytes = 0
-            for copy in mine:
+            for copy in sent_copies:
                 kind, wide = copy.block.kind, problem.wire_dtype or problem.accumulator_dtype
                 sums = {Kind.DKV: wide, Kind.DQ: problem.accumulator_dtype, Kind.OUT: problem.accumulator_dtype}
                 dtype = sums.get(kind, (kind is Kind.KV and wire) or problem.dtype)
                 nbytes += len(wire_order(copy.content)) * record(plan, dtype, kind)
-            assert (plan.messages, plan.bytes_sent) == (len(mine), nbytes)
+            assert (plan.messages, plan.bytes_sent) == (len(sent_copies), nbytes)
 
 
-def check_folds_read_the_rows_they_mean(passes: Passes, case: Case) -> None:
+def check_updates_read_the_right_rows(passes: Passes, case: Case) -> None:
     for plan in (plan for plans in passes for plan in plans):
-        for fold in (item for step in plan.steps for item in step.work if isinstance(item, AttendOp)):
-            sides = ((fold.kv, fold.kv_row, fold.kv_step), (fold.dkv, fold.dkv_row, fold.dkv_step))
+        for update in (item for step in plan.steps for item in step.work if isinstance(item, AttendOp)):
+            sides = ((update.kv, update.kv_row, update.kv_step), (update.dkv, update.dkv_row, update.dkv_step))
             for buffer, base, step in sides[: 1 + plan.backward]:
-                rows = held_rows(case, plan, buffer, fold)
-                for tile in fold.tiles:
-                    held = [rows[base + row * step] for row in tile.k.rows.members()]
-                    assert [position for _, position in held] == list(tile.k.positions.members())
-                    if fold.owner is None:
-                        assert {head for head, _ in held} == {tile.heads.start // case.problem.group}
+                rows = buffer_rows(case, plan, buffer, update)
+                for tile in update.tiles:
+                    read = [rows[base + row * step] for row in tile.k.rows.members()]
+                    assert [position for _, position in read] == list(tile.k.positions.members())
+                    if update.owner is None:
+                        assert {head for head, _ in read} == {tile.heads.start // case.problem.group}
 
 
-def held_rows(case: Case, plan: Plan, buffer: int, fold: AttendOp) -> list[tuple[int, int]]:
-    """(K/V head, position) of each row that a fold can name in a buffer; heads only where a row has one."""
+def buffer_rows(case: Case, plan: Plan, buffer: int, update: AttendOp) -> list[tuple[int, int]]:
+    """Return (K/V head, position) of each row that an update can name in a buffer; head 0 if rows have all heads."""
     if buffer == LOCAL:
         return [(0, int(position)) for position in case.problem.kv_layout.positions(plan.rank)]
-    if fold.owner is not None:
-        part = next(part for part in plan.buffers[buffer].content if part.heads == fold.heads)
-        positions = case.problem.kv_layout.positions(fold.owner)
+    if update.owner is not None:
+        part = next(part for part in plan.buffers[buffer].content if part.heads == update.heads)
+        positions = case.problem.kv_layout.positions(update.owner)
         return [(0, int(positions[row])) for run in part.rows for row in run.members()]
-    inner = [one for one in plan.buffers if one.inside and one.inside.buffer == buffer]
-    found = []
-    for one in sorted(inner, key=lambda one: one.inside.row if one.inside else 0):
-        owner = re.match(r"D?KV(\d+)", one.label)
-        assert owner is not None and one.inside is not None and one.inside.row == len(found)
+    inner = [part for part in plan.buffers if part.inside and part.inside.buffer == buffer]
+    rows = []
+    for part in sorted(inner, key=lambda part: part.inside.row if part.inside else 0):
+        owner = re.match(r"D?KV(\d+)", part.label)
+        assert owner is not None and part.inside is not None and part.inside.row == len(rows)
         positions = case.problem.kv_layout.positions(int(owner[1]))
-        found += [(head, int(positions[row])) for head, row in wire_order(one.content)]
-    return found
+        rows += [(head, int(positions[row])) for head, row in wire_order(part.content)]
+    return rows
 
 
-# --- memory known by hand --------------------------------------------------------------------------------------------
+# --- memory computed by hand -----------------------------------------------------------------------------------------
 
 ROWS = 16
 SHARD = ROWS * (64 + 64) * 2  # K and V of one shard in bf16; sums are twice as wide
 
 
 def shards(ranks: int, backward: bool, route: str = "ring", name: str = "contiguous", wire: str | None = None) -> float:
-    """Arena bytes of every rank, in shards of K and V; the same on all ranks."""
+    """Return the arena bytes of a rank in shards of K and V. They must be the same on all ranks."""
     (count,) = {plan.arena_bytes for plan in plans_of(simple(name, ROWS * ranks, ranks), route, wire)[backward]}
     return count / SHARD
 
@@ -189,7 +189,7 @@ def shards(ranks: int, backward: bool, route: str = "ring", name: str = "contigu
 @pytest.mark.parametrize("ranks", [4, 8, 16])
 def test_a_chain_needs_the_same_memory_at_any_length(ranks: int, name: str) -> None:
     assert shards(ranks, False, name=name) == 2
-    assert shards(ranks, True, name=name) == 8  # two of K/V, three of twice as wide sums
+    assert shards(ranks, True, name=name) == 8  # two of K/V, three of sums that are twice as wide
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -201,11 +201,11 @@ def test_short_chains_need_no_more(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_all_gather_holds_every_shard(ranks: int) -> None:
     assert shards(ranks, False, "all_gather") == ranks
-    assert shards(ranks, False, "direct") == 3  # the own block stays, one is read, one arrives
+    assert shards(ranks, False, "direct") == 3  # the local block stays, one is read, one is received
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_eight_bits_need_room_to_restore_what_a_step_attends(ranks: int) -> None:
+def test_eight_bits_need_room_to_restore_the_blocks_of_a_step(ranks: int) -> None:
     slot = math.ceil(ROWS * (64 + 64 + 8) / ALIGNMENT_BYTES) * ALIGNMENT_BYTES / SHARD
     for wire in ("int8", "float8_e4m3fn"):
         assert shards(ranks, False, wire=wire) == 2 * slot + 1
@@ -213,7 +213,7 @@ def test_eight_bits_need_room_to_restore_what_a_step_attends(ranks: int) -> None
         assert shards(ranks, False, "all_gather", wire=wire) == ranks * slot + ranks - 1  # attended in one step
 
 
-def test_a_narrow_wire_is_packed_beside_the_sum() -> None:
+def test_a_narrow_wire_needs_a_packed_copy_of_the_sum() -> None:
     case = simple("contiguous", 64, 4)
     wide, narrow = (plan_of(replace(case.problem, wire_dtype=wire), RING, 1, True) for wire in (None, "bfloat16"))
     assert narrow.bytes_sent == wide.bytes_sent * 2 // 3  # K/V once, sums at one instead of two

@@ -1,4 +1,4 @@
-"""Which work sets a row of dK or dV first and which adds to it last, row by row."""
+"""Check row by row which work overwrites a row of dK or dV, and which adds to it last."""
 
 from __future__ import annotations
 
@@ -11,78 +11,80 @@ from ringattn.schedule.content import Content
 from ringattn.schedule.ops import Kind
 
 Cells = set[tuple[int, int]]
-"""(K/V head, row) of a buffer, or of the own tensors."""
+"""(K/V head, row) of a buffer, or of the local tensors."""
 
 
-class Touch(NamedTuple):
-    """Something that sets rows of a dK/dV buffer, or adds to them."""
+class Update(NamedTuple):
+    """An operation that overwrites rows of a dK/dV buffer or adds to them."""
 
     buffer: int
     cells: Cells
-    first: bool
+    overwrite: bool
     last: bool
-    what: str
+    label: str
 
 
-def check_visits(plan: Plan) -> None:
-    """Every row is set before all that adds to it, once, and what is final is not added to."""
-    every: dict[int, Cells] = {}
-    for touch in _touches(plan):
-        if touch.buffer != LOCAL:
-            every.setdefault(touch.buffer, cells(rows_of(plan.buffers[touch.buffer])))
+def check_overwrites(plan: Plan) -> None:
+    """Assert that every row is set exactly once before all additions, and that nothing is added to final rows."""
+    all_cells: dict[int, Cells] = {}
+    for update in _updates(plan):
+        if update.buffer != LOCAL:
+            all_cells.setdefault(update.buffer, cells(rows_of(plan.buffers[update.buffer])))
     problem = plan.problem
-    own = {(head, row) for head in range(problem.kv_heads) for row in range(problem.kv_layout.counts[plan.rank])}
-    unset = every | {LOCAL: set() if plan.own_sums is OwnSums.ZEROED else set(own)}
+    local = {(head, row) for head in range(problem.kv_heads) for row in range(problem.kv_layout.counts[plan.rank])}
+    unset = all_cells | {LOCAL: set() if plan.own_sums is OwnSums.ZEROED else set(local)}
     final: Cells = set()
-    for touch in _touches(plan):
-        left = unset[touch.buffer]
-        if touch.first:
-            assert touch.cells <= left, f"{touch.what} is not the first on its rows"
-            left -= touch.cells
+    for update in _updates(plan):
+        left = unset[update.buffer]
+        if update.overwrite:
+            assert update.cells <= left, f"{update.label} overwrites rows that are set"
+            left -= update.cells
         else:
-            assert not touch.cells & left, f"{touch.what} adds to rows that nothing has set"
-        if touch.buffer == LOCAL:
-            assert not touch.cells & final, f"{touch.what} adds to rows that are final"
-            final |= touch.cells if touch.last else set()
+            assert not update.cells & left, f"{update.label} adds to rows that are not set"
+        if update.buffer == LOCAL:
+            assert not update.cells & final, f"{update.label} adds to rows that are final"
+            final |= update.cells if update.last else set()
         else:
-            assert not touch.last
-    assert not any(unset.values()), f"rows that nothing sets: {unset}"
-    assert final == (own if plan.own_sums is OwnSums.NONE else set())
+            assert not update.last
+    assert not any(unset.values()), f"rows that are never set: {unset}"
+    assert final == (local if plan.own_sums is OwnSums.NONE else set())
 
 
 def cells(content: Content) -> Cells:
-    """Those of a content."""
+    """Return the cells of a content."""
     return {(head, row) for heads, runs in content for head in heads.members() for run in runs for row in run.members()}
 
 
-def _touches(plan: Plan) -> Iterator[Touch]:
+def _updates(plan: Plan) -> Iterator[Update]:
+    """Yield all operations on dK and dV in order."""
     for step in plan.steps:
         for zero in step.zeros:
-            yield Touch(zero.buffer, cells(zero.rows), True, False, f"step {step.number}: zeros")
+            yield Update(zero.buffer, cells(zero.rows), True, False, f"step {step.number}: zeros")
         for item in step.work:
-            what = f"step {step.number}: {type(item).__name__}"
+            label = f"step {step.number}: {type(item).__name__}"
             if isinstance(item, AttendOp):
-                yield Touch(item.dkv, _cells_of(plan, item), item.overwrite, item.last, what)
+                yield Update(item.dkv, _cells_of(plan, item), item.overwrite, item.last, label)
             elif isinstance(item, AttendReceivedOp):
                 rows = {(0, row) for tile in item.tiles for row in tile.k.rows.members()}
-                yield Touch(item.dkv, rows, item.overwrite, False, what)
+                yield Update(item.dkv, rows, item.overwrite, False, label)
             elif item.into == LOCAL and plan.buffers[item.part].kind is Kind.DKV:
-                yield Touch(LOCAL, cells(plan.buffers[item.part].content), item.overwrite, False, what)
+                yield Update(LOCAL, cells(plan.buffers[item.part].content), item.overwrite, False, label)
 
 
 def _cells_of(plan: Plan, item: AttendOp) -> Cells:
-    found = set()
+    """Return the cells of dK and dV that an attention update writes."""
+    updated = set()
     for tile in item.tiles:
         heads = {head // plan.problem.group for head in tile.heads.members()}
         if item.owner is None:
-            heads = {0}  # every row of a fused buffer has a head of its own
+            heads = {0}  # a fused buffer has a single head
         rows = [item.dkv_row + row * item.dkv_step for row in tile.k.rows.members()]
-        found |= {(head, row) for head in heads for row in rows}
-    return found
+        updated |= {(head, row) for head in heads for row in rows}
+    return updated
 
 
 def adds_of(plan: Plan) -> list[tuple[int, int]]:
-    """(plan step, place in its work) of what is added to the own tensors."""
+    """Return (plan step, index in its work) of all additions to the local dK and dV."""
     return [
         (now, n)
         for now, step in enumerate(plan.steps)
