@@ -1,14 +1,18 @@
-"""The backward ring step in two launches, dQ by query blocks and dK, dV by key blocks, or in one by key blocks.
+"""The backward ring step: a launch for dQ by query blocks and one for dK and dV by key blocks, or one fused launch.
 
-Guarantees, for float32, float16 and bfloat16 inputs, weights recomputed from the merged lse, float32 gradients that are
-added to what is there (so that dK and dV travel and grow), query heads of a group summed inside the launch, and nothing
-added for rows that see no key. Two launches use no atomics: the same bits for the same tables. One launch makes five
-matrix products instead of seven and adds dQ atomically, in an order that differs from run to run.
-dQ needs no gradient that travels: launched first, it hides their arrival. Of a pass, each gradient begins without
-reading a state and ends by writing the result in the dtype of its tensor: the flags of each block say which.
-Independent of positions, ranks, steps and of how lse and delta were merged.
-The scores of a key block are (keys, queries): a group of four warps with 64 of its keys keeps weights and their
-gradients in registers, between the products that make them and those that take them.
+Guarantees, for float32, float16 and bfloat16 inputs:
+- weights are recomputed from the merged lse;
+- float32 gradients are added to the existing sums, so that dK and dV can travel between ranks and accumulate;
+- the query heads of a group are summed inside the launch;
+- rows that see no key add nothing;
+- the two launches use no atomics, so equal tables give equal bits.
+The fused launch, by key blocks, makes five matrix products instead of seven and adds to dQ atomically, in an order that
+differs from run to run.
+dQ needs no gradient from another rank. Launched first, it overlaps the transfer of dK and dV. The first block of a row
+does not read the sum, and the last writes the result in the dtype of its tensor; the flags of each block mark them. The
+kernels do not depend on positions, ranks, steps or how lse and delta were merged.
+The scores of a key block are (keys, queries): a group of four warps with 64 keys keeps the weights and their gradients
+in registers between the products.
 """
 
 from __future__ import annotations
@@ -61,23 +65,23 @@ from ringattn.kernels.launch import VARYING, Config, LaunchCall, Table
 
 @triton.jit
 def _with_bias(
-    s, raw, factor, alibi, steps, at,
+    s, raw, factor, alibi, steps, index,
     OWN: tl.constexpr, OTHER: tl.constexpr, KEYS_OWN: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """(t, rest) as `biased` gives them of s, which is `raw` * `factor`; with RAW the bias is added before that."""
+    """Return (t, rest) of `biased` for s = `raw` * `factor`; with RAW the bias is added before the multiplication."""
     if RAW:
-        s, rest = biased(raw, alibi[0], alibi[1], steps, at, OWN, OTHER, KEYS_OWN)
+        s, rest = biased(raw, alibi[0], alibi[1], steps, index, OWN, OTHER, KEYS_OWN)
         s, rest = s * factor, rest * factor
     else:
-        s, rest = biased(s, alibi[0], alibi[1], steps, at, OWN, OTHER, KEYS_OWN)
+        s, rest = biased(s, alibi[0], alibi[1], steps, index, OWN, OTHER, KEYS_OWN)
     return s, rest
 
 
 @triton.jit
 def _score_grads(p, capped, dp, delta, SOFTCAP: tl.constexpr):
-    """The gradient of the products before scaling, of weights `p`; `delta` broadcasts over the keys."""
+    """Return the gradient of the products before scaling, from the weights `p`; `delta` broadcasts over the keys."""
     if SOFTCAP:
-        # The derivative of tanh; first, so that the tanh need not be kept beside dP.
+        # The derivative of tanh comes first, so that the tanh need not be kept together with dP.
         p = p * (1.0 - capped * capped)
     # dS = P * (dP - delta), delta = sum(dout * out) - dlse.
     return p * (dp - delta)
@@ -85,35 +89,38 @@ def _score_grads(p, capped, dp, delta, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _add_q(
-    dq_rows, q_rows, dout_rows, peaks, deltas, k_source, v_source, count, band, at, edge, scale, softcap, bias, steps,
-    draw, more,
+    dq_rows, q_rows, dout_rows, peaks, deltas, k_source, v_source, count, band, n_block, edge, scale, softcap, bias,
+    steps, draw, more,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_BIAS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """`dq_rows`, before scaling, after key block `at`, at an `edge` of the band or not, of an entry of `count` rows."""
-    k_rows = read_block(k_source, at, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
-    # Recomputed rather than kept: scores of a whole pass would take rows x keys of memory.
+    """Return `dq_rows`, before scaling, after key block `n_block` of an entry of `count` rows.
+
+    `edge`: the block is at an edge of the band and needs the mask.
+    """
+    k_rows = read_block(k_source, n_block, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
+    # Recompute the scores: storing those of a whole pass would need rows x keys of memory.
     s, capped = logits(tl.dot(q_rows, tl.trans(k_rows), input_precision="ieee"), scale, softcap, SOFTCAP)
-    v_rows = read_block(v_source, at, count, D_V, PAD_V, BLOCK_N, DESCRIBED)
+    v_rows = read_block(v_source, n_block, count, D_V, PAD_V, BLOCK_N, DESCRIBED)
     # dP = dO V^T
     dp = tl.dot(dout_rows, tl.trans(v_rows), input_precision="ieee")
     if bias is not None:
         s, rest = _with_bias(
-            s, capped, softcap if SOFTCAP else scale, bias, steps, at, BLOCK_M, BLOCK_N, False, RAW_BIAS
+            s, capped, softcap if SOFTCAP else scale, bias, steps, n_block, BLOCK_M, BLOCK_N, False, RAW_BIAS
         )  # fmt: skip
         peaks -= rest
-    # P = exp(S - lse): the final weights, since lse is over all keys of the row.
+    # P = exp(S - lse) are the final weights, because lse is over all keys of the row.
     p = tl.exp2(s - peaks[:, None])
     if edge:
-        # Not before: the exponent is then one multiplication and addition. Weights that this hides may be infinite.
-        cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Mask after exp2, so that the exponent is a single multiply-add. The masked weights may be infinite.
+        cols = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         p = tl.where(banded(tl.arange(0, BLOCK_M), cols, count, band), p, 0.0)
     if draw is not None:
-        # dP of what was dropped is 0, of the rest `more` times as great.
-        dp = tl.where(dropped(draw, at, BLOCK_M, BLOCK_N, False, TOGETHER), 0.0, dp) * more
+        # dP is 0 for dropped pairs and multiplied by `more` for the others.
+        dp = tl.where(dropped(draw, n_block, BLOCK_M, BLOCK_N, False, TOGETHER), 0.0, dp) * more
     ds = _score_grads(p, capped, dp, deltas[:, None], SOFTCAP)
-    # dQ += dS K; the scale follows once, at the end.
+    # dQ += dS K; the scale is applied at the end.
     return tl.dot(ds.to(k_rows.dtype), k_rows, dq_rows, input_precision="ieee")
 
 
@@ -132,19 +139,19 @@ def grad_q_kernel(
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
     more = None if kept is None else 1.0 / kept
-    # A program may take several items, each so many programs after the last.
+    # A program may take several items, at a distance of the number of programs.
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
         rows, live = rows_in(block, idle, BLOCK_M)
         begins, ends = ends_of(block)
-        # K/V may be held from a later head than 0.
+        # The first K/V head in the buffer may be later than 0.
         kv_head = head // group - first_kv_head
         q_rows = load_rows(q + batch * q_batch + head * q_head, rows * q_row, live, D_K, PAD_K)
-        # Kept in registers for all entries: q, dout, lse and delta of the block's own query rows.
+        # Keep q, dout, lse and delta of the block's own query rows in registers for all entries.
         dout_base = dout + batch * dout_batch + head * dout_head
         dout_rows = load_rows(dout_base, rows * dout_row, live, D_V, PAD_V)
         peaks = tl.load(lse + batch * lse_batch + head * lse_head + rows * lse_row, mask=live, other=float("-inf"))
-        # +inf makes every weight 0, of rows that saw no key or are not there.
+        # A peak of +inf makes every weight 0: for rows that saw no key, and for rows past the end.
         peaks = tl.where(peaks == float("-inf"), float("inf"), peaks * LOG2_E)
         deltas = tl.load(delta + batch * delta_batch + head * delta_head + rows * delta_row, mask=live, other=0.0)
         dq_rows = tl.zeros((BLOCK_M, PAD_K), tl.float32)
@@ -152,7 +159,7 @@ def grad_q_kernel(
         v_base = v + batch * v_batch + kv_head * v_head
         first, last = entries_of(block)
         factor = softcap if SOFTCAP else in_scale
-        # An idle item has no entry, but its loads and stores, all masked, are made.
+        # An idle item has no entry. Its loads and stores still run, all masked.
         for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
             entry, band = rows_and_band(entries + index * ENTRY_COLUMNS)
             start, full, full_end, end = visits(entries + index * ENTRY_COLUMNS)
@@ -163,137 +170,139 @@ def grad_q_kernel(
             draw = None
             if positions is not None:
                 draw = draw_of(positions, index, head, batch, seed_low, seed_high, threshold)
-            for at in tl.range(start, end):
-                # Blocks start .. full - 1 and full_end .. end - 1 cross the band's edge and need the mask.
+            for n_block in tl.range(start, end):
+                # Blocks start .. full - 1 and full_end .. end - 1 are at the band's edges and need the mask.
                 dq_rows = _add_q(
-                    dq_rows, q_rows, dout_rows, peaks, deltas, k_source, v_source, entry[2], band, at,
-                    (at < full) | (at >= full_end), in_scale, softcap, bias, steps, draw, more,
+                    dq_rows, q_rows, dout_rows, peaks, deltas, k_source, v_source, entry[2], band, n_block,
+                    (n_block < full) | (n_block >= full_end), in_scale, softcap, bias, steps, draw, more,
                     D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_BIAS, TOGETHER,
                 )  # fmt: skip
-        # Computed again: kept through the loop they would take registers of every thread.
+        # Compute these again: kept through the loop, they would take registers of every thread.
         rows, live = rows_in(block, idle, BLOCK_M)
         dq_base = dq + batch * dq_batch + head * dq_head
-        # dQ accumulates over the launches of a pass: a FIRST block starts from 0, a LAST one writes the result alone.
+        # dQ accumulates over the launches of a pass. A FIRST block starts from 0; a LAST block writes only the result.
         total = load_rows(dq_base, rows * dq_row, live & (begins == 0), D_K, PAD_K) + dq_rows * scale
         if result is not None:
             result_base = result + batch * result_batch + head * result_head
             store_rows(result_base, rows * result_row, live & ends, total, D_K, PAD_K)
-        # A block that is not LAST leaves its sum, in float32, to the next launch.
+        # A block that is not LAST stores its sum in float32 for the next launch.
         store_rows(dq_base, rows * dq_row, live & (ends == 0), total, D_K, PAD_K)
 
 
 @triton.jit
 def _numbers_of(base, row, run):
-    """Where the numbers of a run of rows lie, one a row: that of the first; the stride of the run; that of its rows."""
+    """Return the source of a number per row: the address for the first row, the stride of the run, and that of rows."""
     return base + run[0].to(tl.int64) * row, run[1], row
 
 
 @triton.jit
-def _numbers_at(source, at, ROWS: tl.constexpr):
-    """Addresses of the numbers of block `at` of the run."""
-    # Products of 32 bits with a result of 64 are one instruction. A run of more than one block has all its rows below
-    # 2^30, hence those between two of its blocks.
-    before = at * (source[1] * ROWS).to(tl.int64)
+def _numbers_at(source, index, ROWS: tl.constexpr):
+    """Return the addresses of the numbers of block `index` of the run."""
+    # A product of two 32-bit numbers with a 64-bit result is a single instruction. The distance of two blocks fits into
+    # 32 bits, because a run of more than one block has all its rows below 2^30.
+    before = index * (source[1] * ROWS).to(tl.int64)
     return source[0] + before * source[2] + (tl.arange(0, ROWS) * source[1]).to(tl.int64) * source[2]
 
 
 @triton.jit
 def _first_of(values, ROWS: tl.constexpr, COPIES: tl.constexpr):
-    """One column of (ROWS, COPIES) equal ones; the others need not leave shared memory."""
+    """Return a column of (ROWS, COPIES) equal columns; the others need not leave shared memory."""
     if COPIES == 1:
-        one = tl.reshape(values, (ROWS,))
+        column = tl.reshape(values, (ROWS,))
     else:
         half, _ = tl.split(tl.reshape(values, (ROWS, COPIES // 2, 2)))
-        one = _first_of(half, ROWS, COPIES // 2)
-    return one
+        column = _first_of(half, ROWS, COPIES // 2)
+    return column
 
 
 @triton.jit
-def _numbers(source, at, live, more, step, ROWS: tl.constexpr, COPIES: tl.constexpr, EDGE: tl.constexpr):
-    """The numbers of block `at`, one a row: 0 where not `live`, if an EDGE. Row j has j * `step` * `more` more, if any.
+def _numbers(source, index, live, more, step, ROWS: tl.constexpr, COPIES: tl.constexpr, EDGE: tl.constexpr):
+    """Load the numbers of block `index`, one per row; with EDGE, 0 for rows not `live`.
 
-    Read COPIES times, once by each thread of the program: of fewer elements than threads the compiler lets every thread
-    load all that it needs.
+    If `more` is given, j * `step` * `more` is added to row j. The load has COPIES copies, an element for each thread of
+    the program. With fewer elements than threads, the compiler would make every thread load all that it needs.
     """
-    where = _numbers_at(source, at, ROWS)[None, :] + tl.zeros((COPIES, 1), tl.int32)
+    where = _numbers_at(source, index, ROWS)[None, :] + tl.zeros((COPIES, 1), tl.int32)
     if EDGE:
-        found = tl.load(where, mask=live[None, :], other=0.0)
+        values = tl.load(where, mask=live[None, :], other=0.0)
     else:
-        found = tl.load(where)
+        values = tl.load(where)
     if more is not None:
-        # Here, where a thread holds one number.
-        found += ((tl.arange(0, ROWS) * step).to(tl.float32) * more)[None, :]
-    return _first_of(tl.trans(found), ROWS, COPIES)
+        # Add it here, while a thread has a single number.
+        values += ((tl.arange(0, ROWS) * step).to(tl.float32) * more)[None, :]
+    return _first_of(tl.trans(values), ROWS, COPIES)
 
 
 @triton.jit
 def _weights(s, lse, cols, count, band, ROWS: tl.constexpr, EDGE: tl.constexpr):
-    """Of scores (keys, queries); 0 beyond an EDGE of the band."""
-    # Finite where a row has no logit above -inf: its weights are 0, and not those of -inf less -inf. NaN stays.
+    """Return the weights of scores (keys, queries); with EDGE, 0 outside the band."""
+    # A row without a logit above -inf gets a finite peak, so that its weights are 0 and not exp2(-inf - (-inf)). A NaN
+    # is preserved.
     peaks = tl.maximum(lse * LOG2_E, LOWEST, propagate_nan=tl.PropagateNan.ALL)
     p = tl.exp2(s - peaks[None, :])
     if EDGE:
-        # Not before: the exponent is then one multiplication and addition. Weights that this hides may be infinite.
+        # Mask after exp2, so that the exponent is a single multiply-add. The masked weights may be infinite.
         p = tl.where(banded(tl.arange(0, ROWS), cols, count, band), p, 0.0)
     return p
 
 
 @triton.jit
 def _add_kv(
-    dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse_source, delta_source, dq_source, held, count, band, at,
-    scale, in_scale, softcap, bias, draw, more,
+    dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse_source, delta_source, dq_source, key_live, count, band,
+    m_block, scale, in_scale, softcap, bias, draw, more,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_BIAS: tl.constexpr,
     TOGETHER: tl.constexpr,
     COPIES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """(`dk_rows`, before scaling, `dv_rows`) after query block `at` of an entry of `count` rows.
+    """Return (`dk_rows` before scaling, `dv_rows`) after query block `m_block` of an entry of `count` rows.
 
-    Scores are (keys, queries) here. Without EDGE all of the block's rows see all keys, so no row is past the end.
+    Scores are (keys, queries). Without EDGE, every row of the block sees every key, so no row is past the end.
     """
-    # The entry holds queries here: `cols` count them within the entry.
-    cols = at * BLOCK_M + tl.arange(0, BLOCK_M)
+    # The entry's rows are queries; `cols` counts them within the entry.
+    cols = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     live = cols < count
-    q_rows = read_block(q_source, at, count, D_K, PAD_K, BLOCK_M, DESCRIBED)
+    q_rows = read_block(q_source, m_block, count, D_K, PAD_K, BLOCK_M, DESCRIBED)
     # S^T = K Q^T, so that dV = P^T dO and dK = dS^T Q need no transposed operand: P and dS stay in registers.
     s, capped = logits(tl.dot(k_rows, tl.trans(q_rows), input_precision="ieee"), in_scale, softcap, SOFTCAP)
     less, step = None, None
     if bias is not None:
         steps = steps_of(bias[1], True)
         s, rest = _with_bias(
-            s, capped, softcap if SOFTCAP else in_scale, bias, steps, at, BLOCK_N, BLOCK_M, True, RAW_BIAS
+            s, capped, softcap if SOFTCAP else in_scale, bias, steps, m_block, BLOCK_N, BLOCK_M, True, RAW_BIAS
         )  # fmt: skip
-        # lse is a natural logarithm.
+        # Convert to the natural logarithm of lse.
         less, step = rest * -LN_2, steps[2]
-    # One number for each query: read with the query block, since a key block meets many.
-    lse = _numbers(lse_source, at, live, less, step, BLOCK_M, COPIES, EDGE)
+    # lse is loaded with each query block, because a key block goes through many of them.
+    lse = _numbers(lse_source, m_block, live, less, step, BLOCK_M, COPIES, EDGE)
     if draw is not None:
-        # Before the next product, and as the sign of a weight: draws and which are dropped else take its registers.
+        # Draw before the next product and keep the result in the sign of the weight: the random words and the mask
+        # would otherwise take the registers of that product.
         p = _weights(s, lse, cols, count, band, BLOCK_N, EDGE)
-        p = tl.where(dropped(draw, at, BLOCK_N, BLOCK_M, True, TOGETHER), -p, p)
+        p = tl.where(dropped(draw, m_block, BLOCK_N, BLOCK_M, True, TOGETHER), -p, p)
     # dP^T = V dO^T
-    dout_rows = read_block(dout_source, at, count, D_V, PAD_V, BLOCK_M, DESCRIBED)
+    dout_rows = read_block(dout_source, m_block, count, D_V, PAD_V, BLOCK_M, DESCRIBED)
     dp = tl.dot(v_rows, tl.trans(dout_rows), input_precision="ieee")
-    # Not before: the product above needs the registers.
-    deltas = _numbers(delta_source, at, live, None, None, BLOCK_M, COPIES, EDGE)
+    # Load delta only now: the product above needs the registers.
+    deltas = _numbers(delta_source, m_block, live, None, None, BLOCK_M, COPIES, EDGE)
     if draw is None:
         p = _weights(s, lse, cols, count, band, BLOCK_N, EDGE)
-        held_p = p
+        kept_p = p
     else:
         gone, p = p < 0.0, tl.abs(p)
         # dV is multiplied by `more` at the end.
-        held_p, dp = tl.where(gone, 0.0, p), tl.where(gone, 0.0, dp) * more
+        kept_p, dp = tl.where(gone, 0.0, p), tl.where(gone, 0.0, dp) * more
     ds = _score_grads(p, capped, dp, deltas[None, :], SOFTCAP)
-    dv_rows = tl.dot(held_p.to(dout_rows.dtype), dout_rows, dv_rows, input_precision="ieee")
+    dv_rows = tl.dot(kept_p.to(dout_rows.dtype), dout_rows, dv_rows, input_precision="ieee")
     dk_rows = tl.dot(ds.to(q_rows.dtype), q_rows, dk_rows, input_precision="ieee")
     if dq_source is not None:
-        # The weights of rows that are not held may be infinite, and infinity times their zeros no number.
-        of_held = tl.where(held[:, None], ds, 0.0).to(k_rows.dtype)
+        # The weights of keys past the end may be infinite, and infinity times their zeros is NaN.
+        live_ds = tl.where(key_live[:, None], ds, 0.0).to(k_rows.dtype)
         dims = tl.arange(0, PAD_K)
-        # Several key blocks add to one query row, so these additions must be atomic.
-        at_dq = _numbers_at(dq_source, at, BLOCK_M)[:, None] + dims[None, :]
+        # Several key blocks add to the same query row, so these additions must be atomic.
+        at_dq = _numbers_at(dq_source, m_block, BLOCK_M)[:, None] + dims[None, :]
         # dQ = dS K from the transposed dS^T.
-        more = tl.dot(tl.trans(of_held), k_rows, input_precision="ieee") * scale
+        more = tl.dot(tl.trans(live_ds), k_rows, input_precision="ieee") * scale
         tl.atomic_add(at_dq, more, mask=live[:, None] & (dims < D_K)[None, :], sem="relaxed")
     return dk_rows, dv_rows
 
@@ -303,7 +312,7 @@ def _end_kv(
     sums, base, result, offset, result_offset, row, result_row, rows, live, begins, ends,
     DIM: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the pass has so far, unless it `begins`, and store the sum or, where the pass `ends`, the result."""
+    """Add the sum of earlier launches unless the pass `begins`. Store the sum or, if the pass `ends`, the result."""
     total = load_rows(base + offset, rows * row, live & (begins == 0), DIM, PADDED) + sums
     if result is not None:
         store_rows(result + result_offset, rows * result_row, live & ends, total, DIM, PADDED)
@@ -331,10 +340,10 @@ def grad_kv_kernel(
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, kv_head, idle = item_of(blocks, item, block_count, slots, batches, section)
         rows, live = rows_in(block, idle, BLOCK_N)
-        # K/V may be held from a later head than 0; gradients have the same heads.
-        held = kv_head - first_kv_head
-        k_rows = load_rows(k + batch * k_batch + held * k_head, rows * k_row, live, D_K, PAD_K)
-        v_rows = load_rows(v + batch * v_batch + held * v_head, rows * v_row, live, D_V, PAD_V)
+        # The first K/V head in the buffer may be later than 0; gradients have the same heads.
+        buffer_head = kv_head - first_kv_head
+        k_rows = load_rows(k + batch * k_batch + buffer_head * k_head, rows * k_row, live, D_K, PAD_K)
+        v_rows = load_rows(v + batch * v_batch + buffer_head * v_head, rows * v_row, live, D_V, PAD_V)
         dk_rows = tl.zeros((BLOCK_N, PAD_K), tl.float32)
         dv_rows = tl.zeros((BLOCK_N, PAD_V), tl.float32)
         first, last = entries_of(block)
@@ -344,9 +353,9 @@ def grad_kv_kernel(
             start, full, full_end, end = visits(entries + index * ENTRY_COLUMNS)
             before, reading = query_heads(entries + index * ENTRY_COLUMNS)
             first_head = kv_head * group + before
-            # All query heads of the K/V head that read it, one after another in one program: no atomics for dK, dV.
-            for served in tl.range(0, reading, disable_licm=True):
-                head = first_head + served
+            # One program processes all query heads of the K/V head in turn, so dK and dV need no atomics.
+            for offset in tl.range(0, reading, disable_licm=True):
+                head = first_head + offset
                 q_base = q + batch * q_batch + head * q_head
                 dout_base = dout + batch * dout_batch + head * dout_head
                 q_source = rows_of(q_base, q_row, entry, D_K, PAD_K, BLOCK_M, DESCRIBED)
@@ -358,9 +367,9 @@ def grad_kv_kernel(
                 draw = None
                 if positions is not None:
                     draw = draw_of(positions, index, head, batch, seed_low, seed_high, threshold)
-                # Blocks at the band's edges first, the masked ones; then the others, in a loop without a mask:
+                # First the masked blocks at the band's edges, then the others in a loop without a mask:
                 #    start | masked | full | unmasked | full_end | masked | end
-                # With wide heads and most options registers are short: a loop computes again what it could keep.
+                # With wide heads or most options registers are scarce, so the loops recompute invariants.
                 TIGHT: tl.constexpr = SOFTCAP or PAD_K > 128 or slopes is not None or positions is not None
                 for edge in tl.range(start, end - (full_end - full), disable_licm=TIGHT):
                     dk_rows, dv_rows = _add_kv(
@@ -370,26 +379,26 @@ def grad_kv_kernel(
                         D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_BIAS, TOGETHER,
                         COPIES, True,
                     )  # fmt: skip
-                for at in tl.range(full, full_end, disable_licm=TIGHT):
+                for m_block in tl.range(full, full_end, disable_licm=TIGHT):
                     dk_rows, dv_rows = _add_kv(
                         dk_rows, dv_rows, k_rows, v_rows, q_source, dout_source, lse_source, delta_source, dq_source,
-                        live, entry[2], band, at, scale, in_scale, softcap, bias, draw, more,
+                        live, entry[2], band, m_block, scale, in_scale, softcap, bias, draw, more,
                         D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_BIAS, TOGETHER,
                         COPIES, False,
                     )  # fmt: skip
-        # As in `grad_q_kernel`: computed again after the loop.
+        # Compute these again after the loop, as in `grad_q_kernel`.
         rows, live = rows_in(block, idle, BLOCK_N)
         begins, ends = ends_of(block)
         if more is not None:
             dv_rows *= more
         _end_kv(
             dv_rows, dv, dv_result,
-            batch * dv_batch + held * dv_head, batch * dv_result_batch + held * dv_result_head,
+            batch * dv_batch + buffer_head * dv_head, batch * dv_result_batch + buffer_head * dv_result_head,
             dv_row, dv_result_row, rows, live, begins, ends, D_V, PAD_V,
         )  # fmt: skip
         _end_kv(
             dk_rows * scale, dk, dk_result,
-            batch * dk_batch + held * dk_head, batch * dk_result_batch + held * dk_result_head,
+            batch * dk_batch + buffer_head * dk_head, batch * dk_result_batch + buffer_head * dk_result_head,
             dk_row, dk_result_row, rows, live, begins, ends, D_K, PAD_K,
         )  # fmt: skip
 
@@ -401,16 +410,16 @@ def grad_q(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor | None, table: Table,
     config: Config, *, result: Tensor | None = None, **options: Unpack[CallOptions],
 ) -> LaunchCall:  # fmt: skip
-    """The launch that adds to `dq`, float32 like q, what the table's pairs give.
+    """Return the launch that adds the gradient of the table's pairs to `dq`, shaped like q in float32.
 
     `q`, `k`, `v`, `dout`: (rows, batch, heads, dim), any strides with a contiguous last dimension, float32 or half.
     `lse`, `delta`: (batch, query heads, rows) float32 over all keys, delta = sum(dout * out) - dlse. The table is that
-    of `attention_forward.forward`. A FIRST block does not read `dq`; a LAST block writes the sum to `result`, like `dq`
-    in the dtype of q, and leaves `dq` alone. Without `result` no block may be LAST; `dq` may be None where all blocks
-    are both. The form "descriptors" needs `describable` k and v.
-    Raises ValueError without `dq` and `result`.
+    of `attention_forward.forward`. A FIRST block does not read `dq`. A LAST block writes the sum to `result`, shaped
+    like `dq` in the dtype of q, and does not touch `dq`. Without `result` no block may be LAST. If all blocks are both
+    FIRST and LAST, `dq` may be None. The form "descriptors" needs `describable` k and v.
+    Raises ValueError if both `dq` and `result` are None.
     """
-    # Where no block reads or writes dq, its argument is a stand-in that is never touched.
+    # If no block reads or writes dq, its argument is a stand-in that is never accessed.
     state, strides = state_beside(dq, result, lse)
     section = section_for(table, k, v, sharing=options.get("group", 1))
     args = (
@@ -426,25 +435,25 @@ def grad_kv(
     table: Table, config: Config, *, results: tuple[Tensor, Tensor] | None = None, dq: Tensor | None = None,
     **options: Unpack[CallOptions],
 ) -> LaunchCall:  # fmt: skip
-    """The launch that adds to `dk` and `dv`, float32 like k and v, what the table's pairs give.
+    """Return the launch that adds the gradients of the table's pairs to `dk` and `dv`, shaped like k and v in float32.
 
-    As `grad_q`, but the table has key blocks of `config.block_n` rows and entries in blocks of `config.block_m`. Its
-    flags are of dk and dv: a FIRST block does not read them, a LAST block writes the sums to `results`, like dk and dv
-    in the dtype of k, and leaves `dk` and `dv` alone; a block without an entry does so with what is there, or with 0.
-    With `dq`, like q in float32, the launch adds to it too, by float32 atomic additions: the bits of `dq` depend on the
-    order in which programs end. The form "descriptors" needs `describable` q and dout.
+    Like `grad_q`, but the table has key blocks of `config.block_n` rows and entries in blocks of `config.block_m`. Its
+    flags refer to dk and dv: a FIRST block does not read them. A LAST block writes the sums to `results`, shaped like
+    dk and dv in the dtype of k, and does not touch `dk` and `dv`. A block without an entry does the same with the
+    existing sums, or with 0. If `dq`, shaped like q in float32, is given, the launch adds to it by float32 atomics, so
+    the bits of `dq` depend on the order in which programs end. The form "descriptors" needs `describable` q and dout.
     """
-    # As in `grad_q`: where no block reads or writes dk and dv, their arguments are stand-ins.
+    # As in `grad_q`: if no block reads or writes dk and dv, their arguments are stand-ins.
     written = results or (None, None)
     (dk, of_dk), (dv, of_dv) = (state_beside(*pair, lse) for pair in zip((dk, dv), written, strict=True))
     section = section_for(table, q, dout, reads=options.get("group", 1))
     args = (
         q, k, v, dout, lse, delta, dq, dk, dv, *written, *shared_arguments(table, q.shape[1], section, options),
-        # Without dq its strides are not read; those of q fill their place.
+        # Without dq its strides are not read, so pass those of q.
         *_scales(options), *strides_of(q, k, v, dout, q if dq is None else dq), *of_dk, *of_dv, *lse.stride(),
         *delta.stride(),
     )  # fmt: skip
-    # As many numbers of rows at once as there are threads.
+    # Copies, so that a load of a number per row has an element for each thread.
     copies = max(1, 32 * config.num_warps // config.block_m)
     meta = _meta(q, v, config, table, options) | {"COPIES": copies}
     grid = grid_of(table, q.shape[1], options.get("programs"))
@@ -456,6 +465,6 @@ def _scales(options: CallOptions) -> tuple[float, float, float]:
 
 
 def _meta(q: Tensor, v: Tensor, config: Config, table: Table, options: CallOptions) -> dict[str, Any]:
-    """The compile-time constants of both kernels."""
+    """Return the compile-time constants of both kernels."""
     factor = logit_scales(options["scale"], options.get("softcap"))[options.get("softcap") is not None]
     return {**shared_constants(q, v, config, table, options), "RAW_BIAS": adds_raw(factor)}

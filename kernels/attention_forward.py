@@ -1,14 +1,17 @@
-"""The forward ring step: one launch does the attention updates of all tiles of a step, in place on the softmax state.
+"""The forward ring step: a launch does the attention updates of all tiles of a step, in place on the softmax state.
 
-Guarantees, for float32, float16 and bfloat16 inputs, online softmax in float32 and base 2 over the key blocks that the
-table names and no other, masks on the blocks at a band's edges alone, (0, -inf) left as it is for rows that see no key,
-or whose logits are all -inf, and the same bits for the same table. State between steps is `out` (normalized, float32)
-and `lse` (natural log, float32), so that any other kernel can take the next step. A pass begins without reading a state
-and ends by writing the result in the dtype of q: the flags of each block say which.
-The grid is as large as its caller says, each program taking every n-th block: a launch can leave multiprocessors free.
-Independent of positions, ranks, steps and of where the table comes from.
-The specialized form has a producer warp, split off by Triton's compiler (sm_90): the same meaning and bits as with
-descriptors, for q, k and v that are `describable` and tables of `one_entry_each`. Not tuned, never run on a GPU.
+Guarantees, for float32, float16 and bfloat16 inputs:
+- online softmax in float32 and base 2, over exactly the key blocks that the table lists;
+- masks only in the blocks at the edges of a band;
+- rows that see no key, or whose logits are all -inf, keep (0, -inf);
+- equal bits for equal tables.
+The state between steps is `out` (normalized, float32) and `lse` (natural log, float32), so any other kernel can run the
+next step. The first block of a row does not read the state, and the last writes the result in the dtype of q; the flags
+of each block mark them. The caller chooses the size of the grid and each program takes every n-th block, so a launch
+can leave multiprocessors free. The kernel does not depend on positions, ranks, steps or the origin of the table.
+The specialized form has a producer warp that Triton's compiler splits off (sm_90). Its results have the same bits as
+with descriptors. It needs `describable` q, k and v and tables with `one_entry_each`. It is not tuned and has never run
+on a GPU.
 """
 
 from __future__ import annotations
@@ -62,43 +65,44 @@ from ringattn.kernels.launch import VARYING, BlockColumn, Config, LaunchCall, Ta
 
 @triton.jit
 def update(
-    acc, peak, weight, q_rows, k_source, v_source, count, band, at, edge, scale, softcap, bias, draw,
+    acc, peak, weight, q_rows, k_source, v_source, count, band, n_block, edge, scale, softcap, bias, draw,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """The state (acc, peak, weight) after key block `at`, at an `edge` of the band or not, of `count` rows.
+    """Return the state (acc, peak, weight) after key block `n_block` of an entry of `count` rows.
 
-    RAW_PEAK finds the peak among products, or with SOFTCAP their tanh, before they are scaled: the scale `keeps_order`.
-    `bias`: None or slope, place and steps for `biased`, of what is then to be scaled. `draw`: None or for `dropped`.
+    `edge`: the block is at an edge of the band and needs the mask. RAW_PEAK: find the peak among the products, or with
+    SOFTCAP among their tanh, before scaling; this requires that the scale `keeps_order`. `bias`: None, or the slope,
+    place and steps for `biased`, before scaling if RAW_PEAK. `draw`: None, or the argument of `dropped`.
     """
-    k_rows = read_block(k_source, at, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
-    # Scores (BLOCK_M, BLOCK_N) in base 2, as exp2 needs a multiplication less than exp.
+    k_rows = read_block(k_source, n_block, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
+    # Scores (BLOCK_M, BLOCK_N) in base 2, because exp2 needs a multiplication less than exp.
     s, raw = logits(tl.dot(q_rows, tl.trans(k_rows), input_precision="ieee"), scale, softcap, SOFTCAP)
     factor = softcap if SOFTCAP else scale
     if RAW_PEAK:
         s = raw
     if bias is not None:
-        s, rest = biased(s, bias[0], bias[1], bias[2], at, BLOCK_M, BLOCK_N, False)
+        s, rest = biased(s, bias[0], bias[1], bias[2], n_block, BLOCK_M, BLOCK_N, False)
         rest = rest * factor if RAW_PEAK else rest
     if edge:
-        cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
+        cols = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         s = tl.where(banded(tl.arange(0, BLOCK_M), cols, count, band), s, float("-inf"))
     # Online softmax: the state is (acc, peak, weight) with  out = acc / weight  and  lse = peak + log2(weight).
     highest = tl.max(s, 1) * factor if RAW_PEAK else tl.max(s, 1)
     new_peak = tl.maximum(peak, highest if bias is None else highest + rest)
-    # A row without a logit above -inf so far keeps its peak of -inf, which no exponent may be taken from.
+    # A row without a logit above -inf keeps its peak of -inf, and -inf must not be subtracted from an exponent.
     shift = tl.maximum(new_peak, LOWEST)
-    # A product and a difference become one instruction.
+    # The product and the difference become a single instruction.
     p = tl.exp2((s * factor if RAW_PEAK else s) - (shift if bias is None else shift - rest)[:, None])
-    # A greater peak scales down what was accumulated: exp2(-inf) = 0 for a row without any key so far.
+    # A higher peak scales the accumulated values down; for a row without any key so far, exp2(-inf) = 0.
     keep = tl.exp2(peak - shift)
-    # Dropped weights count in the sum, and so in lse.
+    # The sum, and so lse, includes dropped weights.
     weight = weight * keep + tl.sum(p, 1)
     if draw is not None:
-        p = tl.where(dropped(draw, at, BLOCK_M, BLOCK_N, False, TOGETHER), 0.0, p)
-    v_rows = read_block(v_source, at, count, D_V, PAD_V, BLOCK_N, DESCRIBED)
-    # P in the dtype of v for the matrix unit; the sum stays float32.
+        p = tl.where(dropped(draw, n_block, BLOCK_M, BLOCK_N, False, TOGETHER), 0.0, p)
+    v_rows = read_block(v_source, n_block, count, D_V, PAD_V, BLOCK_N, DESCRIBED)
+    # P is converted to the dtype of v for the matrix unit; the sum stays float32.
     acc = tl.dot(p.to(v_rows.dtype), v_rows, acc * keep[:, None], input_precision="ieee")
     return acc, new_peak, weight
 
@@ -110,18 +114,18 @@ def _update_entry(
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """The state (acc, peak, weight) after the entry at `at_entry`."""
+    """Return the state (acc, peak, weight) after the entry at `at_entry`."""
     entry, band = rows_and_band(at_entry)
     start, full, full_end, end = visits(at_entry)
     k_source = rows_of(k, k_row, entry, D_K, PAD_K, BLOCK_N, DESCRIBED)
     v_source = rows_of(v, v_row, entry, D_V, PAD_V, BLOCK_N, DESCRIBED)
     bias = None if alibi is None else (alibi[0], alibi[1], steps_of(alibi[1], False))
-    # Blocks of keys that some row sees; only those before `full` and from `full_end` on need the mask:
+    # The blocks of keys that some row sees. Only blocks before `full` and from `full_end` on need the mask:
     #    start | masked | full | unmasked | full_end | masked | end
-    for at in tl.range(start, end):
-        edge = (at < full) | (at >= full_end)
+    for n_block in tl.range(start, end):
+        edge = (n_block < full) | (n_block >= full_end)
         acc, peak, weight = update(
-            acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, edge, scale, softcap, bias, draw,
+            acc, peak, weight, q_rows, k_source, v_source, entry[2], band, n_block, edge, scale, softcap, bias, draw,
             D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK, TOGETHER,
         )  # fmt: skip
     return acc, peak, weight
@@ -131,14 +135,14 @@ def _update_entry(
 def opening(
     out, lse, sinks, kept, head, live, begins, out_rows, lse_rows, D_V: tl.constexpr, PAD_V: tl.constexpr
 ):  # fmt: skip
-    """(acc, peak, weight) of `live` rows: what an earlier launch left or, where the pass `begins`, nothing seen."""
-    # A FIRST block does not read memory that nothing has written.
-    known = live & (begins == 0)
-    acc = load_rows(out, out_rows, known, D_V, PAD_V)
-    # A normalized state weighs 1 at its own peak; the weight of a row that saw no key drops to 0 with its first.
-    peak = tl.load(lse + lse_rows, mask=known, other=float("-inf")) * LOG2_E
+    """Return (acc, peak, weight) of `live` rows: the stored state, or the state over no key if the pass `begins`."""
+    # A FIRST block must not read the state: nothing has written it.
+    stored = live & (begins == 0)
+    acc = load_rows(out, out_rows, stored, D_V, PAD_V)
+    # A normalized state has weight 1 at its peak. For a row without a key, the first update sets this weight to 0.
+    peak = tl.load(lse + lse_rows, mask=stored, other=float("-inf")) * LOG2_E
     weight = tl.full(peak.shape, 1.0, tl.float32)
-    # What dropout leaves is divided by `kept` at the end.
+    # `closing` divides by `kept`, the share that dropout keeps.
     if kept is not None:
         acc *= kept
     # A sink is a key of value 0: peak = its logit, weight 1, acc 0.
@@ -154,10 +158,10 @@ def closing(
     result_row, result_batch, result_head, lse_batch, lse_head, lse_row,
     D_V: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Store the state of a block's rows or, where the pass `ends`, its result and lse."""
+    """Store the state of a block's rows or, if the pass `ends`, its result and lse."""
     rows, live = rows_in(block, idle, BLOCK_M)
     lse_rows = batch * lse_batch + head * lse_head + rows * lse_row
-    # A row that saw no key: out 0 and lse -inf, without dividing by 0.
+    # A row that saw no key gets out 0 and lse -inf, without a division by 0.
     blind = weight == 0.0
     whole = tl.where(blind, 1.0, weight)
     natural = tl.where(blind, float("-inf"), (peak + tl.log2(whole)) * LN_2)
@@ -181,16 +185,16 @@ def _forward(
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
     TOGETHER: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: with a producer warp, by Triton's compiler; then a block has one entry and rows come by descriptors."""
+    """SPLIT: Triton's compiler splits off a producer warp. Blocks then have one entry, and rows use descriptors."""
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
         rows, live = rows_in(block, idle, BLOCK_M)
         begins, ends = ends_of(block)
-        # The held K/V may begin at a later head than 0.
+        # The first K/V head in the buffer may be later than 0.
         kv_head = head // group - first_kv_head
         q_base = q + batch * q_batch + head * q_head
         if SPLIT:
-            # The producer warp brings the query rows as well, so they come by a descriptor.
+            # The producer warp loads the query rows as well, so they need a descriptor.
             q_source = rows_of(q_base, q_row, run_of(block), D_K, PAD_K, BLOCK_M, DESCRIBED)
             q_rows = read_block(q_source, 0, BLOCK_M, D_K, PAD_K, BLOCK_M, DESCRIBED)
         else:
@@ -205,17 +209,17 @@ def _forward(
         v_base = v + batch * v_batch + kv_head * v_head
         first, last = entries_of(block)
         if SPLIT:
-            # One entry a block: the compiler does not split a loop whose state comes from another around it.
+            # A block has one entry, because the compiler does not split a loop whose state comes from an outer loop.
             at_entry = entries + first * ENTRY_COLUMNS
             entry, band = rows_and_band(at_entry)
             start, _, _, end = visits(at_entry)
             k_source = rows_of(k_base, k_row, entry, D_K, PAD_K, BLOCK_N, DESCRIBED)
             v_source = rows_of(v_base, v_row, entry, D_V, PAD_V, BLOCK_N, DESCRIBED)
-            for at in tl.range(start, end, warp_specialize=True):
-                # Masked at every block, since the compiler does not split a loop that holds a branch either.
+            for n_block in tl.range(start, end, warp_specialize=True):
+                # Mask every block, because the compiler does not split a loop that contains a branch either.
                 acc, peak, weight = update(
-                    acc, peak, weight, q_rows, k_source, v_source, entry[2], band, at, True, scale, softcap, None, None,
-                    D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK, TOGETHER,
+                    acc, peak, weight, q_rows, k_source, v_source, entry[2], band, n_block, True, scale, softcap, None,
+                    None, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK, TOGETHER,
                 )  # fmt: skip
         else:
             factor = softcap if SOFTCAP else scale
@@ -239,17 +243,18 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor, table: Table, config: Config, *,
     result: Tensor | None = None, sinks: Tensor | None = None, **options: Unpack[CallOptions],
 ) -> LaunchCall:  # fmt: skip
-    """The launch that updates the softmax state (`out`, `lse`) by the table's pairs, in place.
+    """Return the launch that updates the softmax state (`out`, `lse`) with the table's pairs, in place.
 
     `q`, `k`, `v`: (rows, batch, heads, dim), any strides with a contiguous last dimension, float32 or half. `out`:
     (rows, batch, query heads, d_v) float32; `lse`: (batch, query heads, rows) float32, natural log. The table has
     query blocks of `config.block_m` rows and entries in blocks of `config.block_n`. Query head h reads K/V head
-    h // group, of which `first_kv_head` is the first held.
-    A FIRST block of the table does not read the state; with `sinks`, (query heads,), its rows begin with a logit that
-    takes weight and gives no value: lse = sink, out 0. A LAST block writes `result`, like `out` in the dtype of q, and
-    `lse`, and leaves `out` alone. Without `result` no block may be LAST; `out` may be None where all blocks are both.
-    The form "descriptors" needs `describable` k and v, "specialized" one of `BLOCKS`, q too and `one_entry_each`.
-    Raises ValueError without `out` and `result`.
+    h // group; the first K/V head in the buffer is `first_kv_head`.
+    A FIRST block of the table does not read the state. With `sinks`, (query heads,), its rows start with a logit that
+    takes weight but has no value: lse = sink, out 0. A LAST block writes `lse` and `result`, which has the shape of
+    `out` and the dtype of q, and does not touch `out`. Without `result` no block may be LAST. If all blocks are both
+    FIRST and LAST, `out` may be None. The form "descriptors" needs `describable` k and v. The form "specialized" needs
+    a config of `BLOCKS`, `describable` q, k and v, and a table with `one_entry_each`.
+    Raises ValueError if both `out` and `result` are None.
     """
     state, strides = state_beside(out, result, lse)
     softcap, batches = options.get("softcap"), q.shape[1]
@@ -271,20 +276,20 @@ def forward(
 
 
 BLOCKS = {64: Config(128, 128, 4, 2, "specialized"), 128: Config(128, 64, 4, 2, "specialized")}
-"""By head dimension, each serving those below it. The compiler splits four warps and 128 rows, and nothing else."""
+"""Configs by the largest head dimension that they support. The compiler splits only four warps with 128 rows."""
 
 
 def one_entry_each(blocks: Tensor) -> bool:
-    """Whether every block of a table's `blocks` meets one entry, as this kernel needs it."""
+    """Return whether every block of a table's `blocks` has exactly one entry, as the specialized kernel requires."""
     return bool((blocks[:, BlockColumn.END_ENTRY] - blocks[:, BlockColumn.FIRST_ENTRY] == 1).all())
 
 
 def specialized_configs(arch: int, dtype: torch.dtype, dim: int) -> Configs:
-    """One of `BLOCKS` for the forward kernel, and the entry with descriptors for the others.
+    """Return a config of `BLOCKS` for the forward kernel, and the configs with descriptors for the others.
 
-    Arguments are those of `configs_for`. Raises LookupError where there is none.
+    Arguments are those of `configs_for`. Raises LookupError if there is no such config.
     """
-    width = next((one for one in BLOCKS if dim <= one), None)
+    width = next((largest for largest in BLOCKS if dim <= largest), None)
     if arch != 90 or dtype not in (torch.float16, torch.bfloat16) or width is None:
         raise LookupError(
             f"form 'specialized' is for sm_90, half precision and head dimensions to {max(BLOCKS)}, "

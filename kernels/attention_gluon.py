@@ -1,9 +1,9 @@
-"""The ring step in Gluon for Hopper (sm_90), forward and backward: what it takes, and its launches.
+"""The ring step in Gluon for Hopper (sm_90), forward and backward: the supported calls, and the launches.
 
-Guarantees: forward, for calls that `gluon_takes`, the meaning of `attention_forward.forward` with its normalized state;
-not the bits of the other forms, which round each logit once more. Backward, the meaning of `attention_backward.grad_q`
-and `grad_kv`, without atomics. Tables and flags are alike, and the same table gives the same bits. Importing this needs
-no Gluon; a wrong Triton is refused by name.
+Guarantees: the forward computes the same as `attention_forward.forward` for the calls that `gluon_takes`, but not with
+the same bits: the other forms round each logit a second time. The backward computes the same as
+`attention_backward.grad_q` and `grad_kv`, without atomics. Tables and flags are the same, and equal tables give equal
+bits. Importing this module does not need Gluon; an unsupported version of Triton is refused by name.
 The backward is tested by a simulator and by reading the machine code; no GPU has run it yet.
 Not covered: softcap, ALiBi, dropout, the raw state, dQ by atomic additions.
 """
@@ -32,13 +32,13 @@ from ringattn.kernels.attention_tiles import (
 from ringattn.kernels.launch import Config, LaunchCall, Table
 
 VERSIONS = (3, 6), (3, 8)
-"""The first and the last Triton whose Gluon this is written in; 3.9 renamed the copies."""
+"""The first and the last supported version of Triton; 3.9 renamed Gluon's copies."""
 
 GLUON = "triton.experimental.gluon.language.nvidia.hopper"
 DIMS = 64, 128
 
 CONFIG = Config(128, 128, 4, 2, "gluon")
-"""Two warpgroups (of `num_warps` each) with 64 query rows each, and buffers for two blocks of K and two of V."""
+"""Two warpgroups of `num_warps` warps with 64 query rows each, and buffers for two blocks of K and two of V."""
 
 
 GRAD_Q = {dim: Config(128, 128, 4, 2, "gluon") for dim in DIMS}
@@ -47,29 +47,31 @@ GRAD_Q = {dim: Config(128, 128, 4, 2, "gluon") for dim in DIMS}
 GRAD_KV = {dim: Config(64, 128, 4, 2, "gluon") for dim in DIMS}
 """Blocks of 128 keys, 64 for each consumer, and buffers for two blocks of q and two of dout, by head dimension.
 
-A consumer of dimension 128 holds dK and dV in 128 registers of each thread, and has room for S and dP of 64 queries.
+With dimension 128, dK and dV take 128 registers of each thread of a consumer, which leaves room for S and dP of 64
+queries.
 """
 
 
 @cache
 def gluon_missing(arch: int) -> str | None:
-    """Why a GPU of architecture `arch` (10 * major + minor) cannot run this kernel with this Triton, or None."""
+    """Return why a GPU of architecture `arch` (10 * major + minor) cannot run the kernels with this Triton, or None."""
     first, last = (".".join(map(str, version)) for version in VERSIONS)
     if arch != 90:
         return f"the Gluon kernel is for sm_90, not sm_{arch}"
     if not VERSIONS[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= VERSIONS[1]:
         return f"the Gluon kernel needs Triton {first} to {last}, not {triton.__version__}"
     try:
-        found = find_spec(GLUON)
+        spec = find_spec(GLUON)
     except ModuleNotFoundError:
-        found = None
-    return None if found else f"Triton {triton.__version__} has no {GLUON}; install a build that has it"
+        spec = None
+    return None if spec else f"Triton {triton.__version__} has no {GLUON}; install a build that has it"
 
 
 def gluon_lacks(arch: int, dtype: torch.dtype, dims: tuple[int, int], options: Sequence[str] = ()) -> str | None:
-    """Why the kernel takes no call with head dimensions `dims` (keys', values') on architecture `arch`, or None.
+    """Return why the kernels do not support a call on architecture `arch`, or None.
 
-    `options`: of the softmax that the call uses, by name; it has none of them.
+    `dims`: the head dimensions of keys and values. `options`: the softmax options that the call uses, by name; none of
+    them is supported.
     """
     if missing := gluon_missing(arch):
         return missing
@@ -85,7 +87,7 @@ def gluon_lacks(arch: int, dtype: torch.dtype, dims: tuple[int, int], options: S
 def gluon_takes(
     q: Tensor, k: Tensor, v: Tensor, arch: int, options: Sequence[str] = (), dout: Tensor | None = None
 ) -> str | None:
-    """Why a kernel cannot take these tensors (rows, batch, heads, dim) on a GPU of architecture `arch`, or None.
+    """Return why a kernel does not support these tensors (rows, batch, heads, dim) on architecture `arch`, or None.
 
     `dout`: of a backward pass; None in a forward pass.
     """
@@ -105,13 +107,13 @@ def forward_gluon(
     group: int = 1, first_kv_head: int = 0, result: Tensor | None = None, sinks: Tensor | None = None,
     programs: int | None = None,
 ) -> LaunchCall:  # fmt: skip
-    """The launch that updates the softmax state (`out`, `lse`) by the table's pairs, in place.
+    """Return the launch that updates the softmax state (`out`, `lse`) with the table's pairs, in place.
 
-    Arguments are those of `attention_forward.forward`, of which `gluon_takes` says whether they fit; `config` is like
-    `CONFIG`. A grid of as many `programs` as there are multiprocessors brings a block's first rows, and its state into
-    L2, while the one before it is still summed; a program that is done takes the next block that none has. The launch
-    needs Triton's allocator: 384 bytes a program, for descriptors.
-    Raises ValueError without `out` and `result`.
+    Arguments are those of `attention_forward.forward`; `gluon_takes` must accept them. `config` is like `CONFIG`. With
+    a program per multiprocessor, a program loads a block's first rows, and its state into L2, while it still sums the
+    block before; a program that is done takes the next free block. The launch allocates 384 bytes per program for
+    descriptors with Triton's allocator.
+    Raises ValueError if both `out` and `result` are None.
     """
     from ringattn.kernels.attention_gluon_forward import forward_kernel
 
@@ -131,11 +133,11 @@ def grad_q_gluon(
     config: Config, *, scale: float, group: int = 1, first_kv_head: int = 0, result: Tensor | None = None,
     programs: int | None = None,
 ) -> LaunchCall:  # fmt: skip
-    """The launch that adds to `dq`, float32 like q, what the table's pairs give.
+    """Return the launch that adds the gradient of the table's pairs to `dq`, shaped like q in float32.
 
-    Arguments are those of `attention_backward.grad_q`, of which `gluon_takes` says whether they fit; `config` is like
-    one of `GRAD_Q`. The launch needs Triton's allocator: 512 bytes a program, for descriptors.
-    Raises ValueError without `dq` and `result`.
+    Arguments are those of `attention_backward.grad_q`; `gluon_takes` must accept them. `config` is like those of
+    `GRAD_Q`. The launch allocates 512 bytes per program for descriptors with Triton's allocator.
+    Raises ValueError if both `dq` and `result` are None.
     """
     from ringattn.kernels.attention_gluon_grad_q import grad_q_kernel
 
@@ -153,11 +155,11 @@ def grad_kv_gluon(
     table: Table, config: Config, *, scale: float, group: int = 1, first_kv_head: int = 0,
     results: tuple[Tensor, Tensor] | None = None, programs: int | None = None,
 ) -> LaunchCall:  # fmt: skip
-    """The launch that adds to `dk` and `dv`, float32 like k and v, what the table's pairs give.
+    """Return the launch that adds the gradients of the table's pairs to `dk` and `dv`, shaped like k and v in float32.
 
-    Arguments are those of `attention_backward.grad_kv`, of which `gluon_takes` says whether they fit; `config` is like
-    one of `GRAD_KV`. The launch needs Triton's allocator: 512 bytes a program, for descriptors.
-    Raises ValueError without `dk`, `dv` and `results`.
+    Arguments are those of `attention_backward.grad_kv`; `gluon_takes` must accept them. `config` is like those of
+    `GRAD_KV`. The launch allocates 512 bytes per program for descriptors with Triton's allocator.
+    Raises ValueError if `dk`, `dv` and `results` are all None.
     """
     from ringattn.kernels.attention_gluon_grad_kv import grad_kv_kernel
 
@@ -174,12 +176,12 @@ def grad_kv_gluon(
 
 
 def _sizes(table: Table, q: Tensor, section: int, group: int, first_kv_head: int) -> tuple[int, ...]:
-    """The arguments from `block_count` to `first_kv_head`, which all three kernels have."""
+    """Return the arguments from `block_count` to `first_kv_head`, which all three kernels have."""
     return table.blocks.shape[0], table.slots, q.shape[1], section, group, first_kv_head
 
 
 def _meta(q: Tensor, config: Config) -> dict[str, Any]:
-    """The compile-time constants of all three kernels."""
+    """Return the compile-time constants of all three kernels."""
     return {
         "DIM": q.shape[3], "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SLOTS": config.num_stages,
         **compiled_with(config),

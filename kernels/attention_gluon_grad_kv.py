@@ -1,11 +1,11 @@
-"""The Gluon kernel of dK and dV on Hopper: a program owns 128 keys, 64 for each of two consumer warpgroups.
+"""The Gluon kernel of dK and dV on Hopper: a program processes 128 keys, 64 in each of two consumer warpgroups.
 
 The products are transposed, S^T = K.Q^T and dP^T = V.dO^T, as in FlashAttention-3's backward (arXiv 2407.08608, its
-`mainloop_bwd_sm90`): a warpgroup's weights and score gradients then have its keys as rows, and stay in its registers as
-left operands of dV += P^T.dO and dK += dS^T.Q. One warp brings K and V of a block once, and blocks of queries with
-their gradients by TMA, each with the base-2 lse and delta of its rows beside it.
-Guarantees: what `attention_gluon_forward` does for its buffers; no atomics, the same bits for the same table.
-`attention_gluon.gluon_takes` says which calls it may be given.
+`mainloop_bwd_sm90`). A warpgroup's weights and score gradients then have its keys as rows, and stay in registers as
+left operands of dV += P^T.dO and dK += dS^T.Q. A producer warp loads K and V of a block once, and blocks of queries and
+dout by TMA, each with the base-2 lse and the delta of its rows.
+Guarantees: the buffer guarantees of `attention_gluon_forward`; no atomics, so equal tables give equal bits.
+`attention_gluon.gluon_takes` defines the supported calls.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from ringattn.kernels.launch import VARYING
 
 @gluon.jit
 def _bring_rows(
-    q_rows, dout_rows, lse, delta, rows, at, turn, lse_row, delta_row, buffers, barriers,
+    q_rows, dout_rows, lse, delta, rows, first_row, turn, lse_row, delta_row, buffers, barriers,
     BLOCK_M: gl.constexpr, SLOTS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Bring the queries from `at` on, block `turn` of this program: q and dout by TMA, lse and delta by threads."""
+    """Load block `turn` of this program, the queries from `first_row` on: q, dout by TMA, lse, delta by threads."""
     _, _, q_buffers, dout_buffers, peak_buffers, delta_buffers = buffers
     _, _, q_full, dout_full, empty = barriers
     slot, parity = slot_of(turn, SLOTS)
-    # Asked for before the waits below, which their way from memory then overlaps.
-    cols = at + gl.arange(0, BLOCK_M, layout=layout)
+    # Load lse and delta before the waits below, so that the loads overlap with the waits.
+    cols = first_row + gl.arange(0, BLOCK_M, layout=layout)
     near = cols < rows[2]
     at_rows = (rows[0] + cols * rows[1]).to(gl.int64)
     peaks = gl.load(lse + at_rows * lse_row, mask=near, other=0.0) * LOG2_E
     deltas = gl.load(delta + at_rows * delta_row, mask=near, other=0.0)
-    # One barrier says that all four of a slot have been left. dout has one of its own to say that it is there: the
-    # products with q begin before.
-    bring(q_rows, at, slot, parity, q_full, empty, q_buffers)
+    # One barrier signals that all four buffers of a slot are free. dout has a separate barrier for its arrival, because
+    # the products with q start before it.
+    bring(q_rows, first_row, slot, parity, q_full, empty, q_buffers)
     mbarrier.expect(dout_full.index(slot), dout_rows.block_type.nbytes)
-    tma.async_copy_global_to_shared(dout_rows, [at, 0], dout_full.index(slot), dout_buffers.index(slot))
-    # Rows that saw no key weigh 0: exp2 of anything less infinity.
+    tma.async_copy_global_to_shared(dout_rows, [first_row, 0], dout_full.index(slot), dout_buffers.index(slot))
+    # Rows that saw no key get weight 0: exp2(x - inf).
     peak_buffers.index(slot).store(gl.where(peaks == float("-inf"), float("inf"), peaks))
     delta_buffers.index(slot).store(deltas)
-    # The second arrival of each phase; the first one was the copy's.
+    # The second arrival of each phase; the first is that of the copy.
     mbarrier.arrive(q_full.index(slot))
     mbarrier.arrive(dout_full.index(slot))
 
@@ -66,7 +66,7 @@ def _produce(
     inputs, per_row, tables, sizes, strides, row_strides, buffers, barriers,
     BLOCK_M: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Bring what the consumers ask for, in their order."""
+    """Load the rows that the consumers read, in their order."""
     layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     q, k, v, dout = inputs
     lse, delta = per_row
@@ -80,14 +80,14 @@ def _produce(
     turn = gl.to_tensor(0)
     for item in range(gl.program_id(0), block_count * slots * batches, gl.num_programs(0)):
         block, batch, kv_head, live, first, last = work_of(blocks, item, block_count, slots, batches, section)
-        # A block without entries loads nothing; consumers skip it by the same test, so turns agree.
+        # A block without entries loads nothing. Consumers skip it by the same test, so the turns agree.
         if first < last:
-            held = kv_head - first_kv_head
+            buffer_head = kv_head - first_kv_head
             run = run_of(block)
-            # The loads of the block before have landed: its descriptors, which these replace, are not read any more.
+            # Wait until the loads of the block before have landed: the new descriptors overwrite those that they read.
             mbarrier.wait(kv_full, items & 1 ^ 1)
-            k_rows = described(k + batch * k_batch + held * k_head, run[0], run[1], k_row, live, k_buffer)
-            v_rows = described(v + batch * v_batch + held * v_head, run[0], run[1], v_row, live, v_buffer)
+            k_rows = described(k + batch * k_batch + buffer_head * k_head, run[0], run[1], k_row, live, k_buffer)
+            v_rows = described(v + batch * v_batch + buffer_head * v_head, run[0], run[1], v_row, live, v_buffer)
             mbarrier.wait(kv_empty, items & 1 ^ 1)
             mbarrier.expect(kv_full, k_rows.block_type.nbytes + v_rows.block_type.nbytes)
             tma.async_copy_global_to_shared(k_rows, [0, 0], kv_full, k_buffer)
@@ -95,14 +95,14 @@ def _produce(
             items += 1
             for index in range(first, last):
                 entry = entries + index * ENTRY_COLUMNS
-                # The entry holds queries here: those of the query heads that read this K/V head.
+                # The rows of the entry are queries, of the query heads that read this K/V head.
                 rows = rows_and_band(entry)[0]
                 start, full, full_end, end = visits(entry)
                 before, reading = query_heads(entry)
                 first_head = kv_head * group + before
-                for served in range(reading):
-                    head = first_head + served
-                    # A descriptor is made where the one before it lay, which loads under way may still read.
+                for offset in range(reading):
+                    head = first_head + offset
+                    # A descriptor overwrites its predecessor, which loads in flight may still read.
                     landed(turn, q_full, SLOTS)
                     landed(turn, dout_full, SLOTS)
                     q_rows = described(
@@ -124,12 +124,12 @@ def _produce(
 
 @gluon.jit
 def _update(
-    dk, dv, turn, at, limits, scale, k_rows, v_rows, buffers, barriers,
+    dk, dv, turn, m_block, limits, scale, k_rows, v_rows, buffers, barriers,
     BLOCK_M: gl.constexpr, SLOTS: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr,
 ):  # fmt: skip
-    """(dk before scaling, dv) after query block `turn` of this program, which is block `at` of its entry.
+    """Return (dk before scaling, dv) after query block `turn` of this program, which is block `m_block` of its entry.
 
-    `limits`: the first and the last query of the entry that each key is seen by.
+    `limits`: the first and the last query of the entry that attend to each key.
     """
     _, _, q_buffers, dout_buffers, peak_buffers, delta_buffers = buffers
     _, _, q_full, dout_full, empty = barriers
@@ -142,16 +142,16 @@ def _update(
     peaks = peak_buffers.index(slot).load(of_queries)
     mbarrier.wait(dout_full.index(slot), parity)
     dp = products(v_rows, dout_rows, BLOCK_M, s_layout)
-    # S^T has ended; dP^T runs beside the exponentials.
+    # S^T has ended; dP^T overlaps with the exponentials.
     s = hopper.warpgroup_mma_wait(1, deps=(s,))
     s = s * scale - gl.expand_dims(peaks, 0)
     if MASKED:
-        s = masked(s, limits, at, BLOCK_M)
-    # The final weights, since lse is over all keys of the row.
+        s = masked(s, limits, m_block, BLOCK_M)
+    # The final weights, because lse is over all keys of the row.
     p = gl.exp2(s)
     dv = hopper.warpgroup_mma(gl.convert_layout(p.to(q_rows.dtype), operand), dout_rows, dv, is_async=True)
     deltas = delta_buffers.index(slot).load(of_queries)
-    # dP^T has ended; P^T.dO runs beside the differences.
+    # dP^T has ended; P^T.dO overlaps with the differences.
     dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
     # dS = P * (dP - delta), delta = sum(dout * out) - dlse.
     ds = p * (dp - gl.expand_dims(deltas, 0))
@@ -164,27 +164,40 @@ def _update(
 
 @gluon.jit
 def _attend(
-    dk, dv, turn, first, last, entries, own, scale, k_rows, v_rows, buffers, barriers,
+    dk, dv, turn, first, last, entries, own_rows, scale, k_rows, v_rows, buffers, barriers,
     BLOCK_M: gl.constexpr, SLOTS: gl.constexpr, s_layout: gl.constexpr,
 ):  # fmt: skip
-    """(dk before scaling, dv) after the entries, and the turn of the next query block."""
+    """Return (dk before scaling, dv) after the entries, and the turn of the next query block."""
     for index in range(first, last):
         entry = entries + index * ENTRY_COLUMNS
         start, full, full_end, end = visits(entry)
-        # All query heads of the K/V head that read it, one after another in one program: no atomics.
+        # One program processes all query heads of the K/V head in turn, so no atomics are needed.
         for _ in range(query_heads(entry)[1]):
-            # Full blocks need no block number: it is only read for the mask.
+            # Full blocks need no block number, which only the mask reads.
             for _ in range(full_end - full):
                 dk, dv = _update(
                     dk, dv, turn, 0, (0, 0), scale, k_rows, v_rows, buffers, barriers, BLOCK_M, SLOTS, False, s_layout
                 )
                 turn += 1
-            limits = seen(own, entry)
-            # Those before the full ones, then those after them.
+            limits = seen(own_rows, entry)
+            # The blocks before the full ones, then those after them.
             for edge in range(start, end - (full_end - full)):
-                at = gl.where(edge < full, edge, edge + (full_end - full))
+                m_block = gl.where(edge < full, edge, edge + (full_end - full))
                 dk, dv = _update(
-                    dk, dv, turn, at, limits, scale, k_rows, v_rows, buffers, barriers, BLOCK_M, SLOTS, True, s_layout
+                    dk,
+                    dv,
+                    turn,
+                    m_block,
+                    limits,
+                    scale,
+                    k_rows,
+                    v_rows,
+                    buffers,
+                    barriers,
+                    BLOCK_M,
+                    SLOTS,
+                    True,
+                    s_layout,
                 )
                 turn += 1
     return dk, dv, turn
@@ -195,8 +208,8 @@ def _consume(
     WHICH: gl.constexpr, grads, tables, sizes, strides, scales, buffers, barriers,
     DIM: gl.constexpr, BLOCK_M: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of the first half of every block's keys, or of the second."""
-    # The four warps of a consumer lie along the keys, 16 each.
+    """Compute the gradients of the first or the second half of every block's keys."""
+    # The four warps of a consumer have 16 keys each.
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     dk_carried, dv_carried, dk_result, dv_result = grads
@@ -205,9 +218,9 @@ def _consume(
     blocks, entries = tables
     block_count, slots, batches, section, _, first_kv_head = sizes
     KEYS: gl.constexpr = buffers[0].shape[0] // CONSUMERS
-    # Two consumers share the block's K and V: each reads its own half.
+    # Two consumers share the block's K and V; each reads half of it.
     k_rows, v_rows = buffers[0].slice(WHICH * KEYS, KEYS), buffers[1].slice(WHICH * KEYS, KEYS)
-    own = WHICH * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
+    own_rows = WHICH * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
     # The same keys in the layout of the gradients.
     own_d = WHICH * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, d_layout))
     items = gl.to_tensor(0)
@@ -220,20 +233,31 @@ def _consume(
             mbarrier.wait(barriers[0], items & 1)
             items += 1
             dk, dv, turn = _attend(
-                dk, dv, turn, first, last, entries, own, in_scale, k_rows, v_rows, buffers, barriers,
+                dk, dv, turn, first, last, entries, own_rows, in_scale, k_rows, v_rows, buffers, barriers,
                 BLOCK_M, SLOTS, s_layout,
             )  # fmt: skip
-            # K and V are not read again: the producer may load the next item's.
+            # K and V are not read again, so the producer may load those of the next item.
             mbarrier.arrive(barriers[1])
-        # Asked for again: kept through the loops it would take registers of every thread.
+        # Read this again: kept through the loops, it would take registers of every thread.
         block, batch, kv_head, live, _, _ = work_of(blocks, item, block_count, slots, batches, section)
-        # K/V may be held from a later head than 0; gradients have the same heads.
-        held = kv_head - first_kv_head
+        # The first K/V head in the buffer may be later than 0; gradients have the same heads.
+        buffer_head = kv_head - first_kv_head
         deliver(
-            dv, dv_carried, dv_result, dv_strides, dv_result_strides, block, batch, held, own_d, live, DIM, d_layout
+            dv,
+            dv_carried,
+            dv_result,
+            dv_strides,
+            dv_result_strides,
+            block,
+            batch,
+            buffer_head,
+            own_d,
+            live,
+            DIM,
+            d_layout,
         )
         deliver(
-            dk * scale, dk_carried, dk_result, dk_strides, dk_result_strides, block, batch, held, own_d, live,
+            dk * scale, dk_carried, dk_result, dk_strides, dk_result_strides, block, batch, buffer_head, own_d, live,
             DIM, d_layout,
         )  # fmt: skip
 
@@ -248,7 +272,7 @@ def grad_kv_kernel(
     lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
     DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """What `attention_gluon.grad_kv_gluon` launches, with the warps of one consumer; others are added here.
+    """The kernel of `attention_gluon.grad_kv_gluon`, launched with the warps of one consumer; it adds the others.
 
     Each of the 384 threads starts with 168 registers; the producer's warpgroup keeps 24, so that each consumer has 240.
     """
@@ -265,10 +289,10 @@ def grad_kv_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full, dout_full, empty = barriers_for(SLOTS, 2), barriers_for(SLOTS, 2), barriers_for(SLOTS, CONSUMERS)
-    # Full: the arrival of the copy and, for query rows, of their lse and delta. Empty: one of each consumer.
+    # Full: the arrival of the copy and, for query rows, that of lse and delta. Empty: an arrival from each consumer.
     mbarrier.init(kv_full, count=1)
     mbarrier.init(kv_empty, count=CONSUMERS)
-    # The barriers are visible to TMA before any role begins.
+    # Make the barriers visible to TMA before any role starts.
     hopper.fence_async_shared()
 
     inputs, per_row, tables = (q, k, v, dout), (lse, delta), (blocks, entries)

@@ -1,9 +1,9 @@
-"""The Gluon kernel of dQ on Hopper: a program owns 128 queries, 64 for each of two consumer warpgroups.
+"""The Gluon kernel of dQ on Hopper: a program processes 128 queries, 64 in each of two consumer warpgroups.
 
-One warp brings a block's rows of q and dout once, and blocks of K and V, by TMA. A warpgroup computes S = Q.K^T and
-dP = dO.V^T of its queries, and keeps the score gradients in its registers as the left operand of dQ += dS.K.
-Guarantees: what `attention_gluon_forward` does for its buffers; no atomics, the same bits for the same table.
-`attention_gluon.gluon_takes` says which calls it may be given.
+A producer warp loads a block's rows of q and dout once, and blocks of K and V, by TMA. A warpgroup computes S = Q.K^T
+and dP = dO.V^T of its queries, and keeps the score gradients in registers as the left operand of dQ += dS.K.
+Guarantees: the buffer guarantees of `attention_gluon_forward`; no atomics, so equal tables give equal bits.
+`attention_gluon.gluon_takes` defines the supported calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ringattn.kernels.launch import VARYING
 
 @gluon.jit
 def _produce(inputs, tables, sizes, strides, buffers, barriers, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr):
-    """Bring what the consumers ask for, in their order."""
+    """Load the rows that the consumers read, in their order."""
     q, k, v, dout = inputs
     blocks, entries = tables
     block_count, slots, batches, section, group, first_kv_head = sizes
@@ -45,12 +45,12 @@ def _produce(inputs, tables, sizes, strides, buffers, barriers, BLOCK_N: gl.cons
     turn = gl.to_tensor(0)
     for item in range(gl.program_id(0), block_count * slots * batches, gl.num_programs(0)):
         block, batch, head, live, first, last = work_of(blocks, item, block_count, slots, batches, section)
-        # A block without entries loads nothing; consumers skip it by the same test, so turns agree.
+        # A block without entries loads nothing. Consumers skip it by the same test, so the turns agree.
         if first < last:
             run = run_of(block)
             q_base = q + batch * q_batch + head * q_head
             dout_base = dout + batch * dout_batch + head * dout_head
-            # The loads of the block before have landed: its descriptors, which these replace, are not read any more.
+            # Wait until the loads of the block before have landed: the new descriptors overwrite those that they read.
             mbarrier.wait(q_full, items & 1 ^ 1)
             q_rows = described(q_base, run[0], run[1], q_row, live, q_buffer)
             dout_rows = described(dout_base, run[0], run[1], dout_row, live, dout_buffer)
@@ -66,28 +66,28 @@ def _produce(inputs, tables, sizes, strides, buffers, barriers, BLOCK_N: gl.cons
             for index in range(first, last):
                 rows = rows_and_band(entries + index * ENTRY_COLUMNS)[0]
                 start, full, full_end, end = visits(entries + index * ENTRY_COLUMNS)
-                # A descriptor is made where the one before it lay, which loads under way may still read.
+                # A descriptor overwrites its predecessor, which loads in flight may still read.
                 landed(turn, k_full, SLOTS)
                 landed(turn, v_full, SLOTS)
                 k_rows = described(k_base, rows[0], rows[1], k_row, rows[2], k_buffers.index(0))
                 v_rows = described(v_base, rows[0], rows[1], v_row, rows[2], v_buffers.index(0))
                 for nth in range(end - start):
-                    at = visited(nth, start, full, full_end) * BLOCK_N
+                    first_row = visited(nth, start, full, full_end) * BLOCK_N
                     slot, parity = slot_of(turn, SLOTS)
-                    # One barrier says that both of a slot have been left. V has one of its own to say that it is
-                    # there: the products with K begin before.
-                    bring(k_rows, at, slot, parity, k_full, empty, k_buffers)
+                    # One barrier signals that both buffers of a slot are free. V has a separate barrier for its
+                    # arrival, because the products with K start before it.
+                    bring(k_rows, first_row, slot, parity, k_full, empty, k_buffers)
                     mbarrier.expect(v_full.index(slot), v_rows.block_type.nbytes)
-                    tma.async_copy_global_to_shared(v_rows, [at, 0], v_full.index(slot), v_buffers.index(slot))
+                    tma.async_copy_global_to_shared(v_rows, [first_row, 0], v_full.index(slot), v_buffers.index(slot))
                     turn += 1
 
 
 @gluon.jit
 def _update(
-    dq, turn, at, limits, peaks, deltas, scale, q_rows, dout_rows, k_buffers, v_buffers, barriers,
+    dq, turn, n_block, limits, peaks, deltas, scale, q_rows, dout_rows, k_buffers, v_buffers, barriers,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr,
 ):  # fmt: skip
-    """dQ before scaling after key block `turn` of this program, which is block `at` of its entry.
+    """Return dQ before scaling after key block `turn` of this program, which is block `n_block` of its entry.
 
     `limits`: the first and the last key of the entry that each query sees.
     """
@@ -98,17 +98,18 @@ def _update(
     s = products(q_rows, k_rows, BLOCK_N, s_layout)
     mbarrier.wait(v_full.index(slot), parity)
     dp = products(dout_rows, v_buffers.index(slot), BLOCK_N, s_layout)
-    # S has ended; dP runs beside the exponentials.
+    # S has ended; dP overlaps with the exponentials.
     s = hopper.warpgroup_mma_wait(1, deps=(s,))
     s = s * scale - gl.expand_dims(peaks, 1)
     if MASKED:
-        s = masked(s, limits, at, BLOCK_N)
-    # The final weights, since lse is over all keys of the row.
+        s = masked(s, limits, n_block, BLOCK_N)
+    # The final weights, because lse is over all keys of the row.
     p = gl.exp2(s)
-    # Passes at once, but ends a basic block: the assembler would else put the exponentials behind the wait below.
+    # This wait passes at once, but it ends a basic block: otherwise the assembler moves the exponentials after the wait
+    # below.
     mbarrier.wait(v_full.index(slot), parity)
     dp = hopper.warpgroup_mma_wait(0, deps=(dp,))
-    # dS = P * (dP - delta), delta = sum(dout * out) - dlse; the scale follows once, at the end.
+    # dS = P * (dP - delta), delta = sum(dout * out) - dlse; the scale is applied at the end.
     ds = p * (dp - gl.expand_dims(deltas, 1))
     operand: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
     dq = hopper.warpgroup_mma(gl.convert_layout(ds.to(q_rows.dtype), operand), k_rows, dq, is_async=True)
@@ -119,22 +120,22 @@ def _update(
 
 @gluon.jit
 def _attend(
-    dq, turn, first, last, entries, own, peaks, deltas, scale, q_rows, dout_rows, k_buffers, v_buffers, barriers,
+    dq, turn, first, last, entries, own_rows, peaks, deltas, scale, q_rows, dout_rows, k_buffers, v_buffers, barriers,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, s_layout: gl.constexpr,
 ):  # fmt: skip
-    """dQ before scaling after the entries, and the turn of the next key block."""
+    """Return dQ before scaling after the entries, and the turn of the next key block."""
     for index in range(first, last):
         entry = entries + index * ENTRY_COLUMNS
         start, full, full_end, end = visits(entry)
-        # Full blocks need no block number: it is only read for the mask.
+        # Full blocks need no block number, which only the mask reads.
         for _ in range(full_end - full):
             dq = _update(
                 dq, turn, 0, (0, 0), peaks, deltas, scale, q_rows, dout_rows, k_buffers, v_buffers, barriers,
                 BLOCK_N, SLOTS, False, s_layout,
             )  # fmt: skip
             turn += 1
-        limits = seen(own, entry)
-        # Those before the full ones, then those after them.
+        limits = seen(own_rows, entry)
+        # The blocks before the full ones, then those after them.
         for edge in range(start, end - (full_end - full)):
             dq = _update(
                 dq, turn, gl.where(edge < full, edge, edge + (full_end - full)), limits, peaks, deltas, scale, q_rows,
@@ -149,8 +150,8 @@ def _consume(
     WHICH: gl.constexpr, per_row, grads, tables, sizes, strides, scales, buffers, barriers,
     DIM: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of the first half of every block's queries, or of the second."""
-    # The four warps of a consumer lie along the queries, 16 each.
+    """Compute the gradients of the first or the second half of every block's queries."""
+    # The four warps of a consumer have 16 queries each.
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     lse, delta = per_row
@@ -161,9 +162,9 @@ def _consume(
     block_count, slots, batches, section, _, _ = sizes
     q_buffer, dout_buffer, k_buffers, v_buffers = buffers
     ROWS: gl.constexpr = q_buffer.shape[0] // CONSUMERS
-    # Two consumers share the block's rows of q and dout: each reads its own half.
+    # Two consumers share the block's rows of q and dout; each reads half of them.
     q_rows, dout_rows = q_buffer.slice(WHICH * ROWS, ROWS), dout_buffer.slice(WHICH * ROWS, ROWS)
-    own = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
+    own_rows = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
     # The same rows in the layout of the gradient.
     own_d = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, d_layout))
     items = gl.to_tensor(0)
@@ -172,18 +173,20 @@ def _consume(
         block, batch, head, live, first, last = work_of(blocks, item, block_count, slots, batches, section)
         dq = gl.zeros([ROWS, DIM], gl.float32, d_layout)
         if first < last:
-            lse_at = places(lse, lse_strides, block, batch, head, own)
-            peaks = gl.load(lse_at, mask=own < live, other=float("-inf")) * LOG2_E
-            # Rows that saw no key weigh 0: exp2 of anything less infinity.
+            lse_at = places(lse, lse_strides, block, batch, head, own_rows)
+            peaks = gl.load(lse_at, mask=own_rows < live, other=float("-inf")) * LOG2_E
+            # Rows that saw no key get weight 0: exp2(x - inf).
             peaks = gl.where(peaks == float("-inf"), float("inf"), peaks)
-            deltas = gl.load(places(delta, delta_strides, block, batch, head, own), mask=own < live, other=0.0)
+            deltas = gl.load(
+                places(delta, delta_strides, block, batch, head, own_rows), mask=own_rows < live, other=0.0
+            )
             mbarrier.wait(barriers[0], items & 1)
             items += 1
             dq, turn = _attend(
-                dq, turn, first, last, entries, own, peaks, deltas, in_scale, q_rows, dout_rows, k_buffers, v_buffers,
-                barriers, BLOCK_N, SLOTS, s_layout,
+                dq, turn, first, last, entries, own_rows, peaks, deltas, in_scale, q_rows, dout_rows, k_buffers,
+                v_buffers, barriers, BLOCK_N, SLOTS, s_layout,
             )  # fmt: skip
-            # The rows of q and dout are not read again: the producer may load the next item's.
+            # q and dout are not read again, so the producer may load those of the next item.
             mbarrier.arrive(barriers[1])
         deliver(
             dq * scale, dq_carried, dq_result, dq_strides, result_strides, block, batch, head, own_d, live,
@@ -200,7 +203,7 @@ def grad_q_kernel(
     lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
     DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """What `attention_gluon.grad_q_gluon` launches, with the warps of one consumer; the others are added here.
+    """The kernel of `attention_gluon.grad_q_gluon`, launched with the warps of one consumer; it adds the others.
 
     Each of the 384 threads starts with 168 registers; the producer's warpgroup keeps 24, so that each consumer has 240.
     """
@@ -214,10 +217,10 @@ def grad_q_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full, v_full, empty = barriers_for(SLOTS, 1), barriers_for(SLOTS, 1), barriers_for(SLOTS, CONSUMERS)
-    # Full: one arrival, the producer's. Empty: one of each consumer.
+    # Full: one arrival, from the producer. Empty: one arrival from each consumer.
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=CONSUMERS)
-    # The barriers are visible to TMA before any role begins.
+    # Make the barriers visible to TMA before any role starts.
     hopper.fence_async_shared()
 
     inputs, rows, tables, grads = (q, k, v, dout), (lse, delta), (blocks, entries), (dq, dq_result)

@@ -1,8 +1,8 @@
-"""What the Gluon kernels share: rotating buffers, a program's work, descriptors and copies, masks, rows in memory.
+"""Shared parts of the Gluon kernels: rotating buffers, a program's work, descriptors and copies, masks, rows in memory.
 
-Guarantees: a copy is not started before the readers of its buffer have left it; the rows of a run in a table are those
-of the other kernels (`attention_tiles`); over all programs of a launch every item is taken once; the counter of items,
-0 before a launch, is 0 after it; no item is overwritten before both consumers have read it.
+Guarantees: a copy starts only after the readers of its buffer are done. Tables are read as in the other kernels
+(`attention_tiles`). The programs of a launch together take every item once. The counter of items is 0 before and after
+a launch. No item is overwritten before both consumers have read it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ringattn.kernels.attention_tiles import ends_of, entries_of, item_of, rows_
 
 @gluon.jit
 def slot_of(turn, SLOTS: gl.constexpr):
-    """Of the `turn`-th use, from 0, of a ring of SLOTS buffers: (the buffer, the parity of the phase that fills it)."""
+    """Return (buffer, parity of the phase that fills it) for the `turn`-th use, from 0, of SLOTS rotating buffers."""
     # SLOTS 2:   turn   0 1 2 3 4 5
     #            slot   0 1 0 1 0 1
     #            parity 0 0 1 1 0 0
@@ -26,8 +26,8 @@ def slot_of(turn, SLOTS: gl.constexpr):
 
 @gluon.jit
 def visited(nth, start, full, full_end):
-    """The `nth` block of an entry's rows: the full ones first, then those before and after them."""
-    # Full blocks need no mask and one loop body; the others follow, left edge first:
+    """Return the index of the `nth` block of an entry's rows: first the full blocks, then those before and after."""
+    # Full blocks need no mask, so they get a separate loop; the others follow, left edge first:
     #    blocks   start . . full . . . full_end . end
     #    nth            4 5      0 1 2 3           6
     edge = start + nth - (full_end - full)
@@ -36,7 +36,7 @@ def visited(nth, start, full, full_end):
 
 @gluon.jit
 def work_of(blocks, item, block_count, slots, batches, section):
-    """(block, batch, head, live rows, first entry, one past the last); an idle item has no row and no entry."""
+    """Return (block, batch, head, live rows, first entry, one past the last). An idle item has no row and no entry."""
     block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
     first, last = entries_of(block)
     return block, batch, head, gl.where(idle, 0, run_of(block)[2]), gl.where(idle, last, first), last
@@ -44,7 +44,7 @@ def work_of(blocks, item, block_count, slots, batches, section):
 
 @gluon.jit
 def described(base, first, stride, distance, count, buffer):
-    """A descriptor, in boxes like `buffer`, of `count` rows from row `first` on, every `stride`-th; 0 beyond them."""
+    """Make a descriptor of `count` rows from row `first` on, every `stride`-th, in boxes of the shape of `buffer`."""
     layout: gl.constexpr = buffer.layout
     first_row = base + first.to(gl.int64) * distance
     step = stride.to(gl.int64) * distance
@@ -53,7 +53,7 @@ def described(base, first, stride, distance, count, buffer):
 
 @gluon.jit
 def barriers_for(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
-    """A barrier for each of SLOTS buffers, of which a phase ends with so many arrivals."""
+    """Allocate a barrier for each of SLOTS buffers; a phase ends with the given number of ARRIVALS."""
     barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(barriers.index(slot), count=ARRIVALS)
@@ -62,79 +62,79 @@ def barriers_for(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def landed(turn, full, SLOTS: gl.constexpr):
-    """Wait until all loads of the turns before `turn` have ended: no descriptor is being read any more."""
-    # The last use of each slot; a new barrier counts as having finished the phase before its first.
+    """Wait until all loads before `turn` have ended, so that none of them reads a descriptor any more."""
+    # Wait for the last use of each slot. A new barrier counts as having finished the phase before its first.
     for ahead in gl.static_range(SLOTS):
         slot, parity = slot_of(turn + ahead, SLOTS)
         mbarrier.wait(full.index(slot), parity ^ 1)
 
 
 @gluon.jit
-def bring(rows, at, slot, parity, full, empty, buffers):
-    """Load a block of rows into a slot, once its readers have left."""
-    # The other parity is that of the use before: its readers have left. A new barrier lets the first wait pass.
+def bring(rows, first_row, slot, parity, full, empty, buffers):
+    """Load the block of rows from `first_row` on into a slot, as soon as the slot's readers are done."""
+    # The other parity belongs to the previous use, whose readers must be done. On a new barrier this wait passes.
     mbarrier.wait(empty.index(slot), parity ^ 1)
-    # Before the copy: the barrier flips when so many bytes have arrived.
+    # Announce the bytes before the copy: the barrier flips when they have arrived.
     mbarrier.expect(full.index(slot), rows.block_type.nbytes)
-    tma.async_copy_global_to_shared(rows, [at, 0], full.index(slot), buffers.index(slot))
+    tma.async_copy_global_to_shared(rows, [first_row, 0], full.index(slot), buffers.index(slot))
 
 
 @gluon.jit
-def seen(own, entry):
-    """The first and the last row of the entry that each row of the block sees: a run, since steps are positive."""
+def seen(own_rows, entry):
+    """Return the first and the last row of the entry that each own row sees. Steps are positive, so it sees a range."""
     rows, band = rows_and_band(entry)
     # lo <= own * s_own - other * s_other <= hi, solved for `other`.
-    near, far = own * band[0] - band[2], own * band[0] - band[3]
+    near, far = own_rows * band[0] - band[2], own_rows * band[0] - band[3]
     first = gl.where(far > 0, (far + band[1] - 1) // band[1], 0)
     last = gl.where(near < 0, -1, near // band[1])
     return first, gl.minimum(last, rows[2] - 1)
 
 
 @gluon.jit
-def scaled(acc, by):
-    """`acc` with its rows multiplied."""
+def scaled(acc, factors):
+    """Return `acc` with each row multiplied by its factor."""
     rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    return acc * gl.expand_dims(gl.convert_layout(by, rows), 1)
+    return acc * gl.expand_dims(gl.convert_layout(factors, rows), 1)
 
 
 @gluon.jit
-def places(base, strides, block, batch, head, own):
-    """Pointers to the `own` rows of a block."""
+def places(base, strides, block, batch, head, own_rows):
+    """Return pointers to rows of a block; `own_rows` counts within the block."""
     run = run_of(block)
-    # `own` counts rows within the block; these are rows of the tensor.
-    rows = (run[0] + own * run[1]).to(gl.int64)
+    # The rows of the tensor.
+    rows = (run[0] + own_rows * run[1]).to(gl.int64)
     return base + batch * strides[1] + head * strides[2] + rows * strides[0]
 
 
 @gluon.jit
 def over_dims(pointers, DIM: gl.constexpr, layout: gl.constexpr):
-    """Pointers to the values of each row."""
+    """Return pointers to the values of each row."""
     return gl.expand_dims(pointers, 1) + gl.expand_dims(gl.arange(0, DIM, layout=gl.SliceLayout(0, layout)), 0)
 
 
 # --- items of a program ----------------------------------------------------------------------------------------------
-# A program takes its own number first, then always the next item that no program has. The producer takes it from a
-# counter in global memory and hands it to the consumers through shared memory, so that programs end together, however
-# long their items are and whenever a multiprocessor begins.
+# The first item of a program is its own number; after that it takes the next item that no program has. The producer
+# reads it from a counter in global memory and passes it to the consumers through shared memory. So all programs end at
+# about the same time, whatever the length of their items and the start of their multiprocessors.
 
 
 PLACES = gl.constexpr(2)
-"""Items that are handed over at once: the producer may be one ahead of the slower consumer."""
+"""The number of items in shared memory: the producer may be an item ahead of the slower consumer."""
 
 
 @gluon.jit
 def taken(counter, total):
-    """The next item that no program has; `total` or more when there is none."""
+    """Take the next item that no program has; `total` or more if no item is left."""
     nth = gl.atomic_add(counter, 1, sem="relaxed")
-    # The first items, one of each program, are not counted, and each program counts once in vain. So the last of all
-    # to count finds total - 1, and leaves the counter to the next launch.
+    # The first item of each program is not counted, and each program counts again at its end. So the last count of
+    # the launch returns total - 1, and its program resets the counter for the next launch.
     gl.store(counter, 0, mask=nth == total - 1)
     return gl.num_programs(0) + nth
 
 
 @gluon.jit
 def hand_over(item, turn, handed, WARPS: gl.constexpr):
-    """Give the consumers the `turn`-th item."""
+    """Pass the `turn`-th item to the consumers."""
     items, full, empty = handed
     slot, parity = slot_of(turn, PLACES)
     mbarrier.wait(empty.index(slot), parity ^ 1)
@@ -144,7 +144,7 @@ def hand_over(item, turn, handed, WARPS: gl.constexpr):
 
 @gluon.jit
 def received(turn, handed, WARPS: gl.constexpr):
-    """The `turn`-th item that the producer gives."""
+    """Return the `turn`-th item that the producer passes."""
     items, full, empty = handed
     slot, parity = slot_of(turn, PLACES)
     mbarrier.wait(full.index(slot), parity)
@@ -155,7 +155,7 @@ def received(turn, handed, WARPS: gl.constexpr):
 
 @gluon.jit
 def hand(READERS: gl.constexpr):
-    """(places for items, and their barriers: full, empty) of a program with so many consumers."""
+    """Allocate the buffers for items and their barriers (full, empty) for a program with READERS consumers."""
     items = gl.allocate_shared_memory(gl.int32, [PLACES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return items, barriers_for(PLACES, 1), barriers_for(PLACES, READERS)
 
@@ -167,41 +167,41 @@ CONSUMERS = gl.constexpr(2)
 
 
 @gluon.jit
-def products(own, other, COLS: gl.constexpr, layout: gl.constexpr):
-    """Start own . other, rows by rows: (own rows, COLS)."""
-    ROWS: gl.constexpr = own.shape[0]
-    # Not read, since use_acc is False: it gives the product its layout.
+def products(left, right, COLS: gl.constexpr, layout: gl.constexpr):
+    """Start the product of the rows of `left` with the rows of `right`: (left rows, COLS)."""
+    ROWS: gl.constexpr = left.shape[0]
+    # With use_acc=False the zeros are not read; they only define the layout of the product.
     zeros = gl.zeros([ROWS, COLS], gl.float32, layout)
-    return hopper.warpgroup_mma(own, other.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def masked(s, limits, at, COLS: gl.constexpr):
-    """`s` of block `at` of the entry where `limits`, the first and the last row that each own row sees, admit it."""
+def masked(s, limits, index, COLS: gl.constexpr):
+    """Mask `s` of block `index` of the entry. `limits`: the first and the last row that each own row sees."""
     cols = gl.expand_dims(gl.arange(0, COLS, layout=gl.SliceLayout(0, s.type.layout)), 0)
-    # A thread has columns 8 apart: split so, it keeps no register for the number of each.
+    # A thread's columns are 8 apart. Split in this way, it needs no register for the number of each column.
     of_eight = cols & 7
     eight = cols - of_eight
-    # Counted from the block's first row, like `cols`. One comparison serves both ends: what is before the first is,
-    # without a sign, more than any count.
-    left, count = limits[0] - at * COLS, gl.maximum(limits[1] - limits[0] + 1, 0)
+    # Count from the block's first row, like `cols`. A single unsigned comparison checks both ends: a negative distance
+    # is larger than any count.
+    left, count = limits[0] - index * COLS, gl.maximum(limits[1] - limits[0] + 1, 0)
     beyond = eight - (gl.expand_dims(left, 1) - of_eight)
     return gl.where(beyond.to(gl.uint32) < gl.expand_dims(count.to(gl.uint32), 1), s, float("-inf"))
 
 
 @gluon.jit
 def deliver(
-    total, carried, result, carried_strides, result_strides, block, batch, head, own, live,
+    total, carried, result, carried_strides, result_strides, block, batch, head, own_rows, live,
     DIM: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Add to the sum that is carried between launches, or with the last of them write the result."""
+    """Add the sum that is carried between launches and store it, or write the result if this launch is the last."""
     begins, ends = ends_of(block)
-    inside = gl.expand_dims(own < live, 1)
+    inside = gl.expand_dims(own_rows < live, 1)
     if carried is not None:
-        at = over_dims(places(carried, carried_strides, block, batch, head, own), DIM, layout)
-        # A FIRST block finds no sum there.
-        total += gl.load(at, mask=inside & (begins == 0), other=0.0)
-        gl.store(at, total, mask=inside & (ends == 0))
+        pointers = over_dims(places(carried, carried_strides, block, batch, head, own_rows), DIM, layout)
+        # For a FIRST block there is no sum yet.
+        total += gl.load(pointers, mask=inside & (begins == 0), other=0.0)
+        gl.store(pointers, total, mask=inside & (ends == 0))
     if result is not None:
-        at = over_dims(places(result, result_strides, block, batch, head, own), DIM, layout)
-        gl.store(at, total.to(result.dtype.element_ty), mask=inside & ends)
+        pointers = over_dims(places(result, result_strides, block, batch, head, own_rows), DIM, layout)
+        gl.store(pointers, total.to(result.dtype.element_ty), mask=inside & ends)

@@ -1,14 +1,14 @@
 """ALiBi and dropout in the attention kernels.
 
-ALiBi: a score loses slope * |distance|, and no position is loaded. A block's positions are two arithmetic sequences, so
-its bias, where all keys are on one side of their queries, is a number of the query and one of the key: the former is
-left to the peak of the row, the latter is one multiplication and addition a score, before the one that scales it. Only
-blocks with keys on both sides take the distance of each pair.
-Dropout: Philox 4x32-10 on the places of pairs decides which are dropped. A word that is the same for a row or for a
-column is computed once for it: of the ten rounds the first costs a pair nothing, the second one operation.
-Guarantees: the bias and the pairs that docs/masks.md defines; the bias in float32, for slopes of any sign to `STEEPEST`
-and any strides; dropout whatever the table, the blocks, the heads and batches of the buffers: positions are words of 32
-bits that count on from the first rows of a block and of an entry.
+ALiBi subtracts slope * |distance| from a score without loading positions. The positions of a block are two arithmetic
+sequences. If all keys are on the same side of their queries, the bias is the sum of a number per query and a number per
+key: the first goes into the peak of the row, and the second costs a multiplication and an addition per score, before
+scaling. Only blocks with keys on both sides compute the distance of each pair.
+Dropout: Philox 4x32-10 on the positions of pairs decides which are dropped. A word that is equal for a whole row or
+column is computed once for it: of the ten rounds, the first costs nothing per pair and the second a single operation.
+Guarantees: the bias and the dropped pairs that docs/masks.md defines. The bias is float32, for slopes of any sign up to
+`STEEPEST` and any strides. Dropout does not depend on the table, the blocks, or the heads and batches of the buffers:
+positions are 32-bit words counted from the first rows of a block and of an entry.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ringattn.kernels.launch import PLACES, POSITIONS, Config, Table, padded
 
 
 STEEPEST = 2.0**32
-"""The greatest slope, of either sign: times any distance it is far from what float32 holds."""
-# Of an entry: distance of the first rows, own and other stride, first query head.
+"""The largest slope, of either sign: its product with any distance is far below the limit of float32."""
+# The columns of an entry: distance of the first rows, own and other stride, first query head.
 PLACE_COLUMNS = tl.constexpr(PLACES)
 
 
 def adds_raw(factor: float) -> bool:
-    """Whether a bias may be added before the logits are multiplied by `factor`, divided by it."""
+    """Return whether a bias divided by `factor` may be added before the logits are multiplied by `factor`."""
     return abs(factor) >= 2.0**-20
 
 
 @triton.jit
 def bias_of(places, index, slopes, head, factor, RAW: tl.constexpr):
-    """What `biased` needs of entry `index`: the slope, with RAW of what `factor` multiplies, and the entry's place.
+    """Return what `biased` needs for entry `index`: the slope, with RAW divided by `factor`, and the entry's place.
 
     `head`: a query head of the buffer.
     """
@@ -49,41 +49,42 @@ def bias_of(places, index, slopes, head, factor, RAW: tl.constexpr):
 
 @triton.jit
 def steps_of(place, AGAIN: tl.constexpr):
-    """Of an entry: the distance of the first rows, own and other stride. With AGAIN loaded each time."""
-    # Volatile, so that what follows from them takes no registers through a loop that has none left.
+    """Load an entry's distance of the first rows, own stride and other stride. AGAIN: load again at every call."""
+    # A volatile load keeps the derived values out of registers in a loop that has none to spare.
     return tl.load(place, volatile=AGAIN), tl.load(place + 1, volatile=AGAIN), tl.load(place + 2, volatile=AGAIN)
 
 
 @triton.jit
-def biased(s, slope, place, steps, at, OWN: tl.constexpr, OTHER: tl.constexpr, KEYS_OWN: tl.constexpr):
-    """(t, rest): s with ALiBi is t + rest, `rest` one number for each query.
+def biased(s, slope, place, steps, index, OWN: tl.constexpr, OTHER: tl.constexpr, KEYS_OWN: tl.constexpr):
+    """Return (t, rest), where the score with ALiBi is t + rest and `rest` is a number per query.
 
-    Of block `at` of the entry's rows, (OWN, OTHER) pairs. With KEYS_OWN its own rows are keys, and `rest` is what a
-    query has for each position that it comes after the block's first.
+    `s` has the (OWN, OTHER) pairs of block `index` of the entry's rows. With KEYS_OWN the own rows are keys, and `rest`
+    is the number per position that a query is after the first query of the block.
     """
     ahead, own_step, other_step = steps
-    # Row i of the block is  ahead + i * own_step - j * other_step  after row j of the entry's block.
-    ahead -= at * OTHER * other_step
+    # The position of row i of the block minus that of row j of the entry's block is
+    #     ahead + i * own_step - j * other_step.
+    ahead -= index * OTHER * other_step
     farthest = ahead + (OWN - 1) * own_step
     crossing = (ahead < (OTHER - 1) * other_step) & (farthest > 0)
-    # The slope of the distance with its sign, where that is the same for all pairs; else 0, and the branch adds all.
+    # The slope with the sign of the distance if it is the same for all pairs; else 0, and the branch adds the bias.
     signed = tl.where(crossing, 0.0, tl.where(farthest > 0, slope, -slope))
-    own = (ahead + tl.arange(0, OWN) * own_step).to(tl.float32)
-    other = (tl.arange(0, OTHER) * other_step).to(tl.float32)
-    s += -signed * own[:, None] if KEYS_OWN else signed * other[None, :]
+    own_offset = (ahead + tl.arange(0, OWN) * own_step).to(tl.float32)
+    other_offset = (tl.arange(0, OTHER) * other_step).to(tl.float32)
+    s += -signed * own_offset[:, None] if KEYS_OWN else signed * other_offset[None, :]
     if crossing:
-        # Loaded again, so that it stays a branch: a compiler may else compute it for every block, and choose.
+        # Load again, so that this stays a branch. Otherwise the compiler may compute it for every block and select.
         ahead, own_step, other_step = steps_of(place, True)
-        own = (ahead - at * OTHER * other_step + tl.arange(0, OWN) * own_step).to(tl.float32)
-        other = (tl.arange(0, OTHER) * other_step).to(tl.float32)
-        s -= slope * tl.abs(own[:, None] - other[None, :])
-    return s, signed if KEYS_OWN else -signed * own
+        own_offset = (ahead - index * OTHER * other_step + tl.arange(0, OWN) * own_step).to(tl.float32)
+        other_offset = (tl.arange(0, OTHER) * other_step).to(tl.float32)
+        s -= slope * tl.abs(own_offset[:, None] - other_offset[None, :])
+    return s, signed if KEYS_OWN else -signed * own_offset
 
 
 # --- dropout ---------------------------------------------------------------------------------------------------------
 
 
-# Of an entry: first position and position stride of the block, the same of the entry, first query head.
+# The columns of an entry: first position and stride of the block, the same of the entry, first query head.
 POSITION_COLUMNS = tl.constexpr(POSITIONS)
 _ROUNDS = tl.constexpr(10)
 _M0, _M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
@@ -91,7 +92,7 @@ _W0, _W1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 
 class Dropout(NamedTuple):
-    """Of a launch: the seed, 64 bits; words below `threshold` are dropped; `kept` divides the others."""
+    """The dropout of a launch. `seed`: 64 bits. Words below `threshold` drop their pair; `kept` divides the others."""
 
     seed: int
     threshold: int
@@ -99,7 +100,7 @@ class Dropout(NamedTuple):
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """The halves of a seed, the lower one first, as signed numbers of 32 bits: always one type of argument."""
+    """Return the halves of a seed, the lower first, as signed 32-bit numbers, so that the argument type is constant."""
     return _signed(seed & 0xFFFFFFFF), _signed(seed >> 32)
 
 
@@ -114,14 +115,14 @@ def _word(x):
 
 @triton.jit
 def _product(x, M: tl.constexpr):
-    """(upper, lower word) of x * M."""
+    """Return the (upper, lower) word of x * M."""
     both = x.to(tl.uint64) * M
     return (both >> 32).to(tl.uint32), both.to(tl.uint32)
 
 
 @triton.jit
 def draw_of(positions, index, head, batch, low, high, threshold):
-    """What `dropped` needs of entry `index`, for query head `head` and row `batch` of the buffers."""
+    """Return what `dropped` needs for entry `index`, query head `head` and batch `batch` of the buffers."""
     place = positions + index * POSITION_COLUMNS
     of_call = (head + tl.load(place + 4)).to(tl.uint32)
     return place, of_call, batch.to(tl.uint32), _word(low), _word(high), _word(threshold)
@@ -129,8 +130,8 @@ def draw_of(positions, index, head, batch, low, high, threshold):
 
 @triton.jit
 def _drawn(a, b, c, d, low, high):
-    """The four words of counters (a, b, c, d) and the key (low, high)."""
-    # Rows and columns that have not met yet are arrays of one axis: what they share is computed once.
+    """Return the four random words of counters (a, b, c, d) with the key (low, high)."""
+    # Until rows and columns are combined, their values are arrays of one axis, so each is computed once.
     for turn in tl.static_range(_ROUNDS):
         key0 = low + (turn * _W0) % 4294967296
         key1 = high + (turn * _W1) % 4294967296
@@ -142,20 +143,20 @@ def _drawn(a, b, c, d, low, high):
 
 @triton.jit
 def dropped(
-    draw, at, OWN: tl.constexpr, OTHER: tl.constexpr, KEYS_OWN: tl.constexpr, TOGETHER: tl.constexpr
+    draw, index, OWN: tl.constexpr, OTHER: tl.constexpr, KEYS_OWN: tl.constexpr, TOGETHER: tl.constexpr
 ):  # fmt: skip
-    """Booleans (OWN, OTHER): which pairs of the block's rows and of block `at` of the entry's rows are dropped.
+    """Return booleans (OWN, OTHER): the dropped pairs of the block's rows and block `index` of the entry's rows.
 
-    TOGETHER: that of the table: four keys beside each other take a word each of one counter.
+    TOGETHER: as in the table. If it is 4, each counter gives the words of four adjacent keys.
     """
     place, head, batch, low, high, threshold = draw
     own_first, own_step = tl.load(place), tl.load(place + 1)
     other_step = tl.load(place + 3)
-    other_first = tl.load(place + 2) + at * OTHER * other_step
+    other_first = tl.load(place + 2) + index * OTHER * other_step
     if TOGETHER == 1:
-        own = _word(own_first + tl.arange(0, OWN) * own_step)[:, None]
-        other = _word(other_first + tl.arange(0, OTHER) * other_step)[None, :]
-        keys, queries = (own, other) if KEYS_OWN else (other, own)
+        own_position = _word(own_first + tl.arange(0, OWN) * own_step)[:, None]
+        other_position = _word(other_first + tl.arange(0, OTHER) * other_step)[None, :]
+        keys, queries = (own_position, other_position) if KEYS_OWN else (other_position, own_position)
         a, b, c, d = _drawn(keys >> 2, queries, head, batch, low, high)
         odd, upper = (keys & 1) != 0, (keys & 2) != 0
         gone = tl.where(upper, tl.where(odd, d, c), tl.where(odd, b, a)) < threshold
@@ -178,11 +179,11 @@ def dropped(
 
 
 class CallOptions(TypedDict, total=False):
-    """Facts of a call beside its tensors. The keywords of every launch.
+    """The keywords of every launch: the properties of a call other than its tensors.
 
-    `group`: query heads per K/V head. `first_kv_head`: the first K/V head that is held. `slopes`: of ALiBi, float32,
-    one for each query head of the call; distances are those of `table.places`. `dropout`: by the places of pairs that
-    `table.positions` has. `programs`: the size of the grid, by default a program a block.
+    `group`: query heads per K/V head. `first_kv_head`: the first K/V head in the buffer. `slopes`: ALiBi's, float32, a
+    slope per query head of the call; distances come from `table.places`. `dropout`: positions come from
+    `table.positions`. `programs`: the size of the grid, by default a program per block.
     """
 
     scale: Required[float]
@@ -195,7 +196,7 @@ class CallOptions(TypedDict, total=False):
 
 
 def shared_arguments(table: Table, batches: int, section: int, options: CallOptions) -> tuple[Any, ...]:
-    """The arguments from `blocks` to `first_kv_head`, which all kernels have; words of the seed are signed."""
+    """Return the arguments from `blocks` to `first_kv_head`, which all kernels have; words of the seed are signed."""
     dropout = options.get("dropout")
     draws = (None,) * 4 if dropout is None else (*seed_words(dropout.seed), _signed(dropout.threshold), dropout.kept)
     return (
@@ -205,7 +206,7 @@ def shared_arguments(table: Table, batches: int, section: int, options: CallOpti
 
 
 def shared_constants(q: Tensor, v: Tensor, config: Config, table: Table, options: CallOptions) -> dict[str, Any]:
-    """The compile-time constants that all kernels have."""
+    """Return the compile-time constants that all kernels have."""
     d_k, d_v = q.shape[3], v.shape[3]
     return {
         "D_K": d_k, "D_V": d_v, "PAD_K": padded(d_k), "PAD_V": padded(d_v), "BLOCK_M": config.block_m,

@@ -1,6 +1,6 @@
 """Kernels over rows of (rows, batch, heads, dim): copies, delta, the merge of softmax states, eight bits for the wire.
 
-Each launch gives a program BLOCK_ROWS rows of one head. Strides of the tensors are free but the last, which is 1.
+A program processes BLOCK_ROWS rows of a head. Tensors may have any strides with a contiguous last dimension.
 Guarantees: deterministic, no atomics.
 """
 
@@ -16,16 +16,16 @@ from torch import Tensor
 from ringattn.kernels.launch import LaunchCall
 
 BLOCK_ROWS = 32
-OF_ROWS = ("dlse_batch", "dlse_head", "delta_batch", "delta_head")  # strides that are so many rows
+OF_ROWS = ("dlse_batch", "dlse_head", "delta_batch", "delta_head")  # strides that vary with the number of rows
 OF_STATES = ("lse_batch", "lse_head", "part_lse_batch", "part_lse_head")  # the same
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest number of each eight-bit dtype."""
-OF_SCALES = ("scales_row", "scales_batch")  # strides that are so many heads
+OF_SCALES = ("scales_row", "scales_batch")  # strides that vary with the number of heads
 
 
 def _launch(kernel: Any, tensors: tuple[Any, ...], rows: int, like: Tensor, strides: tuple[int, ...], warps: int = 4,
             **constants: Any) -> LaunchCall:  # fmt: skip
-    """The launch of `kernel` over `rows` rows of the batches and heads of `like`."""
+    """Return the launch of `kernel` over `rows` rows of the batches and heads of `like`."""
     _, batch, heads, dim = like.shape
     meta = {"DIM": dim, "WIDTH": triton.next_power_of_2(dim), **constants, "BLOCK_ROWS": BLOCK_ROWS}
     grid = (triton.cdiv(rows, BLOCK_ROWS) * batch * heads,)
@@ -33,13 +33,13 @@ def _launch(kernel: Any, tensors: tuple[Any, ...], rows: int, like: Tensor, stri
 
 
 def _rows_of(*tensors: Tensor) -> tuple[int, ...]:
-    """The (row, batch, head) strides of each."""
+    """Return the (row, batch, head) strides of each tensor."""
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
 @triton.jit
 def corners(rows, heads, BLOCK_ROWS: tl.constexpr):
-    """Rows, batch and head of this program. Heads vary fastest, because a row's heads usually lie side by side."""
+    """Return rows, batch and head of this program. Heads vary fastest, because a row's heads are usually adjacent."""
     blocks = tl.cdiv(rows, BLOCK_ROWS)
     # program = head + heads * (block of rows + blocks * batch)
     row = (tl.program_id(0) // heads % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
@@ -52,11 +52,11 @@ def corners(rows, heads, BLOCK_ROWS: tl.constexpr):
 def move_rows_call(
     source: Tensor, into: Tensor, *, gather: Tensor | None = None, scatter: Tensor | None = None, add: bool = False
 ) -> LaunchCall:
-    """into[scatter] = source[gather], or += with `add`: pack, unpack, gather, scatter, scatter with add.
+    """Return the launch of into[scatter] = source[gather], or += with `add`. It packs, unpacks, gathers and scatters.
 
-    `source`, `into`: (rows, batch, heads, dim). The dtype is converted on the way; an addition is done in the wider
-    dtype and rounded once. `gather`, `scatter`: (count,) int64, contiguous, rows of `source` and of `into`; None for
-    all rows in order. No row may come twice in `scatter`. Rows at a constant stride need no list: slice the tensor
+    `source`, `into`: (rows, batch, heads, dim). The dtype is converted; an addition is done in the wider dtype and
+    rounded once. `gather`, `scatter`: (count,) int64, contiguous, rows of `source` and of `into`; None for all rows in
+    order. `scatter` must not contain a row twice. Rows at a constant stride need no list: slice the tensor
     (`x[start:stop:step]`) and move all rows of the slice.
     """
     count = len(gather) if gather is not None else source.shape[0]
@@ -70,24 +70,24 @@ def move_rows(
     source_row, source_batch, source_head, into_row, into_batch, into_head,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_ROWS rows of one head."""
-    here, batch, head = corners(count, heads, BLOCK_ROWS)
-    # Without a list, rows are moved in order.
-    there = here
-    held = here < count
+    """Process BLOCK_ROWS rows of a head."""
+    source_index, batch, head = corners(count, heads, BLOCK_ROWS)
+    # Without a list, move the rows in order.
+    into_index = source_index
+    live = source_index < count
     if scatter is not None:
-        there = tl.load(scatter + here, mask=held, other=0)
-    # `scatter` is read with the program's own index, so before `gather` replaces it.
+        into_index = tl.load(scatter + source_index, mask=live, other=0)
+    # Read `scatter` with the program's index before `gather` replaces that index.
     if gather is not None:
-        here = tl.load(gather + here, mask=held, other=0)
+        source_index = tl.load(gather + source_index, mask=live, other=0)
     column = tl.arange(0, WIDTH)[None, :]
-    inside = held[:, None] & (column < DIM)
+    inside = live[:, None] & (column < DIM)
     value = tl.load(
-        source + batch * source_batch + head * source_head + (here * source_row)[:, None] + column, mask=inside
+        source + batch * source_batch + head * source_head + (source_index * source_row)[:, None] + column, mask=inside
     )
-    to = into + batch * into_batch + head * into_head + (there * into_row)[:, None] + column
+    to = into + batch * into_batch + head * into_head + (into_index * into_row)[:, None] + column
     if ADD:
-        # Added in the wider of the two dtypes, rounded by the store.
+        # The sum has the wider of the two dtypes; the store rounds it.
         value += tl.load(to, mask=inside)
     tl.store(to, value.to(into.dtype.element_ty), mask=inside)
 
@@ -96,10 +96,10 @@ def move_rows(
 
 
 def delta_call(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor) -> LaunchCall:
-    """Write delta: the sum of dout * out over a head, less the gradient of lse; products and sums in float32.
+    """Return the launch that writes delta = sum(dout * out) - dlse, with products and sums in float32.
 
-    `dout`, `out`: (rows, batch, heads, dim). `dlse`, `delta`: (batch, heads, rows) float32, any strides; `dlse` None
-    where lse has no gradient.
+    `dout`, `out`: (rows, batch, heads, dim). `dlse`, `delta`: (batch, heads, rows) float32, any strides; `dlse` is None
+    if lse has no gradient.
     """
     strides = *_rows_of(dout, out), *(delta if dlse is None else dlse).stride(), *delta.stride()
     return _launch(row_sums, (dout, out, dlse, delta), dout.shape[0], dout, strides)
@@ -112,30 +112,30 @@ def row_sums(
     dlse_row, delta_batch, delta_head, delta_row,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_ROWS rows of one head."""
+    """Process BLOCK_ROWS rows of a head."""
     row, batch, head = corners(rows, heads, BLOCK_ROWS)
-    held = row < rows
+    live = row < rows
     column = tl.arange(0, WIDTH)[None, :]
-    inside = held[:, None] & (column < DIM)
+    inside = live[:, None] & (column < DIM)
     of_dout = dout + batch * dout_batch + head * dout_head + (row * dout_row)[:, None] + column
     of_out = out + batch * out_batch + head * out_head + (row * out_row)[:, None] + column
     wide = tl.load(of_dout, mask=inside, other=0.0).to(tl.float32)
     total = tl.sum(wide * tl.load(of_out, mask=inside, other=0.0).to(tl.float32), 1)
     if dlse is not None:
-        total -= tl.load(dlse + batch * dlse_batch + head * dlse_head + row * dlse_row, mask=held, other=0.0)
-    tl.store(delta + batch * delta_batch + head * delta_head + row * delta_row, total, mask=held)
+        total -= tl.load(dlse + batch * dlse_batch + head * dlse_head + row * dlse_row, mask=live, other=0.0)
+    tl.store(delta + batch * delta_batch + head * delta_head + row * delta_row, total, mask=live)
 
 
 # --- the merge of two softmax states ---------------------------------------------------------------------------------
 
 
 def merge_call(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> LaunchCall:
-    """Merge the softmax state `(part_out, part_lse)` into `(out, lse)`, over different keys, in place.
+    """Return the launch that merges the state `(part_out, part_lse)` over other keys into `(out, lse)`, in place.
 
-    The algebra of `ringattn/engine/base.py`: with m = logaddexp(lse, part_lse), out becomes
-    out * exp(lse - m) + part_out * exp(part_lse - m), and lse becomes m, in natural logarithms. A row that neither has
-    seen stays (0, -inf). `out`, `part_out`: (rows, batch, heads, dim) float32. `lse`, `part_lse`: (batch, heads, rows)
-    float32, any strides.
+    The formula is that of `ringattn/engine/base.py`: with m = logaddexp(lse, part_lse), out becomes
+    out * exp(lse - m) + part_out * exp(part_lse - m), and lse becomes m, in natural logarithms. A row without a key in
+    either state stays (0, -inf). `out`, `part_out`: (rows, batch, heads, dim) float32. `lse`, `part_lse`:
+    (batch, heads, rows) float32, any strides.
     """
     strides = *_rows_of(out), *lse.stride(), *_rows_of(part_out), *part_lse.stride()
     return _launch(merge, (out, lse, part_out, part_lse), out.shape[0], out, strides)
@@ -143,7 +143,7 @@ def merge_call(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
 
 @triton.jit
 def share(lse, merged):
-    """exp(lse - merged), 0 where nothing was seen."""
+    """Return exp(lse - merged), 0 for rows that have seen no key."""
     return tl.where(lse == float("-inf"), 0.0, tl.exp(lse - merged))
 
 
@@ -154,41 +154,41 @@ def merge(
     part_row, part_batch, part_head, part_lse_batch, part_lse_head, part_lse_row,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_ROWS rows of one head."""
+    """Process BLOCK_ROWS rows of a head."""
     row, batch, head = corners(rows, heads, BLOCK_ROWS)
-    held = row < rows
+    live = row < rows
     at_lse = lse + batch * lse_batch + head * lse_head + row * lse_row
-    old = tl.load(at_lse, mask=held, other=float("-inf"))
+    old = tl.load(at_lse, mask=live, other=float("-inf"))
     new = tl.load(
-        part_lse + batch * part_lse_batch + head * part_lse_head + row * part_lse_row, mask=held, other=float("-inf")
+        part_lse + batch * part_lse_batch + head * part_lse_head + row * part_lse_row, mask=live, other=float("-inf")
     )
     top = tl.maximum(old, new)
-    # -inf minus -inf is not a number; a row without a key takes 0 as its maximum and log(0) gives its -inf back.
+    # -inf - (-inf) is NaN. A row without a key uses 0 as its maximum, and log(0) then gives -inf again.
     top = tl.where(top == float("-inf"), 0.0, top)
     merged = top + tl.log(tl.exp(old - top) + tl.exp(new - top))
     column = tl.arange(0, WIDTH)[None, :]
-    inside = held[:, None] & (column < DIM)
+    inside = live[:, None] & (column < DIM)
     at_out = out + batch * out_batch + head * out_head + (row * out_row)[:, None] + column
-    mine = tl.load(at_out, mask=inside, other=0.0)
-    theirs = tl.load(
+    old_out = tl.load(at_out, mask=inside, other=0.0)
+    new_out = tl.load(
         part_out + batch * part_batch + head * part_head + (row * part_row)[:, None] + column, mask=inside, other=0.0
     )
-    tl.store(at_out, mine * share(old, merged)[:, None] + theirs * share(new, merged)[:, None], mask=inside)
-    tl.store(at_lse, merged, mask=held)
+    tl.store(at_out, old_out * share(old, merged)[:, None] + new_out * share(new, merged)[:, None], mask=inside)
+    tl.store(at_lse, merged, mask=live)
 
 
 # --- K and V in eight bits for the wire ------------------------------------------------------------------------------
-# There is one float32 scale for each token and head, amax / the largest number of the code, where amax is the largest
-# magnitude of the token's head; no scale is below 2^-126. int8: values rounded to the nearest step. fp8: e4m3 (OCP
-# OFP8: 3 mantissa bits, largest 448, smallest normal 2^-6).
-# Guarantees: |x - restored| <= scale / 2 = amax / 254 for int8; <= |x| * 2^-4 + scale * 2^-10 for fp8 (half a unit in
-# the last place of a normal, and of a subnormal value); beyond that only float32 rounding, below 2^-13 of the bound.
-# For magnitudes up to 3.4e38: the largest float32 may come back as infinity. A head that is not finite comes back as
-# NaN, never as numbers. The same bits as `ringattn.runtime.records` computes in plain torch.
+# Each token and head has a float32 scale: amax / the largest number of the code, where amax is the largest magnitude of
+# the token's head. No scale is below 2^-126. int8: values are rounded to the nearest step. fp8: e4m3 (OCP OFP8: 3
+# mantissa bits, largest 448, smallest normal 2^-6).
+# Guarantees: |x - restored| <= scale / 2 = amax / 254 for int8, and <= |x| * 2^-4 + scale * 2^-10 for fp8 (half a unit
+# in the last place of a normal, and of a subnormal value), plus float32 rounding below 2^-13 of the bound. This holds
+# for magnitudes up to 3.4e38; the largest float32 may be restored as infinity. A head with a value that is not finite
+# is restored as NaN, never as numbers. `ringattn.runtime.records` computes the same bits in plain torch.
 
 
 def quantize_call(x: Tensor, values: Tensor, scales: Tensor) -> LaunchCall:
-    """Quantize x (rows, batch, heads, dim) into `values`, alike in int8 or float8_e4m3fn, and `scales`.
+    """Return the launch that quantizes x (rows, batch, heads, dim) to `values`, int8 or float8_e4m3fn, and `scales`.
 
     `scales`: (rows, batch, heads) float32, any strides. Triton has float8_e4m3fn from sm_89 on.
     """
@@ -197,7 +197,7 @@ def quantize_call(x: Tensor, values: Tensor, scales: Tensor) -> LaunchCall:
 
 
 def restore_call(values: Tensor, scales: Tensor, x: Tensor) -> LaunchCall:
-    """The inverse of `quantize_call`: x gets values * scales, in its own dtype."""
+    """Return the launch of the inverse of `quantize_call`: x = values * scales, in the dtype of x."""
     return _launch(restore, (x, values, scales), x.shape[0], x, _rows_of(x, values, scales))
 
 
@@ -207,13 +207,13 @@ def quantize(
     x_row, x_batch, x_head, values_row, values_batch, values_head, scales_row, scales_batch, scales_head,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_ROWS rows of one head."""
+    """Process BLOCK_ROWS rows of a head."""
     row, batch, head = corners(rows, heads, BLOCK_ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     inside = (row < rows)[:, None] & (column < DIM)
     source = x + batch * x_batch + head * x_head + (row * x_row)[:, None] + column
     full = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    # Not below the smallest normal number, so that the division is defined for zeros and accurate for tiny values.
+    # At least the smallest normal number, so that the division is defined for zeros and accurate for tiny values.
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(full), 1), LARGEST), 1.1754943508222875e-38)
     # A maximum may drop NaN; the sum of x * 0 is 0 for finite x and NaN for any other.
     scale += tl.sum(full * 0.0, 1)
@@ -232,13 +232,13 @@ def restore(
     x_row, x_batch, x_head, values_row, values_batch, values_head, scales_row, scales_batch, scales_head,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_ROWS rows of one head."""
+    """Process BLOCK_ROWS rows of a head."""
     row, batch, head = corners(rows, heads, BLOCK_ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     inside = (row < rows)[:, None] & (column < DIM)
     source = values + batch * values_batch + head * values_head + (row * values_row)[:, None] + column
     scale = tl.load(scales + batch * scales_batch + head * scales_head + row * scales_row, mask=row < rows, other=0.0)
-    # One product in float32, rounded once by the store.
+    # A single product in float32, which the store rounds once.
     full = tl.load(source, mask=inside).to(tl.float32) * scale[:, None]
     to = x + batch * x_batch + head * x_head + (row * x_row)[:, None] + column
     tl.store(to, full.to(x.dtype.element_ty), mask=inside)

@@ -1,1 +1,1 @@
-"""What needs a GPU: run by `make gpu-check`, rehearsed on CPU by `tests/gpu/test_rehearsal.py`."""
+"""The checks that need a GPU: `make gpu-check` runs them, `tests/gpu/test_rehearsal.py` rehearses them on the CPU."""

@@ -1,4 +1,4 @@
-"""Where the figures of the GPU checks are kept, with what they were measured on."""
+"""The record of the figures of the GPU checks, and of the machine that measured them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = ROOT / "bench" / "results" / "gpu"
 
 
 def facts() -> dict[str, str]:
-    """Device, driver, versions and commit; `GPU_CHECK_COMMIT` stands in where there is no git."""
+    """Return device, driver, versions and commit. Without git the commit comes from `GPU_CHECK_COMMIT`."""
     from ringattn.transport.nccl.binding import version_text
     from ringattn.transport.nccl.library import load_library
 
@@ -37,23 +37,23 @@ def facts() -> dict[str, str]:
     }
 
 
-def keep(file: str, name: str, found: Any) -> None:
-    """Put `found` under `name` into `bench/results/gpu/<file>.json`; what other machines measured there is dropped.
+def keep(file: str, name: str, figures: Any) -> None:
+    """Write `figures` under `name` to `bench/results/gpu/<file>.json`, and drop the figures of other machines there.
 
-    The folder that GPU_CHECK_COPY names gets the same.
+    The folder that GPU_CHECK_COPY names receives a copy.
     """
     now = facts()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with open(FOLDER / f"{file}.json", "a+", encoding="utf-8") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)  # parts of the tests run in several processes
-        held.seek(0)
-        kept = json.loads(held.read() or "{}")
+    with open(FOLDER / f"{file}.json", "a+", encoding="utf-8") as file_of_results:
+        fcntl.flock(file_of_results, fcntl.LOCK_EX)  # parts of the tests run in several processes
+        file_of_results.seek(0)
+        kept = json.loads(file_of_results.read() or "{}")
         if kept.get("measured on") != now:
             kept = {"measured on": now}
-        kept[name] = found
-        held.truncate(0)
+        kept[name] = figures
+        file_of_results.truncate(0)
         text = json.dumps(kept, indent=1) + "\n"
-        held.write(text)
+        file_of_results.write(text)
         if copy := os.environ.get("GPU_CHECK_COPY"):
             Path(copy).mkdir(parents=True, exist_ok=True)
             Path(copy, f"{file}.json").write_text(text, encoding="utf-8")
@@ -61,7 +61,7 @@ def keep(file: str, name: str, found: Any) -> None:
 
 def _first_line(*command: str) -> str:
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
-        said = ""
-    return (said.splitlines() or ["unknown"])[0].strip()
+        output = ""
+    return (output.splitlines() or ["unknown"])[0].strip()

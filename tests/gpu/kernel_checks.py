@@ -1,4 +1,4 @@
-"""What the kernels promise, as functions of a device: run on a GPU by test_kernels.py, rehearsed in the interpreter."""
+"""Checks of the kernels' guarantees for any device: run on a GPU by test_kernels.py, rehearsed in the interpreter."""
 
 from __future__ import annotations
 
@@ -17,35 +17,38 @@ HEADS, SCALE = 4, 0.1
 
 
 def inputs(dtype: torch.dtype, device: str, rows: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, row-first, on a device; the same numbers everywhere."""
+    """Return q, k and v, row-first, on a device; the numbers are the same on every device."""
     generator = torch.Generator().manual_seed(rows)
     q, k, v = (torch.randn(rows, 2, HEADS, dim, generator=generator).to(device, dtype) for _ in range(3))
     return q, k, v
 
 
 def ring_tiles(rows: int, steps: int) -> list[tuple[Tile, ...]]:
-    """The last of `steps` ranks, its own keys first; `rows`: of all ranks. The pass of steps 1 holds the same pairs."""
+    """Return the steps of the last of `steps` ranks, its own keys first. `rows`: of all ranks.
+
+    With `steps` 1 the single step has the same pairs.
+    """
     n = rows // steps
     q = TokenRange(StridedRange(rows - n, n), StridedRange(0, n))
     return [
-        (Tile(q, TokenRange(StridedRange(at, n), StridedRange(at, n)), CAUSAL, StridedRange(0, HEADS)),)
-        for at in reversed(range(0, rows, n))
+        (Tile(q, TokenRange(StridedRange(start, n), StridedRange(start, n)), CAUSAL, StridedRange(0, HEADS)),)
+        for start in reversed(range(0, rows, n))
     ]
 
 
 def ring_errors(engine: TritonEngine, dtype: torch.dtype, device: str, rows: int, dim: int, steps: int) -> list[float]:
-    """Relative error of a pass of `steps` steps and of one step, through the engine, against float64."""
+    """Return the relative errors of a pass of `steps` steps and of a single step, against float64."""
     q, k, v = inputs(dtype, device, rows, dim)
     n = rows // steps
     q, tiles = q[-n:], ring_tiles(rows, steps)
-    reference = attended(PlainEngine(), *(x.double() for x in (q, k, v)), tiles)
-    one = [(tiles[0][0]._replace(k=TokenRange(StridedRange(0, rows), StridedRange(0, rows))),)]
-    found = [attended(engine, q, k, v, passed).double() for passed in (tiles, one)]
-    return [float((x - reference).norm() / reference.norm()) for x in found]
+    reference = run_forward(PlainEngine(), *(x.double() for x in (q, k, v)), tiles)
+    single_step = [(tiles[0][0]._replace(k=TokenRange(StridedRange(0, rows), StridedRange(0, rows))),)]
+    results = [run_forward(engine, q, k, v, passed).double() for passed in (tiles, single_step)]
+    return [float((x - reference).norm() / reference.norm()) for x in results]
 
 
 def whole_pass(engine: Engine, works: Sequence[Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The result and dQ of a pass of one step, with the queries as the gradient of the result."""
+    """Return the result and dQ of a pass of a single step, with the queries as the gradient of the result."""
     state = engine.begin(works, q, v.shape[3], None)
     engine.attend(q, KV(k, v), state, works[0])
     out = state.out.finalized(q.dtype)
@@ -55,7 +58,7 @@ def whole_pass(engine: Engine, works: Sequence[Any], q: Tensor, k: Tensor, v: Te
     return out, dq.finalized(q.dtype)
 
 
-def attended(
+def run_forward(
     engine: TritonEngine | PlainEngine, q: Tensor, k: Tensor, v: Tensor, steps: list[tuple[Tile, ...]]
 ) -> Tensor:
     works = engine.prepare(steps, Softmax(SCALE), q.shape[0], HEADS)

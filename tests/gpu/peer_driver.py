@@ -1,6 +1,6 @@
-"""What two processes on one GPU do to show what the peer transport takes for granted of CUDA's driver.
+"""Two processes on a single GPU that check the peer transport's assumptions about CUDA's driver.
 
-`kind` is "cuda", or "simulated" for a rehearsal on CPU. Each function is one rank's part.
+`kind` is "cuda", or "simulated" for a rehearsal on the CPU. Each function is the part of a rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BIG = 64 << 20
 
 
 def device(kind: str, **switches: Any) -> Any:
-    """The GPU, with its driver as an attribute."""
+    """Return the GPU, with its driver as an attribute."""
     if kind == "simulated":
         return SimGpu(**switches)
     torch.zeros(1, device="cuda")
@@ -45,31 +45,36 @@ def open_ring(
 
 
 def numbers(rank: int, world_size: int, kind: str) -> dict[str, Any]:
-    """Symbols resolve, and what the device answers."""
+    """Resolve the driver's symbols and return the attributes of the device."""
     driver = device(kind).driver
-    found: dict[str, Any] = {which.name: driver.attribute(which) for which in Attribute}
-    return {**found, "version": driver.version, "partition": driver.is_partition(), "granularity": driver.granularity()}
+    attributes: dict[str, Any] = {which.name: driver.attribute(which) for which in Attribute}
+    return {
+        **attributes,
+        "version": driver.version,
+        "partition": driver.is_partition(),
+        "granularity": driver.granularity(),
+    }
 
 
 def ordering(rank: int, world_size: int, kind: str, rounds: int) -> int:
-    """The self-test again and again: a flag that is seen before its bytes refuses the ring."""
+    """Repeat the self-test, which refuses the ring if a flag is visible before its bytes."""
     open_ring(rank, world_size, kind, device(kind), rounds=rounds).close()
     return rounds
 
 
 def ping_pong(rank: int, world_size: int, kind: str, count: int) -> float:
-    """Microseconds of a message of 8 bytes there and back, hosts included."""
+    """Return the microseconds of a round trip of 8 bytes, including the hosts."""
     gpu = device(kind)
     ring = open_ring(rank, world_size, kind, gpu)
     word = ring.allocate(8)
-    there = ring.bind([Message(1 - rank, word, "k")], [])
+    forth = ring.bind([Message(1 - rank, word, "k")], [])
     back = ring.bind([], [Message(1 - rank, word, "k")])
     took_s = 0.0
     for timed in (False, True):
         ring.all_gather_bytes(b"")
         began = time.perf_counter()
         for _ in range(count if timed else 10):
-            for hop in (there, back) if rank == 0 else (back, there):
+            for hop in (forth, back) if rank == 0 else (back, forth):
                 hop.start().wait()
         ring.drain()
         took_s = time.perf_counter() - began
@@ -78,7 +83,7 @@ def ping_pong(rank: int, world_size: int, kind: str, count: int) -> float:
 
 
 def released(rank: int, world_size: int, kind: str, one_queue: bool) -> dict[str, Any]:
-    """A wait of the device that no rank will satisfy ends by stores of the host; the device goes on."""
+    """Release a wait of the device that no rank satisfies by stores of the host. The device must still work."""
     gpu = device(kind, **({"one_queue": one_queue} if kind == "simulated" else {}))
     ring = open_ring(rank, world_size, kind, gpu)
     received = ring.allocate(64)
@@ -98,7 +103,7 @@ def released(rank: int, world_size: int, kind: str, one_queue: bool) -> dict[str
 
 
 def alive(like: torch.Tensor) -> float:
-    """The device still computes: no error sticks to its context."""
+    """Check that the device still computes, with no sticky error in its context; return a sum of 1000 ones."""
     answer = float(torch.ones(1000, device=like.device).sum())
     if like.device.type == "cuda":
         torch.cuda.synchronize()
@@ -106,7 +111,7 @@ def alive(like: torch.Tensor) -> float:
 
 
 def killed(rank: int, world_size: int, kind: str) -> dict[str, Any]:
-    """Rank 1 is killed while copies run; what rank 0 raises, whether its device lives, and what it has back."""
+    """Kill rank 1 while copies run. Return what rank 0 raises, whether its device works, and the memory it lost."""
     gpu = device(kind)
     before = free_bytes(kind)
     ring = open_ring(rank, world_size, kind, gpu)
@@ -114,7 +119,7 @@ def killed(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     ring.all_gather_bytes(b"")
     if rank == 1:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    said, began = "nothing", time.monotonic()
+    reported, began = "nothing", time.monotonic()
     try:
         for number in range(100_000):
             ring.exchange(
@@ -123,13 +128,13 @@ def killed(rank: int, world_size: int, kind: str) -> dict[str, Any]:
             if number % 8 == 0:
                 ring.drain()
     except RingError as error:
-        said = f"{type(error).__name__}: {error}"
+        reported = f"{type(error).__name__}: {error}"
     took_s, answer = time.monotonic() - began, alive(room)
     del room
     until = time.monotonic() + 10.0
     while lost_bytes(kind, gpu, before) > 0 and time.monotonic() < until:
         time.sleep(0.05)
-    return {"said": said, "after_s": took_s, "sum": answer, "lost_bytes": lost_bytes(kind, gpu, before)}
+    return {"said": reported, "after_s": took_s, "sum": answer, "lost_bytes": lost_bytes(kind, gpu, before)}
 
 
 def free_bytes(kind: str) -> int:
@@ -137,7 +142,7 @@ def free_bytes(kind: str) -> int:
 
 
 def lost_bytes(kind: str, gpu: Any, before: int) -> int:
-    """What is not back; on a GPU beyond what another process's context takes or gives."""
+    """Return the bytes that were not freed; on a GPU, minus what another process's context may take."""
     if kind == "simulated":
         return sum(gpu.driver.leftovers().values())
     torch.cuda.empty_cache()
@@ -145,11 +150,11 @@ def lost_bytes(kind: str, gpu: Any, before: int) -> int:
 
 
 def slow_read(kind: str, gpu: Any, slot: torch.Tensor) -> Callable[[], list[int]]:
-    """Put a reader of `slot` on the caller's stream that comes to it late; its values, once it has run."""
+    """Put a late reader of `slot` on the caller's stream; return a function that gives the values that it read."""
     if kind == "cuda":
         torch.cuda._sleep(SLEEP_CYCLES)
-        held = slot.clone()
-        return lambda: sorted(set(held.tolist()))
+        values = slot.clone()
+        return lambda: sorted(set(values.tolist()))
     gpu.caller = gpu.new_stream()
     seen: list[int] = []
 
@@ -162,7 +167,7 @@ def slow_read(kind: str, gpu: Any, slot: torch.Tensor) -> Callable[[], list[int]
 
 
 def spoiled(rank: int, world_size: int, kind: str) -> dict[str, Any]:
-    """Rank 0 fails while rank 1's kernels read a slot, and its queued copy runs into that slot."""
+    """Let rank 0 fail while rank 1's kernels read a slot into which rank 0's queued copy writes."""
     gpu = device(kind)
     ring = open_ring(rank, world_size, kind, gpu)
     slot = ring.allocate(1 << 16)
@@ -170,8 +175,8 @@ def spoiled(rank: int, world_size: int, kind: str) -> dict[str, Any]:
         slot.fill_(1)
         ring.exchange([Message(1, slot, "first")], []).wait()
         ring.drain()
-        other = torch.full((1 << 16,), 2, dtype=torch.uint8, device=ring.device)
-        ring.exchange([Message(1, other, "second")], [])
+        second = torch.full((1 << 16,), 2, dtype=torch.uint8, device=ring.device)
+        ring.exchange([Message(1, second, "second")], [])
         ring.all_gather_bytes(b"queued")
         ring.abort(ValueError("rank 0 gives up"))
         time.sleep(4.0)
@@ -183,7 +188,7 @@ def spoiled(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     ring.all_gather_bytes(b"queued")
     try:
         ring.drain()
-        said = "success"
+        reported = "success"
     except RingError as error:
-        said = f"{type(error).__name__}: {error}"
-    return {"said": said, "seen": seen()}
+        reported = f"{type(error).__name__}: {error}"
+    return {"said": reported, "seen": seen()}

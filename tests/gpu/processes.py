@@ -1,7 +1,7 @@
-"""What the processes of the GPU checks do, started by torchrun: `python -m tests.gpu.processes JOB.json`.
+"""The processes of the GPU checks, started by torchrun: `python -m tests.gpu.processes JOB.json`.
 
-Several ranks may share one GPU: each then takes itself for a host of its own, and bytes go over sockets of the loopback
-interface. The same functions run over gloo on CPU, as a rehearsal.
+Several ranks may share a GPU. Each then acts as a separate host, and bytes use sockets of the loopback interface. The
+same functions run over gloo on the CPU, as a rehearsal.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def open_ring(spec: dict[str, Any], timeout_s: float = 20.0, **options: Any) -> 
 
 
 def tensors(ring: Ring, seed: int = 0) -> tuple[Any, list[torch.Tensor], torch.Tensor]:
-    """A sequence, this rank's q, k and v, and what must come out."""
+    """Return a sequence, this rank's q, k and v, and the expected output."""
     generator = torch.Generator().manual_seed(seed)
     full = [torch.randn(1, TOKENS, 4, 32, generator=generator, dtype=torch.float64).to(ring.device) for _ in range(3)]
     seq = ring.sequence(TOKENS, layout="zigzag")
@@ -73,28 +73,30 @@ def tensors(ring: Ring, seed: int = 0) -> tuple[Any, list[torch.Tensor], torch.T
 
 
 def exact(spec: dict[str, Any]) -> Any:
-    """Every mask, layout and schedule, or every pair of them, against float64, forward and backward."""
+    """Compare every mask, layout and schedule, or every pair of them, with float64, forward and backward."""
     from ringattn.launch.measure.check import worker
 
     return worker(spec["check"])
 
 
 def sizes(spec: dict[str, Any]) -> Any:
-    """Messages of every size, each way, in one group; which arrived whole."""
+    """Exchange messages of every size in a group; return which arrived whole."""
     from ringattn.transport.base import Message
 
     with open_ring(spec) as ring:
         after, before = (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
         whole = []
         for nbytes in SIZES:
-            sent, came = (torch.full((nbytes,), n, dtype=torch.uint8, device=ring.device) for n in (ring.rank + 1, 0))
-            ring.transport.exchange([Message(after, sent, "sent")], [Message(before, came, "came")]).wait()
-            whole.append(bool((came == before + 1).all()))
+            sent, received = (
+                torch.full((nbytes,), n, dtype=torch.uint8, device=ring.device) for n in (ring.rank + 1, 0)
+            )
+            ring.transport.exchange([Message(after, sent, "sent")], [Message(before, received, "came")]).wait()
+            whole.append(bool((received == before + 1).all()))
         return {"whole": whole}
 
 
 def in_order(ring: Ring) -> list[list[Any]]:
-    """Two rounds of calls; what the plans of one round send and receive: [verb, peer, bytes] in order."""
+    """Run two rounds of calls; return the sends and receives of the plans of a round: [verb, peer, bytes] in order."""
     seq, (q, k, v), _ = tensors(ring)
     q.requires_grad_()
     for _ in range(2):
@@ -104,7 +106,7 @@ def in_order(ring: Ring) -> list[list[Any]]:
     planned: list[list[Any]] = []
     for executor in ring._executors.values():
         plan = executor.plan
-        item = {at: plan.element_bytes(at) for at in range(len(plan.buffers))}
+        item = {index: plan.element_bytes(index) for index in range(len(plan.buffers))}
         for step in plan.steps:
             planned += [["Recv", r.peer, r.elements * item[r.buffer]] for r in step.recvs]
             planned += [["Send", s.peer, s.elements * item[s.buffer]] for s in step.sends]
@@ -112,7 +114,7 @@ def in_order(ring: Ring) -> list[list[Any]]:
 
 
 def order(spec: dict[str, Any]) -> Any:
-    """What the plans send and receive, and what NCCL's own log says was called."""
+    """Return the sends and receives of the plans, and the calls in NCCL's log."""
     with open_ring(spec) as ring:
         planned = in_order(ring)
     files = list(Path(spec["log"]).parent.glob(f"{Path(spec['log']).name}-{os.environ['RANK']}*"))
@@ -122,23 +124,23 @@ def order(spec: dict[str, Any]) -> Any:
 
 
 def graph(spec: dict[str, Any]) -> Any:
-    """A forward pass, captured once and replayed with other inputs; the greatest error of each replay."""
+    """Capture a forward pass and replay it with other inputs; return the largest error of each replay."""
     from ringattn.transport.nccl.options import NcclOptions
 
     with open_ring(spec, nccl=NcclOptions(blocking=spec["blocking"])) as ring, torch.no_grad():
-        seq, held, _ = tensors(ring)
+        seq, inputs, _ = tensors(ring)
         for _ in range(2):
-            ring.attention(*held, seq, causal=True)
+            ring.attention(*inputs, seq, causal=True)
         ring.synchronize()
         torch.cuda.synchronize()
         ring.barrier()
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured, capture_error_mode="thread_local"):
-            out = ring.attention(*held, seq, causal=True)
+            out = ring.attention(*inputs, seq, causal=True)
         errors, took_ms = [], []
         for seed in range(1, 6):
             _, fresh, reference = tensors(ring, seed)
-            for into, x in zip(held, fresh, strict=True):
+            for into, x in zip(inputs, fresh, strict=True):
                 into.copy_(x)
             torch.cuda.synchronize()
             ring.barrier()
@@ -152,10 +154,10 @@ def graph(spec: dict[str, Any]) -> Any:
 
 
 def refused_capture(spec: dict[str, Any]) -> Any:
-    """What a transport without graphs says to a capture, and the error of a pass after it."""
+    """Return the message with which a transport without graphs refuses a capture, and the error of a pass after it."""
     with open_ring(spec) as ring, torch.no_grad():
-        seq, held, reference = tensors(ring)
-        ring.attention(*held, seq, causal=True)
+        seq, inputs, reference = tensors(ring)
+        ring.attention(*inputs, seq, causal=True)
         ring.synchronize()
         torch.cuda.synchronize()
         captured, refused = torch.cuda.CUDAGraph(), ""
@@ -164,13 +166,13 @@ def refused_capture(spec: dict[str, Any]) -> Any:
                 ring.transport.bind([], []).start()
         except UnsupportedError as error:
             refused = str(error)
-        out = ring.attention(*held, seq, causal=True)
+        out = ring.attention(*inputs, seq, causal=True)
         ring.synchronize()
         return {"refused": refused, "error": float((out - reference).abs().max())}
 
 
 def beside(spec: dict[str, Any]) -> Any:
-    """`ringattn.bench.many_ranks.overlap` with the engine on torch's kernels."""
+    """Run `ringattn.bench.many_ranks.overlap` with the engine on torch's kernels."""
     from ringattn.bench.many_ranks import overlap
 
     half = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -179,7 +181,7 @@ def beside(spec: dict[str, Any]) -> Any:
 
 
 def fault(spec: dict[str, Any]) -> Any:
-    """One rank is lost in a pass; what the others were told, and how long after."""
+    """Lose a rank during a pass; return the error that the others raise, and when."""
     kind, culprit, note = spec["kind"], spec["culprit"], Path(spec["note"])
     with open_ring(spec) as meeting:  # the deadline is no measure for processes that still load libraries
         meeting.barrier()
@@ -207,7 +209,7 @@ def fault(spec: dict[str, Any]) -> Any:
 
 
 def abort(spec: dict[str, Any]) -> Any:
-    """Rank 0 waits on the device for a message that never comes, and aborts; how long that takes, and the rest."""
+    """Let rank 0 wait on the device for a message that never arrives, and abort; return how long that takes."""
     from ringattn.transport.base import Message
 
     ring = open_ring(spec)
@@ -231,18 +233,18 @@ def abort(spec: dict[str, Any]) -> Any:
 
 
 def write(path: Path, content: Any) -> None:
-    """All of it or nothing."""
+    """Write a file atomically."""
     partial = path.with_suffix(f".partial-{os.getpid()}")
     partial.write_text(json.dumps(content), encoding="utf-8")
     partial.rename(path)
 
 
 def main(job: Path) -> None:
-    """One rank's life. Ignores SIGTERM, for torchrun ends survivors as soon as a rank dies."""
+    """Run a rank. Ignores SIGTERM, because torchrun ends the survivors as soon as a rank dies."""
     spec = json.loads(job.read_text(encoding="utf-8"))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
-    faulthandler.dump_traceback_later(150)  # before the job's own end
+    faulthandler.dump_traceback_later(150)  # before the job's time limit
     torch.set_num_threads(1)
     prepare(spec)
     try:

@@ -1,7 +1,7 @@
-"""One GPU, one rank: adapters where autograd has a thread of its own, and attention inside of compiled code.
+"""One GPU, one rank: adapters with autograd's separate thread, and attention inside compiled code.
 
-`make gpu-check` runs it. A sequence of documents over a ring of one rank attends otherwise than local attention does,
-so that a sequence which is not found shows in the gradients.
+`make gpu-check` runs it. A sequence of documents gives other results than local attention even on one rank, so a
+sequence that is not found shows in the gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DOCUMENTS = [0, 100, 333, 517]
 
 
 class Attending(nn.Module):
-    """x (batch, tokens, dim) to the same, one head."""
+    """Attention of x (batch, tokens, dim) to itself, with one head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def reference() -> Tensor:
     "options",
     [{"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": recompute_context}],
 )
-def test_recomputation_in_autograds_own_thread(options: dict[str, Any]) -> None:
+def test_recomputation_in_autograds_thread_finds_the_sequence(options: dict[str, Any]) -> None:
     module = Attending()
     with Ring() as ring:
         seq = ring.sequence(cu_seqlens=DOCUMENTS)
@@ -63,13 +63,13 @@ def test_recomputation_in_autograds_own_thread(options: dict[str, Any]) -> None:
             loss = checkpoint(module, tokens(), **options).sum()
         loss.backward()
     first, again = module.threads
-    assert first == threading.get_ident() != again  # else this shows nothing
+    assert first == threading.get_ident() != again  # otherwise the test shows nothing
     torch.testing.assert_close(module.weight.grad, reference(), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiled_attention_is_the_eager_one(backend: str, dtype: torch.dtype) -> None:
+def test_compiled_attention_equals_eager_attention(backend: str, dtype: torch.dtype) -> None:
     projection = nn.Linear(64, 3 * 64, device="cuda", dtype=dtype)
     x = tokens().detach().to(dtype)
 
@@ -78,12 +78,12 @@ def test_compiled_attention_is_the_eager_one(backend: str, dtype: torch.dtype) -
         return ring_attention(q, k, v, causal=True).flatten(2) + x
 
     with Ring() as ring, ring.activate(ring.sequence(cu_seqlens=DOCUMENTS)):
-        found = []
+        results = []
         for function in (block, torch.compile(block, backend=backend, fullgraph=True)):
             projection.zero_grad()
             out = function(x)
             out.square().sum().backward()
-            found.append((out, projection.weight.grad.clone()))
+            results.append((out, projection.weight.grad.clone()))
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    for eager, compiled in zip(*found, strict=True):
+    for eager, compiled in zip(*results, strict=True):
         assert (eager - compiled).norm() <= bound * eager.norm()

@@ -1,7 +1,7 @@
 """One GPU, one rank: the fused CUDA kernels and the executor against dense float64 attention. `make gpu-check` runs it.
 
-Measured errors are kept in bench/results/gpu/exactness.json, beside the error of torch's own attention in one call.
-Engines are named as `Ring` knows them, or by the form of the Triton engine's kernels.
+The measured errors are recorded in bench/results/gpu/exactness.json, with the error of a single call of torch's
+attention. Engines are named as in `Ring`, or by the form of the Triton engine's kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.gpu
 
 
 def engine_named(name: str) -> Any:
-    """A name that `Ring` knows, or an engine of that form."""
+    """Return the name if `Ring` accepts it, else a Triton engine of that form."""
     if name not in ("pointers", "specialized", "gluon", "fused"):
         return name
     if torch.cuda.get_device_capability() < (9, 0) and name in ("specialized", "gluon"):
@@ -46,19 +46,19 @@ def engine_named(name: str) -> Any:
 
 
 def inputs(dtype: torch.dtype, dim: int = 64) -> tuple[Tensor, ...]:
-    """q, k, v and dout on the GPU."""
+    """Return q, k, v and dout on the GPU."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, TOKENS, heads, dim) for heads in (8, 2, 2, 8)]
     return tuple(torch.randn(shape, generator=generator).to("cuda", dtype) for shape in shapes)
 
 
 def errors(got: list[Tensor], reference: list[Tensor]) -> list[float]:
-    """Relative Frobenius errors."""
+    """Return the relative Frobenius errors."""
     return [float((x.double() - y).norm() / y.norm()) for x, y in zip(got, reference, strict=True)]
 
 
 def ours(engine: str, dtype: torch.dtype, mask: dict[str, Any], dim: int = 64) -> list[Tensor]:
-    """out, dQ, dK, dV by a ring of one rank."""
+    """Return out, dQ, dK, dV of a ring of one rank."""
     *leaves, dout = inputs(dtype, dim)
     q, k, v = (x.requires_grad_() for x in leaves)
     options = {name: value for name, value in mask.items() if name != "cu_seqlens"}
@@ -79,7 +79,7 @@ def reference_of(dtype: torch.dtype, mask: dict[str, Any], dim: int = 64) -> lis
 
 
 def one_call(dtype: torch.dtype, causal: bool, dim: int = 64) -> list[Tensor]:
-    """out, dQ, dK, dV by torch's own attention."""
+    """Return out, dQ, dK, dV of torch's attention."""
     *leaves, dout = inputs(dtype, dim)
     q, k, v = (x.requires_grad_() for x in leaves)
     rows = (x.transpose(1, 2) for x in (q, k, v))
@@ -94,9 +94,9 @@ def one_call(dtype: torch.dtype, causal: bool, dim: int = 64) -> list[Tensor]:
     + [("triton", torch.float32)],
 )
 def test_full_precision_is_exact_on_cuda(engine: str, dtype: torch.dtype, mask: str) -> None:
-    found = errors(ours(engine, dtype, MASKS[mask]), reference_of(dtype, MASKS[mask]))
-    keep(f"{engine} {dtype} {mask}", {"out dQ dK dV": found})
-    assert max(found) < (1e-10 if dtype == torch.float64 else 1e-5), found
+    actual = errors(ours(engine, dtype, MASKS[mask]), reference_of(dtype, MASKS[mask]))
+    keep(f"{engine} {dtype} {mask}", {"out dQ dK dV": actual})
+    assert max(actual) < (1e-10 if dtype == torch.float64 else 1e-5), actual
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -105,19 +105,19 @@ def test_full_precision_is_exact_on_cuda(engine: str, dtype: torch.dtype, mask: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_half_precision_is_as_good_as_one_call(engine: str, dtype: torch.dtype, dim: int, mask: str) -> None:
     reference = reference_of(dtype, MASKS[mask], dim)
-    found = errors(ours(engine, dtype, MASKS[mask], dim), reference)
+    actual = errors(ours(engine, dtype, MASKS[mask], dim), reference)
     alone = errors(one_call(dtype, mask == "causal", dim), reference)
-    keep(f"{engine} {dtype} {mask} head_dim {dim}", {"out dQ dK dV": found, "one call of torch": alone})
-    assert all(a <= 1.25 * b for a, b in zip(found, alone, strict=True)), (found, alone)
+    keep(f"{engine} {dtype} {mask} head_dim {dim}", {"out dQ dK dV": actual, "one call of torch": alone})
+    assert all(a <= 1.25 * b for a, b in zip(actual, alone, strict=True)), (actual, alone)
 
 
 @pytest.mark.parametrize("mask", ["window", "causal window", "documents", "dilated", "causal dilated"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_many_tiles_in_half_precision(dtype: torch.dtype, mask: str) -> None:
-    """`aten` returns rounded partials here: its figure is kept, and the others must not be worse than it."""
+    """`aten` rounds its partial results here: its error is recorded, and the other engines must not be worse."""
     reference = reference_of(dtype, MASKS[mask])
-    found = {engine: errors(ours(engine, dtype, MASKS[mask]), reference) for engine in ("plain", "triton", "aten")}
-    for engine, of_engine in found.items():
+    actual = {engine: errors(ours(engine, dtype, MASKS[mask]), reference) for engine in ("plain", "triton", "aten")}
+    for engine, of_engine in actual.items():
         keep(f"{engine} {dtype} {mask}", {"out dQ dK dV": of_engine})
     for engine in ("plain", "triton"):
-        assert all(a <= 1.25 * b for a, b in zip(found[engine], found["aten"], strict=True)), found
+        assert all(a <= 1.25 * b for a, b in zip(actual[engine], actual["aten"], strict=True)), actual

@@ -1,4 +1,4 @@
-"""The Gluon kernels on a Hopper GPU against the Triton kernels by plain loads, launch by launch.
+"""The Gluon kernels on a Hopper GPU against the Triton kernels with plain loads, launch by launch.
 
 Without a GPU, `tests/kernels/test_attention_gluon.py` runs their source in a simulation.
 """
@@ -36,66 +36,67 @@ def rows(count: int, position: int = 0, stride: int = 1, row: int = 0, row_strid
     return TokenRange(StridedRange(position, count, stride), StridedRange(row, count, row_stride))
 
 
-def one(q: TokenRange, k: TokenRange, band: Band, heads: int = 4) -> Steps:
+def one_tile(q: TokenRange, k: TokenRange, band: Band, heads: int = 4) -> Steps:
     return [[Tile(q, k, band, StridedRange(0, heads))]]
 
 
-OWN = rows(512, 1536)
+LAST_ROWS = rows(512, 1536)
 CASES = {
-    "full": Case(one(rows(ROWS), rows(ROWS), FULL)),
-    "causal": Case(one(rows(ROWS), rows(ROWS), CAUSAL)),
-    "window": Case(one(rows(ROWS), rows(ROWS), Band(0, 300))),
-    "both sides": Case(one(rows(ROWS), rows(ROWS), Band(-200, 333))),
-    "grouped": Case(one(rows(ROWS), rows(ROWS), CAUSAL, 8), heads=8, group=4),
-    "ragged": Case(one(rows(517), rows(517), CAUSAL), rows=517, k_rows=517),
-    "striped": Case(one(rows(500, 1, 4), rows(500, 2, 4), CAUSAL), rows=500, k_rows=500),
-    "strided": Case(one(rows(340, 3, 6, 1, 3), rows(500, 1, 4, 5, 2), Band(-9, 700))),
+    "full": Case(one_tile(rows(ROWS), rows(ROWS), FULL)),
+    "causal": Case(one_tile(rows(ROWS), rows(ROWS), CAUSAL)),
+    "window": Case(one_tile(rows(ROWS), rows(ROWS), Band(0, 300))),
+    "both sides": Case(one_tile(rows(ROWS), rows(ROWS), Band(-200, 333))),
+    "grouped": Case(one_tile(rows(ROWS), rows(ROWS), CAUSAL, 8), heads=8, group=4),
+    "ragged": Case(one_tile(rows(517), rows(517), CAUSAL), rows=517, k_rows=517),
+    "striped": Case(one_tile(rows(500, 1, 4), rows(500, 2, 4), CAUSAL), rows=500, k_rows=500),
+    "strided": Case(one_tile(rows(340, 3, 6, 1, 3), rows(500, 1, 4, 5, 2), Band(-9, 700))),
     "documents": Case([[Tile(rows(300, row=n * 300), rows(300, row=n * 300), CAUSAL, StridedRange(0, 4))
                         for n in range(3)]]),
     "unequal heads": Case([[Tile(rows(300), rows(200, row=n * 200), FULL, StridedRange(n, 1 + n))
                             for n in range(2)]], heads=3),
-    "blind": Case(one(rows(400), rows(400, 200), CAUSAL)),
-    "ring": Case([one(OWN, rows(512, at), CAUSAL)[0] for at in (1536, 1024, 512, 0)], rows=512, k_rows=512),
+    "blind": Case(one_tile(rows(400), rows(400, 200), CAUSAL)),
+    "ring": Case([one_tile(LAST_ROWS, rows(512, start), CAUSAL)[0] for start in (1536, 1024, 512, 0)],
+                 rows=512, k_rows=512),
 }  # fmt: skip
 
 
-class Found(NamedTuple):
+class State(NamedTuple):
     out: Tensor
     lse: Tensor
 
 
-def attended(case: Case, kernel: Any, config: Any, inputs: Sequence[Tensor], **how: Any) -> Found:
-    """All launches of a pass; rows and keys that no tile holds are NaN before."""
+def run_forward(case: Case, kernel: Any, config: Any, inputs: Sequence[Tensor], **how: Any) -> State:
+    """Run all launches of a pass. If the blocks have flags, the state is NaN before the first launch."""
     from ringattn.kernels.launch import Kept, Table
 
     q, keys, values = inputs
-    kept, made = Kept(), [query_blocks(step, config.block_m, config.block_n) for step in case.steps]
+    kept, tables = Kept(), [query_blocks(step, config.block_m, config.block_n) for step in case.steps]
     out, lse = torch.zeros(q.shape, device="cuda"), torch.full((2, case.heads, case.rows), -torch.inf, device="cuda")
     result = None
-    if set_flags(made, case.rows, case.heads):
+    if set_flags(tables, case.rows, case.heads):
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
         result = torch.full_like(q, torch.nan)
-    for blocks, k, v in zip(made, keys, values, strict=True):
+    for blocks, k, v in zip(tables, keys, values, strict=True):
         table = Table(torch.from_numpy(blocks.blocks).cuda(), torch.from_numpy(blocks.entries).cuda(), blocks.slots)
         call = kernel(q, k, v, out, lse, table, config, scale=SCALE, group=case.group, result=result, **how)
         kept.repeat(call, ())(())
     torch.cuda.synchronize()
-    return Found(out if result is None else result, lse)
+    return State(out if result is None else result, lse)
 
 
 def inputs_of(case: Case, dtype: torch.dtype, dim: int) -> list[Tensor]:
-    """q, and K and V of all steps."""
+    """Return q, and K and V of all steps; keys that no tile reads are NaN."""
     make = torch.Generator().manual_seed(dim)
     kv_shape = len(case.steps), case.k_rows, 2, case.heads // case.group, dim
     q, k, v = (
         torch.randn(shape, generator=make).to("cuda", dtype)
         for shape in ((case.rows, 2, case.heads, dim), kv_shape, kv_shape)
     )
-    for at, step in enumerate(case.steps):
-        held = {row for tile in step for row in tile.k.rows.members()}
-        unheld = [row for row in range(case.k_rows) if row not in held]
-        k[at, unheld] = v[at, unheld] = torch.nan
+    for index, step in enumerate(case.steps):
+        read = {row for tile in step for row in tile.k.rows.members()}
+        unread = [row for row in range(case.k_rows) if row not in read]
+        k[index, unread] = v[index, unread] = torch.nan
     return [q, k, v]
 
 
@@ -113,8 +114,8 @@ def _hopper() -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", CASES)
-def test_like_the_triton_kernel(name: str, dtype: torch.dtype, dim: int, programs: int | None) -> None:
-    """Both round probabilities, to half a unit of the dtype each, and sum in float32; both round the result."""
+def test_the_forward_equals_the_triton_kernel(name: str, dtype: torch.dtype, dim: int, programs: int | None) -> None:
+    """Both kernels round probabilities, with an error of half a unit, sum in float32, and round the result."""
     from ringattn.kernels.attention_forward import forward
     from ringattn.kernels.attention_gluon import CONFIG, forward_gluon, gluon_takes
     from ringattn.kernels.configs import configs_for
@@ -124,8 +125,8 @@ def test_like_the_triton_kernel(name: str, dtype: torch.dtype, dim: int, program
     assert gluon_takes(inputs[0], inputs[1][0], inputs[2][0], 90) is None
     sinks = torch.linspace(-1, 2, case.heads, device="cuda") if name in ("ring", "causal") else None
     plain = configs_for(90, dtype, dim).forward
-    theirs = attended(case, forward, plain._replace(form="pointers"), inputs, sinks=sinks)
-    ours = attended(case, forward_gluon, CONFIG, inputs, sinks=sinks, programs=programs)
+    theirs = run_forward(case, forward, plain._replace(form="pointers"), inputs, sinks=sinks)
+    ours = run_forward(case, forward_gluon, CONFIG, inputs, sinks=sinks, programs=programs)
     unit = torch.finfo(dtype).eps
     largest = float(inputs[2].nan_to_num(0).abs().max())
     torch.testing.assert_close(ours.lse, theirs.lse, rtol=0, atol=2e-5)
@@ -133,26 +134,26 @@ def test_like_the_triton_kernel(name: str, dtype: torch.dtype, dim: int, program
 
 
 @pytest.mark.parametrize("name", ["causal", "ring", "strided"])
-def test_the_same_bits_each_time(name: str) -> None:
-    """A buffer that was read too early would hold other numbers at other times."""
+def test_the_forward_has_the_same_bits_each_time(name: str) -> None:
+    """A buffer that is read too early would have other numbers at other times."""
     from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
 
     inputs = inputs_of(CASES[name], torch.bfloat16, 128)
-    first = attended(CASES[name], forward_gluon, CONFIG, inputs)
+    first = run_forward(CASES[name], forward_gluon, CONFIG, inputs)
     for programs in (None, 1, 5, 131, None):
-        again = attended(CASES[name], forward_gluon, CONFIG, inputs, programs=programs)
+        again = run_forward(CASES[name], forward_gluon, CONFIG, inputs, programs=programs)
         assert torch.equal(again.out, first.out) and torch.equal(again.lse, first.lse)
 
 
-# --- the Gluon kernels of the backward on a Hopper GPU against the Triton kernels by plain loads, launch by launch ---
+# --- the backward kernels against the Triton kernels with plain loads, launch by launch -------------------------------
 
 
 Launches = tuple[Callable[..., Any], Any, Callable[..., Any], Any]
-"""What makes the launch of dQ and its blocks, and of dK with dV and its blocks."""
+"""The function that makes the launch of dQ, with its blocks, and the same for dK and dV."""
 
 
 def rows_of(case: Case, q: Tensor, keys: Tensor, values: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
-    """lse and delta of the pass, by the Triton kernel in float32."""
+    """Return lse and delta of the pass, computed by the Triton kernel in float32."""
     from ringattn.kernels.attention_forward import forward
     from ringattn.kernels.configs import configs_for
     from ringattn.kernels.launch import Table
@@ -161,29 +162,31 @@ def rows_of(case: Case, q: Tensor, keys: Tensor, values: Tensor, dout: Tensor) -
     out = torch.zeros(q.shape, device=q.device)
     lse = torch.full((q.shape[1], case.heads, case.rows), -torch.inf, device=q.device)
     for step, k, v in zip(case.steps, keys.float(), values.float(), strict=True):
-        made = query_blocks(step, config.block_m, config.block_n)
-        table = Table(*(torch.from_numpy(x).to(q.device) for x in made[:2]), made.slots)
+        blocks = query_blocks(step, config.block_m, config.block_n)
+        table = Table(*(torch.from_numpy(x).to(q.device) for x in blocks[:2]), blocks.slots)
         forward(q.float(), k, v, out, lse, table, config, scale=SCALE, group=case.group).run()
     return lse, torch.einsum("nbhd,nbhd->bhn", out, dout.float()).contiguous()
 
 
-def differentiated(
+def run_backward(
     case: Case, launches: Launches, inputs: Sequence[Tensor], per_row: Sequence[Tensor], **how: Any
 ) -> list[Tensor]:
-    """dQ, dK and dV of all steps, in float32, added to zeros."""
+    """Return dQ, dK and dV of all steps, in float32."""
     from ringattn.kernels.launch import Table
 
     q, keys, values, dout = inputs
     by_query, query_config, by_key, key_config = launches
     dq, dk, dv = (torch.zeros(x.shape, device=q.device) for x in (q, keys, values))
-    for at, step in enumerate(case.steps):
+    for index, step in enumerate(case.steps):
         queries = query_blocks(step, query_config.block_m, query_config.block_n)
-        held = key_blocks(step, case.group, key_config.block_n, key_config.block_m)
-        tables = [Table(*(torch.from_numpy(x).to(q.device) for x in made[:2]), made.slots) for made in (queries, held)]
-        rows = q, keys[at], values[at], dout, *per_row
-        facts = {"scale": SCALE, "group": case.group, **how}
-        by_query(*rows, dq, tables[0], query_config, **facts).run()
-        by_key(*rows, dk[at], dv[at], tables[1], key_config, **facts).run()
+        by_keys = key_blocks(step, case.group, key_config.block_n, key_config.block_m)
+        tables = [
+            Table(*(torch.from_numpy(x).to(q.device) for x in side[:2]), side.slots) for side in (queries, by_keys)
+        ]
+        rows = q, keys[index], values[index], dout, *per_row
+        options = {"scale": SCALE, "group": case.group, **how}
+        by_query(*rows, dq, tables[0], query_config, **options).run()
+        by_key(*rows, dk[index], dv[index], tables[1], key_config, **options).run()
     return [dq, dk, dv]
 
 
@@ -201,35 +204,43 @@ def gluon_launches(dim: int) -> Launches:
     return grad_q_gluon, GRAD_Q[dim], grad_kv_gluon, GRAD_KV[dim]
 
 
-def errors(found: Sequence[Tensor], true: Sequence[Tensor]) -> list[float]:
-    """Relative, over all of each gradient."""
-    return [float((got - exact).norm() / exact.norm()) for got, exact in zip(found, true, strict=True)]
+def errors(gradients: Sequence[Tensor], references: Sequence[Tensor]) -> list[float]:
+    """Return the relative error of each gradient."""
+    return [
+        float((gradient - reference).norm() / reference.norm())
+        for gradient, reference in zip(gradients, references, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("programs", [None, 7], ids=["", "7 programs"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", CASES)
-def test_as_exact_as_the_triton_kernels(name: str, dtype: torch.dtype, dim: int, programs: int | None) -> None:
-    """The same kernels in float32 are the reference; within 1.25 times the error of the Triton kernels."""
+def test_the_backward_is_as_exact_as_the_triton_kernels(
+    name: str, dtype: torch.dtype, dim: int, programs: int | None
+) -> None:
+    """The error against the float32 kernels is at most 1.25 times that of the Triton kernels."""
     case = CASES[name]
     q, keys, values = inputs_of(case, dtype, dim)
     inputs = q, keys, values, torch.randn_like(q)
     per_row = rows_of(case, *inputs)
-    true = differentiated(case, triton_launches(torch.float32, dim), [x.float() for x in inputs], per_row)
-    theirs = errors(differentiated(case, triton_launches(dtype, dim), inputs, per_row), true)
-    ours = errors(differentiated(case, gluon_launches(dim), inputs, per_row, programs=programs), true)
-    assert all(mine <= 1.25 * other for mine, other in zip(ours, theirs, strict=True)), (ours, theirs)
+    exact = run_backward(case, triton_launches(torch.float32, dim), [x.float() for x in inputs], per_row)
+    theirs = errors(run_backward(case, triton_launches(dtype, dim), inputs, per_row), exact)
+    ours = errors(run_backward(case, gluon_launches(dim), inputs, per_row, programs=programs), exact)
+    assert all(our_error <= 1.25 * their_error for our_error, their_error in zip(ours, theirs, strict=True)), (
+        ours,
+        theirs,
+    )
 
 
 @pytest.mark.parametrize("name", ["causal", "ring", "strided"])
 def test_gradients_have_the_same_bits_each_time(name: str) -> None:
-    """A buffer that was read too early would hold other numbers at other times."""
+    """A buffer that is read too early would have other numbers at other times."""
     case = CASES[name]
     q, keys, values = inputs_of(case, torch.bfloat16, 128)
     inputs = q, keys, values, torch.randn_like(q)
     per_row = rows_of(case, *inputs)
-    first = differentiated(case, gluon_launches(128), inputs, per_row)
+    first = run_backward(case, gluon_launches(128), inputs, per_row)
     for programs in (None, 1, 5, 131, None):
-        again = differentiated(case, gluon_launches(128), inputs, per_row, programs=programs)
+        again = run_backward(case, gluon_launches(128), inputs, per_row, programs=programs)
         assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))

@@ -1,6 +1,6 @@
-"""One GPU, a ring of one rank: its memory is given back in time, never too early, and always in the end.
+"""One GPU, a ring of one rank: its memory is freed in time, never too early, and always in the end.
 
-`tests/gpu/test_rehearsal.py` runs the same bodies over the simulated library on CPU.
+`tests/gpu/test_rehearsal.py` runs the same functions over the simulated library on the CPU.
 """
 
 from __future__ import annotations
@@ -28,29 +28,32 @@ pytestmark = pytest.mark.gpu
 SOON_S = 20.0
 OPENINGS = 20
 SETTLED = 3
-"""Openings after which what the driver and NCCL keep for good is there."""
+"""The number of openings after which the driver and NCCL have allocated everything that they keep permanently."""
 
 
 class Machine(Protocol):
     """A GPU, real or simulated."""
 
     unit: int
-    """Bytes that are large beside what the driver rounds to, and small beside the memory."""
+    """A number of bytes that is large compared with the driver's granularity and small compared with the memory."""
 
     def open(self, timeout_s: float) -> NcclTransport:
-        """A ring of one rank."""
+        """Open a ring of one rank."""
         ...
 
     def read_late(self, ring: NcclTransport, slots: torch.Tensor, late_s: float) -> Callable[[], bool]:
-        """A pass on a stream of its own that reads `slots` after `late_s`; whether it has, and found what was there."""
+        """Start a pass on a separate stream that reads `slots` after `late_s`.
+
+        The returned function tells whether it has read them with the right content.
+        """
         ...
 
     def free_bytes(self) -> int:
-        """What NCCL could take now, were torch's cache empty."""
+        """Return the bytes that NCCL could allocate if torch's cache were empty."""
         ...
 
     def cache(self, leaving: int) -> None:
-        """Let torch hold all memory but `leaving` bytes in its cache, unused."""
+        """Fill torch's cache with all memory except `leaving` bytes, unused."""
         ...
 
 
@@ -78,10 +81,10 @@ class Gpu:
         with torch.cuda.stream(stream):
             ring.begin_pass()
             torch.cuda._sleep(int(late_s * 2e9))  # cycles, at most 2 GHz
-            found = slots.sum(dtype=torch.int64)
+            total = slots.sum(dtype=torch.int64)
             ring.end_pass()
             read.record()
-        return lambda: read.query() and int(found) == expected
+        return lambda: read.query() and int(total) == expected
 
     def free_bytes(self) -> int:
         """See `Machine.free_bytes`."""
@@ -92,15 +95,15 @@ class Gpu:
 
     def cache(self, leaving: int) -> None:
         """See `Machine.cache`."""
-        held = torch.empty(self.free_bytes() - leaving, dtype=torch.uint8, device="cuda")
-        del held
+        cached = torch.empty(self.free_bytes() - leaving, dtype=torch.uint8, device="cuda")
+        del cached
 
 
-# --- bodies that are rehearsed on CPU --------------------------------------------------------------------------------
+# --- functions that are rehearsed on the CPU -------------------------------------------------------------------------
 
 
 def close_waits_for_compute(machine: Machine) -> None:
-    """Close right behind a pass that still reads."""
+    """Close the ring while a pass still reads."""
     ring = machine.open(30.0)
     slots = ring.allocate(machine.unit)
     done = machine.read_late(ring, slots, 0.5)
@@ -111,7 +114,7 @@ def close_waits_for_compute(machine: Machine) -> None:
 
 
 def a_stuck_gpu_keeps_its_memory(machine: Machine) -> None:
-    """Close at its deadline, while a pass still reads; the pass then ends well."""
+    """Close the ring until its deadline passes, while a pass still reads; the pass then ends correctly."""
     ring = machine.open(0.3)
     slots = ring.allocate(machine.unit)
     done = machine.read_late(ring, slots, 1.5)
@@ -125,7 +128,7 @@ def a_stuck_gpu_keeps_its_memory(machine: Machine) -> None:
 
 
 def growth_waits_for_the_pass(machine: Machine) -> None:
-    """A larger arena right behind a pass that still reads the smaller one, which is then given back."""
+    """Allocate a larger arena while a pass still reads the smaller one, which is then freed."""
     ring = machine.open(30.0)
     slots = ring.allocate(machine.unit)
     before = machine.free_bytes()
@@ -141,7 +144,7 @@ def growth_waits_for_the_pass(machine: Machine) -> None:
 
 
 def a_full_gpu(machine: Machine) -> None:
-    """What torch has cached is taken; what is not there is told as a shortage."""
+    """Allocate from the memory that torch has cached, and report a shortage if there is not enough."""
     ring = machine.open(30.0)
     machine.cache(leaving=machine.unit)
     slots = ring.allocate(4 * machine.unit)
@@ -155,7 +158,7 @@ def a_full_gpu(machine: Machine) -> None:
 
 
 def openings_leave_nothing(machine: Machine, fails: bool, openings: int = OPENINGS) -> list[int]:
-    """Many rings, one after another, closed or aborted; the free bytes after each."""
+    """Open many rings in turn and close or abort each; return the free bytes after each."""
     free = []
     for _ in range(openings):
         ring = machine.open(30.0)
@@ -167,7 +170,7 @@ def openings_leave_nothing(machine: Machine, fails: bool, openings: int = OPENIN
         del ring
         end_s = time.monotonic() + SOON_S
         enough = max(free, default=0) - machine.unit // 2
-        # After a failure a thread gives the memory back, when the pass has ended.
+        # After a failure a thread frees the memory when the pass has ended.
         while time.monotonic() < end_s and not (done() and machine.free_bytes() >= enough):
             time.sleep(0.01)
         assert done()

@@ -1,6 +1,6 @@
 """One GPU, one communicator of one rank: every part of a hop on the real library.
 
-`tests/gpu/test_rehearsal.py` runs the same bodies over the simulated library on CPU.
+`tests/gpu/test_rehearsal.py` runs the same functions over the simulated library on the CPU.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def gpu() -> CudaDevice:
 
 @pytest.fixture
 def lane(binding: Binding, gpu: CudaDevice) -> Iterator[Communicator]:
-    made = Communicator(Opening(HashStore(), 0, 1, 60.0), binding, gpu, CommConfig())
-    made.open(binding.unique_id(), nothing)
-    yield made
-    made.close(Deadline(10.0))
+    communicator = Communicator(Opening(HashStore(), 0, 1, 60.0), binding, gpu, CommConfig())
+    communicator.open(binding.unique_id(), nothing)
+    yield communicator
+    communicator.close(Deadline(10.0))
 
 
 def arrived(gpu: CudaDevice, stream: Any) -> bool:
@@ -64,7 +64,7 @@ def arrived(gpu: CudaDevice, stream: Any) -> bool:
 
 
 def hop(lane: Communicator, gpu: CudaDevice, stream: Any, calls: list[PeerCall]) -> None:
-    """One group behind the current stream, and the current stream behind it."""
+    """Launch a group after the work of the current stream, and make the current stream wait for the group."""
     ready, done = gpu.new_event(), gpu.new_event()
     ready.record(gpu.current_stream())
     stream.wait_event(ready)
@@ -73,16 +73,16 @@ def hop(lane: Communicator, gpu: CudaDevice, stream: Any, calls: list[PeerCall])
     gpu.current_stream().wait_event(done)
 
 
-# --- bodies that are rehearsed on CPU --------------------------------------------------------------------------------
+# --- functions that are rehearsed on the CPU -------------------------------------------------------------------------
 
 
 def bytes_of_every_size(lane: Communicator, gpu: CudaDevice, sizes: tuple[int, ...] = SIZES) -> None:
-    """Each size arrives whole and in order, three messages to a group."""
+    """Check that each size arrives whole and in order, with three messages per group."""
     stream = gpu.new_stream()
     for nbytes in sizes:
         sent = [gpu.empty(nbytes).fill_(n + 1) for n in range(3)]
-        came = [gpu.empty(nbytes).zero_() for _ in range(3)]
-        pairs = zip(sent, came, strict=True)
+        received = [gpu.empty(nbytes).zero_() for _ in range(3)]
+        pairs = zip(sent, received, strict=True)
         calls = [
             call
             for out, into in pairs
@@ -90,20 +90,20 @@ def bytes_of_every_size(lane: Communicator, gpu: CudaDevice, sizes: tuple[int, .
         ]
         hop(lane, gpu, stream, calls)
         assert arrived(gpu, stream)
-        assert [bool((buffer == n + 1).all()) for n, buffer in enumerate(came)] == [True] * 3, nbytes
+        assert [bool((buffer == n + 1).all()) for n, buffer in enumerate(received)] == [True] * 3, nbytes
 
 
 # --- on the GPU ------------------------------------------------------------------------------------------------------
 
 
-def test_bytes_of_every_size(lane: Communicator, gpu: CudaDevice, binding: Binding) -> None:
+def test_messages_of_every_size_arrive(lane: Communicator, gpu: CudaDevice, binding: Binding) -> None:
     bytes_of_every_size(lane, gpu)
     keep("nccl_loopback", f"bytes of every size, {binding.name}", list(SIZES))
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["nonblocking", "blocking"])
 def test_cost_of_a_hop_on_the_host(blocking: bool, binding: Binding, gpu: CudaDevice) -> None:
-    """Microseconds of the host: a group of one send and one receive, with both events."""
+    """Measure the host's microseconds for a group of a send and a receive, with both events."""
     if not blocking and Capability.NONBLOCKING not in binding.capabilities:
         pytest.skip(f"{binding.name} has no non-blocking communicators")
     lane = Communicator(Opening(HashStore(), 0, 1, 60.0), binding, gpu, CommConfig(blocking=blocking))
@@ -129,8 +129,8 @@ def test_a_hop_is_captured_and_replayed(blocking: bool, gpu: CudaDevice) -> None
     binding = open_binding(NcclOptions())
     lane = Communicator(Opening(HashStore(), 0, 1, 60.0), binding, gpu, CommConfig(blocking=blocking))
     lane.open(binding.unique_id(), nothing)
-    sent, came = gpu.empty(1 << 16), gpu.empty(1 << 16)
-    calls = [PeerCall(True, sent.data_ptr(), 1 << 16, 0), PeerCall(False, came.data_ptr(), 1 << 16, 0)]
+    sent, received = gpu.empty(1 << 16), gpu.empty(1 << 16)
+    calls = [PeerCall(True, sent.data_ptr(), 1 << 16, 0), PeerCall(False, received.data_ptr(), 1 << 16, 0)]
     stream = gpu.new_stream()
 
     hop(lane, gpu, stream, calls)
@@ -142,18 +142,20 @@ def test_a_hop_is_captured_and_replayed(blocking: bool, gpu: CudaDevice) -> None
         sent.fill_(value)
         graph.replay()
         torch.cuda.synchronize()
-        assert bool((came == value).all())
+        assert bool((received == value).all())
     del graph
     lane.close(Deadline(10.0))
     keep("nccl_loopback", f"captured and replayed, {'' if blocking else 'non-'}blocking", "exact in 3 replays")
 
 
-def test_where_this_gpu_is() -> None:
-    mine, driver = my_location(0), ctypes.CDLL(nvml.LIBRARY)
+def test_the_location_of_this_gpu() -> None:
+    gpu_location, driver = my_location(0), ctypes.CDLL(nvml.LIBRARY)
     assert driver.nvmlInit_v2() == 0
     gpus = set(nvml._handles(driver))
     driver.nvmlShutdown()
-    assert mine.gpu in gpus, "torch and the driver spell a GPU's UUID alike"
-    assert {uuid for uuid, _ in mine.links} == gpus - {mine.gpu}
-    assert all(kind in (LinkClass.NVLINK, LinkClass.PCIE) for _, kind in mine.links)
-    assert mine.bus is not None and mine.bus in network_facts().gpus, "torch and /sys spell its bus id alike"
+    assert gpu_location.gpu in gpus, "torch and the driver spell a GPU's UUID alike"
+    assert {uuid for uuid, _ in gpu_location.links} == gpus - {gpu_location.gpu}
+    assert all(kind in (LinkClass.NVLINK, LinkClass.PCIE) for _, kind in gpu_location.links)
+    assert gpu_location.bus is not None and gpu_location.bus in network_facts().gpus, (
+        "torch and /sys spell its bus id alike"
+    )

@@ -1,7 +1,8 @@
-"""transport="peer" between processes that may share one GPU: exact, whole, never hanging, and refused in a capture.
+"""transport="peer" between processes that may share a GPU: exact, complete, never hanging, and refused in a capture.
 
-The bodies are those of `test_processes.py`, which `tests/gpu/test_rehearsal.py` runs over gloo. The protocol runs
-over stand-ins of the driver (`tests/transport/test_peer*.py`) and over memory of CPU processes (`test_shm.py`).
+The functions are those of `test_processes.py`, which `tests/gpu/test_rehearsal.py` runs over gloo. Other tests run the
+protocol over stand-ins for the driver (`tests/transport/test_peer*.py`) and over memory of CPU processes
+(`test_shm.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def test_every_schedule_is_exact(ranks: int, tmp_path: Path) -> None:
 
 
 NODES = [0, 0, 1, 1]
-"""Where four processes take themselves to be: copy engines for two pairs of them, NCCL for the others."""
+"""The assumed nodes of four processes: copy engines connect two pairs of them, NCCL the others."""
 
 
 def test_every_schedule_is_exact_on_two_nodes(tmp_path: Path) -> None:
@@ -42,12 +43,12 @@ def test_every_schedule_is_exact_on_two_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_a_lost_rank_is_named_on_two_nodes(kind: str, tmp_path: Path) -> None:
-    found = a_lost_rank_is_named(tmp_path, kind, 4, "peer", nodes=NODES)
-    keep("peer_processes", f"seconds to the named error, {kind}, two nodes", found)
+    seconds = a_lost_rank_is_named(tmp_path, kind, 4, "peer", nodes=NODES)
+    keep("peer_processes", f"seconds to the named error, {kind}, two nodes", seconds)
 
 
 def test_abort_frees_the_device(tmp_path: Path) -> None:
-    """A stream waits for a word that nobody writes; the supervisor's stores release it."""
+    """A stream waits for a word that no rank writes; the supervisor's stores release it."""
     answers = run(tmp_path, "abort", 2, "peer")
     assert answers[0]["device_free_s"] < 5.0
     assert "rank 0 failed first: ValueError: rank 0 gives up" in answers[1]["heard"]
@@ -60,13 +61,13 @@ def test_a_lost_rank_is_named(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_capture_is_refused(tmp_path: Path) -> None:
-    """The numbers of an exchange would stand in the graph; the ring goes on without it."""
+    """The graph would contain the numbers of an exchange. After the refusal the ring still works."""
     for answer in run(tmp_path, "refused_capture", 2, "peer"):
         assert "transport='peer' cannot be captured into a CUDA graph" in answer["refused"] and answer["error"] < 1e-10
     keep("peer_processes", "a capture is refused", True)
 
 
-def test_a_hop_beside_computing_processes(tmp_path: Path) -> None:
-    """Figures only: microseconds of a hop, an attention step, and both at once, on GPUs that may be shared."""
-    found = run(tmp_path, "beside", 2, "peer")[0]
-    keep("peer_processes", f"a hop beside a step, {torch.cuda.device_count()} GPUs", found)
+def test_a_hop_during_computation(tmp_path: Path) -> None:
+    """Record the microseconds of a hop, of an attention step, and of both at once, on GPUs that may be shared."""
+    figures = run(tmp_path, "beside", 2, "peer")[0]
+    keep("peer_processes", f"a hop beside a step, {torch.cuda.device_count()} GPUs", figures)

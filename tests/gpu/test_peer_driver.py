@@ -1,7 +1,7 @@
-"""What the peer transport takes for granted of CUDA's driver, between two processes on one GPU.
+"""The peer transport's assumptions about CUDA's driver, between two processes on a single GPU.
 
-In the order in which a failure would end it: symbols and numbers, a flag behind its bytes, a wait that the host
-releases, a peer that is killed, a result that a failing rank spoils. The rehearsals run the same on CPU.
+Each later check relies on the earlier ones: symbols and attributes, a flag after its bytes, a wait that the host
+releases, a killed peer, a result that a failing rank spoils. The rehearsal runs the same checks on the CPU.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ FILE = "peer_driver"
 
 
 def numbers_are_known(two: Processes, kind: str) -> dict[str, Any]:
-    found = two.run(peer_driver.numbers, kind)[0]
-    assert found["version"] >= 12000 and not found["partition"] and found["granularity"] >= 1 << 16
-    assert found["STREAM_MEMORY_OPERATIONS_64"] == found["VIRTUAL_MEMORY"] == found["POSIX_HANDLES"] == 1
-    return found
+    attributes = two.run(peer_driver.numbers, kind)[0]
+    assert attributes["version"] >= 12000 and not attributes["partition"] and attributes["granularity"] >= 1 << 16
+    assert attributes["STREAM_MEMORY_OPERATIONS_64"] == attributes["VIRTUAL_MEMORY"] == attributes["POSIX_HANDLES"] == 1
+    return attributes
 
 
 def bytes_come_before_their_flag(two: Processes, kind: str, rounds: int) -> int:
@@ -36,29 +36,29 @@ def a_message_goes_there_and_back(two: Processes, kind: str, count: int) -> floa
 
 
 def a_store_of_the_host_releases_a_wait(two: Processes, kind: str, one_queue: bool) -> float:
-    found = two.run(peer_driver.released, kind, one_queue)
-    assert found[0]["blocked"], "nothing was blocked, so nothing was released"
-    assert found[0]["drained"] and found[0]["sum"] == found[1]["sum"] == 1000.0
-    assert found[0]["abort_s"] < 5.0
-    return found[0]["abort_s"]
+    outcomes = two.run(peer_driver.released, kind, one_queue)
+    assert outcomes[0]["blocked"], "nothing was blocked, so nothing was released"
+    assert outcomes[0]["drained"] and outcomes[0]["sum"] == outcomes[1]["sum"] == 1000.0
+    assert outcomes[0]["abort_s"] < 5.0
+    return outcomes[0]["abort_s"]
 
 
 def a_killed_peer_leaves_the_device_whole(two: Processes, kind: str) -> float:
-    found = two.run(peer_driver.killed, kind, exits=1)[0]
-    assert found["said"].startswith("PeerLostError") and "rank 1 is gone" in found["said"], found
-    assert found["sum"] == 1000.0 and found["lost_bytes"] == 0, found
-    return found["after_s"]
+    outcome = two.run(peer_driver.killed, kind, exits=1)[0]
+    assert outcome["said"].startswith("PeerLostError") and "rank 1 is gone" in outcome["said"], outcome
+    assert outcome["sum"] == 1000.0 and outcome["lost_bytes"] == 0, outcome
+    return outcome["after_s"]
 
 
 def a_spoiled_result_is_not_called_good(two: Processes, kind: str) -> None:
-    found = two.run(peer_driver.spoiled, kind)[1]
-    assert 2 in found["seen"], "the stray copy did not run, so nothing was tested"
-    assert found["said"].startswith("PeerLostError") and "rank 0 gives up" in found["said"], found
+    outcome = two.run(peer_driver.spoiled, kind)[1]
+    assert 2 in outcome["seen"], "the stray copy did not run, so nothing was tested"
+    assert outcome["said"].startswith("PeerLostError") and "rank 0 gives up" in outcome["said"], outcome
 
 
 @pytest.fixture
 def two() -> Iterator[Processes]:
-    """Fresh ones for each test: a fault that breaks a context ends with its processes."""
+    """Start new processes for each test, so that a fault which breaks a CUDA context does not outlive it."""
     with Processes(2) as started:
         yield started
 

@@ -1,6 +1,6 @@
-"""Real NCCL between processes, which may all share one GPU: exact, in order, captured, and never hanging.
+"""Real NCCL between processes that may share a GPU: exact, in order, captured, and never hanging.
 
-`tests/gpu/test_rehearsal.py` runs the same functions over gloo on CPU.
+`tests/gpu/test_rehearsal.py` runs the same functions over gloo on the CPU.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ pytestmark = pytest.mark.gpu
 DEADLINE_S = 10.0
 GRACE_S = 2.0
 SHARED_GRACE_S = 6.0
-"""Where ranks take turns on one GPU, each waits for the others' time slices too, in the abort as well."""
+"""The grace if ranks share a GPU: each also waits for the time slices of the others, during the abort as well."""
 JOB_S = 180.0
-"""Four processes that share a GPU start one after another; pytest's own limit is longer."""
+"""The time limit of a job. Four processes that share a GPU start one after another; pytest's limit is longer."""
 
 
 def run(folder: Path, entry: str, ranks: int, transport: str = "nccl", **spec: Any) -> list[Any]:
-    """`tests.gpu.processes.<entry>` on `ranks` processes; answers by rank, None of one that was lost."""
+    """Run `tests.gpu.processes.<entry>` on `ranks` processes; return the answers by rank, None for a lost rank."""
     job = folder / "job.json"
     job.write_text(json.dumps({"entry": entry, "transport": transport, "flights": str(folder / "flights"), **spec}))
 
     def wake() -> None:
-        """Let a stopped rank go on when all others have answered, so that it can be ended."""
+        """Kill a stopped rank as soon as all others have answered."""
         note, answered = folder / "note.json", len(list(folder.glob("answer-*.json")))
         if spec.get("kind") == "stop" and note.exists() and answered == ranks - 1:
             with suppress(ProcessLookupError):
@@ -55,7 +55,7 @@ def run(folder: Path, entry: str, ranks: int, transport: str = "nccl", **spec: A
     return answers
 
 
-# --- bodies that are rehearsed on CPU --------------------------------------------------------------------------------
+# --- functions that are rehearsed on the CPU -------------------------------------------------------------------------
 
 
 def every_schedule_is_exact(
@@ -64,28 +64,28 @@ def every_schedule_is_exact(
     spec = CheckConfig(transport=transport, dtype=dtype, engine="plain", tokens=61, timeout_s=20.0)
     spec.combinations = "pairs" if pairs else "all"
     answers = run(folder, "exact", ranks, transport, check=vars(spec), **more)
-    # A double ring needs as many ranks on each node.
+    # A double ring needs the same number of ranks on each node.
     unlike = len(set(Counter(more.get("nodes", ())).values())) > 1
     tried = [case for case in (paired_cases() if pairs else cases()) if not (unlike and case.schedule in NUMBERED)]
     assert [(answer["cases"], answer["failed"]) for answer in answers] == [(len(tried), 0)] * ranks
 
 
 def a_lost_rank_is_named(folder: Path, kind: str, ranks: int, transport: str = "nccl", **more: Any) -> dict[str, Any]:
-    """Seconds from the fault to the named error, by surviving rank."""
+    """Return the seconds from the fault to the error that names it, by surviving rank."""
     culprit, note = 1, folder / "note.json"
     answers = run(
         folder, "fault", ranks, transport, kind=kind, culprit=culprit, note=str(note), timeout_s=DEADLINE_S, **more
     )  # fmt: skip
     happened_s = json.loads(note.read_text())["at_s"]
-    found = {}
+    seconds = {}
     for rank in set(range(ranks)) - {culprit}:
         answer = answers[rank]
-        assert answer is not None, f"rank {rank} said nothing"
+        assert answer is not None, f"rank {rank} gave no answer"
         assert names_as_culprit(culprit, answer["message"]), answer
-        found[f"rank {rank}, {answer['kind']}"] = round(answer["at_s"] - happened_s, 2)
+        seconds[f"rank {rank}, {answer['kind']}"] = round(answer["at_s"] - happened_s, 2)
     shared = transport in ("nccl", "peer") and torch.cuda.device_count() < ranks
-    assert max(found.values()) <= DEADLINE_S + (SHARED_GRACE_S if shared else GRACE_S), found
-    return found
+    assert max(seconds.values()) <= DEADLINE_S + (SHARED_GRACE_S if shared else GRACE_S), seconds
+    return seconds
 
 
 # --- on the GPU ------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_all_gpus_of_this_machine(tmp_path: Path) -> None:
     keep("nccl_processes", f"exact, bf16, one rank on each of {count} GPUs", len(list(cases())))
 
 
-# Last, for it is the likeliest to hang: a capture with NCCL's proxy for sockets.
+# Last, because it is the most likely to hang: a capture with NCCL's proxy for sockets.
 @pytest.mark.parametrize("blocking", [False, True], ids=["nonblocking", "blocking"])
 def test_a_pass_is_captured_and_replayed(blocking: bool, tmp_path: Path) -> None:
     answers = run(tmp_path, "graph", 2, blocking=blocking)

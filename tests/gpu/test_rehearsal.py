@@ -1,4 +1,4 @@
-"""The bodies of the GPU checks, run on CPU over the simulated library: what is proven is that they run, and bite."""
+"""The functions of the GPU checks, run on the CPU over the simulated library: they run, and they detect faults."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.transport.simulated.world import SimWorld
 ROOT = Path(__file__).resolve().parents[2]
 NCCL_TESTS = ("lifetimes", "peer_driver", "loopback", "processes", "peer")
 COLLECTIONS = ("gpu-check", "gpu-check-nccl", "gpu-check-many")
-"""Targets that only run others."""
+"""Targets that only run other targets."""
 POOR = """
 import sys
 class Absent:
@@ -51,12 +51,12 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_the_checks_need_little() -> None:
-    # A GPU machine may have no network: torch, triton, cupy, numpy, pytest and rich are there, and no more.
-    words = ["-q", "--collect-only", "-m", "gpu", "tests/gpu/test_engines.py", "tests/gpu"]
-    poor = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+def test_the_checks_need_few_packages() -> None:
+    # A GPU machine may have no network, and only torch, triton, cupy, numpy, pytest and rich.
+    options = ["-q", "--collect-only", "-m", "gpu", "tests/gpu/test_engines.py", "tests/gpu"]
+    bare = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", POOR, *words], env=poor, cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", POOR, *options], env=bare, cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
     collected = [line for line in done.stdout.splitlines() if "::" in line]
@@ -64,8 +64,8 @@ def test_the_checks_need_little() -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmarks_need_little() -> None:
-    """They are run where there is no hydra: each gets as far as its options."""
+def test_the_benchmarks_need_few_packages() -> None:
+    """Without hydra, each benchmark starts and reads its options."""
     pytest.importorskip("triton")
     program = (
         POOR.partition("import pytest")[0]
@@ -87,15 +87,15 @@ for name in sys.argv[1:]:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """A folder with the Makefile and a Python that notes what it is asked for; it fails for `qkv` and a loopback."""
+    """Make a folder with the Makefile and a Python that records its arguments and fails for `qkv` and the loopback."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     stub = tmp_path / "python"
     stub.write_text(
         f"""#!{sys.executable}
 import json, os, sys
-with open("asked", "a") as file:
+with open("commands", "a") as file:
     file.write(json.dumps([sys.argv[1:], os.environ.get("GPU_CHECK_COPY")]) + "\\n")
-print("said", sys.argv[-1])
+print("ran", sys.argv[-1])
 sys.exit("ringattn.bench.qkv" in sys.argv or "tests/gpu/test_loopback.py" in sys.argv)
 """
     )
@@ -103,83 +103,96 @@ sys.exit("ringattn.bench.qkv" in sys.argv or "tests/gpu/test_loopback.py" in sys
     return tmp_path
 
 
-def made(machine: Path, target: str, *words: str) -> tuple[int, list[list[str]]]:
-    """The exit status, and what Python was asked for, the question for a device apart."""
-    command = ["make", "--no-print-directory", target, f"PYTHON={machine / 'python'}", f"OUT={machine / 'out'}", *words]
+def run_make(machine: Path, target: str, *variables: str) -> tuple[int, list[list[str]]]:
+    """Run make; return the exit status and the arguments of each Python command, without the query for a device."""
+    command = [
+        "make",
+        "--no-print-directory",
+        target,
+        f"PYTHON={machine / 'python'}",
+        f"OUT={machine / 'out'}",
+        *variables,
+    ]
     done = subprocess.run(command, cwd=machine, capture_output=True, text=True, timeout=60)
-    asked = [json.loads(line) for line in (machine / "asked").read_text().splitlines()]
-    assert all(copy == str(machine / "out") for given, copy in asked if given[0] != "-c")
-    return done.returncode, [given for given, _ in asked if given[0] != "-c"]
+    records = [json.loads(line) for line in (machine / "commands").read_text().splitlines()]
+    assert all(copy == str(machine / "out") for arguments, copy in records if arguments[0] != "-c")
+    return done.returncode, [arguments for arguments, _ in records if arguments[0] != "-c"]
 
 
 def test_every_part_of_the_gpu_check_is_run_in_order(machine: Path) -> None:
-    """What decides most is first; a part that fails does not stop the next, and is told in the end."""
-    status, asked = made(machine, "gpu-check")
-    tests = [given for given in asked if given[1] == "pytest"]
+    """The most important part is first. A part that fails does not stop the next, and is reported at the end."""
+    status, commands = run_make(machine, "gpu-check")
+    tests = [command for command in commands if command[1] == "pytest"]
     kernels, nccl = tests[:14], tests[14:]
-    assert status != 0 and asked.index(kernels[0]) == 1
-    assert sorted(word for given in kernels for word in given if word.startswith("--part")) == sorted(
+    assert status != 0 and commands.index(kernels[0]) == 1
+    assert sorted(word for command in kernels for word in command if word.startswith("--part")) == sorted(
         f"--part={part}/14" for part in range(1, 15)
     )
-    assert all("not compute_sanitizer" in given for given in kernels)
-    assert [given[-1] for given in nccl] == [f"tests/gpu/test_{name}.py" for name in NCCL_TESTS]
-    benchmarks = [given[1:] for given in asked if given[1] != "pytest"]
-    assert [given[0].rpartition(".")[2] for given in benchmarks] == ["kernels", "kernels", "kernels", "tune", "qkv"]
+    assert all("not compute_sanitizer" in command for command in kernels)
+    assert [command[-1] for command in nccl] == [f"tests/gpu/test_{name}.py" for name in NCCL_TESTS]
+    benchmarks = [command[1:] for command in commands if command[1] != "pytest"]
+    assert [command[0].rpartition(".")[2] for command in benchmarks] == ["kernels", "kernels", "kernels", "tune", "qkv"]
     pytest.importorskip("triton")
-    modules = [vars(import_module(given[0])) for given in benchmarks]
-    options: list[Any] = [next(one for name, one in names.items() if name.endswith("Options"))() for names in modules]
-    chosen = [parse(one, given[1:]) for one, given in zip(options, benchmarks, strict=True)]
+    modules = [vars(import_module(command[0])) for command in benchmarks]
+    options: list[Any] = [
+        next(config for name, config in names.items() if name.endswith("Options"))() for names in modules
+    ]
+    chosen = [parse(config, command[1:]) for config, command in zip(options, benchmarks, strict=True)]
     assert chosen[0].only == ("cudnn", "descriptors", "gluon") and chosen[0].tokens == (8192,)
-    assert chosen[2].total == 8192 and len({one.file for one in chosen[:3]}) == 3
+    assert chosen[2].total == 8192 and len({config.file for config in chosen[:3]}) == 3
     assert chosen[3].limit == 25 and chosen[3].kernels == ("forward", "grad_kv") and not chosen[3].write
-    assert all(one.budget_s <= 420 for one in chosen)
-    said = {file.name for file in (machine / "out").iterdir()}
-    assert said == {"gpu-kernels.log", *(f"gpu-{name}.log" for name in NCCL_TESTS)}
-    assert (machine / "out" / "gpu-kernels.log").read_text().count("said") == 14
+    assert all(config.budget_s <= 420 for config in chosen)
+    logs = {file.name for file in (machine / "out").iterdir()}
+    assert logs == {"gpu-kernels.log", *(f"gpu-{name}.log" for name in NCCL_TESTS)}
+    assert (machine / "out" / "gpu-kernels.log").read_text().count("ran") == 14
 
 
 def test_every_part_on_several_gpus_is_run_in_order(machine: Path) -> None:
-    """Each in a command of its own, all within the options of the benchmark, and the page of all of them last."""
-    status, asked = made(machine, "gpu-check-many")
-    assert status == 0 and [given[1] for given in asked] == ["ringattn.bench.many"] * 4 + [
+    """Each part is a separate command with valid options of the benchmark, and the common report is last."""
+    status, commands = run_make(machine, "gpu-check-many")
+    assert status == 0 and [command[1] for command in commands] == ["ringattn.bench.many"] * 4 + [
         "pytest",
         "ringattn.bench.many",
     ]
-    chosen = [parse(ManyOptions(), given[2:]) for given in asked if given[1] != "pytest"]
-    assert [one.part for one in chosen] == [*PARTS, "report"] and all(one.budget_s + 20 <= 460 for one in chosen)
-    assert asked[4][-1] == "tests/gpu/test_processes.py"
+    chosen = [parse(ManyOptions(), command[2:]) for command in commands if command[1] != "pytest"]
+    assert [config.part for config in chosen] == [*PARTS, "report"] and all(
+        config.budget_s + 20 <= 460 for config in chosen
+    )
+    assert commands[4][-1] == "tests/gpu/test_processes.py"
 
 
-def test_every_file_that_a_part_names_is_there() -> None:
+def test_every_file_that_a_part_names_exists() -> None:
     named = set(re.findall(r"([a-z_]+):\d+", (ROOT / "Makefile").read_text()))
     assert named >= set(NCCL_TESTS) and all((ROOT / "tests" / "gpu" / f"test_{name}.py").exists() for name in named)
 
 
-@pytest.mark.parametrize(("git", "told"), [(True, False), (False, True)])
-def test_the_commit_is_told_or_asked_for(git: bool, told: bool, machine: Path) -> None:
-    """Results without it cannot be said to be of any code."""
+@pytest.mark.parametrize(("git", "requested"), [(True, False), (False, True)])
+def test_the_commit_is_passed_on_or_requested(git: bool, requested: bool, machine: Path) -> None:
+    """Without the commit, results cannot be attributed to code."""
     (machine / "git").write_text("#!/bin/sh\n" + ("echo c0ffee\n" if git else "exit 1\n"))
     (machine / "git").chmod(0o755)
     (machine / "python").write_text('#!/bin/sh\necho "commit <$GPU_CHECK_COMMIT>"\n')
-    poor = {**os.environ, "PATH": f"{machine}:{os.environ['PATH']}"}
-    poor.pop("GPU_CHECK_COMMIT", None)
+    environment = {**os.environ, "PATH": f"{machine}:{os.environ['PATH']}"}
+    environment.pop("GPU_CHECK_COMMIT", None)
     command = ["make", "gpu-check-qkv", f"PYTHON={machine / 'python'}"]
-    said = subprocess.run(command, cwd=machine, env=poor, capture_output=True, text=True, timeout=60).stdout
-    assert ("set GPU_CHECK_COMMIT=<commit>" in said) == told and f"commit <{'c0ffee' if git else ''}>" in said
+    printed = subprocess.run(command, cwd=machine, env=environment, capture_output=True, text=True, timeout=60).stdout
+    assert (
+        "set GPU_CHECK_COMMIT=<commit>" in printed
+    ) == requested and f"commit <{'c0ffee' if git else ''}>" in printed
 
 
-def test_what_a_test_keeps_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_figures_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "FOLDER", tmp_path / "results")
     monkeypatch.setenv("GPU_CHECK_COPY", str(tmp_path / "out"))
-    for name, found in (("one", [1.5]), ("two", 2)):
-        kept.keep("errors", name, found)
+    for name, figures in (("one", [1.5]), ("two", 2)):
+        kept.keep("errors", name, figures)
         text = (tmp_path / "out" / "errors.json").read_text()
-        assert text == (tmp_path / "results" / "errors.json").read_text() and json.loads(text)[name] == found
+        assert text == (tmp_path / "results" / "errors.json").read_text() and json.loads(text)[name] == figures
     assert json.loads(text) == {"measured on": {"device": "none: a rehearsal"}, "one": [1.5], "two": 2}
 
 
-def test_every_part_ends_by_itself(machine: Path) -> None:
-    """Within eight minutes, and where nothing else ends it: a hung driver call hears no signal but the last."""
+def test_every_part_has_a_time_limit(machine: Path) -> None:
+    """The limit is eight minutes, enforced by SIGKILL: a hung driver call ignores every other signal."""
     lines = re.findall(r"^(gpu-[a-z- ]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     parts = {part for line in lines for part in line.split()} - {*COLLECTIONS, "gpu-here"}
     assert len(parts) == 16
@@ -206,7 +219,7 @@ def test_processes_are_exact(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", ["sizes", "beside"])
-def test_bodies_of_processes_run(entry: str, tmp_path: Path) -> None:
+def test_functions_of_processes_run(entry: str, tmp_path: Path) -> None:
     shape = {"heads": 2, "kv_heads": 1, "head_dim": 16, "rows": 64}
     answers = processes.run(tmp_path, entry, 2, "gloo", shape=shape)
     assert all(all(answer["whole"]) if entry == "sizes" else answer["both_us"] > 0 for answer in answers)
@@ -229,7 +242,7 @@ def test_the_library_is_called_as_the_plan_says() -> None:
         assert called[4:] == 2 * planned and len(planned) > 20
 
 
-# --- the bodies of the GPU checks of memory, run on CPU over the simulated library -----------------------------------
+# --- the functions of the GPU checks of memory, run on the CPU over the simulated library ----------------------------
 
 
 class SimMachine:

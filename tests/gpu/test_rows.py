@@ -1,6 +1,6 @@
-"""The projection, row and quantization kernels un-interpreted: tests/kernels/interpreter_rows on CUDA tensors.
+"""The compiled projection, row and quantization kernels: tests/kernels/interpreter_rows on CUDA tensors.
 
-`make gpu-check` runs it. Those tests leave the device to torch's default, which is the GPU here.
+`make gpu-check` runs it. Those tests use torch's default device, which is the GPU here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ for suite in SUITES:
 
 @pytest.fixture(autouse=True)
 def _on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    asked = getattr(request.node, "callspec", None)
-    if asked and torch.float8_e4m3fn in asked.params.values() and torch.cuda.get_device_capability() < (8, 9):
+    callspec = getattr(request.node, "callspec", None)
+    if callspec and torch.float8_e4m3fn in callspec.params.values() and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("Triton has float8_e4m3fn from sm_89 on")
     with torch.device("cuda"):
         yield

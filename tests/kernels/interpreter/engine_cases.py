@@ -104,7 +104,7 @@ def test_a_specialized_engine_has_the_bits_of_descriptors(monkeypatch: pytest.Mo
     steps, found = kernel_checks.ring_tiles(64, 2), []
     for form in ("descriptors", "specialized"):
         engine = TritonEngine(SMALL._replace(forward=Config(16, 16, 4, 1, form)))
-        found.append(kernel_checks.attended(engine, q[32:], k, v, steps))
+        found.append(kernel_checks.run_forward(engine, q[32:], k, v, steps))
     assert torch.equal(*found) and found[0].isfinite().all()
     assert [call.meta["SPLIT"] for call in launches] == [False, False, True, True]
     several = engine.prepare([steps[0], steps[0] + steps[1]], Softmax(SCALE), 32, kernel_checks.HEADS)

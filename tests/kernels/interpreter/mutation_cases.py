@@ -60,6 +60,7 @@ def ends() -> None:
 
 without_an_entry = backward_cases.test_key_blocks_without_an_entry_end_what_is_there
 SUMS = "store_rows(base + offset, rows * row, live & (ends == 0), total, DIM, PADDED)"
+MASKED = "(n_block < full) | (n_block >= full_end)"
 EDGES = "tl.where(edge < full, edge, edge + (full_end - full))"
 
 WRONG = {
@@ -83,13 +84,13 @@ WRONG = {
     ),
     # Seen where edge blocks come after whole ones: the first whole one is then met twice, and the edge never.
     "edge blocks are mapped wrongly": Wrong(BACKWARD, EDGES, "edge", gradients(MANY)),
-    "edge blocks of dQ have no mask": Wrong(BACKWARD, "(at < full) | (at >= full_end)", "False", gradients(WINDOW)),
+    "edge blocks of dQ have no mask": Wrong(BACKWARD, MASKED, "False", gradients(WINDOW)),
     "rows without a logit weigh": Wrong(
         BACKWARD, "tl.maximum(lse * LOG2_E, LOWEST, propagate_nan=tl.PropagateNan.ALL)", "lse * LOG2_E",
         silent_gradients,
     ),
     "rows without a logit have a peak": Wrong(FORWARD, "tl.maximum(new_peak, LOWEST)", "new_peak", silent),
-    "edge blocks have no mask forward": Wrong(FORWARD, "(at < full) | (at >= full_end)", "False", windowed),
+    "edge blocks have no mask forward": Wrong(FORWARD, MASKED, "False", windowed),
     "the peak is not scaled": Wrong(
         FORWARD, "tl.max(s, 1) * factor if RAW_PEAK", "tl.max(s, 1) if RAW_PEAK",
         kernel_cases.test_large_logits_keep_their_weights,
