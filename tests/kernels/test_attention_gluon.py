@@ -1,6 +1,6 @@
-"""The Gluon kernel without a GPU: its source run by a simulated Hopper, and what it refuses.
+"""The Gluon forward kernel without a GPU: a simulated Hopper runs its source; unsupported calls are refused.
 
-Numbers on a GPU are compared in `tests/gpu/test_gluon.py`.
+`tests/gpu/test_gluon.py` compares its numbers on a GPU.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.kernels.gluon_gate.simulator import MODULES, Fault, simulate, source_
 DIM = 16
 SCALE = 0.3
 SCALES = SCALE, 1.5
-"""Without its scale the peak would be above all logits, or so far below that float16 has no such weight."""
+"""Without the scale the peak would be above all logits, or so far below that the weight does not fit into float16."""
 PLAIN = {name: scenario for name, scenario in SCENARIOS.items() if scenario.softcap is None and not scenario.alibi}
 
 
 class Pass:
-    """The attend calls of a scenario in float16, and their reference; rows of K/V that no tile holds are NaN."""
+    """The attend calls of a scenario in float16, and their reference. K/V rows that no tile reads are NaN."""
 
     def __init__(self, scenario: Scenario, seed: int, sinks: bool = False, scale: float = SCALE) -> None:
         make, self.scenario, self.scale = torch.Generator().manual_seed(seed), scenario, scale
@@ -49,31 +49,31 @@ class Pass:
         self.result: Tensor | None = None
 
     def _kv(self, step: Step, make: torch.Generator) -> tuple[Tensor, Tensor]:
-        made = torch.randn(2, step.k_rows, self.scenario.batch, step.held.count, DIM, generator=make).half()
-        held = {row for tile in step.tiles for row in tile.k.rows.members()}
-        made[:, [row for row in range(step.k_rows) if row not in held]] = float("nan")
-        return made[0], made[1]
+        kv = torch.randn(2, step.k_rows, self.scenario.batch, step.held.count, DIM, generator=make).half()
+        read = {row for tile in step.tiles for row in tile.k.rows.members()}
+        kv[:, [row for row in range(step.k_rows) if row not in read]] = float("nan")
+        return kv[0], kv[1]
 
     def flagged_blocks(self) -> list[Blocks] | None:
-        """Tables that say where rows begin and end, if they can; the state is then undefined, the result comes."""
-        made = [query_blocks(step.tiles, 16, 8) for step in self.scenario.steps]
-        if not set_flags(made, self.scenario.q_rows, self.scenario.heads):
+        """Return tables with flags, or None if flags are impossible. With flags, the state starts as NaN."""
+        tables = [query_blocks(step.tiles, 16, 8) for step in self.scenario.steps]
+        if not set_flags(tables, self.scenario.q_rows, self.scenario.heads):
             return None
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
         self.result = torch.full_like(self.out, float("nan"), dtype=torch.float16)
-        return made
+        return tables
 
     def run(
         self, rng: Random, tables: Sequence[Blocks] | None = None, meta: dict[str, Any] | None = None, **how: Any
     ) -> None:
-        """All launches, with any number of programs and of buffers, and in any order of work."""
-        for at, (step, (k, v)) in enumerate(zip(self.scenario.steps, self.kv, strict=True)):
-            # One key block for each block of queries: with three buffers a fast producer is two of these ahead.
+        """Run all launches, with random numbers of programs and buffers and a random order of work."""
+        for index, (step, (k, v)) in enumerate(zip(self.scenario.steps, self.kv, strict=True)):
+            # Each block of queries has a single key block: with three buffers a fast producer is two of them ahead.
             alone = self.scenario == ROTATING
             config = Config(16, 8, 4, 3 if alone else rng.choice((1, 2, 2, 3)), "gluon")
-            blocks, entries, slots, *_ = tables[at] if tables else query_blocks(step.tiles, 16, 8)
-            # A head of K/V at a time, or all.
+            blocks, entries, slots, *_ = tables[index] if tables else query_blocks(step.tiles, 16, 8)
+            # Process a head of K/V at a time, or all heads.
             gpu = attention_tiles.Gpu(rng.choice((1, 1 << 30)), 1)
             with patch.object(attention_tiles, "gpu_of", return_value=gpu):
                 call = forward_gluon(
@@ -84,7 +84,7 @@ class Pass:
             simulate(call._replace(meta=call.meta | (meta or {})), rng.randrange(1 << 20), **how)
 
     def reference(self) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) over all that the tiles hold, in float64; a pair of two tiles counts twice."""
+        """Return (out, lse) over all pairs of the tiles, in float64. A pair that is in two tiles counts twice."""
         heads, rows = self.scenario.heads, self.scenario.q_rows
         counts, keys, values = [], [], []
         for step, (k, v) in zip(self.scenario.steps, self.kv, strict=True):
@@ -99,122 +99,123 @@ class Pass:
         return out.transpose(0, 1), lse
 
     def check(self) -> None:
-        """Probabilities in float16 have an error of 2 ** -11 each; weights and logits have the roundings of float32."""
+        """Compare with the reference: probabilities have a float16 error of 2 ** -11, the rest float32 errors."""
         out, lse = self.reference()
         largest = max(float(v.nan_to_num(0).abs().max()) for _, v in self.kv)
-        found = self.out if self.result is None else self.result
+        out_of_kernel = self.out if self.result is None else self.result
         torch.testing.assert_close(self.lse.double(), lse, rtol=2**-23, atol=4e-6)
-        torch.testing.assert_close(found.double(), out, rtol=2**-11, atol=largest * 2**-11)
+        torch.testing.assert_close(out_of_kernel.double(), out, rtol=2**-11, atol=largest * 2**-11)
 
 
 def _counts(tiles: Sequence[Tile], head: int, rows: int, k_rows: int) -> np.ndarray:
-    """How many tiles hold each pair of rows of a head."""
-    found = np.zeros((rows, k_rows))
+    """Return how many tiles contain each pair of rows of a head."""
+    counts = np.zeros((rows, k_rows))
     for tile in tiles:
         if head in tile.heads.members():
-            q, k = (np.array(one.positions.members()) for one in (tile.q, tile.k))
+            q, k = (np.array(side.positions.members()) for side in (tile.q, tile.k))
             distance = q[:, None] - k[None, :]
             allowed = (distance >= tile.band.lo) & (distance <= tile.band.hi)
-            found[np.ix_(tile.q.rows.members(), tile.k.rows.members())] += allowed
-    return found
+            counts[np.ix_(tile.q.rows.members(), tile.k.rows.members())] += allowed
+    return counts
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_steps_of_the_contract(name: str) -> None:
-    """Masks, strides, ragged rows, groups of heads, several entries a block, several steps carried by the state."""
-    one = Pass(PLAIN[name], 1)
-    one.run(Random(name))
-    one.check()
+    """Covers masks, strides, incomplete blocks, grouped heads, several entries per block, and several steps."""
+    attention = Pass(PLAIN[name], 1)
+    attention.run(Random(name))
+    attention.check()
 
 
-def test_what_must_be_seen_is_right_as_it_is() -> None:
+def test_the_unchanged_kernel_passes_the_mutation_scenarios() -> None:
     for seed, scenario in enumerate(SEEING):
-        one = Pass(scenario, seed, scale=SCALES[seed % 2])
-        one.run(Random(seed), one.flagged_blocks())
-        one.check()
+        attention = Pass(scenario, seed, scale=SCALES[seed % 2])
+        attention.run(Random(seed), attention.flagged_blocks())
+        attention.check()
 
 
 @given(st.integers(0, 10_000))
 def test_random_steps(seed: int) -> None:
-    one = Pass(random_scenario(seed), seed)
-    one.run(Random(seed))
-    one.check()
+    attention = Pass(random_scenario(seed), seed)
+    attention.run(Random(seed))
+    attention.check()
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("name", [name for name in PLAIN if name.startswith("whole")])
 def test_a_pass_begins_without_a_state_and_ends_in_the_result(name: str, sinks: bool) -> None:
-    one = Pass(PLAIN[name], 2, sinks)
-    one.run(Random(2), tables := one.flagged_blocks())
+    attention = Pass(PLAIN[name], 2, sinks)
+    attention.run(Random(2), tables := attention.flagged_blocks())
     assert tables
-    one.check()
+    attention.check()
 
 
 def test_a_pass_of_one_step_needs_no_state() -> None:
-    one = Pass(simple(((strip(0, 40), strip(0, 40), CAUSAL),), StridedRange(0, 2), 2)._replace(q_rows=40), 3)
-    tables = one.flagged_blocks()
+    attention = Pass(simple(((strip(0, 40), strip(0, 40), CAUSAL),), StridedRange(0, 2), 2)._replace(q_rows=40), 3)
+    tables = attention.flagged_blocks()
     assert tables and (tables[0].blocks[:, 7] == FIRST | LAST).all()
-    one.out = None  # type: ignore[assignment]
-    one.run(Random(3), tables)
-    one.check()
+    attention.out = None  # type: ignore[assignment]
+    attention.run(Random(3), tables)
+    attention.check()
 
 
 def test_rows_without_a_key_and_blocks_without_an_entry() -> None:
-    """The one and the other keep the state that they had, or begin and end with none."""
+    """Both keep their state or, with flags, start and end without any key."""
     for flags in (0, FIRST | LAST):
-        one = Pass(simple(((strip(0, 32), strip(20, 40), CAUSAL),), StridedRange(0, 2), 2)._replace(q_rows=32), 4)
-        blocks, entries, slots, *_ = query_blocks(one.scenario.steps[0].tiles, 16, 8)
+        attention = Pass(simple(((strip(0, 32), strip(20, 40), CAUSAL),), StridedRange(0, 2), 2)._replace(q_rows=32), 4)
+        blocks, entries, slots, *_ = query_blocks(attention.scenario.steps[0].tiles, 16, 8)
         empty = np.array([[0, 1, 16, 0, 2, 0, 0, 0]], np.int32)
-        assert blocks[:, 0].tolist() == [16]  # rows 16 to 19 of it see nothing
-        one.out.fill_(0.0 if flags == 0 else float("nan"))
-        one.lse.fill_(float("-inf") if flags == 0 else float("nan"))
-        one.result = torch.full_like(one.out, float("nan"), dtype=torch.float16) if flags else None
+        assert blocks[:, 0].tolist() == [16]  # its rows 16 to 19 see no key
+        attention.out.fill_(0.0 if flags == 0 else float("nan"))
+        attention.lse.fill_(float("-inf") if flags == 0 else float("nan"))
+        attention.result = torch.full_like(attention.out, float("nan"), dtype=torch.float16) if flags else None
         table = Blocks(np.concatenate((empty, blocks, empty * 0)), entries, slots)
         table.blocks[:, 7] = flags
-        one.run(Random(4), [table])
-        one.check()
+        attention.run(Random(4), [table])
+        attention.check()
 
 
 def test_the_size_of_the_grid_and_the_turns_change_no_bit() -> None:
-    made = [Pass(PLAIN["zigzag"], 5) for _ in range(6)]
-    for seed, one in enumerate(made):
-        one.run(Random(seed))
-        assert torch.equal(one.out, made[0].out) and torch.equal(one.lse, made[0].lse)
+    passes = [Pass(PLAIN["zigzag"], 5) for _ in range(6)]
+    for seed, attention in enumerate(passes):
+        attention.run(Random(seed))
+        assert torch.equal(attention.out, passes[0].out) and torch.equal(attention.lse, passes[0].lse)
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "zigzag"])
 def test_logits_that_are_all_minus_infinity(name: str) -> None:
-    """By the caller's values, in blocks that have no mask: the rows are as if they saw no key."""
-    one = Pass(PLAIN[name], 7)
-    one.q[..., 0] = 1.0
-    for k, _ in one.kv:
+    """The values of q and k cause them, in blocks without a mask. The rows must look as if they saw no key."""
+    attention = Pass(PLAIN[name], 7)
+    attention.q[..., 0] = 1.0
+    for k, _ in attention.kv:
         k[..., 0] = float("-inf")
-    one.run(Random(7), one.flagged_blocks())
-    assert not (one.out if one.result is None else one.result).any() and one.lse.isneginf().all()
+    attention.run(Random(7), attention.flagged_blocks())
+    assert not (attention.out if attention.result is None else attention.result).any()
+    assert attention.lse.isneginf().all()
 
 
 @pytest.mark.parametrize("scale", [0.0, -SCALE, 1e-42])
 @pytest.mark.parametrize("name", ["causal", "blind"])
 def test_a_scale_that_is_not_positive(name: str, scale: float) -> None:
-    """The peak is then found among scaled logits."""
-    one = Pass(PLAIN[name], 6, scale=scale)
-    one.run(Random(6), one.flagged_blocks())
-    one.check()
+    """The kernel then takes the peak from scaled logits."""
+    attention = Pass(PLAIN[name], 6, scale=scale)
+    attention.run(Random(6), attention.flagged_blocks())
+    attention.check()
 
 
 @pytest.mark.parametrize("scale", [0.0, -SCALE])
 def test_the_raw_peak_needs_a_positive_scale(scale: float) -> None:
-    one = Pass(SEEING[-3], 0, scale=scale)
-    one.run(Random(0), one.flagged_blocks(), {"RAW_PEAK": True})
+    attention = Pass(SEEING[-3], 0, scale=scale)
+    attention.run(Random(0), attention.flagged_blocks(), {"RAW_PEAK": True})
     with pytest.raises(AssertionError, match="not close"):
-        one.check()
+        attention.check()
 
 
 @pytest.mark.parametrize(
     ("scale", "raw"), [(1.0, True), (2e-38, True), (1e-42, False), (0.0, False), (-1.0, False), (float("nan"), False)]
 )
-def test_which_peak_a_scale_takes(scale: float, raw: bool) -> None:
-    """By what it is in float32 where numbers below 2 ** -126 are 0."""
+def test_the_raw_peak_needs_a_normal_positive_scale(scale: float, raw: bool) -> None:
+    """The scale counts as float32 with numbers below 2 ** -126 as 0."""
     q, table = rows_like(), Table(torch.zeros(0, 8), torch.zeros(0, 16), 0)
     call = forward_gluon(q, q, q, None, torch.zeros(1, 2, 8), table, CONFIG, scale=scale, result=q)
     assert call.meta["RAW_PEAK"] is raw
@@ -261,18 +262,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_simulation_sees(name: str) -> None:
-    """What is wrong is found in a few of the contract's steps: as a fault, or by the reference."""
+def test_the_simulation_detects_a_wrong_kernel(name: str) -> None:
+    """A few scenarios detect each wrong kernel, as a fault or by the reference."""
     old, new = WRONG[name]
     assert any(old in source_of(module) for module in MODULES)
     for seed, scenario in enumerate(SEEING * 3):
-        one = Pass(scenario, seed, scale=SCALES[seed % 2])
+        attention = Pass(scenario, seed, scale=SCALES[seed % 2])
         try:
-            one.run(Random(seed), one.flagged_blocks(), edit=(old, new))
-            one.check()
+            attention.run(Random(seed), attention.flagged_blocks(), edit=(old, new))
+            attention.check()
         except (Fault, AssertionError, IndexError):
             return
-    pytest.fail("nothing was found")
+    pytest.fail("the wrong kernel was not detected")
 
 
 DOCUMENTS = tuple(Tile(strip(0, 16), strip(40 * i, 40, row=40 * i), FULL, StridedRange(0, 1)) for i in range(3))
@@ -294,7 +295,7 @@ def rows_like(dtype: torch.dtype = torch.bfloat16, dim: int = 128) -> Tensor:
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.9.0", "4.0.0+git1", "3.6.0"])
-def test_a_triton_without_a_tried_gluon_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triton_without_a_tested_gluon_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gluon_missing.cache_clear()
     message = f"the Gluon kernel needs Triton 3.6 to 3.8, not {version}"
     if version == "3.6.0":
@@ -306,7 +307,7 @@ def test_a_triton_without_a_tried_gluon_is_named(version: str, monkeypatch: pyte
     gluon_missing.cache_clear()
 
 
-def test_without_state_and_result_there_is_nowhere_to_write() -> None:
+def test_a_launch_without_state_and_result_is_refused() -> None:
     q, table = rows_like(), Table(torch.zeros(0, 8), torch.zeros(0, 16), 0)
     with pytest.raises(ValueError, match="pass one"):
         forward_gluon(q, q, q, None, torch.zeros(1, 2, 8), table, Config(128, 128, 4, 2), scale=1.0)

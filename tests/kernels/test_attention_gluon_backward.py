@@ -1,4 +1,4 @@
-"""The Gluon kernels of the backward without a GPU: run by a simulated Hopper, their machine code, what they refuse.
+"""The Gluon backward kernels without a GPU: a simulated Hopper runs their source; unsupported calls are refused.
 
 No GPU has run these kernels yet.
 """
@@ -30,11 +30,11 @@ NAN = float("nan")
 pytestmark = pytest.mark.unchanged("Gluon backward")
 SOURCES = MODULES[1:]
 HALF, SINGLE, LEAST = 2.0**-11, 2.0**-18, 2.0**-25
-"""Relative errors of a float16 and of a weight computed in float32, and the absolute one of the smallest float16."""
+"""Relative errors of a float16 and of a weight computed in float32, and the absolute error of the smallest float16."""
 
 
 class Grads:
-    """dK and dV of a step: what is carried, what is delivered, and what each was before."""
+    """dK or dV of a step: the carried sum, the result, and the sum before the launch."""
 
     def __init__(self, like: Tensor, flags: int, make: torch.Generator) -> None:
         self.first, self.last = bool(flags & FIRST), bool(flags & LAST)
@@ -46,22 +46,22 @@ class Grads:
         self.before = self.carried.clone()
 
     def check(self, added: Tensor, allowed: Tensor, met: Tensor) -> None:
-        """`added`, within `allowed`, in the rows and heads `met`, and no other write."""
+        """Check that `added`, within `allowed`, was added in the rows and heads `met`, and nothing else was written."""
         total = added if self.first else added + self.before.double()
         rest = ~met if not self.last else torch.ones_like(met)
         assert torch.equal(self.carried[rest].nan_to_num(7.0), self.before[rest].nan_to_num(7.0))
         assert self.result[~met if self.last else torch.ones_like(met)].isnan().all()
-        found = self.result if self.last else self.carried
+        total_out = self.result if self.last else self.carried
         allowed = allowed + total.abs() * HALF * self.last
-        # Sums in float32 of values near 1.
-        assert ((found.double() - total).abs() <= allowed + 2.0**-20)[met].all()
+        # The sums are float32, of values near 1.
+        assert ((total_out.double() - total).abs() <= allowed + 2.0**-20)[met].all()
 
 
 class GradPass:
     """The attend_grad calls of a scenario in float16, and their reference.
 
-    Rows that no tile holds are NaN: of K and V, and of q, dout, lse and delta. `flags`: of all key blocks of each step.
-    `silent`: a row whose lse says that it saw no key, whatever the tiles say.
+    Rows that no tile reads are NaN: of K and V, and of q, dout, lse and delta. `flags`: of all key blocks of each step.
+    `silent`: a row whose lse is -inf, as if it saw no key, whatever the tiles contain.
     """
 
     def __init__(self, scenario: Scenario, seed: int, flags: Sequence[int] = (), silent: int | None = None) -> None:
@@ -69,22 +69,22 @@ class GradPass:
         make = torch.Generator().manual_seed(seed + 1)
         self.q, self.kv = forward.q.clone(), forward.kv
         self.dout = torch.randn(self.q.shape, generator=make).half()
-        self._find(torch.randn(*self.q.shape[1:3], len(self.q), generator=make))
+        self._set_reference(torch.randn(*self.q.shape[1:3], len(self.q), generator=make))
         if silent is not None:
             self.lse[..., silent] = float("-inf")
             for x in (*self.p, *self.ds, *self.parts):
                 x[:, :, silent] = 0.0
-        met = {row for step in scenario.steps for tile in step.tiles for row in tile.q.rows.members()}
-        other = [row for row in range(len(self.q)) if row not in met]
-        self.q[other], self.dout[other] = NAN, NAN
-        self.lse[..., other], self.delta[..., other] = NAN, NAN
+        read = {row for step in scenario.steps for tile in step.tiles for row in tile.q.rows.members()}
+        unread = [row for row in range(len(self.q)) if row not in read]
+        self.q[unread], self.dout[unread] = NAN, NAN
+        self.lse[..., unread], self.delta[..., unread] = NAN, NAN
         self.flags = [*flags, *[0] * len(scenario.steps)][: len(scenario.steps)]
         self.dkv = [tuple(Grads(x, flag, make) for x in kv) for kv, flag in zip(self.kv, self.flags, strict=True)]
         self.dq: Tensor = torch.randn(self.q.shape, generator=make)
         self.dq_before, self.dq_result = self.dq.double(), torch.full_like(self.q, NAN)
 
-    def _find(self, dlse: Tensor) -> None:
-        """lse and delta over all keys in float32, and for each step P, dS and what dS is the difference of."""
+    def _set_reference(self, dlse: Tensor) -> None:
+        """Compute lse and delta over all keys in float32, and for each step P, dS and the two parts of dS."""
         s = self.scenario
         self.clean = q, dout = self.q.double(), self.dout.double()
         self.wide, logits = [], []
@@ -96,57 +96,59 @@ class GradPass:
             logits.append(torch.einsum("nbhd,mbhd->bhnm", q, k) * SCALE + torch.tensor(counts).log())
         lse = torch.cat(logits, -1).logsumexp(-1)
         self.lse = lse.float()
-        self.p = [(one - lse.nan_to_num(neginf=0.0)[..., None]).exp() for one in logits]
+        self.p = [(x - lse.nan_to_num(neginf=0.0)[..., None]).exp() for x in logits]
         dp = [torch.einsum("nbhd,mbhd->bhnm", dout, v) for _, v, _ in self.wide]
-        delta = sum((p * one).sum(-1) for p, one in zip(self.p, dp, strict=True)) - dlse
+        delta = sum((p * x).sum(-1) for p, x in zip(self.p, dp, strict=True)) - dlse
         self.delta = delta.float()
-        self.ds = [p * (one - delta[..., None]) for p, one in zip(self.p, dp, strict=True)]
-        self.parts = [p * (one.abs() + delta[..., None].abs()) for p, one in zip(self.p, dp, strict=True)]
+        self.ds = [p * (x - delta[..., None]) for p, x in zip(self.p, dp, strict=True)]
+        self.parts = [p * (x.abs() + delta[..., None].abs()) for p, x in zip(self.p, dp, strict=True)]
 
     def tables(self) -> list[tuple[Blocks, Blocks]]:
-        """Of each step: by queries, in blocks of 16 x 8, and by keys, in blocks of 8 queries x 16."""
+        """Return the tables of each step: by queries, in blocks of 16 x 8, and by keys, in blocks of 8 queries x 16."""
         s = self.scenario
-        made = [(query_blocks(step.tiles, 16, 8), key_blocks(step.tiles, s.group, 16, 8)) for step in s.steps]
-        for (_, by_key), flags in zip(made, self.flags, strict=True):
+        tables = [(query_blocks(step.tiles, 16, 8), key_blocks(step.tiles, s.group, 16, 8)) for step in s.steps]
+        for (_, by_key), flags in zip(tables, self.flags, strict=True):
             by_key.blocks[:, 7] = flags
-        return made
+        return tables
 
     def run(self, rng: Random, tables: Sequence[tuple[Blocks, Blocks]] | None = None, **how: Any) -> None:
-        """All launches, with any number of programs and of buffers."""
-        self.made = tables or self.tables()
-        for step, kv, (dk, dv), made in zip(self.scenario.steps, self.kv, self.dkv, self.made, strict=True):
-            by_query, by_key = (Table(torch.tensor(x.blocks), torch.tensor(x.entries), x.slots) for x in made)
-            facts: dict[str, Any] = {"scale": SCALE, "group": self.scenario.group, "first_kv_head": step.held.start}
+        """Run all launches, with random numbers of programs and buffers."""
+        self.step_tables = tables or self.tables()
+        for step, kv, (dk, dv), pair in zip(self.scenario.steps, self.kv, self.dkv, self.step_tables, strict=True):
+            by_query, by_key = (Table(torch.tensor(x.blocks), torch.tensor(x.entries), x.slots) for x in pair)
+            options: dict[str, Any] = {"scale": SCALE, "group": self.scenario.group, "first_kv_head": step.held.start}
             rows = self.q, *kv, self.dout, self.lse, self.delta
             carried = (None, None) if dk.first and dk.last and rng.random() < 0.5 else (dk.carried, dv.carried)
-            # What no block is LAST for is not touched.
+            # A result for which no block is LAST is not written, so it may be missing.
             results = (dk.result, dv.result) if dk.last or rng.random() < 0.5 else None
-            needed = bool((made[0].blocks[:, 7] & LAST).any()) or rng.random() < 0.5
+            needed = bool((pair[0].blocks[:, 7] & LAST).any()) or rng.random() < 0.5
             calls = (
                 grad_q_gluon(
                     *rows, self.dq, by_query, Config(16, 8, 4, rng.choice((1, 2, 2, 3)), "gluon"),
-                    result=self.dq_result if needed else None, programs=rng.choice((1, 2, 3, None)), **facts,
+                    result=self.dq_result if needed else None, programs=rng.choice((1, 2, 3, None)), **options,
                 ),
                 grad_kv_gluon(
                     *rows, *carried, by_key, Config(8, 16, 4, rng.choice((1, 2, 2, 3)), "gluon"),
-                    results=results, programs=rng.choice((1, 2, 3, None)), **facts,
+                    results=results, programs=rng.choice((1, 2, 3, None)), **options,
                 ),
             )  # fmt: skip
             for call in calls:
                 simulate(call, rng.randrange(1 << 20), **how)
 
     def check(self, by_result: bool = False) -> None:
-        """What rounding P and dS to float16 and summing in float32 may make of each value, and no more."""
+        """Check that the errors are at most those of rounding P and dS to float16 and of summing in float32."""
         q, dout = self.clean
         dq, most = torch.zeros_like(self.dq_before), torch.full_like(self.dq_before, 2.0**-20)
-        steps = zip(self.scenario.steps, self.wide, self.p, self.ds, self.parts, self.dkv, self.made, strict=True)
+        steps = zip(
+            self.scenario.steps, self.wide, self.p, self.ds, self.parts, self.dkv, self.step_tables, strict=True
+        )
         for step, (k, _, inside), p, ds, parts, (dk, dv), (_, by_key) in steps:
             of_ds, of_p = ds.abs() * HALF + parts * SINGLE + LEAST, p * (HALF + SINGLE) + LEAST
             dq += torch.einsum("bhnm,mbhd->nbhd", ds, k) * SCALE
             most += torch.einsum("bhnm,mbhd->nbhd", of_ds, k.abs()) * SCALE
-            met = _held(by_key, step.held.start, dk.before)
-            dk.check(*(_to_heads(x, y, inside, dk.before) * SCALE for x, y in ((ds, q), (of_ds, q.abs()))), met)
-            dv.check(*(_to_heads(x, y, inside, dv.before) for x, y in ((p, dout), (of_p, dout.abs()))), met)
+            rows_met = _rows_of_blocks(by_key, step.held.start, dk.before)
+            dk.check(*(_to_heads(x, y, inside, dk.before) * SCALE for x, y in ((ds, q), (of_ds, q.abs()))), rows_met)
+            dv.check(*(_to_heads(x, y, inside, dv.before) for x, y in ((p, dout), (of_p, dout.abs()))), rows_met)
         if by_result:
             assert ((self.dq_result.double() - dq).abs() <= most + dq.abs() * HALF).all()
         else:
@@ -155,91 +157,91 @@ class GradPass:
 
 
 def _to_heads(left: Tensor, right: Tensor, inside: Tensor, like: Tensor) -> Tensor:
-    """left^T . right of all query heads, summed over those of each K/V head."""
+    """Return left^T . right of all query heads, summed over the query heads of each K/V head."""
     of_heads = torch.einsum("bhnm,nbhd->mbhd", left, right)
     return torch.zeros(like.shape, dtype=torch.float64).index_add_(2, inside, of_heads)
 
 
-def _held(by_key: Blocks, first_head: int, like: Tensor) -> Tensor:
-    """The rows and heads of the blocks, in a buffer that holds K/V heads from the first one on."""
-    found = torch.zeros(like.shape, dtype=torch.bool)
+def _rows_of_blocks(by_key: Blocks, first_head: int, like: Tensor) -> Tensor:
+    """Return a mask of the rows and heads of the blocks, in a buffer of K/V heads from `first_head` on."""
+    inside = torch.zeros(like.shape, dtype=torch.bool)
     for first, stride, rows, head, heads, *_ in by_key.blocks.tolist():
-        found[first : first + rows * stride : stride, :, head - first_head : head - first_head + heads] = True
-    return found
+        inside[first : first + rows * stride : stride, :, head - first_head : head - first_head + heads] = True
+    return inside
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_steps_of_the_contract(name: str) -> None:
-    """Masks, strides, ragged rows, groups of heads, several entries a block, several steps that add up."""
-    one = GradPass(PLAIN[name], 1)
-    one.run(Random(name))
-    one.check()
+    """Covers masks, strides, incomplete blocks, grouped heads, several entries per block, and several steps."""
+    backward = GradPass(PLAIN[name], 1)
+    backward.run(Random(name))
+    backward.check()
 
 
 @given(st.integers(0, 10_000))
 def test_random_steps(seed: int) -> None:
-    """Each step's key blocks with flags of their own."""
+    """The key blocks of each step have random flags."""
     rng = Random(seed)
-    one = GradPass(random_scenario(seed), seed, [rng.randrange(4) for _ in range(3)])
-    one.run(rng)
-    one.check()
+    backward = GradPass(random_scenario(seed), seed, [rng.randrange(4) for _ in range(3)])
+    backward.run(rng)
+    backward.check()
 
 
-def test_what_must_be_seen_is_right_as_it_is() -> None:
+def test_the_unchanged_kernels_pass_the_mutation_scenarios() -> None:
     for seed, scenario in enumerate(SEEING):
-        one = GradPass(scenario, seed, [seed % 4])
-        one.run(Random(seed))
-        one.check()
+        backward = GradPass(scenario, seed, [seed % 4])
+        backward.run(Random(seed))
+        backward.check()
 
 
 @pytest.mark.parametrize("name", [name for name in PLAIN if name.startswith("whole")])
 def test_a_pass_begins_without_a_state_and_ends_in_the_result(name: str) -> None:
-    """dQ by the flags of its query blocks; dK and dV of each step are delivered by it."""
-    one = GradPass(PLAIN[name], 2, [FIRST | LAST] * 3)
-    tables = one.tables()
-    assert set_flags([by_query for by_query, _ in tables], len(one.q), one.scenario.heads)
-    one.dq.fill_(NAN)
-    one.run(Random(2), tables)
-    one.check(by_result=True)
+    """dQ follows the flags of its query blocks; each step writes the results of its dK and dV."""
+    backward = GradPass(PLAIN[name], 2, [FIRST | LAST] * 3)
+    tables = backward.tables()
+    assert set_flags([by_query for by_query, _ in tables], len(backward.q), backward.scenario.heads)
+    backward.dq.fill_(NAN)
+    backward.run(Random(2), tables)
+    backward.check(by_result=True)
 
 
 @pytest.mark.parametrize("flags", range(4))
 def test_blocks_without_an_entry(flags: int) -> None:
-    """They add nothing: what is carried stays, begins at 0, is delivered, or 0 is."""
-    one = GradPass(simple(((strip(0, 32), strip(20, 40), CAUSAL),), StridedRange(0, 2), 2), 4, [flags])
-    by_query, by_key = one.tables()[0]
+    """They add nothing: the carried sum stays, starts at 0 or is written to the result, which may be 0."""
+    backward = GradPass(simple(((strip(0, 32), strip(20, 40), CAUSAL),), StridedRange(0, 2), 2), 4, [flags])
+    by_query, by_key = backward.tables()[0]
     assert by_key.blocks[:, 0].tolist() == [0]  # keys at positions 20 to 31; none sees the others
     empty = np.array([[16, 1, 16, 0, 2, 0, 0, flags], [32, 1, 8, 0, 2, 0, 0, flags]], np.int32)
     table = Blocks(np.concatenate((empty, by_key.blocks)), by_key.entries, by_key.slots)
-    one.run(Random(4), [(by_query, table)])
-    one.check()
+    backward.run(Random(4), [(by_query, table)])
+    backward.check()
 
 
-def test_a_row_whose_lse_says_that_it_saw_no_key_adds_nothing() -> None:
-    one = GradPass(PLAIN["full"], 6, silent=7)
-    one.run(Random(6))
-    one.check()
+def test_a_row_with_an_lse_of_minus_infinity_adds_nothing() -> None:
+    backward = GradPass(PLAIN["full"], 6, silent=7)
+    backward.run(Random(6))
+    backward.check()
 
 
 @pytest.mark.parametrize("name", ["full", "causal"])
 def test_rows_whose_logits_are_all_minus_infinity_add_nothing(name: str) -> None:
-    """To dK and dV; dQ is a sum of 0 times keys of -inf, which is NaN in dense attention as well."""
-    one = GradPass(PLAIN[name], 8)
-    one.q[..., 0] = 1.0
-    one.lse.fill_(float("-inf"))
-    for k, _ in one.kv:
+    """They add nothing to dK and dV. dQ sums 0 times keys of -inf, which is NaN in dense attention as well."""
+    backward = GradPass(PLAIN[name], 8)
+    backward.q[..., 0] = 1.0
+    backward.lse.fill_(float("-inf"))
+    for k, _ in backward.kv:
         k[..., 0] = float("-inf")
-    one.run(Random(8))
-    assert all(torch.equal(x.carried, x.before) for dkv in one.dkv for x in dkv)
+    backward.run(Random(8))
+    assert all(torch.equal(x.carried, x.before) for dkv in backward.dkv for x in dkv)
 
 
 def test_the_size_of_the_grid_and_the_turns_change_no_bit() -> None:
-    made = [GradPass(PLAIN["zigzag"], 5) for _ in range(4)]
-    for seed, one in enumerate(made):
-        one.run(Random(seed))
-        for (dk, dv), (same_dk, same_dv) in zip(one.dkv, made[0].dkv, strict=True):
+    passes = [GradPass(PLAIN["zigzag"], 5) for _ in range(4)]
+    for seed, backward in enumerate(passes):
+        backward.run(Random(seed))
+        for (dk, dv), (same_dk, same_dv) in zip(backward.dkv, passes[0].dkv, strict=True):
             assert torch.equal(dk.carried, same_dk.carried) and torch.equal(dv.carried, same_dv.carried)
-        assert torch.equal(one.dq, made[0].dq)
+        assert torch.equal(backward.dq, passes[0].dq)
 
 
 WRONG = {
@@ -299,24 +301,24 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_simulation_sees(name: str) -> None:
-    """What is wrong is found in a few of the contract's steps: as a fault, or by the reference."""
+def test_the_simulation_detects_a_wrong_kernel(name: str) -> None:
+    """A few scenarios detect each wrong kernel, as a fault or by the reference."""
     old, new = WRONG[name]
     assert any(old in source_of(module) for module in SOURCES)
     for seed, scenario in enumerate(TELLING * 3):
-        one = GradPass(scenario, seed, [seed % 4, (seed + 1) % 4], silent=3)
+        backward = GradPass(scenario, seed, [seed % 4, (seed + 1) % 4], silent=3)
         try:
-            one.run(Random(seed), edit=(old, new))
-            one.check()
+            backward.run(Random(seed), edit=(old, new))
+            backward.check()
         except (Fault, AssertionError, IndexError):
             return
-    pytest.fail("nothing was found")
+    pytest.fail("the wrong kernel was not detected")
 
 
 TELLING = (*SEEING, PLAIN["part-of-the-heads"])
 
 
-def test_without_sums_and_results_there_is_nowhere_to_write() -> None:
+def test_a_launch_without_sums_and_results_is_refused() -> None:
     q, row, table = rows_like(), torch.zeros(1, 2, 8), Table(torch.zeros(0, 8), torch.zeros(0, 16), 0)
     with pytest.raises(ValueError, match="pass one"):
         grad_q_gluon(q, q, q, q, row, row, None, table, Config(128, 128, 4, 2), scale=1.0)

@@ -1,4 +1,4 @@
-"""Varying documents compile nothing anew: compilations are counted where Triton would compile, for seconds each."""
+"""Varying documents compile nothing new. Compilations are counted at the place where Triton would compile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORMS: dict[str, Callable[[], Configs]] = {
 
 
 class Loaded:
-    """In the place of a compiled kernel: notes the programs of each launch, and launches nothing."""
+    """A stand-in for a compiled kernel that records the programs of each launch and launches nothing."""
 
     metadata = SimpleNamespace(num_warps=4, num_ctas=1, shared=0, global_scratch_size=PROGRAM_BYTES)
     packed_metadata = function = None
@@ -51,9 +51,9 @@ class Loaded:
 
 
 class Counted(NamedTuple):
-    """`kernels`: what Triton tells apart, by name and by all it specializes on, with the arguments that are None.
+    """`kernels`: the kernels that Triton distinguishes, by name and specialization, with the arguments that are None.
 
-    `kept`: our handles of them. `programs`: of each launch.
+    `kept`: ringattn's handles of the kernels. `programs`: of each launch.
     """
 
     kernels: dict[tuple[str, str], frozenset[Any]]
@@ -88,12 +88,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
 
 
 def documents(random: Random, rows: int) -> list[int]:
-    """Bounds of 1 to 12 documents of `rows` tokens."""
+    """Return the bounds of 1 to 12 documents of `rows` tokens in total."""
     return sorted({0, rows, *(random.randrange(1, rows) for _ in range(random.randrange(12)))})
 
 
-def passed(engine: TritonEngine, rows: int, steps: list[list[Tile]], batch: int) -> list[Any]:
-    """A pass forward and backward over `rows` tokens; its works."""
+def run_pass(engine: TritonEngine, rows: int, steps: list[list[Tile]], batch: int) -> list[Any]:
+    """Run a forward and a backward pass over `rows` tokens; return their works."""
     softmax = Softmax(0.1, HEADS // KV_HEADS)
     q, dout = (torch.zeros(batch, rows, HEADS, DIM, dtype=DTYPE).transpose(0, 1) for _ in range(2))
     k, v = (torch.zeros(batch, rows, KV_HEADS, DIM, dtype=DTYPE).transpose(0, 1) for _ in range(2))
@@ -110,13 +110,15 @@ def passed(engine: TritonEngine, rows: int, steps: list[list[Tile]], batch: int)
 
 
 def steps_of(random: Random, rows: int) -> list[list[Tile]]:
-    """The own documents, and where there are several, in a second step one of another rank, for some of the heads."""
+    """Return a step of local documents and, if there are several, a step with a remote document for some heads."""
     bounds = documents(random, rows)
     heads = StridedRange(0, HEADS)
-    own = [TokenRange(StridedRange(a, b - a), StridedRange(a, b - a)) for a, b in pairwise(bounds)]
-    steps = [[Tile(one, one, CAUSAL, heads) for one in own]]
-    if len(own) > 1:
-        steps.append([Tile(own[0], own[0], CAUSAL, heads._replace(count=random.choice((1, HEADS))))])
+    local_documents = [TokenRange(StridedRange(a, b - a), StridedRange(a, b - a)) for a, b in pairwise(bounds)]
+    steps = [[Tile(tokens, tokens, CAUSAL, heads) for tokens in local_documents]]
+    if len(local_documents) > 1:
+        steps.append(
+            [Tile(local_documents[0], local_documents[0], CAUSAL, heads._replace(count=random.choice((1, HEADS))))]
+        )
     return steps
 
 
@@ -124,37 +126,41 @@ def steps_of(random: Random, rows: int) -> list[list[Tile]]:
     "form",
     ["descriptors", "gluon", *(pytest.param(form, marks=pytest.mark.slow) for form in ("pointers", "specialized"))],
 )
-def test_documents_compile_nothing_anew(form: str, counted: Counted) -> None:
-    """Counts of blocks, batches and rows are 1, multiples of 16 and neither; a few sets meet all the kernels."""
+def test_varying_documents_compile_nothing_new(form: str, counted: Counted) -> None:
+    """Counts of blocks, batches and rows are 1, multiples of 16, or neither; a few sets already use all kernels."""
     random, engine, seen = Random(6), TritonEngine(FORMS[form]()), []
     for _ in range(SETS):
         rows = random.randrange(2, 600)
-        passed(engine, rows, steps_of(random, rows), random.choice((1, 2)))
+        run_pass(engine, rows, steps_of(random, rows), random.choice((1, 2)))
         seen.append(counted.both())
     assert seen[9] == seen[-1], seen[-1]
-    # One of each kernel, and of what it is not given. The sums of `delta` are launched without a handle.
+    # One compilation per kernel and set of missing arguments. The kernel of `delta` is launched without a handle.
     kinds = {(name, nones) for (name, _), nones in counted.kernels.items()}
     names = {name for name, _ in kinds}
     assert ("forward_kernel" if form == "gluon" else "_forward") in names and len(names) >= 4
     assert seen[-1] == (len(kinds), len(kinds) - 1), seen[-1]
 
 
-def test_the_account_counts_the_memory_of_descriptors(counted: Counted) -> None:
-    """What a step's greatest launch asks for: as the compiled kernels say, and the same before there are any."""
+def test_workspace_bytes_counts_the_memory_of_descriptors(counted: Counted) -> None:
+    """The bytes are those of a step's largest launch, as the kernels report them, and the same before compilation."""
     engine, tiles = TritonEngine(FORMS["descriptors"]()), steps_of(Random(3), 500)[:1]
     sizes = Sizes(500, 2, HEADS, DIM, DIM, DTYPE)
     (work,) = engine.prepare(tiles, Softmax(0.1, HEADS // KV_HEADS), 500, HEADS)
     before = [engine.workspace_bytes(work, sizes, backward) for backward in (False, True)]
-    there, back = passed(engine, 500, tiles, 2)
-    assert before == [engine.workspace_bytes(one[0], sizes, one is back) for one in (there, back)]
-    attended, _, *grads = counted.programs
-    assert engine.workspace_bytes(there[0], sizes, False) == PROGRAM_BYTES * attended > 0
-    assert engine.workspace_bytes(back[0], sizes, True) == PROGRAM_BYTES * max(grads) > 0 and len(grads) == 2
+    forward_works, backward_works = run_pass(engine, 500, tiles, 2)
+    after = [
+        engine.workspace_bytes(forward_works[0], sizes, False),
+        engine.workspace_bytes(backward_works[0], sizes, True),
+    ]
+    assert before == after
+    forward_programs, _, *grads = counted.programs
+    assert engine.workspace_bytes(forward_works[0], sizes, False) == PROGRAM_BYTES * forward_programs > 0
+    assert engine.workspace_bytes(backward_works[0], sizes, True) == PROGRAM_BYTES * max(grads) > 0 and len(grads) == 2
 
 
 @pytest.mark.usefixtures("counted")
-def test_what_no_descriptor_takes_is_counted_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gluon's forward has a program for each multiprocessor, its backward one for each block; pointers have none."""
+def test_workspace_bytes_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gluon's forward has a program per multiprocessor, its backward one per block; pointers need no descriptors."""
     gluon_missing.cache_clear()
     if why := gluon_missing(90):
         pytest.skip(why)
@@ -162,20 +168,24 @@ def test_what_no_descriptor_takes_is_counted_before_the_first_call(monkeypatch: 
     sizes = Sizes(65_536, 1, HEADS, DIM, DIM, DTYPE)
     monkeypatch.setattr(triton, "usable", lambda device, margin: 132 - margin)
 
-    def told(backward: bool, **options: Any) -> int:
+    def reported_bytes(backward: bool, **options: Any) -> int:
         engine = TritonEngine(**options)
         return engine.workspace_bytes(engine.prepare([[tile]], Softmax(0.1), 65_536, HEADS)[0], sizes, backward)
 
     blocks = 65_536 // 128 * HEADS
-    assert [told(False), told(False, sm_margin=32)] == [132 * 384, 100 * 384]
-    assert [told(True), told(True, form="descriptors"), told(True, form="pointers")] == [blocks * 512, blocks * 256, 0]
-    assert told(True, form="descriptors", sm_margin=32) == 200 * 256
-    assert told(False, form="descriptors") == blocks * 256 == told(True, deterministic=False)
+    assert [reported_bytes(False), reported_bytes(False, sm_margin=32)] == [132 * 384, 100 * 384]
+    assert [reported_bytes(True), reported_bytes(True, form="descriptors"), reported_bytes(True, form="pointers")] == [
+        blocks * 512,
+        blocks * 256,
+        0,
+    ]
+    assert reported_bytes(True, form="descriptors", sm_margin=32) == 200 * 256
+    assert reported_bytes(False, form="descriptors") == blocks * 256 == reported_bytes(True, deterministic=False)
     gluon_missing.cache_clear()
 
 
 def test_row_kernels_compile_once(counted: Counted) -> None:
-    """Projection, finishing, merging, sums, moves and eight bits, for any counts of tokens and heads."""
+    """Each row kernel compiles once for any counts of tokens and heads."""
     names = [name for name in row_cases.CASES if name.startswith("sm_90")]
     for tokens, heads in ((64, 4), (37, 3), (1, 1), (16, 2), (33, 16)):
         for name in names:

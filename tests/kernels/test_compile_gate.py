@@ -1,15 +1,15 @@
-"""The compile gate: the attention kernels as machine code, for GPUs that are not here.
+"""The compile gate: the attention kernels as machine code, for GPUs that this machine does not have.
 
-Every entry of the block-size tables for sm_80, sm_90 and sm_100 is compiled through the library's own launch wrappers
-with a driver that launches nothing. Limits: CUDA C Programming Guide, "Technical Specifications per Compute
-Capability"; tensor memory of sm_100 is 512 columns. Half entries must not spill in the loop over matrix products;
-spills elsewhere, and those of float32, whose products run without matrix units, must not be more than the golden table
-says. There is a table for each Triton that was tried, since each brings its own assembler.
-What the inner loops are made of is in a table of its own, held to a margin (`test_performance_gate.py`).
-`python -m tests.kernels.compile_gate.compiling renew`, by hand after a change of a kernel or an entry, with each
-of these versions (`pip install --no-deps --target FOLDER triton==VERSION` and PYTHONPATH=FOLDER), compiles all
-architectures and writes both tables; `test_the_golden_tables_are_whole` then says what is wrong with them. Words after
-`renew` are parts of names, and only cases that have one are compiled.
+Every entry of the block-size tables for sm_80, sm_90 and sm_100 is compiled through the library's launch functions with
+a driver that launches nothing. Limits: CUDA C Programming Guide, "Technical Specifications per Compute Capability";
+tensor memory of sm_100 is 512 columns. Half entries must not spill in the loop over matrix products. Spills elsewhere,
+and those of float32, whose products run without matrix units, must not exceed the golden table. There is a table for
+each tested Triton version, because each has another assembler. A separate table has the instruction counts of the inner
+loops, which may change by a margin (`test_performance_gate.py`).
+After a change of a kernel or an entry, run `python -m tests.kernels.compile_gate.compiling renew` with each of these
+versions (`pip install --no-deps --target FOLDER triton==VERSION` and PYTHONPATH=FOLDER). It compiles all architectures
+and writes both tables; `test_the_golden_tables_are_whole` then reports what is wrong with them. With arguments after
+`renew`, only cases whose names contain one of them are compiled.
 """
 
 from __future__ import annotations
@@ -38,45 +38,45 @@ Finding = dict[str, Any] | str
 
 
 def may_spill(name: str) -> bool:
-    """Whether only the golden table bounds a case's spills in its loop."""
+    """Return whether only the golden table limits the spills in a case's loop."""
     return "/single/" in name
 
 
 def units(name: str) -> tuple[str, ...]:
-    """The matrix units that a case may run on."""
+    """Return the matrix units that a case may use."""
     if "/single/" in name:
         return ("FFMA",)
-    # The warp group's unit wants 64 rows of keys, which a block of the fused backward at dimension 256 does not have.
+    # The warp group's unit needs 64 rows of keys, which a block of the fused backward at dimension 256 does not have.
     if name.startswith("sm_90") and "/pointers/" not in name:
         return ("HGMMA",) if "/256/descriptors/grad_fused" not in name else ("HMMA",)
     return MATRIX[arch_of(name)]
 
 
 def faults(name: str, finding: Finding) -> list[str]:
-    """What is wrong with a compiled case, whatever the golden table says."""
+    """Return what is wrong with a compiled case, independently of the golden table."""
     if isinstance(finding, str):
         return [f"did not compile: {finding}"]
-    found, arch = Found(**finding), arch_of(name)
+    compiled_case, arch = Found(**finding), arch_of(name)
     wrong = []
-    if found.loop_spills and not may_spill(name):
-        wrong.append(f"{found.loop_spills} spill instructions in the loop over matrix products")
-    if found.shared_bytes > SHARED_BYTES[arch]:
-        wrong.append(f"{found.shared_bytes} bytes of shared memory, more than {SHARED_BYTES[arch]}")
-    if found.tensor_columns > TENSOR_COLUMNS:
-        wrong.append(f"{found.tensor_columns} columns of tensor memory, more than {TENSOR_COLUMNS}")
-    if found.matrix not in units(name):
-        wrong.append(f"multiplies matrices by {found.matrix or 'nothing'}: its body may be a trap")
-    if bool(found.bulk_loads) != ("/pointers/" not in name):
-        wrong.append(f"{found.bulk_loads} loads through tensor descriptors")
-    if bool(found.handovers) != (name.split("/")[3] in ("specialized", "gluon")):
-        wrong.append(f"{found.handovers} handovers of registers between groups of warps")
-    if found.gluon is not None:
-        wrong += gluon_faults(name, found.registers, found.gluon)
+    if compiled_case.loop_spills and not may_spill(name):
+        wrong.append(f"{compiled_case.loop_spills} spill instructions in the loop over matrix products")
+    if compiled_case.shared_bytes > SHARED_BYTES[arch]:
+        wrong.append(f"{compiled_case.shared_bytes} bytes of shared memory, more than {SHARED_BYTES[arch]}")
+    if compiled_case.tensor_columns > TENSOR_COLUMNS:
+        wrong.append(f"{compiled_case.tensor_columns} columns of tensor memory, more than {TENSOR_COLUMNS}")
+    if compiled_case.matrix not in units(name):
+        wrong.append(f"multiplies matrices by {compiled_case.matrix or 'nothing'}: its body may be a trap")
+    if bool(compiled_case.bulk_loads) != ("/pointers/" not in name):
+        wrong.append(f"{compiled_case.bulk_loads} loads through tensor descriptors")
+    if bool(compiled_case.handovers) != (name.split("/")[3] in ("specialized", "gluon")):
+        wrong.append(f"{compiled_case.handovers} handovers of registers between groups of warps")
+    if compiled_case.gluon is not None:
+        wrong += gluon_faults(name, compiled_case.registers, compiled_case.gluon)
     return wrong
 
 
 def drift(finding: Found, golden: Found) -> list[str]:
-    """How a case differs from the golden table, beyond the slack."""
+    """Return how a case differs from the golden table by more than the tolerance."""
     wrong = []
     for part in ("spills", "loop_spills"):
         if getattr(finding, part) > getattr(golden, part):
@@ -89,7 +89,7 @@ def drift(finding: Found, golden: Found) -> list[str]:
 
 
 def compiled(folder: Path, names: Iterable[str]) -> dict[str, Finding]:
-    """Compile cases in a process of their own, which may set a driver and fork."""
+    """Compile cases in a separate process, which may set a driver and fork."""
     return written_by("tests.kernels.compile_gate.compiling", folder, *names, timeout_s=1700)
 
 
@@ -102,7 +102,7 @@ TABLES = golden_tables(GOLDEN)
 
 
 @pytest.mark.unchanged("compile gate")
-@pytest.mark.timeout(1800)  # six times what it takes alone on a core; a hang is what it is for
+@pytest.mark.timeout(1800)  # six times the usual duration on one core, to end a hang
 @pytest.mark.parametrize("name", TESTED)
 def test_an_entry(name: str, entries: dict[str, Finding]) -> None:
     finding = entries[name]
@@ -115,17 +115,17 @@ def test_an_entry(name: str, entries: dict[str, Finding]) -> None:
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
 def test_the_golden_tables_are_whole(version: str) -> None:
-    """Every entry, of the architectures that are not compiled here too, and none that is at fault.
+    """The tables have every entry, also of architectures that are not compiled here, and none is at fault.
 
-    3.6.0 is what a GPU machine's torch 2.11 brings, 3.7.1 what these tests are run with.
+    torch 2.11 on GPU machines has Triton 3.6.0; these tests run with 3.7.1.
     """
     golden = TABLES[version]
     assert tuple(golden) == ENTRIES
     assert not {name: wrong for name in ENTRIES if (wrong := faults(name, golden[name]))}
 
 
-def test_the_gate_reads_numbers() -> None:
-    """What no small kernel brings about by itself."""
+def test_the_gate_detects_faults() -> None:
+    """Made-up findings show each fault, because no small kernel has them."""
     case, good = "sm_100/half/128/descriptors/forward", Found(200, 0, 0, 1000, 512, "UTC", 4, 0)
     assert not faults(case, good._asdict())
     assert "576 columns" in faults(case, good._replace(tensor_columns=576)._asdict())[0]
@@ -149,16 +149,18 @@ def test_the_gate_reads_numbers() -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_how_many_blocks_each_architecture_holds(arch: int) -> None:
-    """Whatever a table has an entry for can be renewed. Two blocks of 128 threads by their shared memory."""
+    """Every architecture with entries can be renewed. Shared memory limits two blocks of 128 threads."""
     small = KernelCode("", 16, 0, 128, 0, "")
     assert small.resident(arch) == (12 if arch in (86, 89, 120) else 16)
     half = (SHARED_BYTES[arch] + 1024) // 2 - 1024
     assert [small._replace(shared_bytes=half + more).resident(arch) for more in (0, 1)] == [2, 1]
 
 
-def test_the_gate_reads_gluons_code() -> None:
-    """What no compiler produces on request."""
+def test_the_gate_detects_hasty_arrivals() -> None:
+    """Made-up code shows them, because no compiler produces them on request."""
     left, wrote = "wgmma.wait_group.sync.aligned 0;", "st.shared.v2.b32 [%r1], {%r2, %r3};"
-    met, warp, said = "bar.sync 2, 128;", "bar.warp.sync -1;", "mbarrier.arrive.shared::cta.b64 _;"
-    assert hasty_arrivals(left + met + said + wrote + warp + said) == 0
-    assert hasty_arrivals(left + said) == hasty_arrivals(left + warp + said) == hasty_arrivals(wrote + said) == 1
+    met, warp, arrived = "bar.sync 2, 128;", "bar.warp.sync -1;", "mbarrier.arrive.shared::cta.b64 _;"
+    assert hasty_arrivals(left + met + arrived + wrote + warp + arrived) == 0
+    assert (
+        hasty_arrivals(left + arrived) == hasty_arrivals(left + warp + arrived) == hasty_arrivals(wrote + arrived) == 1
+    )

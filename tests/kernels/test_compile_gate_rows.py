@@ -1,10 +1,10 @@
 """The compile gate of the projection and row kernels: their machine code, for GPUs that are not here.
 
-What moves rows must do so by vectors: a bf16 row of 128 by 16 bytes a thread and instruction. Only vectors of one
-number for each row, such as an lse, and angles in the order of a matrix unit's results come narrower. None may spill in
-a loop over products, nor elsewhere more than the golden table of the installed Triton says.
+Kernels must move rows by vectors: a bf16 row of 128 by 16 bytes per thread and instruction. Only numbers per row, such
+as an lse, and angles in the order of a matrix unit's results may be narrower. No kernel may spill in a loop over
+products, or spill more elsewhere than the golden table of the installed Triton allows.
 `python -m tests.kernels.compile_gate.row_cases renew`, after a change of a kernel, compiles every case and writes the
-golden table of the installed Triton; `test_the_golden_tables_are_whole` then says what is wrong with it.
+golden table of the installed Triton; `test_the_golden_tables_are_whole` then reports what is wrong with it.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ ON_ONE = (
     "restore/128/fp8",
 )
 TESTED = (*(f"sm_{arch}/{case}" for arch in (80, 90, 100) for case in ON_ALL), *(f"sm_90/{case}" for case in ON_ONE))
-"""The rest is compiled when the golden table is renewed."""
+"""The tested cases. Renewing the golden table compiles the others as well."""
 
 FEW = 4
-"""Loads narrower than 32 bits that a kernel may have: of weights, once for all rows."""
+"""The number of loads narrower than 32 bits that a kernel may have: of weights, once for all rows."""
 
 
-def faults(name: str, found: FoundRows) -> list[str]:
-    """What is wrong with a compiled case, whatever the golden table says."""
+def faults(name: str, finding: FoundRows) -> list[str]:
+    """Return what is wrong with a compiled case, independently of the golden table."""
     arch, kernel = int(name.split("/")[0].removeprefix("sm_")), name.split("/")[1]
     wrong = []
-    if found.loop_spills:
-        wrong.append(f"{found.loop_spills} spill instructions in the loop over products")
-    if found.shared_bytes > SHARED_BYTES[arch]:
-        wrong.append(f"{found.shared_bytes} bytes of shared memory, more than {SHARED_BYTES[arch]}")
-    if kernel == "project_heads" and found.matrix != ("FFMA" if "single" in name else MATRIX[arch]):
-        wrong.append(f"multiplies matrices by {found.matrix or 'nothing'}")
-    moved = {"loads": found.loads, "stores": found.stores}
+    if finding.loop_spills:
+        wrong.append(f"{finding.loop_spills} spill instructions in the loop over products")
+    if finding.shared_bytes > SHARED_BYTES[arch]:
+        wrong.append(f"{finding.shared_bytes} bytes of shared memory, more than {SHARED_BYTES[arch]}")
+    if kernel == "project_heads" and finding.matrix != ("FFMA" if "single" in name else MATRIX[arch]):
+        wrong.append(f"multiplies matrices by {finding.matrix or 'nothing'}")
+    moved = {"loads": finding.loads, "stores": finding.stores}
     if kernel == "row_sums":
         del moved["stores"]  # one number a row
     for what, by_bits in moved.items():
@@ -67,26 +67,26 @@ def faults(name: str, found: FoundRows) -> list[str]:
     return wrong
 
 
-def drift(found: FoundRows, golden: FoundRows) -> list[str]:
-    """How a case differs from the golden table, beyond the slack of the registers."""
+def drift(finding: FoundRows, golden: FoundRows) -> list[str]:
+    """Return how a case differs from the golden table by more than the tolerance for registers."""
     wrong = []
-    if abs(found.registers - golden.registers) > SLACK_REGISTERS:
-        wrong.append(f"{found.registers} registers, {golden.registers} in the golden table")
-    if found.spills > golden.spills:
-        wrong.append(f"{found.spills} spills, {golden.spills} in the golden table")
+    if abs(finding.registers - golden.registers) > SLACK_REGISTERS:
+        wrong.append(f"{finding.registers} registers, {golden.registers} in the golden table")
+    if finding.spills > golden.spills:
+        wrong.append(f"{finding.spills} spills, {golden.spills} in the golden table")
     for part in ("shared_bytes", "matrix", "loads", "stores"):
-        if getattr(found, part) != getattr(golden, part):
-            wrong.append(f"{part} {getattr(found, part)}, {getattr(golden, part)} in the golden table")
+        if getattr(finding, part) != getattr(golden, part):
+            wrong.append(f"{part} {getattr(finding, part)}, {getattr(golden, part)} in the golden table")
     return wrong
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FoundRows]:
-    """Compile in a process of its own, which may set a driver and fork."""
+def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FoundRows]:
+    """Compile the cases in a separate process, which may set a driver and fork."""
     module = "tests.kernels.compile_gate.row_cases"
-    made = once(tmp_path_factory, "rows", lambda folder: written_by(module, folder, *TESTED))
-    assert not {name: why for name, why in made.items() if isinstance(why, str)}
-    return {name: FoundRows(**one) for name, one in made.items()}
+    results = once(tmp_path_factory, "rows", lambda folder: written_by(module, folder, *TESTED))
+    assert not {name: why for name, why in results.items() if isinstance(why, str)}
+    return {name: FoundRows(**fields) for name, fields in results.items()}
 
 
 TABLES = golden_tables(GOLDEN)
@@ -94,17 +94,17 @@ TABLES = golden_tables(GOLDEN)
 
 @pytest.mark.unchanged("compile gate of rows")
 @pytest.mark.parametrize("name", TESTED)
-def test_a_case(name: str, found: dict[str, FoundRows]) -> None:
-    assert not faults(name, found[name])
-    if golden := TABLES.get(triton.__version__):  # each brings its own assembler, which allots registers in its own way
-        assert not drift(found[name], FoundRows(**golden[name]))
-    if (row := found[name].row) and (counts := table("rows", triton.__version__)):
+def test_a_case(name: str, findings: dict[str, FoundRows]) -> None:
+    assert not faults(name, findings[name])
+    if golden := TABLES.get(triton.__version__):  # each version has another assembler and register allocation
+        assert not drift(findings[name], FoundRows(**golden[name]))
+    if (row := findings[name].row) and (counts := table("rows", triton.__version__)):
         assert not worse(row, counts[name])
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
 def test_the_golden_tables_are_whole(version: str) -> None:
-    """Every case and no other, and none that is at fault."""
+    """The table has exactly the cases, and none of them is at fault."""
     golden = TABLES[version]
     assert tuple(golden) == CASES and set(TESTED) <= set(CASES)
     wrong = {name: faults(name, FoundRows(**golden[name])) for name in CASES}
@@ -116,7 +116,7 @@ PROJECTION = f"sm_90/project_heads/128/neox,{EVERYTHING}"
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "expected"),
     [
         ({"loop_spills": 2}, "2 spill instructions in the loop"),
         ({"shared_bytes": 232_449}, "232449 bytes of shared memory, more than 232448"),
@@ -127,13 +127,13 @@ PROJECTION = f"sm_90/project_heads/128/neox,{EVERYTHING}"
         ({"stores": {"16": 64, "128": 1}}, "stores by their bits"),
     ],
 )
-def test_the_gate_sees(changed: dict[str, Any], told: str) -> None:
+def test_the_gate_detects_faults(changed: dict[str, Any], expected: str) -> None:
     assert not faults(PROJECTION, GOOD)
-    assert told in faults(PROJECTION, GOOD._replace(**changed))[0]
+    assert expected in faults(PROJECTION, GOOD._replace(**changed))[0]
 
 
-def test_what_each_kernel_may() -> None:
-    """Sums of rows are stored number by number; float32 products have no matrix unit, and others no FFMA."""
+def test_exceptions_for_some_kernels() -> None:
+    """Sums of rows may be stored number by number; only float32 products use FFMA instead of a matrix unit."""
     sums, single = "sm_90/row_sums/128/", f"sm_90/project_heads/128/single,neox,{EVERYTHING}"
     assert not faults(sums, GOOD._replace(stores={"32": 1})) and faults(
         "sm_90/merge/128/", GOOD._replace(stores={"32": 1})
@@ -153,7 +153,7 @@ def test_what_each_kernel_may() -> None:
         {"stores": {}},
     ],
 )
-def test_a_change_is_seen(changed: dict[str, Any]) -> None:
+def test_a_change_is_detected(changed: dict[str, Any]) -> None:
     assert not drift(GOOD, GOOD) and not drift(GOOD._replace(registers=208), GOOD)
     assert len(drift(GOOD._replace(**changed), GOOD)) == 1
 

@@ -28,7 +28,7 @@ SUITES: dict[str, tuple[list[str], dict[str, int]]] = {
             "::test_one_launch_is_right[": 12,
             "::test_carried_steps_are_right[": 18,
             "::test_gradients_are_right[": 12,
-            "::test_a_wrong_kernel_is_seen[": 14,
+            "::test_a_wrong_kernel_is_detected[": 14,
         },
     ),
     "rows": (["tests/kernels/interpreter_rows"], {"::test_": 60}),

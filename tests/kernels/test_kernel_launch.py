@@ -1,6 +1,6 @@
-"""Kept handles against Triton's own launch, with a driver that launches nothing; and the look-up of block sizes.
+"""Kept handles against Triton's launch, with a driver that launches nothing; and the look-up of block sizes.
 
-The kernel is a test's own, so that nothing compiled here for an absent GPU stays in a kernel of the library.
+The tests define a separate kernel, so that nothing compiled for an absent GPU stays in a kernel of the library.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def product(a, b, out, steps, scale, SIZE: tl.constexpr, DEPTH: tl.constexpr):
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StubDriver]:
-    """In the place of the process's driver."""
+    """Replace the driver of the process by a stub."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     stub = StubDriver(80)
     monkeypatch.setattr(driver, "_active", stub)
@@ -53,7 +53,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StubDriver
 def call_with(
     dtype: torch.dtype = torch.float16, offset: int = 0, size: int = 32, scale: float = 48, warps: int = 4
 ) -> LaunchCall:
-    """A small matrix product; `offset`: elements from an aligned address."""
+    """Return a call of a small matrix product. `offset`: elements from an aligned address."""
     a, b = (torch.zeros(size * 16 + 16, dtype=dtype)[start:] for start in (offset, 0))
     meta = {"SIZE": size, "DEPTH": 16, "num_warps": warps, "num_stages": 1}
     return LaunchCall(product, (3,), (a, b, torch.zeros(size, size), 4, scale), meta)
@@ -64,30 +64,30 @@ def repeated(call: LaunchCall, sm_margin: int = 0) -> Repeat:
 
 
 def test_launches_what_triton_launches(stub: StubDriver) -> None:
-    """Grid, stream, function, and all arguments in the kernel's order; but the metadata and hooks of profilers."""
+    """Grid, stream, function and all arguments are equal, except the metadata and hooks of profilers."""
     stub.launched, stub.stream, call = [], 7, call_with()
     call.run()
     repeated(call)(call.args[:3])
-    theirs, ours = (one[:6] + one[9:] for one in stub.launched)
+    theirs, ours = (recorded[:6] + recorded[9:] for recorded in stub.launched)
     assert theirs[:4] == (3, 1, 1, 7) and len(theirs) == 6 + len(product.arg_names)
     assert all(x is y or x == y for x, y in zip(theirs, ours, strict=True))
 
 
-def test_the_tensors_of_each_launch_take_their_places(stub: StubDriver) -> None:
-    """One tensor may be two operands at one launch and not at the next; those left out at first stay so."""
+def test_each_launch_uses_its_own_tensors(stub: StubDriver) -> None:
+    """A tensor may be two operands at a launch and not at the next. An operand that is None stays fixed."""
     call, stub.launched = call_with(), []
     repeat = Kept().repeat(call, (None, *call.args[:2]))
     x, y = torch.zeros(1), torch.zeros(1)
     repeat((None, x, x))
     repeat((None, y, x))
-    first, second = (one[9:] for one in stub.launched)
+    first, second = (recorded[9:] for recorded in stub.launched)
     assert first[0] is x and first[1] is x and second[0] is y and second[1] is x
     assert first[2] is second[2] is call.args[2] and first[3:] == second[3:] == (4, 48, *call.meta.values())[:4]
 
 
 @pytest.mark.parametrize(("sm_margin", "programs"), [(0, 3), (1, 3), (106, 2), (107, 1), (108, 1), (200, 1)])
 def test_a_margin_of_multiprocessors_makes_the_grid_smaller(sm_margin: int, programs: int, stub: StubDriver) -> None:
-    """108 multiprocessors that hold one block each; one is always used. Without a margin there is no bound."""
+    """Each of 108 multiprocessors runs a block; at least one is always used. Without a margin there is no limit."""
     stub.launched, call = [], call_with()
     stub.properties |= {"max_num_regs": 0}
     repeated(call, sm_margin)(call.args[:3])
@@ -107,7 +107,7 @@ def test_a_persistent_call_gets_a_program_for_each_block_that_fits(stub: StubDri
         ({"max_num_regs": 1 << 20}, 16),  # 4 warps: 2048 threads at once
         ({}, 12),  # 40 registers of 64 K for each of 128 threads
         ({"max_num_regs": 128 * 40 * 5 + 9}, 5),
-        ({"max_shared_mem": 3 * (4096 + 1024) - 1024}, 3),  # 4 KiB a block, and 1 KiB that each takes beside
+        ({"max_shared_mem": 3 * (4096 + 1024) - 1024}, 3),  # 4 KiB per block, and 1 KiB reserved per block
         ({"max_shared_mem": 100}, 1),
     ],
     ids=str,
@@ -119,17 +119,17 @@ def test_how_many_blocks_a_multiprocessor_holds(changed: dict[str, int], residen
 
 
 def test_programs_count_on_a_counter_of_their_stream(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """0 at each launch; launches that may overlap have their own: of other streams, and of graphs that are captured."""
-    stub.launched, found, call = [], [], call_with()
+    """It is 0 at each launch. Launches that may overlap (other streams, captured graphs) have separate counters."""
+    stub.launched, counters, call = [], [], call_with()
     monkeypatch.setattr("ringattn.kernels.launch._counters", {})
     repeat = Kept().repeat(call._replace(counter=call.args[2]), call.args[:2])
     for stream, captured in ((7, False), (7, False), (8, False), (7, True), (7, True)):
         stub.stream = stream
         monkeypatch.setattr("ringattn.kernels.launch.capturing", lambda captured=captured: captured)
         repeat(call.args[:2])
-        found.append(stub.launched[-1][9 + 2])
-    assert found[0] is found[1] and len({id(x) for x in (*found, call.args[2])}) == 5
-    assert not any(x.any() for x in found)
+        counters.append(stub.launched[-1][9 + 2])
+    assert counters[0] is counters[1] and len({id(x) for x in (*counters, call.args[2])}) == 5
+    assert not any(x.any() for x in counters)
 
 
 def test_nothing_is_launched_for_an_empty_grid(stub: StubDriver) -> None:
@@ -139,19 +139,19 @@ def test_nothing_is_launched_for_an_empty_grid(stub: StubDriver) -> None:
     assert stub.launched == []
 
 
-def test_each_launch_has_memory_of_its_own(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From torch's allocator and back: two graphs captured on one stream must not share it, nor it outlive them."""
-    given: list[weakref.ref[torch.Tensor]] = []
+def test_each_launch_allocates_separate_memory(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch allocates and frees it. Two graphs captured on a stream must not share it, and it must not outlive them."""
+    allocated: list[weakref.ref[torch.Tensor]] = []
 
     def empty(size: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
         assert (dtype, device) == (torch.uint8, "cuda")
-        made = torch.zeros(size, dtype=dtype)
-        given.append(weakref.ref(made))
-        return made
+        tensor = torch.zeros(size, dtype=dtype)
+        allocated.append(weakref.ref(tensor))
+        return tensor
 
     def launch(self: StubDriver, programs: int, *args: Any) -> None:
         buffer = _allocation._allocator.get()(programs * 256, 128, 7)
-        assert buffer is given[-1]() and buffer.numel() >= repeat.scratch_bytes
+        assert buffer is allocated[-1]() and buffer.numel() >= repeat.scratch_bytes
         sizes.append(programs * 256)
 
     sizes: list[int] = []
@@ -163,20 +163,24 @@ def test_each_launch_has_memory_of_its_own(stub: StubDriver, monkeypatch: pytest
     repeat(call.args[:3])
     repeat(call.args[:3])
     call.run()
-    assert len(given) == 3 and not any(one() for one in given) and sizes == 3 * [repeat.scratch_bytes] == 3 * [768]
+    assert (
+        len(allocated) == 3
+        and not any(reference() for reference in allocated)
+        and sizes == 3 * [repeat.scratch_bytes] == 3 * [768]
+    )
 
 
 def allocators(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Those that are set when the stub driver launches."""
+    """Record the allocators that are set when the stub driver launches."""
     seen: list[Any] = []
     monkeypatch.setattr(StubDriver, "launch", lambda self, *args: seen.append(_allocation._allocator.get()))
     return seen
 
 
-def test_a_kernel_that_asks_for_memory_gets_ours_in_every_thread(
+def test_a_kernel_that_needs_memory_gets_torchs_in_every_thread(
     stub: StubDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's allocator belongs to a context, and autograd calls from a thread of its own."""
+    """Triton's allocator belongs to a context, and autograd launches from a separate thread."""
     seen, call, kept = allocators(monkeypatch), call_with(), Kept()
     handle = kept.compile(call)
     for scratch in (256, 0):
@@ -188,10 +192,10 @@ def test_a_kernel_that_asks_for_memory_gets_ours_in_every_thread(
 
 
 def test_the_allocator_of_the_caller_stays(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a plain launch and a repeated one, and after one that fails."""
+    """It stays after a plain launch, after a repeated one, and after one that fails."""
 
     def theirs(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-        raise AssertionError("asked")
+        raise AssertionError("the caller's allocator was used")
 
     def launch(self: StubDriver, *args: Any) -> None:
         seen.append(_allocation._allocator.get())
@@ -209,15 +213,15 @@ def test_the_allocator_of_the_caller_stays(stub: StubDriver, monkeypatch: pytest
     assert seen == 4 * [allocate]
 
 
-@pytest.mark.parametrize("other", [torch.zeros(8, 4).T, torch.zeros(36)[1:33].view(4, 8), None])
-def test_what_a_described_call_rests_on(other: torch.Tensor | None) -> None:
-    one, same = torch.zeros(4, 8), torch.ones(4, 8)
-    assert layouts((one, None)) == layouts((same, None)) and layouts((one,)) != layouts((other,))
-    assert hash(layouts((one, None))) == hash(layouts((same, None)))
+@pytest.mark.parametrize("different", [torch.zeros(8, 4).T, torch.zeros(36)[1:33].view(4, 8), None])
+def test_layouts_distinguish_strides_and_alignment(different: torch.Tensor | None) -> None:
+    base, same = torch.zeros(4, 8), torch.ones(4, 8)
+    assert layouts((base, None)) == layouts((same, None)) and layouts((base,)) != layouts((different,))
+    assert hash(layouts((base, None))) == hash(layouts((same, None)))
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first_options", "second_options"),
     [
         ({}, {"dtype": torch.bfloat16}),
         ({}, {"offset": 1}),
@@ -232,27 +236,29 @@ def test_what_a_described_call_rests_on(other: torch.Tensor | None) -> None:
     ],
     ids=str,
 )
-def test_what_triton_tells_apart_is_told_apart(one: dict[str, Any], other: dict[str, Any], stub: StubDriver) -> None:
-    kept, first, second = Kept(), call_with(**one), call_with(**other)
+def test_calls_that_triton_distinguishes_have_different_handles(
+    first_options: dict[str, Any], second_options: dict[str, Any], stub: StubDriver
+) -> None:
+    kept, first, second = Kept(), call_with(**first_options), call_with(**second_options)
     handles = [kept.compile(first), kept.compile(second)]
     assert handles[0].run is not handles[1].run
     for call, handle in zip((first, second), handles, strict=True):
         assert handle.run is call.kernel.warmup(*call.args, grid=call.grid, **call.meta).run
 
 
-def test_what_was_seen_is_not_bound_again(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_call_is_not_compiled_again(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept()
     kept.compile(call_with())
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "_compiled", lambda call: pytest.fail("bound again"))
+        patch.setattr(launch, "_compiled", lambda call: pytest.fail("compiled again"))
         kept.compile(call_with())
         stub.device = 1
-        with pytest.raises(pytest.fail.Exception, match="bound again"):
+        with pytest.raises(pytest.fail.Exception, match="compiled again"):
             kept.compile(call_with())
 
 
 def test_there_are_no_more_handles_than_kernels(stub: StubDriver) -> None:
-    """Integers that Triton does not tell apart share a handle, which launches each with its own."""
+    """Integers that Triton does not distinguish share a handle, which still launches with each value."""
     kept, stub.launched, kernels = Kept(), [], set()
     for scale in (16, 32, -48, 1, 2, 3, -7, 1 << 40, 3 << 40, 0):
         call = call_with(scale=scale)
@@ -262,7 +268,7 @@ def test_there_are_no_more_handles_than_kernels(stub: StubDriver) -> None:
     assert len(kept.handles()) == len(kernels) == 4
 
 
-def test_the_smallest_entry_that_holds_the_dimension() -> None:
+def test_the_smallest_sufficient_dimension_is_used() -> None:
     assert configs_for(90, torch.float16, 65) is configs_for(90, torch.bfloat16, 128)
     assert configs_for(90, torch.float16, 64) is not configs_for(90, torch.float16, 65)
     assert configs_for(90, torch.float32, 128) is not configs_for(90, torch.float16, 128)
@@ -276,15 +282,15 @@ def test_the_smallest_entry_that_holds_the_dimension() -> None:
         (90, torch.float16, 257, "head dimension 257; there are some for dimensions to 256"),
     ],
 )
-def test_what_has_no_entry_is_refused_by_name(arch: int, dtype: torch.dtype, dim: int, why: str) -> None:
+def test_calls_without_an_entry_are_refused_by_name(arch: int, dtype: torch.dtype, dim: int, why: str) -> None:
     with pytest.raises(LookupError, match=why):
         configs_for(arch, dtype, dim)
 
 
 def test_a_written_entry_is_read_by_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    held = tmp_path / "configs.json"
-    held.write_text(configs.TABLE.read_text())
-    monkeypatch.setattr(configs, "TABLE", held)
+    table_file = tmp_path / "configs.json"
+    table_file.write_text(configs.TABLE.read_text())
+    monkeypatch.setattr(configs, "TABLE", table_file)
     before, tried = configs_for(90, torch.bfloat16, 128), Config(64, 128, 4, 3, "descriptors")
     put_config(90, 128, "descriptors", "grad_q", tried)
     assert configs_for(90, torch.bfloat16, 128) is before
@@ -293,14 +299,14 @@ def test_a_written_entry_is_read_by_the_next_process(monkeypatch: pytest.MonkeyP
     try:
         assert configs_for(90, torch.bfloat16, 128) == before._replace(grad_q=tried)
         assert configs_for(90, torch.bfloat16, 64).grad_q != tried
-        assert len(held.read_text().splitlines()) == len(Path(__file__).parents[2].joinpath(
+        assert len(table_file.read_text().splitlines()) == len(Path(__file__).parents[2].joinpath(
             "kernels/configs.json").read_text().splitlines())  # fmt: skip
     finally:
         for cached in (configs._entries, configs._table):
             cached.cache_clear()
 
 
-def test_descriptors_are_the_default_where_there_are_some() -> None:
+def test_descriptors_are_the_default_if_there_is_an_entry() -> None:
     assert configs_for(90, torch.bfloat16, 100) is configs_for(90, torch.bfloat16, 128, "descriptors")
     assert configs_for(80, torch.float16, 128) is configs_for(80, torch.float16, 128, "pointers")
     assert {config.form for config in configs_for(100, torch.float32, 64)} == {"pointers"}
@@ -308,19 +314,19 @@ def test_descriptors_are_the_default_where_there_are_some() -> None:
 
 
 def test_only_the_forward_kernel_is_specialized() -> None:
-    found = specialized_configs(90, torch.float16, 128)
-    assert [config.form for config in found] == ["specialized", *3 * ["descriptors"]]
+    specialized = specialized_configs(90, torch.float16, 128)
+    assert [config.form for config in specialized] == ["specialized", *3 * ["descriptors"]]
 
 
 @pytest.mark.parametrize(
-    ("arch", "dtype", "dim", "form", "there"),
+    ("arch", "dtype", "dim", "form", "available"),
     [
         (80, torch.float16, 64, "descriptors", "pointers"),
         (90, torch.float32, 64, "descriptors", "pointers"),
     ],
 )
-def test_a_form_without_an_entry_is_refused(arch: int, dtype: torch.dtype, dim: int, form: str, there: str) -> None:
-    with pytest.raises(LookupError, match=f"form '{form}' for sm_{arch}, {dtype}.*; there are some of {there}$"):
+def test_a_form_without_an_entry_is_refused(arch: int, dtype: torch.dtype, dim: int, form: str, available: str) -> None:
+    with pytest.raises(LookupError, match=f"form '{form}' for sm_{arch}, {dtype}.*; there are some of {available}$"):
         configs_for(arch, dtype, dim, form)
 
 
@@ -328,6 +334,6 @@ def test_a_form_without_an_entry_is_refused(arch: int, dtype: torch.dtype, dim: 
     ("arch", "dtype", "dim"), [(80, torch.float16, 64), (90, torch.float32, 64), (90, torch.float16, 129)]
 )
 def test_a_specialized_launch_is_refused_by_name(arch: int, dtype: torch.dtype, dim: int) -> None:
-    told = f"sm_90, half precision and head dimensions to 128, not sm_{arch}, {dtype} and {dim}"
-    with pytest.raises(LookupError, match=told):
+    message = f"sm_90, half precision and head dimensions to 128, not sm_{arch}, {dtype} and {dim}"
+    with pytest.raises(LookupError, match=message):
         specialized_configs(arch, dtype, dim)

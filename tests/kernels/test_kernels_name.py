@@ -1,6 +1,6 @@
-"""The folder `kernels/` and Hugging Face's package of that name: models import from the root of the repository.
+"""Models import from the root of the repository, although the folder `kernels/` has the name of a package of the Hub.
 
-With a package `kernels` there and without one; `tests/test_repository.py` says why the folder has no `__init__.py`.
+The tests run with such a package and without it; `tests/test_repository.py` explains the missing `__init__.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def __getattr__(name):
 
 
 def from_root(*installed: Path) -> list[str]:
-    """Whether transformers takes a package `kernels` for usable, whose file it is, and the file of one of ours."""
+    """Return whether transformers considers `kernels` usable, the file of that package, and that of a local module."""
     path = os.pathsep.join(map(str, (ROOT, *installed)))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IMPORT_A_MODEL, *map(str, installed)],
@@ -62,8 +62,8 @@ def test_without_the_package() -> None:
 
 
 @pytest.mark.slow
-def test_beside_a_package_of_the_version_that_transformers_wants(tmp_path: Path) -> None:
-    """A stand-in, which has any name that transformers may ask it for."""
+def test_with_a_package_of_the_version_that_transformers_needs(tmp_path: Path) -> None:
+    """A stand-in package that has every name that transformers may import from it."""
     from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
     (tmp_path / "kernels").mkdir()
@@ -71,6 +71,6 @@ def test_beside_a_package_of_the_version_that_transformers_wants(tmp_path: Path)
     facts = tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
-    usable, found, ours = from_root(tmp_path)
-    assert usable == "True" and found == str(tmp_path / "kernels" / "__init__.py")
+    usable, outcome, ours = from_root(tmp_path)
+    assert usable == "True" and outcome == str(tmp_path / "kernels" / "__init__.py")
     assert ours == str(ROOT / "ringattn" / "kernels" / "configs.py")

@@ -1,7 +1,7 @@
-"""The performance gate without a GPU: what is read out of machine code, and that a kernel that became slower is seen.
+"""The performance gate without a GPU: it reads machine code and detects a kernel that became slower.
 
-The kernels themselves are compiled by `test_compile_gate.py` and `test_compile_gate_rows.py`, which hold each to its
-row of the table; here it is the reading and the comparing that are tested, on listings and rows made for it.
+`test_compile_gate.py` and `test_compile_gate_rows.py` compile the kernels and compare each with its row of the table.
+The tests here check the reading and the comparison, on listings and rows made for them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ VERSIONS = "3.6.0", "3.7.1"
 
 
 def listing(text: str) -> str:
-    """As nvdisasm prints it: `*` begins a label."""
+    """Return a listing as nvdisasm prints it: `*` starts a label."""
     lines = [line.strip() for line in text.strip().splitlines()]
     return "\n".join(
-        f"{line[1:]}:" if line.startswith("*") else f"        /*{16 * at:04x}*/  {line} ;"
-        for at, line in enumerate(lines)
+        f"{line[1:]}:" if line.startswith("*") else f"        /*{16 * number:04x}*/  {line} ;"
+        for number, line in enumerate(lines)
     )
 
 
@@ -89,8 +89,8 @@ def spills(some: Sequence[sass.Instruction]) -> int:
     return sum(one.spills for one in some)
 
 
-def test_nested_loops_are_told_apart() -> None:
-    """The inner one alone: not what is around it, not a loop without products, not what nothing reaches."""
+def test_nested_loops_are_distinguished() -> None:
+    """Only the inner loop counts: not the code around it, no loop without products, no unreachable code."""
     (loop,) = sass.product_loops(listing(NESTED))
     assert names(loop.least) == names(loop.most) == ["HGMMA", "LDL", "BRA"]
     assert spills(loop.body) == 1 and spills(sass.instructions(listing(NESTED))) == 6
@@ -108,7 +108,7 @@ def test_of_a_kernel_without_matrix_units_the_loops_that_multiply() -> None:
 
 
 def test_with_and_without_the_mask() -> None:
-    """The wait behind the exit belongs to the loop, and is not on its way when it succeeds."""
+    """The wait after the exit belongs to the loop, but is not on its path if the wait succeeds."""
     (loop,) = sass.product_loops(listing(MASKED))
     assert names(loop.least) == ["SYNCS", "BRA", "HGMMA", "BRA", "MUFU", "F2FP", "BRA"]
     assert names(loop.most) == ["SYNCS", "BRA", "HGMMA", "BRA", "ISETP", "FSEL", "FSEL", "MUFU", "F2FP", "BRA"]
@@ -116,7 +116,7 @@ def test_with_and_without_the_mask() -> None:
 
 
 def test_the_parts_of_a_split_kernel_have_loops_of_their_own() -> None:
-    """Behind one another's exits, reached through a table."""
+    """The parts follow each other's exits and are reached through a table."""
     assert [len(loop.least) for loop in sass.product_loops(listing(SPLIT))] == [2, 3]
     blind = SPLIT.replace('(*"BRANCH_TARGETS .L_one,.L_two"*)', "")
     assert [len(loop.least) for loop in sass.product_loops(listing(blind))] == [2, 3]
@@ -145,7 +145,7 @@ def test_classes() -> None:
 
 
 def test_encodings_are_read() -> None:
-    """Printed beside an instruction and below it."""
+    """An encoding may be printed next to an instruction or below it."""
     code = """
         /*0000*/                   MUFU.EX2 R1, R2 ;      /* 0x0000000200017308 */
                                                           /* 0x000e640000000800 */
@@ -174,7 +174,7 @@ def changed(way: str, kind: str, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("row", "expected"),
     [
         (changed("least", "all", 516), "loop 0, least: 516 all, 500 in the table"),
         (changed("most", "integer", 413), "loop 0, most: 413 integer, 400 in the table"),
@@ -186,19 +186,19 @@ def changed(way: str, kind: str, count: int) -> dict[str, Any]:
         (ROW | {"loops": ROW["loops"] * 2}, "2 different innermost loops, 1 in the table"),
     ],
 )
-def test_a_regression_is_seen(found: dict[str, Any], told: str) -> None:
-    (wrong,) = loops.worse(found, ROW)
-    assert told in wrong
+def test_a_regression_is_detected(row: dict[str, Any], expected: str) -> None:
+    (wrong,) = loops.worse(row, ROW)
+    assert expected in wrong
 
 
 def test_the_margin() -> None:
     within = [changed("least", "all", 515), changed("most", "integer", 388), changed("least", "mma", 20)]
-    assert not any(loops.worse(found, ROW) for found in (ROW, ROW | {"spills_outside": 9}, *within))
+    assert not any(loops.worse(row, ROW) for row in (ROW, ROW | {"spills_outside": 9}, *within))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_tables_are_whole(version: str) -> None:
-    """Every case and no other; what multiplies matrices in half precision has a loop without spills."""
+    """The tables have exactly the cases. Kernels with half-precision products have a loop without spills."""
     assert tuple(loops.table("attention", version)) == cases.COUNTED
     assert tuple(loops.table("rows", version)) == row_cases.COUNTED
     for name, row in loops.table("attention", version).items():

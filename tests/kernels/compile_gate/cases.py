@@ -1,7 +1,8 @@
-"""What the compile gate compiles: each entry of the block-size tables through the library's own launch wrappers.
+"""The cases of the compile gate: each entry of the block-size tables, through the library's launch functions.
 
-Guarantees: a case is a name, `sm_90/half/128/descriptors/forward`, with a variant of the call after it where there is
-one, and `call_of` gives its launch with small tensors on the CPU. An ordinary call is an engine's: it can end a pass.
+Guarantees: a case is a name such as `sm_90/half/128/descriptors/forward`, followed by a variant of the call if there is
+one. `call_of` returns its launch with small tensors on the CPU. An ordinary call is one of the engine, which can end a
+pass.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from ringattn.kernels.launch import FORMS, PLACES, POSITIONS, LaunchCall, Table
 DTYPES = {"half": torch.bfloat16, "single": torch.float32}
 KERNELS = ("forward", "grad_q", "grad_kv", "grad_fused")
 WIDE_KEYS = {"wide_keys": 192}
-"""Variant to key dimension, with values of 128: served by the entries for 256."""
+"""The key dimension of each variant, with values of 128; these calls use the entries for 256."""
 
 DROPOUT = {"dropout": 4, "apart": 1}
-"""Variant to how many keys share a draw."""
+"""How many keys share a random draw, by variant."""
 
 
 def arch_of(name: str) -> int:
-    """10 * major + minor of the compute capability."""
+    """Return the architecture of a case: 10 * major + minor of the compute capability."""
     return int(name.split("/")[0].removeprefix("sm_"))
 
 
 def _entries() -> list[str]:
-    """Every entry of the tables that is not another form's."""
+    """Return every entry of the tables, without those of other forms."""
     names = []
     for arch in ARCHITECTURES:
         for precision, dtype in DTYPES.items():
@@ -42,13 +43,13 @@ def _entries() -> list[str]:
                         configs = configs_for(arch, dtype, width, form)
                     except LookupError:
                         continue
-                    here = [kernel for kernel in KERNELS if getattr(configs, kernel).form == form]
-                    names += [f"sm_{arch}/{precision}/{width}/{form}/{kernel}" for kernel in here]
+                    kernels = [kernel for kernel in KERNELS if getattr(configs, kernel).form == form]
+                    names += [f"sm_{arch}/{precision}/{width}/{form}/{kernel}" for kernel in kernels]
     return names
 
 
 def _variants() -> list[str]:
-    """Calls that are not the ordinary ones, for one architecture of each kind."""
+    """Return calls with options, for one architecture of each kind."""
     forms = {80: "pointers", 90: "descriptors", 100: "descriptors"}
     of_128 = (
         "forward/softcap", "forward/sinks", "grad_q/softcap", "grad_kv/softcap",
@@ -56,8 +57,8 @@ def _variants() -> list[str]:
         "forward/dropout", "grad_q/dropout", "grad_kv/dropout", "forward/apart", "grad_kv/apart",
     )  # fmt: skip
     of_256 = ("forward/wide_keys", "grad_q/wide_keys", "grad_kv/wide_keys")
-    widths = [(128, one) for one in of_128] + [(256, one) for one in of_256]
-    return [f"sm_{arch}/half/{width}/{form}/{one}" for arch, form in forms.items() for width, one in widths]
+    widths = [(128, variant) for variant in of_128] + [(256, variant) for variant in of_256]
+    return [f"sm_{arch}/half/{width}/{form}/{variant}" for arch, form in forms.items() for width, variant in widths]
 
 
 ATTENTION = (*_entries(), *_variants())
@@ -71,7 +72,7 @@ ENTRIES = (*ATTENTION, *EXPERIMENTAL, *GLUON)
 
 
 def _tested(name: str) -> bool:
-    """One architecture of each kind, float32 and variants on one. The rest is compiled when the table is renewed."""
+    """Select one architecture of each kind, and float32 and variants on one. Renewing the table compiles the rest."""
     _, precision, _, _, _, *variant = name.split("/")
     return arch_of(name) in ((80, 90, 100) if precision == "half" and not variant else (90,))
 
@@ -80,18 +81,18 @@ TESTED = tuple(name for name in ENTRIES if _tested(name))
 
 
 def _counted(name: str) -> bool:
-    """Half precision: all forms on sm_90, and what sm_80 and sm_100 run by, to 128."""
+    """Select half precision: all forms on sm_90, and the default forms of sm_80 and sm_100 up to dimension 128."""
     arch, precision, width, form, _, *variant = name.split("/")
     elsewhere = (arch, form) in (("sm_80", "pointers"), ("sm_100", "descriptors")) and width != "256"
     return precision == "half" and not variant and form != "specialized" and (arch == "sm_90" or elsewhere)
 
 
 COUNTED = tuple(name for name in ENTRIES if _counted(name))
-"""Those whose inner loops are in a table."""
+"""The cases whose inner loops are in a table."""
 
 
 def call_of(name: str) -> LaunchCall:
-    """The launch to compile, with the sizes and alignments of ordinary calls."""
+    """Return the launch to compile, with the sizes and alignments of ordinary calls."""
     _, precision, width, form, kernel, *variants = name.split("/")
     variant, dtype = (*variants, "")[0], DTYPES[precision]
     d_k = WIDE_KEYS.get(variant, int(width))

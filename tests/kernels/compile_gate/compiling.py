@@ -1,11 +1,11 @@
-"""Compiles the gate's cases without a GPU, each in a forked child, and reads what came out of the machine code.
+"""Compile the gate's cases without a GPU, each in a forked child, and read the resulting machine code.
 
-`python -m tests.kernels.compile_gate.compiling FILE [case ...]` writes what it finds to FILE, for the test.
+`python -m tests.kernels.compile_gate.compiling FILE [case ...]` writes its findings to FILE, for the test.
 `python -m tests.kernels.compile_gate.compiling renew [PART ...]` compiles every entry, or those with a PART in their
-names, and writes them into the golden table of the installed Triton and into that of the inner loops (`loops.py`);
+names, and writes them to the golden table of the installed Triton and to that of the inner loops (`loops.py`);
 `renew counted` compiles those that are in the latter. `row_cases` has the same commands for the row kernels.
-Guarantees: a compiler that crashes, on a failed assertion say, takes its own case with it and no other; nothing is left
-in Triton's cache.
+Guarantees: a crash of the compiler, for example by a failed assertion, affects only its case; nothing is left in
+Triton's cache.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tests.kernels.compile_gate import gluon_code, loops
 from tests.kernels.compile_gate.cases import COUNTED, ENTRIES, GLUON, arch_of, call_of
 
 GOLDEN = Path(__file__).with_name("golden")
-"""A folder with a table for each Triton version that was tried; each brings its own assembler."""
+"""The folder with a table for each tested Triton version, because each version has another assembler."""
 AT_ONCE = 2
 MATRIX = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|FFMA)\b")
 RANKED = ("UTC", "HGMMA", "HMMA", "FFMA")
 
 
 class Found(NamedTuple):
-    """Of one compiled kernel. `matrix`: the strongest unit it multiplies matrices on, "" for none.
+    """The findings for a compiled kernel. `matrix`: the strongest unit that multiplies its matrices, "" for none.
 
-    `spills`: instructions that put registers into memory or take them back; `loop_spills`: those of them in the
-    innermost loops that multiply matrices, which run for every block of keys or queries.
-    `bulk_loads`: instructions that load through a tensor descriptor (UTMALDG); `handovers`: of registers between groups
-    of warps (USETMAXREG), which only a kernel that was split between them has. `row`: of the table of inner loops, for
-    the cases that it has. `gluon`: what `gluon_code` reads, of Gluon's kernels.
+    `spills`: instructions that store registers to memory or load them back; `loop_spills`: those in the innermost loops
+    that multiply matrices, which run for every block of keys or queries. `bulk_loads`: instructions that load through a
+    tensor descriptor (UTMALDG). `handovers`: transfers of registers between groups of warps (USETMAXREG), which only
+    kernels with several roles have. `row`: the row of the table of inner loops, for cases in that table. `gluon`: the
+    facts of `gluon_code`, for Gluon's kernels.
     """
 
     registers: int
@@ -62,7 +62,7 @@ def compiled(name: str) -> Found:
     row = loops.row_of(code, arch_of(name))
     return Found(
         registers=code.registers,
-        spills=sum(one.spills for one in instructions(code.listing)),
+        spills=sum(instruction.spills for instruction in instructions(code.listing)),
         loop_spills=row["spills_inside"],
         shared_bytes=code.shared_bytes,
         tensor_columns=code.tensor_columns,
@@ -75,7 +75,7 @@ def compiled(name: str) -> Found:
 
 
 class Gate(NamedTuple):
-    """A set of cases. `kind`: of `loops.KINDS`; `counted`: those whose inner loops are in a table."""
+    """A set of cases. `kind`: one of `loops.KINDS`. `counted`: the cases whose inner loops are in a table."""
 
     kind: str
     golden: Path
@@ -85,7 +85,7 @@ class Gate(NamedTuple):
 
 
 def all_compiled(names: Sequence[str], gate: Gate) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """(name, the finding as a dict, or why there is none) in the order in which the children end."""
+    """Yield (name, the finding as a dict, or why there is none) in the order in which the children end."""
     waiting, running = list(names), dict[int, str]()
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
@@ -95,17 +95,17 @@ def all_compiled(names: Sequence[str], gate: Gate) -> Iterator[tuple[str, dict[s
                 running[_forked(name, Path(folder, name.replace("/", ";")), gate)] = name
             child, status = os.wait()
             name = running.pop(child)
-            said = Path(folder, name.replace("/", ";")).read_text(encoding="utf-8")
-            yield name, json.loads(said.splitlines()[-1]) if status == 0 else f"status {status}: {said[-2000:]}"
+            output = Path(folder, name.replace("/", ";")).read_text(encoding="utf-8")
+            yield name, json.loads(output.splitlines()[-1]) if status == 0 else f"status {status}: {output[-2000:]}"
 
 
-def _forked(name: str, said: Path, gate: Gate) -> int:
-    """The child that compiles a case; its output, the finding as the last line, goes to the file `said`."""
+def _forked(name: str, output: Path, gate: Gate) -> int:
+    """Fork a child that compiles a case and writes to the file `output`, with the finding as the last line."""
     child = os.fork()
     if child:
         return child
     try:
-        with said.open("wb") as file:
+        with output.open("wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.write(1, f"\n{json.dumps(gate.compiled(name)._asdict())}\n".encode())
@@ -116,7 +116,7 @@ def _forked(name: str, said: Path, gate: Gate) -> int:
 
 
 def golden_tables(folder: Path) -> dict[str, dict[str, Any]]:
-    """The entries of each table in a folder, by Triton's version."""
+    """Return the entries of each table in a folder, by Triton's version."""
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))}
 
 
@@ -124,26 +124,26 @@ def renew(parts: Sequence[str], gate: Gate) -> None:
     """Compile every case, or those with one of `parts` in their names, and write the tables."""
     counted = list(parts) == ["counted"]
     names = gate.counted if counted else [x for x in gate.cases if not parts or any(part in x for part in parts)]
-    found = golden_tables(gate.golden).get(triton.__version__, {})
+    findings = golden_tables(gate.golden).get(triton.__version__, {})
     rows: dict[str, loops.Row] = {}
     for name, finding in all_compiled(names, gate):
         print(name, finding, flush=True)
-        found[name] = finding
+        findings[name] = finding
         if isinstance(finding, dict):
             finding.pop("gluon", None)
             if row := finding.pop("row"):
                 rows[name] = row
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name])}" for name in gate.cases if name in found)
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(findings[name])}" for name in gate.cases if name in findings)
     (gate.golden / f"{triton.__version__}.json").write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     loops.renew(gate.kind, triton.__version__, rows, gate.counted)
 
 
-def main(words: Sequence[str], gate: Gate) -> None:
+def main(arguments: Sequence[str], gate: Gate) -> None:
     """Compile the named cases and write the findings, or `renew`."""
-    if words[0] == "renew":
-        renew(words[1:], gate)
+    if arguments[0] == "renew":
+        renew(arguments[1:], gate)
     else:
-        Path(words[0]).write_text(json.dumps(dict(all_compiled(words[1:], gate))), encoding="utf-8")
+        Path(arguments[0]).write_text(json.dumps(dict(all_compiled(arguments[1:], gate))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the machine code of the Gluon kernels must hold, beyond what the compile gate asks of every kernel."""
+"""Requirements for the machine code of the Gluon kernels, in addition to those of the compile gate."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ ORDER = {"forward": "H+W!e{64,}W!", "grad_kv": "H+We{32}H+WH+WW!", "grad_q": "H+
 
 
 def read(code: KernelCode) -> dict[str, Any]:
-    """Return the facts that `gluon_faults` judges, as JSON has them."""
+    """Return the facts that `gluon_faults` checks, as JSON values."""
     opcodes = Counter(re.findall(rf"\b({'|'.join(OPCODES)})\b", code.listing))
     loops = product_loops(code.listing)
     return {
         "threads": code.threads,
         "opcodes": {name: opcodes[name] for name in OPCODES},
-        "loops": ["".join(STEPS.get(_step(one.opcode), "") for one in loop.least) for loop in loops],
+        "loops": ["".join(STEPS.get(_step(instruction.opcode), "") for instruction in loop.least) for loop in loops],
         "prefetches": len(re.findall(r"\bCCTL\.E\.PF2\b", code.listing)),
         "hasty_arrivals": hasty_arrivals(code.ptx),
     }
 
 
-def gluon_faults(name: str, registers: int, found: dict[str, Any]) -> list[str]:
-    """Return what is wrong with the machine code of a case, `sm_90/half/128/gluon/forward` say.
+def gluon_faults(name: str, registers: int, facts: dict[str, Any]) -> list[str]:
+    """Return what is wrong with the machine code of a case, for example `sm_90/half/128/gluon/forward`.
 
-    Warpgroups hand registers over, rows come by TMA, products are issued as often as the algorithm says, and each
-    softmax but the first runs while a product does.
+    Warpgroups must transfer registers, load rows by TMA, issue as many products as the algorithm has, and overlap each
+    softmax except the first with a product.
     """
     dim, kernel = int(name.split("/")[2]), name.split("/")[4]
-    forward, opcodes = kernel == "forward", found["opcodes"]
+    forward, opcodes = kernel == "forward", facts["opcodes"]
     products = 2 * 3 * (dim // 16 + 128 // 16) if forward else 4 * (2 * dim + 128) // 16
     # Forward: two copies of the K/V loop, whose first turn loads Q as well. Backward: four boxes of 64 columns each.
     loads = (3 if forward else 4) * dim // 64
     rules = {
-        f"{found['threads']} threads with {registers} registers": (found["threads"], registers) == (384, 168),
+        f"{facts['threads']} threads with {registers} registers": (facts["threads"], registers) == (384, 168),
         f"opcodes {opcodes}": not opcodes["HMMA"] and opcodes["HGMMA"] == products
         and (opcodes["UTMALDG"] >= loads if forward else opcodes["UTMALDG"] == loads)
         and opcodes["USETMAXREG"] >= 6 and opcodes["SYNCS"] >= 24 * forward,
-        f"loops {found['loops']}": len(found["loops"]) == 4
-        and all(re.fullmatch(ORDER[kernel], steps) for steps in found["loops"]),
-        "the old state is not asked into L2": not forward or found["prefetches"] >= 1,
-        f"{found['hasty_arrivals']} hasty arrivals": not found["hasty_arrivals"],
+        f"loops {facts['loops']}": len(facts["loops"]) == 4
+        and all(re.fullmatch(ORDER[kernel], steps) for steps in facts["loops"]),
+        "the old state is not asked into L2": not forward or facts["prefetches"] >= 1,
+        f"{facts['hasty_arrivals']} hasty arrivals": not facts["hasty_arrivals"],
     }  # fmt: skip
     return [fault for fault, holds in rules.items() if not holds]
 
@@ -57,9 +57,9 @@ def _step(opcode: str) -> str:
 
 
 def hasty_arrivals(code: str) -> int:
-    """Count the arrivals at a barrier before all threads of the group have met.
+    """Count the arrivals at a barrier before all threads of the group have synchronised.
 
-    They meet after a wait for products, all together, and after the producer's writes, within its one warp.
+    All threads synchronise after a wait for products; the producer's single warp does so after its writes.
     """
     hasty, apart = 0, ""
     for step in re.findall(r"wgmma\.wait_group|\bbar\.sync|bar\.warp\.sync|st\.shared|mbarrier\.arrive\.shared", code):

@@ -1,10 +1,10 @@
-"""What the kernels' inner loops are made of, kept in a table that a change of a kernel must not exceed.
+"""The instruction counts of the kernels' inner loops, in tables that a changed kernel must not exceed.
 
-The tables are `golden_loops/KIND-VERSION.json`, of the attention and of the row kernels for each Triton that was tried,
-and a page for the one that GPU machines have; `compiling renew` and `row_cases renew` write them. A row: registers,
-shared memory, resident thread blocks, spills inside and outside the innermost loops over matrix products, and of each
-such loop, by class, the instructions of the shortest and of the longest pass; of a kernel without such a loop, of all
-of it.
+The tables are `golden_loops/KIND-VERSION.json`, for the attention kernels and the row kernels and for each tested
+Triton. A documentation page shows those of the version on GPU machines. `compiling renew` and `row_cases renew` write
+them. A row has registers, shared memory, resident thread blocks, spills inside and outside the innermost loops over
+matrix products, and for each such loop the instructions of the shortest and of the longest pass, by class. For a kernel
+without such a loop it has the instructions of the whole kernel.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ TABLES = Path(__file__).with_name("golden_loops")
 PAGE = ROOT / "docs" / "internals" / "kernel-counts.md"
 PAGE_OF = "3.6.0"
 MARGIN, FEW = 0.03, 4
-"""A count may differ by this part of it, or by so many instructions where that is less."""
+"""A count may differ by this fraction, or by FEW instructions if the fraction is smaller."""
 
 KINDS = ("attention", "rows")
 Row = dict[str, Any]
 
 
 def row_of(code: KernelCode, arch: int) -> Row:
-    """Of a compiled kernel."""
+    """Return the row of a compiled kernel."""
     loops = sass.product_loops(code.listing)
-    spills = sum(one.spills for one in sass.instructions(code.listing))
-    inside = sum(one.spills for loop in loops for one in loop.body)
+    spills = sum(count.spills for count in sass.instructions(code.listing))
+    inside = sum(count.spills for loop in loops for count in loop.body)
     counts = [{"least": sass.counted(loop.least), "most": sass.counted(loop.most)} for loop in loops]
     return {
         "registers": code.registers,
@@ -40,39 +40,39 @@ def row_of(code: KernelCode, arch: int) -> Row:
         "resident": code.resident(arch),
         "spills_inside": inside,
         "spills_outside": spills - inside,
-        "loops": [one for at, one in enumerate(counts) if one not in counts[:at]]
+        "loops": [count for index, count in enumerate(counts) if count not in counts[:index]]
         or [{"whole": sass.counted(sass.instructions(code.listing))}],
     }
 
 
-def worse(found: Row, kept: Row) -> list[str]:
-    """How a kernel differs from its row by more than the margin, for better or for worse."""
+def worse(row: Row, kept: Row) -> list[str]:
+    """Return how a kernel differs from its row in the table by more than the margin, for better or for worse."""
     wrong = []
     for part in ("spills_inside", "spills_outside"):
-        if found[part] > kept[part]:
-            wrong.append(f"{part} {found[part]}, {kept[part]} in the table")
-    if found["resident"] < kept["resident"]:
-        wrong.append(f"{found['resident']} thread blocks on a multiprocessor, {kept['resident']} in the table")
-    if len(found["loops"]) != len(kept["loops"]):
-        return [*wrong, f"{len(found['loops'])} different innermost loops, {len(kept['loops'])} in the table"]
-    for at, (new, old) in enumerate(zip(found["loops"], kept["loops"], strict=True)):
+        if row[part] > kept[part]:
+            wrong.append(f"{part} {row[part]}, {kept[part]} in the table")
+    if row["resident"] < kept["resident"]:
+        wrong.append(f"{row['resident']} thread blocks on a multiprocessor, {kept['resident']} in the table")
+    if len(row["loops"]) != len(kept["loops"]):
+        return [*wrong, f"{len(row['loops'])} different innermost loops, {len(kept['loops'])} in the table"]
+    for index, (new, old) in enumerate(zip(row["loops"], kept["loops"], strict=True)):
         for way in old:
             for kind, count in old[way].items():
                 if abs(new[way][kind] - count) > max(FEW, MARGIN * count):
                     better = "" if new[way][kind] > count else ": renew the table"
-                    wrong.append(f"loop {at}, {way}: {new[way][kind]} {kind}, {count} in the table{better}")
+                    wrong.append(f"loop {index}, {way}: {new[way][kind]} {kind}, {count} in the table{better}")
     return wrong
 
 
 def table(kind: str, version: str) -> dict[str, Row]:
-    """Of the `KINDS`; empty where that Triton was not tried."""
+    """Return the table of one of `KINDS`; empty if that Triton version was not tested."""
     file = TABLES / f"{kind}-{version}.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
-def renew(kind: str, version: str, found: Mapping[str, Row], names: Iterable[str]) -> None:
-    """Put the rows into a table, which then has those of `names`, and write the page."""
-    kept = table(kind, version) | dict(found)
+def renew(kind: str, version: str, rows: Mapping[str, Row], names: Iterable[str]) -> None:
+    """Write the rows to a table, reduced to `names`, and write the page."""
+    kept = table(kind, version) | dict(rows)
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(kept[name])}" for name in names if name in kept)
     TABLES.mkdir(exist_ok=True)
     (TABLES / f"{kind}-{version}.json").write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
@@ -80,7 +80,7 @@ def renew(kind: str, version: str, found: Mapping[str, Row], names: Iterable[str
 
 
 def page() -> str:
-    """The tables as Markdown: a line for each way through each loop."""
+    """Return the tables as Markdown: a line for each path through each loop."""
     head = ("case", "loop", *sass.CLASSES, "all", "registers", "spills in / out", "shared KiB", "blocks per SM")
     lines = [
         "# What the kernels' inner loops are made of",
@@ -98,10 +98,10 @@ def page() -> str:
             str(row["registers"]), f"{row['spills_inside']} / {row['spills_outside']}",
             f"{row['shared_bytes'] / 1024:.0f}", str(row["resident"]),
         )  # fmt: skip
-        for at, loop in enumerate(row["loops"]):
+        for index, loop in enumerate(row["loops"]):
             for way in [way for way in loop if way == "least" or loop[way] != loop.get("least")]:
                 counts = [str(loop[way][kind]) for kind in (*sass.CLASSES, "all")]
-                which = f"{at + 1} {way}" if len(row["loops"]) > 1 else way
+                which = f"{index + 1} {way}" if len(row["loops"]) > 1 else way
                 lines.append("| " + " | ".join((name, which, *counts, *facts)) + " |")
                 name, facts = "", ("", "", "", "")
     return "\n".join(lines) + "\n"

@@ -1,10 +1,10 @@
-"""Compiles the projection and row kernels without a GPU, and reads what came out of the machine code.
+"""Compile the projection and row kernels without a GPU, and read the resulting machine code.
 
-`python -m tests.kernels.compile_gate.row_cases FILE CASE ...` writes what it finds to FILE, for the test;
+`python -m tests.kernels.compile_gate.row_cases FILE CASE ...` writes its findings to FILE, for the test;
 `python -m tests.kernels.compile_gate.row_cases renew` compiles every case and writes the golden table of the
-installed Triton and that of the inner loops (`loops.py`); `renew counted` only those in the latter.
-Guarantees: a case is a name, `sm_90/project_heads/128/neox,norm`, compiled through the library's own launch wrappers
-with the alignments of ordinary calls; nothing is left in Triton's cache.
+installed Triton and that of the inner loops (`loops.py`); `renew counted` compiles only those in the latter.
+Guarantees: a case is a name such as `sm_90/project_heads/128/neox,norm`, compiled through the library's launch
+functions with the alignments of ordinary calls; nothing is left in Triton's cache.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from tests.kernels.compile_gate.compiling import MATRIX, RANKED, Gate, main
 GOLDEN = Path(__file__).with_name("golden_rows")
 MODEL = 256
 ORDINARY = 64, 4
-"""Tokens and heads of the call whose machine code is read."""
+"""The tokens and heads of the call that is compiled."""
 
 
 class FoundRows(NamedTuple):
-    """Of one compiled kernel. `matrix`: the strongest unit it multiplies matrices on, "" for none.
+    """The findings for a compiled kernel. `matrix`: the strongest unit that multiplies its matrices, "" for none.
 
-    `loop_spills`: those of the spills that are in the innermost loops with products, which run for every block.
-    `loads`, `stores`: of global memory by a thread, how many instructions by their bits. `row`: of the table of
-    inner loops, for the cases that it has.
+    `loop_spills`: the spills in the innermost loops with products, which run for every block. `loads`, `stores`: the
+    numbers of instructions of a thread for global memory, by their bits. `row`: the row of the table of inner loops,
+    for cases in that table.
     """
 
     registers: int
@@ -72,7 +72,7 @@ COUNTED = tuple(
     for name in CASES
     if name.startswith("sm_90") and name.endswith(("/neox,norm,bias,rows,two", "/128/neox,norm,two"))
 )
-"""Those whose inner loops are in a table: the whole projection, and what follows cuBLAS's."""
+"""The cases whose inner loops are in a table: the fused projection, and the epilogue after cuBLAS."""
 
 
 class Call:
@@ -83,9 +83,9 @@ class Call:
         self.dtype = torch.float32 if "single" in what else torch.bfloat16
 
     def described(self, kernel: str) -> LaunchCall:
-        """The launch."""
-        made: LaunchCall = getattr(self, kernel)()
-        return made
+        """Return the launch of a kernel."""
+        call: LaunchCall = getattr(self, kernel)()
+        return call
 
     def project_heads(self) -> LaunchCall:
         finish, what = self._finish(), self.what
@@ -121,7 +121,7 @@ class Call:
         return restore_call(*self._eight_bits(), self._rows())
 
     def _finish(self) -> Finish:
-        """K and V side by side in a message, or all heads of a token in a row."""
+        """Return destinations for K and V that are adjacent in a message, or for all heads of a token in a row."""
         record = torch.zeros(1, self.tokens, self.heads, 2 * self.dim, dtype=self.dtype)
         k, v = record.split(self.dim, 3)
         places = (k, v) if "two" in self.what else (record.view(1, self.tokens, -1, self.dim), None)
@@ -144,7 +144,7 @@ class Call:
 
 
 def call_of(name: str, tokens: int, heads: int) -> LaunchCall:
-    """A launch of the case."""
+    """Return a launch of the case."""
     _, kernel, dim, what = name.split("/")
     return Call(tokens, heads, int(dim), frozenset(what.split(","))).described(kernel)
 
@@ -157,7 +157,7 @@ def compiled(name: str) -> FoundRows:
     row = loops.row_of(code, arch)
     return FoundRows(
         registers=code.registers,
-        spills=sum(one.spills for one in instructions(code.listing)),
+        spills=sum(instruction.spills for instruction in instructions(code.listing)),
         loop_spills=row["spills_inside"],
         shared_bytes=code.shared_bytes,
         matrix=next((rank for rank in RANKED if any(unit.startswith(rank) for unit in units)), ""),
@@ -168,12 +168,12 @@ def compiled(name: str) -> FoundRows:
 
 
 def widths(opcode: str, code: str) -> dict[str, int]:
-    """How many instructions of that opcode there are, by their bits: LDG.E.U16 has 16, LDG.E.128 has 128, LDG.E 32."""
-    found: Counter[int] = Counter()
+    """Count the instructions of that opcode by their bits: LDG.E.U16 has 16, LDG.E.128 has 128, LDG.E has 32."""
+    counts: Counter[int] = Counter()
     for suffixes in re.findall(rf"\b{opcode}((?:\.\w+)+)", code):
-        told = [int(bits) for bits in re.findall(r"\.[US]?(8|16|64|128|256)\b", suffixes)]
-        found[(*told, 32)[0]] += 1
-    return {str(bits): found[bits] for bits in sorted(found)}
+        bits_named = [int(bits) for bits in re.findall(r"\.[US]?(8|16|64|128|256)\b", suffixes)]
+        counts[(*bits_named, 32)[0]] += 1
+    return {str(bits): counts[bits] for bits in sorted(counts)}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Runs the source of the Gluon kernels on CPU: warp groups as threads in random turns, copies that land when they like.
+"""Run the source of the Gluon kernels on the CPU: warp groups are threads in random turns, copies land at random times.
 
-Guarantees that a run raises `Fault` where a GPU would hang, read a buffer or a descriptor that is being written, write
-one that is being read, or use a product before it was waited for; what was never filled reads as NaN. Barriers count
-arrivals, bytes and phases as mbarrier does (PTX ISA, section "mbarrier"): a wait for a parity passes while the phase
-under way has the other one.
+Guarantees: a run raises `Fault` if a GPU would hang, read a buffer or descriptor that is being written, write one that
+is being read, or use a product before it was waited for. Memory that was never filled is read as NaN. Barriers count
+arrivals, bytes and phases like mbarrier (PTX ISA, section "mbarrier"): a wait for a parity passes while the current
+phase has the other parity.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ MODULES = (
     "attention_tiles", "attention_gluon_parts", "attention_gluon_forward", "attention_gluon_grad_kv",
     "attention_gluon_grad_q",
 )  # fmt: skip
-"""What a kernel may consist of, each after those that it imports."""
+"""The modules of the kernels, each after those that it imports."""
 
 
 class Fault(Exception):
-    """What a GPU would answer with a hang, or with wrong numbers."""
+    """An operation that would make a GPU hang or give wrong numbers."""
 
 
 class Abandoned(Exception):
@@ -62,17 +62,17 @@ class Barrier:
 
 
 class Barriers:
-    """An array of them."""
+    """An array of barriers."""
 
     def __init__(self, count: int) -> None:
         self.members = [Barrier() for _ in range(count)]
 
-    def index(self, at: Any) -> Barrier:
-        return self.members[int(at)]
+    def index(self, number: Any) -> Barrier:
+        return self.members[int(number)]
 
 
 class Shared:
-    """Shared memory, or a part of it. `home`: what is loaded as one. `step`: lets other roles run."""
+    """Shared memory, or a part of it. `home`: the buffer that is loaded as a unit. `step`: lets other roles run."""
 
     layout = None
 
@@ -80,8 +80,8 @@ class Shared:
         self.data, self.home, self.dtype, self.shape = data, home, data.dtype, list(data.shape)
         self.step = step
 
-    def index(self, at: Any) -> Shared:
-        return Shared(self.data[int(at)], (self.home[0], int(at)), self.step)
+    def index(self, number: Any) -> Shared:
+        return Shared(self.data[int(number)], (self.home[0], int(number)), self.step)
 
     def slice(self, start: int, length: int) -> Shared:
         return Shared(self.data[start : start + length], self.home, self.step)
@@ -99,7 +99,7 @@ class Shared:
 
 
 class Product:
-    """A matrix product under way."""
+    """A matrix product in progress."""
 
     def __init__(self, a: Any, b: Shared, acc: Any) -> None:
         self.a, self.b, self.acc = a, b, acc
@@ -112,10 +112,10 @@ class Product:
 
 
 class Load(NamedTuple):
-    """A copy under way: of the rows from `at` on. `due`: the turn before which it only lands if all roles wait."""
+    """A copy in progress, of the rows from `first_row` on. Before the turn `due` it lands only if all roles wait."""
 
     described: Any
-    at: int
+    first_row: int
     barrier: Barrier
     buffer: Shared
     due: int
@@ -123,7 +123,7 @@ class Load(NamedTuple):
 
 
 class Role:
-    """A partition of a program: a thread that runs while it holds the baton."""
+    """A partition of a program: a thread, of which only one runs at a time."""
 
     def __init__(self, program: Program, work: Callable[..., None], args: Sequence[Any], speed: int) -> None:
         self.go, self.done, self.speed = threading.Semaphore(0), False, speed
@@ -148,7 +148,7 @@ class Role:
 
 
 class Program:
-    """One program of the grid: its shared memory, what is under way, and whose turn it is."""
+    """A program of the grid: its shared memory, the operations in progress, and the role that may run."""
 
     def __init__(self, seed: int) -> None:
         self.random, self.back, self.failed = Random(seed), threading.Semaphore(0), False
@@ -162,17 +162,17 @@ class Program:
 
     def allocate(self, dtype: Any, shape: Sequence[int], layout: Any) -> Any:
         if dtype == np.int64:
-            made = Barriers(shape[0])
-            self.barriers += made.members
-            return made if len(shape) > 1 else made.members[0]
+            buffers = Barriers(shape[0])
+            self.barriers += buffers.members
+            return buffers if len(shape) > 1 else buffers.members[0]
         self.memories += 1
-        # As an item, what was never filled lies before every table.
+        # An item that was never filled is an index before every table.
         fill = -(1 << 30) if dtype == np.int32 else np.nan
         return Shared(np.full(shape, fill, dtype), (self.memories, 0), self.step)
 
     def specialize(self, parts: Sequence[Any], warps: Sequence[int], registers: Sequence[int]) -> None:
-        """Run all parts to their ends."""
-        # Some groups of warps are much slower than others: only then the rotation of buffers meets its limits.
+        """Run all partitions to their ends."""
+        # Make some groups of warps much slower than others: only then the rotation of buffers reaches its limits.
         self.roles = [Role(self, work, args, self.random.choice((1, 1, 20))) for work, args in parts]
         while True:
             self.turns += 1
@@ -181,7 +181,7 @@ class Program:
             turns: list[Role | Load] = [*ready, *loads]
             if not turns:
                 break
-            (chosen,) = self.random.choices(turns, [one.speed for one in turns])
+            (chosen,) = self.random.choices(turns, [role.speed for role in turns])
             if isinstance(chosen, Role):
                 self.current = chosen
                 chosen.go.release()
@@ -197,7 +197,7 @@ class Program:
             raise Fault("the program ends within a phase")
 
     def step(self, blocked: Callable[[], bool] = lambda: False) -> None:
-        """Let any other role run, and go on when not `blocked`."""
+        """Let other roles run, and continue when `blocked` is false."""
         role = self.current
         assert role
         role.blocked = blocked
@@ -218,7 +218,7 @@ class Program:
         barrier.arrive(1, count)
 
     def describe(self, first: Pointer, shape: Any, strides: Any, box: Any, layout: Any) -> Any:
-        """A descriptor; one made in the same line as another takes its place in memory."""
+        """Make a descriptor. Descriptors that are made in the same line of code share the same memory."""
         self.step()
         frame, line = sys._getframe(1), []
         while frame and frame.f_code.co_name != "_run":
@@ -233,7 +233,7 @@ class Program:
         size = SimpleNamespace(nbytes=int(np.prod(box)) * item)
         return SimpleNamespace(place=place, first=first, shape=shape, step=strides[0], box=box, block_type=size)
 
-    def copy(self, described: Any, at: Sequence[Any], barrier: Barrier, buffer: Shared) -> None:
+    def copy(self, described: Any, coordinates: Sequence[Any], barrier: Barrier, buffer: Shared) -> None:
         self.step()
         if self.readers[buffer.home]:
             raise Fault("a buffer is loaded while a product reads it")
@@ -241,13 +241,15 @@ class Program:
             raise Fault("a buffer is loaded while it is being loaded")
         buffer.data[...] = np.nan
         due = self.turns + self.random.choice((0, 10, 100))
-        self.loads.append(Load(described, int(at[0]), barrier, buffer, due))
+        self.loads.append(Load(described, int(coordinates[0]), barrier, buffer, due))
 
     def _land(self, load: Load) -> None:
-        self.loads = [other for other in self.loads if other is not load]
-        described, at, barrier, buffer, *_ = load
-        live = np.arange(at, at + described.box[0]) < int(described.shape[0])
-        rows = (np.arange(at, at + described.box[0]) * int(described.step))[:, None] + np.arange(described.box[1])
+        self.loads = [pending for pending in self.loads if pending is not load]
+        described, first_row, barrier, buffer, *_ = load
+        live = np.arange(first_row, first_row + described.box[0]) < int(described.shape[0])
+        rows = (np.arange(first_row, first_row + described.box[0]) * int(described.step))[:, None] + np.arange(
+            described.box[1]
+        )
         places, _ = (described.first + np.where(live[:, None], rows, 0)).places(None)
         buffer.data[...] = np.where(live[:, None], described.first.memory[places], 0)
         barrier.arrive(0, -described.block_type.nbytes)
@@ -263,7 +265,7 @@ class Program:
         return product
 
     def finish(self, outstanding: int, deps: Sequence[Product]) -> Value:
-        """The value of the one product in `deps`, when at most the last `outstanding` of the role are under way."""
+        """Wait until at most `outstanding` products of the role are in progress; return the product in `deps`."""
         self.step()
         assert self.current
         products = self.current.products
@@ -278,15 +280,17 @@ class Program:
 
 
 class Taking:
-    """The counter that programs take items from. Programs run one after another here, as if they had run beside each
-    other: each leaves gaps, which later ones fill. `total`: how often they take together."""
+    """The counter from which programs take items, `total` times together.
+
+    Programs run one after another here. To look like concurrent programs, each leaves gaps, which later programs fill.
+    """
 
     def __init__(self, counter: Tensor, total: int, programs: int, seed: int) -> None:
         self.counter, self.left, self.programs, self.random = counter, list(range(total)), programs, Random(seed)
         self.place, self.last, self.total = -1, -1, total
         if counter.item():
             raise Fault("the counter is not 0 before a launch")
-        # What the last one to take must clear.
+        # The last program to take an item must reset the counter.
         counter.fill_(total > 0)
 
     def take(self, place: int) -> Value:
@@ -294,7 +298,7 @@ class Taking:
             self.place, self.last = place, -1
         if not self.counter.item() and self.total - 1 in self.left:
             raise Fault("the counter is cleared while programs still count")
-        later = [one for one in self.left if one > self.last]
+        later = [item for item in self.left if item > self.last]
         if not later:
             raise Fault("items are taken more often than there are some")
         share = 1 if place == self.programs - 1 else self.random.choice((1, 1, 3, len(later)))
@@ -315,7 +319,7 @@ def loaded(
     place: Callable[[], tuple[int, int]],
     taking: Callable[[], Taking],
 ) -> dict[str, ModuleType]:
-    """The kernel modules for the simulation, with `edit` (old, new) wherever the old text stands."""
+    """Load the kernel modules for the simulation, with the text `edit` (old, new) replaced everywhere."""
     gl = language()
     gl.program_id, gl.num_programs = lambda axis: value(place()[0]), lambda axis: value(place()[1])
     gl.atomic_add = lambda where, by, sem: taking().take(place()[0])
@@ -343,7 +347,7 @@ def loaded(
         f"{gluon}.language.nvidia.hopper": hopper,
     }  # fmt: skip
     modules = {name: ModuleType(name) for name in MODULES}
-    with patch.dict(sys.modules, stubs | {f"ringattn.kernels.{name}": one for name, one in modules.items()}):
+    with patch.dict(sys.modules, stubs | {f"ringattn.kernels.{name}": module for name, module in modules.items()}):
         for name, module in modules.items():
             exec(_code(name, edit), vars(module))
             vars(module)["range"] = counted
@@ -351,19 +355,19 @@ def loaded(
 
 
 def simulate(call: LaunchCall, seed: int, edit: tuple[str, str] = ("", "")) -> None:
-    """Run a launch of one of the Gluon kernels; `edit`: (old, new) text of their sources."""
+    """Run a launch of a Gluon kernel. `edit`: a replacement (old, new) in the kernels' sources."""
     now: dict[str, Any] = {}
     modules = loaded(edit, lambda: now["program"], lambda: now["place"], lambda: now["taking"])
     name = call.kernel.fn.__name__
     kernel = next(vars(module)[name] for module in modules.values() if name in vars(module))
     args = [pointer(x) if isinstance(x, Tensor) else x if x is None else value(x) for x in call.args]
-    constants = {name: given for name, given in call.meta.items() if name.isupper()}
-    given = dict(zip(signature(kernel).parameters, call.args, strict=False))
-    if "counter" in given:
-        total = given["block_count"] * given["slots"] * given["batches"]
-        now["taking"] = Taking(given["counter"], total, call.grid[0], seed)
-    for at in range(call.grid[0]):
-        now.update(program=Program(seed * 1000 + at), place=(at, call.grid[0]))
+    constants = {name: arguments for name, arguments in call.meta.items() if name.isupper()}
+    arguments = dict(zip(signature(kernel).parameters, call.args, strict=False))
+    if "counter" in arguments:
+        total = arguments["block_count"] * arguments["slots"] * arguments["batches"]
+        now["taking"] = Taking(arguments["counter"], total, call.grid[0], seed)
+    for program in range(call.grid[0]):
+        now.update(program=Program(seed * 1000 + program), place=(program, call.grid[0]))
         kernel(*args, **constants)
     if "taking" in now:
         now["taking"].finish()
@@ -375,5 +379,5 @@ def _code(name: str, edit: tuple[str, str]) -> CodeType:
 
 
 def source_of(name: str) -> str:
-    """Of a kernel's module."""
+    """Return the source of a kernel's module."""
     return (KERNELS / f"{name}.py").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The part of Gluon's language that computes, on NumPy: values, pointers, loads and stores, for the simulated Hopper.
+"""The computing part of Gluon's language on NumPy: values, pointers, loads and stores, for the simulated Hopper.
 
-Guarantees: integer division as on the GPU, towards zero; a load or store outside the tensor it started from raises.
-Layouts are ignored, and bfloat16 is not known.
+Guarantees: integer division rounds towards zero, as on the GPU; a load or store outside the pointer's tensor raises.
+Layouts are ignored, and bfloat16 is not supported.
 """
 
 from __future__ import annotations
@@ -24,58 +24,58 @@ class Value(np.ndarray):
     def to(self, dtype: Any) -> Value:
         return value(self.astype(dtype))
 
-    def __floordiv__(self, other: Any) -> Any:
-        return np.trunc(np.true_divide(self, other)).astype(self.dtype)
+    def __floordiv__(self, divisor: Any) -> Any:
+        return np.trunc(np.true_divide(self, divisor)).astype(self.dtype)
 
-    def __mod__(self, other: Any) -> Any:
-        return np.fmod(self, other)
+    def __mod__(self, divisor: Any) -> Any:
+        return np.fmod(self, divisor)
 
 
 def value(x: Any, dtype: Any = None) -> Value:
-    """As a `Value`: integers are int32 and floats float32 where nothing else is said."""
+    """Convert to a `Value`: by default, integers are int32 and floats float32."""
     if dtype is None and isinstance(x, int | float) and not isinstance(x, bool):
         dtype = np.float32 if isinstance(x, float) else np.int32
     return np.asarray(x, dtype).view(Value)
 
 
 class Pointer:
-    """Places in the memory of one tensor."""
+    """Addresses in the memory of a tensor."""
 
-    def __init__(self, memory: np.ndarray, at: Any) -> None:
-        self.memory, self.at = memory, np.asarray(at, np.int64)
+    def __init__(self, memory: np.ndarray, index: Any) -> None:
+        self.memory, self.at = memory, np.asarray(index, np.int64)
         self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, by: Any) -> Pointer:
         return Pointer(self.memory, self.at + np.asarray(by, np.int64))
 
     def places(self, mask: Any) -> tuple[np.ndarray, np.ndarray]:
-        """(indices with 0 where masked, mask), both in full shape. Raises IndexError outside the memory."""
-        at, live = np.broadcast_arrays(self.at, True if mask is None else np.asarray(mask))
-        at = np.where(live, at, 0)
-        if at.min(initial=0) < 0 or at.max(initial=0) >= len(self.memory):
-            raise IndexError(f"rows {at.min()} to {at.max()} of {len(self.memory)} elements")
-        return at, live
+        """Return (indices, with 0 if masked, mask), both in full shape. Raises IndexError outside the memory."""
+        index, live = np.broadcast_arrays(self.at, True if mask is None else np.asarray(mask))
+        index = np.where(live, index, 0)
+        if index.min(initial=0) < 0 or index.max(initial=0) >= len(self.memory):
+            raise IndexError(f"rows {index.min()} to {index.max()} of {len(self.memory)} elements")
+        return index, live
 
 
 def pointer(tensor: Tensor) -> Pointer:
-    """To the first element of a tensor, in the memory of its whole storage."""
+    """Return a pointer to the first element of a tensor, in the memory of its whole storage."""
     whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     return Pointer(whole.numpy(), tensor.storage_offset())
 
 
 def load(where: Pointer, mask: Any = None, other: Any = 0, volatile: bool = False) -> Value:
-    at, live = where.places(mask)
-    return value(np.where(live, where.memory[at], np.asarray(other, where.memory.dtype)))
+    index, live = where.places(mask)
+    return value(np.where(live, where.memory[index], np.asarray(other, where.memory.dtype)))
 
 
 def store(where: Pointer, values: Any, mask: Any = None) -> None:
-    at, live = where.places(mask)
+    index, live = where.places(mask)
     if live.any():
-        where.memory[at[live]] = np.broadcast_to(np.asarray(values), at.shape)[live]
+        where.memory[index[live]] = np.broadcast_to(np.asarray(values), index.shape)[live]
 
 
 def to_l2(asm: str, constraints: str, args: Sequence[Pointer], **_: Any) -> None:
-    """The one inline assembly: lines to bring into L2. Raises IndexError for what is not there."""
+    """The only inline assembly, which prefetches lines into L2. Raises IndexError outside the memory."""
     assert asm.startswith("prefetch.global.L2")
     args[0].places(None)
 
@@ -87,12 +87,12 @@ def expand_dims(x: Any, axis: int) -> Any:
 
 
 def counted(*bounds: Any) -> Iterator[Value]:
-    """`range`, whose members are values of the kernel."""
+    """Like `range`, with members that are values of the kernel."""
     return (value(i) for i in builtins.range(*(int(bound) for bound in bounds)))
 
 
 def where(condition: Any, x: Any, y: Any) -> Value:
-    x, y = (one if isinstance(one, np.ndarray) else value(one) for one in (x, y))
+    x, y = (operand if isinstance(operand, np.ndarray) else value(operand) for operand in (x, y))
     return value(np.where(condition, x, y))
 
 
@@ -108,7 +108,7 @@ def _layout(*_: Any, **__: Any) -> None:
 
 
 def language() -> SimpleNamespace:
-    """What stands in for `gluon.language` and `triton.language`."""
+    """Return the stand-ins for `gluon.language` and `triton.language`."""
 
     def full(shape: Sequence[int], x: float, dtype: Any, layout: Any = None) -> Value:
         return value(np.full(shape, x, dtype))

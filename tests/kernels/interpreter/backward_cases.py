@@ -1,6 +1,6 @@
-"""The backward kernels in the interpreter, each launch by itself, against dense attention in float64.
+"""The backward kernels in the interpreter, launch by launch, against dense attention in float64.
 
-Collected by name, as kernel_cases.py.
+The file is collected by name, like kernel_cases.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.kernels.interpreter.kernel_cases import (
     ONE,
     TOLERANCE,
     WINDOW,
-    attended,
     config_of,
+    run_forward,
     seed,
     state_of,
 )
@@ -52,7 +52,7 @@ Seeds = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Grads(NamedTuple):
-    """Gradients with memory of their own."""
+    """Gradients in separate guarded memory."""
 
     dq: Tensor
     dk: Tensor
@@ -69,8 +69,8 @@ def grads_of(inputs: Inputs, fill: float = 0.0) -> Grads:
     )  # fmt: skip
 
 
-def seeds(inputs: Inputs, reference: dict[str, Tensor]) -> Seeds:
-    """q, k, v, dout, lse, delta as the backward launches take them."""
+def backward_operands(inputs: Inputs, reference: dict[str, Tensor]) -> Seeds:
+    """Return q, k, v, dout, lse, delta, the operands of the backward launches."""
     lse, delta = (inputs.memory.per_row(Q_ROWS, HEADS) for _ in range(2))
     lse.copy_(reference["lse"]), delta.copy_(reference["delta"])
     return inputs.q, inputs.k, inputs.v, inputs.dout, lse, delta
@@ -80,61 +80,61 @@ def seeds(inputs: Inputs, reference: dict[str, Tensor]) -> Seeds:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairs", [MANY, WINDOW], ids=["many", "window"])
 def test_gradients_are_right(pairs: Pairs, dtype: torch.dtype, form: str) -> None:
-    """In two launches, adding to what is there, with softcap and odd head dimensions."""
+    """Two launches add to sums of ones, with softcap and odd head dimensions."""
     inputs = Inputs(pairs, dtype, 24, 40)
     reference, grads, config = inputs.reference(softcap=0.7), grads_of(inputs, fill=1.0), config_of(form)
-    at = seeds(inputs, reference)
-    grad_q(*at, grads.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP, softcap=0.7).run()
-    grad_kv(*at, grads.dk, grads.dv, by_key(pairs, config), config, scale=SCALE, group=GROUP, softcap=0.7).run()
+    operands = backward_operands(inputs, reference)
+    grad_q(*operands, grads.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP, softcap=0.7).run()
+    grad_kv(*operands, grads.dk, grads.dv, by_key(pairs, config), config, scale=SCALE, group=GROUP, softcap=0.7).run()
     for name in ("dq", "dk", "dv"):
-        # Adding to ones rounds to steps of 2^-23 of them.
+        # Sums near 1 are rounded to steps of 2^-23.
         close(getattr(grads, name).double() - 1.0, reference[name], max(TOLERANCE[dtype], 3e-6))
     inputs.memory.check()
 
 
 def test_neither_the_grid_nor_the_order_changes_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of results that add to what is there: an item met twice or left out would show. Ten heads are idle or not."""
-    inputs, config, found = Inputs(ONE, torch.float32, batches=2), config_of("pointers", 32, 32), []
-    queries, keys, at = by_query(ONE, config), by_key(ONE, config), seeds(inputs, inputs.reference())
-    # Programs; bytes of L2, and the sections that they lead to, of ten heads and of six K/V heads.
+    """The results add to ones, so an item that is processed twice or left out shows. Some of ten heads are idle."""
+    inputs, config, results = Inputs(ONE, torch.float32, batches=2), config_of("pointers", 32, 32), []
+    queries, keys, operands = by_query(ONE, config), by_key(ONE, config), backward_operands(inputs, inputs.reference())
+    # Programs; bytes of L2; the resulting sections of ten heads and of six K/V heads.
     for programs, l2, sections in ((None, 1 << 30, (10, 6)), (1, 1, (2, 1)), (5, 46_080, (6, 3))):
         monkeypatch.setattr(attention_tiles, "gpu_of", lambda device, l2=l2: attention_tiles.Gpu(l2, 1))
         by_head = section_for(queries, inputs.k, inputs.v, sharing=GROUP)
         assert (by_head, section_for(keys, inputs.q, inputs.dout, reads=GROUP)) == sections
         state, grads = state_of(inputs), grads_of(inputs, fill=1.0)
         state.out.fill_(1.0), state.lse.fill_(0.5)
-        attended(inputs, state, "pointers", 0, result=None, programs=programs, table=queries, config=config)
-        grad_q(*at, grads.dq, queries, config, scale=SCALE, group=GROUP, programs=programs).run()
-        grad_kv(*at, grads.dk, grads.dv, keys, config, scale=SCALE, group=GROUP, programs=programs).run()
-        found.append((state.out, state.lse, *grads[:3]))
-    assert all(torch.equal(one, other) for run in found[1:] for one, other in zip(found[0], run, strict=True))
-    assert not any(torch.equal(x, torch.ones_like(x)) for x in found[0])
+        run_forward(inputs, state, "pointers", 0, result=None, programs=programs, table=queries, config=config)
+        grad_q(*operands, grads.dq, queries, config, scale=SCALE, group=GROUP, programs=programs).run()
+        grad_kv(*operands, grads.dk, grads.dv, keys, config, scale=SCALE, group=GROUP, programs=programs).run()
+        results.append((state.out, state.lse, *grads[:3]))
+    assert all(torch.equal(x, y) for run in results[1:] for x, y in zip(results[0], run, strict=True))
+    assert not any(torch.equal(x, torch.ones_like(x)) for x in results[0])
     inputs.memory.check()
 
 
 @pytest.mark.parametrize("form", ["pointers", "descriptors"])
-def test_dq_begins_and_ends_as_its_blocks_say(form: str) -> None:
-    """Two launches, each with half of the runs, bitwise: state on NaN first, result last."""
+def test_dq_follows_the_flags_of_its_blocks(form: str) -> None:
+    """Two launches with half of the runs each, compared bitwise: a FIRST launch on NaN, then a LAST launch."""
     inputs, config = Inputs(MANY, torch.float16), config_of(form)
     plain, flagged, once = grads_of(inputs), grads_of(inputs, fill=NAN), grads_of(inputs, fill=NAN)
-    at = seeds(inputs, inputs.reference())
+    operands = backward_operands(inputs, inputs.reference())
     halves = [MANY._replace(keys=keys) for keys in (MANY.keys[:2], MANY.keys[2:])]
     for pairs, flags in zip(halves, (FIRST, LAST), strict=True):
-        grad_q(*at, plain.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP).run()
+        grad_q(*operands, plain.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP).run()
         table = by_query(pairs, config, flags)
-        grad_q(*at, flagged.dq, table, config, scale=SCALE, group=GROUP, result=flagged.result).run()
+        grad_q(*operands, flagged.dq, table, config, scale=SCALE, group=GROUP, result=flagged.result).run()
         if flags == FIRST:
             assert torch.equal(flagged.dq, plain.dq) and flagged.result.isnan().all()
             before = plain.dq.clone()
     assert torch.equal(flagged.dq, before) and torch.equal(flagged.result, plain.dq.half())
     table = by_query(MANY, config, FIRST | LAST)
-    grad_q(*at, None, table, config, scale=SCALE, group=GROUP, result=once.result).run()
+    grad_q(*operands, None, table, config, scale=SCALE, group=GROUP, result=once.result).run()
     close(once.result, inputs.reference()["dq"], TOLERANCE[torch.float16])
     inputs.memory.check()
 
 
 class KeyGrads(NamedTuple):
-    """dK and dV: the float32 sums and the results, with memory of their own."""
+    """dK and dV: the float32 sums and the results, in separate guarded memory."""
 
     sums: tuple[Tensor, Tensor]
     results: tuple[Tensor, Tensor]
@@ -148,60 +148,60 @@ def key_grads_of(inputs: Inputs, fill: float = NAN) -> KeyGrads:
 
 
 @pytest.mark.parametrize(("form", "fused"), [("pointers", True), ("descriptors", False)])
-def test_dk_and_dv_begin_and_end_as_their_blocks_say(form: str, fused: bool) -> None:
-    """Two launches, bitwise: sums on NaN first, results last and the sums left alone; and one launch that is both."""
+def test_dk_and_dv_follow_the_flags_of_their_blocks(form: str, fused: bool) -> None:
+    """Two launches, compared bitwise: FIRST on NaN, then LAST, which leaves the sums; and one launch that is both."""
     runs, config = MANY._replace(keys=MANY.keys[1:3]), config_of(form)
     inputs = Inputs(runs, torch.float16)
     reference, named = (
         inputs.reference(),
         [keys.first + keys.stride * j for keys in runs.keys for j in range(keys.rows)],
     )
-    at, dq = seeds(inputs, reference), inputs.memory.rows(Q_ROWS, HEADS, 16, fill=0.0)
+    operands, dq = backward_operands(inputs, reference), inputs.memory.rows(Q_ROWS, HEADS, 16, fill=0.0)
     twice, once = key_grads_of(inputs), key_grads_of(inputs)
 
     def launch(sums: tuple[Tensor, Tensor] | tuple[None, None], results: tuple[Tensor, Tensor], flags: int) -> None:
         table = by_key(runs, config, flags)
         if fused:
-            grad_kv(*at, *sums, table, config, scale=SCALE, group=GROUP, results=results, dq=dq).run()
+            grad_kv(*operands, *sums, table, config, scale=SCALE, group=GROUP, results=results, dq=dq).run()
         else:
-            grad_kv(*at, *sums, table, config, scale=SCALE, group=GROUP, results=results).run()
+            grad_kv(*operands, *sums, table, config, scale=SCALE, group=GROUP, results=results).run()
 
     launch(twice.sums, twice.results, FIRST)
     assert all(x.isnan().all() for x in twice.results)
-    for held, name in zip(twice.sums, ("dk", "dv"), strict=True):
-        close(held[named], reference[name][named], TOLERANCE[torch.float16])
+    for sums, name in zip(twice.sums, ("dk", "dv"), strict=True):
+        close(sums[named], reference[name][named], TOLERANCE[torch.float16])
     before = [x.clone() for x in twice.sums]
     launch(twice.sums, twice.results, LAST)
     launch((None, None), once.results, FIRST | LAST)
-    for total, result, held, alone in zip(before, twice.results, twice.sums, once.results, strict=True):
-        # The same again: twice what the first launch gave, exactly.
-        assert torch.equal(result[named], (2 * total[named]).half()) and torch.equal(held[named], total[named])
-        assert torch.equal(alone[named], total[named].half())
+    for total, result, sums, single in zip(before, twice.results, twice.sums, once.results, strict=True):
+        # The second launch adds the same again: exactly twice the first result.
+        assert torch.equal(result[named], (2 * total[named]).half()) and torch.equal(sums[named], total[named])
+        assert torch.equal(single[named], total[named].half())
     unnamed = [row for row in range(K_ROWS) if row not in named]
     assert all(x[unnamed].isnan().all() for x in (*twice.sums, *twice.results, *once.results))
     inputs.memory.check()
 
 
-def test_key_blocks_without_an_entry_end_what_is_there() -> None:
-    """FIRST sets zeros, LAST converts, both give zeros; each block by its own flags."""
+def test_key_blocks_without_an_entry_follow_their_flags() -> None:
+    """FIRST sets zeros, LAST converts, and both together give zeros; each block follows its flags."""
     inputs, config = Inputs(ONE, torch.bfloat16), config_of("pointers")
-    at, grads = seeds(inputs, inputs.reference()), key_grads_of(inputs)
+    operands, grads = backward_operands(inputs, inputs.reference()), key_grads_of(inputs)
     for x in grads.sums:
         x[5 + 16 :].normal_()
     before = [x.clone() for x in grads.sums]
     table = by_key(ONE, config)
     table.blocks[:, 6] = table.blocks[:, 5]
     table.blocks[:, 7] = torch.tensor([FIRST, LAST, FIRST | LAST])  # keys 5 to 20, 21 to 36, 37 to 52
-    grad_kv(*at, *grads.sums, table, config, scale=SCALE, group=GROUP, results=grads.results).run()
-    for held, was, result in zip(grads.sums, before, grads.results, strict=True):
-        assert not held[5:21].any() and torch.equal(held[21:], was[21:]) and result[:21].isnan().all()
-        assert torch.equal(result[21:37], was[21:37].bfloat16()) and not result[37:53].any()
+    grad_kv(*operands, *grads.sums, table, config, scale=SCALE, group=GROUP, results=grads.results).run()
+    for sums, sums_before, result in zip(grads.sums, before, grads.results, strict=True):
+        assert not sums[5:21].any() and torch.equal(sums[21:], sums_before[21:]) and result[:21].isnan().all()
+        assert torch.equal(result[21:37], sums_before[21:37].bfloat16()) and not result[37:53].any()
     inputs.memory.check()
 
 
 @pytest.mark.parametrize("rows", [(40, 1, 1), (0, 3, 13), (1, 2, 19)], ids=str)
-def test_numbers_of_rows_are_read_where_the_run_is(rows: tuple[int, int, int]) -> None:
-    """dK and dV of queries that begin anywhere and lie apart, lse and delta among NaN and with strides of their own."""
+def test_lse_and_delta_are_read_from_the_rows_of_the_run(rows: tuple[int, int, int]) -> None:
+    """dK and dV for runs of queries with any start and stride; lse and delta have other strides, with NaN between."""
     first, apart, count = rows if rows[0] < Q_ROWS else (Q_ROWS - 1, 1, 1)
     inputs, config = Inputs(Pairs((Keys(0, 1, 48, 0),), position=0, most=FAR), torch.float32), config_of("pointers")
     chosen = [first + apart * i for i in range(count)]
@@ -210,79 +210,79 @@ def test_numbers_of_rows_are_read_where_the_run_is(rows: tuple[int, int, int]) -
     for x, name in ((lse, "lse"), (delta, "delta")):
         x[..., chosen] = reference[name][..., chosen].float()
     inputs.dout[[row for row in range(Q_ROWS) if row not in chosen]] = 0.0
-    wanted = inputs.reference()
+    expected = inputs.reference()
     table = by_key(inputs.pairs, config)
-    # The same positions, seen as a run of rows `apart`: key j of a block sees query i where position >= its own.
+    # The same positions as a run of rows `apart`: key j of a block sees query i if the query's position is not smaller.
     for block, entry in zip(table.blocks.tolist(), table.entries, strict=True):
         near = first - block[0]
         sees = (near + apart * np.arange(count))[None, :] >= np.arange(block[2])[:, None]
-        blocks = [sees[:, at : at + config.block_m] for at in range(0, count, config.block_m)]
-        full = [i for i, one in enumerate(blocks) if one.all() and one.shape[1] == config.block_m]
+        blocks = [sees[:, start : start + config.block_m] for start in range(0, count, config.block_m)]
+        full = [i for i, block_sees in enumerate(blocks) if block_sees.all() and block_sees.shape[1] == config.block_m]
         visits = (0, full[0], full[-1] + 1, len(blocks)) if full else (0, 0, 0, len(blocks))
         entry[:11] = torch.tensor([first, apart, count, 1, apart, -FAR, near, *visits])
     grad_kv(
         inputs.q, inputs.k, inputs.v, inputs.dout, lse, delta, *grads.sums, table, config, scale=SCALE, group=GROUP
     ).run()
-    # delta = sum(dout * out) of the other rows is 0, as their dout: they add nothing to the reference.
-    for held, name in zip(grads.sums, ("dk", "dv"), strict=True):
-        close(held[:48], wanted[name][:48], 3e-6)
+    # The other rows have dout 0, so delta = sum(dout * out) is 0 and they add nothing to the reference.
+    for sums, name in zip(grads.sums, ("dk", "dv"), strict=True):
+        close(sums[:48], expected[name][:48], 3e-6)
     inputs.memory.check()
 
 
 @pytest.mark.parametrize("form", ["pointers", "descriptors"])
 @pytest.mark.parametrize("pairs", [MANY, WINDOW], ids=["many", "window"])
-def test_one_fused_launch_is_two(pairs: Pairs, form: str) -> None:
-    """dK and dV bit for bit, dQ within the rounding of float32 sums in another order."""
+def test_the_fused_launch_equals_two_launches(pairs: Pairs, form: str) -> None:
+    """dK and dV have equal bits; dQ differs by the rounding of float32 sums in another order."""
     inputs, config = Inputs(pairs, torch.bfloat16), config_of(form)
     split, fused = grads_of(inputs), grads_of(inputs)
-    at = seeds(inputs, inputs.reference())
+    operands = backward_operands(inputs, inputs.reference())
     table = by_key(pairs, config)
-    grad_q(*at, split.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP).run()
-    grad_kv(*at, split.dk, split.dv, table, config, scale=SCALE, group=GROUP).run()
-    grad_kv(*at, fused.dk, fused.dv, table, config, scale=SCALE, group=GROUP, dq=fused.dq).run()
+    grad_q(*operands, split.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP).run()
+    grad_kv(*operands, split.dk, split.dv, table, config, scale=SCALE, group=GROUP).run()
+    grad_kv(*operands, fused.dk, fused.dv, table, config, scale=SCALE, group=GROUP, dq=fused.dq).run()
     assert torch.equal(split.dk, fused.dk) and torch.equal(split.dv, fused.dv)
     close(fused.dq, split.dq.double(), 5e-7)
     inputs.memory.check()
 
 
 def test_a_fused_launch_adds_nothing_for_keys_beyond_a_run() -> None:
-    """All logits far below zero: the weight of a key that is not there is infinite, and must not reach dQ."""
+    """All logits are far below zero, so a key past the end has an infinite weight, which must not reach dQ."""
     inputs, config = Inputs(ONE._replace(keys=(Keys(5, 1, 3, 0),)), torch.float32), config_of("pointers")
     inputs.q.copy_(inputs.q.abs() * 40), inputs.k[5:8].copy_(-inputs.k[5:8].abs() * 40)
     reference, grads = inputs.reference(), grads_of(inputs)
-    at = seeds(inputs, reference)
+    operands = backward_operands(inputs, reference)
     assert (reference["lse"] < -200).all()
-    grad_kv(*at, *grads[1:3], by_key(inputs.pairs, config), config, scale=SCALE, group=GROUP, dq=grads[0]).run()
+    grad_kv(*operands, *grads[1:3], by_key(inputs.pairs, config), config, scale=SCALE, group=GROUP, dq=grads[0]).run()
     assert grads.dq.isfinite().all()
 
 
 @pytest.mark.parametrize("pairs", [ALL, ONE], ids=["whole", "edges"])
 @pytest.mark.parametrize(("form", "dtype"), [("pointers", torch.float32), ("descriptors", torch.bfloat16)])
 def test_rows_whose_logits_are_all_minus_infinity_add_nothing(pairs: Pairs, form: str, dtype: torch.dtype) -> None:
-    """Their lse is -inf though blocks without a mask hold them. Neither launch may make NaN of it."""
+    """Their lse is -inf although they are in blocks without a mask. No launch may turn that into NaN."""
     inputs, config = Inputs(pairs, dtype), config_of(form)
     reference, split, fused = silenced(inputs), grads_of(inputs), grads_of(inputs)
-    at, table = seeds(inputs, reference), by_key(pairs, config)
-    grad_q(*at, split.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP).run()
-    grad_kv(*at, split.dk, split.dv, table, config, scale=SCALE, group=GROUP).run()
-    grad_kv(*at, fused.dk, fused.dv, table, config, scale=SCALE, group=GROUP, dq=fused.dq).run()
+    operands, table = backward_operands(inputs, reference), by_key(pairs, config)
+    grad_q(*operands, split.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP).run()
+    grad_kv(*operands, split.dk, split.dv, table, config, scale=SCALE, group=GROUP).run()
+    grad_kv(*operands, fused.dk, fused.dv, table, config, scale=SCALE, group=GROUP, dq=fused.dq).run()
     for grads in (split, fused):
         assert not grads.dq[SILENT].any()
         for name in ("dq", "dk", "dv"):
-            # Keys of one sign: dq is a difference of near numbers, in which dense float32 is off by 8.3e-7.
+            # All keys have the same sign: dq is a difference of close numbers, with an error of 8.3e-7 in float32.
             close(getattr(grads, name), reference[name], max(TOLERANCE[dtype], 3 * 8.3e-7))
     inputs.memory.check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_descriptors_equal_pointers_bitwise(dtype: torch.dtype) -> None:
-    """Rows of every run, forward and backward."""
-    inputs, found = Inputs(MANY, dtype, 24, 40), []
-    at = seeds(inputs, inputs.reference())
+    """Forward and backward over the rows of every run."""
+    inputs, results = Inputs(MANY, dtype, 24, 40), []
+    operands = backward_operands(inputs, inputs.reference())
     for form in ("pointers", "descriptors"):
         state, grads, config = state_of(inputs), grads_of(inputs), config_of(form, 32, 16)
-        attended(inputs, state, form, FIRST | LAST, config=config)
-        grad_q(*at, grads.dq, by_query(MANY, config), config, scale=SCALE, group=GROUP).run()
-        grad_kv(*at, grads.dk, grads.dv, by_key(MANY, config), config, scale=SCALE, group=GROUP).run()
-        found.append((state.result, state.lse, *grads[:3]))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        run_forward(inputs, state, form, FIRST | LAST, config=config)
+        grad_q(*operands, grads.dq, by_query(MANY, config), config, scale=SCALE, group=GROUP).run()
+        grad_kv(*operands, grads.dk, grads.dv, by_key(MANY, config), config, scale=SCALE, group=GROUP).run()
+        results.append((state.result, state.lse, *grads[:3]))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))

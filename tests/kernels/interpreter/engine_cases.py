@@ -1,8 +1,8 @@
 """The Triton engine in the interpreter: the engine contract, and what the kernels guarantee beyond it.
 
-Collected by name, in a process of its own with TRITON_INTERPRET=1 (see tests/engine/test_triton.py): Triton decides
-when a kernel is imported whether it is interpreted. Blocks are small, so that every scenario has borders, tails and
-diagonals.
+The file is collected by name in a separate process with TRITON_INTERPRET=1 (see tests/kernels/test_interpreted.py),
+because Triton decides on import whether a kernel is interpreted. Blocks are small, so that every scenario has borders,
+tails and diagonals.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def _bfloat16() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test takes its work in sections of another size: a head or a group of heads, some, all."""
+    """Vary the size of the sections from test to test: a head or a group of heads, some heads, all heads."""
     gpu = attention_tiles.Gpu(Random(request.node.name).choice((1, 9_000, 1 << 30)), 1)
     monkeypatch.setattr(attention_tiles, "gpu_of", lambda device: gpu)
 
 
 class TestTriton(EngineContract):
-    """The whole suite; what it tries in float64 is refused by name, and random tiles are tried in float32."""
+    """The whole suite. float64 must be refused by name; random tiles run in float32."""
 
     places = True
 
@@ -70,7 +70,7 @@ class TestTriton(EngineContract):
 @pytest.mark.parametrize("steps", [2, 4, 8])
 @pytest.mark.parametrize("form", ["pointers", "descriptors", "specialized"])
 def test_the_gpu_check_of_more_steps(form: str, steps: int) -> None:
-    """Its body, as tests/gpu/test_kernels.py runs it: a ring of steps is as exact as one step."""
+    """Run the check of tests/gpu/test_kernels.py: a ring of several steps is as exact as a single step."""
     engine = TritonEngine(SMALL._replace(forward=Config(16, 16, 4, 1, form)))
     errors = kernel_checks.ring_errors(engine, torch.bfloat16, "cpu", 128, 16, steps)
     assert 0 < errors[0] <= 1.25 * errors[1]
@@ -78,21 +78,21 @@ def test_the_gpu_check_of_more_steps(form: str, steps: int) -> None:
 
 @pytest.mark.parametrize("form", ["pointers", "descriptors"])
 def test_the_gpu_check_of_a_whole_pass(form: str) -> None:
-    """Its body, as the GPU tests capture it: the same bits each time, and right."""
+    """Run the pass that the GPU tests capture: it has the same bits each time and is correct."""
     config, rows = Config(16, 16, 4, 1, form), kernel_checks.inputs(torch.float16, "cpu", 64, 16)
-    made: list[Engine] = [TritonEngine(Configs(config, config, config)), PlainEngine()]
+    engines: list[Engine] = [TritonEngine(Configs(config, config, config)), PlainEngine()]
     works = [
-        one.prepare(kernel_checks.ring_tiles(64, 1), Softmax(kernel_checks.SCALE), 64, kernel_checks.HEADS)
-        for one in made
+        engine.prepare(kernel_checks.ring_tiles(64, 1), Softmax(kernel_checks.SCALE), 64, kernel_checks.HEADS)
+        for engine in engines
     ]
-    first, again = (kernel_checks.whole_pass(made[0], works[0], *rows) for _ in "12")
-    exact = kernel_checks.whole_pass(made[1], works[1], *(x.double() for x in rows))
-    for mine, same, wanted in zip(first, again, exact, strict=True):
-        assert torch.equal(mine, same) and float((mine - wanted).norm() / wanted.norm()) < 2**-10
+    first, again = (kernel_checks.whole_pass(engines[0], works[0], *rows) for _ in "12")
+    exact = kernel_checks.whole_pass(engines[1], works[1], *(x.double() for x in rows))
+    for actual, same, expected in zip(first, again, exact, strict=True):
+        assert torch.equal(actual, same) and float((actual - expected).norm() / expected.norm()) < 2**-10
 
 
 def test_a_specialized_engine_has_the_bits_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each block reads one run of keys; a pass with a step of two runs is refused before it begins."""
+    """The bits are equal if each block reads one range of keys. A step with two ranges is refused before the pass."""
     launches: list[LaunchCall] = []
 
     def recorded(*args: Any, **options: Any) -> LaunchCall:
@@ -101,11 +101,11 @@ def test_a_specialized_engine_has_the_bits_of_descriptors(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("ringattn.engine.triton.forward", recorded)
     q, k, v = kernel_checks.inputs(torch.float16, "cpu", 64, 16)
-    steps, found = kernel_checks.ring_tiles(64, 2), []
+    steps, results = kernel_checks.ring_tiles(64, 2), []
     for form in ("descriptors", "specialized"):
         engine = TritonEngine(SMALL._replace(forward=Config(16, 16, 4, 1, form)))
-        found.append(kernel_checks.run_forward(engine, q[32:], k, v, steps))
-    assert torch.equal(*found) and found[0].isfinite().all()
+        results.append(kernel_checks.run_forward(engine, q[32:], k, v, steps))
+    assert torch.equal(*results) and results[0].isfinite().all()
     assert [call.meta["SPLIT"] for call in launches] == [False, False, True, True]
     several = engine.prepare([steps[0], steps[0] + steps[1]], Softmax(SCALE), 32, kernel_checks.HEADS)
     with pytest.raises(UnsupportedError, match=r"form='specialized': .*several ranges of keys"):
@@ -128,30 +128,35 @@ def test_what_a_form_does_not_take_is_refused(form: str, options: dict[str, Any]
 
 
 def test_offsets_beyond_int32() -> None:
-    """Rows of q, K and V 2^30 elements apart: the third lies beyond what 32 bits can address."""
+    """Rows of q, K and V are 2^30 elements apart, so the third cannot be addressed with 32 bits."""
     q, *kv = (torch.randn(3, 1, 2, 16).half() for _ in range(3))
     shape, strides = q.shape, (1 << 30, 32, 16, 1)
     far = [torch.empty((1 << 31) + 32, dtype=torch.float16).as_strided(shape, strides) for _ in range(3)]
-    for near, there in zip((q, *kv), far, strict=True):
-        there.copy_(near)
+    for near, far_tensor in zip((q, *kv), far, strict=True):
+        far_tensor.copy_(near)
     engine, results = TritonEngine(SMALL), []
     tiles = [Tile(strip(10, 3), strip(0, 3), CAUSAL, StridedRange(0, 2))]
-    for at, k, v in ((q, *kv), far):
+    for queries, k, v in ((q, *kv), far):
         works = engine.prepare([tiles], Softmax(SCALE), 3, 2)
-        state, dq = engine.begin(works, at, 16, None), engine.begin_grad(works, at, 16)
-        engine.attend(at, KV(k, v), state, works[0])
+        state, dq = engine.begin(works, queries, 16, None), engine.begin_grad(works, queries, 16)
+        engine.attend(queries, KV(k, v), state, works[0])
         out, dk, dv = state.out.finalized(q.dtype), *(torch.zeros(shape) for _ in range(2))
         engine.attend_grad(
-            at, KV(k, v), BackwardInputs(q, out, state.lse, None, torch.zeros_like(state.lse)), dq, KV(dk, dv), works[0]
+            queries,
+            KV(k, v),
+            BackwardInputs(q, out, state.lse, None, torch.zeros_like(state.lse)),
+            dq,
+            KV(dk, dv),
+            works[0],
         )
         results.append((out, state.lse, dq.finalized(q.dtype), dk, dv))
-    assert all(torch.equal(here, beyond) for here, beyond in zip(*results, strict=True))
+    assert all(torch.equal(near_result, beyond) for near_result, beyond in zip(*results, strict=True))
     assert all(x.abs().sum() > 0 for x in results[0])
 
 
 @pytest.mark.parametrize("dims", [(80, 96), (256, 256), (1, 40)])
 def test_wide_and_odd_head_dimensions(dims: tuple[int, int]) -> None:
-    """float32 with the blocks that the engine takes by itself, and the customary scale."""
+    """float32 with the engine's default blocks and the usual scale."""
     scenario = simple(((strip(0, 40), strip(0, 40), CAUSAL),), StridedRange(0, 2), 1, group=2, d_k=dims[0], d_v=dims[1])
     trial = Trial(scenario, torch.float32, True, scale=dims[0] ** -0.5)
     trial.check(trial.run(TritonEngine()), TOLERANCE[torch.float32])
@@ -160,13 +165,13 @@ def test_wide_and_odd_head_dimensions(dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("scale", [-SCALE, 0.0])
 def test_a_bias_beside_any_scale(scale: float) -> None:
-    """Added before the scaling or after it, as the scale allows."""
+    """The bias is added before or after the scaling, depending on the scale."""
     trial = Trial(SCENARIOS["alibi-documents"], torch.float32, True, scale=scale)
     trial.check(trial.run(TritonEngine(SMALL)), TOLERANCE[torch.float32])
 
 
 def test_a_steep_bias_over_many_blocks() -> None:
-    """Keys on either side of every query, blocks that hold both, and slopes of either sign."""
+    """Keys are on both sides of every query, some blocks have both, and slopes have both signs."""
     scenario = simple(((strip(40, 70, 2), strip(0, 90), FULL),), StridedRange(0, 2), 1, group=2, alibi=True)
     trial = Trial(scenario, torch.float32, True)
     trial.softmax = trial.softmax._replace(alibi_slopes=(0.25, -0.125))
@@ -174,13 +179,13 @@ def test_a_steep_bias_over_many_blocks() -> None:
 
 
 def test_queries_far_from_all_keys() -> None:
-    """What all logits of a row lose, 325 powers of two, is no part of a weight; lse is right to four roundings."""
+    """A bias common to all logits of a row, 325 powers of two, must not enter the weights; lse has four roundings."""
     scenario = simple(((strip(900, 20), strip(0, 40), FULL),), StridedRange(0, 2), 1, group=2, alibi=True)
     trial = Trial(scenario, torch.float32, False)
     trial.softmax = trial.softmax._replace(alibi_slopes=(0.25, -0.25))
-    found, wanted = trial.run(TritonEngine(SMALL)), trial.reference()
-    assert (found["out"].double() - wanted["out"])[:20].abs().max() <= TOLERANCE[torch.float32]
-    torch.testing.assert_close(found["lse"][..., :20].double(), wanted["lse"][..., :20], rtol=2**-22, atol=0)
+    actual, expected = trial.run(TritonEngine(SMALL)), trial.reference()
+    assert (actual["out"].double() - expected["out"])[:20].abs().max() <= TOLERANCE[torch.float32]
+    torch.testing.assert_close(actual["lse"][..., :20].double(), expected["lse"][..., :20], rtol=2**-22, atol=0)
 
 
 def test_a_fused_backward_with_a_bias() -> None:
@@ -198,9 +203,9 @@ DRAWN = {
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_which_pairs_are_dropped(name: str) -> None:
-    """Exactly those of the definition, in out and in dV, also with another seed by a launch that was described before.
+    """Exactly the pairs of the definition are dropped, in out and in dV, also if a prepared launch gets another seed.
 
-    Each value, and each gradient of out, is one of as many dimensions as there are rows.
+    Values and gradients of out are unit vectors with as many dimensions as rows, so each pair is visible.
     """
     queries, keys = DRAWN[name]
     n, m, p = queries.rows.count, keys.rows.count, 0.375
@@ -222,7 +227,7 @@ def test_which_pairs_are_dropped(name: str) -> None:
             engine.attend_grad(
                 q, KV(k, v), BackwardInputs(dout, out, state.lse, None, delta, seed), dq, sums, works[0]
             )  # fmt: skip
-            # Of the query heads of a group dV has the sum.
+            # dV is the sum over the query heads of a group.
             assert torch.equal(sums.v.permute(1, 2, 3, 0)[..., :n, :] > 0, (kept > 0).any(1, keepdim=True))
 
 
@@ -232,7 +237,7 @@ def test_a_fused_backward_with_dropout() -> None:
 
 
 def test_a_strong_softcap() -> None:
-    """Scores far beyond the cap: tanh saturates without an overflow."""
+    """Scores are far beyond the cap, so tanh saturates, without an overflow."""
     trial = Trial(SCENARIOS["softcap"]._replace(softcap=0.01), torch.float32, True)
     trial.check(trial.run(TritonEngine(SMALL)), TOLERANCE[torch.float32])
 

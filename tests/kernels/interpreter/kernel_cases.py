@@ -1,7 +1,7 @@
-"""The forward kernels in the interpreter, each launch by itself, against dense attention in float64.
+"""The forward kernels in the interpreter, launch by launch, against dense attention in float64.
 
-Collected by name, in a process of its own with TRITON_INTERPRET=1 (see test_attention_kernels.py). Inputs differ from
-run to run; RINGATTN_SEED repeats one.
+The file is collected by name in a separate process with TRITON_INTERPRET=1 (see test_interpreted.py). Inputs differ
+from run to run; set RINGATTN_SEED to repeat a run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.kernels.interpreter.shims import corrected
 FORMS = ("pointers", "descriptors", "specialized")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
-"""Relative Frobenius errors: three times those of the same computation in the stated dtype."""
+"""Bounds of relative Frobenius errors: three times the error of the same computation in that dtype."""
 LSE_TOLERANCE = 2e-7
 # Runs of every kind: short, ragged, strided, out of order, wholly seen, partly seen, not seen at all.
 MANY = Pairs((Keys(1, 1, 20, 10), Keys(22, 3, 14, 24), Keys(64, 1, 5, 90), Keys(70, 1, 9, 0)), position=24)
@@ -48,7 +48,7 @@ BLIND = Pairs((Keys(2, 2, 20, 100),), position=90)
 
 @pytest.fixture(autouse=True)
 def seed() -> Iterator[int]:
-    """Seeds every generator, and says how in the report of a failure."""
+    """Seed every generator, and print the seed for the report of a failure."""
     chosen = int(os.environ.get("RINGATTN_SEED") or random.SystemRandom().randrange(1 << 31))
     print(f"RINGATTN_SEED={chosen}")
     torch.manual_seed(chosen)
@@ -60,7 +60,7 @@ def seed() -> Iterator[int]:
 
 
 class State(NamedTuple):
-    """What a forward pass leaves: the state, and the result with its lse."""
+    """The output of a forward pass: the state, and the result with its lse."""
 
     out: Tensor
     lse: Tensor
@@ -78,24 +78,24 @@ def config_of(form: str, block_m: int = 32, block_n: int = 16) -> Config:
     return Config(block_m, block_n, 4, 1, form)
 
 
-def attended(inputs: Inputs, state: State, form: str, flags: int, **options: Any) -> None:
-    """One forward launch with the same flags for every block; `keys` picks some of the runs."""
+def run_forward(inputs: Inputs, state: State, form: str, flags: int, **options: Any) -> None:
+    """Run a forward launch with the same flags for every block; `keys` selects some of the runs."""
     config = options.pop("config", config_of(form))
     pairs = inputs.pairs._replace(keys=options.pop("keys", inputs.pairs.keys))
     table = options.pop("table", None) or by_query(pairs, config, flags)
-    given = {"out": state.out, "result": state.result} | options
-    out = given.pop("out")
-    forward(inputs.q, inputs.k, inputs.v, out, state.lse, table, config, scale=SCALE, group=GROUP, **given).run()
+    keywords = {"out": state.out, "result": state.result} | options
+    out = keywords.pop("out")
+    forward(inputs.q, inputs.k, inputs.v, out, state.lse, table, config, scale=SCALE, group=GROUP, **keywords).run()
 
 
 @pytest.mark.parametrize("form", ["pointers", "descriptors"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairs", [MANY, WINDOW], ids=["many", "window"])
 def test_one_launch_is_right(pairs: Pairs, dtype: torch.dtype, form: str) -> None:
-    """The whole pass in one launch that neither reads nor writes a state, with sinks, and with odd head dimensions."""
+    """A launch does the whole pass without reading or writing a state, with sinks and odd head dimensions."""
     inputs = Inputs(pairs, dtype, 24, 40, batches=2)
     state, reference = state_of(inputs), inputs.reference(sinks=True)
-    attended(inputs, state, form, FIRST | LAST, out=None, sinks=inputs.sinks)
+    run_forward(inputs, state, form, FIRST | LAST, out=None, sinks=inputs.sinks)
     close(state.result, reference["out"], TOLERANCE[dtype])
     close(state.lse, reference["lse"], LSE_TOLERANCE)
     assert state.out.isnan().all()
@@ -106,7 +106,7 @@ def test_one_launch_is_right(pairs: Pairs, dtype: torch.dtype, form: str) -> Non
 def test_without_a_result_the_state_is_written(form: str) -> None:
     inputs = Inputs(BLIND, torch.float32)
     state, reference = state_of(inputs), inputs.reference(softcap=0.7)
-    attended(inputs, state, form, FIRST, result=None, softcap=0.7)
+    run_forward(inputs, state, form, FIRST, result=None, softcap=0.7)
     close(state.out, reference["out"], 1e-6)
     close(state.lse, reference["lse"], 5e-7)
     assert reference["lse"].isneginf().any() and reference["lse"].isfinite().any()
@@ -118,11 +118,11 @@ def test_without_a_result_the_state_is_written(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_carried_steps_are_right(dtype: torch.dtype, form: str, sinks: bool) -> None:
-    """A launch for each run of keys: the first begins the pass, the last ends it."""
+    """Each run of keys has a launch: the first begins the pass, the last ends it."""
     inputs = Inputs(MANY, dtype)
     options, carried, last = {"sinks": inputs.sinks if sinks else None}, state_of(inputs), len(MANY.keys) - 1
-    for at, keys in enumerate(MANY.keys):
-        attended(inputs, carried, form, FIRST * (at == 0) | LAST * (at == last), keys=(keys,), **options)
+    for index, keys in enumerate(MANY.keys):
+        run_forward(inputs, carried, form, FIRST * (index == 0) | LAST * (index == last), keys=(keys,), **options)
     reference = inputs.reference(sinks=sinks)
     close(carried.result, reference["out"], TOLERANCE[dtype])
     close(carried.lse, reference["lse"], 2 * LSE_TOLERANCE)
@@ -131,15 +131,15 @@ def test_carried_steps_are_right(dtype: torch.dtype, form: str, sinks: bool) -> 
 
 @pytest.mark.parametrize("form", ["pointers", "descriptors"])
 def test_what_flags_leave_out_changes_nothing_else(form: str) -> None:
-    """FIRST on NaN is no flag on (0, -inf); LAST is no flag, normalized and rounded; and each block has its own."""
+    """FIRST on NaN equals no flag on (0, -inf), and LAST equals no flag followed by rounding, block by block."""
     inputs = Inputs(ONE, torch.bfloat16)
     plain, flagged = state_of(inputs), state_of(inputs)
     plain.out.zero_(), plain.lse.fill_(-inf)
-    attended(inputs, plain, form, 0)
+    run_forward(inputs, plain, form, 0)
     assert plain.result.isnan().all()
     table = by_query(ONE, config_of(form))
-    table.blocks[:, 7] = torch.tensor([FIRST | LAST, FIRST])  # The first 32 rows are done at once.
-    attended(inputs, flagged, form, 0, table=table)
+    table.blocks[:, 7] = torch.tensor([FIRST | LAST, FIRST])  # The first 32 rows are first and last.
+    run_forward(inputs, flagged, form, 0, table=table)
     done, rest = slice(32), slice(32, None)
     assert torch.equal(flagged.out[rest], plain.out[rest]) and flagged.out[done].isnan().all()
     assert torch.equal(flagged.lse[..., rest], plain.lse[..., rest])
@@ -152,12 +152,12 @@ def test_what_flags_leave_out_changes_nothing_else(form: str) -> None:
 @pytest.mark.parametrize("pairs", [ALL, ONE], ids=["whole", "edges"])
 @pytest.mark.parametrize(("form", "dtype"), [("pointers", torch.float32), ("descriptors", torch.bfloat16)])
 def test_rows_whose_logits_are_all_minus_infinity_see_nothing(pairs: Pairs, form: str, dtype: torch.dtype) -> None:
-    """By the caller's values, and in blocks that have no mask: a state begins so, and goes on from one."""
+    """The values of q and k cause them, in blocks without a mask, in a new state and in a carried one."""
     inputs = Inputs(pairs, dtype)
     reference, begun, carried = silenced(inputs), state_of(inputs), state_of(inputs)
-    attended(inputs, begun, form, FIRST | LAST)
+    run_forward(inputs, begun, form, FIRST | LAST)
     carried.out.zero_(), carried.lse.fill_(-inf)
-    attended(inputs, carried, form, LAST)
+    run_forward(inputs, carried, form, LAST)
     for state in (begun, carried):
         close(state.result, reference["out"], TOLERANCE[dtype])
         close(state.lse, reference["lse"], LSE_TOLERANCE)
@@ -166,11 +166,11 @@ def test_rows_whose_logits_are_all_minus_infinity_see_nothing(pairs: Pairs, form
 
 
 def test_large_logits_keep_their_weights() -> None:
-    """The peak that exponents are taken from is the largest scaled logit, so the largest weights do not underflow."""
+    """The peak is the largest scaled logit, so the largest weights do not underflow."""
     inputs = Inputs(ONE, torch.float32)
     inputs.q.mul_(40)
     state, reference = state_of(inputs), inputs.reference()
-    attended(inputs, state, "pointers", FIRST | LAST)
+    run_forward(inputs, state, "pointers", FIRST | LAST)
     close(state.result, reference["out"], 3e-4)
     inputs.memory.check()
 
@@ -193,13 +193,13 @@ def test_which_tables_a_specialized_launch_takes() -> None:
 def test_neither_state_nor_result_is_refused() -> None:
     inputs = Inputs(ONE, torch.float32)
     with pytest.raises(ValueError, match=r"needs the state or.*the result; pass one"):
-        attended(inputs, state_of(inputs), "pointers", FIRST | LAST, out=None, result=None)
+        run_forward(inputs, state_of(inputs), "pointers", FIRST | LAST, out=None, result=None)
 
 
 def test_what_descriptors_can_read() -> None:
     half = torch.zeros(8, 2, 4, 24, dtype=torch.bfloat16)
     assert describable(half, half[1:, :, 1:3], half[::3], half.half())
     assert not describable(half, half.float())
-    assert not describable(half[:, :, :1].expand(-1, -1, 2, -1))  # rows that several heads see
-    assert not describable(half[..., 4:])  # begins 8 bytes into 16
+    assert not describable(half[:, :, :1].expand(-1, -1, 2, -1))  # several heads share the rows
+    assert not describable(half[..., 4:])  # the base address is not a multiple of 16 bytes
     assert not describable(torch.zeros(8, 2, 4, 20, dtype=torch.bfloat16))  # heads are 40 bytes apart

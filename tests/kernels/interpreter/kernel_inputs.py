@@ -1,7 +1,7 @@
-"""What the kernel cases launch on: tables, guarded memory, random inputs and the dense reference in float64.
+"""Inputs of the kernel cases: tables, guarded memory, random inputs and the dense reference in float64.
 
-Tables are made by looking at every pair, so that no table maker is under test. Memory that no launch may read holds
-NaN, memory that none may write is compared bit for bit.
+Tables are made by checking every pair, independently of the library's code. Memory that no launch may read is NaN, and
+memory that no launch may write is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAR = 1 << 30
 
 
 class Keys(NamedTuple):
-    """A run of K/V rows, and the positions that its keys have: `position` + j * `apart`."""
+    """A run of K/V rows whose keys have the positions `position` + j * `apart`."""
 
     first: int
     stride: int
@@ -32,7 +32,7 @@ class Keys(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Queries at positions `position` + i * `apart` that see keys from `most` before them to themselves."""
+    """Queries at the positions `position` + i * `apart`. A query sees keys at most `most` before it, up to itself."""
 
     keys: tuple[Keys, ...]
     position: int
@@ -44,14 +44,14 @@ class Pairs(NamedTuple):
 
 
 def seen(pairs: Pairs, keys: Keys) -> np.ndarray:
-    """(queries, keys of the run) booleans."""
+    """Return booleans (queries, keys of the run) that are true if the query sees the key."""
     distance = pairs.position + pairs.apart * np.arange(Q_ROWS)[:, None]
     distance = distance - (keys.position + keys.apart * np.arange(keys.rows))[None, :]
     return np.asarray((distance >= 0) & (distance <= pairs.most))
 
 
 def visited(sees: np.ndarray, rows: int) -> tuple[int, int, int, int]:
-    """First visible, first full, one past the last full and visible of the blocks of `rows` columns."""
+    """Return (first visible, first full, one past the last full, one past the last visible) block of columns."""
     blocks = [sees[:, start : start + rows] for start in range(0, sees.shape[1], rows)]
     visible = [i for i, block in enumerate(blocks) if block.any()]
     full = [i for i in visible if blocks[i].all() and blocks[i].shape[1] == rows]
@@ -62,7 +62,7 @@ def visited(sees: np.ndarray, rows: int) -> tuple[int, int, int, int]:
 
 
 def by_query(pairs: Pairs, config: Config, flags: int = 0) -> Table:
-    """Query blocks with all heads and all runs of keys."""
+    """Return a table of query blocks with all heads and all runs of keys."""
     blocks, entries = [], []
     for first in range(0, Q_ROWS, config.block_m):
         rows = min(config.block_m, Q_ROWS - first)
@@ -76,7 +76,7 @@ def by_query(pairs: Pairs, config: Config, flags: int = 0) -> Table:
 
 
 def by_key(pairs: Pairs, config: Config, flags: int = 0) -> Table:
-    """Key blocks, each of one run of keys, with all K/V heads; every one of them serves its whole group."""
+    """Return a table of key blocks, each of a single run, with all K/V heads and all query heads of their groups."""
     blocks, entries = [], []
     for keys in pairs.keys:
         for first in range(0, keys.rows, config.block_n):
@@ -91,7 +91,7 @@ def by_key(pairs: Pairs, config: Config, flags: int = 0) -> Table:
 
 
 def table_of(blocks: list[tuple[int, ...]], entries: list[tuple[int, ...]], slots: int) -> Table:
-    """`slots`: one more than the heads of any block, so that some items are idle."""
+    """Return the table. `slots` is one more than the heads of any block, so that some items are idle."""
     padded = [(*entry, *(0,) * (16 - len(entry))) for entry in entries]
     return Table(torch.tensor(blocks, dtype=torch.int32), torch.tensor(padded, dtype=torch.int32), slots)
 
@@ -100,39 +100,39 @@ def table_of(blocks: list[tuple[int, ...]], entries: list[tuple[int, ...]], slot
 
 
 class Guarded:
-    """Tensors with margins, of which nothing may change but what they show."""
+    """Tensors with margins that no launch may change."""
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
-        self._held: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._guarded: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def rows(self, rows: int, heads: int, dim: int, dtype: torch.dtype = torch.float32, fill: float = NAN) -> Tensor:
-        """(rows, batch, heads, dim) of `fill` in memory of the same; strides are multiples of 16 bytes."""
+        """Return a (rows, batch, heads, dim) tensor of `fill` with margins; strides are multiples of 16 bytes."""
         return self._view(torch.full((rows + 2, self.batches, heads + 1, -(-dim // 8) * 8 + 8), fill, dtype=dtype), dim)
 
     def per_row(self, rows: int, heads: int, fill: float = NAN) -> Tensor:
-        """(batch, heads, rows) of `fill`."""
-        held = torch.full((self.batches, heads + 1, rows + 2), fill)
-        return self._kept(held, held[:, :heads, 1:-1])
+        """Return a (batch, heads, rows) tensor of `fill` with margins."""
+        buffer = torch.full((self.batches, heads + 1, rows + 2), fill)
+        return self._guard(buffer, buffer[:, :heads, 1:-1])
 
-    def _view(self, held: Tensor, dim: int) -> Tensor:
-        return self._kept(held, held[1:-1, :, :-1, :dim])
+    def _view(self, buffer: Tensor, dim: int) -> Tensor:
+        return self._guard(buffer, buffer[1:-1, :, :-1, :dim])
 
-    def _kept(self, held: Tensor, view: Tensor) -> Tensor:
-        inside = torch.zeros(held.shape, dtype=torch.bool)
+    def _guard(self, buffer: Tensor, view: Tensor) -> Tensor:
+        inside = torch.zeros(buffer.shape, dtype=torch.bool)
         inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
-        self._held.append((held, held.clone(), inside))
+        self._guarded.append((buffer, buffer.clone(), inside))
         return view
 
     def check(self) -> None:
-        """Nothing around the tensors has changed."""
-        for held, before, inside in self._held:
+        """Check that nothing around the tensors has changed."""
+        for buffer, before, inside in self._guarded:
             outside = ~inside
-            assert torch.equal(held[outside].nan_to_num(7.0), before[outside].nan_to_num(7.0))
+            assert torch.equal(buffer[outside].nan_to_num(7.0), before[outside].nan_to_num(7.0))
 
 
 class Inputs:
-    """Random q, k, v, dout and sinks; K/V rows that no run names are NaN."""
+    """Random q, k, v, dout and sinks. K/V rows outside all runs are NaN."""
 
     def __init__(self, pairs: Pairs, dtype: torch.dtype, d_k: int = 16, d_v: int = 16, batches: int = 1) -> None:
         self.pairs, self.dtype, self.memory, self.batches = pairs, dtype, Guarded(batches), batches
@@ -149,7 +149,7 @@ class Inputs:
         return x
 
     def reference(self, softcap: float | None = None, sinks: bool = False) -> dict[str, Tensor]:
-        """out, lse, delta, dq, dk, dv in float64, laid out as the launches lay them."""
+        """Return out, lse, delta, dq, dk, dv in float64, in the layout of the launches."""
         picked = torch.tensor([keys.first + keys.stride * j for keys in self.pairs.keys for j in range(keys.rows)])
         mask = torch.from_numpy(np.concatenate([seen(self.pairs, keys) for keys in self.pairs.keys], axis=1))
         q, k, v = (x.double().clone().requires_grad_() for x in (self.q, self.k[picked], self.v[picked]))
@@ -167,27 +167,27 @@ class Inputs:
         scattered = [torch.zeros(x.shape, dtype=torch.float64) for x in (self.k, self.v)]
         for whole, part in zip(scattered, (dk, dv), strict=True):
             whole[picked] = part
-        found = {"out": out, "lse": lse, "delta": delta, "dq": dq, "dk": scattered[0], "dv": scattered[1]}
-        return {name: x.detach() for name, x in found.items()}
+        results = {"out": out, "lse": lse, "delta": delta, "dq": dq, "dk": scattered[0], "dv": scattered[1]}
+        return {name: x.detach() for name, x in results.items()}
 
 
 SILENT = slice(0, 10)
 
 
 def silenced(inputs: Inputs) -> dict[str, Tensor]:
-    """Make all logits of the rows SILENT -inf in float32, by overflow; the reference, to which they add nothing."""
-    large = 2.0**66  # not in float16
+    """Make all logits of the rows SILENT -inf in float32, by overflow. Return the reference without these rows."""
+    large = 2.0**66  # exceeds float16
     inputs.k.copy_(-inputs.k.abs() * large - large), inputs.q.mul_(1 / large)
     dout = inputs.dout[SILENT].clone()
     inputs.dout[SILENT] = 0.0
-    found = inputs.reference()
+    reference = inputs.reference()
     inputs.q[SILENT], inputs.dout[SILENT] = large, dout
-    found["out"][SILENT], found["lse"][..., SILENT], found["dq"][SILENT] = 0.0, -inf, 0.0
-    return found
+    reference["out"][SILENT], reference["lse"][..., SILENT], reference["dq"][SILENT] = 0.0, -inf, 0.0
+    return reference
 
 
 def close(got: Tensor, true: Tensor, tolerance: float) -> None:
-    """Relative Frobenius error, with the same infinities."""
+    """Check the relative Frobenius error, and that infinities are equal."""
     assert torch.equal(got.isinf(), true.isinf()) and not got.isnan().any()
     got, true = got.double().nan_to_num(0, 0, 0), true.nan_to_num(0, 0, 0)
     error = float((got - true).norm() / true.norm())

@@ -1,6 +1,6 @@
-"""Wrong Triton kernels in the interpreter: each, an edit of a kernel's source, fails a case of the suite.
+"""Wrong Triton kernels in the interpreter: each is an edit of a kernel's source that a case of the suite must detect.
 
-Collected by name, as kernel_cases.py.
+The file is collected by name, like kernel_cases.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORWARD, BACKWARD = "attention_forward", "attention_backward"
 
 
 class Wrong(NamedTuple):
-    """In the source of a module `old` becomes `new`, and `case` must see it."""
+    """An edit of a module's source from `old` to `new`, which `case` must detect."""
 
     module: str
     old: str
@@ -39,7 +39,7 @@ def gradients(pairs: kernel_cases.Pairs) -> Callable[[], None]:
 
 
 def numbers(*rows: int) -> Callable[[], None]:
-    return lambda: backward_cases.test_numbers_of_rows_are_read_where_the_run_is((rows[0], rows[1], rows[2]))
+    return lambda: backward_cases.test_lse_and_delta_are_read_from_the_rows_of_the_run((rows[0], rows[1], rows[2]))
 
 
 def windowed() -> None:
@@ -55,10 +55,10 @@ def silent_gradients() -> None:
 
 
 def ends() -> None:
-    backward_cases.test_dq_begins_and_ends_as_its_blocks_say("pointers")
+    backward_cases.test_dq_follows_the_flags_of_its_blocks("pointers")
 
 
-without_an_entry = backward_cases.test_key_blocks_without_an_entry_end_what_is_there
+without_an_entry = backward_cases.test_key_blocks_without_an_entry_follow_their_flags
 SUMS = "store_rows(base + offset, rows * row, live & (ends == 0), total, DIM, PADDED)"
 MASKED = "(n_block < full) | (n_block >= full_end)"
 EDGES = "tl.where(edge < full, edge, edge + (full_end - full))"
@@ -82,7 +82,7 @@ WRONG = {
     "an edge block is left out": Wrong(
         BACKWARD, "end - (full_end - full), disable", "end - (full_end - full) - 1, disable", numbers(0, 3, 13)
     ),
-    # Seen where edge blocks come after whole ones: the first whole one is then met twice, and the edge never.
+    # Detected if edge blocks come after full ones: the first full block is then processed twice, and the edge never.
     "edge blocks are mapped wrongly": Wrong(BACKWARD, EDGES, "edge", gradients(MANY)),
     "edge blocks of dQ have no mask": Wrong(BACKWARD, MASKED, "False", gradients(WINDOW)),
     "rows without a logit weigh": Wrong(
@@ -99,7 +99,7 @@ WRONG = {
 
 
 def edited(wrong: Wrong, folder: Path) -> ModuleType:
-    """The module with the edit, from a file: Triton reads the source of what it interprets."""
+    """Import the edited module from a file, because Triton reads the source that it interprets."""
     source = (KERNELS / f"{wrong.module}.py").read_text(encoding="utf-8")
     assert source.count(wrong.old) == 1
     file = folder / f"wrong_{wrong.module}.py"
@@ -113,13 +113,13 @@ def edited(wrong: Wrong, folder: Path) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_kernel_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_detected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = WRONG[name]
-    made = edited(wrong, tmp_path)
+    wrong_module = edited(wrong, tmp_path)
     if wrong.module == FORWARD:
-        monkeypatch.setattr(kernel_cases, "forward", made.forward)
+        monkeypatch.setattr(kernel_cases, "forward", wrong_module.forward)
     else:
         for kernel in ("grad_q_kernel", "grad_kv_kernel"):
-            monkeypatch.setattr(attention_backward, kernel, getattr(made, kernel))
+            monkeypatch.setattr(attention_backward, kernel, getattr(wrong_module, kernel))
     with pytest.raises(AssertionError):
         wrong.case()

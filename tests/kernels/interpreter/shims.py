@@ -1,9 +1,9 @@
-"""Corrections of Triton's interpreter: bfloat16 and float8_e4m3fn as a GPU rounds them, and one patch per launch.
+"""Corrections of Triton's interpreter: bfloat16 and float8_e4m3fn round as on a GPU, and a launch patches only once.
 
-The interpreter keeps bfloat16 as uint16 and computes with those integers; here casts round to nearest even, and
-products and element-wise operations are taken in float32 and rounded back. Its own float8 casts round some values to
-the wrong neighbor. It patches the whole language again at each call of a device function: a function of Triton's own
-library sees `triton.language.core`, whose patches are never taken back, so the first of them serves all.
+The interpreter stores bfloat16 as uint16 and computes with those integers. Here casts round to nearest even, and
+products and element-wise operations are computed in float32 and rounded back. Its float8 casts round some values to the
+wrong neighbour. It patches the whole language again at each call of a device function. Functions of Triton's library
+use `triton.language.core`, whose patches are never undone, so the first patch is enough.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, 
 
 
 def widened(bits: np.ndarray) -> np.ndarray:
-    """The float32 values of bfloat16 patterns in uint16."""
+    """Return the float32 values of bfloat16 patterns in uint16."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
-    """The bfloat16 patterns, uint16, nearest to `values`; ties go to the even one."""
+    """Return the bfloat16 patterns, uint16, nearest to `values`; ties go to the even pattern."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     nearest = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
 
 
 def _wide(handle: Any) -> Any:
-    """A bfloat16 operand as float32, anything else as it is."""
+    """Return a bfloat16 operand as float32, and other operands unchanged."""
     return TensorHandle(widened(handle.data), tl.float32) if handle.dtype.scalar == tl.bfloat16 else handle
 
 
 def _computed_wide(method: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation on operands and a numpy function, in float32 where the first operand is bfloat16."""
+    """Return an operation of operands and a numpy function, in float32 if the first operand is bfloat16."""
 
     def wide(self: Any, first: Any, *rest: Any) -> Any:
         if first.dtype.scalar != tl.bfloat16:
             return method(self, first, *rest)
-        made = method(self, _wide(first), *(_wide(x) if isinstance(x, TensorHandle) else x for x in rest))
-        if made.dtype.scalar != tl.float32:
-            return made
-        return made if made.data.dtype == bool else TensorHandle(rounded(made.data), tl.bfloat16)
+        result = method(self, _wide(first), *(_wide(x) if isinstance(x, TensorHandle) else x for x in rest))
+        if result.dtype.scalar != tl.float32:
+            return result
+        return result if result.data.dtype == bool else TensorHandle(rounded(result.data), tl.bfloat16)
 
     return wide
 
 
 def _cast(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A cast that goes through float32 on either side of bfloat16."""
+    """Return a cast that converts from and to bfloat16 through float32."""
 
     def cast(self: Any, source: Any, to: Any, *rounding: Any) -> Any:
         wide = _wide(source)
@@ -84,7 +84,7 @@ def _cast_float8(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _patched: list[Any] = []
-"""A function of the library that has been called, so that `core` is patched."""
+"""A library function that has been called, so that `core` is patched."""
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:

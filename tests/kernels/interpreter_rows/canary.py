@@ -1,8 +1,8 @@
-"""Tensors with margins that show who reads or writes beside them.
+"""Tensors with margins that reveal reads and writes outside the tensor.
 
-Margins of inputs are NaN, so that a value read there spoils a result; places of results and their margins hold a number
-that no result has. Margins are compared bit by bit at the end, so that a value written there is found.
-Guarantees: everything lies on torch's default device, with the same numbers on each.
+Margins of inputs are NaN, so that a value read there spoils a result. Results and their margins start with a number
+that no result has. Margins are compared bit by bit at the end, so that a value written there is detected.
+Guarantees: everything is on torch's default device, with the same numbers on each device.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ UNWRITTEN = 77.0
 
 
 class Canaries:
-    """Places inside larger buffers."""
+    """Tensors inside larger buffers."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[Tensor, Tensor, Tensor]] = []  # buffer, what it was, mask of the margin
+        self._buffers: list[tuple[Tensor, Tensor, Tensor]] = []  # buffer, its content before, mask of the margin
 
     def hold(self, x: Tensor, dense: bool = False, in_place: bool = False) -> Tensor:
-        """A copy of x with a margin on every side of every dimension; `dense`: contiguous, margins only at its ends.
+        """Return a copy of x with margins on both sides of every dimension; `dense`: contiguous, margins at its ends.
 
-        `in_place`: its margins are those of a result. Integers are indices: their margins are far out of any range.
+        `in_place`: the margins are those of a result. Integers are indices, and their margins are far out of range.
         """
         poison = UNWRITTEN if in_place else float("nan") if x.is_floating_point() else 1 << 40
         place = self._place(x.shape, x.dtype, dense, poison)
@@ -34,7 +34,7 @@ class Canaries:
         return place
 
     def out(self, shape: tuple[int, ...], dtype: torch.dtype, dense: bool = False) -> Tensor:
-        """A place for a result."""
+        """Allocate a tensor for a result."""
         return self._place(shape, dtype, dense, UNWRITTEN)
 
     def _place(self, shape: tuple[int, ...], dtype: torch.dtype, dense: bool, poison: float) -> Tensor:
@@ -43,12 +43,12 @@ class Canaries:
         margin = torch.ones(sizes, dtype=torch.bool)
         inner = tuple(slice(MARGIN, size - MARGIN) for size in sizes)
         margin[inner] = False
-        self._held.append((buffer, buffer.clone(), margin))
+        self._buffers.append((buffer, buffer.clone(), margin))
         return buffer[inner].view(shape) if dense else buffer[inner]
 
     def check(self) -> None:
-        """Every margin is as it was."""
-        for buffer, before, margin in self._held:
+        """Check that no margin has changed."""
+        for buffer, before, margin in self._buffers:
             changed = (_bits(buffer) != _bits(before)).any(-1) & margin
             assert not changed.any(), (
                 f"written in the margin of {tuple(buffer.shape)} at {changed.nonzero()[:5].tolist()}"
@@ -57,10 +57,10 @@ class Canaries:
 
 @pytest.fixture
 def canaries() -> Iterator[Canaries]:
-    """Places for tensors, whose surroundings are checked at the end."""
-    made = Canaries()
-    yield made
-    made.check()
+    """Provide guarded tensors whose margins are checked at the end."""
+    tensors = Canaries()
+    yield tensors
+    tensors.check()
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -68,19 +68,19 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Normal numbers, drawn in float64 so that every dtype gets the same ones, rounded."""
+    """Return normal numbers, drawn in float64, so that every dtype has the same numbers, rounded."""
     generator = torch.Generator("cpu").manual_seed(seed + sum(shape))
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return drawn.to(torch.get_default_device(), dtype)
 
 
 def shuffled(count: int) -> Tensor:
-    """The numbers below `count` in a random order."""
+    """Return the numbers below `count` in a random order."""
     return torch.randperm(count, generator=torch.Generator("cpu").manual_seed(1), device="cpu").to(
         torch.get_default_device()
     )
 
 
 def error(x: Tensor, reference: Tensor) -> float:
-    """Relative error in the Frobenius norm."""
+    """Return the relative error in the Frobenius norm."""
     return ((x.double() - reference.double()).norm() / reference.double().norm()).item()

@@ -1,7 +1,7 @@
 """Settings of the tests that run kernels in Triton's interpreter.
 
-Triton decides when a kernel is decorated whether it is interpreted, so these tests need a process of their own:
-tests/kernels/test_interpreted.py starts it. Anywhere else they are not collected.
+Triton decides on decoration whether a kernel is interpreted, so these tests need a separate process, which
+tests/kernels/test_interpreted.py starts. Other processes do not collect them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 
 @pytest.fixture(autouse=True)
 def narrow_floats() -> Iterator[None]:
-    """The interpreter with the bfloat16 and the float8 of a GPU."""
-    # Not above: a process that collects nothing here must not load triton's interpreter.
+    """Give the interpreter the bfloat16 and float8 rounding of a GPU."""
+    # Imported here, because a process that collects nothing here must not load Triton's interpreter.
     from tests.kernels.interpreter.shims import corrected
 
     with corrected():

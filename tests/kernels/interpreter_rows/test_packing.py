@@ -1,4 +1,4 @@
-"""Contents gathered out of and added into whole tensors by one launch a value, against copies of runs."""
+"""Contents that a launch per value gathers from whole tensors and adds to them, against copies of runs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ CONTENTS: dict[str, Content] = {
 }
 
 
-def own(canaries: Canaries, fused: bool, seed: int) -> torch.Tensor:
-    """(rows, batch, heads, dim): alone, or every second head of a projection's output."""
+def local_tensor(canaries: Canaries, fused: bool, seed: int) -> torch.Tensor:
+    """Return a (rows, batch, heads, dim) tensor: separate, or every second head of a projection's output."""
     if fused:
         return canaries.hold(random(BATCH, ROWS, 2 * HEADS, 16, seed=seed), in_place=True)[:, :, 1::2].transpose(0, 1)
     return canaries.hold(random(BATCH, ROWS, HEADS, 16, seed=seed), in_place=True).transpose(0, 1)
@@ -39,22 +39,24 @@ def own(canaries: Canaries, fused: bool, seed: int) -> torch.Tensor:
 def test_gathered_and_added(canaries: Canaries, content: str, fused: bool, dtype: torch.dtype) -> None:
     parts = CONTENTS[content]
     count = BATCH * sum(part.row_count * part.heads.count for part in parts) * 32
-    local = LocalTensors(own(canaries, fused, 0), own(canaries, fused, 1))
-    ours, wanted = (PackedBuffer(canaries.out((count,), dtype, dense=True), parts, BATCH, RecordLayout((16, 16)), dtype)
-                    for _ in range(2))  # fmt: skip
+    local = LocalTensors(local_tensor(canaries, fused, 0), local_tensor(canaries, fused, 1))
+    layout = RecordLayout((16, 16))
+    ours, expected = (
+        PackedBuffer(canaries.out((count,), dtype, dense=True), parts, BATCH, layout, dtype) for _ in range(2)
+    )
     packed_records.gather_by_kernel(local, ours)
     for value, theirs in zip(local.values, range(2), strict=True):
         for part in parts:
             rows = [row for run in part.rows for row in run.members()]
-            wanted.parts[part.heads][theirs].x.copy_(value.x[rows][:, :, part.heads.start : part.heads.stop])
-    assert torch.equal(ours.flat, wanted.flat)
-    sums = [LocalTensors(own(canaries, fused, 2), own(canaries, fused, 3)) for _ in range(2)]
+            expected.parts[part.heads][theirs].x.copy_(value.x[rows][:, :, part.heads.start : part.heads.stop])
+    assert torch.equal(ours.flat, expected.flat)
+    sums = [LocalTensors(local_tensor(canaries, fused, 2), local_tensor(canaries, fused, 3)) for _ in range(2)]
     packed_records.add_by_kernel(ours, sums[0])
     for number, value in enumerate(sums[1].values):
         for part in parts:
             rows = torch.tensor([row for run in part.rows for row in run.members()])
-            some = value.x[:, :, part.heads.start : part.heads.stop]
-            some.index_add_(0, rows, ours.parts[part.heads][number].x.float())
+            head_rows = value.x[:, :, part.heads.start : part.heads.stop]
+            head_rows.index_add_(0, rows, ours.parts[part.heads][number].x.float())
     assert all(torch.equal(a.x, b.x) for a, b in zip(sums[0].values, sums[1].values, strict=True))
 
 

@@ -11,7 +11,7 @@ from ringattn.runtime import records
 from tests.kernels.interpreter_rows.canary import Canaries, random
 
 CODES = [torch.int8, torch.float8_e4m3fn]
-ROUNDING = 1 + 2.0**-13  # what float32 may add to a bound, as the module promises
+ROUNDING = 1 + 2.0**-13  # the float32 rounding that the module adds to its bounds
 
 
 def quantized(canaries: Canaries, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -28,7 +28,7 @@ def restored(canaries: Canaries, values: Tensor, scales: Tensor, dtype: torch.dt
 
 
 def bound(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the module promises for float64 x."""
+    """Return the module's error bound for float64 x."""
     amax = x.abs().amax(-1, keepdim=True)
     if dtype == torch.int8:
         return (amax / 254).expand_as(x) * ROUNDING
@@ -43,7 +43,7 @@ def test_error_is_within_the_bound(
 ) -> None:
     x = random(*shape, dtype=dtype)
     x[0] *= 1e-3
-    x[-1, ..., :3] *= 100  # outliers send the rest of their heads to small codes
+    x[-1, ..., :3] *= 100  # outliers give the rest of their heads small codes
     values, scales = quantized(canaries, x, code)
     wide = x.double()
     torch.testing.assert_close(scales.double(), wide.abs().amax(-1) / LARGEST[code], rtol=2.0**-22, atol=0)

@@ -54,12 +54,12 @@ def test_added_and_rounded_once(canaries: Canaries, dtype: torch.dtype) -> None:
     part = canaries.hold(random(3, 1, 2, 64, dtype=dtype))
     total = canaries.hold(random(10, 1, 2, 64, seed=2), in_place=True)
     narrow = canaries.hold(total.to(dtype), in_place=True)
-    wanted, wanted_narrow = total.clone(), narrow.clone()
-    wanted[rows] += part.float()
+    expected, wanted_narrow = total.clone(), narrow.clone()
+    expected[rows] += part.float()
     wanted_narrow[rows] = (narrow[rows].float() + part.float()).to(dtype)
     move_rows_call(part, total, scatter=rows, add=True).run()
     move_rows_call(part, narrow, scatter=rows, add=True).run()
-    assert torch.equal(total, wanted) and torch.equal(narrow, wanted_narrow)
+    assert torch.equal(total, expected) and torch.equal(narrow, wanted_narrow)
 
 
 def test_no_rows_at_all(canaries: Canaries) -> None:
