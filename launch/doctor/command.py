@@ -1,4 +1,4 @@
-"""The words of `ringattn doctor`, without what looks at the machine: that loads torch."""
+"""The help of `ringattn doctor`, without the checks, which load torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ringattn.launch.options import wrapped
 
 HELP = """usage: ringattn doctor [transport=auto] [json=FILE] [timeout_s=30]
 
-Look at this machine: versions, CUDA, NCCL, devices and how they are connected, network ports and what NCCL needs of
-them, environment variables; then let two processes (under torchrun: all ranks, of all nodes) meet, exchange inside
-nodes and between them, and attend beside a float64 reference. Findings say why they matter and what to do.
+Check this machine: versions, CUDA, NCCL, devices and their connections, network ports, environment variables. Then two
+processes (under torchrun all ranks of all nodes) connect, exchange messages within and between nodes, and compare one
+attention call with a float64 reference. Each finding says why it matters and what to do.
 
-  transport=T  what carries the messages: auto (what Ring takes here), shm, gloo, nccl or peer
+  transport=T  transport of the messages: auto (that of Ring), shm, gloo, nccl or peer
   json=FILE    file to write the figures into; - for the standard output, with nothing else
   timeout_s=N  deadline of every wait for another rank, in seconds (30)
 
@@ -20,10 +20,10 @@ Returns 0, or 1 if a finding is an error."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Raises `InputError` for bad options."""
+    """Run the command. Raises `InputError` for bad options."""
     if {"--help", "-h"} & set(argv):
         print("\n".join(wrapped(HELP)))
         return 0
-    from ringattn.launch.doctor.doctor import main as look
+    from ringattn.launch.doctor.doctor import main as run_checks
 
-    return look(argv)
+    return run_checks(argv)

@@ -1,10 +1,10 @@
-"""`ringattn doctor`: looks at this machine, its packages and its ranks, and says what to do about what it finds.
+"""`ringattn doctor`: check this machine, its packages and its ranks, and suggest fixes.
 
-Alone it starts two processes that meet, exchange and attend; under torchrun all of its ranks do. They use the transport
-that a ring takes on this machine, or the one of the option `transport`, and the findings name it.
-Guarantees: it ends, with a finding for whatever cannot be found out; returns 1 only for a finding of level error.
-Each rank measures message times and bandwidth, and compares one attention call with a float64 reference.
-A package or a driver that is missing or broken is a fact, never an error.
+It starts two processes that connect, exchange messages and attend; under torchrun all ranks do. They use the transport
+that a ring takes on this machine, or that of the option `transport`, and the findings name it. Each rank measures
+message times and bandwidth, and compares one attention call with a float64 reference.
+Guarantees: it ends, with a finding for each fact that it cannot determine. It returns 1 only for a finding of level
+error. A missing or broken package or driver is a fact, not an exception.
 Not covered: the meaning of a fact (`probes`, `network`).
 """
 
@@ -58,22 +58,22 @@ if TYPE_CHECKING:
 
 LARGE_BYTES, SMALL_BYTES = 16 * 2**20, 64
 MEDIUM_BYTES, LONG_S = 2**20, 0.25
-"""Where large messages take longer than that, pairs exchange smaller ones."""
+"""If large messages take longer than this, pairs exchange smaller ones."""
 REPEATS = {LARGE_BYTES: 5, SMALL_BYTES: 30}
 PAIR_REPEATS = {LARGE_BYTES: 3, MEDIUM_BYTES: 3, SMALL_BYTES: 10}
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 257, 4, 2, 32
 
 
 def examined(spec: dict[str, Any]) -> dict[str, Any]:
-    """One process of a loopback; `spec` has `transport` and `timeout_s`. See `examine`."""
+    """Run one process on this machine; `spec` has `transport` and `timeout_s`. See `examine`."""
     with Ring(transport=spec["transport"], timeout_s=spec["timeout_s"]) as ring:
         return examine(ring)
 
 
 def examine(ring: Ring) -> dict[str, Any]:
-    """This rank's answer: where it is, bytes/s, microseconds, and its greatest absolute error."""
+    """Return this rank's answer: where it is, bytes/s, microseconds, and its largest absolute error."""
     large_s, small_s = (_neighbors_s(ring, nbytes) for nbytes in (LARGE_BYTES, SMALL_BYTES))
-    here = ring.locations[ring.rank] if ring.locations else None
+    location = ring.locations[ring.rank] if ring.locations else None
     return {
         "rank": ring.rank,
         "host": socket.gethostname(),
@@ -86,7 +86,7 @@ def examine(ring: Ring) -> dict[str, Any]:
         "bandwidth": None if large_s is None else LARGE_BYTES / large_s,
         "latency_us": None if small_s is None else small_s * 1e6,
         "error": _parity(ring),
-        "nics": list(here.nics) if here else [],
+        "nics": list(location.nics) if location else [],
         "order": order_advice(ring.locations),
         "pairs": _pairs(ring, large_s),
         "network": _network(ring),
@@ -94,14 +94,15 @@ def examine(ring: Ring) -> dict[str, Any]:
 
 
 def _network(ring: Ring) -> list[dict[str, Any]]:
-    """The findings about the network of this rank's node, from its first rank; rank 0's node is looked at anyway."""
+    """Return findings about the network of this node on its first rank. Rank 0 reports those of its node separately."""
     if ring.links is None or ring.rank == 0 or ring.links.nodes.index(ring.links.nodes[ring.rank]) != ring.rank:
         return []
-    return [one._asdict() for one in network.network(network_facts(), os.environ, nccl_library().version)]
+    findings = network.network(network_facts(), os.environ, nccl_library().version)
+    return [finding._asdict() for finding in findings]
 
 
 def _neighbors_s(ring: Ring, nbytes: int) -> float | None:
-    """Median seconds in which every rank sends `nbytes` to the next one; None for a rank that is alone."""
+    """Return the median seconds in which every rank sends `nbytes` to the next; None for a single rank."""
     if ring.world_size == 1:
         return None
     after, before = (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
@@ -109,7 +110,7 @@ def _neighbors_s(ring: Ring, nbytes: int) -> float | None:
 
 
 def _exchange_s(ring: Ring, nbytes: int, repeats: int, after: int | None, before: int | None) -> float | None:
-    """Median seconds of an exchange, which all ranks begin together; a rank without peers only waits for the others."""
+    """Return the median seconds of an exchange, which all ranks start together; a rank without peers only waits."""
     transport, times = ring.transport, []
     sent, received = transport.allocate(nbytes), transport.allocate(nbytes)
     for _ in range(1 + repeats):
@@ -121,32 +122,32 @@ def _exchange_s(ring: Ring, nbytes: int, repeats: int, after: int | None, before
             transport.exchange([Message(after, sent, "doctor")], [Message(before, received, "doctor")]).wait()
             transport.drain()
             times.append(perf_counter() - start)
-    return median(times[1:]) if times else None  # the first one connects
+    return median(times[1:]) if times else None  # the first exchange also connects
 
 
 def _pairs(ring: Ring, large_s: float | None) -> list[dict[str, Any]]:
-    """What this rank measured with ranks of higher number, of each class of link and between neighboring nodes."""
+    """Measure with ranks of higher number, for each class of link and between neighboring nodes."""
     if ring.links is None or large_s is None:
         return []
     slowest_s = max(map(float, ring.all_gather_text(repr(large_s))))
     nbytes = LARGE_BYTES if slowest_s < LONG_S else MEDIUM_BYTES
-    found = []
-    for measured in rounds(ring.links):
-        peer = next((sum(pair) - ring.rank for pair in measured if ring.rank in pair), None)
+    results = []
+    for pairs in rounds(ring.links):
+        peer = next((sum(pair) - ring.rank for pair in pairs if ring.rank in pair), None)
         seconds, small_s = (_exchange_s(ring, size, PAIR_REPEATS[size], peer, peer) for size in (nbytes, SMALL_BYTES))
         if seconds is not None and small_s is not None and peer is not None and peer > ring.rank:
-            found.append({
+            results.append({
                 "peer": peer, "link": ring.links.of(ring.rank, peer).value, "bandwidth": nbytes / seconds,
                 "latency_us": small_s * 1e6, "across": ring.links.nodes[ring.rank] != ring.links.nodes[peer],
             })  # fmt: skip
-    return found
+    return results
 
 
 def rounds(links: Links) -> list[list[tuple[int, int]]]:
-    """Pairs of ranks that exchange at the same time, each rank in one of them at most.
+    """Return rounds of pairs of ranks that exchange at the same time; a rank is in at most one pair of a round.
 
-    First a pair of every node, then one of each class that only some pairs of a node have, then each node with the
-    next.
+    First one pair of each node, then one pair for each class of link that only some pairs of a node have, then each
+    node with the next.
     """
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(links.nodes):
@@ -156,11 +157,11 @@ def rounds(links: Links) -> list[list[tuple[int, int]]]:
     unlike = {kind: (first, second) for first, second, kind in reversed(links.exceptions) if kind not in seen}
     leaders = [ranks[0] for ranks in members.values()]
     between = list(pairwise(leaders))
-    return [one for one in (inside, *([pair] for pair in unlike.values()), between[::2], between[1::2]) if one]
+    return [pairs for pairs in (inside, *([pair] for pair in unlike.values()), between[::2], between[1::2]) if pairs]
 
 
 def _parity(ring: Ring) -> float:
-    """The greatest absolute error of out, dq, dk and dv: float32, causal, zigzag, against dense float64."""
+    """Return the largest absolute error of out, dq, dk and dv: float32, causal, zigzag, compared with float64."""
     generator = torch.Generator().manual_seed(0)
     whole = [
         torch.randn(1, TOKENS, heads, HEAD_DIM, generator=generator).to(ring.device)
@@ -175,7 +176,7 @@ def _parity(ring: Ring) -> float:
     exact = [x.double().requires_grad_() for x in whole[:3]]
     dense, _ = dense_attention(*exact, causal=True)
     want = [dense.detach(), *torch.autograd.grad(dense, exact, whole[3].double())]
-    errors = [(mine.double() - seq.shard(reference)).abs().max() for mine, reference in zip(got, want, strict=True)]
+    errors = [(shard.double() - seq.shard(reference)).abs().max() for shard, reference in zip(got, want, strict=True)]
     return float(torch.stack(errors).max())
 
 
@@ -185,22 +186,22 @@ def _parity(ring: Ring) -> float:
 LOOPBACK_RANKS = 2
 STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "bold red"}
 WIDTH = 160
-"""Columns of the table where the output has no width of its own."""
+"""Columns of the table if the output is not a terminal."""
 
 Say = Callable[[str], None]
 
 
 @dataclass
 class DoctorConfig:
-    """The transport of the ranks, how long they take at most, and where the figures go."""
+    """The options of the doctor."""
 
-    transport: str = option("auto", "what carries the messages; auto: what Ring takes here", choices=TRANSPORT_NAMES)
+    transport: str = option("auto", "transport of the messages; auto: that of Ring", choices=TRANSPORT_NAMES)
     timeout_s: float = option(30.0, "deadline of every wait for another rank, in seconds", above=0.0)
     json: str = json_option()
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Raises `InputError` for bad options."""
+    """Run the command. Raises `InputError` for bad options."""
     if "--json" in argv:
         raise InputError("--json: write json=- to print the figures, or json=FILE")
     config = load_plain(argv, DoctorConfig)
@@ -208,13 +209,13 @@ def main(argv: Sequence[str]) -> int:
     silent = place is not None and place.rank != 0
     findings: list[Finding] = []
     system: dict[str, Any] = {}
-    # Looking waits for other programs most of the time; the ranks are started here, where an interrupt ends them.
-    with _progress(silent) as say, ThreadPoolExecutor(1) as aside:
-        looking = None if silent else aside.submit(_looked, say)
-        answers, met = (_under_torchrun if place else _loopback)(say, config.transport, config.timeout_s)
-        if looking is not None:
-            findings, system = looking.result()
-    findings += met
+    # The checks mostly wait for other programs. Ranks start in the main thread, where an interrupt stops them.
+    with _progress(silent) as say, ThreadPoolExecutor(1) as pool:
+        checks = None if silent else pool.submit(_checked, say)
+        answers, of_ranks = (_under_torchrun if place else _loopback)(say, config.transport, config.timeout_s)
+        if checks is not None:
+            findings, system = checks.result()
+    findings += of_ranks
     if not silent:
         with json_output(config.json) as write:
             write(_shown(findings, system, answers))
@@ -223,7 +224,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _progress(silent: bool) -> Iterator[Say]:
-    """Lines on standard error, so that standard output is the document alone; one that changes on a terminal."""
+    """Show progress on standard error: one changing line on a terminal, plain lines elsewhere."""
     console = _console(stderr=True)
     if silent:
         yield lambda line: None
@@ -234,26 +235,26 @@ def _progress(silent: bool) -> Iterator[Say]:
         yield lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True)
 
 
-def _looked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
-    """All findings that need no other process, and torch's own account of the system."""
+def _checked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
+    """Return all findings that need no other process, and torch's description of the system."""
     build = torch.version.cuda
-    account: dict[str, Any] = {}
-    found: list[Finding] = []
+    description: dict[str, Any] = {}
+    findings: list[Finding] = []
 
-    def look_at_system() -> list[Finding]:
-        account.update(system())
+    def describe_system() -> list[Finding]:
+        description.update(system())
         return []
 
     def devices() -> list[Finding]:
         driver, gpus, links = nvml()
-        driver = driver or account.get("nvidia_driver_version")
+        driver = driver or description.get("nvidia_driver_version")
         on_gpu = probes.cuda(build, driver, torch.cuda.is_available())
-        forms = [Finding("kernels' forms", OK, told) for told in kernel_forms(gpus)]
+        forms = [Finding("kernels' forms", OK, text) for text in kernel_forms(gpus)]
         return [on_gpu, *probes.devices(gpus, torch.cuda.is_available()), *forms, *probes.topology(links)]
 
-    looks: dict[str, Callable[[], Sequence[Finding]]] = {
+    checks: dict[str, Callable[[], Sequence[Finding]]] = {
         "packages": lambda: probes.versions(package_versions()),
-        "system": look_at_system,
+        "system": describe_system,
         "devices": devices,
         "processors": lambda: probes.processors(*cores(), os.environ.get("OMP_NUM_THREADS")),
         "NCCL": lambda: probes.nccl(nccl_library(), torch_nccl()),
@@ -263,20 +264,20 @@ def _looked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
         "environment": lambda: probes.variables(os.environ),
         "kernels": lambda: [probes.kernels_name(installed("kernels"), kernels_origin())],
     }
-    for topic, look in looks.items():
+    for topic, check in checks.items():
         say(topic)
         try:
-            found += look()
-        except Exception as error:  # on a machine that nobody has thought of, the other findings still help
-            text = f"could not be looked at: {type(error).__name__}: {error}"
-            found.append(Finding(topic, WARNING, text, "report this with the output of `ringattn doctor json=-`"))
-    return found, account
+            findings += check()
+        except Exception as error:  # on an unexpected machine, the other findings still help
+            text = f"could not be checked: {type(error).__name__}: {error}"
+            findings.append(Finding(topic, WARNING, text, "report this with the output of `ringattn doctor json=-`"))
+    return findings, description
 
 
 def _loopback(say: Say, transport: str, timeout_s: float) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """Two processes of this machine."""
+    """Check two processes on this machine."""
     transport = _transport_of_loopback(transport, torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    say(f"two processes meet over {transport_text(transport)}, exchange, and attend")
+    say(f"two processes connect over {transport_text(transport)}, exchange messages and attend")
     spec = {"transport": transport, "timeout_s": timeout_s}
     try:
         answers = run_ranks_in_processes(
@@ -289,7 +290,7 @@ def _loopback(say: Say, transport: str, timeout_s: float) -> tuple[list[dict[str
 
 def _transport_of_loopback(transport: str, gpus: int) -> str:
     """Return the transport for two processes on a machine with `gpus` devices."""
-    # A rank needs a GPU of its own, and auto takes NCCL where there is one.
+    # Auto takes NCCL if there is a GPU, but then each rank needs one.
     return "shm" if transport == "auto" and 0 < gpus < LOOPBACK_RANKS else transport
 
 
@@ -299,23 +300,23 @@ def transport_text(transport: str) -> str:
 
 
 def _under_torchrun(say: Say, transport: str, timeout_s: float) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """All ranks that torchrun started; every one of them has all answers."""
-    say("all ranks meet, exchange, and attend")
+    """Check all ranks that torchrun started; every rank receives all answers."""
+    say("all ranks connect, exchange messages and attend")
     try:
         with ringattn.Ring(transport=transport, timeout_s=timeout_s) as ring:
-            answers = [json.loads(told) for told in ring.all_gather_text(json.dumps(examine(ring)))]
+            answers = [json.loads(answer) for answer in ring.all_gather_text(json.dumps(examine(ring)))]
     except Exception as error:  # whatever a device or its driver raises
         return [], [_apart(error)]
     return answers, judged(answers)
 
 
 def judged(answers: Sequence[dict[str, Any]]) -> list[Finding]:
-    """The findings about ranks that have met."""
+    """Return the findings about connected ranks."""
     return [*probes.meeting(answers), *probes.exchange(answers), *probes.speeds(answers), *probes.other_nodes(answers)]
 
 
 def _apart(error: Exception) -> Finding:
-    advice = "are MASTER_ADDR and its port reachable from every machine, and does a firewall stand between them?"
+    advice = "check that every machine reaches MASTER_ADDR and its port, and that no firewall blocks it"
     return Finding("ranks", ERROR, str(error), advice)
 
 
@@ -345,22 +346,22 @@ def _print_table(findings: Sequence[Finding], console: Any) -> None:
     table = Table("about", "", box=box.SIMPLE_HEAD)
     for name in ("found", "why it matters", "what to do"):
         table.add_column(name, overflow="fold")
-    for one in findings:
-        words = escape(one.text), escape(one.why), escape(one.advice)
-        table.add_row(one.topic, f"[{STYLES[one.level]}]{one.level}[/]", *words)
+    for finding in findings:
+        texts = escape(finding.text), escape(finding.why), escape(finding.advice)
+        table.add_row(finding.topic, f"[{STYLES[finding.level]}]{finding.level}[/]", *texts)
     console.print(table)
 
 
 def _print_lines(findings: Sequence[Finding]) -> None:
-    """The same where rich is not installed."""
-    for one in findings:
-        print(f"{one.topic:<14} {one.level:<8} {one.text}")
-        for words in filter(None, (one.why, one.advice)):
-            print(f"{'':<24}{words}")
+    """Print the findings without rich."""
+    for finding in findings:
+        print(f"{finding.topic:<14} {finding.level:<8} {finding.text}")
+        for text in filter(None, (finding.why, finding.advice)):
+            print(f"{'':<24}{text}")
 
 
 def _console(**options: Any) -> Console | None:
-    """A console of rich; None where that is not installed, for the doctor is run where little is."""
+    """Return a console of rich, or None if rich is not installed, because the doctor needs only torch."""
     try:
         from rich.console import Console
     except ImportError:
@@ -368,29 +369,29 @@ def _console(**options: Any) -> Console | None:
     return Console(**options)
 
 
-# --- facts: a package or a driver that is missing or broken is one, never an error -----------------------------------
+# --- facts: a missing or broken package or driver is a fact, not an exception ----------------------------------------
 
 
 PACKAGES = ("torch", "numpy", "triton", "hydra-core")
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 ANCESTORS = ((0, "one board"), (10, "one PCIe switch"), (20, "several PCIe switches"), (30, "a PCIe host bridge"),
              (40, "the NUMA node"), (50, "the whole system"))  # fmt: skip
-"""Levels of topology as NVML counts them, in words."""
+"""The levels of topology of NVML."""
 
 
 def package_versions() -> dict[str, str | None]:
-    """Versions by name, None for what is missing; cupy under whichever name it has."""
+    """Return the versions of packages by name, None for missing ones; cupy under the name of its wheel."""
     cupy = next(((name, version) for name in CUPY if (version := installed(name))), ("cupy", None))
     return {"python": platform.python_version(), **{name: installed(name) for name in PACKAGES}, cupy[0]: cupy[1]}
 
 
 def system() -> dict[str, Any]:
-    """What `python -m torch.utils.collect_env` prints, by name; takes a second or two."""
+    """Return what `python -m torch.utils.collect_env` prints, by name. It takes a second or two."""
     return dict(collect_env.get_env_info()._asdict())
 
 
 def nccl_library() -> Nccl:
-    """The libnccl that this process has or loads now."""
+    """Return the libnccl of this process, which is loaded if necessary."""
     try:
         library = load_library()
     except RingError as error:
@@ -399,7 +400,7 @@ def nccl_library() -> Nccl:
 
 
 def torch_nccl() -> int | None:
-    """The version that torch was built with, as `ncclGetVersion` counts; None for a CPU build."""
+    """Return the NCCL version that torch was built with, as in `ncclGetVersion`; None for a CPU build."""
     if torch.version.cuda is None:
         return None
     major, minor, patch = torch.cuda.nccl.version()[:3]
@@ -407,8 +408,8 @@ def torch_nccl() -> int | None:
 
 
 def nccl_wheels(distributions: Iterable[metadata.Distribution] | None = None) -> list[Wheel]:
-    """The installed nvidia-nccl-* distributions, and whether the libnccl on disk is the one that each brought."""
-    found = []
+    """Return the installed nvidia-nccl-* distributions, and whether the libnccl on disk is the one of each."""
+    wheels = []
     for distribution in metadata.distributions() if distributions is None else distributions:
         name = distribution.metadata["Name"] or ""
         if not name.startswith("nvidia-nccl"):
@@ -416,12 +417,12 @@ def nccl_wheels(distributions: Iterable[metadata.Distribution] | None = None) ->
         for file in distribution.files or ():
             if file.name.startswith("libnccl.so"):
                 path = Path(str(distribution.locate_file(file)))
-                found.append(Wheel(name, distribution.version, str(path), _intact(path, file.hash)))
-    return sorted(found, key=lambda wheel: wheel.name)
+                wheels.append(Wheel(name, distribution.version, str(path), _intact(path, file.hash)))
+    return sorted(wheels, key=lambda wheel: wheel.name)
 
 
 def _intact(path: Path, recorded: metadata.FileHash | None) -> bool | None:
-    """Whether the file has the hash that was recorded when it was installed (PEP 376: base64 without padding)."""
+    """Return whether the file has the hash recorded at its installation (PEP 376: base64 without padding)."""
     if not path.exists():
         return False
     if recorded is None:
@@ -432,7 +433,7 @@ def _intact(path: Path, recorded: metadata.FileHash | None) -> bool | None:
 
 
 def nvml() -> tuple[str | None, list[Gpu], list[Link]]:
-    """The driver, the devices and how they reach each other, from NVML; no driver, nothing."""
+    """Return the driver, the devices and their connections from NVML; nothing without a driver."""
     try:
         import pynvml
 
@@ -453,10 +454,10 @@ def nvml() -> tuple[str | None, list[Gpu], list[Link]]:
 
 
 def kernel_forms(gpus: Sequence[Gpu]) -> list[str]:
-    """Which forms of our own kernels would run on each kind of device, in words."""
+    """Return, for each kind of device, a sentence with the forms of ringattn's kernels that would run on it."""
     try:
         import ringattn.engine.forms as forms
-    except ModuleNotFoundError as error:  # triton comes with CUDA builds of torch alone
+    except ModuleNotFoundError as error:  # only CUDA builds of torch install triton
         return [f"engine='triton' does not run here: no {error.name}"]
     visible = range(torch.cuda.device_count())
     kinds = {gpu.capability for gpu in gpus} or {torch.cuda.get_device_capability(n) for n in visible}
@@ -467,7 +468,7 @@ def _link(pynvml: Any, first: int, second: int, handles: list[Any]) -> Link:
     pair = handles[first], handles[second]
     try:
         return _connection(pynvml, first, second, pair)
-    except pynvml.NVMLError as error:  # virtual machines hide what lies between devices
+    except pynvml.NVMLError as error:  # virtual machines hide the topology
         return Link(first, second, f"an unknown way ({error})", True)
 
 
@@ -480,12 +481,12 @@ def _connection(pynvml: Any, first: int, second: int, pair: tuple[Any, Any]) -> 
 
 
 def cores() -> tuple[int, int, int]:
-    """Cores of the machine, cores that this process may use, NUMA nodes."""
+    """Return the cores of the machine, the cores that this process may use, and the NUMA nodes."""
     nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
     return os.cpu_count() or 1, len(os.sched_getaffinity(0)), max(1, len(nodes))
 
 
 def kernels_origin() -> str | None:
-    """The file that `import kernels` would load; None for nothing, or for a folder without `__init__.py`."""
+    """Return the file that `import kernels` would load; None for no file or a folder without `__init__.py`."""
     spec = importlib.util.find_spec("kernels")
     return None if spec is None else spec.origin

@@ -1,4 +1,4 @@
-"""`ringattn flight`: merges the flight records of a failed run, and reports which ranks and exchanges diverged.
+"""`ringattn flight`: merge the flight records of a failed run, and report which ranks and exchanges diverged.
 
 The k-th send from a to b on a lane belongs to the k-th receive of b from a, counted from the opening of the ring. A
 record contains the number of dropped messages, so the count is right for long runs too.
@@ -46,37 +46,37 @@ class End(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """One rank's messages of one lane in one direction to one peer: ordinals from `first` on are in `ends`."""
+    """The messages of a rank on one lane, in one direction, to one peer. `first` is the ordinal of `ends[0]`."""
 
     first: int
     ends: list[End]
 
     @property
     def total(self) -> int:
-        """Messages posted since the ring was opened."""
+        """Return the number of messages posted since the ring was opened."""
         return self.first + len(self.ends)
 
 
 class Divergence(NamedTuple):
-    """Something that does not fit. They sort by how far from the origin they are; `rank` is the one to look at."""
+    """A divergence between two ranks. They sort by the distance to the origin; `rank` is the rank to examine."""
 
     distance: int
     sequence: int
     rank: int
-    words: str
+    text: str
 
 
 MISSING, UNEQUAL, ABSENT, WAITING = range(4)
-"""Distances: no record; bytes differ; a rank that waits for nobody did not post; one that waits itself did not."""
+"""Distances: no record; bytes differ; a rank that did not wait has not posted; a rank that waited has not posted."""
 
 
 def label_of(flight: Mapping[str, Any]) -> str:
-    """The label of an exchange's first message."""
+    """Return the label of the first message of an exchange."""
     return flight["parts"][0]["label"] if flight["parts"] else ""
 
 
 def first_unfinished(record: Record, until_s: float = math.inf) -> Mapping[str, Any] | None:
-    """The oldest exchange that was under way at `until_s`, seconds of the clock."""
+    """Return the oldest exchange that was unfinished at `until_s`, in seconds of the clock."""
     for flight in record["flights"]:
         if flight["state"] in (LAUNCHING, CAPTURED) or flight["posted_s"] > until_s:
             continue
@@ -86,74 +86,75 @@ def first_unfinished(record: Record, until_s: float = math.inf) -> Mapping[str, 
 
 
 def divergences(records: Mapping[int, Record]) -> list[str]:
-    """What does not fit, the likeliest origin first; empty where everything does.
+    """Return what diverged, the likeliest origin first.
 
-    Names the ranks without a record, and for each rank that owes messages the first of them.
+    Names the ranks without a record, and for each rank that did not post messages the first of them.
     """
-    found = []
+    every = []
     world_size = next(iter(records.values()))["world_size"]
     for rank in sorted(set(range(world_size)) - set(records)):
-        words = f"rank {rank} left no record: it was killed, it stands still, or its record is in another folder"
-        found.append(Divergence(MISSING, 0, rank, words))
+        text = f"rank {rank} left no record: it was killed, it hangs, or its record is in another folder"
+        every.append(Divergence(MISSING, 0, rank, text))
     for sender in records:
         for receiver in records:
             if sender != receiver:
-                found += _between(records[sender], records[receiver])
+                every += _between(records[sender], records[receiver])
     first: dict[tuple[int, int], str] = {}
-    for one in sorted(found):
-        first.setdefault((one.distance, one.rank), one.words)
+    for divergence in sorted(every):
+        first.setdefault((divergence.distance, divergence.rank), divergence.text)
     return list(first.values())
 
 
 def _between(sender: Record, receiver: Record) -> list[Divergence]:
-    """What does not fit between two ranks, on each lane."""
+    """Return the first divergence between two ranks on each lane."""
     sent = _streams(sender, "send", receiver)
     received = _streams(receiver, "recv", sender)
     empty = Stream(0, [])
-    found = []
+    divergences = []
     for lane in sorted({*sent, *received}):
-        ours, theirs = sent.get(lane, empty), received.get(lane, empty)
-        if (difference := _unequal(ours, theirs)) is not None:
-            found.append(difference)
-        elif ours.total > theirs.total:
-            found.append(_unanswered(ours, theirs, sender, receiver, f"recv from rank {sender['rank']}"))
-        elif ours.total < theirs.total:
-            found.append(_unanswered(theirs, ours, receiver, sender, f"send to rank {receiver['rank']}"))
-    return found
+        sends, receives = sent.get(lane, empty), received.get(lane, empty)
+        if (difference := _unequal(sends, receives)) is not None:
+            divergences.append(difference)
+        elif sends.total > receives.total:
+            divergences.append(_unanswered(sends, receives, sender, receiver, f"recv from rank {sender['rank']}"))
+        elif sends.total < receives.total:
+            divergences.append(_unanswered(receives, sends, receiver, sender, f"send to rank {receiver['rank']}"))
+    return divergences
 
 
-def _unequal(ours: Stream, theirs: Stream) -> Divergence | None:
-    """The first message that both records still hold and whose ends differ in bytes."""
-    first = max(ours.first, theirs.first)
-    for mine, other in zip(ours.ends[first - ours.first :], theirs.ends[first - theirs.first :], strict=False):
-        if mine.part["nbytes"] != other.part["nbytes"]:
-            return Divergence(UNEQUAL, mine.flight["sequence"], mine.rank, f"bytes differ: {mine}; {other}")
+def _unequal(sends: Stream, receives: Stream) -> Divergence | None:
+    """Return the divergence for the first message in both records whose ends differ in bytes."""
+    first = max(sends.first, receives.first)
+    pairs = zip(sends.ends[first - sends.first :], receives.ends[first - receives.first :], strict=False)
+    for send, receive in pairs:
+        if send.part["nbytes"] != receive.part["nbytes"]:
+            return Divergence(UNEQUAL, send.flight["sequence"], send.rank, f"bytes differ: {send}; {receive}")
     return None
 
 
 def _unanswered(more: Stream, fewer: Stream, waiting: Record, owing: Record, owed: str) -> Divergence:
-    """The first message that the rank of `waiting` posted and the rank of `owing` never did.
+    """Return the divergence for the first message that the rank of `waiting` posted and the rank of `owing` did not.
 
-    A rank that waited in an exchange of its own is not where it began, so it comes after one that did not.
+    If the rank of `owing` was waiting too, it is not the origin, so it sorts after ranks that were not waiting.
     """
     until_s = waiting["written_s"]
     distance = ABSENT if first_unfinished(owing, until_s) is None else WAITING
-    begun = [flight for flight in owing["flights"] if flight["posted_s"] <= until_s]
-    posted = [flight for flight in begun if flight["state"] != LAUNCHING]
+    started = [flight for flight in owing["flights"] if flight["posted_s"] <= until_s]
+    posted = [flight for flight in started if flight["state"] != LAUNCHING]
     where = f"exchange {posted[-1]['sequence']}, '{label_of(posted[-1])}'" if posted else "no exchange at all"
-    if begun and begun[-1]["state"] == LAUNCHING:
-        where += f"; it is inside the launch of exchange {begun[-1]['sequence']}"
-    words = f"rank {owing['rank']} never posted its {owed}; the last that it posted was {where}"
+    if started and started[-1]["state"] == LAUNCHING:
+        where += f"; it is inside the launch of exchange {started[-1]['sequence']}"
+    text = f"rank {owing['rank']} never posted its {owed}; the last that it posted was {where}"
     if fewer.total < more.first:
         sequence = waiting["flights"][0]["sequence"]
-        gone = f"rank {waiting['rank']} has dropped the first of them from its record, from before exchange {sequence}"
-        return Divergence(distance, sequence, owing["rank"], f"no partner: {gone}; {words}")
+        dropped = f"rank {waiting['rank']} has dropped the first of them, from before exchange {sequence}"
+        return Divergence(distance, sequence, owing["rank"], f"no partner: {dropped}; {text}")
     end = more.ends[fewer.total - more.first]
-    return Divergence(distance, end.flight["sequence"], owing["rank"], f"no partner: {end}; {words}")
+    return Divergence(distance, end.flight["sequence"], owing["rank"], f"no partner: {end}; {text}")
 
 
 def _streams(record: Record, op: str, peer: Record) -> dict[int, Stream]:
-    """The messages of a rank to or from a peer, by lane."""
+    """Return the messages of a rank to or from a peer, by lane."""
     ends: dict[int, list[End]] = defaultdict(list)
     for flight in record["flights"]:
         if flight["posted_s"] <= peer["written_s"] and flight["state"] != LAUNCHING:
@@ -161,7 +162,9 @@ def _streams(record: Record, op: str, peer: Record) -> dict[int, Stream]:
                 if (part["op"], part["peer"]) == (op, peer["rank"]):
                     ends[flight["lane"]].append(End(record["rank"], part, flight))
     first = {
-        gone["lane"]: gone["messages"] for gone in record["dropped"] if (gone["op"], gone["peer"]) == (op, peer["rank"])
+        dropped["lane"]: dropped["messages"]
+        for dropped in record["dropped"]
+        if (dropped["op"], dropped["peer"]) == (op, peer["rank"])
     }
     return {lane: Stream(first.get(lane, 0), ends[lane]) for lane in {*ends, *first}}
 
@@ -171,13 +174,13 @@ def _streams(record: Record, op: str, peer: Record) -> dict[int, Stream]:
 
 HELP = """usage: ringattn flight DIR
 
-Merge the flight records of a failed run, and say which rank and exchange parted from the others.
+Merge the flight records of a failed run, and report which ranks and exchanges diverged.
 
-  DIR  folder with flight-<rank>.json of every rank; a run leaves them where RINGATTN_FLIGHT_DIR points
+  DIR  folder with flight-<rank>.json of every rank; a run writes them to RINGATTN_FLIGHT_DIR
 
-Returns 0 if every exchange met its partner, 1 if not."""
+Returns 0 if every message has its partner, 1 if not."""
 WIDTH = 200
-"""Columns of the table where the output has no width of its own."""
+"""Columns of the table if the output is not a terminal."""
 NUMBER = (int, float)
 RECORD = {"rank": int, "world_size": int, "transport": str, "written_s": NUMBER, "cause": str, "exchanges": int,
           "dropped": list, "flights": list}  # fmt: skip
@@ -185,11 +188,11 @@ FLIGHT = {"sequence": int, "lane": int, "state": str, "posted_s": NUMBER, "done_
 PART = {"op": str, "peer": int, "nbytes": int, "label": str}
 DROPPED = {"op": str, "peer": int, "lane": int, "messages": int}
 MOST_RANKS = 2**20
-"""A record that speaks of more is none."""
+"""A file with more ranks is not a record."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Raises `InputError` for bad options, and for records that are missing or cannot be read."""
+    """Run the command. Raises `InputError` for bad options, and if records are missing or cannot be read."""
     if "--help" in argv or "-h" in argv:
         print("\n".join(wrapped(HELP)))
         return 0
@@ -200,20 +203,20 @@ def main(argv: Sequence[str]) -> int:
     if not console.is_terminal:
         console = Console(width=WIDTH)
     console.print(table_of(records))
-    found = divergences(records)
-    for words in found:
-        console.print(f"divergence: {words}", markup=False, highlight=False, soft_wrap=True)
-    if not found:
-        console.print("no divergence: every exchange that was posted met its partner, with equal bytes")
-    return 1 if found else 0
+    texts = divergences(records)
+    for text in texts:
+        console.print(f"divergence: {text}", markup=False, highlight=False, soft_wrap=True)
+    if not texts:
+        console.print("no divergence: every posted message has its partner, with the same number of bytes")
+    return 1 if texts else 0
 
 
 def read_records(folder: Path) -> dict[int, Mapping[str, Any]]:
-    """The records in `folder`, by rank. Raises `InputError` where there are none, and for files that are no records."""
+    """Read the records in `folder`, by rank. Raises `InputError` if there are none, or if a file is not a record."""
     files = sorted(folder.glob("flight-*.json"))
     if not files:
         why = "holds no flight-<rank>.json" if folder.is_dir() else "is not a folder"
-        raise InputError(f"{folder} {why}; set RINGATTN_FLIGHT_DIR before a run, and records are left when it fails")
+        raise InputError(f"{folder} {why}; set RINGATTN_FLIGHT_DIR before a run to get records when it fails")
     records: dict[int, Mapping[str, Any]] = {}
     for file in files:
         try:
@@ -232,7 +235,7 @@ def read_records(folder: Path) -> dict[int, Mapping[str, Any]]:
 
 
 def _not_a_record(record: Any) -> str | None:
-    """What is wrong with what JSON gave, or None for a record as `FlightRecord.dump` writes them."""
+    """Return why the content of a file is not a record of `FlightRecord.dump`, or None if it is one."""
     if wrong := _lacks(record, RECORD):
         return wrong
     if not 0 <= record["rank"] < record["world_size"] <= MOST_RANKS:
@@ -250,9 +253,9 @@ def _not_a_record(record: Any) -> str | None:
 
 
 def _lacks(read: Any, keys: Mapping[str, Any]) -> str | None:
-    """The first of the keys that is missing or has a value of another type."""
+    """Return the first key that is missing or has a value of the wrong type, or None."""
     if not isinstance(read, dict):
-        return f"{type(read).__name__} where an object belongs"
+        return f"{type(read).__name__} instead of an object"
     for key, kind in keys.items():
         if not isinstance(read.get(key), kind) or isinstance(read[key], bool):
             return f"{key} is {read[key]!r:.80}" if key in read else f"{key} is missing"
@@ -260,7 +263,7 @@ def _lacks(read: Any, keys: Mapping[str, Any]) -> str | None:
 
 
 def table_of(records: Mapping[int, Mapping[str, Any]]) -> Table:
-    """One row a rank: how far it came, what it waited for, why it gave up."""
+    """Return a row per rank: its last exchange, what it waited for, and why it stopped."""
     table = Table("rank", "posted", "last done", "first unfinished", "state", "age", "cause")
     for rank, record in records.items():
         done = [flight for flight in record["flights"] if flight["state"] == DONE]
@@ -269,8 +272,8 @@ def table_of(records: Mapping[int, Mapping[str, Any]]) -> Table:
         table.add_row(
             str(rank),
             str(record["exchanges"]),
-            _words(done[-1]) if done else "-",
-            _words(waiting) if waiting else "-",
+            _flight_text(done[-1]) if done else "-",
+            _flight_text(waiting) if waiting else "-",
             waiting["state"] if waiting else "-",
             f"{age_s:.2f} s" if waiting else "-",
             escape(record["cause"]),
@@ -278,5 +281,5 @@ def table_of(records: Mapping[int, Mapping[str, Any]]) -> Table:
     return table
 
 
-def _words(flight: Mapping[str, Any]) -> str:
+def _flight_text(flight: Mapping[str, Any]) -> str:
     return escape(f"{flight['sequence']}: {label_of(flight)}")

@@ -1,6 +1,6 @@
-"""What the doctor makes of facts about a machine: findings, each with its level and what to do.
+"""Turn facts about a machine into the doctor's findings, each with its level and what to do.
 
-Pure functions of facts, so that every one of them is tested with machines that are not at hand.
+All functions are pure, so that each is tested with facts of other machines.
 Sources: NVIDIA's CUDA programming guide, "Compute capabilities" (bf16 from 8.0, fp8 from 8.9); `pyproject.toml` for the
 versions that ringattn accepts; `nvml.h` for the levels of topology.
 """
@@ -24,11 +24,11 @@ LEAST = {"python": (3, 11), "torch": (2, 11), "numpy": (1, 26), "triton": (3, 6)
 """The oldest versions that ringattn accepts."""
 BF16_SINCE, FP8_SINCE, KERNELS_SINCE = (8, 0), (8, 9), (8, 0)
 PARITY_BOUND = 1e-5
-"""Greatest absolute error of float32 against float64, on unit normal inputs; the project's own bound."""
+"""Bound of the absolute error of float32 compared with float64, on unit normal inputs, as in all tests."""
 
 
 class Finding(NamedTuple):
-    """What was found about a topic, how bad it is, what to do about it, and why it matters."""
+    """A fact about a topic, its level, what to do about it, and why it matters."""
 
     topic: str
     level: str
@@ -39,7 +39,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device. `capability`: (major, minor) of its architecture."""
+    """A device. `capability` is the (major, minor) of its architecture."""
 
     name: str
     capability: tuple[int, int]
@@ -48,8 +48,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """How two devices reach each other. `kind`: NVLink, or the lowest part of the machine that both hang on; `peer`:
-    whether one may read the other's memory."""
+    """The connection of two devices.
+
+    `kind` is NVLink or the lowest part of the machine to which both are connected. `peer` says whether each can read
+    the memory of the other.
+    """
 
     first: int
     second: int
@@ -59,7 +62,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Wheel:
-    """An installed distribution that brings a libnccl. `intact`: the file is the one that it brought; None: unknown."""
+    """An installed distribution with a libnccl. `intact` says whether the file is the installed one; None: unknown."""
 
     name: str
     version: str
@@ -69,33 +72,33 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Nccl:
-    """The library that this process loads, or why there is none. Versions count as `ncclGetVersion` does."""
+    """The library that this process loads, or the reason why it loads none. Versions are as in `ncclGetVersion`."""
 
     path: str = ""
     version: int = 0
     error: str = ""
 
 
-def versions(found: Mapping[str, str | None]) -> list[Finding]:
-    """Packages by name with their versions, None where one is missing."""
+def versions(packages: Mapping[str, str | None]) -> list[Finding]:
+    """Check the versions of packages, by name; None stands for a missing package."""
     findings = []
-    for name, version in found.items():
+    for name, version in packages.items():
         least = LEAST.get(name)
         if version is None:
             needed = name in ("torch", "numpy")
             advice = f"pip install {name}" if needed else ""
             findings.append(Finding(name, ERROR if needed else NOTE, "not installed", advice))
         elif least and _numbers(version) < least:
-            wanted = ".".join(map(str, least))
+            required = ".".join(map(str, least))
             level = WARNING if name == "triton" else ERROR
-            findings.append(Finding(name, level, version, f"ringattn needs {wanted} or newer: upgrade it"))
+            findings.append(Finding(name, level, version, f"ringattn needs {required} or newer: upgrade it"))
         else:
             findings.append(Finding(name, OK, version))
     return findings
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: 2.13.0+cpu is (2, 13, 0)."""
+    """Return the leading numbers of a version: (2, 13, 0) for 2.13.0+cpu."""
     numbers = []
     for part in version.split("+")[0].split("."):
         if not part.isdigit():
@@ -105,42 +108,42 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def cuda(build: str | None, driver: str | None, available: bool) -> Finding:
-    """Whether torch and the driver are for each other. `build`: the CUDA of this torch, None for a CPU build."""
+    """Check that torch and the driver fit together. `build` is the CUDA version of torch, None for a CPU build."""
     if build is None and driver is None:
         return Finding("CUDA", NOTE, "torch without CUDA, no NVIDIA driver: rings run on CPUs, over shared memory "
                        "within a machine and gloo between machines")  # fmt: skip
     if build is None:
-        return Finding("CUDA", ERROR, f"driver {driver} is here, and this torch is a CPU build, so no GPU is used",
+        return Finding("CUDA", ERROR, f"driver {driver} is installed, but torch is a CPU build, so no GPU is used",
                        "install a CUDA build of torch (https://pytorch.org/get-started/locally)")  # fmt: skip
     if driver is None:
         return Finding("CUDA", WARNING, f"torch for CUDA {build}, and no NVIDIA driver: no GPU is used",
                        "install the driver, or start the container with its GPUs (--gpus all)")  # fmt: skip
     if not available:
         return Finding("CUDA", ERROR, f"torch for CUDA {build} finds no device under driver {driver}",
-                       "look at CUDA_VISIBLE_DEVICES, and whether the driver is new enough for this CUDA")  # fmt: skip
+                       "check CUDA_VISIBLE_DEVICES, and that the driver is new enough for this CUDA")  # fmt: skip
     return Finding("CUDA", OK, f"torch for CUDA {build}, driver {driver}")
 
 
-def nccl(found: Nccl, torch_version: int | None) -> list[Finding]:
-    """The library against the one that torch was built with; `torch_version` is None for a CPU build."""
-    if found.error:
-        return [Finding("NCCL", NOTE if torch_version is None else ERROR, found.error)]
-    text = f"{version_text(found.version)} from {found.path}"
-    if torch_version is not None and torch_version // 100 != found.version // 100:
+def nccl(library: Nccl, torch_version: int | None) -> list[Finding]:
+    """Compare the library with the one that torch was built with; `torch_version` is None for a CPU build."""
+    if library.error:
+        return [Finding("NCCL", NOTE if torch_version is None else ERROR, library.error)]
+    text = f"{version_text(library.version)} from {library.path}"
+    if torch_version is not None and torch_version // 100 != library.version // 100:
         was = version_text(torch_version)
         return [Finding("NCCL", WARNING, f"{text}, and torch was built with {was}",
-                        "reinstall torch, so that its own NCCL wheel comes back; see the wheels below")]  # fmt: skip
+                        "reinstall torch to restore its NCCL wheel; see the wheels below")]  # fmt: skip
     return [Finding("NCCL", OK, text)]
 
 
-def wheels(found: Sequence[Wheel], cuda_build: str | None) -> list[Finding]:
-    """Whether one NCCL wheel has overwritten another, or was overwritten by one that is gone."""
-    if not found:
+def wheels(installed: Sequence[Wheel], cuda_build: str | None) -> list[Finding]:
+    """Check that no NCCL wheel has overwritten another, and that none was overwritten by a removed wheel."""
+    if not installed:
         level = NOTE if cuda_build is None else WARNING
         return [Finding("NCCL wheels", level, "none installed", "" if level == NOTE else _extra(cuda_build))]
-    listed = ", ".join(f"{wheel.name} {wheel.version}" for wheel in found)
+    listed = ", ".join(f"{wheel.name} {wheel.version}" for wheel in installed)
     by_file: dict[str, list[Wheel]] = {}
-    for wheel in found:
+    for wheel in installed:
         by_file.setdefault(wheel.file, []).append(wheel)
     clashes = [group for group in by_file.values() if len(group) > 1]
     for group in clashes:
@@ -148,18 +151,18 @@ def wheels(found: Sequence[Wheel], cuda_build: str | None) -> list[Finding]:
         owner = next((wheel.name for wheel in group if wheel.intact), "neither of them")
         spare = [wheel.name for wheel in group if cuda_build and f"cu{cuda_build.split('.')[0]}" not in wheel.name]
         remove = " ".join(spare or [wheel.name for wheel in group])
-        return [Finding("NCCL wheels", ERROR, f"{names} bring the same file, which is now that of {owner}",
+        return [Finding("NCCL wheels", ERROR, f"{names} install the same file, which is now that of {owner}",
                         f"pip uninstall {remove}, then pip install --force-reinstall --no-deps the one that torch "
                         "needs")]  # fmt: skip
-    if broken := [wheel for wheel in found if wheel.intact is False]:
+    if broken := [wheel for wheel in installed if wheel.intact is False]:
         names = ", ".join(wheel.name for wheel in broken)
-        return [Finding("NCCL wheels", ERROR, f"the libnccl of {names} is not the file that it brought",
+        return [Finding("NCCL wheels", ERROR, f"the libnccl of {names} is not the file that it installed",
                         f"pip install --force-reinstall --no-deps {broken[0].name}=={broken[0].version}")]  # fmt: skip
     return [Finding("NCCL wheels", OK, listed)]
 
 
 def fitting(unfit: str | None) -> list[Finding]:
-    """Whether the wheels of cupy and NCCL are for this torch; `unfit`: see `transport.nccl.library.mismatch`."""
+    """Check that the wheels of cupy and NCCL fit torch. For `unfit` see `transport.nccl.library.mismatch`."""
     if unfit is None:
         return []
     text, _, advice = unfit.partition(": pip ")
@@ -171,13 +174,13 @@ def _extra(cuda_build: str | None) -> str:
 
 
 def devices(gpus: Sequence[Gpu], usable: bool) -> list[Finding]:
-    """Each GPU with the dtypes that its generation computes in, and which engines it can run.
+    """Report each GPU with the dtypes and engines that it supports.
 
-    `usable`: whether torch finds any, so that one that NVML does not tell of is not passed over.
+    `usable` says whether torch finds a GPU, so that one that NVML does not report is not missed.
     """
     if usable and not gpus:
-        return [Finding("GPUs", WARNING, "torch uses a GPU, and NVML says nothing of it: no dtypes, no topology here",
-                        "pip install nvidia-ml-py, or let the container see the driver's libraries")]  # fmt: skip
+        return [Finding("GPUs", WARNING, "torch uses a GPU that NVML does not report: no dtypes, no topology here",
+                        "pip install nvidia-ml-py, or mount the driver's libraries into the container")]  # fmt: skip
     findings = []
     for number, gpu in enumerate(gpus):
         topic, text = f"GPU {number}", f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB, sm_{_arch(gpu)}"
@@ -186,12 +189,12 @@ def devices(gpus: Sequence[Gpu], usable: bool) -> list[Finding]:
                                     "use dtype float16 or float32, and engine=aten or plain"))  # fmt: skip
         elif gpu.capability < FP8_SINCE:
             findings.append(Finding(topic, OK, f"{text}: bf16", "no fp8 before sm_89; kv_wire_dtype=int8 halves "
-                                    "what K and V cost on the wire instead"))  # fmt: skip
+                                    "the bytes of K and V instead"))  # fmt: skip
         else:
             findings.append(Finding(topic, OK, f"{text}: bf16 and fp8"))
     if len({gpu.capability for gpu in gpus}) > 1:
         findings.append(Finding("GPUs", WARNING, "of different generations: every step waits for the slowest",
-                                "give a ring equal devices with CUDA_VISIBLE_DEVICES"))  # fmt: skip
+                                "use equal devices in a ring (CUDA_VISIBLE_DEVICES)"))  # fmt: skip
     return findings
 
 
@@ -200,20 +203,20 @@ def _arch(gpu: Gpu) -> str:
 
 
 def topology(links: Sequence[Link]) -> list[Finding]:
-    """How the devices of this machine reach each other."""
+    """Report the connections between the devices of this machine."""
     if not links:
         return []
     text = ", ".join(f"{count} over {kind}" for kind, count in Counter(link.kind for link in links).items())
     text = f"pairs of devices: {text}"
     if apart := [f"{link.first} and {link.second}" for link in links if not link.peer]:
-        advice = "messages go through the host: look at the IOMMU and ACS settings, or at the container"
+        advice = "messages pass through the host: check the IOMMU and ACS settings, or the container"
         text += f"; without access to each other's memory: {', '.join(apart)}"
         return [Finding("topology", WARNING, text, advice)]
     return [Finding("topology", OK, text)]
 
 
 def processors(cores: int, allowed: int, numa_nodes: int, threads: str | None) -> list[Finding]:
-    """Cores of the machine and those that this process may use; `threads`: OMP_NUM_THREADS."""
+    """Report the cores of the machine and those that this process may use; `threads` is OMP_NUM_THREADS."""
     text = f"{allowed} of {cores} cores, {numa_nodes} NUMA node{'s' if numa_nodes > 1 else ''}"
     if threads is not None and threads.isdigit() and int(threads) > allowed:
         return [Finding("processors", WARNING, f"{text}; OMP_NUM_THREADS={threads} is more than there are",
@@ -223,24 +226,24 @@ def processors(cores: int, allowed: int, numa_nodes: int, threads: str | None) -
 
 
 def variables(environment: Mapping[str, str]) -> list[Finding]:
-    """What NCCL and torch are told by the environment, and what of it does harm."""
-    told = {key: value for key, value in environment.items() if key.startswith(("NCCL_", "TORCH_", "RINGATTN_"))}
+    """Report the environment variables of NCCL and torch, and those that do harm."""
+    settings = {key: value for key, value in environment.items() if key.startswith(("NCCL_", "TORCH_", "RINGATTN_"))}
     findings = []
     try:
         check_environment(environment)
     except InputError as error:
         findings.append(Finding("environment", ERROR, str(error)))
-    if told.get("NCCL_P2P_DISABLE") == "1":
-        findings.append(Finding("environment", WARNING, "NCCL_P2P_DISABLE=1 sends everything through the host",
+    if settings.get("NCCL_P2P_DISABLE") == "1":
+        findings.append(Finding("environment", WARNING, "NCCL_P2P_DISABLE=1 sends all messages through the host",
                                 "unset it unless it works around a fault of this machine"))  # fmt: skip
-    listed = ", ".join(f"{key}={value}" for key, value in sorted(told.items()))
-    return [*findings, Finding("environment", NOTE if told else OK, listed or "no NCCL_ or TORCH_ variable is set")]
+    listed = ", ".join(f"{key}={value}" for key, value in sorted(settings.items()))
+    return [*findings, Finding("environment", NOTE if settings else OK, listed or "no NCCL_ or TORCH_ variable is set")]
 
 
 def kernels_name(installed: str | None, origin: str | None) -> Finding:
-    """Hugging Face's `kernels` must be what `import kernels` finds. `origin`: the file that is found, None for none."""
+    """Check that `import kernels` finds Hugging Face's package. `origin` is the file that it finds, or None."""
     if installed is None:
-        return Finding("kernels", OK, "Hugging Face's package of that name is not installed, nothing can clash")
+        return Finding("kernels", OK, "Hugging Face's package of that name is not installed, so nothing can clash")
     if origin is None:
         return Finding("kernels", ERROR, f"kernels {installed} is installed, and `import kernels` finds another folder",
                        "transformers would fail: start elsewhere, or take the folder that holds kernels/ off "
@@ -249,34 +252,35 @@ def kernels_name(installed: str | None, origin: str | None) -> Finding:
 
 
 def meeting(answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """All ranks have met: where each is, and whether they fit together. Answers are those of `doctor_ranks`."""
-    places = ", ".join(f"rank {one['rank']} on {one['host']} {one['device']}" for one in answers)
-    findings = [Finding("ranks", OK, f"{len(answers)} ranks met over {answers[0]['transport']}: {places}")]
+    """Report where each connected rank is, and check that the ranks fit together. `answers` are those of `examine`."""
+    places = ", ".join(f"rank {answer['rank']} on {answer['host']} {answer['device']}" for answer in answers)
+    findings = [Finding("ranks", OK, f"{len(answers)} ranks connected over {answers[0]['transport']}: {places}")]
     for fact in ("torch", "ringattn", "python"):
-        told = {str(one[fact]) for one in answers}
-        if len(told) > 1:
-            text = f"ranks have different versions of {fact}: {', '.join(sorted(told))}"
+        values = {str(answer[fact]) for answer in answers}
+        if len(values) > 1:
+            text = f"ranks have different versions of {fact}: {', '.join(sorted(values))}"
             findings.append(Finding("ranks", ERROR, text, "install the same environment on every machine"))
-    gpus = [(one["host"], one["device"]) for one in answers if str(one["device"]).startswith("cuda")]
+    gpus = [(answer["host"], answer["device"]) for answer in answers if str(answer["device"]).startswith("cuda")]
     if len(set(gpus)) < len(gpus):
         findings.append(Finding("ranks", ERROR, "two ranks share a GPU",
-                                "start at most as many ranks on a machine as it has GPUs"))  # fmt: skip
+                                "start at most one rank per GPU"))  # fmt: skip
     return findings
 
 
 def exchange(answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """How fast the slowest rank exchanges with its neighbors, and whether attention over all ranks is right."""
-    errors = [float(one["error"]) for one in answers]
-    error = next(filter(isnan, errors), max(errors))  # no comparison finds a NaN
+    """Report the speed of the slowest rank with its neighbors, and check that attention on all ranks is exact."""
+    errors = [float(answer["error"]) for answer in answers]
+    error = next(filter(isnan, errors), max(errors))  # comparisons do not find a NaN
     text = f"attention on {len(answers)} ranks over {answers[0]['transport']} differs from float64 by {error:.1e}"
     if error <= PARITY_BOUND:
         findings = [Finding("parity", OK, f"{text} (float32, forward and gradients)")]
     else:
         findings = [Finding("parity", ERROR, f"{text}, more than {PARITY_BOUND:.0e}",
-                            "run `ringattn check`, and do not train on this machine before it is exact")]  # fmt: skip
-    speeds = [one for one in answers if one["bandwidth"] is not None]
+                            "run `ringattn check`, and do not train on this machine until it is exact")]  # fmt: skip
+    speeds = [answer for answer in answers if answer["bandwidth"] is not None]
     if speeds:
-        slowest, latency_us = min(one["bandwidth"] for one in speeds), max(one["latency_us"] for one in speeds)
+        slowest = min(answer["bandwidth"] for answer in speeds)
+        latency_us = max(answer["latency_us"] for answer in speeds)
         size = f"{speeds[0]['message_bytes'] / 2**20:.0f} MiB"
         text = (f"over {answers[0]['transport']}: {slowest / 1e9:.2f} GB/s each way in messages of {size}, "
                 f"{latency_us:,.0f} µs for a small one")  # fmt: skip
@@ -291,19 +295,25 @@ WHY = "each step of a ring waits for its slowest pair"
 
 
 def other_nodes(answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """What is wrong with the network of the other nodes, of each as its first rank told."""
-    told = [(one["host"], Finding(**each)) for one in answers for each in one.get("network", ())]
-    return [each._replace(topic=f"{each.topic}, {host}") for host, each in told if each.level in (WARNING, ERROR)]
+    """Return the warnings and errors about the networks of other nodes, which the first rank of each node found."""
+    return [
+        finding._replace(topic=f"{finding.topic}, {answer['host']}")
+        for answer in answers
+        for finding in (Finding(**fields) for fields in answer.get("network", ()))
+        if finding.level in (WARNING, ERROR)
+    ]
 
 
 def speeds(answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """What was measured between ranks of a node and of two, and whether the ranks' order suits a ring."""
+    """Report the speeds between ranks within and between nodes, and check that the order of ranks suits a ring."""
     findings = []
-    if order := next((one["order"] for one in answers if one.get("order")), None):
+    if order := next((answer["order"] for answer in answers if answer.get("order")), None):
         text, advice = str(order).split(". ", 1)
         findings.append(Finding("rank order", WARNING, text, advice, WHY))
     pairs = [
-        {**pair, "rank": one["rank"], "nics": one.get("nics", ())} for one in answers for pair in one.get("pairs", ())
+        {**pair, "rank": answer["rank"], "nics": answer.get("nics", ())}
+        for answer in answers
+        for pair in answer.get("pairs", ())
     ]
     if not pairs:
         return findings
@@ -312,7 +322,7 @@ def speeds(answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
         key = pair["across"], pair["link"]
         if key not in slowest or pair["bandwidth"] < slowest[key]["bandwidth"]:
             slowest[key] = pair
-    told = [
+    texts = [
         f"{'between nodes' if across else 'inside a node'} {pair['bandwidth'] / 1e9:.2f} GB/s and "
         f"{pair['latency_us']:,.0f} µs over {link} (ranks {pair['rank']} and {pair['peer']})"
         for (across, link), pair in sorted(slowest.items())
@@ -320,13 +330,13 @@ def speeds(answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
     inside = [pair["bandwidth"] for (across, _), pair in slowest.items() if not across]
     between = [pair for (across, _), pair in slowest.items() if across]
     if inside and between:
-        told.append(f"a factor of {min(inside) / min(pair['bandwidth'] for pair in between):.3g}")
+        texts.append(f"a factor of {min(inside) / min(pair['bandwidth'] for pair in between):.3g}")
     level, advice = OK, ""
     for pair in between:
         stated = max((gbps or 0.0 for _, gbps in pair["nics"]), default=0.0) / 8 * 1e9
         if pair["bandwidth"] < stated / 2:
             level = NOTE
-            advice = (f"a port of rank {pair['rank']} says {stated / 1e9:.3g} GB/s: look at the findings about ports, "
+            advice = (f"a port of rank {pair['rank']} reports {stated / 1e9:.3g} GB/s: check the findings about ports, "
                       "GPUDirect and the chosen interface on both machines")  # fmt: skip
-    findings.append(Finding("links", level, "; ".join(told), advice, WHY))
+    findings.append(Finding("links", level, "; ".join(texts), advice, WHY))
     return findings

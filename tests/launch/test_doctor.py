@@ -81,7 +81,7 @@ def test_versions(name: str, version: str | None, level: str) -> None:
     ("build", "driver", "available", "level", "words"),
     [
         (None, None, False, NOTE, "over shared memory within a machine and gloo between machines"),
-        (None, "580.1", False, ERROR, "this torch is a CPU build"),
+        (None, "580.1", False, ERROR, "torch is a CPU build"),
         ("13.0", None, False, WARNING, "no NVIDIA driver"),
         ("13.0", "470.2", False, ERROR, "finds no device under driver 470.2"),
         ("13.0", "580.1", True, OK, "torch for CUDA 13.0, driver 580.1"),
@@ -369,7 +369,7 @@ def test_a_look_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys:
     code, document = told(capsys)
     found = {one["topic"]: one for one in document["findings"]}
     assert code == 0 and found["processors"]["level"] == WARNING
-    assert found["processors"]["text"] == "could not be looked at: OSError: no such file"
+    assert found["processors"]["text"] == "could not be checked: OSError: no such file"
     assert "kernels" in found and document["system"] == {"os": "some Linux"}
 
 
@@ -396,11 +396,11 @@ def test_two_processes_use_the_transport_of_a_ring(
     monkeypatch.setattr(doctor, "run_ranks_in_processes", start)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(doctor, "_looked", lambda say: ([], {}))
+    monkeypatch.setattr(doctor, "_checked", lambda say: ([], {}))
     assert main(["doctor", *words]) == 0
     assert [spec["transport"] for spec in specs] == [transport]
     shown = "the transport that a ring takes here" if transport == "auto" else transport
-    assert f"two processes meet over {shown}, " in capsys.readouterr().err
+    assert f"two processes connect over {shown}, " in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -413,7 +413,7 @@ def test_this_machine(ranks: int, tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     found = {one["topic"]: one for one in document["findings"]}
     assert found["torch"]["text"] == torch.__version__ and found["parity"]["level"] == OK
-    assert "2 ranks met over shm: " in found["ranks"]["text"] and found["exchange"]["text"].startswith("over shm: ")
+    assert "2 ranks connected over shm: " in found["ranks"]["text"] and found["exchange"]["text"].startswith("over shm: ")
     assert found["parity"]["text"].startswith("attention on 2 ranks over shm differs from float64 by ")
     assert [one["rank"] for one in document["ranks"]] == [0, 1]
     assert document["passed"] and document["system"]["torch_version"] == torch.__version__
@@ -569,7 +569,7 @@ def test_findings_of_a_planted_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("finding", "level", "words"),
     [
-        (ports(Network()), NOTE, "bytes go over TCP"),
+        (ports(Network()), NOTE, "messages between machines use TCP"),
         (ports(Network((FAST,))), OK, "active: mlx5_0:1 400 Gb/s InfiniBand"),
         (ports(Network((FAST, DOWN))), WARNING, "mlx5_1:1 is DOWN"),
         (ports(Network((FAST, SLOW))), WARNING, "of different rates: mlx5_0:1 400 Gb/s"),
@@ -584,15 +584,15 @@ def test_findings_of_a_planted_machine(tmp_path: Path) -> None:
         ([gpudirect(Network(peermem=True), {})], OK, "by nvidia-peermem"),
         ([gpudirect(Network(dmabuf=True), {})], OK, "by DMABUF"),
         ([gpudirect(Network(dmabuf=True), {"NCCL_DMABUF_ENABLE": "0"})], WARNING, "no DMABUF"),
-        ([gpudirect(Network(), {})], WARNING, "whether DMABUF works is not known"),
+        ([gpudirect(Network(), {})], WARNING, "whether DMABUF works is unknown"),
         ([gpudirect(Network(peermem=True), {"NCCL_NET_GDR_LEVEL": "LOC"})], WARNING, "turned off"),
         ([acs(Network())], OK, "no bridge"),
-        ([acs(Network(redirecting=None))], NOTE, "only root reads"),
+        ([acs(Network(redirecting=None))], NOTE, "only root can read"),
         ([acs(Network(redirecting=("0000:00:01.0",)))], WARNING, "redirects at 0000:00:01.0"),
         (rails(Network((FAST, SLOW), gpus=("a", "b")), {"NCCL_PXN_DISABLE": "1"}), WARNING, "NCCL_PXN_DISABLE=1"),
         (rails(Network((FAST,), gpus=("a",)), {"NCCL_PXN_DISABLE": "1"}), NOTE, "NCCL_PXN_DISABLE=1"),
         (launches({}, 22809), NOTE, "NCCL_LAUNCH_ORDER_IMPLICIT=1"),
-        (launches({"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "NCCL_COMM_ID": "a:1"}, 22809), OK, "one order"),
+        (launches({"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "NCCL_COMM_ID": "a:1"}, 22809), OK, "the same order"),
         (launches({"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 22809), NOTE, "to 8"),
     ],
 )  # fmt: skip
@@ -688,7 +688,7 @@ def test_speed_beside_what_the_port_says() -> None:
         "inside a node 300.00 GB/s and 10 µs over NVLink (ranks 0 and 1); "
         "between nodes 20.00 GB/s and 30 µs over network (ranks 0 and 2); a factor of 15"
     )
-    assert told(inside, between).level == NOTE and "a port of rank 0 says 50 GB/s" in told(inside, between).advice
+    assert told(inside, between).level == NOTE and "a port of rank 0 reports 50 GB/s" in told(inside, between).advice
     assert told(inside, {**between, "bandwidth": 30e9}).level == OK
     assert "10.00 GB/s" in told(between, slow).text  # the slowest of a class counts
     assert doctor.judged([answer(0), answer(1)])[-1].topic == "exchange"

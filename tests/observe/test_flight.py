@@ -180,7 +180,7 @@ def test_a_partner_that_is_no_longer_held_is_said(tmp_path: Path) -> None:
     for _ in range(CAPACITY + 1):
         post(a, "send", 1, "more")
     (found,) = told(tmp_path, a, b)
-    assert "rank 0 has dropped the first of them from its record, from before exchange 2" in found
+    assert "rank 0 has dropped the first of them, from before exchange 2" in found
     assert "rank 1 never posted its recv from rank 0; the last that it posted was exchange 0, 'n 0'" in found
 
 
@@ -249,7 +249,7 @@ def mix(folder: Path) -> None:
         (lambda folder: folder.rmdir(), "is not a folder"),
         (spoil("{"), "flight-0.json cannot be read"),
         (spoil('{"rank": 0}'), "flight-0.json is not a flight record"),
-        (spoil("3"), "is not a flight record of this version of ringattn: int where an object belongs"),
+        (spoil("3"), "is not a flight record of this version of ringattn: int instead of an object"),
         (spoil("[" * 10**5), "flight-0.json cannot be read: maximum recursion"),
         (lambda folder: (folder / "flight-0.json").write_bytes(b"\xff\xfe{"), "flight-0.json cannot be read: .*utf-8"),
         (odd("rank", value="0"), "rank is '0'"),
@@ -258,9 +258,9 @@ def mix(folder: Path) -> None:
         (odd("world_size", value=10**18), "rank 0 of 1000000000000000000"),
         (odd("cause"), "cause is None"),
         (odd("flights", value={}), "flights is {}"),
-        (odd("flights", 0, value=1), "flights: int where an object belongs"),
+        (odd("flights", 0, value=1), "flights: int instead of an object"),
         (odd("flights", 0, "posted_s", value="now"), "flights: posted_s is 'now'"),
-        (odd("flights", 3, "parts", value=[[]]), "flights: parts: list where an object belongs"),
+        (odd("flights", 3, "parts", value=[[]]), "flights: parts: list instead of an object"),
         (odd("flights", 3, "parts", value=[{"op": "send"}]), "flights: parts: peer is missing"),
         (odd("dropped", 0, value={"lane": 0, "op": "send", "peer": 1}), "dropped: messages is missing"),
         (double, "has two records of rank 0"),
