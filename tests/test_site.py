@@ -52,7 +52,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs"]
     command += ["-d", str(folder / "doctrees"), ".", str(folder / "html")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     return folder / "html"
 
@@ -73,6 +73,7 @@ def broken_links(site: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_links_of_the_site_lead_somewhere(site: Path) -> None:
     assert list(broken_links(site)) == []
 
@@ -84,6 +85,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_page_of_the_repository_is_in_the_site(site: Path) -> None:
     files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     for file in [*files, *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench" / "results" / "cpu").glob("*.md")]:
