@@ -1,4 +1,4 @@
-"""`python -m ringattn.bench [name] [key=value ...]`: one benchmark, or all of them one after another."""
+"""`python -m ringattn.bench [name] [key=value ...]`: run one benchmark, or all of them one after another."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ NAMES = (
 )  # fmt: skip
 
 
-def main(words: list[str]) -> None:
-    """Run the benchmark that the first word names with the other words as its options; without words run all."""
-    if not words:
+def main(arguments: list[str]) -> None:
+    """Run the benchmark named by the first argument, with the other arguments as its options; without arguments run
+    all.
+    """
+    if not arguments:
         for name in NAMES:
             import_module(f"ringattn.bench.{name}").main([])
-    elif words[0] in NAMES:
-        import_module(f"ringattn.bench.{words[0]}").main(words[1:])
+    elif arguments[0] in NAMES:
+        import_module(f"ringattn.bench.{arguments[0]}").main(arguments[1:])
     else:
-        raise InputError(f"{words[0]}: not a benchmark; choose one of {', '.join(NAMES)}")
+        raise InputError(f"{arguments[0]}: not a benchmark; choose one of {', '.join(NAMES)}")
 
 
 if __name__ == "__main__":

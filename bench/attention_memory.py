@@ -1,8 +1,9 @@
-"""The attention pass of one rank: bytes predicted from its plans beside bytes measured, for drawn configurations.
+"""The attention pass of one rank: memory predicted from its plans next to memory measured, for random configurations.
 
-`python -m ringattn.bench.attention_memory`. Measured are the storages of the rank's thread, with the scratch of the
-kernels (`ringattn.bench.storages`), forward and backward; the pool's high water beside the placement's figure; and how
-much the resident size of the process grew, which holds Python's and the allocator's own pages too.
+`python -m ringattn.bench.attention_memory` measures, forward and backward: the storages of the rank's thread, with the
+scratch memory of the kernels (`ringattn.bench.storage_meter`); the high-water mark of the pool, next to the size that
+the plan reserves; and the growth of the resident size of the process, which includes pages of Python and of the
+allocator.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class AttentionMemoryOptions:
-    """`configurations` are drawn from `seed`."""
+    """`configurations`: how many are drawn from `seed`."""
 
     configurations: int = 20
     seed: int = 6
@@ -71,12 +72,12 @@ class Drawn:
 
 
 def drawn(count: int, seed: int) -> list[Drawn]:
-    """`count` configurations, the same for the same seed."""
+    """Draw `count` configurations. The same seed draws the same ones."""
     draw = random.Random(seed)
-    found = []
+    configurations = []
     for _ in range(count):
         kv_heads, head_dim = draw.choice((1, 2, 4)), draw.choice((32, 64))
-        found.append(Drawn(
+        configurations.append(Drawn(
             ranks=draw.choice((1, 2, 3, 4)), length_tokens=draw.randrange(600, 2000), batch=draw.choice((1, 1, 2)),
             heads=kv_heads * draw.choice((1, 2)), kv_heads=kv_heads, head_dim=head_dim,
             value_dim=draw.choice((head_dim, head_dim, 48)), dtype=draw.choice(("float32", "bfloat16", "float64")),
@@ -84,41 +85,41 @@ def drawn(count: int, seed: int) -> list[Drawn]:
             schedule=draw.choice(("auto", "ring", "all_gather", "direct")),
             engine=draw.choice(("aten", "aten", "plain")),
         ))  # fmt: skip
-    return [replace(one, layout="contiguous") if one.mask == "dilated" else one for one in found]
+    return [replace(case, layout="contiguous") if case.mask == "dilated" else case for case in configurations]
 
 
 def on_rank(ring: Ring, **facts: Any) -> dict[str, int]:
-    """Bytes of one configuration on this rank, predicted and measured, forward and backward."""
-    one, options = Drawn(**facts), MASKS[facts["mask"]]
-    ring.engine = one.engine
-    seq = ring.sequence(one.length_tokens, layout=one.layout)
-    tokens, dtype = seq.counts[ring.rank], getattr(torch, one.dtype)
-    dilated = one.mask == "dilated"
+    """Return the bytes of one configuration on this rank, predicted and measured, forward and backward."""
+    case, options = Drawn(**facts), MASKS[facts["mask"]]
+    ring.engine = case.engine
+    seq = ring.sequence(case.length_tokens, layout=case.layout)
+    tokens, dtype = seq.counts[ring.rank], getattr(torch, case.dtype)
+    dilated = case.mask == "dilated"
     branches = Dilated(**options) if dilated else None
-    settings = AttentionOptions(schedule=one.schedule, **({} if dilated else options))
-    sizes = one.batch, one.heads, one.kv_heads, one.head_dim, one.value_dim
+    settings = AttentionOptions(schedule=case.schedule, **({} if dilated else options))
+    sizes = case.batch, case.heads, case.kv_heads, case.head_dim, case.value_dim
     call = call_of(ring, seq, None, sizes, dtype, torch.device("cpu"), settings, branches)
-    there, back = (ring.executor_of(call, backward) for backward in (False, True))
-    shapes = ((one.heads, one.head_dim), (one.kv_heads, one.head_dim), (one.kv_heads, one.value_dim))
-    q, k, v = (torch.randn(one.batch, tokens, *shape, dtype=dtype).requires_grad_() for shape in shapes)
-    dout = torch.randn(one.batch, tokens, one.heads, one.value_dim, dtype=dtype)
+    forward, back = (ring.executor_of(call, backward) for backward in (False, True))
+    shapes = ((case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.value_dim))
+    q, k, v = (torch.randn(case.batch, tokens, *shape, dtype=dtype).requires_grad_() for shape in shapes)
+    dout = torch.randn(case.batch, tokens, case.heads, case.value_dim, dtype=dtype)
     attend = ring.dilated_attention if dilated else ring.attention
     gc.collect()
     reset_peak()
     resident = status_bytes("VmRSS")
     with StorageMeter(attention_scratch_bytes) as meter:
-        out = attend(q, k, v, seq, schedule=one.schedule, **options)
+        out = attend(q, k, v, seq, schedule=case.schedule, **options)
         forward_bytes, forward_high = meter.peak_bytes, ring.pool.high_water_bytes
         meter.restart()
         torch.autograd.grad(out, (q, k, v), dout)
     return {
-        "forward_predicted_bytes": forward_memory(there.plan, there.workspace_bytes()).peak_bytes,
+        "forward_predicted_bytes": forward_memory(forward.plan, forward.workspace_bytes()).peak_bytes,
         "forward_bytes": forward_bytes,
-        "backward_predicted_bytes": backward_memory(there.plan, back.plan, back.workspace_bytes()).peak_bytes,
+        "backward_predicted_bytes": backward_memory(forward.plan, back.plan, back.workspace_bytes()).peak_bytes,
         "backward_bytes": meter.peak_bytes,
-        "forward_slots_bytes": there.plan.arena_bytes,
+        "forward_slots_bytes": forward.plan.arena_bytes,
         "forward_high_water_bytes": forward_high,
-        "slots_bytes": max(there.plan.arena_bytes, back.plan.arena_bytes),
+        "slots_bytes": max(forward.plan.arena_bytes, back.plan.arena_bytes),
         "high_water_bytes": ring.pool.high_water_bytes,
         "resident_growth_bytes": status_bytes("VmHWM") - resident,
     }
@@ -127,18 +128,18 @@ def on_rank(ring: Ring, **facts: Any) -> dict[str, int]:
 # --- prediction from plans ---
 
 Parts = dict[str, int]
-"""Bytes by what they are for."""
+"""Bytes by purpose."""
 
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """What one rank holds at the moment of a pass when it holds most. Bytes."""
+    """The memory that one rank holds at the peak of a pass, in bytes."""
 
     parts: Parts
 
     @property
     def peak_bytes(self) -> int:
-        """All together."""
+        """The sum of all parts."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -148,47 +149,50 @@ class AttentionMemory:
 
 
 def slots_bytes(plan: Plan) -> int:
-    """Bytes of the pool for this plan alone: its arena, and what aligning its start takes."""
+    """Return the bytes of the pool for this plan only: its arena, and the padding that aligns its start."""
     return plan.arena_bytes + ALIGNMENT_BYTES if plan.arena_bytes else 0
 
 
 def forward_memory(plan: Plan, workspace_bytes: int, slots: int | None = None) -> AttentionMemory:
-    """Of `ringattn.attention.AttentionFunction.forward`. `workspace_bytes`: of the plan's greediest piece of work.
+    """Return the peak of `ringattn.attention.AttentionFunction.forward`.
 
-    `slots`: bytes of a pool that is larger already.
+    `workspace_bytes`: the largest workspace of any operation of the plan. `slots`: bytes of a pool that is already
+    larger.
     """
-    own = _Own(plan.problem, plan.rank)
-    standing = {"out accumulator": own.out, "lse": own.lse, "slots": max(slots_bytes(plan), slots or 0)}
-    handed = {"kept for backward": plan.kept_bytes, "out": own.rounded(own.out)}
-    return _greatest(standing | {"workspace": workspace_bytes}, standing | handed)
+    local = _LocalBytes(plan.problem, plan.rank)
+    standing = {"out accumulator": local.out, "lse": local.lse, "slots": max(slots_bytes(plan), slots or 0)}
+    handed = {"kept for backward": plan.kept_bytes, "out": local.rounded(local.out)}
+    return _largest(standing | {"workspace": workspace_bytes}, standing | handed)
 
 
 def backward_memory(forward: Plan, backward: Plan, workspace_bytes: int, slots: int | None = None) -> AttentionMemory:
-    """Of `ringattn.attention.AttentionFunction.backward`, with what its forward left: out, lse, kept K/V, slots."""
-    own = _Own(backward.problem, backward.rank)
+    """Return the peak of `ringattn.attention.AttentionFunction.backward`, including out, lse, cached K/V and slots of
+    forward.
+    """
+    local = _LocalBytes(backward.problem, backward.rank)
     pool = max(slots_bytes(forward), slots or 0)
-    left = {"out": own.rounded(own.out) or own.out, "lse": own.lse, "kept for backward": forward.kept_bytes}
-    # delta: the product of dout and out, and where they are half also both in the accumulator dtype, or the sums.
-    product = 3 * own.out if own.rounded(own.out) else own.out + own.lse
-    # Without accumulators of dK and dV there are their results from the start.
-    none = backward.own_sums is OwnSums.NONE
-    sums = {"dk accumulator": own.dk, "dv accumulator": own.dv}
-    if none:
-        sums = {"dk": own.rounded(own.dk) or own.dk, "dv": own.rounded(own.dv) or own.dv}
-    sums |= {"delta": own.lse, "dq accumulator": own.dq, "slots": max(slots_bytes(backward), pool)}
+    left = {"out": local.rounded(local.out) or local.out, "lse": local.lse, "kept for backward": forward.kept_bytes}
+    # delta is the product of dout and out; half precision is first converted to the accumulator dtype.
+    product = 3 * local.out if local.rounded(local.out) else local.out + local.lse
+    # Without accumulators of dK and dV, their results exist from the start.
+    no_accumulators = backward.own_sums is OwnSums.NONE
+    sums = {"dk accumulator": local.dk, "dv accumulator": local.dv}
+    if no_accumulators:
+        sums = {"dk": local.rounded(local.dk) or local.dk, "dv": local.rounded(local.dv) or local.dv}
+    sums |= {"delta": local.lse, "dq accumulator": local.dq, "slots": max(slots_bytes(backward), pool)}
     standing = left | sums
     moments = [left | {"slots": pool, "delta": product}, standing | {"workspace": workspace_bytes}]
-    # Converted one after the other, each while its accumulator is still there.
-    for name in ("dq", "dk", "dv") if own.item != own.half else ():
+    # The gradients are converted one after the other, each while its accumulator still exists.
+    for name in ("dq", "dk", "dv") if local.item != local.half else ():
         if f"{name} accumulator" in standing:
-            standing = standing | {name: own.rounded(standing[f"{name} accumulator"])}
+            standing = standing | {name: local.rounded(standing[f"{name} accumulator"])}
             moments.append(standing)
             standing = standing | {f"{name} accumulator": 0}
-    return _greatest(*moments)
+    return _largest(*moments)
 
 
-class _Own:
-    """Bytes of the rank's own tensors in the accumulator dtype."""
+class _LocalBytes:
+    """Bytes of the local tensors of one rank in the accumulator dtype."""
 
     def __init__(self, problem: Problem, rank: int) -> None:
         self.item, self.half = (ITEM_BYTES[dtype] for dtype in (problem.accumulator_dtype, problem.dtype))
@@ -198,32 +202,34 @@ class _Own:
         self.dk, self.dv = keys * problem.head_dim, keys * problem.value_dim
 
     def rounded(self, nbytes: int) -> int:
-        """Bytes of a copy in the inputs' dtype; 0 where that is the accumulators' and there is no copy."""
+        """Return the bytes of a copy in the input dtype; 0 if that is also the accumulator dtype, so that no copy
+        exists.
+        """
         return 0 if self.item == self.half else nbytes * self.half // self.item
 
 
-def _greatest(*moments: Parts) -> AttentionMemory:
-    return max((AttentionMemory(parts) for parts in moments), key=lambda one: one.peak_bytes)
+def _largest(*moments: Parts) -> AttentionMemory:
+    return max((AttentionMemory(parts) for parts in moments), key=lambda memory: memory.peak_bytes)
 
 
 # --- comparison ---
 
 
-def greatest_deviation(found: Sequence[dict[str, int]]) -> float:
-    """Of predictions from what was measured, as a share, over ranks and both passes."""
+def greatest_deviation(by_rank: Sequence[dict[str, int]]) -> float:
+    """Return the largest relative deviation of a prediction from its measurement, over all ranks and both passes."""
     return max(
         abs(rank[f"{name}_predicted_bytes"] / rank[f"{name}_bytes"] - 1)
-        for rank in found
+        for rank in by_rank
         for name in ("forward", "backward")
     )
 
 
 def table(records: Sequence[dict[str, Any]]) -> Table:
-    """One row for each configuration: of the rank with the highest peak backward."""
-    made = Table(
-        "Attention pass of one rank, MiB: predicted / measured, greatest deviation of all ranks",
+    """Return a table with one row per configuration, for the rank with the highest backward peak."""
+    result = Table(
+        "Attention pass of one rank, MiB: predicted / measured, largest deviation over all ranks",
         ("ranks", "configuration", "forward", "backward", "off by", "staging planned / used", "resident growth"),
-        notes=["- of the rank that holds most; q, k, v and dout, which are the caller's, are not counted."],
+        notes=["- of the rank with the highest peak; the caller's q, k, v and dout are not counted."],
     )
     for record in records:
         most = max(record["ranks"], key=lambda rank: rank["backward_bytes"])
@@ -234,23 +240,23 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
         ]  # fmt: skip
         off = f"{100 * greatest_deviation(record['ranks']):.2f} %"
         resident = f"{most['resident_growth_bytes'] / 2**20:.1f}"
-        made.rows.append((str(record["drawn"]["ranks"]), record["name"], pairs[0], pairs[1], off, pairs[2], resident))
-    return made
+        result.rows.append((str(record["drawn"]["ranks"]), record["name"], pairs[0], pairs[1], off, pairs[2], resident))
+    return result
 
 
 def weigh(options: AttentionMemoryOptions, say: Say) -> list[dict[str, Any]]:
-    """One record for each configuration, by fresh processes."""
+    """Measure every configuration in fresh processes; return one record for each."""
     records = []
-    for one in drawn(options.configurations, options.seed):
-        say(f"{one.ranks} ranks: {one}")
-        records.append({"drawn": asdict(one), "name": str(one),
-                        "ranks": run_in_processes(one.ranks, PROGRAM, asdict(one), say)})  # fmt: skip
+    for case in drawn(options.configurations, options.seed):
+        say(f"{case.ranks} ranks: {case}")
+        records.append({"drawn": asdict(case), "name": str(case),
+                        "ranks": run_in_processes(case.ranks, PROGRAM, asdict(case), say)})  # fmt: skip
     return records
 
 
-def main(words: Sequence[str]) -> dict[str, Any]:
-    """Run, print, keep; returns what is kept."""
-    options = parse(AttentionMemoryOptions(), words)
+def main(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run the benchmark, print the tables, save the record and return it."""
+    options = parse(AttentionMemoryOptions(), arguments)
     with progress("attention_memory") as say:
         data = {"configurations": weigh(options, say)}
     finish("attention_memory", options, [table(data["configurations"])], data, options.results)
@@ -261,7 +267,7 @@ def main(words: Sequence[str]) -> dict[str, Any]:
 
 
 def attention_scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """What torch's CPU flash kernels allocate inside a call (see `ringattn.engine.aten`); 0 for other operators."""
+    """Return what torch's CPU flash kernels allocate in a call (see `ringattn.engine.aten`); 0 for other operators."""
     aten = torch.ops.aten
     if func == aten._scaled_dot_product_flash_attention_for_cpu.default:
         q, k = args[:2]

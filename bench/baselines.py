@@ -1,8 +1,8 @@
-"""What the speed benchmark measures side by side, all on torch's own CPU flash block.
+"""The implementations that the speed benchmark compares, all on torch's own CPU flash kernel.
 
-`OurRing` is this package. `OneProcess` is the whole problem in one call on rank 0, while the others sleep.
-`Independent` is the ceiling: every rank attends to its share of the heads of the whole problem and never
-communicates, so what it loses against a perfect split is the machine's loss, not a ring's.
+`OurRing` is this package. `OneProcess` computes the whole problem in one call on rank 0, while the other ranks sleep.
+`Independent` is the upper bound: every rank attends to its share of the heads of the whole problem and never
+communicates, so whatever it loses against a perfect split is the machine's loss, not the ring's.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
 class OurRing:
-    """Causal `Ring.attention`. `name` is its schedule's."""
+    """Causal `Ring.attention`, named after its schedule."""
 
     def __init__(self, ring: Ring, layout: str = "zigzag", schedule: str = "ring", backward: bool = True) -> None:
-        """`backward=False`: no gradient is asked for, so nothing is kept for one."""
+        """`backward=False`: no gradients are required, so forward caches nothing for backward."""
         self.ring, self.layout, self.schedule = ring, layout, schedule
         self.name = f"ringattn {schedule}"
         self.heads = self.kv_heads = ALL
         self._with_backward = backward
 
     def load(self, inputs: Inputs) -> None:
-        """Keep this rank's shards."""
+        """Shard the inputs for this rank."""
         self._seq = self.ring.sequence(inputs.q.shape[1], layout=self.layout)
         self.positions = self._seq.positions()
         self._qkv = tuple(self._seq.shard(x).requires_grad_(self._with_backward) for x in inputs[:3])
         self._dout = self._seq.shard(inputs.dout) if self._with_backward else None
 
     def forward(self) -> Tensor:
-        """Attend; keeps the output with its history."""
+        """Attend, and keep the output with its autograd graph."""
         q, k, v = self._qkv
         self._out = self.ring.attention(q, k, v, self._seq, causal=True, schedule=self.schedule)
         return self._out.detach()
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The gradients of the last forward."""
+        """Return the gradients of the last forward pass."""
         if not self._with_backward:
             return None
         dq, dk, dv = torch.autograd.grad(self._out, self._qkv, self._dout)
@@ -56,30 +56,30 @@ class OurRing:
 
 
 class Flash:
-    """Some heads of the whole problem in one call of the block; `heads` empty: idle."""
+    """Some heads of the whole problem in one call of the kernel; idle if `heads` is empty."""
 
     def __init__(self, name: str, heads: slice, kv_heads: slice) -> None:
         """`heads`, `kv_heads`: this rank's query and K/V heads."""
         self.name, self.heads, self.kv_heads = name, heads, kv_heads
 
     def load(self, inputs: Inputs) -> None:
-        """Keep this rank's heads as (batch, heads, tokens, dim) views."""
+        """Store this rank's heads as (batch, heads, tokens, dim) views."""
         idle = self.heads == slice(0, 0)
         self.positions = NO_TOKENS if idle else torch.arange(inputs.q.shape[1])
         (q, k, v, dout), empty = inputs, inputs.q[:, :0, :0]
-        mine = (q[:, :, self.heads], k[:, :, self.kv_heads], v[:, :, self.kv_heads], dout[:, :, self.heads])
+        local = (q[:, :, self.heads], k[:, :, self.kv_heads], v[:, :, self.kv_heads], dout[:, :, self.heads])
         self._idle, self._empty = idle, empty
-        self._q, self._k, self._v, self._dout = (x.transpose(1, 2) for x in mine)
+        self._q, self._k, self._v, self._dout = (x.transpose(1, 2) for x in local)
 
     def forward(self) -> Tensor:
-        """One call, or none."""
+        """Call the kernel once, or not at all if idle."""
         if self._idle:
             return self._empty
         self._out, self._lse = flash(self._q, self._k, self._v, 0.0, True)
         return self._out.transpose(1, 2)
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """One call, or none."""
+        """Call the kernel once, or not at all if idle."""
         if self._idle:
             return self._empty, self._empty, self._empty
         grads = flash_backward(self._dout, self._q, self._k, self._v, self._out, self._lse, 0.0, True)
@@ -88,16 +88,16 @@ class Flash:
 
 
 def one_process(rank: int) -> Flash:
-    """The whole problem on rank 0."""
+    """Return the baseline that computes the whole problem on rank 0."""
     return Flash("one process", ALL, ALL) if rank == 0 else Flash("one process", slice(0, 0), slice(0, 0))
 
 
 def independent(rank: int, ranks: int, heads: int, kv_heads: int) -> Flash | None:
-    """An equal share of the heads; None where the heads do not divide."""
+    """Return the baseline that gives each rank an equal share of the heads, or None if the heads do not divide."""
     if kv_heads % ranks:
         return None
-    mine, mine_kv = (slice(rank * n // ranks, (rank + 1) * n // ranks) for n in (heads, kv_heads))
-    return Flash("no exchange", mine, mine_kv)
+    local_heads, local_kv_heads = (slice(rank * n // ranks, (rank + 1) * n // ranks) for n in (heads, kv_heads))
+    return Flash("no exchange", local_heads, local_kv_heads)
 
 
 # --- the ring of torch ------------------------------------------------------------------------------------------------
@@ -115,12 +115,12 @@ def _backward_op(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> t
 
 
 class TorchRing:
-    """torch's balanced ring over its own default gloo group. `rotate`: alltoall or allgather."""
+    """torch's load-balanced ring on the default gloo process group. `rotate`: alltoall or allgather."""
 
     heads = kv_heads = ALL
 
     def __init__(self, ring: Ring, rotate: str) -> None:
-        """Opens torch's default process group where there is none."""
+        """Initialise torch's default process group if it does not exist yet."""
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self.name = f"torch ring ({rotate})"
@@ -128,15 +128,15 @@ class TorchRing:
         self._group: Any = dist.group.WORLD
 
     def load(self, inputs: Inputs) -> None:
-        """Keep this rank's two chunks as contiguous (batch, heads, tokens, dim) tensors, as torch's ring wants them."""
+        """Store this rank's two chunks as contiguous (batch, heads, tokens, dim) tensors, as torch's ring requires."""
         assert inputs.q.shape[1] % (2 * self._ring.world_size) == 0, "torch's ring needs even chunks"
-        seq = self._ring.sequence(inputs.q.shape[1], layout="zigzag")  # for even lengths the same order
+        seq = self._ring.sequence(inputs.q.shape[1], layout="zigzag")  # the same order for even lengths
         self.positions = seq.positions()
         self._q, self._k, self._v, self._dout = (seq.shard(x).transpose(1, 2).contiguous() for x in inputs)
         self._scale = inputs.q.shape[3] ** -0.5
 
     def forward(self) -> Tensor:
-        """`_templated_ring_attention`."""
+        """Call `_templated_ring_attention`."""
         self._configure()
         results = peer._templated_ring_attention(
             self._group, 2, _forward_op, self._q, self._k, self._v, is_causal=True, scale=self._scale
@@ -145,7 +145,7 @@ class TorchRing:
         return self._out.transpose(1, 2)
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`_templated_ring_attention_backward`."""
+        """Call `_templated_ring_attention_backward`."""
         self._configure()
         grads: Any = peer._templated_ring_attention_backward(
             self._group, 2, _backward_op, self._dout, "grad_out", self._q, self._k, self._v, self._out, self._lse,

@@ -1,7 +1,6 @@
-"""What a piece of work took: seconds on the wall, on this process's processors, and on the whole machine's.
+"""What a piece of work took: wall-clock seconds, processor seconds of this process, and those of the whole machine.
 
-A machine is seldom alone with a benchmark. What all its processors did less what the ranks did is what others took, and
-samples in which others took much are set aside, whatever they measured.
+samples with much foreign load are set aside, whatever they measured.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 QUIET = 0.05
-"""Processors that others may take, of one processor's time, in a sample that is always kept."""
+"""Foreign load, in processors, up to which a sample is always kept."""
 
 
 class Lap(NamedTuple):
-    """Seconds of one rank's piece of work; `busy_s` is of all processors and programs, 0 where that is unknown."""
+    """Seconds of one rank's piece of work. `busy_s` counts all processors and programs; 0 if unknown."""
 
     wall_s: float
     cpu_s: float
@@ -26,7 +25,7 @@ class Lap(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """All ranks' laps of the same work: wall of rank 0, processor time of the greatest rank, others' processors."""
+    """All ranks' laps of the same work: wall time of rank 0, processor time of the busiest rank, foreign load."""
 
     wall_s: float
     cpu_s: float
@@ -34,7 +33,7 @@ class Sample(NamedTuple):
 
 
 def lap(barrier: Callable[[], None], work: Callable[[], Any]) -> Lap:
-    """Times `work` from a barrier to a barrier; processor time is this rank's own work alone."""
+    """Time `work` from one barrier to the next; the processor time covers only this rank's work."""
     barrier()
     busy, start = _busy_s(), time.perf_counter()
     cpu = time.process_time()
@@ -45,37 +44,37 @@ def lap(barrier: Callable[[], None], work: Callable[[], Any]) -> Lap:
 
 
 def samples(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[Sample]:
-    """Each rank's laps of the same rounds, put together."""
-    rounds = [[Lap(*one) for one in laps] for laps in zip(*by_rank, strict=True)]
+    """Combine the laps of all ranks, round by round."""
+    rounds = [[Lap(*lap_) for lap_ in laps] for laps in zip(*by_rank, strict=True)]
     return [
         Sample(
             laps[0].wall_s,
-            max(one.cpu_s for one in laps),
-            max(0.0, laps[0].busy_s - sum(one.cpu_s for one in laps)) / laps[0].wall_s,
+            max(lap_.cpu_s for lap_ in laps),
+            max(0.0, laps[0].busy_s - sum(lap_.cpu_s for lap_ in laps)) / laps[0].wall_s,
         )
         for laps in rounds
     ]
 
 
-def kept(found: Sequence[Sample]) -> list[Sample]:
-    """The samples with little or no foreign load, and at least the quieter half."""
-    ordered = sorted(found, key=lambda sample: sample.foreign)
+def kept(measured: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with little or no foreign load, and at least the quieter half."""
+    ordered = sorted(measured, key=lambda sample: sample.foreign)
     at_least = (len(ordered) + 1) // 2
     return [sample for n, sample in enumerate(ordered) if n < at_least or sample.foreign <= QUIET]
 
 
-def wall(found: Sequence[Sample]) -> float:
-    """Median seconds of the kept samples."""
-    return median(sample.wall_s for sample in kept(found))
+def wall(measured: Sequence[Sample]) -> float:
+    """Return the median wall-clock seconds of the kept samples."""
+    return median(sample.wall_s for sample in kept(measured))
 
 
-def cpu(found: Sequence[Sample]) -> float:
-    """Median processor seconds of the greatest rank, of the kept samples."""
-    return median(sample.cpu_s for sample in kept(found))
+def cpu(measured: Sequence[Sample]) -> float:
+    """Return the median processor seconds of the busiest rank in the kept samples."""
+    return median(sample.cpu_s for sample in kept(measured))
 
 
 def _busy_s() -> float:
-    """Processor seconds of the whole machine since its start, stolen ones included."""
+    """Return the processor seconds of the whole machine since it started, including stolen ones."""
     try:
         line = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
     except OSError:

@@ -1,7 +1,6 @@
-"""Simulated ranks of a large ring: the real heartbeats, opening and attribution, many ranks in one process.
+"""Simulated ranks of a large ring: the real heartbeats, rendezvous and failure attribution, many ranks in one process.
 
-A rank is not a thread: its rounds are run in turn by one thread of the process, over a few connections that all its
-ranks share. Where ranks wait for each other, at opening and at a deadline, each gets a thread.
+they share. Where ranks wait for each other, at the rendezvous and at a deadline, each rank gets a thread.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from ringattn.transport.nccl.supervisor import CallHistory
 PREFIX = "ringattn/0123456789abcdef/0"
 CONNECTIONS = 8
 CALLS = 5000
-"""Calls that each rank has made: a heartbeat tells of some of them."""
+"""Calls that each rank has already made; a heartbeat reports some of them."""
 NODE = 8
 OPENING_S = 120.0
 
 
 class Counted:
-    """Counts the calls of a store, the messages that torch makes of them, and their bytes."""
+    """Counts the calls of a store, the messages that torch sends for them, and their bytes."""
 
     def __init__(self, store: Any, counts: Counter[str]) -> None:
         self._store, self._counts = store, counts
 
     def clone(self) -> Counted:
-        """The same connection: a process of many ranks has few."""
+        """Return the same connection: a process with many ranks has only a few."""
         return self
 
     def has_extended_api(self) -> bool:
@@ -55,7 +54,7 @@ class Counted:
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """See `dist.Store.get`: torch waits for the key first."""
+        """See `dist.Store.get`. torch first waits for the key."""
         value: bytes = self._store.get(key)
         self._count(2, [key, key], len(value))
         return value
@@ -71,7 +70,7 @@ class Counted:
         return int(self._store.add(key, n))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """See `dist.Store.multi_get`: torch waits for the keys first."""
+        """See `dist.Store.multi_get`. torch first waits for the keys."""
         values: list[bytes] = self._store.multi_get(keys)
         self._count(2, [*keys, *keys], sum(map(len, values)))
         return values
@@ -93,7 +92,7 @@ class Counted:
 
 
 class SimRank:
-    """One rank: what the transport makes of the store, without the threads."""
+    """One rank: what the transport does with the store, without its threads."""
 
     def __init__(
         self, store: BoundedStore, rank: int, ranks: int, calls: CallHistory, locations: Sequence[Location]
@@ -103,7 +102,7 @@ class SimRank:
         self.health = Health(self.control)
         self.health.calls = calls.told
         neighbours = {(rank - 1) % ranks, (rank + 1) % ranks}
-        # Without a thread: the rounds of all ranks run in turn.
+        # Registered without a thread, because the rounds of all ranks run in turn.
         self.health._users[self] = (
             lambda: Place.make("forward step 1", CALLS, Waits.PEERS, neighbours),
             lambda cause: None,
@@ -111,49 +110,51 @@ class SimRank:
         self.interval_s = self.health.store.interval_s
 
     def round(self) -> None:
-        """What the health thread does once in an interval."""
+        """Run one interval of the health thread."""
         self.health.round(time.monotonic())
 
     def open(self) -> None:
-        """From the store to the point where communicators are made, and from there until all are ready."""
-        mine = Arrival(self.rank, f"node{self.rank // NODE}", f"GPU-{self.rank}", 22809, "0", True, NcclOptions())
+        """Run the store's part of the rendezvous, before and after the communicators are created."""
+        arrival = Arrival(self.rank, f"node{self.rank // NODE}", f"GPU-{self.rank}", 22809, "0", True, NcclOptions())
         deadline = Deadline(OPENING_S)
-        meet(self.control, mine, self._locations, deadline, lambda: None)
+        meet(self.control, arrival, self._locations, deadline, lambda: None)
         share_unique_id(self.control, lambda: bytes(128), deadline, lambda: None)
         all_ready(self.control, deadline, lambda: None)
 
     def attributed(self) -> str:
-        """What a rank does at its deadline, until it knows who is at fault."""
+        """Return the failure attribution of a rank at its deadline; empty if it came too late."""
         start_s = time.monotonic()
-        words = self.health.explain({(self.rank + 1) % self.ranks})
-        self.health.publish(DeadlineError(f"no answer; {words}"))
-        return words if time.monotonic() - start_s < self.health.limit_s + PUBLISH_S else ""
+        explanation = self.health.explain({(self.rank + 1) % self.ranks})
+        self.health.publish(DeadlineError(f"no answer; {explanation}"))
+        return explanation if time.monotonic() - start_s < self.health.limit_s + PUBLISH_S else ""
 
 
-def live(port: int, mine: Sequence[int], ranks: int, told: Connection) -> None:
-    """The life of one process: answers `(what, *arguments)` until it is told None."""
+def live(port: int, local_ranks: Sequence[int], ranks: int, connection: Connection) -> None:
+    """Run one process: answer requests `(name, *arguments)` until None arrives."""
     counts: Counter[str] = Counter()
     connections = [PrefixStore(PREFIX, TCPStore("127.0.0.1", port, is_master=False)) for _ in range(CONNECTIONS)]
-    stores = [BoundedStore(Counted(each, counts), OPENING_S) for each in connections]  # type: ignore[arg-type]
+    stores = [BoundedStore(Counted(store, counts), OPENING_S) for store in connections]  # type: ignore[arg-type]
     calls = CallHistory()
     for number in range(1, CALLS):
         calls.announce(number, bytes([number % 250]), "attention of (1, 8192, 32, 128) bfloat16, causal, ring")
     locations = [Location(f"node{rank // NODE}", f"node{rank // NODE}", rank, 0) for rank in range(ranks)]
-    members = [SimRank(stores[n % CONNECTIONS], rank, ranks, calls, locations) for n, rank in enumerate(mine)]
+    members = [SimRank(stores[n % CONNECTIONS], rank, ranks, calls, locations) for n, rank in enumerate(local_ranks)]
     rounds = Rounds(members)
-    told.send("ready")
-    while (asked := told.recv()) is not None:
-        match asked:
+    connection.send("ready")
+    while (request := connection.recv()) is not None:
+        match request:
             case ("open", start_s):
-                told.send(_together(members, start_s, SimRank.open))
+                connection.send(_together(members, start_s, SimRank.open))
             case ("live", silent):
                 rounds.silent = silent
                 rounds.start()
-                told.send("living")
+                connection.send("living")
             case ("count",):
-                told.send({**counts, "rounds": rounds.done, "at_s": time.monotonic()})
+                connection.send({**counts, "rounds": rounds.done, "at_s": time.monotonic()})
             case ("deadline", at_s, silent):
-                told.send(_together([one for one in members if one.rank != silent], at_s, SimRank.attributed))
+                connection.send(
+                    _together([member for member in members if member.rank != silent], at_s, SimRank.attributed)
+                )
     rounds.end()
 
 
@@ -168,45 +169,45 @@ class Rounds:
         self._thread = threading.Thread(target=self._live, daemon=True)
 
     def start(self) -> None:
-        """Once; then `silent` may be changed."""
+        """Start the thread once; `silent` may change afterwards."""
         if self._thread.ident is None:
             self._thread.start()
 
     def end(self) -> None:
-        """Before the store's host ends."""
+        """Stop the thread. Call it before the host of the store ends."""
         self.ended.set()
         self._thread.join(5.0)
 
     def _live(self) -> None:
         now = time.monotonic()
-        due = [(now + random.random() * one.interval_s, one.rank, one) for one in self._members]
+        due = [(now + random.random() * member.interval_s, member.rank, member) for member in self._members]
         heapq.heapify(due)
         while not self.ended.is_set():
-            at_s, _, one = heapq.heappop(due)
+            at_s, _, member = heapq.heappop(due)
             time.sleep(max(at_s - time.monotonic(), 0.0))
-            if one.rank != self.silent:
-                one.round()
+            if member.rank != self.silent:
+                member.round()
                 self.done += 1
-            heapq.heappush(due, (time.monotonic() + one.interval_s, one.rank, one))
+            heapq.heappush(due, (time.monotonic() + member.interval_s, member.rank, member))
 
 
 def _together(
     members: Sequence[SimRank], start_s: float, body: Callable[[SimRank], Any]
 ) -> list[tuple[int, float, Any]]:
-    """`body` of all ranks at once, each on a thread: (rank, seconds after `start_s`, what it returned)."""
-    found: list[tuple[int, float, Any]] = []
+    """Run `body` for all ranks at once, each on a thread; return (rank, seconds after `start_s`, result) of each."""
+    results: list[tuple[int, float, Any]] = []
 
     def run(member: SimRank) -> None:
         time.sleep(max(start_s - time.monotonic(), 0.0))
         try:
-            said = body(member)
+            result = body(member)
         except RuntimeError as error:
-            said = str(error)
-        found.append((member.rank, time.monotonic() - start_s, said))
+            result = str(error)
+        results.append((member.rank, time.monotonic() - start_s, result))
 
     threads = [threading.Thread(target=run, args=(member,), daemon=True) for member in members]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(OPENING_S + 10.0)
-    return found
+    return results

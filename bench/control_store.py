@@ -1,8 +1,8 @@
-"""What the control traffic of large rings asks of one store, and how soon a dead rank is named.
+"""The load that the control traffic of large rings puts on one store, and how soon a dead rank is named.
 
-`python -m ringattn.bench.control_store` runs a real `TCPStore` in a process of its own and the real heartbeats, opening
-and attribution of simulated ranks in a few more, on loopback. Counted is what the ranks call; torch makes two messages
-of a read. The gate: every survivor names the dead rank, and no other.
+`python -m ringattn.bench.control_store` runs a real `TCPStore` in a separate process, and the real heartbeats,
+rendezvous and failure attribution of simulated ranks in a few more processes, on loopback. It counts the calls of the
+ranks; torch sends two messages per read. The gate: every survivor names the dead rank and no other.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ AHEAD_S = 3.0
 
 @dataclass(frozen=True)
 class ControlOptions:
-    """`processes` share the ranks; `quiet_s` is counted; the dead rank has been silent for `deadline_s` at the
-    deadline of all others."""
+    """`processes` share the ranks. Requests are counted for `quiet_s`. When the deadline of the other ranks expires,
+    the dead rank has been silent for `deadline_s`.
+    """
 
     ranks: tuple[int, ...] = (64, 256, 1024)
     processes: int = 3
@@ -48,21 +49,21 @@ class ControlOptions:
     results: str = RESULTS
 
 
-def main(words: Sequence[str] = ()) -> None:
-    """Measure, print, keep. Raises `GateError` when a survivor names nobody, or an innocent."""
-    options = parse(ControlOptions(), words)
-    found = []
+def main(arguments: Sequence[str] = ()) -> None:
+    """Measure, print and save. Raises `GateError` if a survivor names an innocent rank."""
+    options = parse(ControlOptions(), arguments)
+    records = []
     with progress("control_store") as say:
         for ranks in options.ranks:
             say(f"{ranks} ranks")
-            found.append(measure(ranks, options))
-    finish("control_store", options, [table(found)], {"records": found}, options.results)
-    if wrong := [one for one in found if one["blamed"]]:
+            records.append(measure(ranks, options))
+    finish("control_store", options, [table(records)], {"records": records}, options.results)
+    if wrong := [record for record in records if record["blamed"]]:
         raise GateError(f"innocent ranks were named: {wrong}")
 
 
 def measure(ranks: int, options: ControlOptions) -> dict[str, Any]:
-    """One size: opening, quiet, a fault."""
+    """Measure one number of ranks: rendezvous, quiet operation and a fault."""
     load = os.getloadavg()[0]
     host = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert host.stdout is not None
@@ -72,13 +73,13 @@ def measure(ranks: int, options: ControlOptions) -> dict[str, Any]:
     workers: list[BaseProcess] = []
     try:
         for n in range(options.processes):
-            mine, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             share = range(n, ranks, options.processes)
-            workers.append(context.Process(target=clients.live, args=(port, share, ranks, theirs), daemon=True))
+            workers.append(context.Process(target=clients.live, args=(port, share, ranks, child_end), daemon=True))
             workers[-1].start()
-            pipes.append(mine)
+            pipes.append(parent_end)
         _answers(pipes)
-        opened = [one for part in _ask(pipes, ("open", time.monotonic() + AHEAD_S)) for one in part]
+        opened = [result for part in _ask(pipes, ("open", time.monotonic() + AHEAD_S)) for result in part]
         _ask(pipes, ("live", None))
         time.sleep(SETTLE_S)
         first = _ask(pipes, ("count",))
@@ -86,7 +87,9 @@ def measure(ranks: int, options: ControlOptions) -> dict[str, Any]:
         last = _ask(pipes, ("count",))
         dead = ranks // 2 + 1
         _ask(pipes, ("live", dead))
-        told = [one for part in _ask(pipes, ("deadline", time.monotonic() + options.deadline_s, dead)) for one in part]
+        attributions = [
+            result for part in _ask(pipes, ("deadline", time.monotonic() + options.deadline_s, dead)) for result in part
+        ]
     finally:
         for pipe in pipes:
             pipe.send(None)
@@ -99,29 +102,32 @@ def measure(ranks: int, options: ControlOptions) -> dict[str, Any]:
         key: sum(b[key] - a[key] for a, b in zip(first, last, strict=True)) / seconds
         for key in ("requests", "messages", "bytes", "rounds")
     }
-    named = [(rank, s, set(map(int, re.findall(r"rank (\d+) is silent", str(words))))) for rank, s, words in told]
-    right = sorted(s for _, s, who in named if dead in who)
+    named = [
+        (rank, s, set(map(int, re.findall(r"rank (\d+) is silent", str(attribution)))))
+        for rank, s, attribution in attributions
+    ]
+    right = sorted(s for _, s, blamed in named if dead in blamed)
     return {
         "ranks": ranks,
         "load": load,
         "opening_s": max(s for _, s, _ in opened),
-        "opening_failed": sum(said is not None for _, _, said in opened),
+        "opening_failed": sum(error is not None for _, _, error in opened),
         **{f"{key}_per_s": rate for key, rate in rates.items()},
         "survivors": ranks - 1,
         "named_by": len(right),
         "named_after_s": right[-1] if right else None,
         "named_median_s": right[len(right) // 2] if right else None,
-        "blamed": sorted({other for _, _, who in named for other in who} - {dead}),
+        "blamed": sorted({innocent for _, _, blamed in named for innocent in blamed} - {dead}),
     }
 
 
-def table(found: Sequence[dict[str, Any]]) -> Table:
-    """A row for each number of ranks."""
+def table(records: Sequence[dict[str, Any]]) -> Table:
+    """Return a table with one row per number of ranks."""
     columns = (
         "ranks", "requests/s", "messages/s", "MB/s", "opening, s", "named by", "named after, s", "innocents",
     )  # fmt: skip
     rows: list[Sequence[str]] = []
-    for record in found:
+    for record in records:
         late = record["named_after_s"]
         failed = f" ({record['opening_failed']} failed)" if record["opening_failed"] else ""
         rows.append((
@@ -130,19 +136,19 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
             f"{record['named_by']} of {record['survivors']}", "-" if late is None else f"{late:.2f}",
             str(len(record["blamed"])),
         ))  # fmt: skip
-    loads = ", ".join(f"{record['load']:.0f}" for record in found)
+    loads = ", ".join(f"{record['load']:.0f}" for record in records)
     note = (
-        "requests: calls of the store by all ranks in quiet; messages: what torch sends for them. named: the time "
-        "from the common deadline until the last survivor knows the dead rank. All clients and the store share "
-        f"this machine's cores, whose load was {loads} when it began. innocents: others who were named too. "
-        f"Clients without CPU ask later; by their interval they ask at most {REQUESTS_PER_S:.0f} times a second."
+        "requests: calls of the store by all ranks in quiet operation; messages: what torch sends for them. named: the "
+        "time from the common deadline until the last survivor knows the dead rank. All clients and the store share "
+        f"this machine's cores, whose load was {loads} at the start. innocents: other ranks that were named too. "
+        f"Clients without CPU time send later; by their interval they send at most {REQUESTS_PER_S:.0f} a second."
     )
     return Table("One store, in quiet and at a fault", columns, rows, [note])
 
 
-def _ask(pipes: Sequence[Connection], what: tuple[Any, ...]) -> list[Any]:
+def _ask(pipes: Sequence[Connection], request: tuple[Any, ...]) -> list[Any]:
     for pipe in pipes:
-        pipe.send(what)
+        pipe.send(request)
     return _answers(pipes)
 
 

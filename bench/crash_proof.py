@@ -1,7 +1,7 @@
 """Runs jobs in worker processes that may die or hang: a compiler that fails an assertion, a kernel that never ends.
 
-Guarantees: each job is run once, for its time limit at most. One that raises, dies or takes longer ends its process,
-whose CUDA context may be broken, and the next job gets a new one.
+Guarantees: each job runs once and for at most its time limit. A job that raises, dies or takes longer ends its process,
+whose CUDA context may be broken, and the next job gets a new process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class JobFailed(Exception):
-    """Says in one line why a job has no result."""
+    """States in one line why a job has no result."""
 
 
 class Budget:
@@ -29,15 +29,17 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """What is left, less than 0 where more is spent."""
+        """The seconds left; negative if more than the budget is spent."""
         return self._end - monotonic()
 
-    def limit(self, most: float) -> float:
-        """The seconds that the next job may take, `most` or what is left. Raises JobFailed where nothing is."""
-        left = self.left_s
-        if left <= 0:
+    def limit(self, limit_s: float) -> float:
+        """Return the seconds that the next job may take: `limit_s` or what is left. Raises JobFailed if nothing is
+        left.
+        """
+        left_s = self.left_s
+        if left_s <= 0:
             raise JobFailed(f"not tried: the {self._seconds:.0f} s of budget_s are spent")
-        return min(most, left)
+        return min(limit_s, left_s)
 
 
 class Worker:
@@ -53,11 +55,11 @@ class Worker:
         self.close()
 
     def ask(self, job: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:
-        """`job(*arguments)`, where `job` is importable by name; a new process's start counts as well.
+        """Return `job(*arguments)`, where `job` is importable by name. The limit includes the start of a new process.
 
-        Raises JobFailed where there is no result.
+        Raises JobFailed if there is no result.
         """
-        process, connection = self._running = self._running or _started()
+        process, connection = self._running = self._running or _start_process()
         connection.send((job, arguments))
         try:
             if not connection.poll(limit_s):
@@ -75,21 +77,21 @@ class Worker:
         return result
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         if self._running is not None:
             process, connection = self._running
             self._running = None
             connection.close()
             process.kill()
-            process.join(10)  # one that the driver holds may not end even so
+            process.join(10)  # a process blocked in the driver may survive even this
 
 
 def run_all(
     job: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], workers: int, limit_s: float, budget: Budget
 ) -> Iterator[tuple[int, Any]]:
-    """(index, result or JobFailed) of each `job(*arguments[index])`, in the order in which they end.
+    """Yield (index, result or JobFailed) for each `job(*arguments[index])`, in the order in which the jobs end.
 
-    `limit_s`: of one job.
+    `limit_s`: the limit of a single job.
     """
     todo, done = deque(enumerate(arguments)), SimpleQueue[tuple[int, Any]]()
 
@@ -97,13 +99,13 @@ def run_all(
         with Worker() as worker:
             while todo:
                 try:
-                    index, given = todo.popleft()
+                    index, job_arguments = todo.popleft()
                 except IndexError:  # another thread took the last one
                     return
                 try:
-                    done.put((index, worker.ask(job, *given, limit_s=budget.limit(limit_s))))
+                    done.put((index, worker.ask(job, *job_arguments, limit_s=budget.limit(limit_s))))
                 except Exception as error:
-                    done.put((index, error if isinstance(error, JobFailed) else JobFailed(told(error))))
+                    done.put((index, error if isinstance(error, JobFailed) else JobFailed(one_line(error))))
 
     for _ in range(min(workers, len(arguments))):
         Thread(target=work, daemon=True).start()
@@ -111,12 +113,12 @@ def run_all(
         yield done.get()
 
 
-def told(error: BaseException) -> str:
-    """An error in a line of 200 characters."""
+def one_line(error: BaseException) -> str:
+    """Return an error as one line of at most 200 characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def _started() -> tuple[BaseProcess, Connection]:
+def _start_process() -> tuple[BaseProcess, Connection]:
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs,), daemon=True)
@@ -126,7 +128,7 @@ def _started() -> tuple[BaseProcess, Connection]:
 
 
 def _work(connection: Connection) -> None:
-    """Jobs one after another, until one raises or nobody sends any more."""
+    """Run jobs one after another until one raises or the parent closes the connection."""
     while True:
         try:
             job, arguments = connection.recv()
@@ -135,6 +137,6 @@ def _work(connection: Connection) -> None:
         try:
             result = job(*arguments)
         except Exception as error:
-            connection.send((told(error), None))
+            connection.send((one_line(error), None))
             return
         connection.send(("", result))

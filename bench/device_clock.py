@@ -1,7 +1,7 @@
-"""Times work on the GPU by its own events, and what a call costs the host.
+"""Times work on the GPU with its own events, and measures what a call costs the host.
 
-Guarantees: warmed up, the median of the repetitions, the L2 cache flushed between them (`triton.testing.do_bench`). On
-a CPU, where only a rehearsal runs, seconds on the wall of one call.
+Guarantees: the device is warmed up, the median of the repetitions is returned, and the L2 cache is flushed between them
+(`triton.testing.do_bench`). On a CPU, where only a rehearsal runs, the wall-clock seconds of one call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 
 
 def device_us(work: Callable[[], Any], ms: int) -> float:
-    """Median microseconds on the device; `ms`: how long to repeat."""
+    """Return the median microseconds on the device; `ms`: how long to repeat."""
     if torch.cuda.is_available():
         return float(triton.testing.do_bench(work, warmup=ms // 2, rep=ms, return_mode="median")) * 1e3
     start = time.perf_counter()
@@ -25,7 +25,7 @@ def device_us(work: Callable[[], Any], ms: int) -> float:
 
 
 def host_us(call: Callable[[], Any], calls: int = 200, rounds: int = 15) -> float:
-    """Median microseconds of host time a call; the device is waited for between the rounds only."""
+    """Return the median microseconds of host time per call. The host waits for the device only between rounds."""
     times = []
     if not torch.cuda.is_available():
         calls = rounds = 1
@@ -40,7 +40,7 @@ def host_us(call: Callable[[], Any], calls: int = 200, rounds: int = 15) -> floa
 
 
 def device_facts() -> dict[str, str]:
-    """What the figures were measured on."""
+    """Describe the device and the software that were measured."""
     if not torch.cuda.is_available():
         return {"device": "none: a rehearsal"}
     return {

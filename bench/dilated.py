@@ -1,10 +1,10 @@
-"""Dilated attention: what each schedule sends and should cost, and how fast ranks are beside full attention.
+"""Dilated attention: what each schedule sends and should cost, and how its speed compares with full attention.
 
 `python -m ringattn.bench.dilated [key=value ...]`. Planned: LongNet's geometric branches on 2^20 tokens and 8 ranks, in
-bfloat16. Measured: the same kind of branches and a full ring on this machine's processes, in one run, in turns; memory
-at equal tokens of each rank; and one long sequence, forward and backward.
-Guarantees: nothing is timed before dilated attention has passed a dense float64 reference on the same ranks; FLOPs are
-those of the pairs that meet, so the ratio of times over the ratio of FLOPs is what dilation costs beside the
+bfloat16. Measured: the same kind of branches and a full ring in processes of this machine, in turns within one run;
+memory at equal tokens per rank; and one long sequence, forward and backward.
+Guarantees: nothing is timed before dilated attention matches a dense float64 reference on the same ranks. FLOPs count
+the pairs that are computed, so the ratio of times divided by the ratio of FLOPs is the overhead of dilation beyond
 arithmetic.
 """
 
@@ -42,9 +42,9 @@ from ringattn.schedule.ops import Kind
 from ringattn.testing import dense_dilated_attention
 
 PROGRAM = "ringattn.bench.dilated:on_rank"
-WEIGHED = "ringattn.bench.dilated:weighed"
+MEMORY_PROGRAM = "ringattn.bench.dilated:measure_memory"
 BAR = 1.3
-"""How many times the ratio of FLOPs the ratio of times may be."""
+"""The bar: the ratio of times may be at most this multiple of the ratio of FLOPs."""
 
 SCHEDULES = "ring", "all_gather", "direct", "sub_rings", "all_to_all"
 NARROW = "all_to_all, outputs in bfloat16"
@@ -53,9 +53,9 @@ GATE_TOKENS_PER_RANK = 97
 
 @dataclass(frozen=True)
 class DilatedOptions:
-    """`length_tokens`: of what is compared, by `ranks` processes each; `long_tokens`: of the long run, 0 for none.
+    """`length_tokens`: of the comparison, run by `ranks` processes each; `long_tokens`: of the long run, 0 to skip.
 
-    `tokens_per_rank`: of the runs whose memory is weighed, by `memory_ranks` processes each.
+    `tokens_per_rank`: of the memory runs, which use `memory_ranks` processes each.
     """
 
     length_tokens: int = 65_536
@@ -71,7 +71,7 @@ class DilatedOptions:
 
 
 def planned() -> tuple[Table, list[dict[str, Any]]]:
-    """The worked example: rows of each head and bytes that a rank sends in the mean, slots, and predicted times."""
+    """Plan the worked example: per rank, the mean rows per head and bytes sent; slots; and predicted times."""
     tokens, ranks, heads, dim = 1 << 20, 8, 12, 64
     layout, branches = make_layout("contiguous", tokens, ranks), geometric(length=tokens)
     calls: dict[str, tuple[Dilated | Banded, str]] = {name: (Dilated(*branches), name) for name in SCHEDULES}
@@ -91,10 +91,10 @@ def planned() -> tuple[Table, list[dict[str, Any]]]:
             "not hidden, ms",
         ],
         notes=[
-            f"Branches {branches.pairs()}. Mean of the ranks; slots of the greatest.",
-            "A row is K and V; a row of queries or of outputs counts half. MB kept: what came and is not sent again "
-            "for the backward, which returns dK and dV in float32.",
-            f"Predicted for {REFERENCE.name}: the forward.",
+            f"Branches {branches.pairs()}. Mean over the ranks; slots of the rank that needs most.",
+            "A row is K and V; a row of queries or of outputs counts half. MB kept: received and not sent again for "
+            "backward, which returns dK and dV in float32.",
+            f"Predicted for {REFERENCE.name}: the forward pass.",
         ],
     )
     rows = []
@@ -124,37 +124,40 @@ def planned() -> tuple[Table, list[dict[str, Any]]]:
 
 
 def _rows_received(plan: Plan) -> float:
-    """Rows times heads, of K and V; of queries or outputs half."""
-    came = [plan.buffers[one.buffer] for step in plan.steps for one in step.recvs]
-    return sum(size(one.content) * (1 if one.kind is Kind.KV else 0.5) for one in came)
+    """Return rows times heads received, of K and V; a row of queries or outputs counts half."""
+    received = [plan.buffers[recv.buffer] for step in plan.steps for recv in step.recvs]
+    return sum(size(recv.content) * (1 if recv.kind is Kind.KV else 0.5) for recv in received)
 
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
-    """One rank's part: the gate, then each baseline forward and backward in turns. Laps, pairs and memory."""
+    """Run one rank's part: the gate, then each baseline forward and backward in turns.
+
+    Return laps, pairs and memory.
+    """
     options, tokens = DilatedOptions(**{k: v for k, v in spec.items() if k != "tokens"}), spec["tokens"]
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
     branches = geometric(options.base_length, length=options.length_tokens)
     _gate(ring, options)
     say("gate: green")
-    found: dict[str, Any] = {"laps": {}, "pairs": {}}
+    record: dict[str, Any] = {"laps": {}, "pairs": {}}
     baselines = ["dilated", "full"] if tokens == options.length_tokens else ["dilated"]
     if tokens != options.length_tokens:
         branches = geometric(options.base_length, length=tokens)
     for turn in range(options.repeats):
         for name in baselines if turn % 2 == 0 else reversed(baselines):
             call = _Call(ring, options, tokens, branches if name == "dilated" else None)
-            found["pairs"][name] = call.pairs()
+            record["pairs"][name] = call.pairs()
             for part in ("forward", "backward"):
                 say(f"{tokens} tokens, round {turn + 1} of {options.repeats}: {name}, {part}")
-                laps: list[Lap] = found["laps"].setdefault(name, {}).setdefault(part, [])
+                laps: list[Lap] = record["laps"].setdefault(name, {}).setdefault(part, [])
                 laps.append(lap(ring.barrier, getattr(call, part)))
-            found.setdefault("slot_bytes", {})[name] = ring.memory_info()["pool_high_water_bytes"]
-    found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return found
+            record.setdefault("slot_bytes", {})[name] = ring.memory_info()["pool_high_water_bytes"]
+    record["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return record
 
 
-def weighed(ring: Ring, **spec: Any) -> dict[str, int]:
-    """One rank's memory for dilated attention over `tokens_per_rank` tokens of each rank, forward and backward."""
+def measure_memory(ring: Ring, **spec: Any) -> dict[str, int]:
+    """Measure one rank's memory for dilated attention over `tokens_per_rank` tokens per rank, forward and backward."""
     options = DilatedOptions(**spec)
     _gate(ring, options)
     tokens = options.tokens_per_rank * ring.world_size
@@ -171,7 +174,7 @@ def weighed(ring: Ring, **spec: Any) -> dict[str, int]:
 
 
 class _Call:
-    """This rank's part of one attention call on random numbers."""
+    """This rank's part of one attention call on random inputs."""
 
     def __init__(self, ring: Ring, options: DilatedOptions, tokens: int, branches: Branches | None) -> None:
         self.ring, self.options, self.branches = ring, options, branches
@@ -182,18 +185,18 @@ class _Call:
         self.dout = torch.randn(shape, generator=generator)
 
     def forward(self) -> None:
-        """Of the branches, or of full attention by a ring."""
+        """Run dilated attention over the branches, or full attention over a ring."""
         if self.branches is None:
             self.out: Tensor = self.ring.attention(self.q, self.k, self.v, self.seq, schedule="ring")
         else:
             self.out = self.ring.dilated_attention(self.q, self.k, self.v, self.seq, **self.branches._asdict())
 
     def backward(self) -> None:
-        """Of what `forward` kept."""
+        """Run the backward pass of the last `forward`."""
         torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout)
 
     def pairs(self) -> int:
-        """(q, k) pairs times heads of this rank."""
+        """Return (q, k) pairs times heads of this rank."""
         tokens, heads = self.seq.length, self.options.heads
         pairs = Banded() if self.branches is None else Dilated(*self.branches)
         mask = pairs.mask(tokens, tokens, None, None, heads, heads)
@@ -208,58 +211,58 @@ def _gate(ring: Ring, options: DilatedOptions) -> None:
     branches: dict[str, Any] = {"segment_lengths": [64, tokens // 2 + 1, tokens], "dilation_rates": [1, 3, 4]}
     inputs = random_inputs(tokens, options.heads, options.heads, options.head_dim, torch.float32)
     seq = ring.sequence(tokens, layout="contiguous")
-    mine = [seq.shard(x).clone().requires_grad_() for x in inputs[:3]]
-    out = ring.dilated_attention(mine[0], mine[1], mine[2], seq, **branches)
-    found = [out.detach(), *torch.autograd.grad(out, mine, seq.shard(inputs.dout))]
+    local = [seq.shard(x).clone().requires_grad_() for x in inputs[:3]]
+    out = ring.dilated_attention(local[0], local[1], local[2], seq, **branches)
+    results = [out.detach(), *torch.autograd.grad(out, local, seq.shard(inputs.dout))]
     whole = [x.double().requires_grad_() for x in inputs[:3]]
     dense, _ = dense_dilated_attention(*whole, **branches)
     reference = [dense.detach(), *torch.autograd.grad(dense, whole, inputs.dout.double())]
-    error = max(float((x - seq.shard(y)).abs().max()) for x, y in zip(found, reference, strict=True))
+    error = max(float((x - seq.shard(y)).abs().max()) for x, y in zip(results, reference, strict=True))
     if not error <= BOUND[torch.float32]:
         raise GateError(f"rank {ring.rank}: dilated attention is off by {error:.1e}: nothing is timed")
 
 
-def compared(options: DilatedOptions, by_ranks: dict[int, list[Any]]) -> Table:
-    """Times beside FLOPs."""
+def compare_times(options: DilatedOptions, by_ranks: dict[int, list[Any]]) -> Table:
+    """Return a table of measured times next to FLOPs."""
     table = Table(
         f"Measured: {options.length_tokens} tokens, {options.heads} heads of {options.head_dim}, float32, one thread a "
         f"process, {options.repeats} rounds",
         ["ranks", "pass", "dilated, s", "full ring, s", "times", "FLOPs", "times over FLOPs", "MiB of slots", "full"],
         notes=[f"times, FLOPs: full over dilated. The bar: dilated takes at most {BAR} times its share of FLOPs."],
     )
-    for ranks, found in by_ranks.items():
-        pairs = {name: max(rank["pairs"][name] for rank in found) for name in ("dilated", "full")}
+    for ranks, by_rank in by_ranks.items():
+        pairs = {name: max(rank["pairs"][name] for rank in by_rank) for name in ("dilated", "full")}
         for part in ("forward", "backward"):
-            by = {name: samples([rank["laps"][name][part] for rank in found]) for name in pairs}
+            by = {name: samples([rank["laps"][name][part] for rank in by_rank]) for name in pairs}
             times, flops = wall(by["full"]) / wall(by["dilated"]), pairs["full"] / pairs["dilated"]
             table.rows.append([
                 str(ranks), part, spread([s.wall_s for s in by["dilated"]]), spread([s.wall_s for s in by["full"]]),
                 f"{times:.2f}", f"{flops:.2f}", f"{flops / times:.2f}",
-                *(mib(found[0]["slot_bytes"][name]) for name in ("dilated", "full")),
+                *(mib(by_rank[0]["slot_bytes"][name]) for name in ("dilated", "full")),
             ])  # fmt: skip
     return table
 
 
 def memory(options: DilatedOptions, weights: dict[int, list[dict[str, int]]]) -> Table:
-    """Peak memory of the greatest rank."""
+    """Return a table with the peak memory of the rank that needs most."""
     table = Table(
         f"Memory: {options.tokens_per_rank} tokens a rank, {options.heads} heads of {options.head_dim}, float32, "
         "forward and backward",
-        ["ranks", "tokens", "branches", "MiB of slots", "MiB of growth, greatest rank"],
+        ["ranks", "tokens", "branches", "MiB of slots", "MiB of growth, largest rank"],
         notes=["Growth of the peak resident size from before the inputs exist."],
     )
-    for ranks, found in weights.items():
+    for ranks, by_rank in weights.items():
         tokens = ranks * options.tokens_per_rank
         table.rows.append([
             str(ranks), str(tokens), str(len(geometric(options.base_length, length=tokens).segment_lengths)),
-            *(mib(max(rank[key] for rank in found)) for key in ("slot_bytes", "peak_growth_bytes")),
+            *(mib(max(rank[key] for rank in by_rank)) for key in ("slot_bytes", "peak_growth_bytes")),
         ])  # fmt: skip
     return table
 
 
-def main(words: Sequence[str]) -> dict[str, Any]:
-    """Plan, run, print, keep; returns what is kept."""
-    options = parse(DilatedOptions(), words)
+def main(arguments: Sequence[str]) -> dict[str, Any]:
+    """Plan, measure, print the tables, save the record and return it."""
+    options = parse(DilatedOptions(), arguments)
     table, plans = planned()
     tables: list[Table] = [table]
     by_ranks: dict[int, list[Any]] = {}
@@ -268,9 +271,9 @@ def main(words: Sequence[str]) -> dict[str, Any]:
     with progress("dilated") as say:
         for ranks in options.ranks:
             by_ranks[ranks] = run_in_processes(ranks, PROGRAM, asdict(options) | {"tokens": options.length_tokens}, say)
-        tables.append(compared(options, by_ranks))
+        tables.append(compare_times(options, by_ranks))
         for ranks in options.memory_ranks:
-            weights[ranks] = run_in_processes(ranks, WEIGHED, asdict(options), say)
+            weights[ranks] = run_in_processes(ranks, MEMORY_PROGRAM, asdict(options), say)
         tables.append(memory(options, weights))
         if options.long_tokens:
             long = run_in_processes(2, PROGRAM, asdict(options) | {"tokens": options.long_tokens, "repeats": 1}, say)
@@ -278,7 +281,7 @@ def main(words: Sequence[str]) -> dict[str, Any]:
             gib = sum(rank["peak_bytes"] for rank in long) / 2**30
             tables.append(Table(
                 f"{options.long_tokens} tokens on two processes", ["forward, s", "backward, s", "GiB of both"],
-                [[*(f"{one:.1f}" for one in seconds), f"{gib:.2f}"]],
+                [[*(f"{pass_s:.1f}" for pass_s in seconds), f"{gib:.2f}"]],
             ))  # fmt: skip
     data = {"planned": plans, "by_ranks": by_ranks, "memory": weights, "long": long}
     finish("dilated", options, tables, data, options.results)

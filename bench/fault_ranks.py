@@ -1,4 +1,4 @@
-"""The ranks of a scripted fault: processes that run exact passes of attention until one of them does something wrong.
+"""The ranks of a scripted fault: processes that run exact passes of attention until one of them fails on purpose.
 
 Guarantees: nothing is reported unless the first pass was exact; every later result is compared with it.
 """
@@ -27,8 +27,8 @@ from ringattn.testing import dense_attention
 TOKENS = 40
 OPEN_S = 60.0
 PASSES = 8
-"""Passes of each rank. The fault happens in the third."""
-STRUCK = 2
+"""Passes that each rank runs. The fault happens in the third."""
+FAULT_PASS = 2
 CHILD_S = 5.0
 """How long a forked child may take."""
 
@@ -39,7 +39,7 @@ BETWEEN, IN_PASS, IN_BACKWARD, AT_CLOSE = "between passes", "in a pass", "in bac
 class Fault:
     """Rank `rank` does `act` at `moment`. `deadlines`: how long the act lasts, in deadlines of the ring.
 
-    `outcome` says what the ranks must do then, see `faults.judged`.
+    `outcome` states what the ranks must do then, see `faults.judge`.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one rank runs, and in which ring. `namespace`: its network namespace, empty for this machine's own."""
+    """Where one rank runs, and in which ring. `namespace`: its network namespace; empty for that of this machine."""
 
     rank: int
     ranks: int
@@ -67,13 +67,13 @@ class Seat:
 
 @dataclass
 class Answer:
-    """How a rank ended: "right" if all its results were, else its error. Times are of the monotonic clock."""
+    """How a rank ended: "right" if all its results were right, else its error. Times are of the monotonic clock."""
 
     kind: str = "right"
     message: str = ""
     at_s: float = 0.0
     waits_s: float = 0.0
-    """When the wait that failed began: an earlier fault is noticed from there on."""
+    """When the failed wait began; an earlier fault cannot be noticed before that."""
     child: str = ""
     """What a forked child of this rank raised, and whether it ended."""
 
@@ -109,7 +109,7 @@ def open_gate(ring: Ring) -> None:
 
 
 def live(seat: Seat, fault: Fault, pipe: Connection) -> None:
-    """Be one rank. Sends "now" when the fault happens, then an `Answer`, and leaves as a program would."""
+    """Run one rank. Send "now" when the fault happens, then an `Answer`, and exit as a program would."""
     if seat.namespace:
         enter(seat.namespace)
     os.environ.update(
@@ -117,7 +117,7 @@ def live(seat: Seat, fault: Fault, pipe: Connection) -> None:
         RES_OPTIONS="timeout:1",
     )  # fmt: skip
     torch.set_num_threads(1)
-    # torchrun sends SIGTERM to all ranks once a rank has failed; the survivors' own errors are what is measured.
+    # torchrun sends SIGTERM to all ranks once a rank has failed; this benchmark measures the survivors' own errors.
     if seat.rank != fault.rank:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
@@ -142,7 +142,7 @@ class _Rank:
     answer: Answer = field(default_factory=Answer)
 
     def run(self) -> Answer:
-        """Return what this rank's passes ended with."""
+        """Run the passes of this rank; return how they ended."""
         seat = self.seat
         with Ring(transport=seat.transport, timeout_s=OPEN_S) as first:
             open_gate(first)
@@ -163,16 +163,16 @@ class _Rank:
     def strike(self) -> None:
         """Let the fault happen now, on this rank."""
         self.pipe.send("now")
-        self.pipe.recv()  # the parent has noted the time, or has spoiled the link
+        self.pipe.recv()  # the parent has recorded the time, or has degraded the link
         ACTS[self.fault.act](self)
 
     def lasts_s(self) -> float:
-        """Seconds that the fault lasts."""
+        """Return how many seconds the fault lasts."""
         return self.fault.deadlines * self.seat.timeout_s
 
     def _pass(self, number: int) -> None:
         self.answer.waits_s = time.monotonic()
-        struck = number == STRUCK and self.seat.rank == self.fault.rank
+        struck = number == FAULT_PASS and self.seat.rank == self.fault.rank
         if struck:
             self._strike(BETWEEN)
         if struck and self.fault.moment == IN_PASS:
@@ -191,7 +191,7 @@ class _Rank:
         self.answer.kind, self.answer.message, self.answer.at_s = kind, message, time.monotonic()
 
     def _watch_waits(self) -> None:
-        """Note when the waits of the transport begin: each has a deadline of its own."""
+        """Record when each wait of the transport begins, because each has a separate deadline."""
         transport = self.ring.transport
         for name in ("await_both", "_finish"):
             if hasattr(transport, name):
@@ -206,9 +206,9 @@ class _Rank:
 
 
 def after_exchange(transport: Any, hop: int, strike: Callable[[], None]) -> None:
-    """Call `strike()` when the `hop`-th exchange from now has been posted."""
+    """Call `strike()` once the `hop`-th exchange from now has been posted."""
     transport = getattr(transport, "between", transport)
-    # Every start of an exchange passes through this method, bound before or not.
+    # Every exchange starts through this method, whether it was bound before or not.
     name = "_start" if transport.name == "shm" else "exchange"
     post, posted = getattr(transport, name), [0]
 
@@ -226,10 +226,10 @@ def after_exchange(transport: Any, hop: int, strike: Callable[[], None]) -> None
 
 
 def _hold_interpreter(rank: _Rank) -> None:
-    ctypes.PyDLL(None).usleep(int(rank.lasts_s() * 1e6))  # PyDLL keeps the interpreter's lock
+    ctypes.PyDLL(None).usleep(int(rank.lasts_s() * 1e6))  # PyDLL keeps the global interpreter lock
 
 
-def _raise(error: BaseException) -> Callable[[_Rank], None]:
+def _raise_error(error: BaseException) -> Callable[[_Rank], None]:
     def act(rank: _Rank) -> None:
         raise error
 
@@ -241,30 +241,30 @@ def _raise_in_with(rank: _Rank) -> None:
         raise ValueError("the model is wrong")
 
 
-def _send(number: int) -> Callable[[_Rank], None]:
+def _send_signal(number: int) -> Callable[[_Rank], None]:
     return lambda rank: os.kill(os.getpid(), number)
 
 
 def _fork(use: Callable[[_Rank], None]) -> Callable[[_Rank], None]:
-    """Fork a child that does `use`, and note how it ends."""
+    """Fork a child that runs `use`, and record how it ends."""
 
     def act(rank: _Rank) -> None:
         readable, writable = os.pipe()
         child = os.fork()
         if not child:
-            said = "nothing"
+            outcome = "nothing"
             try:
                 use(rank)
             except RingError as error:
-                said = type(error).__name__
+                outcome = type(error).__name__
             except BaseException as error:
-                said = f"{type(error).__name__}: {error}"
-            os.write(writable, said.encode())
+                outcome = f"{type(error).__name__}: {error}"
+            os.write(writable, outcome.encode())
             atexit._run_exitfuncs()
             os._exit(0)
         os.close(writable)
-        until = time.monotonic() + CHILD_S
-        while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < until:
+        deadline_s = time.monotonic() + CHILD_S
+        while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < deadline_s:
             time.sleep(0.01)
         if not ended:
             os.kill(child, signal.SIGKILL)
@@ -279,14 +279,14 @@ def _fork(use: Callable[[_Rank], None]) -> Callable[[_Rank], None]:
 
 
 ACTS: dict[str, Callable[[_Rank], None]] = {
-    "kill": _send(signal.SIGKILL),
-    "terminate": _send(signal.SIGTERM),
-    "interrupt": _send(signal.SIGINT),
-    "stop": _send(signal.SIGSTOP),
-    "exit": _raise(SystemExit(3)),
-    "raise": _raise(ValueError("the model is wrong")),
+    "kill": _send_signal(signal.SIGKILL),
+    "terminate": _send_signal(signal.SIGTERM),
+    "interrupt": _send_signal(signal.SIGINT),
+    "stop": _send_signal(signal.SIGSTOP),
+    "exit": _raise_error(SystemExit(3)),
+    "raise": _raise_error(ValueError("the model is wrong")),
     "raise in with": _raise_in_with,
-    "out of memory": _raise(MemoryError("no room")),
+    "out of memory": _raise_error(MemoryError("no room")),
     "close": lambda rank: rank.ring.close(),
     "sleep": lambda rank: time.sleep(rank.lasts_s()),
     "hold the interpreter": _hold_interpreter,
@@ -305,6 +305,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "other length": {"tokens": TOKENS + 1},
     "wrong shape": {"extra": 1},
 }
-"""Acts that change the rank's own call."""
+"""Acts that change the rank's call instead of stopping it."""
 LEAVING = ("exit", "terminate", "interrupt", "out of memory", "raise", "raise in with")
-"""Acts after which a program ends. `sys.exit`, SIGTERM and Ctrl-C end it at once."""
+"""Acts that end the program. `sys.exit`, SIGTERM and Ctrl-C end it immediately."""

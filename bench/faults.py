@@ -1,9 +1,9 @@
 """Scripted faults: does every other rank raise in time, and name the guilty rank and no other?
 
 Ranks are processes on this machine (shared memory, or gloo), or on two hosts that are network namespaces (`nodes`:
-shared memory within a host and gloo between them; `hosts`: gloo only). One rank is killed, stopped, slow, exits, asks
-for another call or forks; or the link between the hosts is cut, loses packets or delays them. A row of the table is a
-fault, a column is a transport.
+shared memory within a host and gloo between hosts; `hosts`: gloo only). One rank is killed, stopped, slow, exits, makes
+a different call or forks; or the link between the hosts is cut, loses packets or delays them. Each row of the table is
+a fault, each column a transport.
 Guarantees: no process is left behind; a fault that did not happen is an error.
 """
 
@@ -31,10 +31,10 @@ from ringattn.bench.report import RESULTS, Table, finish, progress
 from ringattn.errors import InputError, RingError
 
 GRACE_S = 2.0
-"""How long after its deadline a rank may take to raise."""
+"""How long after its deadline a rank may still raise."""
 JOB_S = 240.0
 SLOW_S = 30.0
-"""The deadline where the link is only slow: a connection that loses 30 % may not move for ten seconds."""
+"""The deadline on a slow link: a connection with 30 % loss may make no progress for ten seconds."""
 LINKS = {
     "link cut": LinkState(lost=(1.0, 1.0)),
     "one direction lost": LinkState(lost=(1.0, 0.0)),
@@ -49,9 +49,9 @@ NAMED, PROMPT, DIFFER, RIGHT, CHILD, LINK, SLOW_LINK = (
     "named", "named at once", "refused on all ranks", "right", "right, and the child is refused",
     "the other host is lost", "right or lost",
 )  # fmt: skip
-"""What must follow a fault. `NAMED`: every other rank raises and names the guilty rank, within the deadline and
+"""What must follow a fault. `NAMED`: every other rank raises and names the guilty rank, within the deadline plus
 `GRACE_S`. `PROMPT`: the same within `GRACE_S`. `DIFFER`: every rank refuses the call. `RIGHT`: all results are right.
-`LINK`: every rank raises in time and blames no rank of its own host. `SLOW_LINK`: right, or as `LINK`."""
+`LINK`: every rank raises in time and blames no rank of its own host. `SLOW_LINK`: right, or as for `LINK`."""
 
 
 def _faults() -> list[Fault]:
@@ -118,7 +118,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class FaultsOptions:
-    """`only`: parts of the names of faults, empty for all. `at_once`: how many faults run at the same time."""
+    """`only`: substrings of fault names, empty for all. `at_once`: how many faults run at the same time."""
 
     transports: tuple[str, ...] = tuple(COLUMNS)
     only: tuple[str, ...] = ("",)
@@ -130,7 +130,10 @@ class FaultsOptions:
 
 @dataclass
 class Outcome:
-    """What the ranks said after one fault. `seconds`: from the fault, or from the wait that failed, to the error."""
+    """The answers of the ranks after one fault.
+
+    `seconds`: from the fault, or from the wait that failed, to the error.
+    """
 
     fault: str
     column: str
@@ -140,7 +143,10 @@ class Outcome:
 
 
 def applies(fault: Fault, column: str) -> bool:
-    """Whether a fault has a cell in this column: faults of the link need one, and `hosts` has no others."""
+    """Return whether a fault has a cell in this column.
+
+    Faults of the link need one, and `hosts` has no other faults.
+    """
     return (fault.act == SPOIL) == (column == "hosts") or (fault.act == SPOIL and COLUMNS[column].linked)
 
 
@@ -153,85 +159,85 @@ AT_FAULT = re.compile(
 
 
 def blamed(message: str) -> set[int]:
-    """The ranks that an error message holds responsible."""
+    """Return the ranks that an error message holds responsible."""
     ranks = set(map(int, AT_FAULT.findall(message)))
     return ranks | ({0} if "the store's host (rank 0" in message and not ranks else set())
 
 
-def judged(
+def judge(
     fault: Fault, where: Where, fault_s: float, answers: dict[int, Answer], timeout_s: float, grace_s: float = GRACE_S
 ) -> list[str]:
-    """Return what is wrong with the answers, empty if nothing is."""
+    """Return the complaints about the answers; empty if they are as they must be."""
     complaints = []
     for rank in range(len(where.hosts)):
         complaints += [
-            f"rank {rank} {words}"
-            for words in _wrong(fault, where, rank, fault_s, answers.get(rank), timeout_s, grace_s)
+            f"rank {rank} {complaint}"
+            for complaint in _complaints(fault, where, rank, fault_s, answers.get(rank), timeout_s, grace_s)
         ]
     return complaints
 
 
-def _wrong(
+def _complaints(
     fault: Fault, where: Where, rank: int, fault_s: float, answer: Answer | None, timeout_s: float, grace_s: float
 ) -> list[str]:
     guilty = rank == fault.rank and fault.act != SPOIL
     if answer is None:
         return [] if guilty and may_end(fault) else ["gave no answer"]
-    said = f"{answer.kind}: {answer.message}"
+    answer_text = f"{answer.kind}: {answer.message}"
     if answer.kind == "wrong":
-        return [said]
+        return [answer_text]
     if fault.outcome == CHILD and guilty and answer.child != "ClosedError":
         return [f"has a child that raised {answer.child}"]
     if guilty and answer.child.endswith("hung"):
         return [f"has a child that raised {answer.child}"]
     if fault.outcome in (RIGHT, CHILD) or (fault.outcome == SLOW_LINK and answer.kind == "right"):
-        return [] if answer.kind == "right" else [said]
+        return [] if answer.kind == "right" else [answer_text]
     if fault.outcome == DIFFER:
-        return [] if answer.kind in ("DisagreementError", "InputError") else [said]
+        return [] if answer.kind in ("DisagreementError", "InputError") else [answer_text]
     if guilty:
-        # A rank that was stopped or slow itself blames nobody else.
+        # A rank that was itself stopped or slow must blame no other rank.
         wrongly = blamed(answer.message) - {rank}
-        return [f"blames ranks {sorted(wrongly)}, and is at fault itself: {said}"] if wrongly else []
+        return [f"blames ranks {sorted(wrongly)}, although it is at fault: {answer_text}"] if wrongly else []
     if answer.kind == "right":
         return ["noticed nothing"]
-    wrong = [] if answer.kind in ("DeadlineError", "PeerLostError") else [said]
+    wrong = [] if answer.kind in ("DeadlineError", "PeerLostError") else [answer_text]
     limit_s = grace_s + (0.0 if fault.outcome == PROMPT else timeout_s)
     if (seconds := seconds_of(answer, fault_s)) > limit_s:
-        wrong.append(f"took {seconds:.2f} s: {said}")
+        wrong.append(f"took {seconds:.2f} s: {answer_text}")
     if fault.outcome in (LINK, SLOW_LINK):
-        # Over a slow link all ranks read one verdict in the store, which blames no rank of the store's host. A
+        # Over a slow link all ranks read the same verdict from the store, which blames no rank of the store's host. A
         # rank that cannot reach the store has lost the other host, as if the link were cut.
         reads_store = fault.outcome == SLOW_LINK and "the store's host" not in answer.message
         innocent_host = where.hosts[0 if reads_store else rank]
-        innocent = {other for other, host in enumerate(where.hosts) if host == innocent_host}
+        innocent = {peer for peer, host in enumerate(where.hosts) if host == innocent_host}
         if wrongly := blamed(answer.message) & innocent - ({0} if "the store's host" in answer.message else set()):
-            wrong.append(f"blames ranks {sorted(wrongly)}: {said}")
+            wrong.append(f"blames ranks {sorted(wrongly)}: {answer_text}")
     elif blamed(answer.message) != {fault.rank}:
-        wrong.append(f"blames ranks {sorted(blamed(answer.message))}: {said}")
+        wrong.append(f"blames ranks {sorted(blamed(answer.message))}: {answer_text}")
     return wrong
 
 
 def seconds_of(answer: Answer, fault_s: float) -> float:
-    """Seconds from the fault to the error, or from a later beginning of the wait that failed."""
+    """Return the seconds from the fault to the error, or from the start of the failed wait if that was later."""
     return answer.at_s - max(fault_s, answer.waits_s)
 
 
 def may_end(fault: Fault) -> bool:
-    """Whether the guilty rank need not answer."""
+    """Return whether the guilty rank may end without an answer."""
     return fault.act == "kill" or fault.act in LEAVING
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def suffer(
+def run_fault(
     fault: Fault,
     column: str,
     number: int = 0,
     timeout_s: float = 4.0,
     grace_s: float = GRACE_S,
 ) -> Outcome:
-    """Run one fault on fresh processes, and judge it.
+    """Run one fault in fresh processes, and judge it.
 
     Raises `RingError` if the fault did not happen.
     """
@@ -246,21 +252,21 @@ def suffer(
         for rank, host in enumerate(where.hosts):
             address, namespace = (ADDRESSES[0], hosts.namespaces[host]) if hosts else ("127.0.0.1", "")
             seat = Seat(rank, len(where.hosts), address, port, where.transport, timeout_s, namespace, number % 4)
-            mine, theirs = context.Pipe()
-            processes.append(context.Process(target=live, args=(seat, fault, theirs), daemon=False))
+            parent_end, child_end = context.Pipe()
+            processes.append(context.Process(target=live, args=(seat, fault, child_end), daemon=False))
             processes[-1].start()
-            theirs.close()
-            pipes.append(mine)
+            child_end.close()
+            pipes.append(parent_end)
 
         def strikes() -> None:
             if hosts and fault.act == SPOIL:
                 hosts.state = LINKS[fault.name.removesuffix(f" {AT_CLOSE}")]
 
-        fault_s, answers = _listened(fault, timeout_s, pipes, processes, strikes)
+        fault_s, answers = _collect_answers(fault, timeout_s, pipes, processes, strikes)
     if not fault_s:
         raise RingError(f"{fault.name} on {column} never happened: {answers}")
     outcome = Outcome(fault.name, column)
-    outcome.complaints = judged(fault, where, fault_s, answers, timeout_s, grace_s)
+    outcome.complaints = judge(fault, where, fault_s, answers, timeout_s, grace_s)
     for rank, answer in answers.items():
         outcome.kinds[rank] = answer.kind
         if answer.at_s and rank != fault.rank:
@@ -268,26 +274,26 @@ def suffer(
     return outcome
 
 
-def _listened(
+def _collect_answers(
     fault: Fault, timeout_s: float, pipes: list[Connection], processes: list[BaseProcess], strikes: Callable[[], None]
 ) -> tuple[float, dict[int, Answer]]:
-    """Return when the fault happened and every answer."""
+    """Return when the fault happened, and every answer."""
     answers: dict[int, Answer] = {}
-    fault_s, until = 0.0, time.monotonic() + JOB_S
+    fault_s, end_s = 0.0, time.monotonic() + JOB_S
     open_pipes = dict(enumerate(pipes))
     resume_s = float("inf")
-    while open_pipes and time.monotonic() < until:
+    while open_pipes and time.monotonic() < end_s:
         if fault_s and not set(open_pipes) - {fault.rank} and may_end(fault):
             break
         for ready in wait(list(open_pipes.values()), 0.1):
             rank = pipes.index(ready)  # type: ignore[arg-type]
             try:
-                said = pipes[rank].recv()
+                message = pipes[rank].recv()
             except (EOFError, ConnectionResetError):
                 del open_pipes[rank]
                 continue
-            if isinstance(said, Answer):
-                answers[rank] = said
+            if isinstance(message, Answer):
+                answers[rank] = message
                 del open_pipes[rank]
                 continue
             strikes()
@@ -309,14 +315,14 @@ def _end(processes: list[BaseProcess], pipes: list[Connection]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback address that nothing uses."""
+    """Return an unused TCP port of the loopback address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def start_forkserver() -> None:
-    """Fork the processes from one that has imported torch."""
+    """Fork the processes from a server that has already imported torch."""
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # torch's own traces of lost stores
     multiprocessing.get_context("forkserver").set_forkserver_preload(["ringattn.bench.fault_ranks"])
 
@@ -325,19 +331,26 @@ def start_forkserver() -> None:
 
 
 def tabulate(options: FaultsOptions, outcomes: Sequence[Outcome]) -> Table:
-    """One row a fault, one column a transport."""
+    """Return a table with a row per fault and a column per transport."""
     table = Table("Faults of one rank, and what the others did", ("fault", "must follow", *options.transports))
     for name, fault in FAULTS.items():
-        cells = [_cell([one for one in outcomes if (one.fault, one.column) == (name, c)]) for c in options.transports]
+        cells = [
+            _cell([outcome for outcome in outcomes if (outcome.fault, outcome.column) == (name, c)])
+            for c in options.transports
+        ]
         if any(cells):
             table.rows.append((name, fault.outcome, *cells))
     good = sum(not outcome.complaints for outcome in outcomes)
     table.notes += [
-        f"- {good} of {len(outcomes)} as they must be. The bar is all of them: "
+        f"- {good} of {len(outcomes)} as required. The bar is all of them: "
         f"{'met' if good == len(outcomes) else 'MISSED'}.",
         f"- T, the deadline, is {options.timeout_s:g} s ({SLOW_S:g} s for {' and '.join(SLOW_LINKS)}); a rank may take "
-        f"{GRACE_S:g} s more. Cells: runs as they must be, and the slowest error in seconds after the fault.",
-        *(f"- {one.fault}, {one.column}: {complaint}" for one in outcomes for complaint in one.complaints),
+        f"{GRACE_S:g} s more. Cells: runs that ended as required, and the slowest error in seconds after the fault.",
+        *(
+            f"- {outcome.fault}, {outcome.column}: {complaint}"
+            for outcome in outcomes
+            for complaint in outcome.complaints
+        ),
     ]
     return table
 
@@ -346,14 +359,14 @@ def _cell(outcomes: Sequence[Outcome]) -> str:
     if not outcomes:
         return ""
     good = sum(not outcome.complaints for outcome in outcomes)
-    seconds = [each for outcome in outcomes for each in outcome.seconds.values()]
+    seconds = [error_s for outcome in outcomes for error_s in outcome.seconds.values()]
     slowest = f" {max(seconds):.1f} s" if seconds else ""
     return f"{'' if good == len(outcomes) else 'MISSED '}{good}/{len(outcomes)}{slowest}"
 
 
-def main(words: Sequence[str]) -> dict[str, Any]:
-    """Run, print, keep; return what is kept. Raises `UnsupportedError` if two hosts are not permitted."""
-    options = parse(FaultsOptions(), words)
+def main(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run, print, save and return the record. Raises `UnsupportedError` if two hosts are not permitted."""
+    options = parse(FaultsOptions(), arguments)
     if options.repeats < 1 or options.timeout_s <= 0 or options.at_once < 1:
         raise InputError("repeats, timeout_s and at_once must be positive")
     if unknown := set(options.transports) - set(COLUMNS):
@@ -367,14 +380,14 @@ def main(words: Sequence[str]) -> dict[str, Any]:
         if applies(fault, column)
     ]
     if not chosen:
-        raise InputError(f"only={','.join(options.only)}: no fault has such a name; choose from {', '.join(FAULTS)}")
+        raise InputError(f"only={','.join(options.only)}: matches no fault; choose from {', '.join(FAULTS)}")
     start_forkserver()
     with progress("faults") as say, ThreadPoolExecutor(options.at_once) as pool:
 
         def run(cell: tuple[Fault, str, int]) -> Outcome:
             fault, column, number = cell
-            outcome = suffer(fault, column, number, options.timeout_s)
-            say(f"{fault.name}, {column}: {'; '.join(outcome.complaints) or 'as it must be'}")
+            outcome = run_fault(fault, column, number, options.timeout_s)
+            say(f"{fault.name}, {column}: {'; '.join(outcome.complaints) or 'as required'}")
             return outcome
 
         outcomes = list(pool.map(run, chosen))

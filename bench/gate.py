@@ -1,8 +1,7 @@
-"""The correctness gate: before a case is timed or weighed, it answers right at a small size on the same ranks.
+"""The correctness gate: a case is measured only if it is exact at a small size on the same ranks.
 
-A baseline is anything that attends; the gate gives it small random inputs and compares what it returns, and its
-gradients where it has them, with a dense float64 softmax.
-Guarantees: a wrong answer, a NaN or a missing row raises `GateError`, and then no number is printed.
+it has any, with a dense float64 softmax.
+Guarantees: a wrong result, a NaN or a missing row raises `GateError`, and then no number is printed.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from torch import Tensor
 from ringattn.errors import RingError
 
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-10}
-"""Greatest absolute error against the reference, for standard normal inputs."""
+"""Largest absolute error against the reference, for standard normal inputs."""
 
 
 class GateError(RingError):
-    """A baseline's answer is not exact, so it must not be measured."""
+    """A baseline's result is not exact, so it must not be measured."""
 
 
 class Inputs(NamedTuple):
-    """A whole problem: (1, tokens, heads, dim) tensors; `dout` is the gradient that comes from above."""
+    """A whole problem: (1, tokens, heads, dim) tensors; `dout` is the incoming gradient."""
 
     q: Tensor
     k: Tensor
@@ -33,18 +32,18 @@ class Inputs(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Of attention: the output, and the three gradients where there are any."""
+    """A result of attention: the output, and the three gradients if there are any."""
 
     out: Tensor
     grads: tuple[Tensor, Tensor, Tensor] | None
 
 
 class Baseline(Protocol):
-    """One way to attend causally, on this rank.
+    """One implementation of causal attention, on this rank.
 
-    `load` takes a whole problem and keeps this rank's part; `forward` and `backward` work on it, and nothing else is
-    timed. `positions`: which tokens the answer holds, in its order; `heads`: which query heads, `kv_heads`: which K/V
-    heads. A baseline without `backward` returns None from it.
+    `load` takes a whole problem and keeps this rank's part; only `forward` and `backward` are timed. `positions`: the
+    tokens of the result, in its order; `heads`: its query heads; `kv_heads`: its K/V heads. `backward` returns None if
+    the baseline has no backward pass.
     """
 
     name: str
@@ -60,7 +59,7 @@ class Baseline(Protocol):
 
 
 def random_inputs(length: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0) -> Inputs:
-    """A whole problem of standard normal numbers, the same on every rank."""
+    """Return a whole problem of standard normal numbers, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
 
     def tensor(count: int) -> Tensor:
@@ -70,7 +69,7 @@ def random_inputs(length: int, heads: int, kv_heads: int, head_dim: int, dtype: 
 
 
 def reference(inputs: Inputs) -> Answer:
-    """Dense causal attention and its gradients in float64, written for clarity: scores, softmax, weighted sum."""
+    """Compute dense causal attention and its gradients in float64, written for clarity."""
     q, k, v = (x.double().requires_grad_() for x in inputs[:3])
     group, tokens = q.shape[2] // k.shape[2], q.shape[1]
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k.repeat_interleave(group, 2)) * q.shape[3] ** -0.5
@@ -81,27 +80,32 @@ def reference(inputs: Inputs) -> Answer:
 
 
 def open_gate(baselines: Iterable[Baseline], inputs: Inputs) -> dict[str, float]:
-    """The greatest absolute error of each baseline on this rank. Raises `GateError` at the first wrong one."""
-    want = reference(inputs)
-    assert want.grads is not None
+    """Return the largest absolute error of each baseline on this rank. Raises `GateError` if a baseline is wrong."""
+    expected = reference(inputs)
+    assert expected.grads is not None
     errors = {}
-    for one in baselines:
-        one.load(inputs)
-        got = Answer(one.forward(), one.backward())
-        pairs = [("out", got.out, want.out[:, one.positions, one.heads])]
-        if got.grads is not None:
-            wanted = zip(("dq", "dk", "dv"), got.grads, want.grads, strict=True)
-            at = {"dq": one.heads, "dk": one.kv_heads, "dv": one.kv_heads}
-            pairs += [(name, mine, right[:, one.positions, at[name]]) for name, mine, right in wanted]
-        errors[one.name] = max(_error(f"{one.name}: {name}", *pair) for name, *pair in pairs)
+    for baseline in baselines:
+        baseline.load(inputs)
+        answer = Answer(baseline.forward(), baseline.backward())
+        pairs = [("out", answer.out, expected.out[:, baseline.positions, baseline.heads])]
+        if answer.grads is not None:
+            gradients = zip(("dq", "dk", "dv"), answer.grads, expected.grads, strict=True)
+            heads_of = {"dq": baseline.heads, "dk": baseline.kv_heads, "dv": baseline.kv_heads}
+            pairs += [
+                (name, actual, expected_grad[:, baseline.positions, heads_of[name]])
+                for name, actual, expected_grad in gradients
+            ]
+        errors[baseline.name] = max(_error(f"{baseline.name}: {name}", *pair) for name, *pair in pairs)
     return errors
 
 
-def _error(what: str, got: Tensor, want: Tensor) -> float:
-    """The greatest absolute difference. Raises `GateError` if it is beyond the bound of `got`'s dtype."""
-    if got.shape != want.shape:
-        raise GateError(f"{what} has shape {tuple(got.shape)}, expected {tuple(want.shape)}; nothing is measured")
-    error = float((got.double() - want).abs().max()) if want.numel() else 0.0
-    if not error <= BOUND[got.dtype]:
-        raise GateError(f"{what} is off by {error:.1e}, more than {BOUND[got.dtype]:.0e}; nothing is measured")
+def _error(name: str, actual: Tensor, expected: Tensor) -> float:
+    """Return the largest absolute difference. Raises `GateError` if it exceeds the bound for the dtype of `actual`."""
+    if actual.shape != expected.shape:
+        raise GateError(
+            f"{name} has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}; nothing is measured"
+        )
+    error = float((actual.double() - expected).abs().max()) if expected.numel() else 0.0
+    if not error <= BOUND[actual.dtype]:
+        raise GateError(f"{name} is off by {error:.1e}, more than {BOUND[actual.dtype]:.0e}; nothing is measured")
     return error

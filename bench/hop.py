@@ -1,9 +1,9 @@
-"""What one hop costs the host: an event, a group of one send and one receive, another event, and the two waits.
+"""The host cost of one hop: an event, a group of one send and one receive, another event, and the two waits.
 
 `python -m ringattn.bench.hop` needs a C compiler and no GPU. The real transport runs over the stub of the tests, a C
-library with NCCL's interface that moves nothing between ranks, and over events that do nothing; the stub's own share,
-timed by itself through the same binding, is set apart. What CUDA's events cost is not in it: a GPU must tell.
-The gate: the stub has seen exactly the group of every hop.
+library with NCCL's interface that moves nothing between ranks, and over events that do nothing. The cost of the stub,
+timed separately through the same binding, is subtracted. The cost of CUDA's events is not included: it needs a GPU.
+The gate: the stub has recorded exactly the group of every hop.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ringattn.transport.nccl.transport import NcclTransport
 
 BAR_US = 15.0
 STUB = Path(__file__).resolve().parent.parent / "tests" / "transport" / "nccl" / "stub.c"
-LOG_HOPS = 500  # what the stub's log has room for
+LOG_HOPS = 500  # the capacity of the stub's log
 
 
 @dataclass(frozen=True)
 class HopOptions:
-    """`hops` are timed in blocks of `LOG_HOPS`; a figure is of one block."""
+    """`hops` are timed in blocks of `LOG_HOPS`; each figure covers one block."""
 
     hops: int = 20_000
     bytes: int = 1 << 20
@@ -50,30 +50,30 @@ class HopOptions:
 
 
 class NoEvent(Event):
-    """An event that has always happened."""
+    """An event that is always complete."""
 
     def record(self, stream: Stream) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def query(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 
 class NoStream(Stream):
-    """A stream that never has anything to do."""
+    """A stream that is always idle."""
 
     @property
     def cuda_stream(self) -> int:
-        """A handle that nobody follows."""
+        """A handle that is never dereferenced."""
         return 0x5EAF
 
     def wait_event(self, event: Event) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class NoDevice(CudaDevice):
-    """A GPU whose streams and events cost nothing; its memory is the host's."""
+    """A GPU whose streams and events cost nothing; its memory is host memory."""
 
     torch_device = torch.device("cpu")
 
@@ -82,10 +82,10 @@ class NoDevice(CudaDevice):
         self._current = NoStream()
 
     def activate(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def watch_captures(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def new_stream(self) -> Stream:
         """See `CudaDevice.new_stream`."""
@@ -104,7 +104,7 @@ class NoDevice(CudaDevice):
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def wrap(self, pointer: int, nbytes: int, owner: object) -> torch.Tensor:
-        """Never asked: slots are not registered here."""
+        """Never called, because slots are not registered here."""
         raise UnsupportedError("this device wraps no memory")
 
     def release_cached(self) -> None:
@@ -115,9 +115,9 @@ class NoDevice(CudaDevice):
         return False
 
 
-def main(words: Sequence[str] = ()) -> None:
-    """Time, print, and keep the table. Raises `GateError` when the stub has seen anything but the hops."""
-    options = parse(HopOptions(), words)
+def main(arguments: Sequence[str] = ()) -> None:
+    """Time, print and save the table. Raises `GateError` if the stub has recorded anything except the hops."""
+    options = parse(HopOptions(), arguments)
     with tempfile.TemporaryDirectory() as folder, progress("hop") as say:
         say("building the stub")
         library = build_stub(Path(folder))
@@ -146,21 +146,21 @@ def main(words: Sequence[str] = ()) -> None:
         close_pair(rings)
     python_us = [a - b for a, b in zip(whole_us, alone_us, strict=True)]
     table = Table(
-        f"Host cost of one hop, µs (least / median / greatest of {len(whole_us)} blocks of {LOG_HOPS} hops)",
+        f"Host cost of one hop, µs (minimum / median / maximum of {len(whole_us)} blocks of {LOG_HOPS} hops)",
         ("part", "µs", "bar"),
         [
             ("start and wait, all of it", spread(whole_us, 2), ""),
-            ("the binding's four calls, the stub in C included", spread(alone_us, 2), ""),
+            ("the binding's four calls, including the stub in C", spread(alone_us, 2), ""),
             ("the difference: Python of this package", spread(python_us, 2), f"{BAR_US:g}"),
         ],
-        ["Events do nothing here; on a GPU four event calls of CUDA come on top."],
+        ["Events do nothing here; a GPU adds four event calls of CUDA."],
     )
     data = {"whole_us": whole_us, "binding_us": alone_us, "python_us": median(python_us), "bar_us": BAR_US}
     finish("hop", options, [table], data, options.results)
 
 
 def build_stub(folder: Path) -> Path:
-    """The stub as a shared library. Raises `UnsupportedError` without its source or without a compiler."""
+    """Compile the stub as a shared library. Raises `UnsupportedError` without its source or without a compiler."""
     if not STUB.exists():
         raise UnsupportedError(f"{STUB} is missing: this benchmark runs from a checkout")
     library = folder / "libnccl.so.2"
@@ -168,12 +168,12 @@ def build_stub(folder: Path) -> Path:
     try:
         subprocess.run(command, check=True)
     except FileNotFoundError:
-        raise UnsupportedError("this benchmark compiles a small C library and finds no cc") from None
+        raise UnsupportedError("this benchmark compiles a small C library, but cc is not installed") from None
     return library
 
 
 def open_pair(binding: Binding) -> list[NcclTransport]:
-    """Both ranks of a ring of two, opened in this process."""
+    """Open both ranks of a ring of two in this process."""
     store = HashStore()
     rings: dict[int, NcclTransport] = {}
 
@@ -188,7 +188,7 @@ def open_pair(binding: Binding) -> list[NcclTransport]:
 
 
 def close_pair(rings: Sequence[NcclTransport]) -> None:
-    """They wait for each other."""
+    """Close both ranks at the same time, because they wait for each other."""
     _on_both(lambda rank: rings[rank].close())
 
 
@@ -201,7 +201,7 @@ def _on_both(body: Callable[[int], None]) -> None:
 
 
 def _block_us(hop: Callable[[], None], stub: ctypes.CDLL) -> float:
-    """Microseconds of one hop, over a block of them; the gate counts what the stub has seen."""
+    """Return the microseconds of one hop, averaged over a block; check the calls that the stub has recorded."""
     stub.stub_clear()
     start = time.perf_counter()
     for _ in range(LOG_HOPS):
@@ -210,9 +210,9 @@ def _block_us(hop: Callable[[], None], stub: ctypes.CDLL) -> float:
     text = ctypes.create_string_buffer(1 << 19)
     stub.stub_log(text, ctypes.c_size_t(len(text)))
     seen = [line.split()[0] for line in text.value.decode().splitlines()]
-    called = [name for name in seen if name != "ncclCommGetAsyncError"]  # the supervisor asks beside
+    called = [name for name in seen if name != "ncclCommGetAsyncError"]  # the supervisor polls meanwhile
     if called != ["ncclGroupStart", "ncclRecv", "ncclSend", "ncclGroupEnd"] * LOG_HOPS:
-        raise GateError(f"the stub has not seen {LOG_HOPS} hops but {len(called)} calls: {called[:12]}")
+        raise GateError(f"the stub recorded {len(called)} calls instead of {LOG_HOPS} hops: {called[:12]}")
     return took_us
 
 

@@ -1,8 +1,8 @@
-"""Two hosts on one machine: network namespaces, and a link between them that a program can spoil.
+"""Two hosts on one machine: network namespaces, and a link between them that a program can degrade.
 
-Each host has a network interface whose packets a thread of this process carries to the other, or drops, or delays. So
-the link needs nothing of the kernel but namespaces and TUN devices.
-Guarantees: nothing is left when the context ends; the packets that are dropped follow from a seed.
+Each host has a network interface. A thread of this process carries its packets to the other host, or drops or delays
+them. The link therefore needs only namespaces and TUN devices from the kernel.
+Guarantees: nothing is left when the context ends; a seed determines which packets are dropped.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ TUN_SET_INTERFACE, TUN, NO_HEADER = 0x400454CA, 0x0001, 0x1000
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PACKET_BYTES = 65536
 HOST_NAME = "localhost"
-"""Name of both hosts. It resolves to a loopback address, as the names of many machines do."""
+"""Name of both hosts. It resolves to a loopback address, as on many machines."""
 
 
 class LinkState(NamedTuple):
-    """What happens to packets. `lost`: the part of them that is dropped, from the first host and from the second."""
+    """What happens to packets. `lost`: the fraction dropped, of those from the first host and from the second."""
 
     lost: tuple[float, float] = (0.0, 0.0)
     delay_s: float = 0.0
@@ -51,7 +51,7 @@ class TwoHosts:
     _numbers = itertools.count()
 
     def __init__(self, seed: int = 0) -> None:
-        """Raises `UnsupportedError` where namespaces or TUN devices are not permitted."""
+        """Raises `UnsupportedError` if namespaces or TUN devices are not permitted."""
         self.state = LinkState()
         stem = f"ringattn-{os.getpid()}-{next(self._numbers)}"
         self.namespaces = [f"{stem}-a", f"{stem}-b"]
@@ -59,10 +59,10 @@ class TwoHosts:
         self._devices: list[int] = []
         self._wake = os.pipe()
         try:
-            for namespace, mine, other in zip(self.namespaces, ADDRESSES, reversed(ADDRESSES), strict=True):
+            for namespace, address_, peer_address in zip(self.namespaces, ADDRESSES, reversed(ADDRESSES), strict=True):
                 _ip("netns", "add", namespace)
                 self._devices.append(_tun(namespace))
-                _ip("-n", namespace, "addr", "add", mine, "peer", other, "dev", "link0")
+                _ip("-n", namespace, "addr", "add", address_, "peer", peer_address, "dev", "link0")
                 for device in ("lo", "link0"):
                     _ip("-n", namespace, "link", "set", device, "up")
         except (OSError, subprocess.CalledProcessError) as error:
@@ -82,7 +82,7 @@ class TwoHosts:
         self._remove()
 
     def _carry(self) -> None:
-        """Hand packets from one device to the other until told to end."""
+        """Move packets from one device to the other until the context ends."""
         under_way: list[tuple[float, int, int, bytes]] = []
         count = itertools.count()
         while True:
@@ -108,7 +108,7 @@ class TwoHosts:
 def enter(namespace: str) -> None:
     """Move the calling thread into a namespace, and give its host a name that resolves to a loopback address.
 
-    Of a process only before it has other threads.
+    Call it before the process starts other threads.
     """
     _system("unshare", NEW_NAMES)
     socket.sethostname(HOST_NAME)
@@ -127,28 +127,28 @@ def _system(name: str, *arguments: int) -> None:
 
 
 def _tun(namespace: str) -> int:
-    """The end of a new device `link0` of a namespace, through which its packets are read and written."""
-    made: list[int | OSError] = []
+    """Create a device `link0` in a namespace; return the descriptor through which its packets are read and written."""
+    result: list[int | OSError] = []
 
-    def make() -> None:
+    def create_device() -> None:
         try:
             _enter_network(namespace)
             device = os.open("/dev/net/tun", os.O_RDWR)
             fcntl.ioctl(device, TUN_SET_INTERFACE, struct.pack("16sH22x", b"link0", TUN | NO_HEADER))
-            made.append(device)
+            result.append(device)
         except OSError as error:
-            made.append(error)
+            result.append(error)
 
-    thread = threading.Thread(target=make)  # a namespace is a thread's, so this one stays where it is
+    thread = threading.Thread(target=create_device)  # a namespace belongs to a thread, so the caller stays in its own
     thread.start()
     thread.join()
-    if isinstance(made[0], OSError):
-        raise made[0]
-    return made[0]
+    if isinstance(result[0], OSError):
+        raise result[0]
+    return result[0]
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 # --- two nodes with a slow link for each rank -------------------------------------------------------------------------
@@ -157,9 +157,9 @@ def _ip(*words: str) -> None:
 NODES = 2
 MTU = 9000
 WAITING_BYTES = 64 << 20
-"""How much may wait at a rail before packets are dropped: more than TCP has under way."""
+"""How many bytes may queue at a rail before packets are dropped: more than TCP has in flight."""
 BURST_S = 0.001
-"""How long a rail may send at full speed after it was idle: the kernel's clock needs some."""
+"""How long a rail may send at full speed after it was idle, to allow for the kernel's clock."""
 STORE, PORT = "10.76.1.1", "29500"
 SETTINGS = {
     "net/ipv4/tcp_congestion_control": "reno",
@@ -169,7 +169,7 @@ SETTINGS = {
 
 
 def address(node: int, place: int) -> str:
-    """Of a rank: node 0 has the lower ones, so it is node 1 that connects, over the rail of its peer."""
+    """Return the address of a rank. Node 0 has the lower ones, so node 1 connects, over the rail of its peer."""
     return f"10.77.{1 + node}.{1 + place}"
 
 
@@ -179,7 +179,7 @@ class RailedNodes:
     _numbers = itertools.count()
 
     def __init__(self, places: int, rate: float) -> None:
-        """`rate`: bytes/s of a rail, each way. Raises `UnsupportedError` where namespaces or `tc` are not permitted."""
+        """`rate`: bytes/s of a rail, each way. Raises `UnsupportedError` if namespaces or `tc` are not permitted."""
         self.places = places
         self.processors = _shares(sorted(os.sched_getaffinity(0)))
         stem = f"ringattn-{os.getpid()}-{next(self._numbers)}"
@@ -195,9 +195,9 @@ class RailedNodes:
                 self._join(f"rail{place}", (address(0, place), address(1, place)), rate)
         except (OSError, subprocess.CalledProcessError) as error:
             self._remove()
-            said = getattr(error, "stderr", b"") or b""
+            stderr = getattr(error, "stderr", b"") or b""
             raise UnsupportedError(
-                f"two nodes need root, network namespaces, veth and tc: {error} {said.decode().strip()}"
+                f"two nodes need root, network namespaces, veth and tc: {error} {stderr.decode().strip()}"
             ) from error
 
     def __enter__(self) -> RailedNodes:
@@ -209,9 +209,9 @@ class RailedNodes:
         self._remove()
 
     def run(self, target: str, spec: dict[str, Any], say: Callable[[str], None], transport: str) -> list[Any]:
-        """Run `target` ("module:function") as `function(ring, **spec)` on every rank; the results by rank.
+        """Run `target` ("module:function") as `function(ring, **spec)` on every rank; return the results by rank.
 
-        What rank 0 prints is shown. Raises `RingError` when a rank fails.
+        Prints of rank 0 are shown. Raises `RingError` if a rank fails.
         """
         ranks = NODES * self.places
         with tempfile.TemporaryDirectory() as folder:
@@ -227,28 +227,30 @@ class RailedNodes:
                     process.kill()
                     process.wait()
             if any(codes):
-                said = [Path(folder, f"errors{rank}").read_text(encoding="utf-8") for rank in range(ranks)]
-                words = "\n".join(f"rank {rank}: {one[-LAST_CHARACTERS:]}" for rank, one in enumerate(said) if one)
-                raise RingError(f"{target} on two nodes failed:\n{words}")
+                errors = [Path(folder, f"errors{rank}").read_text(encoding="utf-8") for rank in range(ranks)]
+                report = "\n".join(
+                    f"rank {rank}: {error[-LAST_CHARACTERS:]}" for rank, error in enumerate(errors) if error
+                )
+                raise RingError(f"{target} on two nodes failed:\n{report}")
             return [json.loads(result_file(folder, rank).read_text(encoding="utf-8")) for rank in range(ranks)]
 
     def sent_bytes(self) -> list[list[int]]:
-        """What each rail has carried since it was made, by node that sent it and place."""
+        """Return the bytes that each rail has sent so far, by sending node and place."""
         return [
             [self._statistic(namespace, f"rail{place}") for place in range(self.places)]
             for namespace in self.namespaces
         ]
 
     def _statistic(self, namespace: str, device: str) -> int:
-        words = ["ip", "-n", namespace, "-s", "-j", "link", "show", "dev", device]
-        found = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
-        return int(found[0]["stats64"]["tx"]["bytes"])
+        command = ["ip", "-n", namespace, "-s", "-j", "link", "show", "dev", device]
+        links = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+        return int(links[0]["stats64"]["tx"]["bytes"])
 
     def _start(self, rank: int, target: str, folder: str, transport: str) -> subprocess.Popen[str]:
-        """One rank, on its node and its node's processors."""
+        """Start one rank on its node, with the processors of that node."""
         node, place = divmod(rank, self.places)
-        own = ",".join(map(str, self.processors[node]))
-        command = ["ip", "netns", "exec", self.namespaces[node], "taskset", "-c", own]
+        processors = ",".join(map(str, self.processors[node]))
+        command = ["ip", "netns", "exec", self.namespaces[node], "taskset", "-c", processors]
         environment = {
             **os.environ, "RANK": str(rank), "WORLD_SIZE": str(NODES * self.places), "LOCAL_RANK": str(place),
             "MASTER_ADDR": STORE, "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": f"rail{place}",
@@ -261,11 +263,11 @@ class RailedNodes:
             )  # fmt: skip
 
     def _join(self, device: str, ends: tuple[str, str], rate: float = 0.0) -> None:
-        """A link between the nodes, held to `rate` bytes/s each way; 0: not at all."""
-        one, other = self.namespaces
-        _run("ip", "-n", one, "link", "add", device, "type", "veth", "peer", "name", device, "netns", other)
-        for namespace, mine, theirs in zip(self.namespaces, ends, reversed(ends), strict=True):
-            _run("ip", "-n", namespace, "addr", "add", mine, "peer", theirs, "dev", device)
+        """Link the nodes. `rate`: limit in bytes/s each way; 0 for no limit."""
+        first, second = self.namespaces
+        _run("ip", "-n", first, "link", "add", device, "type", "veth", "peer", "name", device, "netns", second)
+        for namespace, address_, peer_address in zip(self.namespaces, ends, reversed(ends), strict=True):
+            _run("ip", "-n", namespace, "addr", "add", address_, "peer", peer_address, "dev", device)
             _run("ip", "-n", namespace, "link", "set", device, "mtu", str(MTU), "up")
             if rate:
                 bits, burst = f"{round(8 * rate)}bit", str(round(max(rate * BURST_S, 2 * MTU)))
@@ -278,10 +280,10 @@ class RailedNodes:
 
 
 def _shares(processors: list[int]) -> list[list[int]]:
-    """As many processors for each node; where there is one, they share it."""
+    """Divide the processors equally between the nodes; if there is only one, they share it."""
     share = len(processors) // NODES
     return [processors[node * share : (node + 1) * share] or processors for node in range(NODES)]
 
 
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True)
+def _run(*arguments: str) -> None:
+    subprocess.run(arguments, check=True, capture_output=True)

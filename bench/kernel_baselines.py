@@ -1,7 +1,7 @@
-"""What the kernel benchmark measures side by side, behind one call each for forward and backward.
+"""The attention implementations that the kernel benchmark compares, each behind one call per pass.
 
-Guarantees inputs of random numbers, fresh for each size; the same tensors for all; and a gate: out, dQ, dK and dV of
-each baseline against a dense float64 reference, at most 1.25 times the error of torch's own attention.
+Guarantees: random inputs, fresh for each size, and the same tensors for all implementations. The gate compares out, dQ,
+dK and dV of each with a dense float64 reference; the error may be at most 1.25 times that of torch's own attention.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ringattn.bench.crash_proof import told
+from ringattn.bench.crash_proof import one_line
 from ringattn.core.geometry import CAUSAL, FULL, StridedRange, Tile, TokenRange
 from ringattn.engine import aten
 from ringattn.engine.aten import BlockOp
@@ -27,13 +27,13 @@ GATE_TOKENS, GATE_HEADS, MARGIN = 1000, 2, 1.25
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 AUTO_ENGINES = ("aten", "triton", *NEEDS)
-"""Engines between which engine="auto" chooses."""
+"""Engines that engine="auto" chooses from."""
 
 Work = Callable[[], Any]
 
 
 class Inputs(NamedTuple):
-    """(batch, tokens, heads, dim) each."""
+    """Tensors of shape (batch, tokens, heads, dim)."""
 
     q: Tensor
     k: Tensor
@@ -42,9 +42,9 @@ class Inputs(NamedTuple):
 
 
 class KernelBaseline(NamedTuple):
-    """`passes(inputs, causal)` gives (forward, backward) to call again and again.
+    """`passes(inputs, causal)` returns (forward, backward), which can be called repeatedly.
 
-    forward() returns out, backward() (dq, dk, dv); both in the layout of the inputs. `engine`: ours, or None.
+    forward() returns out, backward() returns (dq, dk, dv), all in the layout of the inputs. `engine`: ours, or None.
     """
 
     name: str
@@ -52,59 +52,62 @@ class KernelBaseline(NamedTuple):
     engine: TritonEngine | None = None
 
 
-def made_inputs(batch: int, tokens: int, heads: int, dim: int, dtype: str, k_tokens: int | None = None) -> Inputs:
-    """Random; `k_tokens`: of k and v, by default as many as of q."""
+def make_inputs(batch: int, tokens: int, heads: int, dim: int, dtype: str, k_tokens: int | None = None) -> Inputs:
+    """Return random inputs. `k_tokens`: tokens of k and v, by default those of q."""
     shapes = [(batch, n, heads, dim) for n in (tokens, k_tokens or tokens, k_tokens or tokens, tokens)]
     return Inputs(*(torch.randn(shape, device=DEVICE, dtype=getattr(torch, dtype)) for shape in shapes))
 
 
 def kernel_baselines(dim: int, dtype: str, only: tuple[str, ...]) -> tuple[list[KernelBaseline], dict[str, str]]:
-    """All that can run here (or those named in `only`), what matters most first, and why the others cannot."""
-    found, refused = [], {}
-    made: dict[str, Callable[[], KernelBaseline]] = {
-        "cudnn": lambda: _of_op("cudnn", aten.CUDNN),
+    """Return all baselines that can run here (or those in `only`), most important first, and why the others cannot."""
+    baselines, refused = [], {}
+    makers: dict[str, Callable[[], KernelBaseline]] = {
+        "cudnn": lambda: _op_baseline("cudnn", aten.CUDNN),
         "descriptors": lambda: ours("descriptors", TritonEngine(form="descriptors")),
         "gluon": lambda: ours("gluon", TritonEngine(form="gluon")),
-        "flash": lambda: _of_op("flash", aten.FLASH),
-        **{name: (lambda name=name: _of_flash(name, dim, dtype)) for name in NEEDS},  # type: ignore[misc]
+        "flash": lambda: _op_baseline("flash", aten.FLASH),
+        **{name: (lambda name=name: _flash_baseline(name, dim, dtype)) for name in NEEDS},  # type: ignore[misc]
         "pointers": lambda: ours("pointers", TritonEngine(form="pointers")),
         "specialized": lambda: ours("specialized", TritonEngine(form="specialized")),
         "fused": lambda: ours("fused", TritonEngine(deterministic=False)),
-        **{f"engine {name}": (lambda name=name: _engine(name, dim, dtype)) for name in AUTO_ENGINES},  # type: ignore[misc]
+        **{f"engine {name}": (lambda name=name: _auto_baseline(name, dim, dtype)) for name in AUTO_ENGINES},  # type: ignore[misc]
     }
-    for name, make in made.items():
+    for name, make in makers.items():
         if only and name not in only:
             continue
         if DEVICE == "cpu" and name in ("cudnn", "flash"):
             refused[name] = "needs a CUDA device"
             continue
         try:
-            found.append(make())
+            baselines.append(make())
         except UnsupportedError as error:
             refused[name] = str(error)
-    return found, refused
+    return baselines, refused
 
 
 def implementation(name: str, dim: int, dtype: str) -> KernelBaseline:
-    """By its name. Raises UnsupportedError where it cannot run here."""
-    found, refused = kernel_baselines(dim, dtype, (name,))
-    if not found:
+    """Return a baseline by name. Raises UnsupportedError if it cannot run here."""
+    baselines, refused = kernel_baselines(dim, dtype, (name,))
+    if not baselines:
         raise UnsupportedError(refused[name])
-    return found[0]
+    return baselines[0]
 
 
-def passes(one: KernelBaseline, dim: int, dtype: str) -> str | None:
-    """Why a baseline's results are wrong, or None: both masks, a length that is no multiple of any block."""
-    inputs = made_inputs(2, GATE_TOKENS if DEVICE == "cuda" else 70, GATE_HEADS, dim, dtype)
+def check_baseline(baseline: KernelBaseline, dim: int, dtype: str) -> str | None:
+    """Return why a baseline is wrong, or None.
+
+    Checks both masks and a length that is not a multiple of any block size.
+    """
+    inputs = make_inputs(2, GATE_TOKENS if DEVICE == "cuda" else 70, GATE_HEADS, dim, dtype)
     for causal in (False, True):
-        reference = _by_torch(Inputs(*(x.double() for x in inputs)), causal)
-        bound = [_error(x, y) for x, y in zip(_by_torch(inputs, causal), reference, strict=True)]
+        reference = _torch_results(Inputs(*(x.double() for x in inputs)), causal)
+        bound = [_error(x, y) for x, y in zip(_torch_results(inputs, causal), reference, strict=True)]
         try:
-            forward, backward = one.passes(inputs, causal)
-            found = [_error(x, y) for x, y in zip((forward(), *backward()), reference, strict=True)]
+            forward, backward = baseline.passes(inputs, causal)
+            errors = [_error(x, y) for x, y in zip((forward(), *backward()), reference, strict=True)]
         except Exception as error:
-            return told(error)
-        worse = [f"{n} {a:.2e} > {MARGIN} x {b:.2e}" for n, a, b in zip(("out", "dQ", "dK", "dV"), found, bound,
+            return one_line(error)
+        worse = [f"{n} {a:.2e} > {MARGIN} x {b:.2e}" for n, a, b in zip(("out", "dQ", "dK", "dV"), errors, bound,
                  strict=True) if not a <= MARGIN * b]  # fmt: skip
         if worse:
             return f"{'causal' if causal else 'full'} mask: " + ", ".join(worse)
@@ -115,18 +118,18 @@ def _error(x: Tensor, reference: Tensor) -> float:
     return float((x.double() - reference).norm() / reference.norm())
 
 
-def _by_torch(inputs: Inputs, causal: bool) -> list[Tensor]:
-    """out, dQ, dK, dV of torch's own attention in the inputs' dtype (float64: dense)."""
+def _torch_results(inputs: Inputs, causal: bool) -> list[Tensor]:
+    """Return out, dQ, dK, dV of torch's own attention in the dtype of the inputs (float64: dense)."""
     q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
     q_first, k_first, v_first = (x.transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(q_first, k_first, v_first, is_causal=causal).transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs.dout)]
 
 
-def _of_op(name: str, op: BlockOp) -> KernelBaseline:
-    """A block op of torch or of FlashAttention, on (batch, heads, tokens, dim) views."""
+def _op_baseline(name: str, op: BlockOp) -> KernelBaseline:
+    """Return a baseline for a block op of torch or of FlashAttention, on (batch, heads, tokens, dim) views."""
 
-    def made(inputs: Inputs, causal: bool) -> tuple[Work, Work]:
+    def make_passes(inputs: Inputs, causal: bool) -> tuple[Work, Work]:
         q, k, v, dout = (x.transpose(1, 2) for x in inputs)
         scale = q.shape[3] ** -0.5
         out, lse = op.forward(q, k, v, causal, scale)
@@ -135,23 +138,23 @@ def _of_op(name: str, op: BlockOp) -> KernelBaseline:
             lambda: [x.transpose(1, 2) for x in op.backward(dout, q, k, v, out, lse, causal, scale)],
         )
 
-    return KernelBaseline(name, made)
+    return KernelBaseline(name, make_passes)
 
 
-def _of_flash(name: str, dim: int, dtype: str) -> KernelBaseline:
-    return _of_op(name, flash_engine(name, torch.device(DEVICE), getattr(torch, dtype), dim).op)
+def _flash_baseline(name: str, dim: int, dtype: str) -> KernelBaseline:
+    return _op_baseline(name, flash_engine(name, torch.device(DEVICE), getattr(torch, dtype), dim).op)
 
 
-def _engine(name: str, dim: int, dtype: str) -> KernelBaseline:
+def _auto_baseline(name: str, dim: int, dtype: str) -> KernelBaseline:
     return ours(f"engine {name}", choose(name, torch.device(DEVICE), getattr(torch, dtype), dim, dim, None).engine)
 
 
 def ours(name: str, engine: Engine) -> KernelBaseline:
-    """An engine as a ring of one rank uses it, without the ring."""
+    """Return a baseline that calls an engine as a ring of one rank does, without the ring."""
     if DEVICE == "cuda" and name in ("descriptors", "specialized", "gluon") and architecture(torch.device("cuda")) < 90:
-        raise UnsupportedError(f"{name}: needs a GPU from sm_90 on")
+        raise UnsupportedError(f"{name}: needs a GPU of sm_90 or later")
 
-    def made(inputs: Inputs, causal: bool) -> tuple[Work, Work]:
+    def make_passes(inputs: Inputs, causal: bool) -> tuple[Work, Work]:
         q, k, v, dout = (x.transpose(0, 1) for x in inputs)
         rows, _, heads, dim = q.shape
         strip = TokenRange(StridedRange(0, rows), StridedRange(0, rows))
@@ -177,4 +180,4 @@ def ours(name: str, engine: Engine) -> KernelBaseline:
         forward()
         return forward, backward
 
-    return KernelBaseline(name, made, engine if isinstance(engine, TritonEngine) else None)
+    return KernelBaseline(name, make_passes, engine if isinstance(engine, TritonEngine) else None)

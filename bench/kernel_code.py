@@ -1,7 +1,7 @@
-"""A launch as machine code for a GPU that is not here, and what the code takes of a multiprocessor.
+"""A launch compiled to machine code for a GPU that is not present, and the resources that the code needs per SM.
 
-Guarantees: compiled by the ordinary launch path with a driver that launches nothing; nothing stays in Triton's cache
-where the caller has set its folder.
+Guarantees: the ordinary launch path compiles it, with a driver that launches nothing. If the caller has set the folder
+of Triton's cache, nothing stays there.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ringattn.kernels.launch import LaunchCall
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 REGISTERS = 65_536
 SHARED_BYTES = {80: 167_936, 86: 102_400, 89: 102_400, 90: 233_472, 100: 233_472, 120: 102_400}
-"""Of a multiprocessor, with what it reserves; CUDA C Programming Guide, "Technical Specifications"."""
+"""Per SM, including what it reserves; CUDA C Programming Guide, "Technical Specifications"."""
 RESERVED_BYTES = 1024
-"""Of shared memory, for each thread block."""
+"""Shared memory reserved for each thread block."""
 THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
 
 
 class KernelCode(NamedTuple):
-    """`listing`: as nvdisasm prints it, with encodings. `registers`: of each thread where the kernel begins."""
+    """`listing`: the output of nvdisasm, with encodings. `registers`: per thread where the kernel begins."""
 
     listing: str
     registers: int
@@ -38,21 +38,21 @@ class KernelCode(NamedTuple):
     ptx: str
 
     def resident(self, arch: int) -> int:
-        """Thread blocks that a multiprocessor holds at once."""
+        """Return how many thread blocks an SM holds at once."""
         registers = REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
         shared = SHARED_BYTES[arch] // (self.shared_bytes + RESERVED_BYTES)
         return max(1, min(registers, shared, THREADS[arch] // self.threads))
 
 
 def code_of(call: LaunchCall, arch: int) -> KernelCode:
-    """The launch compiled for sm_`arch`, by the driver that is set here and stays set."""
+    """Compile a launch for sm_`arch`. The stub driver that this sets remains active."""
     driver.set_active(StubDriver(arch))
-    call.kernel.device_caches.clear()  # by device number, which is 0 for every GPU that is stood in for
+    call.kernel.device_caches.clear()  # keyed by device number, which is 0 for every stubbed GPU
     return read(call.kernel.warmup(*call.args, grid=call.grid, **call.meta))
 
 
 def read(kernel: Any) -> KernelCode:
-    """A kernel that Triton has compiled."""
+    """Read the machine code of a kernel that Triton has compiled."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()

@@ -1,11 +1,13 @@
-"""Attention kernels on one GPU: TFLOP/s of ours beside cuDNN, FlashAttention 2 and 3, and what a ring step costs.
+"""Attention kernels on one GPU: TFLOP/s of ours, cuDNN, FlashAttention 2 and 3, and the cost of a ring step.
 
 `python -m ringattn.bench.kernels [key=value ...]`. Three tables: forward and backward by sequence length; eight ring
-steps against one launch of the same work, updated in the kernel and merged outside; and the host's cost of a launch.
+steps compared with one launch of the same work, accumulated in the kernel and merged outside; and the host's cost of a
+launch.
 Guarantees: an implementation is timed only after its out, dQ, dK and dV have passed a dense float64 reference at 1.25
-times the error of torch's own kernel; device time by events, the median of the repetitions. Each implementation runs in
-a process of its own, every answer has a time limit and is kept when it is there: one that fails, hangs or breaks its
-CUDA context costs its own figures. What is missing or refuses is listed with its reason.
+times the error of torch's own kernel. Device time comes from events; the figure is the median of the repetitions. Each
+implementation runs in a separate process. Every job has a time limit, and its result is saved immediately: an
+implementation that fails, hangs or breaks its CUDA context loses only its own figures. Whatever is missing is listed
+with its reason.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from ringattn.bench.device_clock import device_facts, device_us, host_us
 from ringattn.bench.kernel_baselines import (
     Inputs,
     KernelBaseline,
+    check_baseline,
     implementation,
     kernel_baselines,
-    made_inputs,
-    passes,
+    make_inputs,
 )
 from ringattn.bench.options import parse
 from ringattn.bench.report import Table, finish, keep, progress
@@ -37,11 +39,11 @@ from ringattn.engine.triton import TritonEngine
 from ringattn.kernels.rows import merge_call
 
 MOST_FAILURES = 2
-"""Sizes at which an implementation fails before its other sizes are left out: each may cost a whole time limit."""
+"""After this many failed sizes the other sizes are skipped, because each may cost a whole time limit."""
 
 
-class Found:
-    """What is known so far; `keep` writes it."""
+class Results:
+    """The figures measured so far; `keep` writes them."""
 
     def __init__(self, options: KernelJobsOptions) -> None:
         self.options = options
@@ -52,7 +54,7 @@ class Found:
         self.facts = device_facts()
 
     def keep(self, how: Callable[..., None] = keep, complete: bool = False) -> None:
-        """By `how`: to files, or to the screen as well."""
+        """Write the results with `how`: to files only, or to the screen as well."""
         data = {
             "measured on": self.facts, "complete": complete, "speed": self.rows, "ring steps": self.ring,
             "launch": self.costs, "refused": self.refused,
@@ -61,44 +63,44 @@ class Found:
         how("kernels", self.options, shown, data, self.options.results, self.options.file)
 
 
-def measure(one: KernelBaseline, found: Found, budget: Budget, say: Callable[[str], None]) -> None:
-    """Gate and time an implementation in a process of its own; what has no result says why."""
-    options, failures = found.options, 0
+def measure(baseline: KernelBaseline, results: Results, budget: Budget, say: Callable[[str], None]) -> None:
+    """Gate and time an implementation in a separate process; record a reason where there is no result."""
+    options, failures = results.options, 0
 
-    def ask(job: Callable[..., Any], *given: Any) -> Any:
-        return worker.ask(job, *given, limit_s=budget.limit(options.limit_s))
+    def run_job(job: Callable[..., Any], *arguments: Any) -> Any:
+        return worker.ask(job, *arguments, limit_s=budget.limit(options.limit_s))
 
     with Worker() as worker:
-        say(f"gate: {one.name}")
+        say(f"gate: {baseline.name}")
         try:
-            why = ask(gate, options, one.name)
+            reason = run_job(gate, options, baseline.name)
         except JobFailed as error:
-            why = str(error)
-        if why:
-            found.refused[one.name] = why
-            found.keep()
+            reason = str(error)
+        if reason:
+            results.refused[baseline.name] = reason
+            results.keep()
             return
         for mask in options.masks:
             for tokens in options.tokens:
-                say(f"{mask}, {tokens} tokens: {one.name}")
-                row = {"mask": mask, "tokens": tokens, "engine": one.name}
+                say(f"{mask}, {tokens} tokens: {baseline.name}")
+                row = {"mask": mask, "tokens": tokens, "engine": baseline.name}
                 try:
                     if failures == MOST_FAILURES:
                         raise JobFailed(f"not tried: {failures} sizes have failed")
                     for part in ("forward", "backward"):
-                        row |= ask(speed, options, one.name, mask, tokens, part)
-                except JobFailed as error:  # one that cannot do a size is a result, not an end
+                        row |= run_job(speed, options, baseline.name, mask, tokens, part)
+                except JobFailed as error:  # a size that fails is a result and does not end the benchmark
                     row["failed"] = str(error)
                     failures = min(failures + 1, MOST_FAILURES)
-                found.rows.append(row)
-                found.keep()
-        if one.engine is not None and not one.name.startswith("engine "):
-            say(f"ring steps: {one.name}")
+                results.rows.append(row)
+                results.keep()
+        if baseline.engine is not None and not baseline.name.startswith("engine "):
+            say(f"ring steps: {baseline.name}")
             try:
-                found.ring[one.name] = ask(ring_steps, options, one.name)
+                results.ring[baseline.name] = run_job(ring_steps, options, baseline.name)
             except JobFailed as error:
-                found.refused[f"ring steps, {one.name}"] = str(error)
-            found.keep()
+                results.refused[f"ring steps, {baseline.name}"] = str(error)
+            results.keep()
 
 
 def tables(
@@ -108,7 +110,7 @@ def tables(
     costs: dict[str, float],
     refused: dict[str, str],
 ) -> list[Table]:
-    """What a person reads."""
+    """Return the tables for readers."""
     speed = Table("TFLOP/s, and the share of cuDNN's", ["mask", "tokens", "engine", "forward", "", "backward", ""])
     base = {(row["mask"], row["tokens"]): row for row in rows if row["engine"] == "cudnn"}
     speed.notes += [f"failed: {row['engine']}, {row['mask']}, {row['tokens']}: {row['failed']}"
@@ -124,32 +126,32 @@ def tables(
     steps = Table(
         f"{options.steps} ring steps of {options.step_tokens} tokens, full mask",
         ["form", "one launch us", "carried us", "merged outside us", "efficiency carried", "merged outside"],
-        [[form, *(f"{found[name]:.0f}" for name in ("one_launch", "steps_carried", "steps_merged")),
-          *(f"{found[name]:.3f}" for name in ("efficiency_carried", "efficiency_merged"))]
-         for form, found in ring.items()],
+        [[form, *(f"{times[name]:.0f}" for name in ("one_launch", "steps_carried", "steps_merged")),
+          *(f"{times[name]:.3f}" for name in ("efficiency_carried", "efficiency_merged"))]
+         for form, times in ring.items()],
     )  # fmt: skip
     launches = Table("launch cost", ["what", "us"], [[name, f"{cost:.2f}"] for name, cost in costs.items()])
     return [speed, steps, launches]
 
 
-def main(words: list[str]) -> None:
-    """Gate, time, keep, print."""
-    options = parse(KernelJobsOptions(), words)
-    budget, found = Budget(options.budget_s), Found(options)
+def main(arguments: list[str]) -> None:
+    """Gate, time, save, print."""
+    options = parse(KernelJobsOptions(), arguments)
+    budget, results = Budget(options.budget_s), Results(options)
     with progress("kernels") as say:
         say(f"{options.budget_s:.0f} s at most, {options.limit_s:.0f} s for each figure")
-        baselines, found.refused = kernel_baselines(
+        baselines, results.refused = kernel_baselines(
             options.head_dim, options.dtype, tuple(name for name in options.only if name)
         )
-        for one in baselines:
-            measure(one, found, budget, say)
+        for baseline in baselines:
+            measure(baseline, results, budget, say)
         say("launch cost")
         with Worker() as worker:
             try:
-                found.costs = worker.ask(launch_costs, limit_s=budget.limit(options.limit_s))
+                results.costs = worker.ask(launch_costs, limit_s=budget.limit(options.limit_s))
             except JobFailed as error:
-                found.refused["launch cost"] = str(error)
-    found.keep(finish, complete=True)
+                results.refused["launch cost"] = str(error)
+    results.keep(finish, complete=True)
 
 
 # --- what is timed ----------------------------------------------------------------------------------------------------
@@ -159,8 +161,8 @@ def main(words: list[str]) -> None:
 class KernelJobsOptions:
     """`tokens`: sequence lengths; `total`: batch times tokens; `steps`, `step_tokens`: of the ring; `ms`: per timing.
 
-    `only`: names of implementations. `limit_s`: for one figure or gate, compiling included; `budget_s`: for all.
-    `file`: what the results are kept as.
+    `only`: names of implementations. `limit_s`: for one figure or gate, including compilation; `budget_s`: for all.
+    `file`: name of the result files.
     """
 
     tokens: tuple[int, ...] = (4096, 8192, 16384, 32768)
@@ -180,19 +182,19 @@ class KernelJobsOptions:
 
 
 def attention_flops(inputs: Inputs, tokens: int, mask: str) -> float:
-    """4 for each visible pair and element of a head, forward; backward takes 2.5 times as many."""
+    """Return the FLOPs of forward: 4 per visible pair and element of a head. Backward takes 2.5 times that."""
     pairs = tokens * tokens if mask == "full" else tokens * (tokens + 1) // 2
     return 4.0 * inputs.q.shape[0] * inputs.q.shape[2] * inputs.q.shape[3] * pairs
 
 
 def gate(options: KernelJobsOptions, name: str) -> str | None:
-    """Why an implementation must not be timed."""
-    return passes(implementation(name, options.head_dim, options.dtype), options.head_dim, options.dtype)
+    """Return why an implementation must not be timed, or None."""
+    return check_baseline(implementation(name, options.head_dim, options.dtype), options.head_dim, options.dtype)
 
 
 def speed(options: KernelJobsOptions, name: str, mask: str, tokens: int, part: str) -> dict[str, float]:
-    """Microseconds and TFLOP/s of an implementation; `part`: "forward" or "backward"."""
-    inputs = made_inputs(max(1, options.total // tokens), tokens, options.heads, options.head_dim, options.dtype)
+    """Return microseconds and TFLOP/s of an implementation; `part`: "forward" or "backward"."""
+    inputs = make_inputs(max(1, options.total // tokens), tokens, options.heads, options.head_dim, options.dtype)
     forward, backward = implementation(name, options.head_dim, options.dtype).passes(inputs, mask == "causal")
     us = device_us(forward if part == "forward" else backward, options.ms)
     flops = attention_flops(inputs, tokens, mask) * (1.0 if part == "forward" else 2.5)
@@ -200,11 +202,11 @@ def speed(options: KernelJobsOptions, name: str, mask: str, tokens: int, part: s
 
 
 def ring_steps(options: KernelJobsOptions, name: str) -> dict[str, float]:
-    """Microseconds of one launch over all keys, of carried steps, and of steps that are merged outside."""
+    """Return the microseconds of one launch over all keys, of carried steps, and of steps that are merged outside."""
     engine = implementation(name, options.head_dim, options.dtype).engine
     assert engine is not None
     rows, steps = options.step_tokens, options.steps
-    inputs = made_inputs(1, rows, options.heads, options.head_dim, options.dtype, k_tokens=rows * steps)
+    inputs = make_inputs(1, rows, options.heads, options.head_dim, options.dtype, k_tokens=rows * steps)
     q, k, v = (x.transpose(0, 1) for x in inputs[:3])
     heads = StridedRange(0, options.heads)
     tiles = [
@@ -256,9 +258,9 @@ def ring_steps(options: KernelJobsOptions, name: str) -> dict[str, float]:
 
 
 def launch_costs() -> dict[str, float]:
-    """Microseconds of host time for one engine call, and of a captured graph's replay for each call in it."""
+    """Return the host's microseconds for one engine call, and per call in the replay of a captured graph."""
     engine = TritonEngine()
-    inputs = made_inputs(1, 64, 2, 64, "bfloat16")
+    inputs = make_inputs(1, 64, 2, 64, "bfloat16")
     q, k, v = (x.transpose(0, 1) for x in inputs[:3])
     tile = Tile(
         TokenRange(StridedRange(0, 64), StridedRange(0, 64)),
@@ -270,15 +272,15 @@ def launch_costs() -> dict[str, float]:
     state = engine.begin(works, q, 64, None)
     call = partial(engine.attend, q, KV(k, v), state, works[0])
     call()
-    found = {"engine call by kept handle": host_us(call)}
+    costs = {"engine call by kept handle": host_us(call)}
     if torch.cuda.is_available():
         graph, count = torch.cuda.CUDAGraph(), 100
         with torch.cuda.graph(graph):
             for _ in range(count):
                 call()
-        found["call in a graph, host"] = host_us(graph.replay) / count
-        found["call in a graph, device"] = device_us(graph.replay, 50) / count
-    return found
+        costs["call in a graph, host"] = host_us(graph.replay) / count
+        costs["call in a graph, device"] = device_us(graph.replay, 50) / count
+    return costs
 
 
 if __name__ == "__main__":

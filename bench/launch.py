@@ -1,10 +1,10 @@
-"""The host's cost of one engine call, in microseconds, without a GPU: what is Python before the driver is called.
+"""The host's cost of one engine call in microseconds, without a GPU: the Python work before the driver is called.
 
 `python -m ringattn.bench.launch [rounds=N]` compares, for one bf16 step with head dimension 128 on sm_90:
-`kernel[grid]` with and without describing the call (strides and constants), the compiled kernel with its arguments at
-hand, a repeat of the described call, and the engine's own `attend` (one launch) and `attend_grad` (two).
-Guarantees: a driver that compiles for a named GPU and launches nothing, so the cost of the driver's own launch (about
-3 us) is not in the figures; processor time of this thread; the least, median and greatest of the rounds.
+`kernel[grid]` with and without describing the call (strides and constants), the compiled kernel with its arguments
+ready, a repeat of the described call, and the engine's `attend` (one launch) and `attend_grad` (two).
+Guarantees: the driver compiles for the named GPU and launches nothing, so the figures exclude the driver's own launch
+(about 3 us). They are processor time of this thread: the minimum, median and maximum of the rounds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LaunchOptions:
 
 
 class StubDriver:
-    """Stands in for Triton's CUDA driver: kernels are compiled for sm_`arch`, loading and launching do nothing."""
+    """Replaces Triton's CUDA driver: kernels are compiled for sm_`arch`; loading and launching do nothing."""
 
     def __init__(self, arch: int) -> None:
         self.target = GPUTarget("cuda", arch, 32)
@@ -57,29 +57,29 @@ class StubDriver:
         )
 
     def get_current_target(self) -> GPUTarget:
-        """The GPU that is compiled for."""
+        """Return the GPU to compile for."""
         return self.target
 
     def get_current_device(self) -> int:
-        """`device`, which may be set."""
+        """Return `device`, which may be set."""
         return self.device
 
     def get_current_stream(self, device: int) -> int:
-        """`stream`, which may be set."""
+        """Return `stream`, which may be set."""
         return self.stream
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """What a compiled kernel calls to launch itself; each has one of its own."""
+        """Return the function with which a compiled kernel launches itself; each kernel gets a new one."""
         return partial(self.launch)
 
     def launch(self, *args: Any) -> None:
-        """Launch nothing; if `launched` is a list, note the arguments."""
+        """Launch nothing; record the arguments if `launched` is a list."""
         if self.launched is not None:
             self.launched.append(args)
 
 
 def operands() -> tuple[Tensor, KV, SoftmaxState, BackwardInputs, Output, KV]:
-    """Of one step over 64 rows and 8 heads: what an engine gets, forward and backward."""
+    """Return the operands of one step over 64 rows and 8 heads, forward and backward."""
     q, k, v, dout = (torch.zeros(64, 1, 8, 128, dtype=torch.bfloat16) for _ in range(4))
     out, dq, dk, dv = (torch.zeros(64, 1, 8, 128) for _ in range(4))
     lse, delta = (torch.zeros(1, 8, 64) for _ in range(2))
@@ -87,15 +87,15 @@ def operands() -> tuple[Tensor, KV, SoftmaxState, BackwardInputs, Output, KV]:
     return q, KV(k, v), SoftmaxState(Output(out), lse), inputs, Output(dq), KV(dk, dv)
 
 
-def described(q: Tensor, kv: KV, state: SoftmaxState) -> LaunchCall:
-    """The forward call."""
+def describe_call(q: Tensor, kv: KV, state: SoftmaxState) -> LaunchCall:
+    """Describe the forward call."""
     table = Table(torch.zeros(16, 8, dtype=torch.int32), torch.zeros(16, 16, dtype=torch.int32), 8)
     config = configs_for(90, torch.bfloat16, 128).forward
     return forward(q, kv.k, kv.v, state.out.carried, state.lse, table, config, scale=0.1)
 
 
 def per_call_us(work: Callable[[], Any], rounds: int) -> list[float]:
-    """Microseconds of one `work`, a figure a round."""
+    """Return the microseconds of one `work`, one figure per round."""
     times = []
     for _ in range(rounds):
         start = thread_time()
@@ -105,11 +105,11 @@ def per_call_us(work: Callable[[], Any], rounds: int) -> list[float]:
     return times
 
 
-def measured() -> dict[str, Callable[[], Any]]:
-    """What is measured, by its name. Puts a `StubDriver` in the place of the process's driver."""
+def calls_to_time() -> dict[str, Callable[[], Any]]:
+    """Return the calls to time, by name. Replaces the process's driver by a `StubDriver`."""
     driver.set_active(StubDriver(90))
-    q, kv, state, seed, dq, dkv = operands()
-    call, kept = described(q, kv, state), Kept()
+    q, kv, state, inputs, dq, dkv = operands()
+    call, kept = describe_call(q, kv, state), Kept()
     changing = (q, kv.k, kv.v, state.out.carried, state.lse)
     handle, repeat = kept.compile(call), kept.repeat(call, changing)
     by_hand = partial(
@@ -125,29 +125,29 @@ def measured() -> dict[str, Callable[[], Any]]:
     work = engine.prepare([(tile,)], Softmax(0.1), 64, 8)[0]
     return {
         "kernel[grid](...)": call.run,
-        "describing and kernel[grid](...)": lambda: described(q, kv, state).run(),
+        "describing and kernel[grid](...)": lambda: describe_call(q, kv, state).run(),
         "handle, arguments at hand": by_hand,
         "repeat": lambda: repeat(changing),
         "engine, forward": lambda: engine.attend(q, kv, state, work),
-        "engine, backward": lambda: engine.attend_grad(q, kv, seed, dq, dkv, work),
+        "engine, backward": lambda: engine.attend_grad(q, kv, inputs, dq, dkv, work),
     }
 
 
-def main(words: list[str]) -> None:
-    """Time each kind of call, print, keep."""
-    options = parse(LaunchOptions(), words)
+def main(arguments: list[str]) -> None:
+    """Time each kind of call, print, save."""
+    options = parse(LaunchOptions(), arguments)
     table = report.Table(
-        f"Host cost of one call, µs (least / median / greatest of {options.rounds} rounds)", ["call", "µs"]
+        f"Host cost of one call, µs (minimum / median / maximum of {options.rounds} rounds)", ["call", "µs"]
     )
-    found = {}
+    times_us = {}
     with progress("launch") as say:
-        for name, work in measured().items():
+        for name, work in calls_to_time().items():
             say(name)
             work()  # compiles
-            found[name] = per_call_us(work, options.rounds)
-            table.rows.append([name, spread(found[name], 2)])
+            times_us[name] = per_call_us(work, options.rounds)
+            table.rows.append([name, spread(times_us[name], 2)])
     table.notes.append("The engine's bar is 10 µs; its backward is two launches. A GPU's driver adds its own launch.")
-    finish("launch", options, [table], {"us": found}, options.results)
+    finish("launch", options, [table], {"us": times_us}, options.results)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""How evenly the launches of a step fill the multiprocessors: their makespan over the ideal, without a GPU.
+"""How evenly the launches of a step fill the SMs: their makespan over the ideal, without a GPU.
 
-`python -m ringattn.bench.makespan`. The tables are an engine's own; the work of an item is counted in visited blocks of
-rows, and a multiprocessor runs one program. The ideal is an equal share for each; `least` is what no order undercuts.
+`python -m ringattn.bench.makespan`. The tables are those of the engine. The work of an item is counted in visited
+blocks of rows, and each SM runs one program. The ideal is an equal share for each; `least` is a lower bound for every
+order.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ringattn.kernels.attention_tiles import H100, Gpu, section_of
 from ringattn.kernels.launch import BlockColumn, EntryColumn
 
 HEADS, DIM, RANKS, WINDOW, DOCUMENTS = 16, 128, 4, 1024, 16
-SIDES = "query", "key"
+BLOCK_SIDES = "query", "key"
 STEPS = (
     ("causal", 4096), ("causal", 8192), ("causal", 16384), ("window", 16384), ("documents", 16384),
     ("zigzag 1", 8192), ("zigzag 0", 8192), ("zigzag 3", 8192), ("striped 1", 8192), ("striped 2", 8192),
@@ -36,15 +37,15 @@ GPUS = {"H100, H200": H100, "A100": Gpu(40 << 20, 108), "B200": Gpu(126 << 20, 1
 
 @dataclass(frozen=True)
 class MakespanOptions:
-    """`results`: the folder for the figures; empty keeps none."""
+    """`results`: the folder for the figures; empty to save none."""
 
     results: str = RESULTS
 
 
 class Launch(NamedTuple):
-    """The items of a launch: `blocks` for each of `heads` heads of the table (all batches counted through).
+    """The items of a launch: `blocks` for each of `heads` heads of the table (heads of all batches counted).
 
-    Each head reads `head_bytes` block by block, `sharing` heads the same.
+    Each head reads `head_bytes` block by block; `sharing` heads read the same bytes.
     """
 
     blocks: Blocks
@@ -53,12 +54,12 @@ class Launch(NamedTuple):
     sharing: int
 
     def section(self, gpu: Gpu) -> int:
-        """As `attention_tiles.section_for`."""
+        """Return the section size, as `attention_tiles.section_for` does."""
         return section_of(self.heads, len(self.blocks.blocks), self.head_bytes, gpu, self.sharing)
 
 
 def work_of(blocks: Blocks) -> Ints:
-    """Of each block, for one head of the table: visited blocks of rows times the query heads that it serves."""
+    """Return the work of each block for one head of the table: visited blocks of rows times its query heads."""
     entries = blocks.entries.astype(np.int64)
     visited = entries[:, EntryColumn.END_VISIBLE] - entries[:, EntryColumn.FIRST_VISIBLE]
     sums = np.concatenate(([0], np.cumsum(visited * entries[:, EntryColumn.Q_HEADS])))
@@ -66,7 +67,7 @@ def work_of(blocks: Blocks) -> Ints:
 
 
 def order(block_count: int, heads: int, section: int) -> Ints:
-    """(items, 2): block and head of each item, as `attention_tiles.item_of` has them."""
+    """Return an (items, 2) array: block and head of each item, in the order of `attention_tiles.item_of`."""
     return np.array(
         [
             (block, head)
@@ -78,14 +79,14 @@ def order(block_count: int, heads: int, section: int) -> Ints:
 
 
 def items_of(launch: Launch, section: int) -> Ints:
-    """The work of each item, in the grid's order; none of a head that the block does not have."""
-    at = order(len(launch.blocks.blocks), launch.heads, section)
-    slot = at[:, 1] % max(launch.blocks.slots, 1)
-    return work_of(launch.blocks)[at[:, 0]] * (slot < launch.blocks.blocks[at[:, 0], 4])
+    """Return the work of each item, in grid order; 0 for a head that the block does not have."""
+    block_and_head = order(len(launch.blocks.blocks), launch.heads, section)
+    slot = block_and_head[:, 1] % max(launch.blocks.slots, 1)
+    return work_of(launch.blocks)[block_and_head[:, 0]] * (slot < launch.blocks.blocks[block_and_head[:, 0], 4])
 
 
 def makespan(items: Ints, programs: int) -> int:
-    """When the last of so many programs ends, each taking the next item as soon as it is free."""
+    """Return when the last of `programs` programs ends, if each takes the next item as soon as it is free."""
     ends = [0] * programs
     for work in items.tolist():
         heapreplace(ends, ends[0] + work)
@@ -93,28 +94,31 @@ def makespan(items: Ints, programs: int) -> int:
 
 
 def strided(items: Ints, programs: int) -> int:
-    """The same if program p takes the items p, p + programs, and so on."""
-    return int(max(items[at::programs].sum() for at in range(programs)))
+    """Return the makespan if program p takes the items p, p + programs, and so on."""
+    return int(max(items[first::programs].sum() for first in range(programs)))
 
 
 def least(items: Ints, programs: int) -> float:
-    """What no order undercuts: an equal share, or of the longest n * programs + 1 items the n + 1 shortest together."""
+    """Return a lower bound of every order: an equal share, or the work of n + 1 items that one program must run.
+
+    Of the longest n * programs + 1 items, some program runs at least n + 1: at best the shortest n + 1 of them.
+    """
     longest = -np.sort(-items)
     sums = np.concatenate(([0], np.cumsum(longest)))
-    together = [sums[n * programs + 1] - sums[n * programs - n] for n in range(1 + max(0, len(items) - 1) // programs)]
-    return max(float(items.sum()) / programs, *(float(one) for one in together))
+    shortest = [sums[n * programs + 1] - sums[n * programs - n] for n in range(1 + max(0, len(items) - 1) // programs)]
+    return max(float(items.sum()) / programs, *(float(together_work) for together_work in shortest))
 
 
 def ratio(items: Ints, programs: int) -> float:
-    """Makespan over ideal."""
+    """Return the makespan over the ideal."""
     return makespan(items, programs) * programs / float(items.sum())
 
 
 def step_of(name: str, tokens: int, side: str = "query", kv_heads: int = HEADS, batch: int = 1) -> Launch:
-    """The launch of a causal step with `tokens` rows a rank, whose blocks have 128 rows and meet 128 others at a time.
+    """Return the launch of a causal step with `tokens` rows per rank; blocks of 128 rows attend to blocks of 128.
 
     `name`: "causal", "window" or "documents" on one rank; "LAYOUT OWNER" for rank 1 of four and the keys of OWNER.
-    `side`: query blocks, or the key blocks of dK and dV, which meet 64 queries at a time.
+    `side`: query blocks, or the key blocks of dK and dV, which read 64 queries at a time.
     """
     layout, _, owner = name.partition(" ")
     ranks = RANKS if owner else 1
@@ -125,54 +129,54 @@ def step_of(name: str, tokens: int, side: str = "query", kv_heads: int = HEADS, 
         length, length, causal=True,
         window=(WINDOW - 1, 0) if name == "window" else None, documents=documents, kv_documents=documents,
     )  # fmt: skip
-    placed = make_layout(layout if owner else "contiguous", length, ranks)
-    problem = Problem(placed, placed, mask, batch, HEADS, kv_heads, DIM, DIM, "bfloat16")
-    found = tiles_of(problem, 1 % ranks).items()
-    tiles = [tile for (of, _), table in found if of == int(owner or 0) for tile in table]
+    token_layout = make_layout(layout if owner else "contiguous", length, ranks)
+    problem = Problem(token_layout, token_layout, mask, batch, HEADS, kv_heads, DIM, DIM, "bfloat16")
+    tables = tiles_of(problem, 1 % ranks).items()
+    tiles = [tile for (owner_, _), table in tables if owner_ == int(owner or 0) for tile in table]
     # K and V, or q and dout, of one head in half precision.
-    of_a_head = tokens * 2 * DIM * 2
+    head_operand_bytes = tokens * 2 * DIM * 2
     if side == "query":
-        blocks, each, sharing = query_blocks(tiles, 128, 128), of_a_head, problem.group
+        blocks, head_bytes, sharing = query_blocks(tiles, 128, 128), head_operand_bytes, problem.group
     else:
-        blocks, each, sharing = key_blocks(tiles, problem.group, 128, 64), of_a_head * problem.group, 1
-    return Launch(blocks, blocks.slots * batch, each, sharing)
+        blocks, head_bytes, sharing = key_blocks(tiles, problem.group, 128, 64), head_operand_bytes * problem.group, 1
+    return Launch(blocks, blocks.slots * batch, head_bytes, sharing)
 
 
 def figures(launch: Launch, gpu: Gpu) -> dict[str, float]:
-    """Of a launch, over the ideal: ours, the least there is, and what other orders give."""
+    """Return makespans of a launch over the ideal: ours, the lower bound, and those of other orders."""
     programs, ours, by_head = gpu.multiprocessors, items_of(launch, launch.section(gpu)), items_of(launch, 1)
     ideal = float(ours.sum()) / programs
-    found = {
+    makespans = {
         "ours": makespan(ours, programs),
         "least": least(ours, programs),
         "by_head": makespan(by_head, programs),
         "strided": strided(ours, programs),
         "by_head_strided": strided(by_head, programs),
     }
-    return {kind: round(one / ideal, 4) for kind, one in found.items()}
+    return {kind: round(makespan_ / ideal, 4) for kind, makespan_ in makespans.items()}
 
 
-def measured() -> dict[str, dict[str, float]]:
-    """The figures of all steps, by "step, tokens, side, multiprocessors"."""
+def all_steps() -> dict[str, dict[str, float]]:
+    """Return the figures of all steps, by "step, tokens, side, multiprocessors"."""
     return {
         f"{name}, {tokens}, {side}, {gpu.multiprocessors}": figures(launch, gpu)
         for name, tokens in STEPS
-        for side in SIDES
+        for side in BLOCK_SIDES
         for launch in [step_of(name, tokens, side)]
         for gpu in GPUS.values()
     }
 
 
-def main(words: Sequence[str]) -> None:
-    """Print and keep the figures."""
-    options, found = parse(MakespanOptions(), words), measured()
+def main(arguments: Sequence[str]) -> None:
+    """Print and save the figures."""
+    options, all_figures = parse(MakespanOptions(), arguments), all_steps()
     table = Table(
         "Makespan over ideal, 16 heads, batch 1",
         ("step, tokens a rank, blocks of, multiprocessors", "ours", "least", "head by head", "strided", "both"),
-        [(name, *(f"{one:.3f}" for one in each.values())) for name, each in found.items()],
+        [(name, *(f"{figure:.3f}" for figure in step_figures.values())) for name, step_figures in all_figures.items()],
         ["Ours and head by head: a free program takes the next item. Strided: program p takes each n-th item from p."],
     )
-    finish("makespan", options, [table], {"figures": found}, options.results)
+    finish("makespan", options, [table], {"figures": all_figures}, options.results)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The transport on 2 to 8 GPUs: hops, overlap, a full ring against one GPU, FSDP2 beside it, openings and aborts.
+"""The transport on 2 to 8 GPUs: hops, overlap, a full ring against one GPU, with FSDP2, opening and closing, aborts.
 
-`python -m ringattn.bench.many [part=hops|overlap|ring|life|report] [key=value ...]`; `make gpu-check-many` runs all of
-them. A part keeps `many_<part>.json` and `.md` as its figures come; `report` makes one page of those that are there.
-Guarantees: a case that fails, hangs or breaks its CUDA context costs its own figures, which say why; what is timed has
-answered right before (`ringattn.bench.many_ranks`). With transports=gloo the same runs on CPU, as a rehearsal.
+`python -m ringattn.bench.many [part=hops|overlap|ring|life|report] [key=value ...]`; `make gpu-check-many` runs all
+parts. A part saves `many_<part>.json` and `.md` after every figure; `report` combines the saved parts into one page.
+Guarantees: a case that fails, hangs or breaks its CUDA context loses only its own figures, and its record says why. A
+case is timed only after its result was right (`ringattn.bench.many_ranks`). With transports=gloo the same runs use the
+CPU, as a rehearsal.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ LAST_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class ManyOptions:
-    """`ranks`: 0 for all GPUs. `margins`: `sm_margin`, thus thread blocks of an exchange; `cgas`: of them in a cluster.
+    """`ranks`: 0 for all GPUs. `margins`: `sm_margin`, the thread blocks of an exchange; `cgas`: those per cluster.
 
     `bytes`: of a hop; `rows`: of a rank in a step; `tokens`: of a pass; `count`: repetitions. `limit_s`: for one case,
-    the start of its processes included; `budget_s`: for the part.
+    including the start of its processes; `budget_s`: for the part.
     """
 
     part: str = "hops"
@@ -61,9 +62,9 @@ class ManyOptions:
     results: str = "bench/results/gpu"
 
 
-def main(words: Sequence[str] = ()) -> None:
+def main(arguments: Sequence[str] = ()) -> None:
     """Measure a part, or write the page of all. Raises `InputError` for an unknown part, or fewer than two ranks."""
-    options = parse(ManyOptions(), words)
+    options = parse(ManyOptions(), arguments)
     if options.part == "report":
         page(options, PARTS)
         return
@@ -71,36 +72,36 @@ def main(words: Sequence[str] = ()) -> None:
         raise InputError(f"part={options.part}: choose one of {', '.join(PARTS)}, report")
     ranks = options.ranks or torch.cuda.device_count()
     if ranks < 2:
-        raise InputError(f"ranks={ranks}: this measures what ranks do together; it takes two GPUs, or ranks=2 with "
-                         "transports that need none")  # fmt: skip
-    cases, kept = list(cases_of(options)), list[dict[str, Any]]()
+        raise InputError(f"ranks={ranks}: this measures ranks that communicate; use two GPUs, or ranks=2 with "
+                         "transports that need no GPU")  # fmt: skip
+    cases, records = list(cases_of(options)), list[dict[str, Any]]()
 
-    def told(how: Callable[..., None]) -> None:
-        data = {"ranks": ranks, "complete": len(kept) == len(cases), "cases": kept}
-        how("many", options, tables(options.part, data), data, options.results, f"many_{options.part}")
+    def save(write: Callable[..., None]) -> None:
+        data = {"ranks": ranks, "complete": len(records) == len(cases), "cases": records}
+        write("many", options, tables(options.part, data), data, options.results, f"many_{options.part}")
 
     with progress(f"many {options.part}") as say:
 
-        def found(case: Case, answer: dict[str, Any]) -> None:
-            kept.append({**case, "found": answer})
-            say(f"{len(kept)} of {len(cases)}: {case['kind']}, {name_of(case)}{': failed' * ('failed' in answer)}")
-            told(keep)
+        def record(case: Case, answer: dict[str, Any]) -> None:
+            records.append({**case, "found": answer})
+            say(f"{len(records)} of {len(cases)}: {case['kind']}, {name_of(case)}{': failed' * ('failed' in answer)}")
+            save(keep)
 
-        measure(cases, ranks, options, found)
-    told(finish)
+        measure(cases, ranks, options, record)
+    save(finish)
 
 
 def cases_of(options: ManyOptions) -> Iterator[Case]:
-    """What a part measures, by what decides most: every transport's own choice, then what NCCL can be told."""
+    """Yield the cases of a part, most important first: the default of every transport, then the options of NCCL."""
     shape = {name: getattr(options, name) for name in ("heads", "kv_heads", "head_dim", "dtype", "count")}
     plain = [{"transport": transport, "nccl": {}} for transport in options.transports]
     chosen: list[dict[str, Any]] = []
     if "nccl" in options.transports:
         chosen = [{"sm_margin": margin, "cga_cluster_size": cga} for cga in options.cgas for margin in options.margins]
-    varied = [{"transport": "nccl", "nccl": one} for one in chosen]
+    varied = [{"transport": "nccl", "nccl": nccl_options} for nccl_options in chosen]
     if options.part == "hops":
-        for one in ({"register": False}, {"blocking": True}) if chosen else ():
-            varied.append({"transport": "nccl", "nccl": one})
+        for nccl_options in ({"register": False}, {"blocking": True}) if chosen else ():
+            varied.append({"transport": "nccl", "nccl": nccl_options})
         for case in (*plain, *varied):
             yield {"kind": "hop", **case, "bytes": options.bytes, "count": options.count}
     elif options.part == "overlap":
@@ -118,73 +119,78 @@ def cases_of(options: ManyOptions) -> Iterator[Case]:
 
 
 class _Over(Exception):
-    """The processes of a job must end: a case has failed, or has had its time."""
+    """The processes of a job must end: a case has failed, or has exceeded its time."""
 
 
 def measure(
-    cases: Sequence[Case], ranks: int, options: ManyOptions, found: Callable[[Case, dict[str, Any]], None]
+    cases: Sequence[Case], ranks: int, options: ManyOptions, record: Callable[[Case, dict[str, Any]], None]
 ) -> None:
-    """`found(case, answer)` of each case as it is there; an answer without figures says `failed` and why.
+    """Call `record(case, answer)` as soon as a case has an answer; one without figures has `failed`, which says why.
 
-    Processes do one case after another; after one that fails come new ones.
+    Processes run one case after another; after a failed case, new processes start.
     """
-    budget, todo = Budget(options.budget_s), list(cases)
-    while todo:
+    budget, remaining = Budget(options.budget_s), list(cases)
+    while remaining:
         try:
             with tempfile.TemporaryDirectory(prefix="ringattn-many-") as name:
-                done, why = _run(Path(name, "job.json"), todo, ranks, options, budget, found)
-            if why and done < len(todo):
-                found(todo[done], {"failed": why})
+                done, reason = _run(Path(name, "job.json"), remaining, ranks, options, budget, record)
+            if reason and done < len(remaining):
+                record(remaining[done], {"failed": reason})
                 done += 1
-            todo = todo[done:]
-        except JobFailed as error:  # the budget is spent, which is noticed between two cases
-            for case in todo:
-                found(case, {"failed": str(error)})
+            remaining = remaining[done:]
+        except JobFailed as error:  # the budget is spent; this is checked between cases
+            for case in remaining:
+                record(case, {"failed": str(error)})
             return
 
 
 def _run(
-    job: Path, todo: list[Case], ranks: int, options: ManyOptions, budget: Budget,
-    found: Callable[[Case, dict[str, Any]], None],
+    job: Path, remaining: list[Case], ranks: int, options: ManyOptions, budget: Budget,
+    record: Callable[[Case, dict[str, Any]], None],
 ) -> tuple[int, str]:  # fmt: skip
-    """Let new processes do cases. How many have answered, and why the next one has not, if it was begun."""
-    job.write_text(json.dumps(todo), encoding="utf-8")
-    done, why = 0, ""
-    until = time.monotonic() + budget.limit(options.limit_s)
+    """Run cases in new processes. Return how many have answered, and why the next has not, if it was started."""
+    job.write_text(json.dumps(remaining), encoding="utf-8")
+    done, reason = 0, ""
+    limit_at_s = time.monotonic() + budget.limit(options.limit_s)
 
-    def meanwhile() -> None:
-        nonlocal done, why, until
-        while done < len(todo) and (answer := _answer(job.parent, done, ranks)) is not None:
-            found(todo[done], answer)
+    def collect_answers() -> None:
+        nonlocal done, reason, limit_at_s
+        while done < len(remaining) and (answer := _answer(job.parent, done, ranks)) is not None:
+            record(remaining[done], answer)
             done += 1
             if "failed" in answer and not answer.get("goes on"):
                 raise _Over
-            if done < len(todo):
-                until = time.monotonic() + min(options.limit_s, budget.left_s)
-        if done < len(todo) and time.monotonic() > until:
-            why = f"no answer within {options.limit_s:.0f} s, or within what was left of budget_s"
+            if done < len(remaining):
+                limit_at_s = time.monotonic() + min(options.limit_s, budget.left_s)
+        if done < len(remaining) and time.monotonic() > limit_at_s:
+            reason = f"no answer within {options.limit_s:.0f} s, or within what was left of budget_s"
             raise _Over
 
     try:
-        ended = run_torchrun(["-m", PROGRAM, str(job)], job, meanwhile, ranks, job_s=options.budget_s + options.limit_s)
-        meanwhile()
+        ended = run_torchrun(
+            ["-m", PROGRAM, str(job)], job, collect_answers, ranks, job_s=options.budget_s + options.limit_s
+        )
+        collect_answers()
     except _Over:
-        return done, why
+        return done, reason
     except RingError as error:
         return done, str(error)[-LAST_CHARACTERS:]
-    if done < len(todo):
-        said = [line for line in ended.printed.splitlines() if re.match(r"(\[rank\d+\]: )?\w*Error: ", line)]
-        words = (said or [ended.printed.strip()[-LAST_CHARACTERS:]])[0]
-        why = f"its processes ended with exit code {ended.code}: {words}"
-    return done, why
+    if done < len(remaining):
+        errors = [line for line in ended.printed.splitlines() if re.match(r"(\[rank\d+\]: )?\w*Error: ", line)]
+        message = (errors or [ended.printed.strip()[-LAST_CHARACTERS:]])[0]
+        reason = f"its processes ended with exit code {ended.code}: {message}"
+    return done, reason
 
 
 def _answer(folder: Path, number: int, ranks: int) -> dict[str, Any] | None:
-    """What the ranks found in a case; None until all have answered or one has failed, or refused as all ranks do."""
+    """Return the answer to a case; None until all ranks have answered or one has failed.
+
+    A case that one rank refuses, every rank refuses.
+    """
     files = [folder / f"answer-{number}-{rank}.json" for rank in range(ranks)]
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
-    failed = next((one for one in found if "failed" in one), None)
-    return failed or (found[0] if len(found) == ranks else None)
+    answers = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+    failed = next((answer for answer in answers if "failed" in answer), None)
+    return failed or (answers[0] if len(answers) == ranks else None)
 
 
 # --- tables and pages -------------------------------------------------------------------------------------------------
@@ -194,12 +200,14 @@ PAGE = "many"
 
 
 def tables(part: str, data: dict[str, Any]) -> list[Table]:
-    """The tables of a part, of what is there so far."""
-    made = {
+    """Return the tables of a part, for the cases that have answers so far."""
+    makers = {
         "hops": (_hops,), "overlap": (_overlap,), "ring": (_rings, _fsdp), "life": (_lives, _aborts),
     }[part]  # fmt: skip
     cases = data["cases"]
-    shown = [table for make in made if (table := make([case for case in cases if "failed" not in case["found"]])).rows]
+    shown = [
+        table for make in makers if (table := make([case for case in cases if "failed" not in case["found"]])).rows
+    ]
     failed = [f"failed: {case['kind']}, {name_of(case)}: {case['found']['failed']}" for case in cases
               if "failed" in case["found"]]  # fmt: skip
     if failed and not shown:
@@ -212,28 +220,31 @@ def tables(part: str, data: dict[str, Any]) -> list[Table]:
 
 
 def page(options: Any, parts: Sequence[str]) -> None:
-    """`many.md` and `many.json`: all parts that have files, and which have none. Raises `InputError` without any."""
-    shown, found, missing = [], {}, []
+    """Write `many.md` and `many.json`: all parts that have files, and which have none.
+
+    Raises `InputError` without any.
+    """
+    shown, data, missing = [], {}, []
     for part in parts:
         file = Path(options.results, f"many_{part}.json")
         if not file.exists():
             missing.append(part)
             continue
-        found[part] = json.loads(file.read_text(encoding="utf-8"))
-        shown += tables(part, found[part])
+        data[part] = json.loads(file.read_text(encoding="utf-8"))
+        shown += tables(part, data[part])
     if faults := _faults(Path(options.results)):
         shown.append(faults)
     else:
         missing.append("faults")
-    if not found:
+    if not data:
         raise InputError(f"results={options.results}: no part has been measured there; run `make gpu-check-many`")
     if missing:
         shown[-1].notes.append(f"not measured: {', '.join(missing)}")
-    finish("many", options, shown, {"parts": found}, options.results, PAGE)
+    finish("many", options, shown, {"parts": data}, options.results, PAGE)
 
 
 def _faults(folder: Path) -> Table | None:
-    """What the tests between processes have kept of faults and aborts (`tests/gpu/kept.py`)."""
+    """Return the table of faults and aborts that the tests between processes have saved (`tests/gpu/kept.py`)."""
     rows: list[Sequence[str]] = []
     for transport in ("nccl", "peer"):
         file = folder / f"{transport}_processes.json"
@@ -248,17 +259,17 @@ def _faults(folder: Path) -> Table | None:
 
 
 def name_of(case: dict[str, Any]) -> str:
-    """Transport, engine and options of a case in words."""
+    """Describe a case: its transport, engine and options."""
     chosen = (f"{key} {value}" for key, value in case["nccl"].items())
     return ", ".join([case["transport"], *([case["engine"]] if "engine" in case else []), *chosen])
 
 
 def _hops(cases: list[dict[str, Any]]) -> Table:
-    of = [case for case in cases if case["kind"] == "hop"]
-    sizes = list(of[0]["found"]) if of else []
+    hops = [case for case in cases if case["kind"] == "hop"]
+    sizes = list(hops[0]["found"]) if hops else []
     rows: list[Sequence[str]] = [
         [name_of(case), *(f"{case['found'][n]['gb_s']:.1f} ({case['found'][n]['us']:.0f} us)" for n in sizes)]
-        for case in of
+        for case in hops
     ]
     return Table("A hop, GB/s each way", ["transport", *(f"{int(n) >> 10} KiB" for n in sizes)], rows)
 
@@ -270,7 +281,7 @@ def _overlap(cases: list[dict[str, Any]]) -> Table:
         for case in cases if case["kind"] == "overlap" for it in [case["found"]]
     ]  # fmt: skip
     columns = ["transport, engine", "SMs left", "attention us", "hop us", "both us", "hidden"]
-    return Table("A hop beside a step's attention", columns, rows)
+    return Table("A hop during a step's attention", columns, rows)
 
 
 def _rings(cases: list[dict[str, Any]]) -> Table:
@@ -280,7 +291,7 @@ def _rings(cases: list[dict[str, Any]]) -> Table:
         for case in cases if case["kind"] == "ring" for it in [case["found"]]
     ]  # fmt: skip
     columns = ["transport, engine", "tokens", "ring ms", "one GPU ms", "efficiency", "difference"]
-    return Table("A causal pass forward and backward, beside torch's own on one GPU", columns, rows)
+    return Table("A causal pass forward and backward, next to torch's own on one GPU", columns, rows)
 
 
 def _fsdp(cases: list[dict[str, Any]]) -> Table:

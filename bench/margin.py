@@ -1,8 +1,8 @@
-"""What a full ring loses to the multiprocessors (SMs) that it leaves to exchanges, from its plans: nothing runs.
+"""What a full ring loses to the SMs that it leaves free for exchanges, computed from its plans: nothing runs.
 
-`python -m ringattn.bench.margin [key=value ...]`. Forward and backward of one attention call, played on a cluster
-of GPUs: with margins of SMs, each beside the same ring whose messages take no SM and so need none; and without a margin
-where an exchange finds no SM before the kernels of its step have ended, the worst that leaving none can cost.
+`python -m ringattn.bench.margin [key=value ...]`. Forward and backward of one attention call, simulated on a cluster of
+GPUs: with margins of SMs, each compared with the same ring whose messages need no SM; and without a margin when an
+exchange finds no free SM before the kernels of its step have ended, which is the worst case of leaving none.
 The gate: a margin makes no pass faster, nor slower than its share of the SMs; no overlap costs at most all hops.
 """
 
@@ -29,7 +29,7 @@ from ringattn.schedule.routes import ROUTES
 
 @dataclass(frozen=True)
 class MarginOptions:
-    """One call on `ranks` GPUs of one machine: bfloat16, causal in the zigzag layout or all keys of all others."""
+    """One call on `ranks` GPUs of one machine in bfloat16: causal in the zigzag layout, or full attention."""
 
     clusters: tuple[str, ...] = ("h100", "b200")
     ranks: int = 8
@@ -43,7 +43,10 @@ class MarginOptions:
 
 
 class Row(NamedTuple):
-    """Milliseconds of a call: without a margin, by margin, without overlap. `hidden`: share of hops behind work."""
+    """Milliseconds of a call: without a margin, by margin, without overlap.
+
+    `hidden`: share of hops hidden by compute.
+    """
 
     cluster: str
     mask: str
@@ -54,15 +57,15 @@ class Row(NamedTuple):
     hidden: float
 
     def cells(self) -> list[str]:
-        """As text."""
+        """Return the row as text."""
         slower = (ms / self.free_ms - 1 for ms in (*self.margins_ms.values(), self.serial_ms))
         facts = (self.cluster, self.mask, str(self.tokens), f"{self.free_ms:.3f}", f"{self.hidden:.0%}")
         return [*facts, *(f"+{share:.1%}" for share in slower)]
 
 
-def main(words: Sequence[str] = ()) -> None:
-    """Predict, print, and keep the table. Raises `GateError` for times that cannot be."""
-    options = parse(MarginOptions(), words)
+def main(arguments: Sequence[str] = ()) -> None:
+    """Predict, print and save the table. Raises `GateError` for impossible times."""
+    options = parse(MarginOptions(), arguments)
     cases = product(options.clusters, options.masks, options.tokens)
     rows = [row_of(options, name, mask, tokens) for name, mask, tokens in cases]
     table = Table(
@@ -71,16 +74,19 @@ def main(words: Sequence[str] = ()) -> None:
         ("cluster", "mask", "tokens", "0 SMs, ms", "hops hidden", *(f"{n} SMs" for n in options.margins),
          "0 SMs, no overlap"),
         [row.cells() for row in rows],
-        ["0 SMs: messages take no SM, as copy engines move them. N SMs, and no overlap: how much slower that is.",
-         "Hops hidden: the share of the messages' time behind arithmetic, with 0 SMs. Constants are published ones; "
-         "no GPU has run this."],
+        ["0 SMs: messages need no SM, because copy engines move them. N SMs, and no overlap: how much slower that is.",
+         "Hops hidden: the share of the messages' time hidden by compute, with 0 SMs. Constants are published ones; "
+         "not measured on a GPU."],
     )  # fmt: skip
     finish("margin", options, [table], {"rows": [row._asdict() for row in rows]}, options.results)
 
 
 def row_of(options: MarginOptions, name: str, mask: str, tokens: int) -> Row:
-    """A call on the cluster called `name`. Raises `GateError`, and `InputError` for a cluster without SMs."""
-    # Messages as copy engines carry them are what a margin is compared with.
+    """Return the row of a call on the cluster `name`.
+
+    Raises `GateError`, and `InputError` for a cluster without SMs.
+    """
+    # A margin is compared with messages that copy engines carry.
     cluster, passes = cluster_named(name).by_copy_engines(), plans_of(options, mask, tokens)
 
     def total_ms(machine: Cluster, overlap: bool = True) -> float:
@@ -89,8 +95,8 @@ def row_of(options: MarginOptions, name: str, mask: str, tokens: int) -> Row:
     free_ms, serial_ms = total_ms(cluster), total_ms(cluster, overlap=False)
     margins_ms = {margin: total_ms(cluster.leaving(margin)) for margin in options.margins}
     for margin, ms in margins_ms.items():
-        most_ms = free_ms * cluster.flops / cluster.leaving(margin).flops
-        if not free_ms <= ms <= most_ms * (1 + 1e-9):
+        max_ms = free_ms * cluster.flops / cluster.leaving(margin).flops
+        if not free_ms <= ms <= max_ms * (1 + 1e-9):
             raise GateError(f"{name}, {mask}, {tokens} tokens: {ms} ms with a margin of {margin}, {free_ms} ms without")
     hops_ms = serial_ms - total_ms(replace(cluster, bandwidth=1e30, latency_s=0.0))
     if not free_ms <= serial_ms <= free_ms + hops_ms:
@@ -99,7 +105,7 @@ def row_of(options: MarginOptions, name: str, mask: str, tokens: int) -> Row:
 
 
 def plans_of(options: MarginOptions, mask: str, tokens: int) -> list[tuple[Plan, ...]]:
-    """The plans of all ranks, forward and backward."""
+    """Return the plans of all ranks, forward and backward."""
     causal = mask == "causal"
     layout = make_layout("zigzag" if causal else "contiguous", tokens, options.ranks)
     problem = Problem(

@@ -1,9 +1,9 @@
-"""How much memory a rank needs: on one device, in a ring and in an all-gather; predicted and measured.
+"""Memory that a rank needs on one device, in a ring and in an all-gather, predicted and measured.
 
-`python -m ringattn.bench.memory length_tokens=4096,8192,16384`. Every line of the first table is a run in fresh
-processes: the storages of the rank that needs most, and the growth of its resident size from before its inputs exist
-to the end, next to the sum of the tensors' sizes and of the plan's arena. The second table is the pool's high-water
-mark at fixed tokens per rank. The picture compares forward and backward on one device and in the ring.
+`python -m ringattn.bench.memory length_tokens=4096,8192,16384`. Each row of the first table is a run in fresh
+processes: for the rank that needs most, its storages and the growth of its resident size, from before its inputs exist
+to the end; next to the sum of the tensor sizes and of the plan's arena. The second table shows the high-water mark of
+the pool at fixed tokens per rank. The picture compares forward and backward on one device and in the ring.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ matplotlib.use("Agg")
 
 WITH_BACKWARD = " with backward"
 ALONE = "one device"
-"""The method on one rank, which has the whole sequence."""
+"""The method that runs on one rank, which has the whole sequence."""
 METHODS = ("one device with backward", "ring", "ring with backward", "all_gather with backward")
 PICTURED = ("one device with backward", "ring with backward")
 PROGRAM = "ringattn.bench.memory:on_rank"
@@ -52,7 +52,7 @@ ITEM_BYTES = 4
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Causal float32 attention; `pool_tokens_per_rank` and `pool_ranks` are of the second table."""
+    """Causal float32 attention; `pool_tokens_per_rank` and `pool_ranks` belong to the second table."""
 
     length_tokens: tuple[int, ...] = (2048, 4096, 8192, 16_384)
     methods: tuple[str, ...] = METHODS
@@ -66,7 +66,7 @@ class MemoryOptions:
 
 
 def baseline(ring: Ring, method: str) -> Baseline:
-    """The method called `method`, on this rank."""
+    """Return the baseline of a method on this rank."""
     return OurRing(ring, "zigzag", schedule_of(method), backward=method.endswith(WITH_BACKWARD))
 
 
@@ -82,54 +82,57 @@ def ranks_of(method: str, options: MemoryOptions) -> int:
 
 
 def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> dict[str, int]:
-    """One rank's growth in bytes, by three meters, of one method at one length; the gate first."""
-    one = baseline(ring, method)
+    """Return one rank's growth in bytes by three meters, for one method at one length. The gate runs first."""
+    method_baseline = baseline(ring, method)
     heads, kv_heads, head_dim = shape
-    open_gate([one], random_inputs(GATE_TOKENS_PER_RANK * ring.world_size, heads, kv_heads, head_dim, torch.float32))
+    open_gate(
+        [method_baseline],
+        random_inputs(GATE_TOKENS_PER_RANK * ring.world_size, heads, kv_heads, head_dim, torch.float32),
+    )
     small = random_inputs(1, heads, kv_heads, head_dim, torch.float32)
-    # One token seen many times: the whole problem takes no memory, so only what the method keeps is weighed.
+    # All tokens are views of one token: the problem takes no memory, so only what the method keeps is measured.
     inputs = Inputs(*(x.expand(-1, length_tokens, -1, -1) for x in small))
     ring.barrier()
     gc.collect()
     reset_peak()
-    resident, most = status_bytes("VmRSS"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    one.load(inputs)
-    kept = one.forward(), one.backward()
+    resident, max_resident = status_bytes("VmRSS"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    method_baseline.load(inputs)
+    kept = method_baseline.forward(), method_baseline.backward()
     ring.barrier()
-    found = {
+    growth = {
         "peak_growth_bytes": status_bytes("VmHWM") - resident,
-        "ru_maxrss_growth_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - most,
+        "ru_maxrss_growth_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - max_resident,
     }
-    # Once more under the meter of storages, which itself takes resident memory; with a pool that is made anew.
-    del kept, one
+    # Run again under the meter of storages, which itself takes resident memory, with a newly allocated pool.
+    del kept, method_baseline
     ring.pool.release_arena()
-    one = baseline(ring, method)
+    method_baseline = baseline(ring, method)
     with StorageMeter(attention_scratch_bytes) as storages:
-        one.load(inputs)
-        kept = one.forward(), one.backward()
+        method_baseline.load(inputs)
+        kept = method_baseline.forward(), method_baseline.backward()
     ring.barrier()
     del kept
-    return {"storages_bytes": storages.peak_bytes, **found}
+    return {"storages_bytes": storages.peak_bytes, **growth}
 
 
 def predicted(method: str, length: int, options: MemoryOptions) -> dict[str, int]:
-    """Bytes of the rank that needs most, at its peak: kept tensors, travelling K/V, the working block."""
+    """Return the bytes of the rank that needs most at its peak: kept tensors, travelling K/V, the working block."""
     ranks, dim = ranks_of(method, options), options.head_dim
-    own = -(-length // ranks)
+    local_tokens = -(-length // ranks)
     query, key = options.heads * dim * ITEM_BYTES, options.kv_heads * dim * ITEM_BYTES  # bytes of a row
     problem, backward = _problem(length, options, ranks), method.endswith(WITH_BACKWARD)
-    arena = max(_greatest_arena(problem, schedule_of(method), back) for back in {False, backward})
-    kept = own * (2 * query + 2 * key)
+    arena = max(_largest_arena(problem, schedule_of(method), back) for back in {False, backward})
+    kept = local_tokens * (2 * query + 2 * key)
     if backward:
-        kept += own * (2 * query + 2 * key)  # dout and the gradients
+        kept += local_tokens * (2 * query + 2 * key)  # dout and the gradients
     # The largest rectangle: two chunks of queries by one of keys, or the reverse; on one device the whole square.
-    keys = own if ranks == 1 else own // 2
-    block = own * query + (keys * 2 * key if backward else 0)
+    keys = local_tokens if ranks == 1 else local_tokens // 2
+    block = local_tokens * query + (keys * 2 * key if backward else 0)
     return {"kept": kept, "travelling": arena, "working": block}
 
 
-def _greatest_arena(problem: Problem, schedule: str, backward: bool) -> int:
-    """Bytes of the rank whose plan needs most."""
+def _largest_arena(problem: Problem, schedule: str, backward: bool) -> int:
+    """Return the arena bytes of the rank whose plan needs most."""
     route = route_named(schedule)
     return max(plan_of(problem, route, rank, backward).arena_bytes for rank in range(problem.world_size))
 
@@ -141,30 +144,30 @@ def _problem(length: int, options: MemoryOptions, ranks: int) -> Problem:
 
 
 def weigh(options: MemoryOptions, say: Say) -> list[dict[str, Any]]:
-    """One record for each length and method."""
+    """Measure every length and method; return one record for each."""
     records = []
     for length in options.length_tokens:
         for method in options.methods:
             say(f"{length} tokens: {method}")
             spec = {"method": method, "length_tokens": length,
                     "shape": [options.heads, options.kv_heads, options.head_dim]}  # fmt: skip
-            # Over gloo the arena is a tensor; memory that ranks share is no storage, and its meter would not see it.
+            # Over gloo the arena is a tensor. Memory shared between ranks is no storage, so the meter would miss it.
             by_rank = run_in_processes(ranks_of(method, options), PROGRAM, spec, say, transport="gloo")
-            greatest = {key: max(found[key] for found in by_rank) for key in by_rank[0]}
+            greatest = {key: max(figures[key] for figures in by_rank) for key in by_rank[0]}
             records.append({"length_tokens": length, "method": method, "ranks": ranks_of(method, options),
                             "predicted": predicted(method, length, options), **greatest})  # fmt: skip
     return records
 
 
 def pool_high_water(options: MemoryOptions, say: Say) -> list[dict[str, int]]:
-    """The pool of the greatest rank at fixed tokens per rank, for each number of ranks: planned and run; bytes."""
+    """Return the pool bytes of the largest rank at fixed tokens per rank, planned and measured, by number of ranks."""
     records = []
     for ranks in options.pool_ranks:
         say(f"pool at {ranks} ranks of {options.pool_tokens_per_rank} tokens")
         length = ranks * options.pool_tokens_per_rank
         problem = _problem(length, options, ranks)
         plans = {
-            f"{schedule} {name}": _greatest_arena(problem, schedule, name == "backward")
+            f"{schedule} {name}": _largest_arena(problem, schedule, name == "backward")
             for schedule in ("all_gather", "ring")
             for name in ("forward", "backward")
         }
@@ -175,24 +178,27 @@ def pool_high_water(options: MemoryOptions, say: Say) -> list[dict[str, int]]:
 
 
 def _pool_pass(length: int, options: MemoryOptions) -> Callable[[Ring], int]:
-    """What each thread does: the gate, then forward and backward of `length` tokens; its pool's high water in bytes."""
+    """Return the function of each thread.
+
+    It runs the gate, forward and backward, and returns the pool's high-water mark.
+    """
     shape = options.heads, options.kv_heads, options.head_dim, torch.float32
 
     def run(ring: Ring) -> int:
-        one = OurRing(ring)
-        open_gate([one], random_inputs(4 * ring.world_size, *shape))
+        ring_baseline = OurRing(ring)
+        open_gate([ring_baseline], random_inputs(4 * ring.world_size, *shape))
         ring.reset_counters()
-        one.load(random_inputs(length, *shape))
-        one.forward()
-        one.backward()
+        ring_baseline.load(random_inputs(length, *shape))
+        ring_baseline.forward()
+        ring_baseline.backward()
         return ring.memory_info()["pool_high_water_bytes"]
 
     return run
 
 
 def tables(options: MemoryOptions, weights: list[dict[str, Any]], pools: list[dict[str, int]]) -> list[Table]:
-    """Both tables."""
-    one = Table(
+    """Return both tables."""
+    weights_table = Table(
         f"Peak memory of the rank that needs most, MiB; heads {options.heads}:{options.kv_heads} of "
         f"{options.head_dim}, float32, causal",
         (
@@ -219,8 +225,10 @@ def tables(options: MemoryOptions, weights: list[dict[str, Any]], pools: list[di
         measured = (record[f"{meter}_bytes"] for meter in ("storages", "peak_growth", "ru_maxrss_growth"))
         cells = map(mib, (*parts, sum(parts), *measured))
         per_token = f"{record['storages_bytes'] / record['length_tokens'] / 1024:.1f}"
-        one.rows.append((str(record["length_tokens"]), record["method"], str(record["ranks"]), *cells, per_token))
-    two = Table(
+        weights_table.rows.append(
+            (str(record["length_tokens"]), record["method"], str(record["ranks"]), *cells, per_token)
+        )
+    pool_table = Table(
         f"High water of the ring's pool at {options.pool_tokens_per_rank} tokens per rank, MiB",
         (
             "ranks",
@@ -237,13 +245,13 @@ def tables(options: MemoryOptions, weights: list[dict[str, Any]], pools: list[di
     )
     for pool in pools:
         ranks, length, *sizes = pool.values()
-        two.rows.append((str(ranks), str(length), *(f"{nbytes / 2**20:.3f}" for nbytes in sizes)))
-    return [one, two]
+        pool_table.rows.append((str(ranks), str(length), *(f"{nbytes / 2**20:.3f}" for nbytes in sizes)))
+    return [weights_table, pool_table]
 
 
-def main(words: Sequence[str]) -> dict[str, Any]:
-    """Run, print, keep; returns what is kept."""
-    options = parse(MemoryOptions(), words)
+def main(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run, print, save and return the record."""
+    options = parse(MemoryOptions(), arguments)
     with progress("memory") as say:
         data = {"weights": weigh(options, say), "pools": pool_high_water(options, say)}
     finish("memory", options, tables(options, data["weights"], data["pools"]), data, options.results)
@@ -270,15 +278,15 @@ def memory_figure(records: Sequence[dict[str, Any]], options: MemoryOptions) -> 
     """
     alone, ring = PICTURED
     lengths = sorted({record["length_tokens"] for record in records})
-    at = np.union1d(np.geomspace(lengths[0], lengths[-1], POINTS).astype(int) // 8 * 8, lengths)
+    curve_lengths = np.union1d(np.geomspace(lengths[0], lengths[-1], POINTS).astype(int) // 8 * 8, lengths)
     measured = {(record["method"], record["length_tokens"]): record["storages_bytes"] / 2**20 for record in records}
     figure, ax = plt.subplots(figsize=(9, 5.5), layout="constrained")
     for method, name in ((alone, ALONE), (ring, "ring")):
-        mebibytes = [sum(predicted(method, int(length), options).values()) / 2**20 for length in at]
-        ax.plot(at, mebibytes, color=COLORS[name], linewidth=2)
+        mebibytes = [sum(predicted(method, int(length), options).values()) / 2**20 for length in curve_lengths]
+        ax.plot(curve_lengths, mebibytes, color=COLORS[name], linewidth=2)
         ax.scatter(lengths, [measured[method, length] for length in lengths], color=COLORS[name], s=40, zorder=3)
-    least = [predicted(ring, int(length), options)["kept"] / 2**20 for length in at]
-    ax.plot(at, least, color=COLORS["bound"], linewidth=2, linestyle="--")
+    least = [predicted(ring, int(length), options)["kept"] / 2**20 for length in curve_lengths]
+    ax.plot(curve_lengths, least, color=COLORS["bound"], linewidth=2, linestyle="--")
     last = lengths[-1]
     ratio = measured[alone, last] / measured[ring, last]
     labels = (

@@ -1,6 +1,6 @@
-"""Command-line options of the benchmarks: a frozen dataclass of defaults, changed by words `key=value`.
+"""Command-line options of the benchmarks: a frozen dataclass of defaults, changed by arguments `key=value`.
 
-Guarantees: an unknown key or a value of the wrong type raises `InputError` that begins with the key.
+Guarantees: an unknown key or a value of the wrong type raises an `InputError` that begins with the key.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from ringattn.errors import InputError
 T = TypeVar("T")
 
 
-def parse(defaults: T, words: Sequence[str]) -> T:
-    """`defaults` with the values of `words` in it; each value is read as the type of its default."""
-    known = {field.name: getattr(defaults, field.name) for field in fields(defaults)}  # type: ignore[arg-type]
+def parse(defaults: T, arguments: Sequence[str]) -> T:
+    """Return `defaults` with the values from `arguments`; each value is parsed as the type of its default."""
+    defaults_by_key = {field.name: getattr(defaults, field.name) for field in fields(defaults)}  # type: ignore[arg-type]
     changed: dict[str, Any] = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if key not in known or not equals:
-            near = difflib.get_close_matches(key, known, 1)
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if key not in defaults_by_key or not equals:
+            near = difflib.get_close_matches(key, defaults_by_key, 1)
             hint = f"; did you mean {near[0]}=?" if near else ""
-            listed = ", ".join(f"{name}={_written(value)}" for name, value in known.items())
+            listed = ", ".join(f"{name}={_format_value(value)}" for name, value in defaults_by_key.items())
             raise InputError(f"{key}: not an option{hint} Options with their defaults: {listed}")
-        changed[key] = _read(key, text, known[key])
+        changed[key] = _read(key, text, defaults_by_key[key])
     return replace(defaults, **changed)  # type: ignore[type-var]
 
 
 def _read(key: str, text: str, default: Any) -> Any:
-    """`text` as the type of `default`; tuples are separated by commas."""
+    """Parse `text` as the type of `default`; elements of tuples are separated by commas."""
     if isinstance(default, tuple):
-        return tuple(_read(key, one, default[0]) for one in text.split(",") if one)
+        return tuple(_read(key, item, default[0]) for item in text.split(",") if item)
     if isinstance(default, bool):
         if text not in ("true", "false"):
             raise InputError(f"{key}: expected true or false, got {text!r}")
@@ -44,6 +44,6 @@ def _read(key: str, text: str, default: Any) -> Any:
         raise InputError(f"{key}: expected {type(default).__name__}, got {text!r}") from None
 
 
-def _written(value: Any) -> str:
-    """A default as one would type it."""
+def _format_value(value: Any) -> str:
+    """Format a default as a user would type it."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()

@@ -38,13 +38,14 @@ exps/dist_attn/benchmark/datasets/default/doc_length_distribution.csv, commit 2c
 
 
 AT_ONCE = "documents, at once"
-"""The layout "documents" where it is placed for schedules that bring all rows at once, the others for steps."""
+"""The layout "documents" placed for schedules that deliver all rows at once; the others are placed for steps."""
 
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """`longest_tokens`: longer documents are cut into such pieces before they are packed, as the distribution's source
-    cuts them at a quarter of the sequence; 0: they stay whole."""
+    """`longest_tokens`: longer documents are cut to this length before packing; 0: they stay whole. The source of the
+    distribution cuts them at a quarter of the sequence.
+    """
 
     tokens: int = 131072
     ranks: tuple[int, ...] = (2, 4, 8, 16)
@@ -58,9 +59,10 @@ class PlacementOptions:
     results: str = RESULTS
 
 
-class Placed(NamedTuple):
-    """Of a layout: the greatest share of pairs over the mean; rows that other ranks read, and those that the
-    schedule sends, each at every hop; predicted times."""
+class LayoutFigures(NamedTuple):
+    """Figures of a layout: the largest share of pairs over the mean; rows that other ranks read, and rows that the
+    schedule sends, counted at every hop; predicted times.
+    """
 
     balance: float
     read: int
@@ -69,46 +71,46 @@ class Placed(NamedTuple):
     backward_ms: float
 
 
-def drawn(tokens: int, seed: int, longest: int = 0) -> tuple[int, ...]:
-    """Documents of drawn lengths, packed until there are so many tokens; the last one is cut there."""
+def draw_documents(tokens: int, seed: int, longest: int = 0) -> tuple[int, ...]:
+    """Draw documents and pack them until there are `tokens` tokens; the last document is cut there."""
     r, cuts = random.Random(seed), [0]
     spans, weights = zip(*LENGTHS, strict=True)
     while cuts[-1] < tokens:
-        left = r.randint(*r.choices(spans, weights)[0])
-        while left and cuts[-1] < tokens:
-            count = min(left, longest or left, tokens - cuts[-1])
+        remaining = r.randint(*r.choices(spans, weights)[0])
+        while remaining and cuts[-1] < tokens:
+            count = min(remaining, longest or remaining, tokens - cuts[-1])
             cuts.append(cuts[-1] + count)
-            left -= count
+            remaining -= count
     return tuple(cuts)
 
 
 def problem_of(cuts: tuple[int, ...], layout: str, ranks: int, options: PlacementOptions) -> Problem:
-    """A causal bfloat16 call on these documents."""
-    laid = make_layout(layout.split(",")[0], cuts[-1], ranks, cuts, at_once=layout == AT_ONCE)
+    """Return a causal bfloat16 call on these documents."""
+    token_layout = make_layout(layout.split(",")[0], cuts[-1], ranks, cuts, at_once=layout == AT_ONCE)
     mask = make_mask(cuts[-1], cuts[-1], causal=True, documents=cuts, kv_documents=cuts)
     dim = options.head_dim
-    return Problem(laid, laid, mask, 1, options.heads, options.kv_heads, dim, dim, "bfloat16")
+    return Problem(token_layout, token_layout, mask, 1, options.heads, options.kv_heads, dim, dim, "bfloat16")
 
 
 def pairs_of(problem: Problem) -> list[int]:
-    """Pairs of each rank, of one head."""
+    """Return the pairs of each rank, for one head."""
     tables = (tiles_of(problem, rank).values() for rank in range(problem.world_size))
-    return [sum(table.area() for table in one) // problem.q_heads for one in tables]
+    return [sum(table.area() for table in tables_) // problem.q_heads for tables_ in tables]
 
 
 def rows_of(problem: Problem) -> int:
-    """Rows of K and V that ranks read of others, once each."""
+    """Return the rows of K and V that ranks read from others, each counted once."""
     return read_sets_of(problem).totals[1] // problem.kv_heads
 
 
-def placed_by(cuts: tuple[int, ...], layout: str, ranks: int, options: PlacementOptions) -> Placed:
-    """What a layout makes of these documents."""
+def measure_layout(cuts: tuple[int, ...], layout: str, ranks: int, options: PlacementOptions) -> LayoutFigures:
+    """Return the figures of a layout for these documents."""
     problem, cluster = problem_of(cuts, layout, ranks, options), CLUSTERS[options.cluster]
     route = choose_route(problem, options.schedule, cluster)
     forward, backward = (tuple(plan_of(problem, route, rank, turn) for rank in range(ranks)) for turn in (False, True))
     row_bytes = problem.kv_heads * record_bytes(problem, problem.kv_dtype)
     pairs = pairs_of(problem)
-    return Placed(
+    return LayoutFigures(
         max(pairs) * ranks / sum(pairs),
         rows_of(problem),
         sum(plan.bytes_sent for plan in forward) // row_bytes,
@@ -117,16 +119,16 @@ def placed_by(cuts: tuple[int, ...], layout: str, ranks: int, options: Placement
 
 
 def open_gate(cuts: tuple[int, ...], ranks: int, options: PlacementOptions) -> None:
-    """Raise `GateError` unless pairs and rows are those of the planner."""
+    """Raise `GateError` unless pairs and rows equal those of the planner."""
     for layout, shards in (("documents", placed(cuts, ranks)), (AT_ONCE, placed_at_once(cuts, ranks))):
         load, problem = load_of(cuts, shards), problem_of(cuts, layout, ranks, options)
         if list(load.pairs) != pairs_of(problem) or sum(load.sent) != rows_of(problem):
             raise GateError(f"{ranks} ranks, {layout}: pairs or rows differ from the planner's")
 
 
-def main(words: Sequence[str]) -> dict[str, Any]:
-    """Run, print, keep; returns what is kept."""
-    options = parse(PlacementOptions(), words)
+def main(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run, print, save and return the record."""
+    options = parse(PlacementOptions(), arguments)
     data: dict[str, Any] = {}
     with progress("placement") as say:
         tables = [_measure(longest, options, data, say) for longest in options.longest_tokens]
@@ -135,28 +137,28 @@ def main(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _measure(longest: int, options: PlacementOptions, data: dict[str, Any], say: Say) -> Table:
-    told = f"longer ones cut at {longest}" if longest else "each as long as drawn"
+    cut_note = f"longer ones cut at {longest}" if longest else "none cut"
     table = Table(
-        f"Packed documents, {options.tokens} tokens, {told}; {options.seeds} sequences drawn. Pairs: the greatest "
+        f"Packed documents, {options.tokens} tokens, {cut_note}; {options.seeds} sequences drawn. Pairs: the largest "
         "share over the mean, of the worst sequence; others: means. Predicted for "
         f"{options.cluster}, {options.heads}:{options.kv_heads} heads of {options.head_dim}, causal",
         ("ranks", "layout", "pairs", "rows read", "rows sent", "forward ms", "backward ms"),
     )
     for ranks in options.ranks:
-        found: dict[str, list[Placed]] = {name: [] for name in (*LAYOUTS, AT_ONCE)}
+        by_layout: dict[str, list[LayoutFigures]] = {name: [] for name in (*LAYOUTS, AT_ONCE)}
         for seed in range(options.seeds):
-            say(f"{ranks} ranks, {told}: sequence {seed + 1} of {options.seeds}")
-            cuts = drawn(options.tokens, seed, longest)
+            say(f"{ranks} ranks, {cut_note}: sequence {seed + 1} of {options.seeds}")
+            cuts = draw_documents(options.tokens, seed, longest)
             open_gate(cuts, ranks, options)
-            for name, all_placed in found.items():
-                all_placed.append(placed_by(cuts, name, ranks, options))
-        for name, lines in found.items():
+            for name, all_placed in by_layout.items():
+                all_placed.append(measure_layout(cuts, name, ranks, options))
+        for name, lines in by_layout.items():
             balance, read = max(line.balance for line in lines), mean(line.read for line in lines)
             ms = (mean(line.forward_ms for line in lines), mean(line.backward_ms for line in lines))
             sent = mean(line.sent for line in lines)
-            figures = (f"{balance:.3f}", f"{read:.0f}", f"{sent:.0f}", *(f"{one:.2f}" for one in ms))
+            figures = (f"{balance:.3f}", f"{read:.0f}", f"{sent:.0f}", *(f"{time_ms:.2f}" for time_ms in ms))
             table.rows.append((str(ranks), name, *figures))
-        data[f"{longest} {ranks}"] = {name: [line._asdict() for line in lines] for name, lines in found.items()}
+        data[f"{longest} {ranks}"] = {name: [line._asdict() for line in lines] for name, lines in by_layout.items()}
     return table
 
 

@@ -1,7 +1,7 @@
-"""How near predicted times of passes are to measured ones, after `ringattn calibrate`: ten shapes, two and four ranks.
+"""How close predicted times of passes are to measured times after `ringattn calibrate`: ten shapes, two and four ranks.
 
-`python -m ringattn.bench.prediction repeats=4`, or with `cluster=FILE` and no calibration of its own. All shapes run in
-turns in the same processes, one thread each; a time is from barrier to barrier, so the slowest rank's.
+`python -m ringattn.bench.prediction repeats=4`, or with `cluster=FILE` and without calibration. All shapes run in turns
+in the same processes, one thread each. A time runs from barrier to barrier, so it is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from ringattn.ring import Ring
 
 PROGRAM = "ringattn.bench.prediction:on_rank"
 BAR = 0.10
-"""The median error that is allowed, as a share of the measured time."""
+"""The largest allowed median error, as a share of the measured time."""
 
 
 @dataclass(frozen=True)
 class PredictionOptions:
-    """`cluster`: constants to predict with; empty: measured first, on two ranks, in `rounds` rounds. `shapes`: how
-    many."""
+    """`cluster`: constants for the prediction; if empty, they are first measured on two ranks in `rounds` rounds.
+
+    `shapes`: how many of `SHAPES` run.
+    """
 
     cluster: str = ""
     ranks: tuple[int, ...] = (2, 4)
@@ -59,18 +61,27 @@ SHAPES = (
 
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
-    """One rank's part."""
+    """Run one rank's part of the benchmark."""
     return timed(ring, SHAPES[: spec["shapes"]], spec["repeats"])
 
 
 def calibrated(options: Any, say: Callable[[str], None]) -> Cluster:
-    """The constants in `options.cluster`, or what `ringattn calibrate` measures now. Raises `RingError` if it fails."""
+    """Return the constants in `options.cluster`, or those that `ringattn calibrate` measures now.
+
+    Raises `RingError` if calibration fails.
+    """
     if options.cluster:
         return cluster_named(options.cluster)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "calibrated.json")
-        words = ["calibrate", "ranks=2", f"rounds={options.rounds}", f"transport={options.transport}", f"out='{file}'"]
-        command = [sys.executable, "-m", "ringattn", *words]
+        arguments = [
+            "calibrate",
+            "ranks=2",
+            f"rounds={options.rounds}",
+            f"transport={options.transport}",
+            f"out='{file}'",
+        ]
+        command = [sys.executable, "-m", "ringattn", *arguments]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -80,31 +91,31 @@ def calibrated(options: Any, say: Callable[[str], None]) -> Cluster:
         return cluster_named(str(file))
 
 
-def table_of(options: PredictionOptions, cluster: Cluster, found: dict[int, list[dict[str, list[Sample]]]]) -> Table:
-    """A row for each shape, pass and number of ranks; the verdict below."""
+def table_of(options: PredictionOptions, cluster: Cluster, by_ranks: dict[int, list[dict[str, list[Sample]]]]) -> Table:
+    """Return a table with a row per shape, pass and number of ranks, and the verdict below."""
     table = Table(
         f"Predicted and measured, {options.repeats} rounds, constants: {cluster.name}",
         ("ranks", "tokens, heads, mask, layout, schedule", "pass", "predicted, ms", "measured, ms", "error",
          "by processor", "foreign"),
         notes=[
-            "- error: predicted over measured, less one. By processor: the same for processor seconds of the busiest "
-            "rank, where other programs hardly count.",
-            "- foreign: processors that other programs took in the kept rounds, median.",
+            "- error: predicted over measured, minus one. By processor: the same for processor seconds of the busiest "
+            "rank, which other programs barely affect.",
+            "- foreign: processors that other programs used in the kept rounds, median.",
         ],
     )  # fmt: skip
-    for ranks, by_shape in found.items():
+    for ranks, by_shape in by_ranks.items():
         errors, busy_errors = [], []
         for shape, by_pass in zip(SHAPES, by_shape, strict=False):
             for name, taken in by_pass.items():
                 plans = plans_of(shape, ranks, name == "backward")
-                said_s = simulate(plans, cluster).total_us / 1e6
-                errors.append(said_s / wall(taken) - 1)
+                predicted_s = simulate(plans, cluster).total_us / 1e6
+                errors.append(predicted_s / wall(taken) - 1)
                 busy_errors.append(processor_s(plans, cluster) / cpu(taken) - 1)
                 table.rows.append((
-                    str(ranks), str(shape), name, f"{1e3 * said_s:.1f}", f"{1e3 * wall(taken):.1f}",
+                    str(ranks), str(shape), name, f"{1e3 * predicted_s:.1f}", f"{1e3 * wall(taken):.1f}",
                     f"{errors[-1]:+.1%}", f"{busy_errors[-1]:+.1%}", f"{median(s.foreign for s in kept(taken)):.2f}",
                 ))  # fmt: skip
-        off, busy_off = (median(map(abs, some)) for some in (errors, busy_errors))
+        off, busy_off = (median(map(abs, errors_)) for errors_ in (errors, busy_errors))
         table.notes.append(
             f"- {ranks} ranks: median error {off:.1%}; the bar is {BAR:.0%}: {'met' if off <= BAR else 'MISSED'}. "
             f"By processor time: {busy_off:.1%}."
@@ -112,22 +123,22 @@ def table_of(options: PredictionOptions, cluster: Cluster, found: dict[int, list
     return table
 
 
-def main(words: Sequence[str]) -> dict[str, Any]:
-    """Calibrate, run, print, keep; returns what is kept."""
-    options = parse(PredictionOptions(), words)
+def main(arguments: Sequence[str]) -> dict[str, Any]:
+    """Calibrate, run, print, save and return the record."""
+    options = parse(PredictionOptions(), arguments)
     with progress("prediction") as say:
         cluster = calibrated(options, say)
         answers = {
             ranks: run_in_processes(ranks, PROGRAM, asdict(options), say, options.transport) for ranks in options.ranks
         }
-    found = {ranks: samples_of(by_rank) for ranks, by_rank in answers.items()}
+    samples = {ranks: samples_of(by_rank) for ranks, by_rank in answers.items()}
     data: dict[str, Any] = {
         "cluster": asdict(cluster),
-        "samples": found,
+        "samples": samples,
         "sample_fields": Sample._fields,
         "largest_error": max(rank["error"] for by_rank in answers.values() for rank in by_rank),
     }
-    finish("prediction", options, [table_of(options, cluster, found)], data, options.results)
+    finish("prediction", options, [table_of(options, cluster, samples)], data, options.results)
     return data
 
 

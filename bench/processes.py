@@ -1,8 +1,8 @@
-"""Ranks as fresh processes with one thread each, so that a measurement meets no other measurement's memory.
+"""Ranks as fresh processes with one thread each, so that no measurement sees memory of another one.
 
-The parent starts torchrun, which runs this module; each rank calls one function `f(ring, **spec)` and leaves its
-result as JSON. What rank 0 prints is shown as progress.
-Guarantees: no child outlives the call; a rank's failure raises with what it printed.
+The parent starts torchrun, which runs this module. Each rank calls one function `f(ring, **spec)` and writes its result
+as JSON. Output of rank 0 is shown as progress.
+Guarantees: no child outlives the call; the failure of a rank raises an error with the rank's output.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ LAST_CHARACTERS = 3000
 def run_in_processes(
     world_size: int, target: str, spec: dict[str, Any], say: Callable[[str], None], transport: str = "auto"
 ) -> list[Any]:
-    """Run `target` ("module:function") as `function(ring, **spec)` on fresh processes; the results by rank.
+    """Run `target` ("module:function") as `function(ring, **spec)` in fresh processes; return the results by rank.
 
-    `spec` and the results are JSON. Raises `RingError` when a rank fails.
+    `spec` and the results are JSON. Raises `RingError` if a rank fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, SPEC).write_text(json.dumps(spec), encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size),
                    "-m", __name__, target, folder, transport]  # fmt: skip
-        root = Path(__file__).parents[2]  # where the package was found, so that the ranks find the same one
+        root = Path(__file__).parents[2]  # the folder of this package, so that the ranks import the same one
         with Path(folder, "errors").open("w+", encoding="utf-8") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=root)
             try:
@@ -59,12 +59,12 @@ def run_in_processes(
 
 
 def result_file(folder: str, rank: int) -> Path:
-    """What a rank leaves behind."""
+    """Return the file with the result of a rank."""
     return Path(folder, f"rank{rank}.json")
 
 
 def main(target: str, folder: str, transport: str) -> None:
-    """One rank: open the ring, call the function, leave the result."""
+    """Run one rank: open the ring, call the function, write the result."""
     torch.set_num_threads(1)
     module, _, name = target.partition(":")
     spec = json.loads(Path(folder, SPEC).read_text(encoding="utf-8"))
@@ -83,7 +83,7 @@ POLL_S = 0.05
 
 
 class Ended(NamedTuple):
-    """torchrun's exit code, and the end of what its processes printed."""
+    """torchrun's exit code, and the end of the output of its processes."""
 
     code: int
     printed: str
@@ -99,13 +99,13 @@ def run_torchrun(
 ) -> Ended:
     """Run `program` on `ranks` processes under torchrun with the options `more`; call `meanwhile()` every 50 ms.
 
-    The program's command line must name the file `job`, by which its processes are found. Raises `RingError` if a
-    process outlives torchrun or `job_s`, and what `meanwhile` raises; all processes are ended first.
+    The program's command line must name the file `job`, which identifies its processes. Raises `RingError` if a process
+    outlives torchrun or `job_s`, and whatever `meanwhile` raises; all processes are killed first.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={ranks}", *more]
-    # torch asks the name service for the other end of every store connection. A lost query takes 5 s by default, which
-    # is longer than most deadlines here.
+    # torch looks up the peer's host name for every store connection. A lost query takes 5 s by default, which is longer
+    # than most deadlines here.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1"}
     with (job.parent / "log").open("w+b") as log:
         agent = subprocess.Popen(
@@ -113,17 +113,17 @@ def run_torchrun(
             cwd=Path(__file__).parents[2],
         )  # fmt: skip
         try:
-            until = time.monotonic() + job_s
-            while agent.poll() is None and time.monotonic() < until:
+            end_s = time.monotonic() + job_s
+            while agent.poll() is None and time.monotonic() < end_s:
                 meanwhile()
                 time.sleep(POLL_S)
             late = agent.poll() is None
         finally:
-            left = _end(agent, job)
+            surviving = _end(agent, job)
         log.seek(0)
         printed = log.read()[-20000:].decode(errors="replace")
-    if late or left:
-        raise RingError(f"{'torchrun did not end' if late else f'processes {left} outlived torchrun'}:\n{printed}")
+    if late or surviving:
+        raise RingError(f"{'torchrun did not end' if late else f'processes {surviving} outlived torchrun'}:\n{printed}")
     return Ended(agent.returncode, printed)
 
 
@@ -138,15 +138,15 @@ def processes_of(job: Path) -> list[int]:
 
 
 def _end(agent: subprocess.Popen[bytes], job: Path) -> list[int]:
-    """Kill torchrun and its ranks, which lead sessions of their own; return the ranks that had outlived it."""
+    """Kill torchrun and its ranks, which lead separate sessions; return the ranks that had outlived torchrun."""
     if agent.poll() is None:
         agent.kill()
         agent.wait()
     outlived: set[int] = set()
-    until = time.monotonic() + END_S
-    while (left := processes_of(job)) and time.monotonic() < until:
-        outlived.update(left)
-        for pid in left:
+    end_s = time.monotonic() + END_S
+    while (surviving := processes_of(job)) and time.monotonic() < end_s:
+        outlived.update(surviving)
+        for pid in surviving:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)

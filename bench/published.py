@@ -1,8 +1,8 @@
-"""What the planner's constants say of context-parallel attention that others have published, beside what they measured.
+"""Predictions of the planner's constants for published context-parallel attention, next to the published measurements.
 
-`python -m ringattn.bench.published`. One set of constants for each machine (`planner.cluster`), one for each kernel and
-one for each implementation (`published_points`); none for a point. Then what they say of our own ring, which no GPU has
-shown yet.
+`python -m ringattn.bench.published`. There is one set of constants per machine (`planner.cluster`), one per kernel and
+one per implementation (`published_points`); none is fitted to a single point. Then the predictions for our ring, which
+no GPU has confirmed yet.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, CLUSTERS, FORWARD_FL
 from ringattn.planner.simulate import simulate
 
 NEAR = 0.15
-"""How far a prediction may be from what was published."""
+"""The largest relative distance of a prediction from the published figure."""
 
 
 class Row(NamedTuple):
-    """One figure. `lead`: number of the point in the order in which points separate hypotheses."""
+    """One figure. `lead`: number of its point; points are ordered by how well they separate hypotheses."""
 
     lead: int
     family: str
@@ -47,25 +47,25 @@ class Row(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """Whether it is near enough."""
+        """Whether the prediction is close enough."""
         return abs(self.ratio - 1) <= NEAR
 
 
 def magi_rows() -> Iterator[Row]:
-    """The charts: TFLOP/s a GPU."""
+    """Yield the charts of MagiAttention: TFLOP/s per GPU."""
     for (machine, mask, direction, way), published in points.MAGI_ROWS.items():
         cluster, backward, h100 = MACHINES[machine], direction == "backward", machine == "H100"
         kernel = points.FA3 if h100 else points.CUDNN_B200
-        made = points.MAGI_RING if h100 else points.TE_RING
+        implementation = points.MAGI_RING if h100 else points.TE_RING
         for ranks, rate in zip(RANKS, published, strict=True):
             call = Call(ranks, ranks * (8192 if h100 else 16384), 64, 8, causal=mask == "causal")
             if way == "ring":
-                seconds = ring_s(call, cluster, kernel, made, backward)
+                seconds = ring_s(call, cluster, kernel, implementation, backward)
             elif way == "all_gather":
                 seconds = gather_s(call, cluster, kernel, backward)
             else:
                 degree = None if way == "ulysses" else 8
-                seconds = heads_s(call, cluster, kernel, made, backward, degree)
+                seconds = heads_s(call, cluster, kernel, implementation, backward, degree)
             name = "LoongTrain" if way == "double_ring" else way
             case = f"{mask} {direction}, {ranks} ranks"
             yield Row(
@@ -74,20 +74,20 @@ def magi_rows() -> Iterator[Row]:
 
 
 def document_rows() -> Iterator[Row]:
-    """Packed documents: milliseconds of a ring step."""
+    """Yield packed documents: milliseconds of a ring step."""
     for machine, published in points.DOCUMENT_STEPS.items():
         h100 = machine == "H100"
         kernel = points.FA3 if h100 else points.CUDNN_B200
-        made = points.MAGI_RING if h100 else points.TE_RING
+        implementation = points.MAGI_RING if h100 else points.TE_RING
         for ranks, ms in zip(RANKS, published, strict=True):
             tokens = ranks * (8192 if h100 else 16384)
             call = Call(ranks, tokens, 64, 8, share=points.DOCUMENT_SHARE[tokens])
-            seconds = ring_s(call, MACHINES[machine], kernel, made, False)
+            seconds = ring_s(call, MACHINES[machine], kernel, implementation, False)
             yield Row(3, f"{machine} ring", f"documents, {ranks} ranks", seconds / ranks * 1e3, ms, "ms a step")
 
 
 def ring_rows() -> Iterator[Row]:
-    """Rings of torch operations on a node."""
+    """Yield rings of torch operations on one node."""
     for (machine, layout), rates in points.ZHUZILIN_ROWS.items():
         kernel = points.FA2_H800 if machine == "H800" else points.FA2_A100
         call = Call(8, 65536, 32, 8, causal=True)
@@ -103,26 +103,26 @@ def ring_rows() -> Iterator[Row]:
 
 
 def node_rows() -> Iterator[Row]:
-    """Four nodes of A800."""
-    cluster, kernel, made = MACHINES["A800"], points.FA2_A100, points.TORCH_RING
-    for (way, placed), published in points.ENGINE_ROWS.items():
+    """Yield the figures of four A800 nodes."""
+    cluster, kernel, implementation = MACHINES["A800"], points.FA2_A100, points.TORCH_RING
+    for (way, placement), published in points.ENGINE_ROWS.items():
         for tokens, ms in published.items():
             call = Call(32, tokens, 40, 40, causal=True)
             seconds = 0.0
             for back in (False, True):
                 if way == "ulysses_ring":
-                    outer = placed == "ring inside"
-                    seconds += heads_s(call, cluster, kernel, made, back, 8, ring_inside=outer)
+                    outer = placement == "ring inside"
+                    seconds += heads_s(call, cluster, kernel, implementation, back, 8, ring_inside=outer)
                 elif way == "double_ring":
-                    seconds += ring_s(call, cluster, kernel, made, back, inner=8)
+                    seconds += ring_s(call, cluster, kernel, implementation, back, inner=8)
                 else:
                     seconds += ring_s(call, cluster, kernel, points.TE_RING, back)
-            family = f"A800 {way}" + (f", {placed}" if placed else "")
+            family = f"A800 {way}" + (f", {placement}" if placement else "")
             yield Row(6, family, f"{tokens // 1024}K, with backward", seconds * 1e3, ms, "ms")
 
 
 def degree_rows() -> Iterator[Row]:
-    """Ulysses degrees on NVLink and on PCIe."""
+    """Yield Ulysses degrees on NVLink and on PCIe."""
     for (machine, tokens, heads, dim, kv_heads, batch), published in points.YUNCHANG_ROWS.items():
         kernel = points.FA2_A100 if machine == "A100" else points.FA2_L20
         call = Call(8, tokens, heads, kv_heads, dim, True, batch)
@@ -137,7 +137,7 @@ def degree_rows() -> Iterator[Row]:
 
 
 def training_rows() -> Iterator[Row]:
-    """End to end, by `ringattn plan`, with the constants of the same presets."""
+    """Yield end-to-end training as `ringattn plan` predicts it, with the constants of the same presets."""
     for name, setup, tokens_s in points.TITAN_ROWS:
         step = estimate(setup, hardware("h100"))
         yield Row(8, "H100 torchtitan", name, step.tokens_s / setup.ranks, tokens_s, "tokens/s")
@@ -147,7 +147,7 @@ def training_rows() -> Iterator[Row]:
 
 
 def kernel_rows() -> Iterator[Row]:
-    """One GPU by length."""
+    """Yield kernels on one GPU by length."""
     for (name, mask, direction), published in points.CHART.items():
         cluster, kernel, backward = MACHINES[name[-4:]], points.CHART_KERNELS[name], direction == "backward"
         for tokens, rate in zip(points.CHART_TOKENS, published, strict=True):
@@ -158,7 +158,7 @@ def kernel_rows() -> Iterator[Row]:
 
 
 def link_rows() -> Iterator[Row]:
-    """What the presets have, beside measured links; these are constants, and the rows say from where."""
+    """Yield the constants of the presets next to measured links. They are no predictions; each row names its source."""
     for name, nodes, published, what in (
         ("h100", False, 371, "copy engine, one way; nccl issue 1264"),
         ("h100", False, 360, "all-gather of 8; nccl-tests issue 326"),
@@ -181,7 +181,7 @@ def link_rows() -> Iterator[Row]:
 
 
 def all_rows() -> list[Row]:
-    """Every figure."""
+    """Return every figure."""
     makers = (magi_rows, document_rows, ring_rows, node_rows, degree_rows, training_rows, kernel_rows, link_rows)
     return [row for make in makers for row in make()]
 
@@ -212,41 +212,48 @@ LEADS = {
 
 
 def leads_table(rows: list[Row]) -> Table:
-    """One row for each of the ten points."""
-    found = Table(
+    """Return a table with one row for each of the ten points."""
+    table = Table(
         "Ten points, in the order in which they separate hypotheses",
         ("point", "figures", f"within {NEAR:.0%}", "median", "least", "greatest", "not met, and why"),
     )
     for lead, (what, why) in LEADS.items():
-        of = [row for row in rows if row.lead == lead]
-        ratios = [row.ratio for row in of]
-        met = sum(row.met for row in of)
-        found.rows.append((
-            f"{lead} {what}", str(len(of)), str(met), f"{median(ratios):.2f}", f"{min(ratios):.2f}",
-            f"{max(ratios):.2f}", why if met < len(of) else "",
+        point_rows = [row for row in rows if row.lead == lead]
+        ratios = [row.ratio for row in point_rows]
+        met = sum(row.met for row in point_rows)
+        table.rows.append((
+            f"{lead} {what}", str(len(point_rows)), str(met), f"{median(ratios):.2f}", f"{min(ratios):.2f}",
+            f"{max(ratios):.2f}", why if met < len(point_rows) else "",
         ))  # fmt: skip
-    found.notes.append("- median, least, greatest: predicted over published.")
-    return found
+    table.notes.append("- median, least, greatest: predicted over published.")
+    return table
 
 
 def family_tables(rows: list[Row]) -> list[Table]:
-    """Every figure, by point and family."""
+    """Return tables of every figure, by point and family."""
     tables = []
     for lead, (what, _) in LEADS.items():
         columns = ("implementation", "case", "predicted", "published", "unit", "ratio", "")
-        found = Table(f"{lead} {what}", columns)
-        found.rows = [
+        table = Table(f"{lead} {what}", columns)
+        table.rows = [
             (row.family, row.case, f"{row.predicted:.4g}", f"{row.published:.4g}", row.unit, f"{row.ratio:.2f}",
              "" if row.met else "not met")
             for row in rows if row.lead == lead
         ]  # fmt: skip
-        tables.append(found)
-    made = (points.MAGI_RING, points.TE_RING, points.GATHER, points.HEADS, points.TORCH_RING, points.BURST_RING)
-    tables[0].notes += [f"- {one.name}: {one.why}." for one in made]
+        tables.append(table)
+    implementations = (
+        points.MAGI_RING,
+        points.TE_RING,
+        points.GATHER,
+        points.HEADS,
+        points.TORCH_RING,
+        points.BURST_RING,
+    )
+    tables[0].notes += [f"- {entry.name}: {entry.why}." for entry in implementations]
     sources = (points.MAGI, points.ZHUZILIN, points.BURST, points.ENGINE, points.YUNCHANG, points.TITAN, points.NEMO)
     tables[0].notes.append(f"- Sources: {'; '.join(sources)}.")
     tables[0].notes += [
-        f"- {name}: {one.source}." for name, one in CLUSTERS.items() if name in ("h100", "b200", "a100")
+        f"- {name}: {entry.source}." for name, entry in CLUSTERS.items() if name in ("h100", "b200", "a100")
     ]
     return tables
 
@@ -254,8 +261,13 @@ def family_tables(rows: list[Row]) -> list[Table]:
 # --- our own ring ----------------------------------------------------------------------------------------------------
 
 
-def own_s(machine: str, kernel: Kernel, ranks: int, causal: bool, backward: bool, schedule: str, copies: bool) -> float:
-    """Our plans, with the kernel's rates: its state is carried in the kernel, and no launch corrects."""
+def our_ring_s(
+    machine: str, kernel: Kernel, ranks: int, causal: bool, backward: bool, schedule: str, copies: bool
+) -> float:
+    """Return the seconds of our plans at the kernel's rates.
+
+    The state stays in the kernel, so no launch merges outputs.
+    """
     tokens = ranks * (8192 if machine == "h100" else 16384)
     layout = make_layout("zigzag" if causal else "contiguous", tokens, ranks)
     mask = Banded(causal).mask(tokens, tokens, None, None, 64, 8)
@@ -266,9 +278,9 @@ def own_s(machine: str, kernel: Kernel, ranks: int, causal: bool, backward: bool
     return simulate(tuple(plan_of(problem, route, rank, backward) for rank in range(ranks)), cluster).total_us / 1e6
 
 
-def own_table(counts: Sequence[int] = (8, 16, 32)) -> Table:
-    """TFLOP/s a GPU, and over the published ring."""
-    found = Table(
+def our_ring_table(counts: Sequence[int] = (8, 16, 32)) -> Table:
+    """Return a table of TFLOP/s per GPU, and the ratio to the published ring."""
+    table = Table(
         "Our ring, predicted, TFLOP/s a GPU; nothing of this has run on a GPU",
         ("machine", "mask, pass", "ranks", "published ring", "ring, NCCL", "ring, copy engines", "double ring", "gain"),
         notes=[
@@ -287,32 +299,34 @@ def own_table(counts: Sequence[int] = (8, 16, 32)) -> Table:
                     call = Call(ranks, ranks * (8192 if machine == "h100" else 16384), 64, 8, causal=causal)
                     ways = [("ring", False), ("ring", True)] + [("double_ring", True)] * (ranks > 8)
                     rates = [
-                        call.flops(backward) / own_s(machine, kernel, ranks, causal, backward, way, copies) / 1e12
+                        call.flops(backward) / our_ring_s(machine, kernel, ranks, causal, backward, way, copies) / 1e12
                         for way, copies in ways
                     ]
-                    found.rows.append((
+                    table.rows.append((
                         machine, f"{mask} {direction}", str(ranks), str(published), *(f"{rate:.0f}" for rate in rates),
                         *[""] * (3 - len(rates)), f"{max(rates[1:]) / published:.2f}",
                     ))  # fmt: skip
-    return found
+    return table
 
 
 @dataclass(frozen=True)
 class PublishedOptions:
-    """Where results go."""
+    """`results`: the folder for results."""
 
     results: str = RESULTS
 
 
-def main(words: Sequence[str]) -> dict[str, Any]:
-    """Compute, print, keep; returns what is kept."""
-    options = parse(PublishedOptions(), words)
+def main(arguments: Sequence[str]) -> dict[str, Any]:
+    """Compute, print, save and return the record."""
+    options = parse(PublishedOptions(), arguments)
     with progress("published") as say:
         say("published points")
         rows = all_rows()
         say("our own ring")
-        tables = [leads_table(rows), own_table(), *family_tables(rows)]
-    data = {"tables": {one.title: [dict(zip(one.columns, row, strict=True)) for row in one.rows] for one in tables}}
+        tables = [leads_table(rows), our_ring_table(), *family_tables(rows)]
+    data = {
+        "tables": {table.title: [dict(zip(table.columns, row, strict=True)) for row in table.rows] for table in tables}
+    }
     finish("published", options, tables, data, options.results)
     return data
 
@@ -321,11 +335,11 @@ def main(words: Sequence[str]) -> dict[str, Any]:
 
 
 ITEM = 2
-"""Bytes of a number in bf16."""
+"""Bytes of a bf16 number."""
 
 
 class Call(NamedTuple):
-    """`tokens` of all `ranks`. `share`: pairs over those of the mask without documents."""
+    """`tokens`: of all `ranks` together. `share`: pairs relative to the mask without documents."""
 
     ranks: int
     tokens: int
@@ -343,16 +357,16 @@ class Call(NamedTuple):
 
     @property
     def q_elements(self) -> float:
-        """Of one rank's queries."""
+        """Elements of one rank's queries."""
         return self.tokens / self.ranks * self.heads * self.dim * self.batch
 
     @property
     def kv_elements(self) -> float:
-        """Of one rank's keys, and of its values."""
+        """Elements of one rank's keys, and of its values."""
         return self.tokens / self.ranks * self.kv_heads * self.dim * self.batch
 
     def flops(self, backward: bool) -> float:
-        """Of one rank in the mean."""
+        """Return the mean FLOPs per rank."""
         return self.pairs * self.dim * FORWARD_FLOPS_PER_DIM * (BACKWARD_OVER_FORWARD if backward else 1) / self.ranks
 
 
@@ -360,7 +374,7 @@ def kernel_s(
     cluster: Cluster, kernel: Kernel, flops: float, elements: float, backward: bool,
     causal: bool = False, dim: int = 128,
 ) -> float:  # fmt: skip
-    """One call of a kernel; `causal`: its tiles lie on the diagonal."""
+    """Return the seconds of one kernel call; `causal`: its tiles lie on the diagonal."""
     flops *= (1 + kernel.softmax_dims / dim) / (1 + kernel.softmax_dims / 128)
     if backward:
         rate = kernel.backward * (kernel.causal_backward if causal else 1)
@@ -370,29 +384,30 @@ def kernel_s(
 
 
 def ring_s(
-    call: Call, cluster: Cluster, kernel: Kernel, made: Implementation, backward: bool, layout: str = "zigzag",
+    call: Call, cluster: Cluster, kernel: Kernel, impl: Implementation, backward: bool, layout: str = "zigzag",
     inside: bool | None = None, inner: int = 1, rails: bool = False,
 ) -> float:  # fmt: skip
-    """A ring of shards.
+    """Return the seconds of a ring of shards.
 
-    `inside`: whether its hops stay on a node, None: where all ranks do. `inner`: ranks of a node's ring in a double
-    ring, whose other hops have as many steps for them. `rails`: every rank of a node sends across in a step.
+    `inside`: whether its hops stay within a node; None: only if all ranks do. `inner`: ranks of a node's ring in a
+    double ring, whose hops between nodes have `inner` steps to complete. `rails`: every rank of a node sends to another
+    node in a step.
     """
     steps, causal = call.ranks, call.causal
     flops = call.flops(backward) / steps
-    # Of a zigzag shard half of the queries, or half of the keys, take part in a step off the diagonal.
+    # In a step off the diagonal, half of the queries or half of the keys of a zigzag shard take part.
     part = 0.75 if causal and layout == "zigzag" else 1.0
     elements = call.q_elements * part
-    merged = made.dq_bytes * (elements + 2 * call.kv_elements) if backward else made.out_bytes * elements
+    merged = impl.dq_bytes * (elements + 2 * call.kv_elements) if backward else impl.out_bytes * elements
 
     def step_s(flops: float, diagonal: bool) -> float:
-        taken = kernel_s(cluster, kernel, flops, elements, backward, diagonal, call.dim) + moved_s(merged, cluster)
-        return max(made.host_s, taken + made.sync_s)
+        work_s = kernel_s(cluster, kernel, flops, elements, backward, diagonal, call.dim) + moved_s(merged, cluster)
+        return max(impl.host_s, work_s + impl.sync_s)
 
     if inside is None:
         inside = call.ranks <= (cluster.ranks_per_node or call.ranks)
-    nbytes = 2 * call.kv_elements * ITEM * (made.backward_messages if backward else 1)
-    # Of a flat ring one rank a node sends across, so no other shares its network cards.
+    nbytes = 2 * call.kv_elements * ITEM * (impl.backward_messages if backward else 1)
+    # In a flat ring one rank per node sends to another node, so no other rank shares its network cards.
     shared = nbytes if rails or inner > 1 else 0.0
     near = cluster.travel_s(LinkClass.UNKNOWN, nbytes, nbytes)
     hop = near if inside else max(near, cluster.travel_s(LinkClass.NETWORK, shared, nbytes) / inner)
@@ -405,10 +420,10 @@ def ring_s(
 
 
 def collective_s(cluster: Cluster, ranks: int, nbytes: float, gathered: bool = False, spread: bool = False) -> float:
-    """So many bytes that each rank receives from `ranks` - 1 others, evenly.
+    """Return the seconds of a collective in which each rank receives `nbytes` from `ranks` - 1 others, evenly.
 
-    `gathered`: what crosses to a node comes once, over the links of all of its ranks. `spread`: every rank is on a node
-    of its own.
+    `gathered`: data from other nodes arrives once, over the links of all ranks of the node. `spread`: every rank is on
+    a separate node.
     """
     node = 1 if spread else cluster.ranks_per_node or ranks
     across = nbytes * max(0, ranks - node) / max(1, ranks - 1)
@@ -418,36 +433,36 @@ def collective_s(cluster: Cluster, ranks: int, nbytes: float, gathered: bool = F
 
 
 def gather_s(call: Call, cluster: Cluster, kernel: Kernel, backward: bool) -> float:
-    """All K and V gathered before, two kernels, one for each half of a zigzag shard; then gradients scattered."""
+    """Return the seconds of gathering K and V, one kernel per half of a zigzag shard, and scattering gradients."""
     received = 2 * call.kv_elements * ITEM * (call.ranks - 1)
     half = kernel_s(cluster, kernel, call.flops(backward) / 2, call.q_elements / 2, backward, call.causal, call.dim)
     exchanges = collective_s(cluster, call.ranks, received, gathered=True)
-    if backward:  # and float32 gradients the other way, of each rank for all keys
+    if backward:  # float32 gradients go back, from each rank for all keys
         exchanges += 2 * collective_s(cluster, call.ranks, received, gathered=True)
         exchanges += moved_s(6 * received, cluster)
     return exchanges + 2 * half
 
 
 def heads_s(
-    call: Call, cluster: Cluster, kernel: Kernel, made: Implementation, backward: bool, degree: int | None = None,
+    call: Call, cluster: Cluster, kernel: Kernel, impl: Implementation, backward: bool, degree: int | None = None,
     ring_inside: bool = False,
 ) -> float:  # fmt: skip
-    """Ulysses over `degree` ranks, all if None, and a ring of the rest; nothing of the all-to-alls is hidden."""
+    """Return the seconds of Ulysses over `degree` ranks (None: all) and a ring of the rest. No all-to-all is hidden."""
     degree = degree or call.ranks
     rings = call.ranks // degree
-    copies = max(1.0, degree / call.kv_heads)  # K/V heads are replicated where there are fewer than ranks
+    copies = max(1.0, degree / call.kv_heads)  # K/V heads are replicated if there are fewer than ranks
     sent = 2 * (call.q_elements + call.kv_elements * copies) * ITEM * (degree - 1) / degree
     exchange = collective_s(cluster, degree, sent, spread=ring_inside)
-    # Packed and unpacked, once each.
+    # Packed and unpacked once each.
     exchange += moved_s(4 * sent, cluster)
     if rings == 1:
         return exchange + kernel_s(
             cluster, kernel, call.flops(backward), call.q_elements, backward, call.causal, call.dim
         )
-    # The ring sees a share of the heads of as many more tokens.
+    # The ring attends with a share of the heads over correspondingly more tokens.
     part = call._replace(ranks=rings, kv_heads=max(1, call.kv_heads // degree), heads=call.heads // degree)
     near = ring_inside or call.ranks <= (cluster.ranks_per_node or call.ranks)
-    return exchange + ring_s(part, cluster, kernel, made, backward, inside=near, rails=True)
+    return exchange + ring_s(part, cluster, kernel, impl, backward, inside=near, rails=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Published figures of context-parallel attention, with their sources; and what each implementation is known to do.
+"""Published figures of context-parallel attention, their sources, and the behaviour of each implementation.
 
-Times are in milliseconds. Figures read off charts are known to 3 (H100) or 8 (B200) TFLOP/s. Causal FLOPs are counted
-by half unless a source does otherwise; a backward is 2.5 forwards.
+Times are in milliseconds. Figures read from charts are accurate to 3 (H100) or 8 (B200) TFLOP/s. Causal FLOPs count
+half unless a source counts otherwise; a backward pass is 2.5 forward passes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NEMO = "NeMo 25.04, long-sequence table, DGX-B200"
 
 
 class Kernel(NamedTuple):
-    """Attention on one GPU, as `published` by others: FLOP/s on long sequences, of a causal mask as a share of them.
+    """Attention on one GPU as `published`: FLOP/s on long sequences, and for a causal mask the share of that rate.
 
-    `call_s`: a forward call takes as long at least; `launches_s`: what the launches of a backward add. Each element of
-    the queries passes `row_bytes` forward and `back_row_bytes` backward through memory: Q and O; then also dO, dQ as a
-    float32 accumulator, zeroed and converted, and delta. Heads of other sizes than 128 take `softmax_dims` more, as in
-    `Cluster`: FlashAttention-2's from two of YUNCHANG's rows.
+    `call_s`: the minimum time of a forward call; `launches_s`: what the launches of backward add. Each element of the
+    queries moves `row_bytes` forward and `back_row_bytes` backward through memory: Q and O; then also dO, dQ as a
+    float32 accumulator, zeroed and converted, and delta. Head dimensions other than 128 add `softmax_dims`, as in
+    `Cluster`; that of FlashAttention-2 comes from two of YUNCHANG's rows.
     """
 
     forward: float
@@ -43,7 +43,7 @@ class Kernel(NamedTuple):
 
 
 def of_preset(name: str) -> Kernel:
-    """The kernel whose rates a preset has."""
+    """Return the kernel with the rates of a preset."""
     cluster = CLUSTERS[name]
     return Kernel(cluster.flops, cluster.backward_flops or cluster.flops)
 
@@ -54,7 +54,7 @@ FA2_H800 = Kernel(346e12, 306e12, 0.94, 0.94, softmax_dims=16)  # one GPU, 8k, c
 CUDNN_B200 = Kernel(1326e12, 864e12, 0.97, 0.93, 130e-6, 100e-6)  # the same charts, 32k; causal from 32k to 128k
 FFA_H100 = Kernel(634e12, 576e12, 0.98, 0.97, 150e-6)
 FFA_B200 = Kernel(1398e12, 1135e12, 0.98, 0.98, 170e-6, 400e-6)
-FA2_L20 = Kernel(100e12, 85e12, softmax_dims=16)  # 84 % of the 119.5 TFLOP/s of the datasheet; nobody published it
+FA2_L20 = Kernel(100e12, 85e12, softmax_dims=16)  # 84 % of the datasheet's 119.5 TFLOP/s; no published figure
 
 CHART_KERNELS = {"FA3, H100": FA3._replace(forward=702e12, backward=605e12),
                  "FA4, B200": Kernel(1388e12, 1125e12, 1.0, 1.0, 170e-6, 450e-6)}  # fmt: skip
@@ -81,11 +81,11 @@ MACHINES: dict[str, Cluster] = {
 
 
 class Implementation(NamedTuple):
-    """What an implementation of the ring pays in a step beside its kernel and its messages; nothing else is fitted.
+    """The cost of a step in an implementation of the ring, besides its kernel and messages; nothing else is fitted.
 
-    `sync_s`: constant. `host_s`: no step takes less, for Python must have launched it. `out_bytes`, `dq_bytes`: through
-    memory for each element of the step's outputs and of dq and for as many of dk and dv, by launches that merge them.
-    `backward_messages`: K/V blocks that a backward step sends, gradients counted. `call_s`: no call takes less.
+    `sync_s`: constant. `host_s`: minimum time of a step, because Python must launch it. `out_bytes`, `dq_bytes`: bytes
+    through memory per element of the step's outputs, and of dq, dk and dv, in the launches that merge them.
+    `backward_messages`: K/V blocks that a backward step sends, including gradients. `call_s`: minimum time of a call.
     """
 
     name: str
@@ -186,8 +186,8 @@ ENGINE_ROWS: dict[tuple[str, str], dict[int, float]] = {
     ("double_ring", ""): {131072: 148.48, 262144: 463.70, 524288: 1939.78},
     ("ring", ""): {131072: 362.4, 262144: 735.8},
 }
-"""Milliseconds forward and backward; 4 x 8 A800, 40:40 heads of 128, causal; ring: TransformerEngine, from 53.1 and
-104.6 TFLOP/s of the README's summary."""
+"""Milliseconds forward and backward; 4 x 8 A800, 40:40 heads of 128, causal; ring: TransformerEngine, computed from the
+53.1 and 104.6 TFLOP/s of the README's summary."""
 
 YUNCHANG_ROWS: dict[tuple[str, int, int, int, int, int], dict[int, float]] = {
     ("A100", 131072, 8, 128, 8, 2): {8: 21.00, 4: 21.46, 2: 21.20, 1: 17.78},

@@ -1,12 +1,12 @@
-"""The projection to queries, keys and values on one GPU: ours beside what a model in plain torch does.
+"""The projection to queries, keys and values on one GPU: ours, compared with a model in plain torch.
 
 `python -m ringattn.bench.qkv [key=value ...]`. Baselines: "fused", one kernel for product and finish; "epilogue", a
-product by cuBLAS and one kernel; "eager", a product by cuBLAS, a split, two RMS norms, rotations in the inputs' dtype,
-and copies of K and V into the message that a ring sends. Backward starts from gradients that lie in such a message.
-Guarantees: one is timed only after its q, message and every gradient have passed a float64 reference at 1.25 times
-eager's error, with a number of tokens that no block divides; device time by events, the median of the repetitions. Each
-runs in a process of its own with a time limit, and is kept when it is timed: one that fails or hangs costs its own
-figures.
+cuBLAS product and one kernel; "eager", a cuBLAS product, a split, two RMS norms, rotations in the dtype of the inputs,
+and copies of K and V into the message that a ring sends. Backward starts from gradients stored in such a message.
+Guarantees: a baseline is timed only after its q, message and every gradient have passed a float64 reference at 1.25
+times eager's error, with a number of tokens that no block divides. Device time comes from events; the figure is the
+median of the repetitions. Each baseline runs in a separate process with a time limit, and its figures are saved
+immediately: one that fails or hangs loses only its own figures.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ PARTS = ("q", "the message", "dx", "dweight", "dq_norm", "dk_norm")
 
 @dataclass(frozen=True)
 class QkvOptions:
-    """`tokens`: projected at once, one batch row; `models`: elements of a token, and of all its query heads.
+    """`tokens`: projected at once, one batch row; `models`: elements of a token, and of all its query heads together.
 
-    There is one key and value head for four query heads. `ms`: how long each timing repeats; `limit_s`: for
-    one figure or gate, compiling included; `budget_s`: for all; `results`: a folder.
+    There is one key and value head per four query heads. `ms`: how long each timing repeats; `limit_s`: for one figure
+    or gate, including compilation; `budget_s`: for all; `results`: a folder.
     """
 
     tokens: int = 8192
@@ -52,10 +52,11 @@ class QkvOptions:
 
 
 class Inputs(NamedTuple):
-    """Of one projection. `x`: (1, tokens, model); `weight`: (columns, model), q first; the norms' weights: (head_dim,).
+    """Inputs of one projection.
 
-    `turn`: float32, float64 for a reference. `message`: (tokens, 1, kv_heads, 2 * head_dim), K beside V. `dq`,
-    `dmessage`: gradients of q (1, tokens, heads, head_dim) and of the message.
+    `x`: (1, tokens, model); `weight`: (columns, model), q first; norm weights: (head_dim,). `turn`: float32; float64
+    for a reference. `message`: (tokens, 1, kv_heads, 2 * head_dim), K then V. `dq`, `dmessage`: gradients of q (1,
+    tokens, heads, head_dim) and of the message.
     """
 
     x: Tensor
@@ -74,21 +75,21 @@ class Inputs(NamedTuple):
 
     @property
     def cut(self) -> int:
-        """Rows of the weight that make queries."""
+        """Rows of the weight that produce queries."""
         return self.dq.shape[2] * self.head_dim
 
     def halves(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of a message, (1, tokens, kv_heads, head_dim)."""
+        """Return K and V of a message, (1, tokens, kv_heads, head_dim) each."""
         k, v = message.transpose(0, 1).split(self.head_dim, 3)
         return k, v
 
 
 Forward = Callable[[Inputs], tuple[Tensor, Tensor, Tensor]]
-"""q, k and v of the inputs, (1, tokens, heads, head_dim) each; k and v are in the message as well."""
+"""Returns q, k and v of the inputs, (1, tokens, heads, head_dim) each; k and v are also written to the message."""
 
 
-def made_inputs(options: QkvOptions, model: int, tokens: int) -> Inputs:
-    """Random numbers."""
+def make_inputs(options: QkvOptions, model: int, tokens: int) -> Inputs:
+    """Return random inputs."""
     dim, dtype = options.head_dim, getattr(torch, options.dtype)
     heads = model // dim
     kv_heads = max(1, heads // GROUP)
@@ -109,11 +110,11 @@ def made_inputs(options: QkvOptions, model: int, tokens: int) -> Inputs:
 
 
 def ours(backend: Backend) -> Forward:
-    """The library's projection: keys and values first, straight into the message."""
+    """Return the library's projection: keys and values first, directly into the message."""
 
-    def forward(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight, q_norm, k_norm, turn, message, *_ = given
-        dim, cut = given.head_dim, given.cut
+    def forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, q_norm, k_norm, turn, message, *_ = inputs
+        dim, cut = inputs.head_dim, inputs.cut
         into = message[..., :dim], message[..., dim:]
         finish: dict[str, Any] = {"norms": (q_norm, k_norm), "turns": (turn, turn), "backend": backend}
         k, v = project(x, weight[cut:], None, 0, (len(weight) - cut) // dim // 2, dim, into=into, **finish)
@@ -123,21 +124,21 @@ def ours(backend: Backend) -> Forward:
     return forward
 
 
-def eager(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """What a model in plain torch does."""
-    dim, kv_rows = given.head_dim, (given.weight.shape[0] - given.cut) // 2
-    raw = F.linear(given.x, given.weight).split((given.cut, kv_rows, kv_rows), -1)
+def eager(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the projection as a model in plain torch does."""
+    dim, kv_rows = inputs.head_dim, (inputs.weight.shape[0] - inputs.cut) // 2
+    raw = F.linear(inputs.x, inputs.weight).split((inputs.cut, kv_rows, kv_rows), -1)
     q, k, v = (heads.unflatten(-1, (-1, dim)) for heads in raw)
-    cos, sin = (torch.cat((angle, angle), -1).to(q.dtype)[:, None] for angle in given.turn[:2])
+    cos, sin = (torch.cat((angle, angle), -1).to(q.dtype)[:, None] for angle in inputs.turn[:2])
 
-    def turned(heads: Tensor, norm: Tensor) -> Tensor:
+    def rotate(heads: Tensor, norm: Tensor) -> Tensor:
         heads = F.rms_norm(heads, (dim,), norm, 1e-6)
         a, b = heads.chunk(2, -1)
         return heads * cos + torch.cat((-b, a), -1) * sin
 
-    q, k = turned(q, given.q_norm), turned(k, given.k_norm)
+    q, k = rotate(q, inputs.q_norm), rotate(k, inputs.k_norm)
     with torch.no_grad():
-        for place, heads in zip(given.halves(given.message), (k, v), strict=True):
+        for place, heads in zip(inputs.halves(inputs.message), (k, v), strict=True):
             place.copy_(heads)
     return q, k, v
 
@@ -145,33 +146,35 @@ def eager(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 BASELINES: dict[str, Forward] = {"eager": eager, "epilogue": ours("epilogue"), "fused": ours("fused")}
 
 
-def gradients(given: Inputs, made: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Of x, the weight and both norms; the graph stays for the next time."""
-    seeds = given.dq, *given.halves(given.dmessage)
-    return torch.autograd.grad(made, given[:4], seeds, retain_graph=True)
+def gradients(inputs: Inputs, outputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Return the gradients of x, the weight and both norms; the autograd graph is retained."""
+    grad_outputs = inputs.dq, *inputs.halves(inputs.dmessage)
+    return torch.autograd.grad(outputs, inputs[:4], grad_outputs, retain_graph=True)
 
 
 def fault(options: QkvOptions, model: int, name: str) -> str | None:
-    """In what an implementation is wrong, or None."""
-    given = made_inputs(options, model, min(options.tokens, GATE_TOKENS))
-    wide = given._replace(
-        **{name: getattr(given, name).detach().double().requires_grad_() for name in Inputs._fields[:4]},
-        **{name: getattr(given, name).double() for name in Inputs._fields[5:]},
-        turn=_turn(options, len(given.message), torch.float64),
+    """Return what is wrong with an implementation, or None."""
+    inputs = make_inputs(options, model, min(options.tokens, GATE_TOKENS))
+    wide = inputs._replace(
+        **{name: getattr(inputs, name).detach().double().requires_grad_() for name in Inputs._fields[:4]},
+        **{name: getattr(inputs, name).double() for name in Inputs._fields[5:]},
+        turn=_turn(options, len(inputs.message), torch.float64),
     )
-    reference, bound = _results(ours("plain"), wide), _results(eager, given)
-    given.message.fill_(float("nan"))
-    for part, mine, theirs, exact in zip(PARTS, _results(BASELINES[name], given), bound, reference, strict=True):
-        error, most = _error(mine, exact), MARGIN * _error(theirs, exact)
-        if not error <= most:
-            return f"model {model}: {part} is off by {error:.2e}, more than {most:.2e}"
+    reference, bound = _results(ours("plain"), wide), _results(eager, inputs)
+    inputs.message.fill_(float("nan"))
+    for part, actual, eager_result, exact in zip(
+        PARTS, _results(BASELINES[name], inputs), bound, reference, strict=True
+    ):
+        error, limit = _error(actual, exact), MARGIN * _error(eager_result, exact)
+        if not error <= limit:
+            return f"model {model}: {part} is off by {error:.2e}, more than {limit:.2e}"
     return None
 
 
-def _results(forward: Forward, given: Inputs) -> tuple[Tensor, ...]:
-    """`PARTS`."""
-    made = forward(given)
-    return (made[0].detach(), given.message.clone(), *gradients(given, made))
+def _results(forward: Forward, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Return the tensors named in `PARTS`."""
+    outputs = forward(inputs)
+    return (outputs[0].detach(), inputs.message.clone(), *gradients(inputs, outputs))
 
 
 def _turn(options: QkvOptions, tokens: int, dtype: torch.dtype) -> Rotation:
@@ -183,21 +186,21 @@ def _error(x: Tensor, reference: Tensor) -> float:
 
 
 def times(options: QkvOptions, model: int, name: str) -> dict[str, Any]:
-    """Microseconds of one implementation."""
-    given, forward = made_inputs(options, model, options.tokens), BASELINES[name]
-    made = forward(given)
+    """Return the microseconds of one implementation."""
+    inputs, forward = make_inputs(options, model, options.tokens), BASELINES[name]
+    outputs = forward(inputs)
     return {
         "model": model,
-        "columns": given.weight.shape[0],
+        "columns": inputs.weight.shape[0],
         "tokens": options.tokens,
         "backend": name,
-        "forward_us": device_us(lambda: forward(given), options.ms),
-        "backward_us": device_us(lambda: gradients(given, made), options.ms),
+        "forward_us": device_us(lambda: forward(inputs), options.ms),
+        "backward_us": device_us(lambda: gradients(inputs, outputs), options.ms),
     }
 
 
 def shown(rows: list[dict[str, Any]], refused: dict[str, str]) -> Table:
-    """What a person reads."""
+    """Return the table for readers."""
     table = Table(
         "microseconds, and eager's time over it", ["model", "columns", "backend", "forward", "", "backward", ""]
     )
@@ -211,17 +214,17 @@ def shown(rows: list[dict[str, Any]], refused: dict[str, str]) -> Table:
     return table
 
 
-def main(words: list[str]) -> None:
-    """Gate, time, keep, print."""
-    options = parse(QkvOptions(), words)
+def main(arguments: list[str]) -> None:
+    """Gate, time, save, print."""
+    options = parse(QkvOptions(), arguments)
     budget = Budget(options.budget_s)
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
     facts = device_facts()
 
-    def kept(how: Callable[..., None] = keep, complete: bool = False) -> None:
+    def save(write: Callable[..., None] = keep, complete: bool = False) -> None:
         data = {"measured on": facts, "complete": complete, "times": rows, "refused": refused}
-        how("qkv", options, [shown(rows, refused)], data, options.results)
+        write("qkv", options, [shown(rows, refused)], data, options.results)
 
     with progress("qkv") as say:
         say(f"{options.budget_s:.0f} s at most, {options.limit_s:.0f} s for each figure")
@@ -230,15 +233,15 @@ def main(words: list[str]) -> None:
                 for model in options.models:
                     say(f"model {model}: {name}")
                     try:
-                        if why := worker.ask(fault, options, model, name, limit_s=budget.limit(options.limit_s)):
-                            raise JobFailed(why)
+                        if reason := worker.ask(fault, options, model, name, limit_s=budget.limit(options.limit_s)):
+                            raise JobFailed(reason)
                         rows.append(worker.ask(times, options, model, name, limit_s=budget.limit(options.limit_s)))
-                    except JobFailed as error:  # wrong at one model is not to be trusted at the next
+                    except JobFailed as error:  # if one model is wrong, the next is not trusted either
                         refused[name] = str(error)
                         break
                     finally:
-                        kept()
-    kept(finish, complete=True)
+                        save()
+    save(finish, complete=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What recording costs: passes with the recorder off and on, alternated in one run, and the recorder by itself.
+"""The cost of recording: passes with the recorder off and on, alternated in one run, and the recorder separately.
 
-`python -m ringattn.bench.recording length_tokens=4096 repeats=60`. Off is timed twice a round: what its two halves
-differ by is what this run cannot tell apart, and where that is more than the bar, times decide nothing. So the recorder
-is also timed alone, for the same steps without their work and messages, on and off. Recordings are read after the clock
-has stopped.
+`python -m ringattn.bench.recording length_tokens=4096 repeats=60`. Off is timed twice per round: the difference between
+its two halves is the noise of the run, and if the noise exceeds the bar, times decide nothing. Therefore the recorder
+is also timed separately, for the same steps without compute and messages, on and off. Recordings are read after the
+clock has stopped.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ringattn.runtime.executor import profiler_of
 
 PROGRAM = "ringattn.bench.recording:on_rank"
 PASSES = ("forward", "backward")
-OFF, ON, AGAIN = "off", "on", "off, again"
+OFF, ON, OFF_REPEAT = "off", "on", "off, again"
 GATE_TOKENS_PER_RANK = 96
 BAR = 0.02
-"""What recording may add to a pass."""
-PLAYED = 200
-"""How often a pass is played, five times over; the best time counts, which other programs spoil least."""
+"""The largest share of a pass that recording may add."""
+PLAYS = 200
+"""How often a pass is replayed, five times over; the best time counts, because other programs disturb it least."""
 
 
 @dataclass(frozen=True)
 class RecordingOptions:
-    """Causal attention, zigzag layout."""
+    """Causal attention in the zigzag layout."""
 
     length_tokens: int = 4096
     heads: int = 8
@@ -54,7 +54,7 @@ class RecordingOptions:
 
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
-    """One rank's part: the gate while recording, then the rounds. Laps by mode, pass and round."""
+    """Run one rank's part: the gate while recording, then the rounds. Return laps by mode, pass and round."""
     options = RecordingOptions(**spec)
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
     shape = options.heads, options.kv_heads, options.head_dim, torch.float32
@@ -64,12 +64,12 @@ def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
         errors = open_gate([ours], random_inputs(GATE_TOKENS_PER_RANK * ring.world_size + 5, *shape))
     assert len(recording.passes) == len(PASSES)
     ours.load(random_inputs(options.length_tokens, *shape))
-    order = [OFF, ON, AGAIN]
+    order = [OFF, ON, OFF_REPEAT]
     laps: dict[str, dict[str, list[Lap]]] = {mode: {name: [] for name in PASSES} for mode in order}
     for turn in range(options.repeats + 1):
         say(f"round {turn} of {options.repeats}" if turn else "warm-up")
-        at = turn % len(order)
-        for mode in order[at:] + order[:at]:
+        first = turn % len(order)
+        for mode in order[first:] + order[:first]:
             with ring.recording() if mode == ON else nullcontext():
                 round_of = {name: lap(ring.barrier, getattr(ours, name)) for name in PASSES}
             for name in PASSES if turn else ():
@@ -86,7 +86,7 @@ def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
 
 
 class _Nothing:
-    """A hop and its ticket that move no message."""
+    """A hop and its work handle that move no message."""
 
     arrived_s = None
 
@@ -94,11 +94,11 @@ class _Nothing:
         return self
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 def recorder_s(plan: Plan, recording: Recording | None) -> float:
-    """Seconds that the profiler takes of one pass, all of whose steps have a message, with or without a recording."""
+    """Return the profiler's seconds for one pass in which every step has a message, with or without a recording."""
     hop = _Nothing()
 
     def play() -> None:
@@ -109,30 +109,30 @@ def recorder_s(plan: Plan, recording: Recording | None) -> float:
         watch.done()
         watch.leave()
 
-    return min(timeit.repeat(play, number=PLAYED, repeat=5)) / PLAYED
+    return min(timeit.repeat(play, number=PLAYS, repeat=5)) / PLAYS
 
 
-def cost_table(options: RecordingOptions, found: dict[str, dict[str, list[Sample]]], alone: dict[str, Any]) -> Table:
-    """Times by pass and mode, and what each adds to off."""
+def cost_table(options: RecordingOptions, by_mode: dict[str, dict[str, list[Sample]]], alone: dict[str, Any]) -> Table:
+    """Return a table of times by pass and mode, and what each mode adds to off."""
     table = Table(
         f"{options.length_tokens} tokens, heads {options.heads}:{options.kv_heads} of {options.head_dim}, float32, "
         f"causal, {options.schedule}, {options.ranks} ranks of one thread, {options.repeats} rounds",
         ("pass", "recorder", "seconds, all rounds", "seconds, kept", "foreign", "adds", "adds, by round",
          "adds, processor time"),
-        notes=["- a / b / c is least / median / greatest; kept: the rounds that other programs disturbed least.",
-               "- adds, by round: against the same round's off. processor time: of the busiest rank, without waiting."],
+        notes=["- a / b / c is minimum / median / maximum; kept: the rounds that other programs disturbed least.",
+               "- adds, by round: over the same round's off. processor time: of the busiest rank, without waiting."],
     )  # fmt: skip
     for name in PASSES:
-        off = found[OFF][name]
-        for mode, by_pass in found.items():
-            mine = by_pass[name]
-            rounds = [100 * (a.wall_s / b.wall_s - 1) for a, b in zip(mine, off, strict=True)]
+        off = by_mode[OFF][name]
+        for mode, by_pass in by_mode.items():
+            mode_rows = by_pass[name]
+            rounds = [100 * (a.wall_s / b.wall_s - 1) for a, b in zip(mode_rows, off, strict=True)]
             table.rows.append((
-                name, mode, spread([one.wall_s for one in mine]), spread([one.wall_s for one in kept(mine)]),
-                f"{median(one.foreign for one in kept(mine)):.2f}", f"{wall(mine) / wall(off) - 1:+.2%}",
-                spread(rounds, 1) + " %", f"{cpu(mine) / cpu(off) - 1:+.2%}",
+                name, mode, spread([s.wall_s for s in mode_rows]), spread([s.wall_s for s in kept(mode_rows)]),
+                f"{median(s.foreign for s in kept(mode_rows)):.2f}", f"{wall(mode_rows) / wall(off) - 1:+.2%}",
+                spread(rounds, 1) + " %", f"{cpu(mode_rows) / cpu(off) - 1:+.2%}",
             ))  # fmt: skip
-        added, noise = wall(found[ON][name]) / wall(off) - 1, wall(found[AGAIN][name]) / wall(off) - 1
+        added, noise = wall(by_mode[ON][name]) / wall(off) - 1, wall(by_mode[OFF_REPEAT][name]) / wall(off) - 1
         recorder, off_s, steps = (alone[name][key] for key in ("recorder_s", "off_s", "steps"))
         verdict = "met" if max(added, recorder / wall(off)) <= BAR else "MISSED"
         if abs(noise) > BAR:
@@ -146,22 +146,22 @@ def cost_table(options: RecordingOptions, found: dict[str, dict[str, list[Sample
     return table
 
 
-def main(words: Sequence[str]) -> dict[str, Any]:
-    """Run, print, keep; returns what is kept."""
-    options = parse(RecordingOptions(), words)
+def main(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run, print, save and return the record."""
+    options = parse(RecordingOptions(), arguments)
     with progress("recording") as say:
         by_rank = run_in_processes(options.ranks, PROGRAM, asdict(options), say)
-    found = {
+    by_mode = {
         mode: {name: samples([rank["laps"][mode][name] for rank in by_rank]) for name in PASSES}
         for mode in by_rank[0]["laps"]
     }
     data: dict[str, Any] = {
-        "samples": found,
+        "samples": by_mode,
         "sample_fields": Sample._fields,
         "largest_error": max(error for rank in by_rank for error in rank["errors"].values()),
         "alone": by_rank[0]["alone"],
     }
-    finish("recording", options, [cost_table(options, found, data["alone"])], data, options.results)
+    finish("recording", options, [cost_table(options, by_mode, data["alone"])], data, options.results)
     return data
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark shows and keeps: progress while it runs, tables at its end, a JSON and a Markdown file.
+"""The output of a benchmark: progress while it runs, tables at its end, a JSON and a Markdown file.
 
 Guarantees: results name the class of hardware and the date, and no machine, user or path.
 """
@@ -35,7 +35,7 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def markdown(self) -> str:
-        """The table as Markdown, columns aligned so that it reads as plain text too."""
+        """Return the table as Markdown, with aligned columns so that it is readable as plain text too."""
         lines = [self.columns, *self.rows]
         widths = [max(len(line[n]) for line in lines) for n in range(len(self.columns))]
         rule = ["-" * width for width in widths]
@@ -45,7 +45,7 @@ class Table:
 
 @contextmanager
 def progress(title: str) -> Iterator[Say]:
-    """Shows lines of progress: one line that changes on a terminal, plain lines elsewhere."""
+    """Show lines of progress: one changing line on a terminal, plain lines elsewhere."""
     console = Console()
     if console.is_terminal:
         with console.status(title) as status:
@@ -55,13 +55,13 @@ def progress(title: str) -> Iterator[Say]:
 
 
 def hardware() -> str:
-    """The class of the machine: cores, architecture, processor family, and the GPU if there is one."""
+    """Return the class of the machine: cores, architecture, processor family, and the GPU if there is one."""
     family = ""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         family = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     except OSError:
-        pass  # not Linux: the architecture must do
+        pass  # not Linux: the architecture must suffice
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return f"{os.cpu_count()} cores, {platform.machine()} {family}".strip() + gpu
 
@@ -73,10 +73,10 @@ def finish(name: str, options: Any, tables: Sequence[Table], data: dict[str, Any
 
 
 def keep(name: str, options: Any, tables: Sequence[Table], data: dict[str, Any], folder: str, file: str = "") -> None:
-    """Write the tables and `data` as `file`.md and `file`.json, by default `name`, in `folder`, unless it is empty.
+    """Write the tables and `data` to `file`.md and `file`.json (default: `name`) in `folder`, unless `folder` is empty.
 
-    Each file is replaced at once, so that a reader finds the earlier one or this. The folder that GPU_CHECK_COPY names
-    gets the same.
+    Each file is replaced atomically, so that a reader sees either the old or the new one. The same files go to the
+    folder that GPU_CHECK_COPY names.
     """
     texts = {
         "md": _page(name, options, tables),
@@ -114,10 +114,10 @@ def _page(name: str, options: Any, tables: Sequence[Table]) -> str:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Least / median / greatest."""
+    """Format the minimum, median and maximum."""
     return " / ".join(f"{value:.{digits}f}" for value in (min(values), median(values), max(values)))
 
 
 def mib(nbytes: float) -> str:
-    """Bytes as MiB."""
+    """Format bytes as MiB."""
     return f"{nbytes / 2**20:.1f}"

@@ -1,8 +1,9 @@
-"""Machine code as nvdisasm prints it: its loops, and what the instructions of a pass through one do.
+"""Machine code as nvdisasm prints it: its loops, and the work of the instructions in a pass through a loop.
 
-Guarantees: a loop is a natural loop of the control flow graph, whatever the order of the code: waits behind the last
-EXIT and the parts of a kernel that is split between warps are where they belong. Of a loop with branches, `passes`
-gives the shortest and the longest way through it that multiplies most matrices: without and with the mask, say.
+Guarantees: a loop is a natural loop of the control flow graph, whatever the order of the code: waits after the last
+EXIT and the parts of a warp-specialised kernel are assigned to the right loop. For a loop with branches,
+`product_loops` returns the shortest and the longest way through it with the most matrix products: for example without
+and with the mask.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 CLASSES = ("mma", "mufu", "fp32", "integer", "memory", "barrier", "convert", "other")
-"""What an instruction works on. "integer": addresses and predicates too, by threads or uniform; "memory": shared,
+"""What an instruction works on. "integer": also addresses and predicates, per thread or uniform; "memory": shared,
 global and tensor memory, shuffles and spills; "other": moves and jumps."""
 
 _OPCODES = {
@@ -46,7 +47,7 @@ _SECTION = re.compile(r"^\s*\.section\s+\.text\.(\S+?),")
 
 
 class Instruction(NamedTuple):
-    """`high`: the upper 64 bits of its encoding, 0 where they were not printed."""
+    """One instruction. `high`: the upper 64 bits of its encoding, 0 if they were not printed."""
 
     opcode: str
     operands: str
@@ -63,12 +64,12 @@ class Instruction(NamedTuple):
 
     @property
     def spills(self) -> bool:
-        """Whether it moves a register to or from a thread's own memory."""
+        """Whether it moves a register to or from thread-local memory."""
         return self.opcode.split(".")[0] in ("LDL", "STL")
 
 
 class Loop(NamedTuple):
-    """An innermost loop over matrix products: the shortest and the longest pass, and all that its blocks hold."""
+    """An innermost loop over matrix products: the shortest and the longest pass, and all instructions of its blocks."""
 
     least: tuple[Instruction, ...]
     most: tuple[Instruction, ...]
@@ -76,14 +77,14 @@ class Loop(NamedTuple):
 
 
 def functions(listing: str) -> dict[str, str]:
-    """The listing of each kernel by its name."""
-    found: dict[str, list[str]] = {}
+    """Return the listing of each kernel by name."""
+    listings: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in listing.splitlines():
         if section := _SECTION.match(line):
-            lines = found.setdefault(section[1], [])
+            lines = listings.setdefault(section[1], [])
         lines.append(line)
-    return {name: "\n".join(part) for name, part in found.items()}
+    return {name: "\n".join(part) for name, part in listings.items()}
 
 
 class _Block(NamedTuple):
@@ -92,35 +93,39 @@ class _Block(NamedTuple):
 
 
 def instructions(listing: str) -> list[Instruction]:
-    """All of them, as they are printed."""
-    return [one for block in _blocks(listing) for one in block.instructions]
+    """Return all instructions in the order of the listing."""
+    return [instruction for block in _blocks(listing) for instruction in block.instructions]
 
 
 def product_loops(listing: str) -> list[Loop]:
-    """The loops that multiply matrices and hold no other such loop, in the order of their heads.
+    """Return the loops that multiply matrices and contain no other such loop, ordered by their heads.
 
-    Of a kernel without matrix units, those that multiply and add.
+    For a kernel without matrix units, return the loops that multiply and add.
     """
     blocks = _blocks(listing)
     above = _dominators(blocks)
     bodies: dict[int, set[int]] = {}
-    for at, block in enumerate(blocks):
-        for head in block.after if above[at] else ():
-            if head in above[at]:
-                bodies.setdefault(head, {head}).update(_reaching(blocks, above, at, head))
-    unit = "mma" if any(one.kind == "mma" for block in blocks for one in block.instructions) else "FFMA"
-    products = [sum(unit in (one.kind, one.opcode.split(".")[0]) for one in block.instructions) for block in blocks]
-    of_products = {head: body for head, body in bodies.items() if any(products[at] for at in body)}
+    for index, block in enumerate(blocks):
+        for head in block.after if above[index] else ():
+            if head in above[index]:
+                bodies.setdefault(head, {head}).update(_reaching(blocks, above, index, head))
+    unit = "mma" if any(item.kind == "mma" for block in blocks for item in block.instructions) else "FFMA"
+    products = [sum(unit in (item.kind, item.opcode.split(".")[0]) for item in block.instructions) for block in blocks]
+    of_products = {head: body for head, body in bodies.items() if any(products[index] for index in body)}
     inner = [
-        head for head, body in of_products.items() if not any(one < body for one in of_products.values() if one != body)
+        head
+        for head, body in of_products.items()
+        if not any(item < body for item in of_products.values() if item != body)
     ]
-    waits = {at for head, body in bodies.items() for at in body if head not in of_products and _waits(blocks, body)}
+    waits = {
+        index for head, body in bodies.items() for index in body if head not in of_products and _waits(blocks, body)
+    }
     return [_loop(blocks, products, head, of_products[head], above, waits) for head in sorted(inner)]
 
 
-def counted(some: Iterable[Instruction]) -> dict[str, int]:
-    """How many there are of each class, and in all."""
-    kinds = Counter(one.kind for one in some)
+def count_by_class(counted_instructions: Iterable[Instruction]) -> dict[str, int]:
+    """Count the instructions of each class, and all of them."""
+    kinds = Counter(instruction.kind for instruction in counted_instructions)
     return {"all": kinds.total(), **{name: kinds[name] for name in CLASSES}}
 
 
@@ -132,18 +137,18 @@ def _blocks(listing: str) -> list[_Block]:
             if parts[-1]:
                 parts.append([])
             starts[label[1]] = len(parts) - 1
-        elif found := _LINE.match(line):
-            parts[-1].append(Instruction(found["opcode"], found["operands"].strip(), (found["guard"] or "").strip()))
-            if found["opcode"].split(".")[0] in ("BRA", "BRX", "BRXU", "JMP", "RET", "EXIT"):
+        elif match := _LINE.match(line):
+            parts[-1].append(Instruction(match["opcode"], match["operands"].strip(), (match["guard"] or "").strip()))
+            if match["opcode"].split(".")[0] in ("BRA", "BRX", "BRXU", "JMP", "RET", "EXIT"):
                 parts.append([])
         elif (high := _HIGH.match(line)) and (part := parts[-1] or (parts[-2] if len(parts) > 1 else [])):
             part[-1] = part[-1]._replace(high=int(high[1], 16))
-    return [_Block(part, _after(part, at, starts, len(parts))) for at, part in enumerate(parts)]
+    return [_Block(part, _after(part, index, starts, len(parts))) for index, part in enumerate(parts)]
 
 
-def _after(part: Sequence[Instruction], at: int, starts: dict[str, int], count: int) -> list[int]:
-    """The blocks that may follow."""
-    following = [at + 1] if at + 1 < count else []
+def _after(part: Sequence[Instruction], index: int, starts: dict[str, int], count: int) -> list[int]:
+    """Return the blocks that may follow a block."""
+    following = [index + 1] if index + 1 < count else []
     if not part:
         return following
     last = part[-1]
@@ -152,98 +157,104 @@ def _after(part: Sequence[Instruction], at: int, starts: dict[str, int], count: 
         return following if last.guard else []
     if name in ("BRX", "BRXU"):
         listed = _TARGETS.search(last.operands)
-        return [starts[one.strip()] for one in (listed[1].split(",") if listed else []) if one.strip() in starts]
+        return [starts[label.strip()] for label in (listed[1].split(",") if listed else []) if label.strip() in starts]
     if name not in ("BRA", "JMP"):
         return following
     if last.opcode.startswith("BRA.DIV"):
-        return following  # taken where the threads of a warp have parted, which uniform loops never do
-    targets = [starts[one] for one in _TARGET.findall(last.operands) if one in starts]
+        return following  # taken if the threads of a warp have diverged, which uniform loops never do
+    targets = [starts[label] for label in _TARGET.findall(last.operands) if label in starts]
     always = not last.guard and last.operands.startswith("`")
     return targets if always else [*following, *targets]
 
 
 def _dominators(blocks: Sequence[_Block]) -> list[set[int]]:
-    """For each block those that every way to it goes through, itself among them; none for one that is not reached."""
+    """Return the dominators of each block, including itself; an empty set for an unreachable block."""
     blind = any(
         block.instructions and block.instructions[-1].opcode.startswith("BRX") and not block.after for block in blocks
     )
     entries, reached = set[int](), set[int]()
-    # A jump through a table that is not listed may go to any block that nothing else leads to.
+    # A jump through an unlisted table may go to any block that nothing else leads to.
     for start in range(len(blocks) if blind else 1):
         if start not in reached:
             entries.add(start)
-            waiting = [start]
-            while waiting:
-                at = waiting.pop()
-                if at not in reached:
-                    reached.add(at)
-                    waiting += blocks[at].after
+            pending = [start]
+            while pending:
+                index = pending.pop()
+                if index not in reached:
+                    reached.add(index)
+                    pending += blocks[index].after
     before: list[list[int]] = [[] for _ in blocks]
-    for at in reached:
-        for one in blocks[at].after:
-            before[one].append(at)
-    found = [{at} if at in entries else set(reached) if at in reached else set() for at in range(len(blocks))]
+    for index in reached:
+        for successor in blocks[index].after:
+            before[successor].append(index)
+    dominators = [
+        {index} if index in entries else set(reached) if index in reached else set() for index in range(len(blocks))
+    ]
     changed = True
     while changed:
         changed = False
-        for at in sorted(reached - entries):
-            new = {at}.union(set.intersection(*(found[one] for one in before[at])))
-            changed |= new != found[at]
-            found[at] = new
-    return found
+        for index in sorted(reached - entries):
+            new = {index}.union(set.intersection(*(dominators[successor] for successor in before[index])))
+            changed |= new != dominators[index]
+            dominators[index] = new
+    return dominators
 
 
 def _reaching(blocks: Sequence[_Block], above: Sequence[set[int]], last: int, head: int) -> set[int]:
-    """The blocks from which `last` is reached without the head, itself among them."""
-    found, waiting = {head, last}, [last]
+    """Return the blocks from which `last` is reachable without passing the head, including `last`."""
+    reaching, pending = {head, last}, [last]
     before: dict[int, list[int]] = {}
-    for at, block in enumerate(blocks):
-        for one in block.after if above[at] else ():
-            before.setdefault(one, []).append(at)
-    while waiting:
-        at = waiting.pop()
-        if at == head:
+    for index, block in enumerate(blocks):
+        for neighbour in block.after if above[index] else ():
+            before.setdefault(neighbour, []).append(index)
+    while pending:
+        index = pending.pop()
+        if index == head:
             continue
-        fresh = [one for one in before.get(at, ()) if one not in found]
-        found.update(fresh)
-        waiting += fresh
-    return found
+        fresh = [neighbour for neighbour in before.get(index, ()) if neighbour not in reaching]
+        reaching.update(fresh)
+        pending += fresh
+    return reaching
 
 
 def _waits(blocks: Sequence[_Block], body: Iterable[int]) -> bool:
-    """Whether a loop asks again and again for something to have arrived."""
-    return any("TRYWAIT" in one.opcode for at in body for one in blocks[at].instructions)
+    """Return whether a loop polls until something has arrived."""
+    return any("TRYWAIT" in instruction.opcode for index in body for instruction in blocks[index].instructions)
 
 
 def _loop(
     blocks: Sequence[_Block], products: Sequence[int], head: int, body: set[int], above: Sequence[set[int]],
     waits: set[int],
 ) -> Loop:  # fmt: skip
-    """The two ways from the head back to it; a wait succeeds at once."""
+    """Return the loop with its two ways from the head back to it. A wait is assumed to succeed immediately."""
     usable = body - waits if head not in waits else body
     ways: dict[int, dict[int, tuple[tuple[int, int], list[int]]]] = {}
 
-    def way(at: int, sign: int) -> tuple[tuple[int, int], list[int]] | None:
-        known = ways.setdefault(sign, {})
-        if at in known:
-            return known[at]
-        size, best = len(blocks[at].instructions), None
-        for one in blocks[at].after:
+    def way(index: int, sign: int) -> tuple[tuple[int, int], list[int]] | None:
+        memo = ways.setdefault(sign, {})
+        if index in memo:
+            return memo[index]
+        size, best = len(blocks[index].instructions), None
+        for successor in blocks[index].after:
             rest: tuple[tuple[int, int], list[int]] | None = None
-            if one == head:
+            if successor == head:
                 rest = (0, 0), []
-            elif one in usable and one not in above[at]:
-                rest = way(one, sign)
+            elif successor in usable and successor not in above[index]:
+                rest = way(successor, sign)
             if rest and (best is None or rest[0] > best[0]):
                 best = rest
         if best is None:
             return None
-        known[at] = (best[0][0] + products[at], best[0][1] + sign * size), [at, *best[1]]
-        return known[at]
+        memo[index] = (best[0][0] + products[index], best[0][1] + sign * size), [index, *best[1]]
+        return memo[index]
 
-    def taken(sign: int) -> tuple[Instruction, ...]:
-        found = way(head, sign)
-        assert found, "a loop has a way back to its head"
-        return tuple(one for at in found[1] for one in blocks[at].instructions)
+    def instructions_of(sign: int) -> tuple[Instruction, ...]:
+        best_way = way(head, sign)
+        assert best_way, "a loop has a way back to its head"
+        return tuple(successor for index in best_way[1] for successor in blocks[index].instructions)
 
-    return Loop(taken(-1), taken(1), tuple(one for at in sorted(body) for one in blocks[at].instructions))
+    return Loop(
+        instructions_of(-1),
+        instructions_of(1),
+        tuple(successor for index in sorted(body) for successor in blocks[index].instructions),
+    )

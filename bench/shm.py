@@ -1,10 +1,9 @@
-"""Shared memory against gloo on the processes of one machine: messages and calls.
+"""Shared memory compared with gloo between processes of one machine: messages and calls.
 
-`python -m ringattn.bench.shm`. Every rank sends to the next and receives from the one before, at once; both transports
-take turns on the same processes in one run, with bare copies of the same bytes, which no transport here can be faster
-than. Calls are compared with torch's own ring over gloo, round by round.
-The gate: every message of the first exchange of a size, and of its first copy, is right in all its bytes, and calls are
-exact.
+`python -m ringattn.bench.shm`. Every rank sends to the next and receives from the previous at the same time. Both
+transports take turns in the same processes in one run, together with bare copies of the same bytes, which no transport
+here can beat. Calls are compared with torch's own ring over gloo, round by round.
+The gate: every byte of the first exchange of a size, and of its first copy, is right, and calls are exact.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ OURS = "ringattn over shm"
 
 @dataclass(frozen=True)
 class ShmOptions:
-    """`blocks`: turns at each size, of which six have all orders; `calls`: rounds of calls of `tokens`, the same."""
+    """`blocks`: turns at each size; six of them cover all orders. `calls`: rounds of calls of `tokens`, likewise."""
 
     blocks: int = 12
     calls: int = 120
@@ -55,136 +54,141 @@ class ShmOptions:
 
 
 def messages_on_rank(ring: Ring, blocks: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of every exchange, and of a copy in every batch, by transport or copy and bytes."""
+    """Return the seconds of every exchange, and per copy in every batch, by transport (or copy) and bytes."""
     shm = ring.transport
     assert isinstance(shm, ShmTransport)
-    with Ring(transport="gloo", timeout_s=600.0) as other:
+    with Ring(transport="gloo", timeout_s=600.0) as gloo_ring:
         turns: dict[str, Callable[[int], list[float]]] = {
             "shm": lambda nbytes: exchanges(exchanging(shm, nbytes)),
-            "gloo": lambda nbytes: exchanges(exchanging(other.transport, nbytes)),
+            "gloo": lambda nbytes: exchanges(exchanging(gloo_ring.transport, nbytes)),
             COPY: lambda nbytes: copies(copying(shm, nbytes)),
         }
-        found: dict[str, dict[str, list[float]]] = {name: {str(n): [] for n in SIZES} for name in turns}
+        times_s: dict[str, dict[str, list[float]]] = {name: {str(n): [] for n in SIZES} for name in turns}
         orders = list(permutations(turns))
         for block in range(blocks):
             for nbytes in sorted(SIZES):
                 for name in orders[block % len(orders)]:
-                    found[name][str(nbytes)] += turns[name](nbytes)
+                    times_s[name][str(nbytes)] += turns[name](nbytes)
             if ring.rank == 0:
                 print(f"{ring.world_size} processes: block {block + 1} of {blocks}", flush=True)
-        return found
+        return times_s
 
 
 def calls_on_rank(ring: Ring, calls: int, tokens: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of every pass, by who computes it and pass."""
+    """Return the seconds of every pass, by baseline and pass."""
     shape = 8, 2, 64, torch.float32
-    with Ring(transport="gloo", timeout_s=600.0) as other:
-        ours, over_gloo, peer = OurRing(ring), OurRing(other), TorchRing(ring, "alltoall")
+    with Ring(transport="gloo", timeout_s=600.0) as gloo_ring:
+        ours, over_gloo, peer = OurRing(ring), OurRing(gloo_ring), TorchRing(ring, "alltoall")
         ours.name, over_gloo.name = OURS, "ringattn over gloo"
         baselines: list[Baseline] = [ours, over_gloo, peer]
         open_gate(baselines, random_inputs(96 * ring.world_size, *shape))
         inputs = random_inputs(tokens, *shape)
-        for one in baselines:
-            one.load(inputs)
-        found: dict[str, dict[str, list[float]]] = {one.name: {name: [] for name in PASSES} for one in baselines}
-        orders = list(permutations(baselines))  # so that each comes as often after each other
+        for baseline in baselines:
+            baseline.load(inputs)
+        times_s: dict[str, dict[str, list[float]]] = {
+            baseline.name: {name: [] for name in PASSES} for baseline in baselines
+        }
+        orders = list(permutations(baselines))  # so that each follows each other equally often
         for turn in range(calls):
-            for one in orders[turn % len(orders)]:
+            for baseline in orders[turn % len(orders)]:
                 for name in PASSES:
                     ring.barrier()
                     start = time.perf_counter()
-                    getattr(one, name)()
+                    getattr(baseline, name)()
                     ring.barrier()
-                    found[one.name][name].append(time.perf_counter() - start)
-        return found
+                    times_s[baseline.name][name].append(time.perf_counter() - start)
+        return times_s
 
 
 def p10(times: Sequence[float]) -> float:
-    """The tenth part is faster: what a busy machine disturbs least."""
+    """Return the 10th percentile, which a busy machine disturbs least."""
     return sorted(times)[len(times) // 10]
 
 
-def messages_table(ranks: int, found: dict[str, dict[str, list[float]]]) -> Table:
-    """One row a size."""
+def messages_table(ranks: int, by_transport: dict[str, dict[str, list[float]]]) -> Table:
+    """Return a table with one row per size."""
     table = Table(
         f"Messages, {ranks} processes, each to the next and from the one before at once",
         ("KiB", "shm, µs", "p10", "gloo, µs", "p10", "shm, GB/s", "gloo, GB/s", "faster, medians", "p10",
          "bare copy, µs", "p10", "shm / copy"),
         notes=[
-            "- µs: one exchange, median and the fastest tenth; GB/s: of one direction, by the median.",
-            "- bare copy: the same bytes from the same neighbor's memory without any transport, all ranks at once; the "
-            "slowest rank's, mean of a batch.",
+            "- µs: one exchange, median and 10th percentile; GB/s: of one direction, by the median.",
+            "- bare copy: the same bytes from the same neighbour's memory without any transport, all ranks at once; of "
+            "the slowest rank, mean of a batch.",
         ],
     )  # fmt: skip
     for nbytes in sorted(SIZES):
-        shm, gloo, copied = (found[name][str(nbytes)] for name in ("shm", "gloo", COPY))
+        shm, gloo, copied = (by_transport[name][str(nbytes)] for name in ("shm", "gloo", COPY))
         table.rows.append((
             f"{nbytes >> 10}", f"{1e6 * median(shm):.0f}", f"{1e6 * p10(shm):.0f}", f"{1e6 * median(gloo):.0f}",
             f"{1e6 * p10(gloo):.0f}", f"{nbytes / median(shm) / 1e9:.2f}", f"{nbytes / median(gloo) / 1e9:.2f}",
             f"{median(gloo) / median(shm):.1f}", f"{p10(gloo) / p10(shm):.1f}", f"{1e6 * median(copied):.0f}",
             f"{1e6 * p10(copied):.0f}", f"{median(shm) / median(copied):.2f}",
         ))  # fmt: skip
-    table.notes.append(messages_verdict(found))
+    table.notes.append(messages_verdict(by_transport))
     return table
 
 
-def messages_verdict(found: dict[str, dict[str, list[float]]]) -> str:
-    """The bar at each size, by medians and by the fastest tenths.
+def messages_verdict(by_transport: dict[str, dict[str, list[float]]]) -> str:
+    """Return the verdict at each size, by medians and by 10th percentiles.
 
-    A size where the bare copy misses it too, in each measure in which shm does, is told apart; it is not met either.
+    A size at which the bare copy misses the bar too, in each measure in which shm does, is listed separately; the bar
+    is not met there either.
     """
     least = float("inf")
     missed: list[str] = []
     above: list[str] = []
     for nbytes in sorted(SIZES):
-        shm, gloo, copied = (found[name][str(nbytes)] for name in ("shm", "gloo", COPY))
-        # From the measure in which copying leaves most room.
-        measures = sorted(((of(gloo) / of(copied), of(gloo) / of(shm)) for of in (median, p10)), reverse=True)
+        shm, gloo, copied = (by_transport[name][str(nbytes)] for name in ("shm", "gloo", COPY))
+        # Start with the measure in which copying leaves most room.
+        measures = sorted(
+            ((measure(gloo) / measure(copied), measure(gloo) / measure(shm)) for measure in (median, p10)), reverse=True
+        )
         least = min(least, *(faster for _, faster in measures))
         for allowed, faster in measures:
             if faster < BAR:
-                told = above if allowed < BAR else missed
-                told.append(f"{nbytes >> 10} KiB ({faster:.1f} times, the bare copy {allowed:.1f})")
+                sizes = above if allowed < BAR else missed
+                sizes.append(f"{nbytes >> 10} KiB ({faster:.1f} times, the bare copy {allowed:.1f})")
                 break
-    said = [f"MISSED at {', '.join(missed)}"] if missed else []
+    parts = [f"MISSED at {', '.join(missed)}"] if missed else []
     if above:
-        said.append(f"above what copying allows here, so not met either, at {', '.join(above)}")
-    return f"- At least {least:.1f} times gloo, the bar is {BAR:g} at every size: {'; '.join(said) or 'met'}."
+        parts.append(f"above what copying allows here, so not met either, at {', '.join(above)}")
+    return f"- At least {least:.1f} times gloo, the bar is {BAR:g} at every size: {'; '.join(parts) or 'met'}."
 
 
-def calls_table(tokens: int, found: dict[str, dict[str, list[float]]]) -> Table:
-    """One row a pass and baseline."""
+def calls_table(tokens: int, by_baseline: dict[str, dict[str, list[float]]]) -> Table:
+    """Return a table with one row per pass and baseline."""
     table = Table(
         f"Calls of {tokens} tokens, causal, heads 8:2 of 64, float32, 2 processes of one thread",
         ("pass", "attention", "ms, median", "p10", "over shm, medians", "p10", "by round"),
         notes=["- by round: the median of the ratios of the same rounds, and the interval that holds it with 95 %."],
     )
-    mine = found[OURS]
+    ours = by_baseline[OURS]
     for name in PASSES:
-        for baseline, by_pass in found.items():
+        for baseline, by_pass in by_baseline.items():
             times = by_pass[name]
-            by_round = "" if baseline == OURS else str(paired(mine[name], times))
+            by_round = "" if baseline == OURS else str(paired(ours[name], times))
             table.rows.append((
                 name, baseline, f"{1e3 * median(times):.2f}", f"{1e3 * p10(times):.2f}",
-                f"{median(times) / median(mine[name]):.2f}", f"{p10(times) / p10(mine[name]):.2f}", by_round,
+                f"{median(times) / median(ours[name]):.2f}", f"{p10(times) / p10(ours[name]):.2f}", by_round,
             ))  # fmt: skip
-    table.notes.append(calls_verdict(found))
+    table.notes.append(calls_verdict(by_baseline))
     return table
 
 
-def calls_verdict(found: dict[str, dict[str, list[float]]]) -> str:
-    """Missed where ours is slower than torch's ring beyond doubt, open where the rounds cannot tell."""
-    torch_ring = next(by_pass for baseline, by_pass in found.items() if baseline.startswith("torch"))
-    ratios = {name: paired(found[OURS][name], torch_ring[name]) for name in PASSES}
-    words = {ratio.words for ratio in ratios.values()}
-    met = "MISSED" if "slower" in words else "OPEN" if "undecided" in words else "met"
-    said = ", ".join(f"{name} {ratio}: {ratio.words}" for name, ratio in ratios.items())
-    return f"- At least level with torch's ring: {met}; {said}. Above 1 shm is faster, and level if 1 is inside."
+def calls_verdict(by_baseline: dict[str, dict[str, list[float]]]) -> str:
+    """Return the verdict: missed if ours is certainly slower than torch's ring, open if the rounds cannot decide."""
+    torch_ring = next(by_pass for baseline, by_pass in by_baseline.items() if baseline.startswith("torch"))
+    ratios = {name: paired(by_baseline[OURS][name], torch_ring[name]) for name in PASSES}
+    verdicts = {ratio.verdict for ratio in ratios.values()}
+    met = "MISSED" if "slower" in verdicts else "OPEN" if "undecided" in verdicts else "met"
+    details = ", ".join(f"{name} {ratio}: {ratio.verdict}" for name, ratio in ratios.items())
+    return f"- At least level with torch's ring: {met}; {details}. Above 1 shm is faster, and level if 1 is inside."
 
 
-def main(words: Sequence[str]) -> dict[str, Any]:
-    """Run, print, keep, draw; returns what is kept."""
-    options = parse(ShmOptions(), words)
+def main(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run, print, save, draw and return the record."""
+    options = parse(ShmOptions(), arguments)
     with progress("shm") as say:
         messages = {
             ranks: run_in_processes(ranks, "ringattn.bench.shm:messages_on_rank", {"blocks": options.blocks}, say)[0]
@@ -192,8 +196,8 @@ def main(words: Sequence[str]) -> dict[str, Any]:
         }
         spec = {"calls": options.calls, "tokens": options.tokens}
         calls = run_in_processes(2, "ringattn.bench.shm:calls_on_rank", spec, say)[0]
-        loads = [round(load, 1) for load in os.getloadavg()]  # what else the machine did meanwhile
-    tables = [messages_table(ranks, found) for ranks, found in messages.items()]
+        loads = [round(load, 1) for load in os.getloadavg()]  # the load of the machine meanwhile
+    tables = [messages_table(ranks, by_transport) for ranks, by_transport in messages.items()]
     tables[0].notes.append(
         f"- Then the mean number of processes that wanted a processor was {loads[0]} over one minute, {loads[2]} "
         f"over fifteen; this benchmark has up to 4, the machine {os.cpu_count()}."
@@ -207,9 +211,9 @@ def main(words: Sequence[str]) -> dict[str, Any]:
             str(ranks): {
                 name: {size: {"median": median(times), "p10": p10(times), "count": len(times)}
                        for size, times in by_size.items()}
-                for name, by_size in found.items()
+                for name, by_size in by_transport.items()
             }
-            for ranks, found in messages.items()
+            for ranks, by_transport in messages.items()
         },
         "calls_s": calls,
         "load_average": loads,
@@ -225,18 +229,18 @@ def main(words: Sequence[str]) -> dict[str, Any]:
 
 LEVEL = 0.95
 NEAR = 0.05
-"""How much slower the first may still be where the two are called level."""
+"""How much slower the first may be and still count as level."""
 
 
 class Ratio(NamedTuple):
-    """The median of the rounds' ratios, and the interval that holds the true one; above 1: the first is faster."""
+    """The median of the rounds' ratios, and the interval that holds the true ratio; above 1: the first is faster."""
 
     median: float
     low: float
     high: float
 
     @property
-    def words(self) -> str:
+    def verdict(self) -> str:
         """Slower, faster, level, or undecided where the rounds differ too much or are too few."""
         if self.high < 1 or self.low > 1:
             return "slower" if self.high < 1 else "faster"
@@ -247,10 +251,13 @@ class Ratio(NamedTuple):
 
 
 def paired(first_s: Sequence[float], second_s: Sequence[float]) -> Ratio:
-    """How many times as long the second takes, from seconds of the same rounds. Raises `ValueError` for unlike many."""
+    """Return how many times longer the second takes, from seconds of the same rounds.
+
+    Raises `ValueError` if there are not equally many of both.
+    """
     ratios = sorted(second / first for first, second in zip(first_s, second_s, strict=True))
-    # The number of ratios below the true median is binomial(n, 1/2): outside of the k-th from either end it lies with
-    # the chance of fewer than k, twice.
+    # The number of ratios below the true median is binomial(n, 1/2). The true median lies outside the k-th ratio from
+    # either end with twice the probability of fewer than k.
     count, below, outside = len(ratios), 0.0, 0
     while (below := below + comb(count, outside) / 2**count) <= (1 - LEVEL) / 2:
         outside += 1
@@ -266,10 +273,13 @@ INK = "#22303c"
 STYLES = {"shm": "-", "gloo": "--", "copy": ":"}
 
 
-def draw(found: dict[str, dict[str, dict[str, dict[str, float]]]], path: Path) -> None:
-    """Write a PNG. `found`: seconds of an exchange, `median` and `p10`, by processes, transport or copy, and bytes."""
+def draw(by_ranks: dict[str, dict[str, dict[str, dict[str, float]]]], path: Path) -> None:
+    """Write a PNG.
+
+    `by_ranks`: seconds of an exchange, `median` and `p10`, by processes, transport or copy, and bytes.
+    """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6))
-    for number, (ranks, by_name) in enumerate(found.items()):
+    for number, (ranks, by_name) in enumerate(by_ranks.items()):
         for name, by_size in by_name.items():
             sizes = sorted(by_size, key=int)
             look: dict[str, Any] = {

@@ -1,8 +1,8 @@
-"""What `ringattn.bench.shm` times: ways in which every rank gets bytes from the one before, all at once.
+"""The transfers that `ringattn.bench.shm` times: each rank gets bytes from the previous rank, all at the same time.
 
-`exchanging` is a transport. `copying` is what no transport can be below that copies once: the same bytes out of the
-same kind of memory of the same neighbor by the copy that shm makes, and nothing is sent, agreed on or waited for.
-Guarantees: bytes that arrive wrong raise `GateError`, and nothing is timed.
+`exchanging` uses a transport. `copying` is a lower bound for transports that copy once: the same bytes from the same
+kind of memory of the same neighbour, with the copy that shm uses, and without any message or wait.
+Guarantees: if wrong bytes arrive, `GateError` is raised and nothing is timed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BATCHES = 2
 
 
 class Way(NamedTuple):
-    """`move` brings the bytes of `sent` of the rank before `into`, called on all ranks at about the same time."""
+    """`move` brings `sent` of the previous rank into `into`; all ranks call it at about the same time."""
 
     name: str
     transport: Transport
@@ -36,27 +36,27 @@ class Way(NamedTuple):
 
 
 def exchanging(transport: Transport, nbytes: int) -> Way:
-    """An exchange with both neighbors, bound."""
+    """Bind an exchange with both neighbours."""
     sent, into = transport.allocate(nbytes), transport.allocate(nbytes)
-    after, before = _neighbors(transport)
-    hop = transport.bind([Message(after, sent, "sent")], [Message(before, into, "sent")])
+    next_rank, previous_rank = _neighbors(transport)
+    hop = transport.bind([Message(next_rank, sent, "sent")], [Message(previous_rank, into, "sent")])
     return Way(transport.name, transport, sent, into, lambda: hop.start().wait())
 
 
 def copying(transport: ShmTransport, nbytes: int) -> Way:
-    """A copy out of the memory of the rank before, which is mapped here."""
-    own, into = Segment.create("copied", nbytes), transport.allocate(nbytes)
-    own.populate()
-    numbers = transport.all_gather_bytes(str(transport.group.share(own)).encode())
-    _, before = _neighbors(transport)
-    until = time.monotonic() + transport.group.timeout_s
-    theirs = Segment.attach(transport.group.pull(before, int(numbers[before]), until))
-    sent = torch.frombuffer(own.buffer(0, nbytes), dtype=torch.uint8)
-    return Way("copy", transport, sent, into, lambda: copy(into.data_ptr(), theirs.address, nbytes))
+    """Return a copy from the mapped memory of the previous rank."""
+    segment, into = Segment.create("copied", nbytes), transport.allocate(nbytes)
+    segment.populate()
+    numbers = transport.all_gather_bytes(str(transport.group.share(segment)).encode())
+    _, previous_rank = _neighbors(transport)
+    deadline_s = time.monotonic() + transport.group.timeout_s
+    peer_segment = Segment.attach(transport.group.pull(previous_rank, int(numbers[previous_rank]), deadline_s))
+    sent = torch.frombuffer(segment.buffer(0, nbytes), dtype=torch.uint8)
+    return Way("copy", transport, sent, into, lambda: copy(into.data_ptr(), peer_segment.address, nbytes))
 
 
 def exchanges(way: Way) -> list[float]:
-    """Seconds of each exchange of a series on this rank. Ranks meet in each of them."""
+    """Return the seconds of each exchange of a series on this rank. Each exchange synchronises the ranks."""
     _check(way)
     times = []
     for _ in range(max(LEAST, min(MOST, BYTES_PER_SERIES // len(way.sent)))):
@@ -67,36 +67,36 @@ def exchanges(way: Way) -> list[float]:
 
 
 def copies(way: Way) -> list[float]:
-    """Seconds of a copy on the slowest rank, the mean of a batch: copies alone do not make ranks meet.
+    """Return the seconds per copy on the slowest rank, averaged over a batch, because copies do not synchronise ranks.
 
-    With more ranks than processors a copy of its own may run between two turns of the others, and so take no longer
-    than where there are none. A batch is longer than such turns, and starts on all ranks at once.
+    With more ranks than processors, a single copy may run between two turns of the other ranks and so take no longer
+    than without them. A batch is longer than such turns, and starts on all ranks at once.
     """
     _check(way)
-    count, own = max(LEAST, BYTES_PER_SERIES // len(way.sent)), []
+    count, batch_means = max(LEAST, BYTES_PER_SERIES // len(way.sent)), []
     for _ in range(BATCHES):
         way.transport.all_gather_bytes(b"")
         start = time.perf_counter()
         for _ in range(count):
             way.move()
-        own.append((time.perf_counter() - start) / count)
-    by_rank = [json.loads(told) for told in way.transport.all_gather_bytes(json.dumps(own).encode())]
+        batch_means.append((time.perf_counter() - start) / count)
+    by_rank = [json.loads(encoded) for encoded in way.transport.all_gather_bytes(json.dumps(batch_means).encode())]
     return [max(batch) for batch in zip(*by_rank, strict=True)]
 
 
 def _check(way: Way) -> None:
-    """One move that the gate looks at; all ranks are done with it."""
-    rank, before = way.transport.rank, _neighbors(way.transport)[1]
-    pattern = torch.arange(251, dtype=torch.uint8)  # a prime, so that no shift of whole words looks alike
+    """Move once and check the bytes. All ranks have finished the check when it returns."""
+    rank, previous_rank = way.transport.rank, _neighbors(way.transport)[1]
+    pattern = torch.arange(251, dtype=torch.uint8)  # a prime, so that a shift by whole words is noticed
     way.sent.copy_(pattern.repeat(len(way.sent) // 251 + 1)[: len(way.sent)])
     way.sent[-1], way.into[:] = rank, 255
     way.transport.all_gather_bytes(b"")
     way.move()
-    if not torch.equal(way.into[:-1], way.sent[:-1]) or way.into[-1] != before:
+    if not torch.equal(way.into[:-1], way.sent[:-1]) or way.into[-1] != previous_rank:
         raise GateError(f"rank {rank}: {len(way.sent)} bytes over {way.name} arrived wrong")
     way.transport.all_gather_bytes(b"")
 
 
 def _neighbors(transport: Transport) -> tuple[int, int]:
-    """The next rank and the one before."""
+    """Return the next rank and the previous one."""
     return (transport.rank + 1) % transport.world_size, (transport.rank - 1) % transport.world_size

@@ -1,9 +1,9 @@
-"""A soak: drawn calls on a ring for a long time, with ranks that are stopped for a while and rings that are dropped.
+"""A soak: random calls on a ring for a long time, with ranks that are stopped for a while and rings that are dropped.
 
 `python -m ringattn.bench soak seconds=3600 transport=gloo`. Every result is compared with dense float64 attention. The
-bar: after the warm-up, which is the first third of the time, descriptors, threads and mappings of no rank grow, and its
+bar: after the warm-up, which is the first third of the time, no rank has more descriptors, threads or mappings, and its
 memory grows by less than `GROWTH_MIB`.
-Guarantees: raises `RingError` where the bar is missed, a result is off or a rank fails.
+Guarantees: raises `RingError` if the bar is missed, a result is off or a rank fails.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from ringattn.errors import InputError, RingError
 PROGRAM = "ringattn.bench.soak_ranks"
 COUNTS = ("descriptors", "threads", "maps")
 GROWTH_MIB = 16.0
-"""By how much the memory of a rank may grow from the end of the warm-up to the end."""
+"""How much the memory of a rank may grow from the end of the warm-up to the end."""
 SAY_EVERY_S = 1.0
 MOST_KEPT = 200
-"""How many samples of each rank are kept with the results."""
+"""How many samples per rank are saved with the results."""
 END_S = 120.0
 """How long starting and ending may take."""
 
 Samples = list[dict[str, float]]
-"""What a rank held, as time goes on."""
+"""What a rank held over time."""
 
 
 @dataclass(frozen=True)
 class SoakOptions:
-    """What can be asked for. `stops_per_minute`: how often a drawn rank is stopped, for at most `stop_s`."""
+    """`stops_per_minute`: how often a random rank is stopped, for at most `stop_s`."""
 
     seconds: float = 60.0
     transport: str = "gloo"
@@ -56,7 +56,7 @@ class SoakOptions:
 
 
 class Stops:
-    """Stops drawn ranks for a while, and says how the soak goes. Called again and again."""
+    """Stops random ranks for a while, and reports progress. Called periodically."""
 
     def __init__(self, options: SoakOptions, folder: Path, say: Say) -> None:
         self.options, self.folder, self.say = options, folder, say
@@ -66,7 +66,7 @@ class Stops:
         self.next_stop_s = self.began_s = self.said_s = time.monotonic()
 
     def __call__(self) -> None:
-        """Stop, continue and report what is due."""
+        """Stop, continue and report whatever is due."""
         now = time.monotonic()
         if now >= self.said_s:
             self.said_s = now + SAY_EVERY_S
@@ -86,7 +86,7 @@ class Stops:
                     os.kill(self.stopped[0], signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let the rank that is stopped go on."""
+        """Continue the rank that is stopped."""
         if self.stopped is not None:
             with suppress(ProcessLookupError):
                 os.kill(self.stopped[0], signal.SIGCONT)
@@ -94,54 +94,55 @@ class Stops:
 
 
 def samples_of(folder: Path, rank: int) -> Samples:
-    """The samples of a rank so far."""
+    """Return the samples of a rank so far."""
     path = folder / f"rank-{rank}.jsonl"
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
 
 
-def judged(ranks: Sequence[Samples]) -> list[str]:
-    """What grew beyond the bar, a sentence each."""
+def judge(ranks: Sequence[Samples]) -> list[str]:
+    """Return one sentence for everything that grew beyond the bar."""
     complaints = []
     for rank, samples in enumerate(ranks):
         third = len(samples) // 3
         if not third:
             complaints.append(f"rank {rank} has {len(samples)} samples, too few to judge")
             continue
-        # Medians, because a ring that is open or closing at a sample is no leak.
+        # Medians, because a ring that is open or closing during a sample is no leak.
         before, after = samples[third : 2 * third], samples[-third:]
         for name in COUNTS:
-            first, last = max(each[name] for each in before), median(each[name] for each in after)
+            first, last = max(sample[name] for sample in before), median(sample[name] for sample in after)
             if last > first:
                 complaints.append(f"rank {rank}: {name} grew from at most {first:.0f} to {last:.0f}")
-        growth = median(each["rss_bytes"] for each in after) - median(each["rss_bytes"] for each in before)
+        growth = median(sample["rss_bytes"] for sample in after) - median(sample["rss_bytes"] for sample in before)
         if growth > GROWTH_MIB * 2**20:
             complaints.append(f"rank {rank}: memory grew by {mib(growth)} MiB, more than {GROWTH_MIB:.0f}")
     return complaints
 
 
 def slope_bytes(samples: Samples) -> float:
-    """Growth of the memory in 1,000 calls, after the warm-up."""
+    """Return the growth of the memory in 1,000 calls, after the warm-up."""
     later = samples[len(samples) // 3 :]
     if len(later) < 2:
         return 0.0
-    calls = [each["calls"] for each in later]
-    return 1000 * linear_regression(calls, [each["rss_bytes"] for each in later]).slope
+    calls = [sample["calls"] for sample in later]
+    return 1000 * linear_regression(calls, [sample["rss_bytes"] for sample in later]).slope
 
 
 def tabulate(ranks: Sequence[Samples], stops: int, complaints: Sequence[str]) -> Table:
-    """Rows over time: the most of all ranks of each number."""
+    """Return a table of rows over time with the maximum over all ranks."""
     table = Table("What the ranks hold, most of all ranks", ("seconds", "calls", *COUNTS, "RSS MiB"))
     rows = min(map(len, ranks))
     for index in sorted({round(n * (rows - 1) / 9) for n in range(10)}) if rows else ():
-        at = [samples[index] for samples in ranks]
+        at_index = [samples[index] for samples in ranks]
         table.rows.append((
-            f"{at[0]['seconds']:.0f}", f"{at[0]['calls']:.0f}",
-            *(f"{max(each[name] for each in at):.0f}" for name in COUNTS), mib(max(each["rss_bytes"] for each in at)),
+            f"{at_index[0]['seconds']:.0f}", f"{at_index[0]['calls']:.0f}",
+            *(f"{max(sample[name] for sample in at_index):.0f}" for name in COUNTS),
+            mib(max(sample["rss_bytes"] for sample in at_index)),
         ))  # fmt: skip
     slopes = ", ".join(mib(slope_bytes(samples)) for samples in ranks)
-    error = max((each["error"] for samples in ranks for each in samples), default=0.0)
+    error = max((sample["error"] for samples in ranks for sample in samples), default=0.0)
     table.notes += [
         f"- {stops} stops; largest error {error:.1e}; MiB in 1,000 calls after the warm-up, by rank: {slopes}.",
         f"- The bar: no more descriptors, threads and mappings, and less than {GROWTH_MIB:.0f} MiB: "
@@ -151,9 +152,9 @@ def tabulate(ranks: Sequence[Samples], stops: int, complaints: Sequence[str]) ->
     return table
 
 
-def main(words: Sequence[str]) -> dict[str, Any]:
-    """Run, print, keep; returns what is kept. Raises `RingError` where the bar is missed or a rank fails."""
-    options = parse(SoakOptions(), words)
+def main(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run, print, save and return the record. Raises `RingError` if the bar is missed or a rank fails."""
+    options = parse(SoakOptions(), arguments)
     if options.seconds <= 0 or options.ranks < 2 or options.timeout_s <= options.stop_s:
         raise InputError("seconds must be positive, ranks at least 2 and timeout_s more than stop_s")
     with tempfile.TemporaryDirectory(prefix="ringattn-soak-") as name, progress("soak") as say:
@@ -170,7 +171,7 @@ def main(words: Sequence[str]) -> dict[str, Any]:
         ranks = [samples_of(folder, rank) for rank in range(options.ranks)]
     if ended.code:
         raise RingError(f"a rank failed (exit code {ended.code}):\n{ended.printed}")
-    complaints = judged(ranks)
+    complaints = judge(ranks)
     kept = [samples[:: len(samples) // MOST_KEPT + 1] for samples in ranks]
     data: dict[str, Any] = {"complaints": complaints, "stops": stops.count, "samples": kept}
     finish("soak", options, [tabulate(ranks, stops.count, complaints)], data, options.results)

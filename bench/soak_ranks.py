@@ -1,7 +1,7 @@
-"""What the ranks of a soak do, started by torchrun: `python -m ringattn.bench.soak_ranks JOB.json`.
+"""The ranks of a soak, started by torchrun: `python -m ringattn.bench.soak_ranks JOB.json`.
 
-One ring stays open for the whole time and makes drawn calls, forward and backward; now and then another ring is opened,
-used, and closed or dropped. Every result is compared with dense float64 attention.
+One ring stays open for the whole time and makes random calls, forward and backward. From time to time another ring is
+opened, used, and closed or dropped. Every result is compared with dense float64 attention.
 Guarantees: all ranks draw the same calls; a result that is off raises `GateError`.
 """
 
@@ -27,14 +27,14 @@ from ringattn.testing import dense_attention
 EXACT = 1e-10
 LAYOUTS = ("contiguous", "zigzag", "striped")
 SCHEDULES = ("auto", "ring", "all_gather", "direct", "bidirectional", "pass_q", "sub_rings")
-TOGETHER = 5
-"""Calls between two samples, and between two questions whether the time is over."""
-OTHER_EVERY = 4
+CALLS_PER_SAMPLE = 5
+"""Calls between two samples; after each sample the ranks check whether the time is over."""
+SECOND_RING_EVERY = 4
 """Samples between two rings that are opened next to the first."""
 
 
-def drawn(random_: random.Random) -> dict[str, Any]:
-    """One call: lengths, documents, layout, heads, mask and schedule."""
+def draw_call(random_: random.Random) -> dict[str, Any]:
+    """Draw one call: lengths, documents, layout, heads, mask and schedule."""
     tokens = random_.randint(40, 160)
     documents = None
     if random_.random() < 0.5:
@@ -66,9 +66,9 @@ def check(ring: Ring, call: dict[str, Any]) -> float:
     expected = dense_attention(*whole, **call["mask"], cu_seqlens=call["documents"])[0]
     expected.backward(dout)
     pairs: list[tuple[Tensor, Tensor]] = [(out.detach(), seq.shard(expected.detach()))]
-    for mine, reference in zip(local, whole, strict=True):
-        assert mine.grad is not None and reference.grad is not None
-        pairs.append((mine.grad, seq.shard(reference.grad)))
+    for local_input, reference in zip(local, whole, strict=True):
+        assert local_input.grad is not None and reference.grad is not None
+        pairs.append((local_input.grad, seq.shard(reference.grad)))
     error = max((float((x - y).abs().max()) for x, y in pairs if x.numel()), default=0.0)
     if not error <= EXACT:
         raise GateError(f"rank {ring.rank}: a result is off by {error:.1e}: {call}")
@@ -76,7 +76,7 @@ def check(ring: Ring, call: dict[str, Any]) -> float:
 
 
 def sample(calls: int, began_s: float) -> dict[str, float]:
-    """What this process holds now."""
+    """Return what this process holds now."""
     with open("/proc/self/maps", encoding="utf-8") as lines:
         maps = sum("ringattn-" in line for line in lines)
     return {
@@ -85,10 +85,10 @@ def sample(calls: int, began_s: float) -> dict[str, float]:
     }  # fmt: skip
 
 
-def soak(described: dict[str, Any], folder: Path) -> None:
-    """Make calls until rank 0 says that the time is over. A line of `rank-N.jsonl` for each sample."""
-    rank, transport, timeout_s = int(os.environ["RANK"]), described["transport"], described["timeout_s"]
-    random_ = random.Random(described["seed"])
+def soak(options: dict[str, Any], folder: Path) -> None:
+    """Make calls until rank 0 decides that the time is over. Each sample is a line of `rank-N.jsonl`."""
+    rank, transport, timeout_s = int(os.environ["RANK"]), options["transport"], options["timeout_s"]
+    random_ = random.Random(options["seed"])
     torch.set_num_threads(1)
     calls, began_s, rounds = 0, time.monotonic(), 0
     with (
@@ -98,16 +98,16 @@ def soak(described: dict[str, Any], folder: Path) -> None:
         (folder / f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
         over = False
         while not over:
-            error = max(check(ring, drawn(random_)) for _ in range(TOGETHER))
-            calls, rounds = calls + TOGETHER, rounds + 1
-            if rounds % OTHER_EVERY == 0:
-                other = Ring(transport=transport, timeout_s=timeout_s)
-                error = max(error, check(other, drawn(random_)))
+            error = max(check(ring, draw_call(random_)) for _ in range(CALLS_PER_SAMPLE))
+            calls, rounds = calls + CALLS_PER_SAMPLE, rounds + 1
+            if rounds % SECOND_RING_EVERY == 0:
+                second_ring = Ring(transport=transport, timeout_s=timeout_s)
+                error = max(error, check(second_ring, draw_call(random_)))
                 if random_.random() < 0.5:
-                    other.close()
-                del other  # dropped, if it is still open
+                    second_ring.close()
+                del second_ring  # dropped, if it is still open
             lines.write(json.dumps({**sample(calls, began_s), "error": error}) + "\n")
-            over = ring.all_gather_text(str(time.monotonic() - began_s > described["seconds"]))[0] == "True"
+            over = ring.all_gather_text(str(time.monotonic() - began_s > options["seconds"]))[0] == "True"
 
 
 if __name__ == "__main__":

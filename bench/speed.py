@@ -1,8 +1,8 @@
-"""How fast two ranks are: against one process on the same whole problem, and against torch's own internal ring.
+"""The speed of two ranks, compared with one process on the same whole problem and with torch's own internal ring.
 
 `python -m ringattn.bench.speed length_tokens=16384 repeats=5`. All baselines run in the same processes, one thread
-each, in turns whose order rotates; a time is from barrier to barrier, so the slowest rank's. Ratios are of medians of
-the rounds that other programs disturbed least, with the spread of all rounds' own ratios beside them.
+each, in turns whose order rotates. A time runs from barrier to barrier, so it is that of the slowest rank. Ratios are
+of medians over the rounds that other programs disturbed least, next to the spread of the ratios of all rounds.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ PROGRAM = "ringattn.bench.speed:on_rank"
 PASSES = ("forward", "backward")
 GATE_TOKENS_PER_RANK = 96
 BAR = 1.9
-"""What two processes must at least gain over one."""
+"""The smallest gain of two processes over one."""
 
 
 @dataclass(frozen=True)
 class SpeedOptions:
-    """Causal attention of one whole problem; `rotate`: torch's ring by alltoall or allgather."""
+    """Causal attention of one whole problem; `rotate`: torch's ring uses alltoall or allgather."""
 
     length_tokens: int = 16_384
     heads: int = 8
@@ -53,18 +53,18 @@ class SpeedOptions:
 
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
-    """One rank's part: the gate, the rounds, the stages. Laps of each baseline by pass and round."""
+    """Run one rank's part: the gate, the rounds, the stages. Return laps of each baseline by pass and round."""
     options = SpeedOptions(**spec)
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
     shape = options.heads, options.kv_heads, options.head_dim, torch.float32
     ours = OurRing(ring, options.layout, options.schedule)
-    found = (
+    candidates = (
         one_process(ring.rank),
         ours,
         TorchRing(ring, options.rotate),
         independent(ring.rank, ring.world_size, options.heads, options.kv_heads),
     )
-    baselines: list[Baseline] = [one for one in found if one is not None]
+    baselines: list[Baseline] = [baseline for baseline in candidates if baseline is not None]
 
     say("gate: small problems against a dense float64 softmax")
     errors = open_gate(baselines, random_inputs(GATE_TOKENS_PER_RANK * ring.world_size, *shape))
@@ -73,64 +73,65 @@ def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
     say("gate: green")
 
     inputs = random_inputs(options.length_tokens, *shape)
-    for one in baselines:
-        one.load(inputs)
-    laps: dict[str, dict[str, list[Lap]]] = {one.name: {name: [] for name in PASSES} for one in baselines}
+    for baseline in baselines:
+        baseline.load(inputs)
+    laps: dict[str, dict[str, list[Lap]]] = {baseline.name: {name: [] for name in PASSES} for baseline in baselines}
     for turn in range(options.repeats):
-        at = turn % len(baselines)
-        for one in baselines[at:] + baselines[:at]:
-            say(f"round {turn + 1} of {options.repeats}: {one.name}")
+        first = turn % len(baselines)
+        for baseline in baselines[first:] + baselines[:first]:
+            say(f"round {turn + 1} of {options.repeats}: {baseline.name}")
             for name in PASSES:
-                laps[one.name][name].append(lap(ring.barrier, getattr(one, name)))
+                laps[baseline.name][name].append(lap(ring.barrier, getattr(baseline, name)))
     say("where our time goes")
     return {"laps": laps, "errors": errors, "stages": _staged(ring, ours)}
 
 
 def _staged(ring: Ring, ours: OurRing) -> dict[str, dict[str, float]]:
-    """Seconds of this rank by pass and stage, one more round; `all` is the pass's own time, before any barrier."""
-    found = {}
+    """Return the seconds of this rank by pass and stage in one more round; `all` is the pass before any barrier."""
+    by_pass = {}
     for name in PASSES:
         ring.barrier()
         with stages(ring) as by_stage:
             start = time.perf_counter()
             getattr(ours, name)()
             whole = time.perf_counter() - start
-        found[name] = {**by_stage, "other": whole - sum(by_stage.values()), "all": whole}
-    return found
+        by_pass[name] = {**by_stage, "other": whole - sum(by_stage.values()), "all": whole}
+    return by_pass
 
 
 Samples = dict[str, dict[str, list[Sample]]]
-"""By baseline and pass."""
+"""Samples by baseline and pass."""
 
 
-def speed_table(options: SpeedOptions, found: Samples) -> Table:
-    """Times and ratios; above 1 means that ours is faster."""
-    ours = next(name for name in found if name.startswith("ringattn"))
+def speed_table(options: SpeedOptions, by_baseline: Samples) -> Table:
+    """Return a table of times and ratios; above 1 means that ours is faster."""
+    ours = next(name for name in by_baseline if name.startswith("ringattn"))
     table = Table(
         f"{options.length_tokens} tokens, heads {options.heads}:{options.kv_heads} of {options.head_dim}, float32, "
         f"causal, {options.ranks} ranks of one thread, {options.repeats} rounds",
         ("pass", "attention", "seconds, all rounds", "kept", "foreign", "seconds, kept", f"over {ours}",
          "by round", "by processor time"),
         notes=[
-            "- a / b / c is least / median / greatest; ratios above 1 mean that ours is faster.",
-            "- foreign: processors that other programs took in the kept rounds, median; others are set aside.",
-            "- by processor time: of the busiest rank, without any waiting, so that other programs hardly count.",
+            "- a / b / c is minimum / median / maximum; ratios above 1 mean that ours is faster.",
+            "- foreign: processors that other programs used in the kept rounds, median; others are set aside.",
+            "- by processor time: of the busiest rank, without waiting, so that other programs barely affect it.",
         ],
     )  # fmt: skip
     for name in PASSES:
-        mine = found[ours][name]
-        for baseline, by_pass in found.items():
-            theirs = by_pass[name]
-            few = kept(theirs)
-            ratios = [a.wall_s / b.wall_s for a, b in zip(theirs, mine, strict=True)]
+        our_samples = by_baseline[ours][name]
+        for baseline, by_pass in by_baseline.items():
+            other_samples = by_pass[name]
+            kept_samples = kept(other_samples)
+            ratios = [a.wall_s / b.wall_s for a, b in zip(other_samples, our_samples, strict=True)]
             table.rows.append((
-                name, baseline, spread([s.wall_s for s in theirs]), str(len(few)),
-                f"{median(s.foreign for s in few):.2f}", spread([s.wall_s for s in few]),
-                f"{wall(theirs) / wall(mine):.3f}", spread(ratios), f"{cpu(theirs) / cpu(mine):.3f}",
+                name, baseline, spread([s.wall_s for s in other_samples]), str(len(kept_samples)),
+                f"{median(s.foreign for s in kept_samples):.2f}", spread([s.wall_s for s in kept_samples]),
+                f"{wall(other_samples) / wall(our_samples):.3f}", spread(ratios),
+                f"{cpu(other_samples) / cpu(our_samples):.3f}",
             ))  # fmt: skip
-        gain = wall(found["one process"][name]) / wall(mine)
+        gain = wall(by_baseline["one process"][name]) / wall(our_samples)
         verdict = "met" if gain >= BAR else "MISSED"
-        others = max(median(s.foreign for s in kept(found[one][name])) for one in ("one process", ours))
+        others = max(median(s.foreign for s in kept(by_baseline[baseline][name])) for baseline in ("one process", ours))
         table.notes.append(
             f"- {name}: {gain:.3f} times one process; the bar is {BAR}: {verdict}, "
             f"while other programs took {others:.2f} processors."
@@ -139,33 +140,33 @@ def speed_table(options: SpeedOptions, found: Samples) -> Table:
 
 
 def stage_table(by_rank: Sequence[dict[str, dict[str, float]]]) -> Table:
-    """Our stages: milliseconds of each rank, and the greatest share of a pass."""
+    """Return a table of our stages: milliseconds of each rank, and the largest share of a pass."""
     ranks = range(len(by_rank))
     table = Table("Where our pass goes", ("pass", "stage", *(f"rank {r}, ms" for r in ranks), "share, at most"))
     for name in PASSES:
         for stage in by_rank[0][name]:
-            spent = [found[name][stage] for found in by_rank]
-            share = max(found[name][stage] / found[name]["all"] for found in by_rank)
+            spent = [rank_times[name][stage] for rank_times in by_rank]
+            share = max(rank_times[name][stage] / rank_times[name]["all"] for rank_times in by_rank)
             table.rows.append((name, stage, *(f"{1e3 * s:.1f}" for s in spent), f"{share:.1%}"))
     return table
 
 
-def main(words: Sequence[str]) -> dict[str, Any]:
-    """Run, print, keep; returns what is kept."""
-    options = parse(SpeedOptions(), words)
+def main(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run, print, save and return the record."""
+    options = parse(SpeedOptions(), arguments)
     with progress("speed") as say:
         by_rank = run_in_processes(options.ranks, PROGRAM, asdict(options), say)
-    found: Samples = {
+    by_baseline: Samples = {
         baseline: {name: samples([rank["laps"][baseline][name] for rank in by_rank]) for name in PASSES}
         for baseline in by_rank[0]["laps"]
     }
     data: dict[str, Any] = {
-        "samples": found,
+        "samples": by_baseline,
         "sample_fields": Sample._fields,
-        "largest_error": {name: max(rank["errors"][name] for rank in by_rank) for name in found},
+        "largest_error": {name: max(rank["errors"][name] for rank in by_rank) for name in by_baseline},
         "stages_by_rank": [rank["stages"] for rank in by_rank],
     }
-    tables = [speed_table(options, found), stage_table(data["stages_by_rank"])]
+    tables = [speed_table(options, by_baseline), stage_table(data["stages_by_rank"])]
     finish("speed", options, tables, data, options.results)
     return data
 
@@ -177,7 +178,7 @@ STAGES = ("block kernel", "merge", "pack", "add dK/dV", "post messages", "wait f
 
 
 class _TimedTicket:
-    """A ticket whose wait counts as waiting."""
+    """A work handle whose wait is timed as waiting."""
 
     def __init__(self, ticket: WorkHandle, timed: Callable[..., Any]) -> None:
         self._wait = timed("wait for messages", ticket.wait)
@@ -188,10 +189,10 @@ class _TimedTicket:
 
 @contextmanager
 def stages(ring: Ring) -> Iterator[dict[str, float]]:
-    """Seconds by stage of what this rank runs inside the block, on torch's CPU flash engine.
+    """Collect this rank's seconds by stage inside the block, on torch's CPU flash engine.
 
-    A process has one such block at a time: what it wraps is the process's, so ranks that are threads cannot each have
-    one.
+    Only one block per process can be active: the wrapped functions belong to the process, so ranks that are threads
+    cannot each have a block.
     """
     seconds = dict.fromkeys(STAGES, 0.0)
 

@@ -1,4 +1,4 @@
-"""The memory of tensors, counted operator by operator, to compare with what a plan or a formula predicts."""
+"""Counts the memory of tensors operator by operator, to compare it with the prediction of a plan or a formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 Scratch = Callable[[Any, tuple[Any, ...]], int]
-"""Of an operator (`OpOverload`) and its arguments: bytes that live inside the call only."""
+"""From an operator (`OpOverload`) and its arguments: bytes that live only inside the call."""
 
 
 class StorageMeter(TorchDispatchMode):
@@ -19,13 +19,12 @@ class StorageMeter(TorchDispatchMode):
 
     Guarantees: a storage that an operation of this thread returns counts once, until nothing refers to it, however many
     views it has; storages that existed before do not count. Not covered: resized storages (`resize_`); memory that a
-    kernel allocates and frees within one call, unless `scratch_bytes` returns its size.
-    The bookkeeping is that of torch's `torch.distributed._tools.mem_tracker.MemTracker`, which knows modules and
-    optimizers but no threads.
+    kernel allocates and frees within one call, unless `scratch_bytes` returns its size. The bookkeeping is that of
+    torch's `torch.distributed._tools.mem_tracker.MemTracker`, which handles modules and optimizers but not threads.
     """
 
     def __init__(self, scratch_bytes: Scratch | None = None) -> None:
-        """`scratch_bytes`: counted on top of what lives when the operator has returned."""
+        """`scratch_bytes`: counted in addition to what is live when the operator returns."""
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
         self._scratch_bytes = scratch_bytes
@@ -33,13 +32,13 @@ class StorageMeter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled; else overlapping meters of two threads leave a flag of torch's set for good."""
+        """Keep compiled code compiled; otherwise overlapping meters of two threads leave a torch flag set for good."""
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operator and count what it made."""
+        """Run the operator and count the storages that it returns."""
         for storage in _storages((args, kwargs)):
             self._add(storage, counted=False)
         result = func(*args, **(kwargs or {}))
@@ -50,7 +49,7 @@ class StorageMeter(TorchDispatchMode):
         return result
 
     def restart(self) -> None:
-        """Forget the peak so far; what lives stays counted."""
+        """Forget the peak so far; live storages stay counted."""
         self.peak_bytes = self.live_bytes
 
     def _add(self, storage: torch.UntypedStorage, counted: bool) -> None:

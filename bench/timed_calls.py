@@ -1,6 +1,6 @@
-"""Attention calls that are timed beside their predictions: on this rank's numbers, and as the plans that run.
+"""Attention calls for comparing measured and predicted times: as calls on random inputs, and as the plans that run.
 
-Guarantees: a shape is exact at a small size on the same ranks before any is timed; shapes are timed in turns.
+Guarantees: every shape is exact at a small size on the same ranks before any is timed; shapes are timed in turns.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ GATE_TOKENS_PER_RANK = 64
 
 
 class Shape(NamedTuple):
-    """One attention call, float32. `window`: keys before the query, 0 for all; `dilated`: LongNet's branches.
+    """One attention call in float32. `window`: keys before the query, 0 for all; `dilated`: LongNet's branches.
 
-    `documents`: tokens of each packed document; none: one sequence.
+    `documents`: tokens of each packed document; empty: one sequence.
     """
 
     tokens: int
@@ -48,13 +48,13 @@ class Shape(NamedTuple):
     documents: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, words: Sequence[Any]) -> Shape:
-        """From JSON, which has no tuples."""
-        values: list[Any] = [*words[:-1], tuple(words[-1])]
+    def read(cls, fields: Sequence[Any]) -> Shape:
+        """Read a shape from JSON, which has no tuples."""
+        values: list[Any] = [*fields[:-1], tuple(fields[-1])]
         return cls._make(values)
 
     def small(self, ranks: int) -> Shape:
-        """The same for the gate."""
+        """Return a small version of the shape for the gate."""
         tokens = GATE_TOKENS_PER_RANK * ranks
         cuts = [cut * tokens // self.tokens for cut in self.cuts or ()]
         documents = tuple(stop - start for start, stop in pairwise(cuts))
@@ -67,7 +67,7 @@ class Shape(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the call, and of its reference."""
+        """Keyword arguments of the call and of its reference."""
         if self.dilated:
             lengths = [self.tokens // 8, self.tokens // 2, self.tokens]
             return {"segment_lengths": lengths, "dilation_rates": [1, 2, 4], "causal": self.causal}
@@ -75,7 +75,7 @@ class Shape(NamedTuple):
 
     @property
     def call(self) -> str:
-        """What is asked for, whatever the schedule."""
+        """The call without its schedule."""
         mask = "dilated" if self.dilated else "full" if not self.causal else "causal"
         mask += f", window {self.window}" if self.window else ""
         mask += f", {len(self.documents)} documents" if self.documents else ""
@@ -86,7 +86,7 @@ class Shape(NamedTuple):
 
 
 class TimedCall:
-    """A shape on this rank's random numbers."""
+    """A shape with random inputs on this rank."""
 
     def __init__(self, ring: Ring, shape: Shape) -> None:
         self.ring, self.shape = ring, shape
@@ -103,17 +103,20 @@ class TimedCall:
         self.out = attend(*self.qkv, self.seq, schedule=self.shape.schedule, **self.shape.options)
 
     def backward(self) -> None:
-        """The gradients of the last forward."""
+        """Compute the gradients of the last forward pass."""
         self.grads = torch.autograd.grad(self.out, self.qkv, self.dout)
 
     def gate(self) -> float:
-        """The greatest error of this rank against a dense float64 reference. Raises `GateError` beyond the bound."""
+        """Return the largest error of this rank against a dense float64 reference.
+
+        Raises `GateError` beyond the bound.
+        """
         self.forward()
         self.backward()
         dense = dense_dilated_attention if self.shape.dilated else dense_attention
         leaves = [x.double().requires_grad_() for x in self.whole[:3]]
-        asked = {**self.shape.options, **({"cu_seqlens": self.shape.cuts} if self.shape.documents else {})}
-        out, _ = dense(*leaves, **asked)
+        options = {**self.shape.options, **({"cu_seqlens": self.shape.cuts} if self.shape.documents else {})}
+        out, _ = dense(*leaves, **options)
         reference = [out.detach(), *torch.autograd.grad(out, leaves, self.whole[3].double())]
         pairs = zip((self.out.detach(), *self.grads), reference, strict=True)
         error = max(float((got.double() - self.seq.shard(want)).abs().max()) for got, want in pairs)
@@ -123,7 +126,7 @@ class TimedCall:
 
 
 def timed(ring: Ring, shapes: Sequence[Shape], repeats: int) -> dict[str, Any]:
-    """One rank's part: the gate, then all shapes in turns. Laps by shape, pass and round."""
+    """Run one rank's part: the gate, then all shapes in turns. Return laps by shape, pass and round."""
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
     say(f"{ring.world_size} ranks, gate: small problems against a dense float64 softmax")
     error = max(TimedCall(ring, shape.small(ring.world_size)).gate() for shape in shapes)
@@ -133,14 +136,14 @@ def timed(ring: Ring, shapes: Sequence[Shape], repeats: int) -> dict[str, Any]:
             say(f"{ring.world_size} ranks, round {turn} of {repeats}: {shape}")
             call = TimedCall(ring, shape)
             for name in PASSES:
-                taken = lap(ring.barrier, getattr(call, name))
+                measured_lap = lap(ring.barrier, getattr(call, name))
                 if turn:  # the first round plans and binds
-                    laps[number][name].append(taken)
+                    laps[number][name].append(measured_lap)
     return {"laps": laps, "error": error}
 
 
 def samples_of(by_rank: Sequence[dict[str, Any]]) -> list[dict[str, list[Sample]]]:
-    """By shape and pass, from what `timed` returned on each rank."""
+    """Return samples by shape and pass, from the results of `timed` on all ranks."""
     return [
         {name: samples([rank["laps"][number][name] for rank in by_rank]) for name in PASSES}
         for number in range(len(by_rank[0]["laps"]))
@@ -148,7 +151,7 @@ def samples_of(by_rank: Sequence[dict[str, Any]]) -> list[dict[str, list[Sample]
 
 
 def plans_of(shape: Shape, ranks: int, backward: bool, cluster: Cluster = REFERENCE) -> tuple[Plan, ...]:
-    """The plans that the ranks run. Raises `InputError` where the schedule does not serve the shape."""
+    """Return the plans that the ranks run. Raises `InputError` if the schedule does not support the shape."""
     layout = make_layout(shape.layout, shape.tokens, ranks, shape.cuts)
     pairs: Dilated | Banded = Banded(shape.causal, (shape.window, 0) if shape.window else None)
     if shape.dilated:
@@ -161,7 +164,7 @@ def plans_of(shape: Shape, ranks: int, backward: bool, cluster: Cluster = REFERE
 
 
 def processor_s(plans: tuple[Plan, ...], cluster: Cluster) -> float:
-    """Predicted processor seconds of the busiest rank: its work at full speed, and carrying what it sends."""
+    """Predict the processor seconds of the busiest rank: its compute at full speed, and the copies of what it sends."""
     busy = simulate(plans, replace(cluster, cores=None)).busy_us
     carried = (plan.bytes_sent / cluster.bandwidth * cluster.wire_cores for plan in plans)
     return max(us / 1e6 + s for us, s in zip(busy, carried, strict=True))

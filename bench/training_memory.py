@@ -1,8 +1,8 @@
-"""How much memory training takes: the peak of a rank for combinations of recompute, optimizer and ring size.
+"""The memory of training: the peak of a rank for combinations of recompute, optimizer and ring size.
 
-`python -m ringattn.bench.training_memory`. Every line is `ringattn train`'s own loop in fresh processes: the growth of
-the greatest rank's resident size from before the model exists to the end, the same in torch's storages, and what was
-predicted. Losses are compared between lines that must have the same before anything is printed.
+`python -m ringattn.bench.training_memory`. Each row is `ringattn train`'s own loop in fresh processes: the growth of
+the resident size from before the model exists to the end, for the rank with the most; the growth of torch's storages;
+and the prediction. Before anything is printed, losses are compared between rows that must have the same ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAPPED_FROM_BYTES = 1 << 16
 
 
 class Combination(NamedTuple):
-    """One run's switches."""
+    """The settings of one run."""
 
     recompute: str
     optimizer: str
@@ -48,12 +48,15 @@ BYTES = 256
 """The vocabulary: `ringattn train` reads bytes."""
 
 SAME_LOSS = 1e-5
-"""Relative, float32; other ring sizes sum in another order."""
+"""Relative, in float32; other ring sizes sum in another order."""
 
 
 @dataclass(frozen=True)
 class TrainingMemoryOptions:
-    """A decoder in float32; two steps, so that the second meets the optimizer's state. The first `combinations` run."""
+    """A decoder in float32.
+
+    Two steps, so that the second includes the optimizer state. The first `combinations` run.
+    """
 
     length_tokens: int = 2048
     layers: int = 4
@@ -65,8 +68,8 @@ class TrainingMemoryOptions:
     results: str = RESULTS
 
 
-def words_of(run: Combination, options: TrainingMemoryOptions) -> list[str]:
-    """The run as `ringattn train` takes it."""
+def arguments_of(run: Combination, options: TrainingMemoryOptions) -> list[str]:
+    """Return the run as arguments of `ringattn train`."""
     sizes = ("layers", "dim", "heads", "kv_heads", "hidden_dim")
     return [
         *(f"{key}={value}" for key, value in run._asdict().items()),
@@ -76,7 +79,7 @@ def words_of(run: Combination, options: TrainingMemoryOptions) -> list[str]:
 
 
 def predicted_bytes(run: Combination, options: TrainingMemoryOptions) -> int:
-    """The peak of the greatest rank as the capacity planner has it."""
+    """Return the peak of the largest rank as the capacity planner predicts it."""
     sizes = options.layers, options.dim, options.heads, options.kv_heads, options.hidden_dim
     whole = TrainingSetup(
         ModelShape(*sizes, BYTES, tied=True), options.length_tokens, run.ranks, precision="fp32",
@@ -85,16 +88,16 @@ def predicted_bytes(run: Combination, options: TrainingMemoryOptions) -> int:
     return int(training_bytes(whole).peak.total)
 
 
-def weigh_rank(ring: Ring, words: Sequence[str]) -> dict[str, Any]:
-    """Train on this rank of a new process with `words` (key=value of `ringattn train`), measured in two ways at once.
+def weigh_rank(ring: Ring, arguments: Sequence[str]) -> dict[str, Any]:
+    """Train on this rank of a new process with `arguments` (key=value of `ringattn train`), under two meters at once.
 
-    Returns peak growth of resident memory and of torch's storages, what is kept between steps (`kept_bytes`), all in
+    Returns peak growth of resident memory and of torch's storages, the bytes between steps (`kept_bytes`), all in
     bytes, and the losses.
     """
-    # Else glibc keeps freed tensors in its heap, and resident size includes what was used before.
+    # Otherwise glibc keeps freed tensors in its heap, and the resident size includes earlier use.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
     with StorageMeter() as storages:
-        result = train(ring, load_train(words))
+        result = train(ring, load_train(arguments))
     return {
         "resident_bytes": result["memory_growth_bytes"][ring.rank],
         "storage_bytes": storages.peak_bytes,
@@ -104,20 +107,20 @@ def weigh_rank(ring: Ring, words: Sequence[str]) -> dict[str, Any]:
 
 
 def weigh(options: TrainingMemoryOptions, say: Say) -> list[dict[str, Any]]:
-    """One record for each combination."""
+    """Measure every combination; return one record for each."""
     records = []
     for run in COMBINATIONS[: options.combinations]:
         name = f"{run.recompute}, {run.optimizer}, {run.ranks} ranks"
         say(name)
-        # Over shm a process also has other ranks' buffers resident, and copies of what it sends from plain memory.
-        by_rank = run_in_processes(run.ranks, PROGRAM, {"words": words_of(run, options)}, say, transport="gloo")
+        # Over shm a process also has buffers of other ranks resident, and copies of what it sends from ordinary memory.
+        by_rank = run_in_processes(run.ranks, PROGRAM, {"arguments": arguments_of(run, options)}, say, transport="gloo")
         records.append({**run._asdict(), "predicted_bytes": predicted_bytes(run, options), "by_rank": by_rank})
         check_losses(records, name)
     return records
 
 
 def check_losses(records: Sequence[dict[str, Any]], name: str) -> None:
-    """Raise `GateError` unless the last record has the losses of the first: all of them before the optimizer acts."""
+    """Raise `GateError` unless the losses before the optimizer's first effect equal those of the first record."""
     first, last = records[0], records[-1]
     same = 2 if last["optimizer"] == first["optimizer"] else 1
     for rank in last["by_rank"]:
@@ -127,9 +130,9 @@ def check_losses(records: Sequence[dict[str, Any]], name: str) -> None:
 
 
 def table(options: TrainingMemoryOptions, records: Sequence[dict[str, Any]]) -> Table:
-    """All combinations."""
-    found = Table(
-        f"Peak growth of the greatest rank in training, MiB; {options.length_tokens} tokens in all, "
+    """Return the table of all combinations."""
+    result = Table(
+        f"Peak growth of the largest rank in training, MiB; {options.length_tokens} tokens in all, "
         f"{options.layers} layers of {options.dim}, float32",
         ("recompute", "optimizer", "ranks", "kept", "predicted", "storages", "resident", "predicted / resident"),
         notes=["- kept: weights, gradients and optimizer state of a rank. storages: torch's, by a dispatch mode."],
@@ -140,13 +143,13 @@ def table(options: TrainingMemoryOptions, records: Sequence[dict[str, Any]]) -> 
         )
         predicted = record["predicted_bytes"]
         sizes = mib(kept), mib(predicted), mib(storages), mib(resident), f"{predicted / resident:.3f}"
-        found.rows.append((record["recompute"], record["optimizer"], str(record["ranks"]), *sizes))
-    return found
+        result.rows.append((record["recompute"], record["optimizer"], str(record["ranks"]), *sizes))
+    return result
 
 
-def main(words: Sequence[str]) -> dict[str, Any]:
-    """Run, print, keep; returns what is kept."""
-    options = parse(TrainingMemoryOptions(), words)
+def main(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run, print, save and return the record."""
+    options = parse(TrainingMemoryOptions(), arguments)
     with progress("training_memory") as say:
         data = {"runs": weigh(options, say)}
     finish("training_memory", options, [table(options, data["runs"])], data, options.results)

@@ -1,8 +1,8 @@
-"""Schedules over two nodes of two ranks with a slow link between them: measured, and predicted beside it.
+"""Schedules over two nodes of two ranks with a slow link between them: measured, next to predictions.
 
-The nodes are network namespaces (`hosts.py`); ranks of a node share memory, and each has a rail of its own to its
-peer on the other node, held to `rate_mb` megabytes a second. Kernel, memory and both kinds of messages are measured
-first, by the same ranks; the prediction plays the plans that run on these constants, with no constant of its own.
+The nodes are network namespaces (`hosts.py`). Ranks of a node share memory, and each has a separate rail to its peer on
+the other node, limited to `rate_mb` megabytes a second. The same ranks first measure kernel, memory and both kinds of
+messages; the prediction simulates the plans that run with these constants, and with no others.
 `python -m ringattn.bench.two_nodes`, as root.
 """
 
@@ -40,7 +40,7 @@ CALLS = (
 
 @dataclass(frozen=True)
 class TwoNodesOptions:
-    """`rate_mb`: megabytes/s of a rail, each way. `calls`: how many. `rounds`: of the constants' measurement."""
+    """`rate_mb`: megabytes/s of a rail, each way. `calls`: how many. `rounds`: for measuring the constants."""
 
     rate_mb: float = 25.0
     calls: int = 3
@@ -50,61 +50,62 @@ class TwoNodesOptions:
 
 
 def shapes(calls: int) -> list[Shape]:
-    """Each call by each schedule."""
+    """Return each call with each schedule."""
     return [call._replace(schedule=name) for call in CALLS[:calls] for name in SCHEDULES]
 
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
-    """One rank's part: the constants, then the calls."""
+    """Run one rank's part: the constants, then the calls."""
     if ring.rank == 0:
-        print("measures kernel, memory and messages of this machine", flush=True)
+        print("measuring kernel, memory and messages of this machine", flush=True)
     near, far = ring.rank ^ 1, (ring.rank + PLACES) % RANKS
-    found = measured(ring, "float32", spec["rounds"], {NEAR: (near, near), FAR: (far, far)})
-    return {"constants": found, **timed(ring, shapes(spec["calls"]), spec["repeats"])}
+    constants = measured(ring, "float32", spec["rounds"], {NEAR: (near, near), FAR: (far, far)})
+    return {"constants": constants, **timed(ring, shapes(spec["calls"]), spec["repeats"])}
 
 
 def cluster_of(measurements: list[dict[str, Any]], cores: int, rate_mb: float) -> Cluster:
-    """The two nodes as the planner knows them. `cores`: processors of a node."""
+    """Describe the two nodes for the planner. `cores`: processors of a node."""
     constants, _, _ = constants_of(finalized(measurements), "float32", 1, measurements[0]["jobs"])
     constants |= {"cores": cores, "ranks_per_node": PLACES}
     return Cluster(
         name=f"two nodes of {PLACES} ranks, rails of {rate_mb:g} MB/s (measured)",
-        source="measured by the ranks themselves, just before", calibrated=True, **constants,
+        source="measured by the same ranks immediately before", calibrated=True, **constants,
     )  # fmt: skip
 
 
-def table_of(options: TwoNodesOptions, cluster: Cluster, found: list[dict[str, list[Sample]]]) -> Table:
-    """A row for each call, pass and schedule, with the flat ring's time over its own; the verdict below."""
+def table_of(options: TwoNodesOptions, cluster: Cluster, by_shape: list[dict[str, list[Sample]]]) -> Table:
+    """Return a table with a row per call, pass and schedule, and the speedup over the flat ring; the verdict below."""
     table = Table(
         f"{RANKS} ranks on {NODES} nodes, rails of {options.rate_mb:g} MB/s, {options.repeats} rounds",
         ("tokens, heads, mask, layout", "pass", "schedule", "over rails, MiB", "measured, ms", "predicted, ms", "error",
          "ring over it", "predicted", "foreign"),
         notes=[
-            "- over rails: what the busiest rank sends to the other node. error: predicted over measured, less one. "
-            "Ring over it: the flat ring's time over this schedule's, measured, and beside it predicted.",
-            f"- {cluster.cores} processors a node; foreign: processors that other programs took in the kept rounds.",
+            "- over rails: bytes of the busiest rank to the other node. error: predicted over measured, minus one. "
+            "Ring over it: the flat ring's time over this schedule's, measured, and next to it predicted.",
+            f"- {cluster.cores} processors a node; foreign: processors that other programs used in the kept rounds.",
             f"- messages, measured: inside a node {1e6 * cluster.latency_s:.0f} us and {cluster.bandwidth / 1e6:.0f} "
             f"MB/s; between nodes {1e6 * (cluster.node_latency_s or 0):.0f} us and "
             f"{(cluster.node_bandwidth or 0) / 1e6:.1f} MB/s.",
         ],
     )  # fmt: skip
     errors, right = [], 0
-    taken = dict(zip(shapes(options.calls), found, strict=True))
+    samples_by_shape = dict(zip(shapes(options.calls), by_shape, strict=True))
     for call in CALLS[: options.calls]:
         for name in PASSES:
             backward = name == "backward"
-            mine = [call._replace(schedule=schedule) for schedule in SCHEDULES]
-            plans = {shape: plans_of(shape, RANKS, backward, cluster) for shape in mine}
-            said = {shape: simulate(plans[shape], cluster).total_us / 1e6 for shape in mine}
-            took = {shape: wall(taken[shape][name]) for shape in mine}
-            right += took[min(mine, key=said.__getitem__)] <= 1.1 * min(took.values())
-            for shape in mine:
-                errors.append(said[shape] / took[shape] - 1)
+            call_shapes = [call._replace(schedule=schedule) for schedule in SCHEDULES]
+            plans = {shape: plans_of(shape, RANKS, backward, cluster) for shape in call_shapes}
+            predicted_s = {shape: simulate(plans[shape], cluster).total_us / 1e6 for shape in call_shapes}
+            measured_s = {shape: wall(samples_by_shape[shape][name]) for shape in call_shapes}
+            right += measured_s[min(call_shapes, key=predicted_s.__getitem__)] <= 1.1 * min(measured_s.values())
+            for shape in call_shapes:
+                errors.append(predicted_s[shape] / measured_s[shape] - 1)
                 table.rows.append((
                     call.call, name, shape.schedule, f"{crossing_bytes(plans[shape], cluster) / 2**20:.1f}",
-                    f"{1e3 * took[shape]:.0f}", f"{1e3 * said[shape]:.0f}", f"{errors[-1]:+.1%}",
-                    f"{took[mine[0]] / took[shape]:.2f}", f"{said[mine[0]] / said[shape]:.2f}",
-                    f"{median(one.foreign for one in kept(taken[shape][name])):.2f}",
+                    f"{1e3 * measured_s[shape]:.0f}", f"{1e3 * predicted_s[shape]:.0f}", f"{errors[-1]:+.1%}",
+                    f"{measured_s[call_shapes[0]] / measured_s[shape]:.2f}",
+                    f"{predicted_s[call_shapes[0]] / predicted_s[shape]:.2f}",
+                    f"{median(sample.foreign for sample in kept(samples_by_shape[shape][name])):.2f}",
                 ))  # fmt: skip
     table.notes.append(
         f"- median error {median(map(abs, errors)):.1%}, greatest {max(map(abs, errors)):.1%}; the schedule of the "
@@ -114,7 +115,7 @@ def table_of(options: TwoNodesOptions, cluster: Cluster, found: list[dict[str, l
 
 
 def crossing_bytes(plans: Sequence[Any], cluster: Cluster) -> int:
-    """What the rank that sends most to the other node sends there."""
+    """Return the bytes to the other node from the rank that sends most."""
     return max(
         sum(
             send.elements * plan.element_bytes(send.buffer)
@@ -126,23 +127,23 @@ def crossing_bytes(plans: Sequence[Any], cluster: Cluster) -> int:
     )
 
 
-def main(words: Sequence[str]) -> dict[str, Any]:
-    """Run, print, keep; returns what is kept. Raises `UnsupportedError` where namespaces or `tc` are not permitted."""
-    options = parse(TwoNodesOptions(), words)
+def main(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run, print, save and return the record. Raises `UnsupportedError` if namespaces or `tc` are not permitted."""
+    options = parse(TwoNodesOptions(), arguments)
     if options.rate_mb <= 0 or options.repeats < 1 or options.rounds < 1 or not 1 <= options.calls <= len(CALLS):
         raise InputError(f"rate_mb, repeats and rounds must be positive, and calls from 1 to {len(CALLS)}")
     with progress("two_nodes") as say, RailedNodes(PLACES, options.rate_mb * 1e6) as nodes:
         by_rank = nodes.run(PROGRAM, asdict(options), say, "shm")
         cores = len(nodes.processors[0])
     cluster = cluster_of([rank["constants"] for rank in by_rank], cores, options.rate_mb)
-    found = samples_of(by_rank)
+    by_shape = samples_of(by_rank)
     data: dict[str, Any] = {
         "cluster": asdict(cluster),
-        "samples": {str(shape): one for shape, one in zip(shapes(options.calls), found, strict=True)},
+        "samples": {str(shape): by_pass for shape, by_pass in zip(shapes(options.calls), by_shape, strict=True)},
         "sample_fields": Sample._fields,
         "largest_error": max(rank["error"] for rank in by_rank),
     }
-    finish("two_nodes", options, [table_of(options, cluster, found)], data, options.results)
+    finish("two_nodes", options, [table_of(options, cluster, by_shape)], data, options.results)
     return data
 
 

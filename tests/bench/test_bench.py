@@ -1,4 +1,4 @@
-"""The benchmarks: gates bite, contenders are exact, jobs may die, verdicts say what was measured, entries run tiny."""
+"""The benchmarks: gates, baselines, jobs that die, verdicts, and the command entries at tiny sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ringattn.bench import choice, clock, dilated, margin, memory, placement, soak, soak_ranks, speed
 from ringattn.bench.baselines import Flash, OurRing, independent, one_process
-from ringattn.bench.choice import FORWARD_FLOPS, Case, ChoiceOptions, different, drawn, flops, judged, tables_of
+from ringattn.bench.choice import FORWARD_FLOPS, Case, ChoiceOptions, distinct_schedules, drawn, flops, judge, tables_of
 from ringattn.bench.clock import Sample
 from ringattn.bench.crash_proof import Budget, JobFailed, Worker, run_all
 from ringattn.bench.gate import Baseline, GateError, open_gate, random_inputs, reference
@@ -44,7 +44,7 @@ SMALL = random_inputs(24, 4, 2, 8, torch.float32)
 
 
 def silent(line: str) -> None:
-    """Shows nothing."""
+    """Show nothing."""
 
 
 # --- the gate --------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def lose_a_row(out: Tensor, grads: list[Tensor]) -> None:
 
 
 class Spoiled(Flash):
-    """One process with something wrong in its answer."""
+    """One process with an error in its result."""
 
     def __init__(self, spoil: Callable[[Tensor, list[Tensor]], None]) -> None:
         super().__init__("spoiled", slice(None), slice(None))
@@ -83,13 +83,13 @@ class Spoiled(Flash):
         return dq, dk, dv
 
 
-def test_gate_is_green_for_what_is_right() -> None:
+def test_the_gate_accepts_exact_results() -> None:
     errors = open_gate([one_process(0), Spoiled(lambda out, grads: None)], SMALL)
     assert max(errors.values()) < 1e-5
 
 
 @pytest.mark.parametrize("spoil", [spoil_out, spoil_dv, put_nan, lose_a_row])
-def test_gate_bites(spoil: Callable[[Tensor, list[Tensor]], None]) -> None:
+def test_the_gate_refuses_wrong_results(spoil: Callable[[Tensor, list[Tensor]], None]) -> None:
     with pytest.raises(GateError, match="nothing is measured"):
         open_gate([Spoiled(spoil)], SMALL)
 
@@ -107,18 +107,18 @@ def test_gate_bites(spoil: Callable[[Tensor, list[Tensor]], None]) -> None:
         lambda ring: independent(ring.rank, ring.world_size, 4, 2),
     ],
 )
-def test_contenders_are_exact(make: Callable[[Ring], Baseline]) -> None:
+def test_baselines_are_exact(make: Callable[[Ring], Baseline]) -> None:
     errors = run_ranks(2, lambda ring: open_gate([make(ring)], SMALL))
     assert all(error < 1e-5 for by_name in errors for error in by_name.values())
 
 
-def test_stages_add_up_and_go_away() -> None:
+def test_stages_are_timed_only_inside_their_block() -> None:
     together = threading.Barrier(2, timeout=30)
 
     def on_rank(ring: Ring) -> tuple[dict[str, float], Tensor, Tensor]:
         ours = OurRing(ring)
         ours.load(SMALL)
-        # Stages are of a process: of two ranks that are threads of one, only one may wrap its functions.
+        # Stages belong to a process: if two ranks are its threads, only one may wrap its functions.
         with stages(ring) if ring.rank == 0 else nullcontext({}) as seconds:
             out = ours.forward()
             ours.backward()
@@ -129,11 +129,11 @@ def test_stages_add_up_and_go_away() -> None:
         assert seconds == before
         return seconds, out, ours.positions
 
-    # Two ranks, for one has nothing to merge.
-    found = run_ranks(2, on_rank)
-    assert tuple(found[0][0]) == STAGES
-    assert found[0][0]["block kernel"] > 0 and found[0][0]["merge"] > 0
-    for _, out, positions in found:
+    # Two ranks, because a single rank has nothing to merge.
+    by_rank = run_ranks(2, on_rank)
+    assert tuple(by_rank[0][0]) == STAGES
+    assert by_rank[0][0]["block kernel"] > 0 and by_rank[0][0]["merge"] > 0
+    for _, out, positions in by_rank:
         torch.testing.assert_close(out.double(), reference(SMALL).out[:, positions], atol=1e-5, rtol=0.0)
 
 
@@ -152,7 +152,7 @@ def test_samples_join_the_ranks() -> None:
     assert sample == clock.Sample(2.0, 1.5, 0.5)
 
 
-def test_options() -> None:
+def test_options_are_parsed_and_checked() -> None:
     options = parse(speed.SpeedOptions(), ["length_tokens=64", "layout=striped"])
     assert options == replace(speed.SpeedOptions(), length_tokens=64, layout="striped")
     assert parse(memory.MemoryOptions(), ["pool_ranks=2,4"]).pool_ranks == (2, 4)
@@ -188,9 +188,9 @@ def test_speed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_dilated(tmp_path: Path) -> None:
-    words = ["length_tokens=512", "ranks=2", "heads=2", "head_dim=16", "base_length=64", "long_tokens=1024",
+    arguments = ["length_tokens=512", "ranks=2", "heads=2", "head_dim=16", "base_length=64", "long_tokens=1024",
              "repeats=1", "tokens_per_rank=256", "memory_ranks=2"]  # fmt: skip
-    data = dilated.main([*words, f"results={tmp_path}"])
+    data = dilated.main([*arguments, f"results={tmp_path}"])
     rows = {row["schedule"]: (row["rows_a_head"], row["bytes_sent"]) for row in data["planned"]}
     assert rows == {
         "ring": (5376, 16_515_072),
@@ -202,19 +202,19 @@ def test_dilated(tmp_path: Path) -> None:
         "all_to_all, outputs in bfloat16": (2240, 6_881_280 + 12 * 1120 * 4),
         "full attention, ring": (917_504, 2_818_572_288),
     }
-    (found,) = data["by_ranks"].values()
-    # Half the tokens' pairs of 64 with 64 and their branches, against all pairs.
-    assert [rank["pairs"]["full"] for rank in found] == [2 * 256 * 512] * 2
-    assert sum(rank["pairs"]["dilated"] for rank in found) == 2 * 512 * (64 + 32 + 16 + 8)
+    (by_rank,) = data["by_ranks"].values()
+    # The pairs of 64 with 64 and of the other branches for half of the tokens, compared with all pairs.
+    assert [rank["pairs"]["full"] for rank in by_rank] == [2 * 256 * 512] * 2
+    assert sum(rank["pairs"]["dilated"] for rank in by_rank) == 2 * 512 * (64 + 32 + 16 + 8)
     assert (tmp_path / "dilated.md").read_text().count("### ") == 4
     assert all(rank["slot_bytes"] > 0 for ranks in data["memory"].values() for rank in ranks)
 
 
 @pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
-    words = ["length_tokens=1024", "methods=one device with backward,ring,ring with backward", "pool_ranks=4,8",
-             "pool_tokens_per_rank=32", "ranks=2", f"results={tmp_path}"]  # fmt: skip
-    data = memory.main(words)
+    arguments = ["length_tokens=1024", "methods=one device with backward,ring,ring with backward", "pool_ranks=4,8",
+                 "pool_tokens_per_rank=32", "ranks=2", f"results={tmp_path}"]  # fmt: skip
+    data = memory.main(arguments)
     alone, forward, both = data["weights"]
     assert forward["storages_bytes"] < both["storages_bytes"] < alone["storages_bytes"]
     assert (alone["ranks"], both["ranks"]) == (1, 2)
@@ -229,7 +229,7 @@ def test_memory(tmp_path: Path) -> None:
 
 
 def job(folder: str, number: int) -> int:
-    """Leaves a mark; every third dies, every fourth raises."""
+    """Leave a mark. Every third job dies, every fourth raises."""
     with Path(folder, str(number)).open("a") as file:
         file.write("x")
     if number % 3 == 0:
@@ -240,9 +240,9 @@ def job(folder: str, number: int) -> int:
 
 
 @pytest.mark.slow
-def test_every_job_is_run_once_and_deaths_are_told(tmp_path: Path) -> None:
-    given = [(str(tmp_path), number) for number in range(5)]
-    ended = {index: str(found) for index, found in run_all(job, given, 2, 60.0, Budget(60.0))}
+def test_every_job_runs_once_and_failures_are_reported(tmp_path: Path) -> None:
+    arguments = [(str(tmp_path), number) for number in range(5)]
+    ended = {index: str(result) for index, result in run_all(job, arguments, 2, 60.0, Budget(60.0))}
     died, raised = "its process ended with exit code 134", "ValueError: number 4"
     assert ended == {0: died, 1: "1", 2: "4", 3: died, 4: raised}
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {str(number): "x" for number in range(5)}
@@ -265,7 +265,7 @@ def test_a_job_that_hangs_is_ended_and_the_next_one_has_a_process() -> None:
         assert worker.ask(os.getpid, limit_s=60.0) not in (first, os.getpid())
 
 
-def test_a_process_whose_job_raised_does_no_other() -> None:
+def test_a_process_whose_job_raised_runs_no_other_job() -> None:
     """Its CUDA context may be broken."""
     with Worker() as worker:
         first = worker.ask(os.getpid, limit_s=60.0)
@@ -274,10 +274,10 @@ def test_a_process_whose_job_raised_does_no_other() -> None:
         assert worker.ask(os.getpid, limit_s=60.0) != first
 
 
-def test_nothing_is_begun_when_the_budget_is_spent(tmp_path: Path) -> None:
+def test_nothing_starts_once_the_budget_is_spent(tmp_path: Path) -> None:
     spent = Budget(0.0)
-    (found,) = run_all(job, [(str(tmp_path), 1)], 1, 60.0, spent)
-    assert str(found[1]) == "not tried: the 0 s of budget_s are spent" and not list(tmp_path.iterdir())
+    (outcome,) = run_all(job, [(str(tmp_path), 1)], 1, 60.0, spent)
+    assert str(outcome[1]) == "not tried: the 0 s of budget_s are spent" and not list(tmp_path.iterdir())
     assert Budget(50.0).limit(20.0) == 20.0 and 29.0 < Budget(30.0).limit(60.0) <= 30.0
 
 
@@ -288,18 +288,20 @@ LARGE = str(SIZES[-1])
 
 
 def messages(shm_s: float, gloo_s: float, copy_s: float) -> dict[str, dict[str, list[float]]]:
-    """Ten times each at the largest size; all others are met."""
-    found = {name: {str(size): [s] * 10 for size in SIZES} for name, s in (("shm", 1.0), ("gloo", 9.0), ("copy", 0.5))}
+    """Return ten times for each transport; the bar is met at all sizes except possibly the largest."""
+    seconds = {
+        name: {str(size): [s] * 10 for size in SIZES} for name, s in (("shm", 1.0), ("gloo", 9.0), ("copy", 0.5))
+    }
     for name, s in (("shm", shm_s), ("gloo", gloo_s), ("copy", copy_s)):
-        found[name][LARGE] = [s] * 10
-    return found
+        seconds[name][LARGE] = [s] * 10
+    return seconds
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "verdict"),
     [
         ((1.0, 4.0, 0.9), "At least 4.0 times gloo, the bar is 4 at every size: met."),
-        # Twice as fast as copying would be enough here, so the copy must not be counted as shm's.
+        # Twice as fast as copying would satisfy this bar, so the copy must not be counted as shm's.
         ((1.0, 4.0, 2.0), "At least 4.0 times gloo, the bar is 4 at every size: met."),
         ((1.0, 3.9, 0.9), "every size: MISSED at 65536 KiB (3.9 times, the bare copy 4.3)."),
         ((1.0, 3.6, 0.9), "every size: MISSED at 65536 KiB (3.6 times, the bare copy 4.0)."),
@@ -310,24 +312,24 @@ def messages(shm_s: float, gloo_s: float, copy_s: float) -> dict[str, dict[str, 
         ),
     ],
 )
-def test_a_size_that_copying_cannot_reach_is_told_apart_and_is_not_met(
-    seconds: tuple[float, float, float], words: str
+def test_a_size_that_copying_cannot_reach_is_reported_separately(
+    seconds: tuple[float, float, float], verdict: str
 ) -> None:
-    assert messages_verdict(messages(*seconds)).endswith(words)
+    assert messages_verdict(messages(*seconds)).endswith(verdict)
 
 
 def rounds(by: float, count: int = 60) -> tuple[list[float], list[float]]:
-    """Seconds of ours and of another that takes `by` times as long, on a machine whose speed wanders threefold."""
+    """Return seconds of ours and of a peer that takes `by` times as long, on a machine whose speed varies threefold."""
     draw = random.Random(7)
     speed = [1 + 2 * draw.random() for _ in range(count)]
-    ours, other = ([s * (1 + 0.02 * draw.random()) for s in speed] for _ in range(2))
-    return ours, [by * s for s in other]
+    ours, peer = ([s * (1 + 0.02 * draw.random()) for s in speed] for _ in range(2))
+    return ours, [by * s for s in peer]
 
 
 @pytest.mark.parametrize(("by", "word"), [(0.97, "slower"), (1.0, "level"), (1.03, "faster")])
-def test_three_percent_show_where_both_take_turns(by: float, word: str) -> None:
+def test_alternating_rounds_resolve_three_percent(by: float, word: str) -> None:
     ratio = paired(*rounds(by))
-    assert ratio.words == word
+    assert ratio.verdict == word
     assert ratio.low < ratio.median < ratio.high and ratio.median == pytest.approx(by, rel=0.01)
 
 
@@ -339,18 +341,18 @@ def calls(forward: float, backward: float) -> dict[str, dict[str, list[float]]]:
 
 
 @pytest.mark.parametrize(
-    ("by", "words"),
+    ("by", "text"),
     [
         ((1.0, 1.05), "ring: met; forward"),
         ((0.95, 1.05), "ring: MISSED; forward"),
         ((1.05, 0.95), "ring: MISSED; forward"),
     ],
 )
-def test_level_is_missed_only_where_a_pass_is_slower_beyond_doubt(by: tuple[float, float], words: str) -> None:
-    said = calls_verdict(calls(*by))
-    assert words in said
-    assert str(paired(*rounds(by[0]))) in said and str(paired(*rounds(by[1]))) in said
-    few = {name: {one: times[:5] for one, times in by_pass.items()} for name, by_pass in calls(*by).items()}
+def test_the_bar_is_missed_only_if_a_pass_is_certainly_slower(by: tuple[float, float], text: str) -> None:
+    verdict = calls_verdict(calls(*by))
+    assert text in verdict
+    assert str(paired(*rounds(by[0]))) in verdict and str(paired(*rounds(by[1]))) in verdict
+    few = {name: {pass_name: times[:5] for pass_name, times in by_pass.items()} for name, by_pass in calls(*by).items()}
     assert "ring: OPEN; forward" in calls_verdict(few)
     table = calls_table(1024, calls(*by))
     assert [row[-1] for row in table.rows[:3]] == [
@@ -365,8 +367,8 @@ def test_level_is_missed_only_where_a_pass_is_slower_beyond_doubt(by: tuple[floa
 
 @pytest.mark.slow
 def test_a_short_soak_is_flat(tmp_path: Any) -> None:
-    words = ["seconds=15", "transport=shm", "ranks=2", "stops_per_minute=30", "stop_s=0.5", f"results={tmp_path}"]
-    data = soak.main(words)
+    arguments = ["seconds=15", "transport=shm", "ranks=2", "stops_per_minute=30", "stop_s=0.5", f"results={tmp_path}"]
+    data = soak.main(arguments)
     assert data["complaints"] == [] and data["stops"] > 0
     assert [soaked[-1]["error"] <= soak_ranks.EXACT for soaked in data["samples"]] == [True, True]
     assert "The bar: no more descriptors" in (tmp_path / "soak.md").read_text(encoding="utf-8")
@@ -382,17 +384,17 @@ def test_drawn_calls_are_exact_and_a_wrong_result_is_noticed(monkeypatch: pytest
     def body(ring: Any) -> None:
         random_ = random.Random(1)
         for _ in range(10):
-            assert soak_ranks.check(ring, soak_ranks.drawn(random_)) <= soak_ranks.EXACT
+            assert soak_ranks.check(ring, soak_ranks.draw_call(random_)) <= soak_ranks.EXACT
         attention = type(ring).attention
         monkeypatch.setattr(type(ring), "attention", lambda *args, **options: attention(*args, **options) * (1 + 1e-8))
         with pytest.raises(GateError, match="a result is off by"):
-            soak_ranks.check(ring, soak_ranks.drawn(random_))
+            soak_ranks.check(ring, soak_ranks.draw_call(random_))
 
     run_ranks(1, body)
 
 
 def soaked(**grows: float) -> soak.Samples:
-    """Thirty samples in which each number is 100, or rises to that plus its growth after the warm-up."""
+    """Return thirty samples: each number starts at 100 and grows by `grows` after the warm-up."""
     names = ("descriptors", "threads", "maps", "rss_bytes")
     return [
         {"calls": 10.0 * n, **{name: 100 + grows.get(name, 0) * max(n - 10, 0) / 19 for name in names}}
@@ -402,16 +404,18 @@ def soaked(**grows: float) -> soak.Samples:
 
 @pytest.mark.parametrize("name", ["descriptors", "threads", "maps"])
 def test_counts_must_not_grow(name: str) -> None:
-    assert soak.judged([soaked(), soaked()]) == []
-    assert [words.split(" grew")[0] for words in soak.judged([soaked(), soaked(**{name: 10})])] == [f"rank 1: {name}"]
+    assert soak.judge([soaked(), soaked()]) == []
+    assert [complaint.split(" grew")[0] for complaint in soak.judge([soaked(), soaked(**{name: 10})])] == [
+        f"rank 1: {name}"
+    ]
 
 
 def test_memory_must_not_grow_beyond_the_bound() -> None:
     grown = soaked(rss_bytes=2 * GROWTH_MIB * 2**20)
-    assert soak.judged([grown])[0].startswith("rank 0: memory grew by 16.8 MiB")
-    assert soak.judged([soaked(rss_bytes=GROWTH_MIB * 2**20)]) == []
+    assert soak.judge([grown])[0].startswith("rank 0: memory grew by 16.8 MiB")
+    assert soak.judge([soaked(rss_bytes=GROWTH_MIB * 2**20)]) == []
     assert slope_bytes(grown) == pytest.approx(1000 * 2 * GROWTH_MIB * 2**20 / 190)
-    assert soak.judged([soaked()[:2]]) == ["rank 0 has 2 samples, too few to judge"]
+    assert soak.judge([soaked()[:2]]) == ["rank 0 has 2 samples, too few to judge"]
 
 
 def test_options_that_do_not_fit_are_refused() -> None:
@@ -425,7 +429,7 @@ def test_options_that_do_not_fit_are_refused() -> None:
 CALL = Shape(1024, 4, 4, 64, "zigzag", "ring")
 
 
-def test_calls_are_drawn_alike_and_of_every_kind() -> None:
+def test_draws_are_reproducible_and_cover_every_kind() -> None:
     assert drawn(10, 23) == drawn(10, 23) and drawn(10, 23)[:2] == drawn(2, 23) != drawn(2, 24)
     calls = [call for _, call in drawn(10, 23)]
     assert {ranks for ranks, _ in drawn(10, 23)} == {2, 3, 4}
@@ -436,8 +440,8 @@ def test_calls_are_drawn_alike_and_of_every_kind() -> None:
 
 
 def test_schedules_with_the_same_plans_are_measured_once() -> None:
-    two, four = ({shape.schedule for shape in different(CALL, ranks)} for ranks in (2, 4))
-    # On two ranks one exchange brings everything, whatever it is called.
+    two, four = ({shape.schedule for shape in distinct_schedules(CALL, ranks)} for ranks in (2, 4))
+    # On two ranks one exchange delivers everything, under any name.
     assert not two & {"direct", "all_gather", "double_ring"} and {"ring", "pass_q"} <= two
     assert {"ring", "direct", "all_gather", "bidirectional", "double_ring"} <= four
 
@@ -451,36 +455,36 @@ def test_packed_documents_are_exact_and_small_ones_stay_documents() -> None:
 
 
 def measured(case: Case, slower: dict[str, float]) -> list[dict[str, list[Sample]]]:
-    """What ranks would measure that take just what is predicted, times `slower` by schedule."""
-    found = []
+    """Return measurements equal to the predictions, multiplied by `slower` for some schedules."""
+    by_shape = []
     for shape in case.shapes:
         by_pass = {}
         for name in PASSES:
-            said = simulate(plans_of(shape, case.ranks, name == "backward", REFERENCE), REFERENCE).total_us / 1e6
-            by_pass[name] = [Sample(said * slower.get(shape.schedule, 1.0), said, 0.0)]
-        found.append(by_pass)
-    return found
+            predicted_s = simulate(plans_of(shape, case.ranks, name == "backward", REFERENCE), REFERENCE).total_us / 1e6
+            by_pass[name] = [Sample(predicted_s * slower.get(shape.schedule, 1.0), predicted_s, 0.0)]
+        by_shape.append(by_pass)
+    return by_shape
 
 
-def test_a_choice_is_judged_by_what_was_measured() -> None:
-    case = Case(3, different(CALL, 3))
-    right = judged(case, measured(case, {}), REFERENCE)
+def test_a_choice_is_judged_by_measured_times() -> None:
+    case = Case(3, distinct_schedules(CALL, 3))
+    right = judge(case, measured(case, {}), REFERENCE)
     assert right.chosen == right.fastest and right.over_fastest(right.chosen) == 1
     assert max(map(abs, right.errors())) == pytest.approx(0)
-    assert right.auto in right.took
-    # What is chosen turns out slow: another is the fastest, and the errors say so.
-    spoiled = judged(case, measured(case, {right.chosen: 1.5}), REFERENCE)
+    assert right.auto in right.measured
+    # The chosen schedule turns out slow: another one is the fastest, and the errors show it.
+    spoiled = judge(case, measured(case, {right.chosen: 1.5}), REFERENCE)
     assert spoiled.chosen == right.chosen != spoiled.fastest and spoiled.over_fastest(spoiled.chosen) > 1.1
     assert min(spoiled.errors()) == pytest.approx(-1 / 3)
 
 
 def test_the_bar_is_nine_in_ten() -> None:
-    cases = [Case(3, different(CALL, 3))] * 10
+    cases = [Case(3, distinct_schedules(CALL, 3))] * 10
     good = measured(cases[0], {})
-    bad = measured(cases[0], {judged(cases[0], good, REFERENCE).chosen: 1.5})
+    bad = measured(cases[0], {judge(cases[0], good, REFERENCE).chosen: 1.5})
     for wrong, word in ((1, "met"), (2, "MISSED")):
-        found = [bad] * wrong + [good] * (10 - wrong)
-        choices, passes = tables_of(ChoiceOptions(results=""), REFERENCE, found, cases)
+        samples = [bad] * wrong + [good] * (10 - wrong)
+        choices, passes = tables_of(ChoiceOptions(results=""), REFERENCE, samples, cases)
         assert f"in {10 - wrong} of 10; the bar is 90%: {word}." in choices.notes[0]
         assert "the bar is 10%: met" in choices.notes[1]
         assert len(passes.rows) == sum(len(case.shapes) for case in cases) * len(PASSES)
@@ -493,7 +497,7 @@ def test_bad_options_are_refused(word: str) -> None:
         choice.main([word, "results="])
 
 
-# --- placements of documents of a published distribution -------------------------------------------------------------
+# --- placement of documents from a published distribution ------------------------------------------------------------
 
 
 TOKENS = 131072
@@ -503,15 +507,15 @@ TOKENS = 131072
 @pytest.mark.parametrize("longest", [0, TOKENS // 4])
 def test_pairs_are_balanced_for_documents_of_a_published_distribution(ranks: int, longest: int) -> None:
     for seed in range(6):
-        cuts = placement.drawn(TOKENS, seed, longest)
+        cuts = placement.draw_documents(TOKENS, seed, longest)
         pairs = load_of(cuts, placed(cuts, ranks)).pairs
         assert max(pairs) * ranks <= 1.05 * sum(pairs), f"seed {seed}"
 
 
 @pytest.mark.parametrize(("ranks", "seed", "fewest"), [(2, 0, 10_905), (2, 2, 90_974), (8, 0, 67_159), (8, 2, 634_840)])
-def test_placed_at_once_pairs_are_even_and_rows_few(ranks: int, seed: int, fewest: int) -> None:
-    """`fewest`: a lower bound on the rows that any placement as even as this sends."""
-    cuts = placement.drawn(TOKENS, seed)
+def test_placement_for_delivery_at_once_balances_pairs_with_few_rows(ranks: int, seed: int, fewest: int) -> None:
+    """`fewest`: a lower bound on the rows that any equally balanced placement sends."""
+    cuts = placement.draw_documents(TOKENS, seed)
     load, steps = (load_of(cuts, place(cuts, ranks)) for place in (placed_at_once, placed))
     assert max(load.pairs) * ranks <= EVEN * sum(load.pairs)
     assert fewest <= sum(load.sent) <= (1.001 if seed == 2 else 1.1) * fewest
@@ -522,63 +526,61 @@ def test_placed_at_once_pairs_are_even_and_rows_few(ranks: int, seed: int, fewes
     ("ranks", "seed", "fewest"),
     [(2, 2, 91_266), (2, 4, 64_671), (4, 2, 273_793), (4, 4, 191_968), (8, 2, 638_836), (8, 4, 446_014)],
 )
-def test_cut_at_its_end_one_document_that_outweighs_all_others_sends_as_few_rows_as_can_be(
-    ranks: int, seed: int, fewest: int
-) -> None:
-    cuts = placement.drawn(TOKENS, seed)
+def test_cutting_a_dominant_document_at_its_end_sends_the_fewest_rows(ranks: int, seed: int, fewest: int) -> None:
+    cuts = placement.draw_documents(TOKENS, seed)
     assert max(stop - start for start, stop in pairwise(cuts)) > TOKENS / 2
     load = load_of(cuts, place(cuts, ranks, CHOICES[1]))
     assert fewest <= sum(load.sent) <= 1.01 * fewest
     fastest = load_of(cuts, placed(cuts, ranks))
-    assert fastest.in_steps < load.in_steps and sum(fastest.sent) <= 1.15 * fewest, "zigzag costs a few rows more"
+    assert fastest.in_steps < load.in_steps and sum(fastest.sent) <= 1.15 * fewest, "zigzag sends a few more rows"
 
 
-def test_direct_sends_what_is_read_and_nothing_more() -> None:
+def test_direct_sends_exactly_the_rows_that_are_read() -> None:
     options = placement.PlacementOptions(heads=2, kv_heads=1, head_dim=8, schedule="direct")
-    cuts = placement.drawn(4096, 3)
-    found = placement.placed_by(cuts, "documents", 4, options)
-    assert found.sent == found.read == sum(load_of(cuts, placed(cuts, 4)).sent) > 0
+    cuts = placement.draw_documents(4096, 3)
+    figures = placement.measure_layout(cuts, "documents", 4, options)
+    assert figures.sent == figures.read == sum(load_of(cuts, placed(cuts, 4)).sent) > 0
 
 
-def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["tokens=2000", "ranks=2", "seeds=1", "longest_tokens=0", "heads=2", "kv_heads=1", "head_dim=8",
+def test_the_placement_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tokens=2000", "ranks=2", "seeds=1", "longest_tokens=0", "heads=2", "kv_heads=1", "head_dim=8",
              f"results={tmp_path}"]  # fmt: skip
-    data = placement.main(words)
+    data = placement.main(arguments)
     assert json.loads((tmp_path / "placement.json").read_text())["0 2"] == data["0 2"]
     assert set(data["0 2"]) == {*placement.LAYOUTS, placement.AT_ONCE}
     assert "rows sent" in capsys.readouterr().out
 
 
-# --- what a ring loses to the multiprocessors that it leaves to exchanges --------------------------------------------
+# --- what a ring loses to the SMs that it leaves to exchanges --------------------------------------------------------
 
 
 def test_a_long_ring_loses_its_share_and_a_short_one_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On 8 of 132 multiprocessors; hops that nothing hides cost a short ring more than any margin."""
+    """With 8 of 132 SMs reserved. For a short ring, exposed hops cost more than any margin."""
     margin.main(["clusters=h100", "masks=causal", "tokens=8192,1048576", f"results={tmp_path}"])
     short, long = json.loads((tmp_path / "margin.json").read_text())["rows"]
-    lost = [[row["margins_ms"][of] / row["free_ms"] - 1 for of in ("4", "8")] for row in (short, long)]
+    lost = [[row["margins_ms"][sms] / row["free_ms"] - 1 for sms in ("4", "8")] for row in (short, long)]
     shares = 132 / 128 - 1, 132 / 124 - 1
     assert lost[1] == pytest.approx(shares, rel=0.01)
-    assert all(0.3 * share < one < 0.8 * share for one, share in zip(lost[0], shares, strict=True))
+    assert all(0.3 * share < loss < 0.8 * share for loss, share in zip(lost[0], shares, strict=True))
     assert short["serial_ms"] > 1.5 * short["free_ms"] and long["serial_ms"] < 1.01 * long["free_ms"]
     assert "| h100    | causal | 8192" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("by", "words"), [(2.0, "a margin of 4"), (0.5, "a margin of 4")])
+@pytest.mark.parametrize(("by", "message"), [(2.0, "a margin of 4"), (0.5, "a margin of 4")])
 def test_a_wrong_margin_stops_the_benchmark(
-    by: float, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    by: float, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A margin that makes a pass faster, or slower than its share, is a fault of the model."""
     leaving = Cluster.leaving
     wrong = {"flops": 648e12 * by, "backward_flops": 561e12 * by}
-    told = iter([None])  # the first question, for the time; what may be is asked of the true one
+    first_call = iter([None])  # the first call computes the time and is spoiled; the bound uses the true cluster
 
     def spoiled(self: Cluster, sm_margin: int) -> Cluster:
-        made = leaving(self, sm_margin)
-        return made if next(told, True) else Cluster(**{**vars(made), **wrong})
+        cluster = leaving(self, sm_margin)
+        return cluster if next(first_call, True) else Cluster(**{**vars(cluster), **wrong})
 
     monkeypatch.setattr(Cluster, "leaving", spoiled)
-    with pytest.raises(GateError, match=words):
+    with pytest.raises(GateError, match=message):
         margin.main(["clusters=h100", "masks=full", "tokens=1048576", "margins=4", f"results={tmp_path}"])
     assert not list(tmp_path.iterdir())
 
@@ -613,6 +615,6 @@ def test_the_picture_of_memory_shows_the_gain_over_one_device() -> None:
     assert labels[2].endswith("3 MiB: 15.6 times less")
     figure.canvas.draw()
     boxes = [text.get_window_extent() for text in ax.texts]
-    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))
     assert max(box.x1 for box in boxes) <= figure.bbox.x1
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""The GPU benchmarks rehearsed in Triton's interpreter: that they run, gate and keep; their figures mean nothing."""
+"""The GPU benchmarks rehearsed in Triton's interpreter: they must run, gate and save; their figures mean nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ringattn.bench import kernel_code, kernels, qkv, tune
 from ringattn.bench import makespan as model
 from ringattn.bench.crash_proof import JobFailed
 from ringattn.bench.kernel_baselines import KernelBaseline
-from ringattn.bench.makespan import GPUS, HEADS, items_of, measured, order, ratio, step_of
+from ringattn.bench.makespan import GPUS, HEADS, all_steps, items_of, order, ratio, step_of
 from ringattn.bench.qkv import Inputs, QkvOptions, eager, fault
 from ringattn.bench.tune import Case, Timed, TuneOptions, cost, promising
 from ringattn.engine.plain import PlainEngine
@@ -35,16 +35,16 @@ from tests.kernels.gluon_gate.values import language, pointer, value
 from tests.launch.commands import python
 
 
-def rehearsed(module: str, folder: Path, *words: str) -> Any:
-    """What a benchmark keeps, run in a process of its own on the CPU."""
+def rehearse(module: str, folder: Path, *arguments: str) -> Any:
+    """Run a benchmark in a separate process on the CPU; return its saved record."""
     interpreted = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(folder / "triton")}
-    done = python("-m", module, *words, f"results={folder}", env=interpreted)
+    done = python("-m", module, *arguments, f"results={folder}", env=interpreted)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads((folder / f"{module.rpartition('.')[2]}.json").read_text())
 
 
 class StandInForWorker:
-    """In the place of a worker process."""
+    """Replaces a worker process."""
 
     def __enter__(self) -> Any:
         return self
@@ -53,8 +53,8 @@ class StandInForWorker:
         pass
 
 
-def test_a_kernel_is_compiled_anew_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton keeps what it compiled by device, and the stub device has the same number for every GPU."""
+def test_a_kernel_is_recompiled_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton caches compiled kernels by device, and the stub device has the same number for every GPU."""
 
     class Kernel:
         def __init__(self) -> None:
@@ -75,35 +75,39 @@ SMALL = (*SIZES, "dtype=float16", "masks=causal")
 
 @pytest.mark.slow
 def test_kernels(tmp_path: Path) -> None:
-    found = rehearsed("ringattn.bench.kernels", tmp_path, *SMALL, "only=pointers,fused,cudnn,gluon")
-    assert [row["engine"] for row in found["speed"]] == ["pointers", "fused"]
-    assert all(row["forward_us"] > 0 and row["backward_us"] > 0 and "failed" not in row for row in found["speed"])
-    assert set(found["ring steps"]) == {"pointers", "fused"} and found["launch"]["engine call by kept handle"] > 0
-    assert found["refused"]["cudnn"] == "needs a CUDA device" and "sm_90, not sm_80" in found["refused"]["gluon"]
+    record = rehearse("ringattn.bench.kernels", tmp_path, *SMALL, "only=pointers,fused,cudnn,gluon")
+    assert [row["engine"] for row in record["speed"]] == ["pointers", "fused"]
+    assert all(row["forward_us"] > 0 and row["backward_us"] > 0 and "failed" not in row for row in record["speed"])
+    assert set(record["ring steps"]) == {"pointers", "fused"} and record["launch"]["engine call by kept handle"] > 0
+    assert record["refused"]["cudnn"] == "needs a CUDA device" and "sm_90, not sm_80" in record["refused"]["gluon"]
 
 
 class Answers(StandInForWorker):
-    """In the place of a worker: `speed` of "cudnn" answers, all else as `says` has it; notes what was kept before."""
+    """Replaces a worker: `speed` returns figures, other jobs fail as `says` defines; records the saved rows before each
+    job.
+    """
 
     says: ClassVar[dict[str, str]] = {}
     kept: ClassVar[list[int]] = []
     file: ClassVar[Path]
 
-    def ask(self, job: Any, *given: Any, limit_s: float) -> Any:
+    def ask(self, job: Any, *arguments: Any, limit_s: float) -> Any:
         assert 0 < limit_s <= 60
-        name = given[1] if len(given) > 1 else ""
+        name = arguments[1] if len(arguments) > 1 else ""
         self.kept.append(len(json.loads(self.file.read_text())["speed"]) if self.file.exists() else -1)
-        if why := self.says.get(f"{job.__name__} {name}".strip()):
-            raise JobFailed(why)
+        if reason := self.says.get(f"{job.__name__} {name}".strip()):
+            raise JobFailed(reason)
         if job is kernels.speed:
-            return {f"{given[-1]}_us": 2.0, f"{given[-1]}_tflops": 3.0}
+            return {f"{arguments[-1]}_us": 2.0, f"{arguments[-1]}_tflops": 3.0}
         return {"a": 1.0} if job is kernels.launch_costs else None
 
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Answers]:
-    made = [KernelBaseline(name, lambda inputs, causal: (None, None)) for name in ("cudnn", "hangs", "not here")]  # type: ignore[arg-type, return-value]
-    monkeypatch.setattr(kernels, "kernel_baselines", lambda dim, dtype, only: (made, {"flash4": "is not installed"}))
+    baselines = [KernelBaseline(name, lambda inputs, causal: (None, None)) for name in ("cudnn", "hangs", "not here")]  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(
+        kernels, "kernel_baselines", lambda dim, dtype, only: (baselines, {"flash4": "is not installed"})
+    )
     monkeypatch.setattr(kernels, "Worker", Answers)
     monkeypatch.setattr(Answers, "kept", [])
     monkeypatch.setattr(Answers, "says", {})
@@ -111,22 +115,22 @@ def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Answers]:
     return Answers
 
 
-def test_what_is_measured_is_kept_at_once(answers: type[Answers], tmp_path: Path) -> None:
+def test_every_figure_is_saved_immediately(answers: type[Answers], tmp_path: Path) -> None:
     answers.says |= {"gate not here": "RuntimeError: refuses", "speed hangs": "no answer within 60 s"}
     answers.says |= {"launch_costs": "its process ended with exit code -9"}
     copy = tmp_path / "copy"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPU_CHECK_COPY", str(copy))
         kernels.main([f"results={tmp_path}", "file=first", "tokens=1,2,3,4"])
-    found = json.loads((tmp_path / "first.json").read_text())
-    assert [row.get("failed") for row in found["speed"]] == [
+    record = json.loads((tmp_path / "first.json").read_text())
+    assert [row.get("failed") for row in record["speed"]] == [
         *[None] * 8, *["no answer within 60 s"] * 2, *["not tried: 2 sizes have failed"] * 6,
     ]  # fmt: skip
-    assert found["refused"] == {
+    assert record["refused"] == {
         "flash4": "is not installed", "not here": "RuntimeError: refuses",
         "launch cost": "its process ended with exit code -9",
     }  # fmt: skip
-    # Before each question: the gate, forward and backward of eight sizes; one gate and two sizes; a gate, the costs.
+    # Before each job: the gate, forward and backward of eight sizes; one gate and two sizes; a gate, the costs.
     sizes = [rows for rows in range(1, 8) for _ in ("forward", "backward")]
     assert answers.kept == [-1, -1, -1, *sizes, 8, 8, 9, 16, 16]
     page = (tmp_path / "first.md").read_text()
@@ -135,11 +139,11 @@ def test_what_is_measured_is_kept_at_once(answers: type[Answers], tmp_path: Path
         assert (copy / file).read_text() == (tmp_path / file).read_text()
 
 
-def test_a_spent_budget_leaves_the_rest_out(answers: type[Answers], tmp_path: Path) -> None:
+def test_a_spent_budget_skips_the_rest(answers: type[Answers], tmp_path: Path) -> None:
     kernels.main([f"results={tmp_path}", "file=first", "budget_s=0"])
-    found = json.loads((tmp_path / "first.json").read_text())
-    assert answers.kept == [] and found["speed"] == [] and found["complete"]
-    assert found["refused"]["cudnn"] == "not tried: the 0 s of budget_s are spent"
+    record = json.loads((tmp_path / "first.json").read_text())
+    assert answers.kept == [] and record["speed"] == [] and record["complete"]
+    assert record["refused"]["cudnn"] == "not tried: the 0 s of budget_s are spent"
 
 
 # --- the projection --------------------------------------------------------------------------------------------------
@@ -150,49 +154,49 @@ SMALL_PROJECTION = [
     "models=64",
     "head_dim=16",
     "dtype=float16",
-]  # bfloat16 is not right in the stock interpreter
+]  # bfloat16 is wrong in the stock interpreter
 
 
 @pytest.mark.slow
 def test_a_rehearsal_in_the_interpreter(tmp_path: Path) -> None:
     """Every baseline passes the gate and is timed, in the order of the table."""
-    kept = rehearsed("ringattn.bench.qkv", tmp_path, *SMALL_PROJECTION)
+    kept = rehearse("ringattn.bench.qkv", tmp_path, *SMALL_PROJECTION)
     assert kept["refused"] == {} and kept["measured on"] == {"device": "none: a rehearsal"}
     assert [row["backend"] for row in kept["times"]] == ["eager", "epilogue", "fused"]
     assert all(row["columns"] == 96 and row["forward_us"] > 0 and row["backward_us"] > 0 for row in kept["times"])
 
 
 @pytest.mark.parametrize("part", ["q", "the message", "dweight"])
-def test_the_gate_sees(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoiled(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = eager(given)
+def test_the_gate_notices_wrong_results(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoiled(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = eager(inputs)
         if part == "the message":
-            given.message[3, 0, 0, 20] += 0.5
+            inputs.message[3, 0, 0, 20] += 0.5
         return (q * (1.02 if part == "q" else 1.0), k, v.detach() * v if part == "dweight" else v)
 
     monkeypatch.setattr(qkv, "BASELINES", {"eager": eager, "spoiled": spoiled})
     small = QkvOptions(tokens=40, head_dim=16, dtype="float16")
     assert fault(small, 64, "eager") is None and str(fault(small, 64, "spoiled")).startswith("model 64: ")
     monkeypatch.setattr(
-        qkv, "BASELINES", {"unwritten": lambda given: eager(given._replace(message=given.message.clone()))}
+        qkv, "BASELINES", {"unwritten": lambda inputs: eager(inputs._replace(message=inputs.message.clone()))}
     )
     assert "the message is off by nan" in str(fault(small, 64, "unwritten"))
 
 
 @pytest.mark.parametrize("job", ["fault", "times"])
-def test_what_hangs_or_is_wrong_costs_its_own_figures(
+def test_a_baseline_that_hangs_or_is_wrong_loses_only_its_figures(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """eager hangs at its second model, so that the others have nothing to be compared with; epilogue is wrong."""
+    """eager hangs at its second model, so the others cannot be compared there; epilogue is wrong."""
 
     class Answers(StandInForWorker):
-        def ask(self, asked: Any, options: QkvOptions, model: int, name: str, *, limit_s: float) -> Any:
+        def ask(self, requested: Any, options: QkvOptions, model: int, name: str, *, limit_s: float) -> Any:
             assert 0 < limit_s <= 60
             rows = json.loads((tmp_path / "qkv.json").read_text())["times"] if (tmp_path / "qkv.json").exists() else []
             before.append(len(rows))
-            if name == "eager" and model == 2 and asked.__name__ == job:
+            if name == "eager" and model == 2 and requested.__name__ == job:
                 raise JobFailed("no answer within 60 s")
-            if asked is qkv.fault:
+            if requested is qkv.fault:
                 return "model 1: q is off" if name == "epilogue" else None
             return {"model": model, "columns": 3, "backend": name, "forward_us": 1.0, "backward_us": 2.0}
 
@@ -204,8 +208,8 @@ def test_what_hangs_or_is_wrong_costs_its_own_figures(
         (1, "eager"), *((model, "fused") for model in (1, 2, 3)),
     ]  # fmt: skip
     assert kept["refused"] == {"eager": "no answer within 60 s", "epilogue": "model 1: q is off"} and kept["complete"]
-    asked_of_eager = 3 if job == "fault" else 4
-    assert before == [*[0, 0, 1, 1][:asked_of_eager], 1, 1, 1, 2, 2, 3, 3]
+    eager_requests = 3 if job == "fault" else 4
+    assert before == [*[0, 0, 1, 1][:eager_requests], 1, 1, 1, 2, 2, 3, 3]
 
 
 # --- tuning of block sizes -------------------------------------------------------------------------------------------
@@ -216,15 +220,15 @@ FASTEST = Config(128, 128, 8, 2, "pointers")
 
 
 class Tries(StandInForWorker):
-    """In the place of a worker: times of candidates by their blocks; of those that hang, none. Notes what was asked."""
+    """Replaces a worker: times depend on the blocks; candidates in `hang` have none. Records the requests."""
 
     asked: ClassVar[list[tuple[str, Config]]] = []
     hang: ClassVar[set[Config]] = set()
     wrong: ClassVar[set[Config]] = set()
 
-    def ask(self, job: Any, case: Case, config: Config, *given: Any, limit_s: float) -> Any:
+    def ask(self, job: Any, case: Case, config: Config, *arguments: Any, limit_s: float) -> Any:
         self.asked.append((job.__name__, config))
-        if job is tune.wrong:
+        if job is tune.why_wrong:
             return "full mask: out is off" if config in self.wrong else None
         if config in self.hang:
             raise JobFailed("no answer within 60 s")
@@ -239,29 +243,29 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> type[Tries]:
     return Tries
 
 
-def tuned(folder: Path, *words: str) -> Any:
-    tune.main([*TUNED, f"results={folder}", *words])
+def tuned(folder: Path, *arguments: str) -> Any:
+    tune.main([*TUNED, f"results={folder}", *arguments])
     return json.loads((folder / "tune.json").read_text())["candidates"]
 
 
 def test_spills_reject_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times decide: the table's own dK/dV entry spills with one compiler, and those that spill may be the fastest."""
+    """Times decide: the table's own dK/dV entry spills with one compiler, and a spilling candidate may be fastest."""
     handles = [SimpleNamespace(name=name, spills=n) for name, n in (("_forward", 2), ("_grad_q", 99), ("_grad_kv", 8))]
     spilling = SimpleNamespace(handles=lambda: handles, clear=lambda: None)
     monkeypatch.setattr(tune, "kept", spilling)
     monkeypatch.setattr(tune, "with_config", lambda case, config: PlainEngine())
     small = TuneOptions(tokens=8, heads=2, batch=1, dtype="float32")
-    found = tune.run(Case("grad_kv", 16, "pointers"), FASTEST, small, True)
-    assert len(found.us) == 2 and min(found.us) > 0 and found.spills == 8 and not found.failed
+    timed = tune.run(Case("grad_kv", 16, "pointers"), FASTEST, small, True)
+    assert len(timed.us) == 2 and min(timed.us) > 0 and timed.spills == 8 and not timed.failed
     assert tune.run(Case("forward", 16, "pointers"), FASTEST, small, False).spills == 2
 
 
 def test_a_broken_context_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A candidate that fails is a result; where the device fails from then on, the error leaves the job."""
+    """A candidate that fails is a result. If the device fails from then on, the error leaves the job."""
     monkeypatch.setattr(tune, "with_config", lambda case, config: 1 / 0)
     small = TuneOptions(tokens=8, heads=2, batch=1, dtype="float32")
-    given = Case("forward", 16, "pointers"), FASTEST, small, True
-    assert tune.run(*given).failed == "ZeroDivisionError: division by zero"
+    arguments = Case("forward", 16, "pointers"), FASTEST, small, True
+    assert tune.run(*arguments).failed == "ZeroDivisionError: division by zero"
 
     def synchronize() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -269,10 +273,10 @@ def test_a_broken_context_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        tune.run(*given)
+        tune.run(*arguments)
 
 
-def test_tuning_goes_on_where_it_ended(tries: type[Tries], tmp_path: Path) -> None:
+def test_tuning_resumes(tries: type[Tries], tmp_path: Path) -> None:
     tries.hang.add(FASTEST)
     first = tuned(tmp_path)
     assert {name: len(rows) for name, rows in first.items()} == {"forward/64/pointers": 3, "grad_kv/64/pointers": 3}
@@ -287,13 +291,15 @@ def test_tuning_goes_on_where_it_ended(tries: type[Tries], tmp_path: Path) -> No
     assert [name for name, _ in tries.asked].count("run") == 6
 
 
-def test_each_candidate_is_kept_at_once(tries: type[Tries], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(self: Tries, job: Any, case: Case, config: Config, *given: Any, limit_s: float) -> Any:
+def test_each_candidate_is_saved_immediately(
+    tries: type[Tries], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(self: Tries, job: Any, case: Case, config: Config, *arguments: Any, limit_s: float) -> Any:
         if len(self.asked) == 2:
             raise KeyboardInterrupt
-        return asked(self, job, case, config, *given, limit_s=limit_s)
+        return original_ask(self, job, case, config, *arguments, limit_s=limit_s)
 
-    asked = Tries.ask
+    original_ask = Tries.ask
     monkeypatch.setattr(Tries, "ask", stopped)
     with pytest.raises(KeyboardInterrupt):
         tuned(tmp_path)
@@ -301,10 +307,10 @@ def test_each_candidate_is_kept_at_once(tries: type[Tries], tmp_path: Path, monk
     assert [Config(*row["config"]) for row in rows] == [config for _, config in tries.asked] and len(rows) == 2
 
 
-def test_what_the_budget_cuts_off_has_not_failed(
+def test_a_candidate_cut_off_by_the_budget_has_not_failed(
     tries: type[Tries], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(self: Tries, *given: Any, limit_s: float) -> Any:
+    def slow(self: Tries, *arguments: Any, limit_s: float) -> Any:
         assert limit_s <= 0.2
         time.sleep(limit_s)
         raise JobFailed(f"no answer within {limit_s:.0f} s")
@@ -313,11 +319,13 @@ def test_what_the_budget_cuts_off_has_not_failed(
     assert tuned(tmp_path, "budget_s=0.2") == {}
 
 
-def test_the_fastest_right_one_is_written(tries: type[Tries], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_correct_candidate_is_written(
+    tries: type[Tries], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: dict[str, Config] = {}
     monkeypatch.setattr(tune, "put_config", lambda arch, dim, form, kernel, config: written.update({kernel: config}))
-    found = tuned(tmp_path, "write=true", "kernels=forward")["forward/64/pointers"]
-    fastest = min(found, key=lambda row: sum(row["us"]))
+    rows = tuned(tmp_path, "write=true", "kernels=forward")["forward/64/pointers"]
+    fastest = min(rows, key=lambda row: sum(row["us"]))
     assert written == {"forward": Config(*fastest["config"])} and fastest["right"] and fastest["spills"] == 8
     assert fastest["config"][:2] == [128, 128]
     tries.wrong.add(Config(*fastest["config"]))
@@ -328,8 +336,8 @@ def test_the_fastest_right_one_is_written(tries: type[Tries], tmp_path: Path, mo
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("kernel", "blocks"), [("forward", (128, 128)), ("grad_kv", (64, 128)), ("grad_q", (128, 64))])
-def test_what_promises_most_is_tried_first(kernel: str, blocks: tuple[int, int], dim: int) -> None:
-    """dK and dV with 64 key rows for each group of warps, out and dQ with 64 query rows: within the first ten."""
+def test_promising_candidates_are_tried_first(kernel: str, blocks: tuple[int, int], dim: int) -> None:
+    """dK and dV with 64 key rows per group of warps, out and dQ with 64 query rows: among the first ten."""
     order = promising(kernel, dim, "descriptors")
     assert (*blocks, 8, 2, "descriptors") in order[:10]
     assert len(order) == len(set(order)) == 64
@@ -338,10 +346,18 @@ def test_what_promises_most_is_tried_first(kernel: str, blocks: tuple[int, int],
 
 @pytest.mark.slow
 def test_tune(tmp_path: Path) -> None:
-    words = ("tokens=64", "batch=1", "heads=1", "dims=64", "forms=pointers,gluon", "kernels=forward,grad_q", "limit=2")
-    found = rehearsed("ringattn.bench.tune", tmp_path, *words, "workers=1", "dtype=float16")
-    assert set(found["candidates"]) == {"forward/64/pointers", "grad_q/64/pointers"}
-    for rows in found["candidates"].values():
+    arguments = (
+        "tokens=64",
+        "batch=1",
+        "heads=1",
+        "dims=64",
+        "forms=pointers,gluon",
+        "kernels=forward,grad_q",
+        "limit=2",
+    )
+    record = rehearse("ringattn.bench.tune", tmp_path, *arguments, "workers=1", "dtype=float16")
+    assert set(record["candidates"]) == {"forward/64/pointers", "grad_q/64/pointers"}
+    for rows in record["candidates"].values():
         assert len(rows) == 2 and all(len(row["us"]) == 2 for row in rows)
         assert [row["right"] for row in sorted(rows, key=lambda row: sum(row["us"]))] == [True, False]
 
@@ -355,7 +371,7 @@ RESULTS = Path(model.__file__).parent / "results/cpu/makespan.json"
 
 @cache
 def tiles_of(source: str) -> ModuleType:
-    """The module `attention_tiles` of that source, to run on NumPy."""
+    """Execute the source of `attention_tiles` as a module that runs on NumPy."""
     tl = language()
     stubs = {"triton": SimpleNamespace(jit=lambda function: function, language=tl), "triton.language": tl}
     tiles = ModuleType("attention_tiles")
@@ -364,21 +380,21 @@ def tiles_of(source: str) -> ModuleType:
     return tiles
 
 
-def mapped(source: str, table: Table, batches: int, section: int) -> list[tuple[int, int, int]]:
-    """(block, batch, head) of the items that are not idle, as `item_of` in `source` finds them."""
+def mapped_items(source: str, table: Table, batches: int, section: int) -> list[tuple[int, int, int]]:
+    """Return (block, batch, head) of the items that are not idle, as `item_of` in `source` computes them."""
     count, slots = len(table.blocks), table.slots
     items = value(np.arange(count * slots * batches, dtype=np.int32))
     sizes = (value(x) for x in (count, slots, batches, section))
     block, batch, head, idle = tiles_of(source).item_of(pointer(table.blocks), items, *sizes)
     return [
-        (int(one) // 8, int(of), int(at))
-        for one, of, at, skipped in zip(block.at, batch, head, idle, strict=True)
+        (int(block_entry) // 8, int(batch_index), int(head_index))
+        for block_entry, batch_index, head_index, skipped in zip(block.at, batch, head, idle, strict=True)
         if not skipped
     ]
 
 
-def drawn(seed: int) -> tuple[Table, int, int]:
-    """A table whose blocks have different heads, batches, and a section of any size."""
+def draw_table(seed: int) -> tuple[Table, int, int]:
+    """Draw a table whose blocks have different heads, the number of batches, and a section of any size."""
     rng = Random(seed)
     slots, batches = rng.randint(1, 5), rng.randint(1, 3)
     heads = [rng.randint(1, slots) for _ in range(rng.randint(1, 6))]
@@ -391,45 +407,45 @@ def drawn(seed: int) -> tuple[Table, int, int]:
     )
 
 
-def owed(table: Table, batches: int) -> list[tuple[int, int, int]]:
-    """Every (block, batch, head) of a table."""
+def expected_items(table: Table, batches: int) -> list[tuple[int, int, int]]:
+    """Return every (block, batch, head) of a table."""
     return [
-        (at, batch, head)
-        for at, block in enumerate(table.blocks.tolist())
+        (index, batch, head)
+        for index, block in enumerate(table.blocks.tolist())
         for batch in range(batches)
         for head in range(block[3], block[3] + block[4])
     ]
 
 
-def test_every_item_once_in_the_order_of_the_model() -> None:
+def test_every_item_occurs_once_in_the_order_of_the_model() -> None:
     for seed in range(60):
-        table, batches, section = drawn(seed)
-        found = mapped(TILES, table, batches, section)
-        assert sorted(found) == sorted(owed(table, batches))
+        table, batches, section = draw_table(seed)
+        items = mapped_items(TILES, table, batches, section)
+        assert sorted(items) == sorted(expected_items(table, batches))
         firsts = table.blocks[:, 3].tolist()
-        assert found == [
+        assert items == [
             (block, place // table.slots, firsts[block] + place % table.slots)
             for block, place in order(len(firsts), table.slots * batches, section).tolist()
             if place % table.slots < table.blocks[block, 4]
         ]
 
 
-def test_sections_hold_what_fits_the_cache() -> None:
+def test_a_section_fits_the_cache() -> None:
     mib = 1 << 20
     assert section_of(16, 64, 4 * mib, H100) == 8 and section_of(16, 64, 2 * mib, H100) == 16
     assert section_of(32, 64, 4 * mib, H100, sharing=4) == 32 and section_of(64, 64, 4 * mib, H100, sharing=4) == 32
-    # What does not fit comes a K/V head at a time, but never in fewer than two items a multiprocessor.
+    # If nothing fits, the section is one K/V head at a time, but never fewer than two items per SM.
     assert section_of(16, 999, 99 * mib, H100, sharing=4) == 4
     assert section_of(16, 64, 99 * mib, H100) == 5 and section_of(16, 64, 99 * mib, H100, sharing=4) == 8
     assert section_of(3, 1, 99 * mib, H100) == 3 and section_of(0, 0, 0, H100) == 1
 
 
 def test_the_section_of_a_launch() -> None:
-    """16,384 rows of 64 and of 32 elements are 3 MiB a head, of which eleven fit."""
+    """16,384 rows of 64 and of 32 elements are 3 MiB per head, of which eleven fit."""
     k, v = (torch.zeros(1 << 14, 2, 16, dim, dtype=torch.half, device="meta") for dim in (64, 32))
     table = Table(torch.zeros(128, 8), torch.zeros(1, 16), 16)
     assert section_for(table, k, v) == 11 and section_for(table, k, v, sharing=2) == 22
-    # Less than three fit if each head reads four, but two items a multiprocessor take three.
+    # Fewer than three fit if each head reads four, but two items per SM need three.
     assert section_for(table, k, v, reads=4) == 3
     assert section_for(table._replace(slots=4), k, v) == 8
 
@@ -438,9 +454,9 @@ def test_the_section_of_a_launch() -> None:
 @pytest.mark.parametrize("tokens", [4096, 8192, 16384])
 @pytest.mark.parametrize("gpu", GPUS)
 def test_a_causal_step_fills_the_gpu(gpu: str, tokens: int, side: str) -> None:
-    """16 heads, batch 1, which is the least even of ordinary calls.
+    """16 heads, batch 1: the least even of ordinary calls.
 
-    At 4,096 tokens a B200's multiprocessors have 3.5 items each: longest first ends at 60 units where 58 might do.
+    At 4,096 tokens each SM of a B200 has 3.5 items: longest first ends at 60 units, where 58 might be possible.
     """
     launch = step_of("causal", tokens, side)
     items = items_of(launch, launch.section(GPUS[gpu]))
@@ -448,10 +464,10 @@ def test_a_causal_step_fills_the_gpu(gpu: str, tokens: int, side: str) -> None:
     assert ratio(items, GPUS[gpu].multiprocessors) <= (1.052 if (gpu, tokens) == ("B200", 4096) else 1.03)
 
 
-def test_the_figures_are_those_committed() -> None:
-    """Renewed by `python -m ringattn.bench makespan`. On an H100 nothing but equal items takes more than 1.03."""
-    found = measured()
-    assert found == json.loads(RESULTS.read_text(encoding="utf-8"))["figures"]
-    for name, one in found.items():
-        assert one["least"] <= min(one.values()), name
-        assert not name.endswith(" 132") or one["ours"] <= max(1.03, one["least"]), name
+def test_the_committed_figures_are_current() -> None:
+    """Renew with `python -m ringattn.bench makespan`. On an H100 only indivisible equal items exceed 1.03."""
+    figures = all_steps()
+    assert figures == json.loads(RESULTS.read_text(encoding="utf-8"))["figures"]
+    for name, figure in figures.items():
+        assert figure["least"] <= min(figure.values()), name
+        assert not name.endswith(" 132") or figure["ours"] <= max(1.03, figure["least"]), name

@@ -1,4 +1,4 @@
-"""The fault table's judge, and benchmarks of several GPUs and of two nodes, rehearsed over gloo."""
+"""The judge of the fault table, and the benchmarks for several GPUs and for two nodes, rehearsed over gloo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from ringattn.bench import faults, many, many_ranks, two_nodes
 from ringattn.bench.clock import Sample
 from ringattn.bench.fault_ranks import Answer
-from ringattn.bench.faults import COLUMNS, FAULTS, FaultsOptions, Outcome, applies, blamed, judged, suffer, tabulate
+from ringattn.bench.faults import COLUMNS, FAULTS, FaultsOptions, Outcome, applies, blamed, judge, run_fault, tabulate
 from ringattn.bench.hosts import RailedNodes, TwoHosts, _shares, address
 from ringattn.bench.many import PARTS, ManyOptions, cases_of, measure
 from ringattn.bench.processes import Ended
@@ -36,7 +36,7 @@ from tests.transport.nccl_rings import on_rings, results
 from tests.transport.simulated.world import SimWorld
 
 GRACE_S = 5.0
-"""The table grants two seconds after a deadline; a test may share its machine with other tests."""
+"""The table allows two seconds after a deadline; a test may share its machine with other tests."""
 
 KILL, STOP, LINK = FAULTS["kill between passes"], FAULTS["stop 2.5 T between passes"], FAULTS["link cut"]
 SILENT = "no answer from ranks [1] within 4 s; rank 1 is silent (stopped, stuck, gone or out of reach)"
@@ -48,17 +48,21 @@ def forkserver() -> None:
 
 
 def run_cells(cells: Sequence[tuple[str, str]]) -> list[Outcome]:
-    """The outcome of each (fault, column). Three at once: nearly all of their time is waiting."""
+    """Return the outcome of each (fault, column). Three run at once, because nearly all of their time is waiting."""
 
     def run(cell: tuple[str, str]) -> Outcome:
-        return suffer(FAULTS[cell[0]], cell[1], 1, grace_s=GRACE_S)
+        return run_fault(FAULTS[cell[0]], cell[1], 1, grace_s=GRACE_S)
 
     with ThreadPoolExecutor(3) as pool:
         return list(pool.map(run, cells))
 
 
 def assert_good(cells: Sequence[tuple[str, str]]) -> None:
-    failed = [f"{each.fault} over {each.column}: {each.complaints}" for each in run_cells(cells) if each.complaints]
+    failed = [
+        f"{outcome.fault} over {outcome.column}: {outcome.complaints}"
+        for outcome in run_cells(cells)
+        if outcome.complaints
+    ]
     assert not failed, "\n".join(failed)
 
 
@@ -94,15 +98,15 @@ def test_cells_of_two_hosts(hosts: None) -> None:
 
 
 def complaints(name: str, *answers: Answer | None, column: str = "gloo") -> list[str]:
-    given = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
-    return judged(FAULTS[name], COLUMNS[column], 10.0, given, 4.0)
+    by_rank = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
+    return judge(FAULTS[name], COLUMNS[column], 10.0, by_rank, 4.0)
 
 
 def error(message: str, at_s: float = 11.0, kind: str = "PeerLostError", **more: object) -> Answer:
     return Answer(kind, message, at_s, 9.0, **more)  # type: ignore[arg-type]
 
 
-def test_every_other_rank_must_name_the_guilty_rank_alone_and_in_time() -> None:
+def test_every_other_rank_must_name_only_the_guilty_rank_in_time() -> None:
     good = error("rank 1 is gone")
     assert complaints(KILL.name, good, None, good) == []
     assert complaints(KILL.name, good, None, None) == ["rank 2 gave no answer"]
@@ -116,7 +120,7 @@ def test_every_other_rank_must_name_the_guilty_rank_alone_and_in_time() -> None:
     assert "rank 2 RuntimeError" in complaints(KILL.name, good, None, replace(good, kind="RuntimeError"))[0]
 
 
-def test_a_stopped_rank_may_take_the_deadline_and_blames_nobody() -> None:
+def test_a_stopped_rank_may_take_the_deadline_and_must_blame_no_other() -> None:
     good = error(SILENT, 15.9, "DeadlineError")
     assert complaints(STOP.name, good, Answer(), good) == []
     assert complaints(STOP.name, good, error("rank 0 failed first: DeadlineError: rank 1 is silent"), good) == []
@@ -145,13 +149,13 @@ def test_a_forked_child_must_be_refused_and_must_end() -> None:
     assert "; hung" in complaints("child exits", Answer(), Answer(child="nothing; hung"), Answer())[0]
 
 
-def test_a_cut_link_blames_no_rank_of_the_own_host() -> None:
-    good = [error(f"rank {other} is silent (x)", 14.0, "DeadlineError") for other in (2, 3, 1, 0)]
+def test_after_a_link_cut_no_rank_of_the_same_host_is_blamed() -> None:
+    good = [error(f"rank {peer} is silent (x)", 14.0, "DeadlineError") for peer in (2, 3, 1, 0)]
     good[2:] = [error("the store's host (rank 0 of the job, at 10.77.0.1:29500) did not answer within 0.8 s", 14.0)] * 2
     assert complaints(LINK.name, *good, column="hosts") == []
-    for rank, other in ((0, 1), (1, 0), (2, 3)):
-        answers = [*good[:rank], error(f"rank {other} is gone", 14.0), *good[rank + 1 :]]
-        assert f"rank {rank} blames ranks [{other}]" in complaints(LINK.name, *answers, column="hosts")[0]
+    for rank, peer in ((0, 1), (1, 0), (2, 3)):
+        answers = [*good[:rank], error(f"rank {peer} is gone", 14.0), *good[rank + 1 :]]
+        assert f"rank {rank} blames ranks [{peer}]" in complaints(LINK.name, *answers, column="hosts")[0]
 
 
 def test_over_a_slow_link_only_a_rank_without_the_store_may_blame_a_rank_of_its_host() -> None:
@@ -162,8 +166,8 @@ def test_over_a_slow_link_only_a_rank_without_the_store_may_blame_a_rank_of_its_
         ("rank 1 is silent (x), last heard in 'step 2' of call 18", "rank 3 blames ranks [1]"),
         (f"rank 2 is silent (x){store}", "rank 3 blames ranks [2]"),
     ):
-        found = complaints("30 % loss", verdict, verdict, verdict, error(message, 14.0), column="hosts")
-        assert [each.partition(":")[0] for each in found] == [wrong] * bool(wrong), message
+        reported = complaints("30 % loss", verdict, verdict, verdict, error(message, 14.0), column="hosts")
+        assert [complaint.partition(":")[0] for complaint in reported] == [wrong] * bool(wrong), message
 
 
 @pytest.mark.parametrize(
@@ -183,12 +187,12 @@ def test_blamed_ranks_are_read_from_messages(message: str, ranks: set[int]) -> N
     assert blamed(message) == ranks
 
 
-def test_a_missed_bar_is_said() -> None:
+def test_a_missed_bar_is_reported() -> None:
     good = Outcome(KILL.name, "gloo", {0: 1.2})
     bad = Outcome(KILL.name, "shm", {0: 9.0}, complaints=["rank 0 took 9.00 s"])
     options = FaultsOptions(transports=("shm", "gloo"))
     page = tabulate(options, [good, bad]).markdown()
-    assert "1 of 2 as they must be. The bar is all of them: MISSED." in page and "rank 0 took 9.00 s" in page
+    assert "1 of 2 as required. The bar is all of them: MISSED." in page and "rank 0 took 9.00 s" in page
     assert "MISSED 0/1 9.0 s" in page and "| 1/1 1.2 s" in page
     assert "The bar is all of them: met." in tabulate(options, [good]).markdown()
 
@@ -199,7 +203,7 @@ def test_columns_without_a_link_have_no_faults_of_the_link() -> None:
 
 
 def test_an_unknown_fault_or_transport_is_refused() -> None:
-    with pytest.raises(InputError, match="only=tsunami: no fault has such a name; choose from kill between passes"):
+    with pytest.raises(InputError, match="only=tsunami: matches no fault; choose from kill between passes"):
         faults.main(["only=tsunami"])
     with pytest.raises(InputError, match="transports: tcp is not one of shm, gloo, nodes, hosts"):
         faults.main(["transports=tcp"])
@@ -215,41 +219,43 @@ SMALL = (
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_every_case_can_be_asked_for(part: str) -> None:
-    """What is measured first is what a ring takes by itself, of every transport; no case is asked for twice."""
+def test_every_case_is_valid_and_defaults_come_first(part: str) -> None:
+    """The first cases use the defaults of every transport; no case occurs twice."""
     cases = list(cases_of(ManyOptions(part=part)))
     assert [case["transport"] for case in cases if not case["nccl"]][:2] in (["nccl", "peer"], ["nccl", "nccl"])
-    first_varied = next((at for at, case in enumerate(cases) if case["nccl"]), len(cases))
+    first_varied = next((index for index, case in enumerate(cases) if case["nccl"]), len(cases))
     assert not any(not case["nccl"] for case in cases[first_varied:])
     assert len({json.dumps(case) for case in cases}) == len(cases)
     chosen = [NcclOptions(**case["nccl"]) for case in cases if case["nccl"]]
     if part in ("hops", "overlap"):
-        assert {one.sm_margin for one in chosen} >= {0, 4, 8, 16} and {one.cga_cluster_size for one in chosen} >= {1, 4}
+        assert {options.sm_margin for options in chosen} >= {0, 4, 8, 16} and {
+            options.cga_cluster_size for options in chosen
+        } >= {1, 4}
     if part == "hops":
-        assert any(not one.register for one in chosen) and any(one.blocking for one in chosen)
+        assert any(not options.register for options in chosen) and any(options.blocking for options in chosen)
     if part == "ring":
         assert {case["kind"] for case in cases} == {"ring", "fsdp"}
     if part == "life":
         assert {case["kind"] for case in cases} == {"life", "abort"} and cases[0]["cycles"] == 20
 
 
-def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
-    for words, says in (
+def test_invalid_options_are_refused(tmp_path: Path) -> None:
+    for arguments, message in (
         (["part=hop"], "part=hop: choose one of hops, overlap, ring, life, report"),
-        (["ranks=1"], "ranks=1: .* takes two GPUs"),
+        (["ranks=1"], "ranks=1: .* use two GPUs"),
         (["part=report", f"results={tmp_path}"], "no part has been measured there"),
     ):
-        with pytest.raises(InputError, match=says):
-            many.main(words)
+        with pytest.raises(InputError, match=message):
+            many.main(arguments)
 
 
-def ranks_that(monkeypatch: pytest.MonkeyPatch, answers: list[dict[int, dict[str, Any]]]) -> list[int]:
-    """In the place of torchrun: of each start, the answers of both ranks by case; how many cases each was given."""
-    given: list[int] = []
+def stub_torchrun(monkeypatch: pytest.MonkeyPatch, answers: list[dict[int, dict[str, Any]]]) -> list[int]:
+    """Replace torchrun: per start, the answers of both ranks by case. Returns how many cases each start received."""
+    case_counts: list[int] = []
 
     def run(program: list[str], job: Path, meanwhile: Any, ranks: int, job_s: float) -> Ended:
-        given.append(len(json.loads(job.read_text())))
-        for case, answer in answers[len(given) - 1].items():
+        case_counts.append(len(json.loads(job.read_text())))
+        for case, answer in answers[len(case_counts) - 1].items():
             for rank in range(ranks):
                 (job.parent / f"answer-{case}-{rank}.json").write_text(json.dumps(answer))
             meanwhile()
@@ -257,34 +263,34 @@ def ranks_that(monkeypatch: pytest.MonkeyPatch, answers: list[dict[int, dict[str
         return Ended(3, "the last words")
 
     monkeypatch.setattr(many, "run_torchrun", run)
-    return given
+    return case_counts
 
 
-def test_a_case_that_fails_costs_its_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_case_loses_only_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad, refused = {"x": 1}, {"failed": "ArithmeticError"}, {"failed": "no fa3", "goes on": True}
-    given = ranks_that(monkeypatch, [{0: good, 1: bad}, {0: refused, 1: good}, {0: good}])
-    found: list[Any] = []
-    measure([{"n": n} for n in range(6)], 2, ManyOptions(), lambda case, answer: found.append((case["n"], answer)))
+    case_counts = stub_torchrun(monkeypatch, [{0: good, 1: bad}, {0: refused, 1: good}, {0: good}])
+    answers: list[Any] = []
+    measure([{"n": n} for n in range(6)], 2, ManyOptions(), lambda case, answer: answers.append((case["n"], answer)))
     died = {"failed": "its processes ended with exit code 3: the last words"}
-    assert found == [(0, good), (1, bad), (2, refused), (3, good), (4, died), (5, good)]
-    assert given == [6, 4, 1]
+    assert answers == [(0, good), (1, bad), (2, refused), (3, good), (4, died), (5, good)]
+    assert case_counts == [6, 4, 1]
 
 
-def test_a_case_that_hangs_costs_its_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks_that(monkeypatch, [{}, {0: {"x": 1}}])
-    found: list[Any] = []
-    measure([{"n": 0}, {"n": 1}], 2, ManyOptions(limit_s=0.0), lambda case, answer: found.append(answer))
-    assert found[0]["failed"].startswith("no answer within 0 s") and found[1] == {"x": 1}
+def test_a_hanging_case_loses_only_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_torchrun(monkeypatch, [{}, {0: {"x": 1}}])
+    answers: list[Any] = []
+    measure([{"n": 0}, {"n": 1}], 2, ManyOptions(limit_s=0.0), lambda case, answer: answers.append(answer))
+    assert answers[0]["failed"].startswith("no answer within 0 s") and answers[1] == {"x": 1}
 
 
-def test_what_the_budget_leaves_no_time_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_beyond_the_budget_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: Any, **__: Any) -> Ended:
         raise AssertionError("started")
 
     monkeypatch.setattr(many, "run_torchrun", run)
-    found: list[Any] = []
-    measure([{"n": 0}, {"n": 1}], 2, ManyOptions(budget_s=-1.0), lambda case, answer: found.append(answer["failed"]))
-    assert found == ["not tried: the -1 s of budget_s are spent"] * 2
+    reasons: list[Any] = []
+    measure([{"n": 0}, {"n": 1}], 2, ManyOptions(budget_s=-1.0), lambda case, answer: reasons.append(answer["failed"]))
+    assert reasons == ["not tried: the -1 s of budget_s are spent"] * 2
 
 
 @pytest.mark.slow
@@ -301,18 +307,18 @@ def test_every_part_runs_and_is_on_the_page(tmp_path: Path, capsys: pytest.Captu
     many.main(["part=report", f"results={tmp_path}"])
     page = (tmp_path / "many.md").read_text()
     assert re.search(r"nccl +\| 2 x GPU +\| seconds to the named error, stop +\| rank 0: 11\.2", page)
-    titles = ("A hop, GB/s", "A hop beside", "A causal pass", "A training step", "Openings", "An abort", "Faults")
+    titles = ("A hop, GB/s", "A hop during", "A causal pass", "A training step", "Openings", "An abort", "Faults")
     assert all(f"### {title}" in page for title in titles) and "not measured" not in page
     assert page in capsys.readouterr().out
 
 
-def test_every_choice_of_nccl_hops_over_the_simulated_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The body of a hop and of an overlap, on a ring opened with what each case asks for."""
+def test_every_nccl_option_hops_over_the_simulated_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the body of a hop and of an overlap on a ring opened with the options of each case."""
     cases = [case for case in cases_of(ManyOptions(transports=("nccl",))) if case["kind"] == "hop"]
     assert len(cases) == 11
     shape = {"heads": 2, "kv_heads": 1, "head_dim": 8, "rows": 16, "dtype": "float32", "count": 2}
     local = threading.local()
-    monkeypatch.setattr(many_ranks, "opened", lambda case: nullcontext(local.ring))
+    monkeypatch.setattr(many_ranks, "open_ring", lambda case: nullcontext(local.ring))
 
     def body(ring: Ring) -> tuple[Any, Any]:
         local.ring = ring
@@ -324,7 +330,11 @@ def test_every_choice_of_nccl_hops_over_the_simulated_library(monkeypatch: pytes
         answers = results(on_rings(world, body, ring={"engine": "plain"}, options=NcclOptions(**case["nccl"])))
         assert world.violations == []
         for hops, both in answers:
-            assert set(hops) == {"256", "4096"} and all(of["us"] > 0 for of in hops.values()) and both["both_us"] > 0
+            assert (
+                set(hops) == {"256", "4096"}
+                and all(figure["us"] > 0 for figure in hops.values())
+                and both["both_us"] > 0
+            )
 
 
 # --- two nodes with slow links between their ranks -------------------------------------------------------------------
@@ -337,8 +347,8 @@ SHARD = 4096 // RANKS * 8 * 2 * 64 * 4  # bytes of K and V that a rank owns in t
 
 @pytest.mark.parametrize(
     ("schedule", "forward", "backward"),
-    # Backward gradients cross as often as what they are gradients of; Ulysses' queries, keys and values there, outputs
-    # back, a quarter of each to either rank of the other node.
+    # Backward gradients cross as often as the tensors they belong to. Ulysses sends queries, keys and values, and
+    # outputs back, a quarter of each to either rank of the other node.
     [
         ("ring", 3, 6),
         ("double_ring", 1, 2),
@@ -355,28 +365,30 @@ def test_what_crosses_between_the_nodes(schedule: str, forward: int, backward: i
             assert crossing_bytes(plans, NODES) == pytest.approx(shards * SHARD, rel=0.01), (schedule, back)
 
 
-def test_constants_of_both_kinds_of_messages_are_found_again() -> None:
+def test_constants_of_both_kinds_of_messages_are_recovered() -> None:
     seconds = made_up(NODES)
     for nbytes in MESSAGE_BYTES:
         seconds[f"{FAR} {nbytes}"] = 1e-4 + nbytes / 25e6
     assert f"{NEAR} {MESSAGE_BYTES[0]}" in seconds
     by_rank = [{"seconds": {name: [value] for name, value in seconds.items()}, "jobs": 4}] * RANKS
-    found = cluster_of(by_rank, 1, 25.0)
-    assert found.node_bandwidth == pytest.approx(25e6) and found.node_latency_s == pytest.approx(1e-4)
-    assert found.bandwidth == pytest.approx(NODES.bandwidth) and found.cores == 1 and found.ranks_per_node == PLACES
+    cluster = cluster_of(by_rank, 1, 25.0)
+    assert cluster.node_bandwidth == pytest.approx(25e6) and cluster.node_latency_s == pytest.approx(1e-4)
+    assert (
+        cluster.bandwidth == pytest.approx(NODES.bandwidth) and cluster.cores == 1 and cluster.ranks_per_node == PLACES
+    )
 
 
 def samples(cluster: Cluster, slower: dict[str, float]) -> list[dict[str, list[Sample]]]:
-    """What nodes would measure that take just what is predicted, times `slower` by schedule."""
-    found = []
+    """Return measurements equal to the predictions, multiplied by `slower` for some schedules."""
+    by_shape = []
     for shape in two_nodes.shapes(OPTIONS.calls):
         times = slower.get(shape.schedule, 1.0)
         seconds = {
             name: simulate(plans_of(shape, RANKS, name == "backward", cluster), cluster).total_us / 1e6 * times
             for name in PASSES
         }
-        found.append({name: [Sample(value, value, 0.0)] for name, value in seconds.items()})
-    return found
+        by_shape.append({name: [Sample(value, value, 0.0)] for name, value in seconds.items()})
+    return by_shape
 
 
 def test_the_table_says_how_far_off_and_whether_the_choice_was_right() -> None:
@@ -400,23 +412,23 @@ def test_bad_options_are_refused(word: str) -> None:
 
 def test_nodes_share_processors_and_node_1_connects() -> None:
     assert _shares([3, 4, 5, 7]) == [[3, 4], [5, 7]] and _shares([2]) == [[2], [2]] and _shares([1, 2, 3]) == [[1], [2]]
-    # Gloo connects from the greater address to the smaller one.
+    # Gloo connects from the larger address to the smaller one.
     assert max(address(0, place) for place in range(9)) < min(address(1, place) for place in range(9))
 
 
 def probe(ring: Ring, nbytes: int) -> list[int]:
-    """Every rank sends `nbytes` to each rank of the other node; the last byte of each, and this rank's node."""
+    """Send `nbytes` to each rank of the other node; return the last byte received from each of them."""
     peers = [rank for rank in range(RANKS) if rank // PLACES != ring.rank // PLACES]
     sent = ring.transport.allocate(nbytes)
     sent.fill_(ring.rank)
     received = [ring.transport.allocate(nbytes) for _ in peers]
     sends = [Message(peer, sent, "probe") for peer in peers]
-    ring.transport.exchange(sends, [Message(*one, "probe") for one in zip(peers, received, strict=True)]).wait()
+    ring.transport.exchange(sends, [Message(*pair, "probe") for pair in zip(peers, received, strict=True)]).wait()
     return [int(x.view(torch.uint8)[-1]) for x in received]
 
 
 @pytest.mark.slow
-def test_every_rail_carries_as_much_and_nothing_is_left() -> None:
+def test_rails_carry_equal_bytes_and_nothing_is_left() -> None:
     try:
         nodes = RailedNodes(PLACES, 100e6)
     except UnsupportedError as error:
@@ -424,11 +436,11 @@ def test_every_rail_carries_as_much_and_nothing_is_left() -> None:
     nbytes = 1 << 20
 
     def silent(line: str) -> None:
-        """Shows nothing."""
+        """Show nothing."""
 
     with nodes:
-        found: list[Any] = nodes.run("tests.bench.test_faults:probe", {"nbytes": nbytes}, silent, "shm")
-        assert found == [[2, 3], [2, 3], [0, 1], [0, 1]]
+        received: list[Any] = nodes.run("tests.bench.test_faults:probe", {"nbytes": nbytes}, silent, "shm")
+        assert received == [[2, 3], [2, 3], [0, 1], [0, 1]]
         for by_place in nodes.sent_bytes():
             assert all(2 * nbytes <= sent <= 2.1 * nbytes for sent in by_place), nodes.sent_bytes()
     with pytest.raises(Exception, match=r"No such file|Cannot open|does not exist|non-zero"):
