@@ -1,12 +1,12 @@
-"""`python -m tests.fuzz`: drawn uses of the public face, each against the reference.
+"""`python -m tests.fuzz`: random uses of the public API, each compared with the reference.
 
-seed=N       one case, printed, and whether it holds
-seconds=60   how long to run (an hour's night: seconds=3600)
-cases=N      stop after so many
-start=SEED   the first seed; else a fresh one
+seed=N       run one case and print it, and whether it holds
+seconds=60   how long to run (overnight: seconds=3600)
+cases=N      stop after N cases
+start=SEED   the first seed; by default a fresh one
 kinds=a,b    attention, dilated, layers, sequences, order, disagree, nan, processes, idle, triton (only when named)
 jobs=1       processes that run cases
-failures=1   stop after so many
+failures=1   stop after this many failures
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import sys
 import time
 
-# Before torch loads: the ranks are threads or processes, each with one intra-op thread of its own.
+# Set before torch loads: the ranks are threads or processes, and each gets one intra-op thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -29,20 +29,20 @@ OPTIONS = ("seed", "seconds", "cases", "start", "kinds", "jobs", "failures")
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code: 1 where a case does not hold."""
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    if set(given) - set(OPTIONS) or not all(given.values()):
+    """Run the fuzzer; return the exit code: 1 if a case does not hold."""
+    options = dict(argument.partition("=")[::2] for argument in arguments)
+    if set(options) - set(OPTIONS) or not all(options.values()):
         print(__doc__)
         return 2
-    if "seed" in given:
-        return replayed(int(given["seed"]))
-    kinds = given["kinds"].split(",") if "kinds" in given else list(USUAL)
+    if "seed" in options:
+        return replay(int(options["seed"]))
+    kinds = options["kinds"].split(",") if "kinds" in options else list(USUAL)
     if unknown := set(kinds) - {*KINDS}:
         print(f"no kind {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
         return 2
-    cases = int(given["cases"]) if "cases" in given else None
-    seconds = float(given["seconds"]) if "seconds" in given else 60.0 if cases is None else 1e9
-    start = int(given["start"]) if "start" in given else session.first_seed()
+    cases = int(options["cases"]) if "cases" in options else None
+    seconds = float(options["seconds"]) if "seconds" in options else 60.0 if cases is None else 1e9
+    start = int(options["start"]) if "start" in options else session.first_seed()
     print(f"seeds from {start}, kinds {','.join(kinds)}", flush=True)
     last, shown = 0.0, 0
 
@@ -57,12 +57,14 @@ def main(arguments: list[str]) -> int:
             print(f"{elapsed_s:.0f} s, {tally.cases} cases, {rate:.1f} a second, {shown} failures", flush=True)
 
     began = time.monotonic()
-    tally = session.run(seconds, cases, start, kinds, int(given.get("jobs", 1)), int(given.get("failures", 1)), report)
+    tally = session.run(
+        seconds, cases, start, kinds, int(options.get("jobs", 1)), int(options.get("failures", 1)), report
+    )
     print(f"\n{tally}\n{time.monotonic() - began:.0f} s")
     return 1 if tally.failures else 0
 
 
-def replayed(seed: int) -> int:
+def replay(seed: int) -> int:
     """Replay one case in this process; return the exit code."""
     faulthandler.enable()
     if kind_of(seed) == "triton":

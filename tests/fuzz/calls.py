@@ -1,7 +1,7 @@
-"""What one rank does in a case of attention calls, through the public face alone.
+"""One rank's part of a case of attention calls, which uses only the public API.
 
-Guarantees: every result is of plain values in float64, so that it can go between processes; an error of one call or of
-one backward is a result too.
+Guarantees: every result consists of plain values in float64, so that it can be sent between processes; an error of a
+call or of a backward pass is a result too.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from ringattn.core.layout import make_layout
 from tests.fuzz import inputs, reference
 from tests.fuzz.draw import Case
 
-Found = dict[str, Any]
+CallResult = dict[str, Any]
 
 
-def on_rank(ring: ringattn.Ring, case: Case) -> list[Found]:
-    """What this rank got of each call: its shards of out, lse and of the gradients, or what it was refused with."""
+def on_rank(ring: ringattn.Ring, case: Case) -> list[CallResult]:
+    """Return this rank's result of each call: its shards of out, lse and of the gradients, or the refusal."""
     rows = [_Call(ring, case, index) for index in range(len(case["calls"]))]
-    for index, one in enumerate(rows):
-        one.attend(rows[: index + 1])
+    for index, call in enumerate(rows):
+        call.attend(rows[: index + 1])
     index = case.get("active_in_backward")
     active = None if index is None or rows[index].refused else rows[index].seq
     with nullcontext() if active is None else ring.activate(active):
         for backward in _backwards(ring, case, rows):
             backward()
-    return [one.found() for one in rows]
+    return [call.result() for call in rows]
 
 
 def sequence(ring: ringattn.Ring, seq: Case, cut_later: bool) -> ringattn.Sequence:
-    """The sequence, with its documents from the start or given to it later."""
+    """Return the sequence, with its documents from the start or added later."""
     if cut_later:
         whole = ring.sequence(seq["length"], layout=seq["layout"], for_=seq["for_"])
         return whole.with_documents(seq["documents"])
@@ -51,14 +51,14 @@ def sequence(ring: ringattn.Ring, seq: Case, cut_later: bool) -> ringattn.Sequen
 
 
 def placed_for(seq: Case) -> str:
-    """The schedule that documents are placed for; older cases named none."""
+    """Return the schedule that documents are placed for; older cases name none."""
     name = seq.get("schedule", "auto")
     assert isinstance(name, str)
     return name
 
 
 def owned(seq: Case, ranks: int) -> list[Tensor]:
-    """The positions of each rank by the reference's definition of the layouts; `documents` is its own definition."""
+    """Return the positions of each rank as the reference defines layouts; for `documents`, the library's own layout."""
     if seq["layout"] == "documents" and seq["documents"] is not None:
         cuts = tuple(seq["documents"])
         layout = make_layout("documents", cuts[-1], ranks, cuts, at_once=placed_for(seq) == "all_gather")
@@ -69,7 +69,7 @@ def owned(seq: Case, ranks: int) -> list[Tensor]:
 
 @contextmanager
 def modes(case: Case, mode: str) -> Iterator[None]:
-    """Autocast and the modes without gradients, as the case has them."""
+    """Enter autocast and the modes without gradients of the case."""
     with ExitStack() as stack:
         if case["autocast"]:
             stack.enter_context(torch.autocast("cpu", getattr(torch, case["autocast"])))
@@ -81,7 +81,7 @@ def modes(case: Case, mode: str) -> Iterator[None]:
 
 
 class _Call:
-    """One call on one rank: its leaves, its results."""
+    """One call on one rank: its leaves and results."""
 
     def __init__(self, ring: ringattn.Ring, case: Case, index: int) -> None:
         self.ring, self.case, self.index, self.call = ring, case, index, case["calls"][index]
@@ -94,7 +94,7 @@ class _Call:
         self.loss: Tensor | None = None
 
     def attend(self, calls: list[_Call]) -> None:
-        """Make the leaves and the call. A refusal is kept, whatever else is raised goes on."""
+        """Create the leaves and make the call. A refusal is recorded; other errors propagate."""
         call, ring = self.call, self.ring
         values = inputs.values(self.case, self.index)
         try:
@@ -104,9 +104,9 @@ class _Call:
             self.refused = f"{type(error).__name__}: {error}"
             return
         if "seq" not in self.change:
-            for seq, one in ((call["seq"], self.seq), (call["kv_seq"], self.kv_seq)):
-                if one is not None:
-                    assert torch.equal(one.positions(), owned(seq, ring.world_size)[ring.rank]), "positions"
+            for seq, sequence_ in ((call["seq"], self.seq), (call["kv_seq"], self.kv_seq)):
+                if sequence_ is not None:
+                    assert torch.equal(sequence_.positions(), owned(seq, ring.world_size)[ring.rank]), "positions"
         rows = self.seq.positions()
         k_rows = rows if self.kv_seq is None else self.kv_seq.positions()
         before = calls[call["like"]] if call["like"] is not None else self
@@ -136,14 +136,14 @@ class _Call:
             self.loss = loss if loss.requires_grad else None
 
     def _make_leaves(self, values: inputs.Values, rows: Tensor, k_rows: Tensor) -> None:
-        """This rank's shards as leaves, in the memory layouts that were drawn."""
+        """Create this rank's shards as leaves, in the memory layouts of the case."""
         call, odd_dtype = self.call, self.change.get("dtype")
         self.leaves, self.views = [], []
-        for name, x, kind, at in zip("qkv", values[:3], call["strides"], (rows, k_rows, k_rows), strict=True):
-            at = at[at < x.shape[1]]
-            shard = x[:, at] if odd_dtype is None else x[:, at].to(getattr(torch, odd_dtype))
-            if "tokens" in self.change or len(at) != len(rows if name == "q" else k_rows):
-                shard = torch.zeros(x.shape[0], len(at) + 1, *x.shape[2:], dtype=shard.dtype)
+        for name, x, kind, positions in zip("qkv", values[:3], call["strides"], (rows, k_rows, k_rows), strict=True):
+            positions = positions[positions < x.shape[1]]
+            shard = x[:, positions] if odd_dtype is None else x[:, positions].to(getattr(torch, odd_dtype))
+            if "tokens" in self.change or len(positions) != len(rows if name == "q" else k_rows):
+                shard = torch.zeros(x.shape[0], len(positions) + 1, *x.shape[2:], dtype=shard.dtype)
             leaf = inputs.leaf_of(kind, shard).requires_grad_(name in self.grads)
             self.leaves.append(leaf)
             self.views.append(inputs.as_input(inputs.inside(kind, leaf, x.shape[3]), call, name))
@@ -153,13 +153,13 @@ class _Call:
         mode, tensors = self.call["mode"], (*self.views, self.sinks)
         with self.ring.activate(self.seq) if self.call.get("active") == "around" else nullcontext():
             if mode == "reentrant" and any(x is not None and x.requires_grad for x in tensors):
-                return checkpoint(self._asked, *tensors, use_reentrant=True)
+                return checkpoint(self._run_call, *tensors, use_reentrant=True)
             if mode in ("checkpoint", "reentrant"):
-                return checkpoint(self._asked, *tensors, use_reentrant=False)
-            return self._asked(*tensors)
+                return checkpoint(self._run_call, *tensors, use_reentrant=False)
+            return self._run_call(*tensors)
 
-    def _asked(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The call itself, by the entry that was drawn."""
+    def _run_call(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Make the call through the entry of the case."""
         call, ring = self.call, self.ring
         options = call["options"] | (call["bad"] or {})
         options |= {
@@ -178,7 +178,7 @@ class _Call:
                 out = ring_sdpa(*heads_first, is_causal=options["causal"], scale=options.get("scale"), enable_gqa=True)
             return out, None
         if call["via"] == "operator":
-            if "alibi_slopes" in options:  # its schema has no lists of numbers per head
+            if "alibi_slopes" in options:  # the operator's schema has no lists of numbers per head
                 options["alibi_slopes"] = torch.tensor(options["alibi_slopes"], dtype=torch.float64)
             return ring_attention(q, k, v, seq, **options), None
         if call["via"] in ("module", "alone"):
@@ -201,36 +201,36 @@ class _Call:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         assert self.lse is None or self.lse.dtype == wide, f"lse is {self.lse.dtype}"
 
-    def found(self) -> Found:
-        """What there is to compare, in float64."""
+    def result(self) -> CallResult:
+        """Return the values to compare, in float64."""
         if self.refused is not None:
             return {"refused": self.refused}
         out, lse = self.kept
-        found: Found = {"out": out.double(), "lse": None if lse is None else lse.double()}
+        result: CallResult = {"out": out.double(), "lse": None if lse is None else lse.double()}
         if not self.call.get("share"):
             d_k, d_v = self.call["dims"]
             for name, leaf, kind, dim in zip("qkv", self.leaves, self.call["strides"], (d_k, d_k, d_v), strict=True):
                 assert leaf.grad is None or leaf.grad.dtype == leaf.dtype, f"d{name} is {leaf.grad.dtype}"
                 grad = None if leaf.grad is None else inputs.inside(kind, leaf.grad, dim)
-                found[f"d{name}"] = None if grad is None else grad.double().contiguous()
+                result[f"d{name}"] = None if grad is None else grad.double().contiguous()
             grad = None if self.sinks is None else self.sinks.grad
-            found["dsinks"] = None if grad is None else grad.double()
-        return found
+            result["dsinks"] = None if grad is None else grad.double()
+        return result
 
 
 def _backwards(ring: ringattn.Ring, case: Case, calls: list[_Call]) -> list[Any]:
-    """The backward passes in this rank's order, ready to be called."""
+    """Return the backward passes in this rank's order, ready to be called."""
     odd, order = case.get("odd", {}), case["order"]
     if "order" in odd and odd["rank"] == ring.rank:
         order = odd["order"]
-    again = any(one.call["backward_twice"] for one in calls)
-    keep = again or any(one.call["chained"] for one in calls)
-    losses = [one.loss for one in calls]
+    again = any(call.call["backward_twice"] for call in calls)
+    keep = again or any(call.call["chained"] for call in calls)
+    losses = [call.loss for call in calls]
     if order is None:
         live = [loss for loss in losses if loss is not None]
-        found = [lambda: sum(live[1:], live[0]).backward(retain_graph=keep)] if live else []
+        passes = [lambda: sum(live[1:], live[0]).backward(retain_graph=keep)] if live else []
     else:
-        found = [
+        passes = [
             lambda loss=losses[index]: loss.backward(retain_graph=keep) for index in order if losses[index] is not None
         ]
-    return found * (2 if again else 1)
+    return passes * (2 if again else 1)

@@ -1,4 +1,4 @@
-"""What single choices of the fuzzer are drawn from: ranks, lengths, documents, sequences, schedules, engines."""
+"""The values from which the fuzzer draws ranks, lengths, documents, sequences, schedules and engines."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Case = dict[str, Any]
 
 RANKS = [1] * 32 + [2] * 36 + [3] * 16 + [4] * 10 + [5, 5, 6, 7, 8, 8]
 LONGEST = 400
-"""Tokens of a sequence; few are so long."""
+"""Tokens of the longest sequence; few are that long."""
 OF_DOCUMENTS = ("per_document", "documents")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 SCHEDULES = [*ROUTES, *ALIASES]
 ENGINES = ["auto"] * 7 + ["aten"] * 2 + ["plain"] * 2
 STRIDES = ("plain", "transposed", "leaf", "sliced", "every_second", "heads_apart", "one_batch", "one_head")
 BATCH_LAST = "batch_last"
-"""Batches innermost in memory; only for heads of one column, others are refused."""
+"""Batches innermost in memory. Only for heads with one column; other heads are refused."""
 MODES = ["train"] * 10 + ["inference", "no_grad", "checkpoint", "reentrant"]
 SLOPES = [0.0, 1.0, 0.5, 0.1, 2.0**-8, -0.02, 0.3]
 
@@ -28,12 +28,12 @@ def maybe(r: Random, chance: float) -> bool:
 
 
 def divisor(r: Random, ranks: int) -> int:
-    """A number of ranks that divides all."""
-    return r.choice([some for some in range(1, ranks + 1) if ranks % some == 0])
+    """Draw a divisor of the number of ranks."""
+    return r.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
 
 
 def schedule(r: Random, ranks: int) -> str:
-    """The planner's choice, or a schedule by its name; some with the number that it takes."""
+    """Draw "auto" or a schedule by name, some with the number that it takes."""
     if maybe(r, 0.5):
         return "auto"
     name = r.choice([*SCHEDULES, *NUMBERED])
@@ -41,7 +41,7 @@ def schedule(r: Random, ranks: int) -> str:
 
 
 def numbers(r: Random, kind: str) -> Case:
-    """The dtype, the engine and the ring's options."""
+    """Draw the dtype, the engine and the options of the ring."""
     dtype = r.choice(["float64"] * 7 + ["float32"] * 3 + ["bfloat16", "float16"])
     engine, ring = r.choice(ENGINES), {"poison": maybe(r, 0.8)}
     if kind == "triton":
@@ -57,9 +57,9 @@ def numbers(r: Random, kind: str) -> Case:
 
 
 def draw_nodes(r: Random) -> Case:
-    """Machines for schedule="auto": ranks of a node, and links that make one schedule or another the fastest.
+    """Draw machines for schedule="auto": ranks per node, and links that make one schedule or another the fastest.
 
-    `gpu`: not named, but to be recognised by these GPUs. None: named.
+    `gpu`: the machines are not named but recognised by these GPUs. None: they are named.
     """
     return {"ranks": r.choice([1, 2, 2, 3, 4]), "bandwidth": r.choice([1e5, 1e7, 1e9]),
             "latency_s": r.choice([1e-6, 1e-4]), "node_bandwidth": r.choice([1e5, 1e6]),
@@ -67,19 +67,19 @@ def draw_nodes(r: Random) -> Case:
 
 
 def _length(r: Random, ranks: int, longest: int) -> int:
-    """Tiny, next to a multiple of the ranks, medium, and a few long ones."""
-    how = r.random() if longest == LONGEST else r.random() * 0.6
-    if how < 0.35:
+    """Draw a length: tiny, near a multiple of the ranks, medium, and sometimes long."""
+    choice = r.random() if longest == LONGEST else r.random() * 0.6
+    if choice < 0.35:
         return r.randint(0, 9)
-    if how < 0.6:
+    if choice < 0.6:
         return max(0, ranks * r.randint(1, 10) + r.choice([-1, 0, 1]))
-    if how < 0.94:
+    if choice < 0.94:
         return r.randint(10, 48)
-    return r.randint(49, 130) if how < 0.985 else r.randint(131, LONGEST)
+    return r.randint(49, 130) if choice < 0.985 else r.randint(131, LONGEST)
 
 
 def _documents(r: Random, length: int, count: int | None = None) -> list[int]:
-    """Bounds from 0 to the length; empty documents and ones of a single token are likely."""
+    """Draw bounds from 0 to the length; empty documents and documents of a single token are likely."""
     count = r.choice([1, 2, 2, 3, 4, 6]) if count is None else count
     cuts = [r.randint(0, length) for _ in range(count - 1)]
     for index in range(len(cuts)):
@@ -89,16 +89,16 @@ def _documents(r: Random, length: int, count: int | None = None) -> list[int]:
 
 
 def of_documents(r: Random, case: Case) -> Case:
-    """The layout of documents, and the schedule that they are placed for."""
+    """Draw a layout of documents, and the schedule that they are placed for."""
     if maybe(r, 0.5):
         return {"layout": "per_document"}
-    # On known machines what "auto" places for is the planner's own affair; without, it is for steps.
+    # On known machines the planner decides what "auto" places for; otherwise it places for steps.
     names = ["all_gather", "all_gather", "ring", *([] if case.get("nodes") else ["auto"])]
     return {"layout": "documents", "schedule": r.choice(names)}
 
 
 def sequence(r: Random, case: Case, documents: int | None = None, longest: int = LONGEST) -> Case:
-    """The arguments of `Ring.sequence`. `documents`: how many; 0 for none."""
+    """Draw the arguments of `Ring.sequence`. `documents`: how many; 0 for none."""
     length = _length(r, case["ranks"], longest)
     cut = maybe(r, 0.35) if documents is None else documents > 0
     cuts = _documents(r, length, documents) if cut else None

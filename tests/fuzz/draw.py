@@ -1,7 +1,7 @@
-"""A case from a seed: a dictionary of plain values, which prints readably and is all that a run needs.
+"""Draws a case from a seed: a dictionary of plain values, which prints readably and holds everything that a run needs.
 
-Guarantees: a seed gives one case, whatever kinds are asked for; a case is drawn from the options that the public face
-has, refused combinations included.
+Guarantees: a seed always gives the same case, whichever kinds are selected. Cases are drawn from all options of the
+public API, including combinations that are refused.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ KINDS = {
     "processes": 3,
     "triton": 2,
 }
-"""How often each kind is drawn."""
+"""Weight of each kind."""
 USUAL = tuple(kind for kind in KINDS if kind != "triton")
-"""Kinds of a run that names none: all but the one that needs Triton's interpreter."""
+"""Kinds of a run that names none; the others need Triton's interpreter."""
 FEW_RANKS = {
     "processes": [2, 2, 3, 4], "order": [2, 2, 3, 4], "disagree": [2, 2, 3, 4], "triton": [1, 2, 2, 3],
 }  # fmt: skip
 
 
 def kind_of(seed: int) -> str:
-    """The kind of this seed's case."""
+    """Return the kind of this seed's case."""
     return Random(f"kind {seed}").choices(list(KINDS), list(KINDS.values()))[0]
 
 
 def draw(seed: int) -> Case:
-    """The case of this seed."""
+    """Return the case of this seed."""
     r, kind = Random(f"case {seed}"), kind_of(seed)
     case: Case = {"seed": seed, "kind": kind, "ranks": r.choice(FEW_RANKS.get(kind, RANKS))}
     if kind == "sequences":
@@ -60,18 +60,18 @@ def draw(seed: int) -> Case:
         calls[0] |= {"in_place": False}
         calls += [calls[0] | {"like": 0} for _ in range(r.choice([1, 1, 2]))]
         order = list(range(len(calls)))
-        other = r.sample(order, len(order))
-        while other == order:
-            r.shuffle(other)
-        case |= {"order": order, "odd": {"rank": r.randrange(case["ranks"]), "order": other}}
+        odd_order = r.sample(order, len(order))
+        while odd_order == order:
+            r.shuffle(odd_order)
+        case |= {"order": order, "odd": {"rank": r.randrange(case["ranks"]), "order": odd_order}}
         return case | ({"seq": sequence(r, case, 0), "options": {}} if maybe(r, 0.2) else {"calls": calls})
     if kind == "disagree":
         case["calls"] = [calls[0], calls[0] | {"bad": None, "like": 0}]
         return case | {"order": None, "odd": odd(r, case, calls[0])}
     if kind == "nan":
         calls[0] |= {"mode": "train", "bad": None, "twice": False}
-        at = [(r.choice("qqqkv"), r.random(), r.random(), r.random()) for _ in range(r.choice([1, 1, 2]))]
-        return case | {"calls": calls, "order": None, "nan": at}
+        nan_positions = [(r.choice("qqqkv"), r.random(), r.random(), r.random()) for _ in range(r.choice([1, 1, 2]))]
+        return case | {"calls": calls, "order": None, "nan": nan_positions}
     if kind != "triton":
         for _ in range(r.choice([0, 0, 0, 0, 1, 1, 2])):
             calls.append(next_call(r, case, calls))
@@ -83,7 +83,7 @@ def draw(seed: int) -> Case:
 
 
 def _layer(r: Random, case: Case) -> Case:
-    """A multi-head layer, its options and what is done with it."""
+    """Draw a multi-head layer, its options and its uses."""
     over_rings = "RingMultiheadAttention", "RingMultiheadDilatedAttention"
     name = r.choice([*over_rings * 2, "MultiheadDilatedAttention"])
     kv_heads = r.choice([1, 1, 2, 3])
@@ -113,29 +113,29 @@ def _layer(r: Random, case: Case) -> Case:
         options["layer_norm"] = maybe(r, 0.3)
         if rope and options["causal"] and maybe(r, 0.2):
             options["xpos_scale"] = 512.0
-    found: Case = {
+    layer: Case = {
         "layer": name, "seq": seq, "batch": r.choice([1, 1, 2]), "embed_dim": r.choice([8, 12, 5]), "heads": heads,
         "options": options, "mode": r.choice(MODES), "steps": r.choice([1, 1, 2]),
         "between": r.choice([None, None, "inference"]),
     }  # fmt: skip
     if name == "MultiheadDilatedAttention":
-        found |= {"ranks": 1, "engine": "auto", "ring": {}, "seq": seq | {"documents": None, "layout": "auto"}}
+        layer |= {"ranks": 1, "engine": "auto", "ring": {}, "seq": seq | {"documents": None, "layout": "auto"}}
         options["schedule"] = "auto" if ":" in options["schedule"] else options["schedule"]
-    if case["dtype"] in ("bfloat16", "float16"):  # autocast is for wide weights: torch's own norms refuse half ones
-        found["autocast"] = None
-    return found
+    if case["dtype"] in ("bfloat16", "float16"):  # autocast is for wide weights: torch's norms refuse half precision
+        layer["autocast"] = None
+    return layer
 
 
 def _tensors(r: Random) -> list[Case]:
-    """Tensors to shard, gather and label."""
+    """Draw tensors to shard, gather and label."""
     integers = ["uint8", "int8", "int16", "int32", "int64", "bool"]
-    found = []
+    tensors = []
     for _ in range(r.choice([1, 2])):
         dims = r.choice([1, 2, 3])
-        at = r.randrange(dims)
-        found.append({
-            "shape": [r.choice([1, 2, 3]) for _ in range(dims)], "dim": r.choice([at, at - dims]),
+        dim = r.randrange(dims)
+        tensors.append({
+            "shape": [r.choice([1, 2, 3]) for _ in range(dims)], "dim": r.choice([dim, dim - dims]),
             "dtype": r.choice(integers * 2 + ["float64", "float32", "float64", "bfloat16"]),
             "ignore_index": r.choice([None, None, None, -1, 0, 7]), "wrong": r.choice([0, 0, 0, 0, 0, 1, -1]),
         })  # fmt: skip
-    return found
+    return tensors

@@ -1,4 +1,4 @@
-"""Draws calls of `Ring.attention` and `Ring.dilated_attention`, and what is done with their results."""
+"""Draws calls of `Ring.attention` and `Ring.dilated_attention`, and how their results are used."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.fuzz.choices import (
 
 
 def call(r: Random, case: Case) -> Case:
-    """One call of `Ring.attention` or `Ring.dilated_attention`, by itself or as a layer, and what is done with it."""
+    """Draw a call of `Ring.attention` or `Ring.dilated_attention`, direct or by a layer, and the use of its results."""
     kind = case["kind"]
     dilated = kind == "dilated" or (kind not in ("attention", "triton") and maybe(r, 0.4))
     kv_heads = r.choice([1, 1, 2, 2, 3, 4])
     heads = kv_heads * r.choice([1, 1, 1, 2, 3]) if maybe(r, 0.98) else kv_heads
     dims = [r.choice([8, 8, 4, 16, 1, 2, 3, 5, 7, 20])] * 2
     if maybe(r, 0.2):
-        # The reference of eight bits on the wire takes its scale from the values, of which there is at least one.
+        # The eight-bit reference takes its scale from the values, so there must be at least one.
         dims[1] = r.choice([8, 1, 3, 12, 16, *([] if "kv_wire_dtype" in case["ring"] else [0])])
     call: Case = {
         "op": "dilated" if dilated else "attention",
@@ -66,7 +66,7 @@ def call(r: Random, case: Case) -> Case:
     documents = call["seq"]["documents"]
     if dilated:
         options |= branches(r, call)
-        if maybe(r, 0.4):  # shards of several runs, as in training
+        if maybe(r, 0.4):  # shards of several ranges, as in training
             call["seq"] |= {"layout": "zigzag"} if documents is None else of_documents(r, case)
     else:
         if maybe(r, 0.35):
@@ -78,8 +78,8 @@ def call(r: Random, case: Case) -> Case:
     _maybe_bad(r, call)
     plain = not call["bad"] and not call["kv_seq"] and not call["sinks"]
     if plain and maybe(r, 0.12):
-        own = dilated and case["ranks"] == 1 and documents is None and case["engine"] == "auto"
-        call["via"] = "alone" if own and "kv_wire_dtype" not in case["ring"] else "module"
+        can_be_alone = dilated and case["ranks"] == 1 and documents is None and case["engine"] == "auto"
+        call["via"] = "alone" if can_be_alone and "kv_wire_dtype" not in case["ring"] else "module"
         call["uses"]["lse"] = False
     elif plain and not dilated and not case["autocast"] and set(options) <= {"causal", "scale", "schedule"}:
         if maybe(r, 0.3):
@@ -93,54 +93,54 @@ def call(r: Random, case: Case) -> Case:
         draw_mask(r, call)
     if kind not in ("order", "disagree") and call["via"] != "sdpa" and maybe(r, 0.15):
         options["alibi_slopes"] = [r.choice(SLOPES) for _ in range(call["heads"][0])]
-    small = call["via"] in ("ring", "operator") and call["seq"]["length"] <= 100  # modules take the seed otherwise
+    small = call["via"] in ("ring", "operator") and call["seq"]["length"] <= 100  # modules draw their own seed
     if kind not in ("order", "disagree", "nan") and small and maybe(r, 0.12):
         options |= {"dropout_p": r.choice([0.1, 0.5]), "dropout_seed": r.choice([0, 1, 2**32 + 5, 2**64 - 1])}
     return call
 
 
 def window(r: Random, causal: bool) -> tuple[int | None, int | None]:
-    """A window that may be used with `causal`."""
+    """Draw a window that is valid with `causal`."""
     side = [None, -1, 0, 0, 1, 2, 3, r.randint(0, 40)]
     return r.choice(side), r.choice([None, -1, 0] if causal else side)
 
 
 def _strides(r: Random, dim: int) -> str:
-    """How a tensor lies in memory."""
+    """Draw the memory layout of a tensor."""
     if dim == 1 and maybe(r, 0.35):
         return BATCH_LAST
     return r.choice(STRIDES) if maybe(r, 0.35) else "plain"
 
 
 def branches(r: Random, call: Case) -> Case:
-    """The options of dilated attention alone."""
+    """Draw the options that only dilated attention has."""
     length, count = call["seq"]["length"], r.choice([1, 1, 2, 2, 3, 4])
     heads = r.choice([call["heads"][0], 4, 4, 6, 8, 8, 12])
     if heads % call["heads"][1] == 0:
         call["heads"][0] = heads
-    if maybe(r, 0.4):  # as LongNet's: both grow by one ratio
+    if maybe(r, 0.4):  # as in LongNet: both grow by the same ratio
         base, ratio = r.choice([2, 4, 5, 8, 8, 16, 16, 32]), r.choice([2, 2, 2, 3, 4])
         lengths, rates = [base * ratio**i for i in range(count)], [ratio**i for i in range(count)]
     else:
         several = [1, 2, 4, 8, 16, 16, 32, 64, 128, r.randint(1, 50), max(1, length), max(1, length), length // 2 + 1]
         lengths = [r.choice(several) for _ in range(count)]
         rates = [r.choice([1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 6, 8, r.randint(1, 12)]) for _ in range(count)]
-    if length > 48:  # many small segments are many small blocks, and slow
+    if length > 48:  # many small segments mean many small blocks, which are slow
         lengths = [max(w, length // 12) for w in lengths]
-    found: Case = {"segment_lengths": lengths, "dilation_rates": rates}
+    options: Case = {"segment_lengths": lengths, "dilation_rates": rates}
     if maybe(r, 0.4):
-        found["offset"] = r.choice(["mod", "block", "kv_head", "layer_rotated"])
-        if found["offset"] == "layer_rotated":
-            found["layer"] = r.randint(0, 5)
+        options["offset"] = r.choice(["mod", "block", "kv_head", "layer_rotated"])
+        if options["offset"] == "layer_rotated":
+            options["layer"] = r.randint(0, 5)
     if maybe(r, 0.15):
-        found["tail"] = "zero_pad"
+        options["tail"] = "zero_pad"
     if maybe(r, 0.12):
-        found["grad"] = "detached"
-    return found
+        options["grad"] = "detached"
+    return options
 
 
 def _maybe_bad(r: Random, call: Case) -> None:
-    """Rarely an option that every rank must refuse."""
+    """Rarely set an option that every rank must refuse."""
     if not maybe(r, 0.02):
         return
     bad: list[Case] = [
@@ -155,7 +155,7 @@ def _maybe_bad(r: Random, call: Case) -> None:
 
 
 def draw_mask(r: Random, call: Case) -> None:
-    """Chunks, prefixes, or global tokens, in some calls."""
+    """Give some calls chunks, prefixes or global tokens."""
     options = call["options"]
     if call["op"] != "attention" or call["via"] == "sdpa":
         return
@@ -172,11 +172,12 @@ def draw_mask(r: Random, call: Case) -> None:
 
 
 def draw_frozen(r: Random, case: Case) -> None:
-    """Parts that are frozen on some ranks: which inputs need gradients, by rank.
+    """Freeze parts on some ranks: draw which inputs need gradients on which rank.
 
-    A reentrant checkpoint runs no backward on a rank where none of its inputs needs a gradient, so each rank has one.
+    A reentrant checkpoint runs no backward on a rank where none of its inputs needs a gradient, so each rank has at
+    least one such input.
     """
-    calls, least = case["calls"], int(any(call["mode"] == "reentrant" for call in case["calls"]))
+    calls, min_grads = case["calls"], int(any(call["mode"] == "reentrant" for call in case["calls"]))
     if case["ranks"] == 1 or not maybe(r, 0.35):
         return
     for call in calls:
@@ -184,23 +185,24 @@ def draw_frozen(r: Random, case: Case) -> None:
             call["grads_of"], call["grads"] = calls[call["like"]]["grads_of"], calls[call["like"]]["grads"]
             continue
         names = "qkvs" if call["sinks"] else "qkv"
-        several = [names[at] for at in range(len(names)) if maybe(r, 0.7)] or ["k"]
+        several = [names[index] for index in range(len(names)) if maybe(r, 0.7)] or ["k"]
         call["grads_of"] = [
-            "".join(r.sample(several, r.randint(min(least, len(several)), len(several)))) for _ in range(case["ranks"])
+            "".join(r.sample(several, r.randint(min(min_grads, len(several)), len(several))))
+            for _ in range(case["ranks"])
         ]
         call["grads"] = "".join(name for name in names if any(name in grads for grads in call["grads_of"]))
 
 
 def next_call(r: Random, case: Case, calls: list[Case]) -> Case:
-    """Another call on the same ring: new, alike, alike on the same inputs, or one that takes another's output."""
-    how, base = r.random(), len(calls) - 1
+    """Draw another call on the same ring: new, alike, alike on the same inputs, or one that reads another's output."""
+    choice, base = r.random(), len(calls) - 1
     last = calls[base]
-    if how < 0.3 or last["bad"]:
+    if choice < 0.3 or last["bad"]:
         return call(r, case)
     new = dict(last, like=base, mode=r.choice(MODES))
-    if how < 0.5:
+    if choice < 0.5:
         return new
-    if how < 0.75:
+    if choice < 0.75:
         return new | {"share": True}
     rounds = case["dtype"] in ("bfloat16", "float16") or len(case["ring"]) > 1
     trains = last["mode"] == "train" and not last["in_place"] and "s" not in last["grads"]
@@ -210,13 +212,13 @@ def next_call(r: Random, case: Case, calls: list[Case]) -> Case:
 
 
 def odd(r: Random, case: Case, call: Case) -> Case:
-    """What one rank does otherwise than the others, which all ranks must refuse."""
+    """Draw what one rank does differently from the others, which all ranks must refuse."""
     options, rank, ranks = call["options"], r.randrange(case["ranks"]), case["ranks"]
-    if call["via"] != "sdpa" and not call["bad"] and maybe(r, 0.35):  # a number of the schedule alone
+    if call["via"] != "sdpa" and not call["bad"] and maybe(r, 0.35):  # change only the number of the schedule
         name, usual = r.choice(NUMBERED), divisor(r, ranks)
         others = [size for size in range(1, ranks + 1) if ranks % size == 0 and size != usual]
-        for one in case["calls"]:
-            one["options"]["schedule"] = f"{name}:{usual}"
+        for call_ in case["calls"]:
+            call_["options"]["schedule"] = f"{name}:{usual}"
         return {"rank": rank, "change": {"schedule": f"{name}:{r.choice(others)}"}}
     scale = options.get("scale")
     scale = call["dims"][0] ** -0.5 if scale is None else scale
@@ -224,7 +226,7 @@ def odd(r: Random, case: Case, call: Case) -> Case:
         {"scale": scale + 0.25},
         {"scale": scale * (1 + 1e-9) + 1e-13},
         {"softcap" if call["via"] != "sdpa" else "scale": options.get("softcap", scale) + 3.0},
-        {"causal": "a tensor" if call["via"] != "module" else not options["causal"]},  # a constructor refuses by itself
+        {"causal": "a tensor" if call["via"] != "module" else not options["causal"]},  # a constructor refuses a tensor
         {"seq": call["seq"] | {"length": call["seq"]["length"] + ranks, "documents": None, "layout": "auto"}},
         {"dtype": "float32" if case["dtype"] == "float64" else "float64"},
         {"tokens": 1},
@@ -235,7 +237,7 @@ def odd(r: Random, case: Case, call: Case) -> Case:
 
 
 def draw_activation(r: Random, case: Case) -> None:
-    """Activate the sequence around SDPA's checkpointed region or inside it, and any sequence around backward."""
+    """Activate the sequence around or inside SDPA's checkpointed region, and possibly any sequence around backward."""
     for call in case["calls"]:
         if call["via"] == "sdpa":
             call["active"] = r.choice(["around", "inside"])

@@ -1,4 +1,4 @@
-"""Draws calls in which some ranks have no queries, no keys that anyone reads, or no heads, on every CPU transport."""
+"""Draws calls in which some ranks have no queries, no keys that are read, or no heads, on every CPU transport."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.fuzz.draw_calls import call, draw_mask, window
 TRANSPORTS = ("local", "shm", "shm", "gloo")
 MOVING_QUERIES = ["ulysses", "ulysses_ring", "pass_q", "balanced"]
 PROCESSES = 4
-"""Ranks of a case over processes, at most."""
+"""Largest number of ranks of a case that runs in processes."""
 
 
 def draw_idle(r: Random, case: Case) -> Case:
-    """A case of one call, or of two that are alike."""
+    """Draw a case of one call, or of two that are alike."""
     transport = r.choice(TRANSPORTS)
     ranks = r.choice([2, 3, 4, 4, 5, 6, 8]) if transport == "local" else r.choice([2, 3, 3, PROCESSES, PROCESSES])
     case |= {"ranks": ranks, "transport": transport} | numbers(r, "idle")
@@ -27,37 +27,39 @@ def draw_idle(r: Random, case: Case) -> Case:
 
 
 def _call(r: Random, case: Case) -> Case:
-    """A call with idle ranks, trained in most cases."""
-    drawn, ranks = call(r, case | {"kind": r.choice(["attention"] * 4 + ["dilated"])}), case["ranks"]
-    drawn |= {"bad": None, "in_place": False, "cut_later": False, "via": "ring", "batch": r.choice([1, 1, 2])}
-    drawn |= {"mode": r.choice(["train"] * 8 + ["checkpoint", "no_grad"])}
-    options = drawn["options"]
+    """Draw a call with idle ranks; most are trained."""
+    call_, ranks = call(r, case | {"kind": r.choice(["attention"] * 4 + ["dilated"])}), case["ranks"]
+    call_ |= {"bad": None, "in_place": False, "cut_later": False, "via": "ring", "batch": r.choice([1, 1, 2])}
+    call_ |= {"mode": r.choice(["train"] * 8 + ["checkpoint", "no_grad"])}
+    options = call_["options"]
     options["schedule"] = r.choice(MOVING_QUERIES) if maybe(r, 0.4) else schedule(r, ranks)
-    drawn["seq"] = _sequence(r, r.randint(0, ranks + 2))
-    if drawn["op"] == "dilated":
-        return drawn
-    drawn["kv_seq"] = None
-    drawn["heads"] = r.choice([[1, 1], [1, 1], [2, 1], [2, 2], [3, 3], [4, 2]])
+    call_["seq"] = _sequence(r, r.randint(0, ranks + 2))
+    if call_["op"] == "dilated":
+        return call_
+    call_["kv_seq"] = None
+    call_["heads"] = r.choice([[1, 1], [1, 1], [2, 1], [2, 2], [3, 3], [4, 2]])
     if "alibi_slopes" in options:
-        options["alibi_slopes"] = (options["alibi_slopes"] * 4)[: drawn["heads"][0]]
+        options["alibi_slopes"] = (options["alibi_slopes"] * 4)[: call_["heads"][0]]
     for name in ("window", "mask"):
         options.pop(name, None)
-    how = r.choice(["few", "longer", "longer", "shorter", "documents", "window"])
-    if how in ("longer", "shorter"):  # causal: the queries read the first keys alone, or the last queries read all
+    choice = r.choice(["few", "longer", "longer", "shorter", "documents", "window"])
+    if choice in ("longer", "shorter"):  # causal: the queries read only the first keys, or the last queries read all
         length = r.randint(1, 12)
-        keys = r.randint(0, 3) if how == "shorter" else r.choice([r.randint(0, 40), length * ranks, length * ranks + 3])
-        drawn["seq"], drawn["kv_seq"] = _sequence(r, length), _sequence(r, keys)
+        keys = (
+            r.randint(0, 3) if choice == "shorter" else r.choice([r.randint(0, 40), length * ranks, length * ranks + 3])
+        )
+        call_["seq"], call_["kv_seq"] = _sequence(r, length), _sequence(r, keys)
         options["causal"] = maybe(r, 0.85)
-    elif how == "documents":  # in some the queries have no keys, in others the keys have no queries
+    elif choice == "documents":  # some queries have no keys, and some keys no queries
         count = r.choice([2, 3, 4])
-        drawn["seq"], drawn["kv_seq"] = (_documents(r, count) for _ in range(2))
-    elif how == "window":  # farther keys than there are
-        drawn["seq"], drawn["kv_seq"] = _sequence(r, r.randint(1, 12)), _sequence(r, r.randint(1, 24))
+        call_["seq"], call_["kv_seq"] = (_documents(r, count) for _ in range(2))
+    elif choice == "window":  # keys farther away than any that exist
+        call_["seq"], call_["kv_seq"] = _sequence(r, r.randint(1, 12)), _sequence(r, r.randint(1, 24))
         options["window"] = r.choice([(0, 0), (2, 0), (None, 0), (0, None if not options["causal"] else 0)])
-    if drawn["kv_seq"] and how != "window" and maybe(r, 0.6):
+    if call_["kv_seq"] and choice != "window" and maybe(r, 0.6):
         options["window"] = window(r, options["causal"])
-    draw_mask(r, drawn)
-    return drawn
+    draw_mask(r, call_)
+    return call_
 
 
 def _sequence(r: Random, length: int) -> Case:

@@ -1,8 +1,9 @@
-"""What a case of attention calls has to give, by the reference, and how exactly.
+"""The results that the reference requires of a case of attention calls, and their tolerances.
 
-Tolerances follow from rounding. float64: 1e-10, float32: 1e-5, of a result's largest element or of the largest
-product in it; times |score| / 5 where scores are larger than those of unit normal inputs, because that is by how much
-exp(score) errs more. Half dtypes, and what travels rounded: a few roundings of each product that a result sums.
+Tolerances follow from rounding. float64: 1e-10, float32: 1e-5, relative to a result's largest element or to the largest
+product in it. They are multiplied by |score| / 5 if scores are larger than those of unit normal inputs, because the
+error of exp(score) grows by that factor. For half precision, and for data rounded on the wire: a few roundings of each
+product that a result sums.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from tests.fuzz.draw import Case
 RELATIVE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5}
 ROUNDOFF = {"float64": 0.0, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 SMALLEST = {"float64": 0.0, "float32": 0.0, "bfloat16": 0.0, "float16": 2.0**-24}
-"""The distance between two neighbouring numbers below the smallest normal one."""
+"""The distance between neighbouring numbers below the smallest normal number."""
 ROUNDINGS = 4.0
-"""Of P, of out inside delta, of dS, of the result."""
+"""Roundings of P, of out inside delta, of dS, and of the result."""
 USUAL_SCORE = 5.0
 
 
 MASKS = ("causal", "window", "mask")
-"""Options of `Ring.attention` that say which pairs meet."""
+"""Options of `Ring.attention` that select the pairs."""
 
 
-class Wanted(NamedTuple):
-    """A result, how far each element may be off, and which elements must be NaN; others may be where there are any."""
+class Expected(NamedTuple):
+    """A result, the tolerance of each element, and which elements must be NaN; if any must be, others may be too."""
 
     value: Tensor
     tolerance: Tensor
     nan: Tensor | None = None
 
 
-Results = dict[str, Wanted]
+Results = dict[str, Expected]
 
 
 class _Call:
@@ -46,11 +47,11 @@ class _Call:
         call = case["calls"][index]
         self.case, self.call, self.values = case, call, inputs.values(case, index)
         if call.get("share"):
-            like = before[call["like"]]
-            self.leaves, self.sinks, self.tensors = like.leaves, like.sinks, like.tensors
+            source = before[call["like"]]
+            self.leaves, self.sinks, self.tensors = source.leaves, source.sinks, source.tensors
         else:
-            given = [x.double().nan_to_num(nan=0.0) for x in self.values[:3]]
-            self.leaves = [x.requires_grad_(name in call["grads"]) for name, x in zip("qkv", given, strict=True)]
+            inputs_ = [x.double().nan_to_num(nan=0.0) for x in self.values[:3]]
+            self.leaves = [x.requires_grad_(name in call["grads"]) for name, x in zip("qkv", inputs_, strict=True)]
             sinks = self.values.sinks
             self.sinks = None if sinks is None else sinks.double().requires_grad_("s" in call["grads"])
             self.tensors = [inputs.as_input(x, call, name) for name, x in zip("qkv", self.leaves, strict=True)]
@@ -62,7 +63,7 @@ class _Call:
         self.detached, self.bias = options.get("grad") == "detached", bias_of(call)
         self.out, self.lse = reference.attention(
             *self.tensors, self.counts, self.scale, options.get("softcap"), self.sinks, self.detached, self._rounded(),
-            self.bias, kept_of(call),
+            self.bias, dropout_factors_of(call),
         )  # fmt: skip
         self.kept = self.out.detach().clone(), self.lse.detach().clone()
         self.loss = None
@@ -79,7 +80,7 @@ class _Call:
         k, v = (reference.eight_bits(x, code, dtype) for x in self.tensors[1:])
         owners = [
             torch.zeros(seq["length"], dtype=torch.int64).index_put_(
-                (torch.cat(rows),), torch.repeat_interleave(torch.tensor([len(one) for one in rows]))
+                (torch.cat(rows),), torch.repeat_interleave(torch.tensor([len(rank_rows) for rank_rows in rows]))
             )
             for seq in (self.call["seq"], self.call["kv_seq"] or self.call["seq"])
             for rows in [owned(seq, ranks)]
@@ -87,13 +88,13 @@ class _Call:
         return reference.Rounded(k, v, owners[0][:, None] == owners[1])
 
     def largest_score(self) -> float:
-        """No scaled score is larger."""
+        """Return an upper bound of every scaled score."""
         q, k = (float(x.detach().norm(dim=-1).max()) if x.numel() else 0.0 for x in self.tensors[:2])
         biased = self.bias is not None and self.bias.numel()
         return abs(self.scale) * q * k + (float(self.bias.abs().max()) if biased else 0.0)
 
     def largest_ds(self) -> tuple[float, float]:
-        """No gradient of a score is larger, before what cancels; and no element of dout."""
+        """Return upper bounds of every gradient of a score, before cancellation, and of every element of dout."""
         out, v = self.kept[0], self.tensors[2].detach()
         dout = _dout(self)
         if not out.numel() or not v.numel():
@@ -103,23 +104,25 @@ class _Call:
 
 
 def _dout(call: _Call) -> Tensor:
-    """The size of each element of the gradient that out gets."""
+    """Return the magnitude of each element of the gradient of out."""
     uses, doubled = call.call["uses"], 2 if call.call["in_place"] else 1
     dout = call.values.dout.double().abs() * (uses["out"] in ("weighted", "transposed")) + float(uses["out"] == "sum")
     return (dout + (doubled * call.kept[0].abs() if call.call["twice"] else 0.0)) * doubled
 
 
 def bias_of(call: Case) -> Tensor | None:
-    """What ALiBi adds to the scores of a call."""
+    """Return what ALiBi adds to the scores of a call."""
     slopes, seq = call["options"].get("alibi_slopes"), call["seq"]
     if slopes is None:
         return None
     kv = call["kv_seq"] or seq
-    return reference.alibi(slopes, *(reference.places(one["length"], one["documents"]) for one in (seq, kv)))
+    return reference.alibi(
+        slopes, *(reference.places(sequence["length"], sequence["documents"]) for sequence in (seq, kv))
+    )
 
 
-def kept_of(call: Case) -> Tensor | None:
-    """What dropout multiplies the weights of a call with."""
+def dropout_factors_of(call: Case) -> Tensor | None:
+    """Return the factors by which dropout multiplies the weights of a call."""
     options, (batch, heads) = call["options"], (call["batch"], call["heads"][0])
     if not options.get("dropout_p"):
         return None
@@ -128,7 +131,7 @@ def kept_of(call: Case) -> Tensor | None:
 
 
 def counts_of(call: Case) -> reference.Counts:
-    """Which pairs meet in a call."""
+    """Return how often each query attends to each key in a call."""
     options, seq = call["options"], call["seq"]
     if call["op"] == "attention":
         kv = call["kv_seq"] or seq
@@ -140,7 +143,7 @@ def counts_of(call: Case) -> reference.Counts:
 
 
 def expected(case: Case, refused: list[bool]) -> list[Results | None]:
-    """By call: its results, None for one that was refused, which takes no part in any loss."""
+    """Return the results of each call; None for a refused call, which is part of no loss."""
     calls: list[Any] = []
     for index in range(len(case["calls"])):
         calls.append(None if refused[index] else _Call(case, index, calls))
@@ -152,43 +155,47 @@ def expected(case: Case, refused: list[bool]) -> list[Results | None]:
 
 
 def _results(case: Case, call: _Call, calls: list[Any], again: bool) -> Results:
-    """The values with their tolerances. Gradients of shared leaves are reported by the call that made them."""
-    found = dict(zip(("out", "lse"), call.kept, strict=True))
+    """Return the values with their tolerances. Gradients of shared leaves belong to the call that created them."""
+    values = dict(zip(("out", "lse"), call.kept, strict=True))
     if not call.call.get("share"):
-        found |= {f"d{name}": x.grad for name, x in zip("qkv", call.leaves, strict=True) if x.grad is not None}
+        values |= {f"d{name}": x.grad for name, x in zip("qkv", call.leaves, strict=True) if x.grad is not None}
         if call.sinks is not None and call.sinks.grad is not None:
-            found["dsinks"] = call.sinks.grad
-    scale, largest = abs(call.scale), max(one.largest_score() for one in calls if one)
-    chained = any(one is not None and one.call["chained"] for one in calls)
+            values["dsinks"] = call.sinks.grad
+    scale, largest = abs(call.scale), max(call_.largest_score() for call_ in calls if call_)
+    chained = any(call_ is not None and call_.call["chained"] for call_ in calls)
     relative = RELATIVE[case["dtype"]] * max(1.0, largest / USUAL_SCORE) * (1 + largest if chained else 1)
-    relative /= 1 - call.call["options"].get("dropout_p", 0.0)  # what is kept weighs more
+    relative /= 1 - call.call["options"].get("dropout_p", 0.0)  # kept weights are scaled up
     q, k, v = (float(x.detach().abs().max()) if x.numel() else 0.0 for x in call.tensors)
     ds, dout = call.largest_ds()
     usual = {"out": v, "lse": 1.0, "dq": scale * k * ds, "dk": scale * q * ds, "dv": dout, "dsinks": ds}
-    nan = _spread(call) if case.get("nan") else {}
-    sums = [_sums(one) for one in calls if one is not None and one.leaves is call.leaves] if _rounds(case) else []
+    nan = _nan_reach(call) if case.get("nan") else {}
+    sums = (
+        [_rounding_bounds(call_) for call_ in calls if call_ is not None and call_.leaves is call.leaves]
+        if _rounds(case)
+        else []
+    )
     results: Results = {}
-    for name, value in found.items():
+    for name, value in values.items():
         top = float(value.masked_fill(value.isinf(), 0).abs().max()) if value.numel() else 0.0
-        smallest = SMALLEST[case["dtype"]] * (1 + _addends(name, call, calls)) / 2  # half a distance a rounding
+        smallest = SMALLEST[case["dtype"]] * (1 + _addends(name, call, calls)) / 2  # half a distance per rounding
         tolerance = torch.full_like(value, relative * max(top, usual[name]) + smallest)
         if sums:
-            every = [_sums(call)] if name in ("out", "lse") else sums
-            most = sum((one[name] for one in every if name in one), torch.zeros(()))
-            tolerance = tolerance + most * (2 if again else 1)
+            every = [_rounding_bounds(call)] if name in ("out", "lse") else sums
+            bound = sum((call_[name] for call_ in every if name in call_), torch.zeros(()))
+            tolerance = tolerance + bound * (2 if again else 1)
         spread = nan.get(name, torch.zeros_like(value, dtype=torch.bool)) if case.get("nan") else None
-        results[name] = Wanted(value, tolerance, spread)
+        results[name] = Expected(value, tolerance, spread)
     return results
 
 
 def _addends(name: str, call: _Call, calls: list[Any]) -> int:
-    """How many rounded numbers autograd adds for one element: of each call with the leaf, and of each expanded row."""
+    """Return how many rounded numbers autograd adds per element: one per call with the leaf, and per expanded row."""
     if name not in ("dq", "dk", "dv"):
         return 1
     place = "qkv".index(name[1])
     leaf = call.leaves[place]
-    alike = [one for one in calls if one is not None and one.leaves is call.leaves]
-    return sum(one.tensors[place].numel() // max(leaf.numel(), 1) for one in alike)
+    alike = [call_ for call_ in calls if call_ is not None and call_.leaves is call.leaves]
+    return sum(call_.tensors[place].numel() // max(leaf.numel(), 1) for call_ in alike)
 
 
 # --- half dtypes -----------------------------------------------------------------------------------------------------
@@ -199,8 +206,8 @@ def _rounds(case: Case) -> bool:
     return case["dtype"] in ("bfloat16", "float16") or any(wire in case["ring"] for wire in wires)
 
 
-def _sums(call: _Call) -> dict[str, Tensor]:
-    """How far roundings may move each result: the roundoff times the sum of the sizes of the products in it."""
+def _rounding_bounds(call: _Call) -> dict[str, Tensor]:
+    """Bound the effect of rounding on each result: the roundoff times the sum of the magnitudes of its products."""
     case, (q, k, v) = call.case, (x.detach() for x in call.tensors)
     group, out = call.call["heads"][0] // call.call["heads"][1], call.kept[0].abs()
     keys, values = (x.repeat_interleave(group, 2) for x in (k, v))
@@ -210,13 +217,15 @@ def _sums(call: _Call) -> dict[str, Tensor]:
     scores = scores if call.bias is None else scores + call.bias
     lse = call.kept[1].masked_fill(call.kept[1].isinf(), 0.0)[..., None]
     p = call.counts.pairs.sum(0) * torch.exp(torch.minimum(scores - lse, torch.zeros(())))
-    p = p / (1 - call.call["options"].get("dropout_p", 0.0))  # what is kept weighs more
+    p = p / (1 - call.call["options"].get("dropout_p", 0.0))  # kept weights are scaled up
     uses = call.call["uses"]
     dout = _dout(call)
-    held = values.abs().amax(1, keepdim=True) if call.detached and values.numel() else out  # of each branch's own out
-    delta = torch.einsum("bnhd,bnhd->bhn", dout, held.expand_as(out)) + (call.values.dlse.abs() if uses["lse"] else 0.0)
+    out_bound = values.abs().amax(1, keepdim=True) if call.detached and values.numel() else out  # bounds branch outputs
+    delta = torch.einsum("bnhd,bnhd->bhn", dout, out_bound.expand_as(out)) + (
+        call.values.dlse.abs() if uses["lse"] else 0.0
+    )
     ds = p * (torch.einsum("bnhd,bmhd->bhnm", dout, values.abs()) + delta[..., None]) * abs(call.scale)
-    # Below its smallest normal number a dtype rounds by as much as there, as float16 does gradients of scores of 1e-7.
+    # Below its smallest normal number, the absolute rounding error stays the same: float16 gradients of scores of 1e-7.
     least = torch.finfo(getattr(torch, case["dtype"])).tiny
     p, ds = (torch.where(call.counts.pairs.sum(0) > 0, x.clamp(min=least), 0.0) for x in (p, ds))
 
@@ -238,36 +247,38 @@ def _sums(call: _Call) -> dict[str, Tensor]:
     for option, names in (("dkv_wire_dtype", ("dk", "dv")), ("out_wire_dtype", ("out", "dq", "dk", "dv", "dsinks"))):
         for name in names if option in case["ring"] else ():
             units[name] += (case["ranks"] + 1) * ROUNDOFF[case["ring"][option]]
-    return {name: units[name] * one for name, one in sums.items()}
+    return {name: units[name] * value for name, value in sums.items()}
 
 
 # --- NaN -------------------------------------------------------------------------------------------------------------
 
 
-def _spread(call: _Call) -> dict[str, Tensor]:
-    """Which results a NaN among the inputs must reach: those of every pair that it is in."""
+def _nan_reach(call: _Call) -> dict[str, Tensor]:
+    """Return which results a NaN in the inputs must reach: those of every pair that contains it."""
     group, heads = call.call["heads"][0] // call.call["heads"][1], call.call["heads"][0]
-    given = zip("qkv", call.values[:3], strict=True)
-    q, k, v = (inputs.as_input(x.isnan(), call.call, name).transpose(1, 2) for name, x in given)
+    named = zip("qkv", call.values[:3], strict=True)
+    q, k, v = (inputs.as_input(x.isnan(), call.call, name).transpose(1, 2) for name, x in named)
     q, k, v = q.any(-1), k.any(-1).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    # Detached branches are softmaxes of their own: what a NaN does to their scores reaches their own keys only, but a
-    # share that is NaN makes all shares of its row NaN.
+    # Detached branches are separate softmaxes: a NaN in their scores reaches only their own keys, but a share that is
+    # NaN makes all shares of its row NaN.
     pairs = call.counts.pairs if call.detached else call.counts.pairs.sum(0, keepdim=True)
     branches = [(branch > 0).expand(heads, -1, -1)[None] for branch in pairs]
-    lse = torch.stack([(meets & (q[..., None] | k[:, :, None])).any(-1) for meets in branches]).any(0)
-    outs = [lse[..., None] | (meets[..., None] & v[:, :, None]).any(3) for meets in branches]
+    lse = torch.stack([(attends & (q[..., None] | k[:, :, None])).any(-1) for attends in branches]).any(0)
+    outs = [lse[..., None] | (attends[..., None] & v[:, :, None]).any(3) for attends in branches]
     out = torch.stack(outs).any(0)
-    found = {"out": out.transpose(1, 2), "lse": lse}
+    reached = {"out": out.transpose(1, 2), "lse": lse}
     if call.loss is not None and call.call["uses"]["out"] in ("weighted", "transposed", "sum"):
-        rows = [(one.any(-1), lse) for one in outs]  # whose ds, and whose shares times p, are NaN
+        rows = [(branch_out.any(-1), lse) for branch_out in outs]  # rows with NaN in ds, and with NaN in shares times p
         seen = (
-            torch.stack([(meets & row[n][..., None]).any(2) for meets, row in zip(branches, rows, strict=True)]).any(0)
+            torch.stack(
+                [(attends & row[n][..., None]).any(2) for attends, row in zip(branches, rows, strict=True)]
+            ).any(0)
             for n in range(2)
         )
-        dk, dv = (one.transpose(1, 2).unflatten(2, (-1, group)).any(3)[..., None] for one in seen)
-        found |= {"dq": out.any(-1).transpose(1, 2)[..., None], "dk": dk, "dv": dv}
+        dk, dv = (branch_out.transpose(1, 2).unflatten(2, (-1, group)).any(3)[..., None] for branch_out in seen)
+        reached |= {"dq": out.any(-1).transpose(1, 2)[..., None], "dk": dk, "dv": dv}
     for name, leaf in zip(("dq", "dk", "dv"), call.leaves, strict=True):
         for dim in (0, 2):
-            if name in found and leaf.shape[dim] != found[name].shape[dim]:
-                found[name] = found[name].any(dim, keepdim=True)
-    return found
+            if name in reached and leaf.shape[dim] != reached[name].shape[dim]:
+                reached[name] = reached[name].any(dim, keepdim=True)
+    return reached

@@ -1,6 +1,6 @@
-"""The tensors of a call: values from the seed, in the memory layouts that a user's tensors have.
+"""The tensors of a call: values from the seed, in the memory layouts of a user's tensors.
 
-Guarantees: the reference and the ranks get the same values; what lies around an input in memory is NaN.
+Guarantees: the reference and the ranks get the same values; the memory around an input is NaN.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAMES = "qkv"
 
 
 class Values(NamedTuple):
-    """Whole tensors in the call's dtype: q, k, v (batch, tokens, heads, dim) or broadcast over batches or heads."""
+    """Whole tensors in the call's dtype: q, k, v (batch, tokens, heads, dim), or broadcast over batches or heads."""
 
     q: Tensor
     k: Tensor
@@ -28,12 +28,12 @@ class Values(NamedTuple):
 
 
 def generator(case: Case, index: int) -> torch.Generator:
-    """Random numbers for the call of this index."""
+    """Return the random generator for the call of this index."""
     return torch.Generator().manual_seed(case["seed"] * 16 + index)
 
 
 def values(case: Case, index: int) -> Values:
-    """The values of a call: unit normal times `size`."""
+    """Return the values of a call: unit normal times `size`."""
     call, random, dtype = case["calls"][index], generator(case, index), getattr(torch, case["dtype"])
     (heads, kv_heads), (d_k, d_v), batch = call["heads"], call["dims"], call["batch"]
     q_tokens = call["seq"]["length"]
@@ -51,16 +51,18 @@ def values(case: Case, index: int) -> Values:
     q, k, v = ((normal(*shape) * call["size"]).to(dtype) for shape in shapes)
     dout, dlse = normal(batch, q_tokens, heads, d_v).to(dtype), normal(batch, heads, q_tokens).float()
     sinks = (normal(heads) * call["sinks"]).to(dtype) if call["sinks"] else None
-    for which, at_batch, at_token, at_head in case.get("nan", ()):
-        x = (q, k, v)[NAMES.index(which)]
+    for name, at_batch, at_token, at_head in case.get("nan", ()):
+        x = (q, k, v)[NAMES.index(name)]
         if x.numel():
-            b, t, h = (int(at * size) for at, size in zip((at_batch, at_token, at_head), x.shape, strict=False))
+            b, t, h = (
+                int(fraction * size) for fraction, size in zip((at_batch, at_token, at_head), x.shape, strict=False)
+            )
             x[b, t, h, 0] = float("nan")
     return Values(q, k, v, dout, dlse, sinks)
 
 
 def leaf_of(kind: str, x: Tensor) -> Tensor:
-    """A tensor of the user's that holds x: what requires the gradient."""
+    """Return the user's tensor that holds x and requires the gradient."""
     batch, tokens, heads, dim = x.shape
     if kind == "transposed":
         return x.transpose(1, 2).contiguous()
@@ -82,7 +84,7 @@ def leaf_of(kind: str, x: Tensor) -> Tensor:
 
 
 def inside(kind: str, leaf: Tensor, dim: int) -> Tensor:
-    """The part of a leaf, or of its gradient, that holds x; still broadcast over batches or heads."""
+    """Return the part of a leaf, or of its gradient, that holds x; still broadcast over batches or heads."""
     if kind == "transposed":
         return leaf.transpose(1, 2)
     if kind == "sliced":
@@ -95,21 +97,21 @@ def inside(kind: str, leaf: Tensor, dim: int) -> Tensor:
 
 
 def as_input(x: Tensor, call: Case, name: str) -> Tensor:
-    """x as the call gets it, with all its batches and heads."""
+    """Return x as the input of the call, with all its batches and heads."""
     return x.expand(call["batch"], x.shape[1], call["heads"][name != "q"], x.shape[3])
 
 
 def loss_of(call: Case, out: Tensor, lse: Tensor | None, dout: Tensor, dlse: Tensor) -> Tensor:
-    """The scalar that backward starts from; a row without keys takes no part by its lse."""
+    """Return the scalar that backward starts from. The lse of a row without keys is left out."""
     total: Any = torch.zeros((), dtype=torch.float64)
     if call["in_place"]:
         out = out.mul_(2)
-    how = call["uses"]["out"]
-    if how == "weighted":
+    use = call["uses"]["out"]
+    if use == "weighted":
         total = total + (out.double() * dout.double()).sum()
-    elif how == "sum":
+    elif use == "sum":
         total = total + out.sum()
-    elif how == "transposed":
+    elif use == "transposed":
         total = total + (out.transpose(1, 3) * dout.to(out.dtype).transpose(1, 3).contiguous()).double().sum()
     if call["twice"]:
         total = total + 0.5 * out.double().square().sum()

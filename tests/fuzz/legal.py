@@ -1,4 +1,4 @@
-"""The refusals that the definitions ask for, by name; any other is a failure, and so is a bad call that is answered."""
+"""The refusals that the definitions require; any other refusal is a failure, and so is an answer to an invalid call."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tests.fuzz.draw import Case
 
 
 def must_refuse(case: Case, call: Case) -> str | None:
-    """Why every rank has to refuse the call."""
+    """Return why every rank must refuse the call, or None."""
     options = call["options"] | (call["bad"] or {})
     if call["bad"]:
         return f"{call['bad']} has no meaning"
     if case["engine"] == "aten" and (lacked := {"softcap", "alibi_slopes", "dropout_p"} & options.keys()):
-        return f"torch's fused kernels have no {', '.join(sorted(lacked))}"
+        return f"torch's fused kernels do not support {', '.join(sorted(lacked))}"
     if case["engine"] == "triton" and case["dtype"] == "float64":
-        return "the Triton kernels have no float64"
+        return "the Triton kernels do not support float64"
     if "kv_wire_dtype" in case["ring"] and case["dtype"] == "float64":
-        return "float64 keys do not travel in eight bits"
-    if options.get("schedule") in ("double_ring", "ulysses_ring") and _unlike_nodes(case):
-        return f"{options['schedule']} needs as many ranks on each node"
+        return "float64 keys are not sent in eight bits"
+    if options.get("schedule") in ("double_ring", "ulysses_ring") and _nodes_are_uneven(case):
+        return f"{options['schedule']} needs equally many ranks on each node"
     for seq in (call["seq"], call["kv_seq"]):
         if seq and seq["layout"] in OF_DOCUMENTS and seq["documents"] is None:
             return f"{seq['layout']} needs documents"
@@ -36,14 +36,14 @@ def must_refuse(case: Case, call: Case) -> str | None:
     return None
 
 
-def _unlike_nodes(case: Case) -> bool:
-    """Whether ranks fill the nodes that were drawn, several of them, but for the last."""
+def _nodes_are_uneven(case: Case) -> bool:
+    """Return whether there are several nodes and the last one is not full."""
     nodes = case.get("nodes")
     return bool(nodes) and case["ranks"] > nodes["ranks"] and case["ranks"] % nodes["ranks"] > 0
 
 
-def asks_for_another(case: Case) -> bool:
-    """Whether one rank's first call is another than the others': a window that ends at the query is causal anyway."""
+def calls_differ(case: Case) -> bool:
+    """Return whether the first call of one rank differs. A window that ends at the query is causal anyway."""
     change, window = case.get("odd", {}).get("change"), case["calls"][0]["options"].get("window")
     same = change in ({"causal": True}, {"causal": False}) and window is not None and window[1] == 0
     return change is not None and not same and case["ranks"] > 1

@@ -1,6 +1,6 @@
-"""Runs one function on all ranks of a ring: threads of this process, or processes that stay for the next case.
+"""Runs one function on all ranks of a ring: threads of this process, or processes that are reused by the next case.
 
-Guarantees: what every rank returned or raised, by rank; a wait ends by the deadline.
+Guarantees: returns by rank what each rank returned or raised; every wait ends at the deadline.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from tests.transport.simulated.world import SimWorld
 
 TIMEOUT_S = 20.0
 START_S = 120.0
-"""For processes to start on a machine that has much else to do."""
+"""Time for processes to start on a busy machine."""
 OPTIONS = ("poison", "dkv_wire_dtype", "kv_wire_dtype", "out_wire_dtype")
 
 Body = Callable[[ringattn.Ring, Case], Any]
 Outcomes = list[Any]
-"""By rank: what it returned, or the exception that it raised."""
+"""By rank: the return value, or the exception that was raised."""
 
 
 def _cluster(case: Case) -> Cluster | str | None:
-    """The machines that schedule="auto" chooses for; None: not known."""
-    if not (drawn := case.get("nodes")):
+    """Return the machines that schedule="auto" chooses for; None: unknown."""
+    if not (nodes := case.get("nodes")):
         return None
-    if drawn.get("gpu"):
+    if nodes.get("gpu"):
         return "auto"
-    links = Links(tuple(rank // drawn["ranks"] for rank in range(case["ranks"])))
-    constants = {key: drawn[key] for key in ("bandwidth", "latency_s", "node_bandwidth")}
+    links = Links(tuple(rank // nodes["ranks"] for rank in range(case["ranks"])))
+    constants = {key: nodes[key] for key in ("bandwidth", "latency_s", "node_bandwidth")}
     return Cluster("drawn", 1e9, links=links, sync_s=1e-5, **constants)
 
 
 def _locations(case: Case) -> tuple[Location, ...]:
-    """Ranks with the GPUs that were drawn, as far as a ring can tell."""
+    """Return the locations of the ranks with the GPUs of the case, as a ring would detect them."""
     nodes = [rank // case["nodes"]["ranks"] for rank in range(case["ranks"])]
     name = case["nodes"]["gpu"]
     return tuple(
@@ -64,8 +64,8 @@ def _locations(case: Case) -> tuple[Location, ...]:
     )  # fmt: skip
 
 
-def _life(open_transport: Callable[[], Any], body: Body, case: Case) -> Any:
-    """One rank's life: what `body` returns, or the error that it raises."""
+def _run_rank(open_transport: Callable[[], Any], body: Body, case: Case) -> Any:
+    """Run one rank; return the result of `body`, or the error that it raises."""
     try:
         transport = open_transport()
         if _cluster(case) == "auto":
@@ -79,14 +79,14 @@ def _life(open_transport: Callable[[], Any], body: Body, case: Case) -> Any:
 
 
 def on_threads(body: Body, case: Case) -> Outcomes:
-    """Every rank is a thread; "nccl" is simulated."""
+    """Run every rank as a thread; the transport "nccl" is simulated."""
     world, nccl, store = LocalWorld(case["ranks"], TIMEOUT_S), SimWorld(case["ranks"]), dist.HashStore()
     outcomes: Outcomes = [TimeoutError("this rank hangs")] * case["ranks"]
 
     def work(rank: int) -> None:
         simulated = case.get("transport") == "nccl"
         open_transport = partial(open_on, nccl, rank, store.clone()) if simulated else partial(world.transport, rank)
-        outcomes[rank] = _life(open_transport, body, case)
+        outcomes[rank] = _run_rank(open_transport, body, case)
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(case["ranks"])]
     with unset_is_nan():
@@ -98,9 +98,10 @@ def on_threads(body: Body, case: Case) -> Outcomes:
 
 
 class SharedProcesses:
-    """Ranks that are processes over gloo or shared memory. They start at the first case and stay for the next ones.
+    """Ranks that are processes over gloo or shared memory.
 
-    Each case has a ring of its own.
+    They start at the first case and are reused by the next ones.
+    Each case opens a new ring.
     """
 
     def __init__(self) -> None:
@@ -108,7 +109,10 @@ class SharedProcesses:
         self._cases = 0
 
     def run(self, body: Body, case: Case) -> Outcomes:
-        """Run `body` of a module's top level on every rank. Raises AssertionError if a process hangs or dies."""
+        """Run `body`, a top-level function of a module, on every rank.
+
+        Raises AssertionError if a process hangs or dies.
+        """
         if self._processes is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             self._processes = Processes(PROCESSES)
@@ -130,14 +134,14 @@ def _store_at(port: int) -> dist.Store:
 
 
 def _in_process(rank: int, processes: int, port: int, number: int, body: Body, case: Case) -> Any:
-    """One rank's life; a process beyond the ranks of the case does nothing."""
+    """Run one rank; a process beyond the ranks of the case does nothing."""
     if rank >= case["ranks"]:
         return None
     warnings.simplefilter("ignore")
     kind = ShmTransport if case.get("transport") == "shm" else GlooTransport
     store = dist.PrefixStore(f"case {number}", _store_at(port))
     with unset_is_nan():
-        outcome = _life(partial(kind.open, Opening(store, rank, case["ranks"], TIMEOUT_S)), body, case)
+        outcome = _run_rank(partial(kind.open, Opening(store, rank, case["ranks"], TIMEOUT_S)), body, case)
     try:
         pickle.dumps(outcome)
     except Exception as error:

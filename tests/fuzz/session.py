@@ -1,4 +1,4 @@
-"""Run many seeds in processes that may die, and report what fails.
+"""Runs many seeds in processes that may die, and reports the failures.
 
 Guarantees: a case that kills or hangs its process is reported by its seed; the same seed gives the same case.
 """
@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 from tests.fuzz.draw import USUAL, Case, draw, kind_of
 from tests.fuzz.judge import error_of
-from tests.fuzz.shrink import shrunk
+from tests.fuzz.shrink import shrink
 from tests.fuzz.workers import answers
 
 HANG_S = 240.0
-"""A case that takes longer hangs; its own waits end before."""
+"""A case that takes longer has hung, because its own waits end earlier."""
 SHRINK_S = 20.0
 
 
 class Failure(NamedTuple):
-    """A seed, its error, and a smaller case that fails alike with its error."""
+    """A seed, its error, and a smaller case with the same kind of error."""
 
     seed: int
     error: str
@@ -39,7 +39,7 @@ class Failure(NamedTuple):
 
 
 class Tally:
-    """What has run: cases by kind and number of ranks, calls by engine, schedule and layout; and the failures."""
+    """Counts what has run: cases by kind and ranks, calls by engine, schedule and layout; and the failures."""
 
     def __init__(self) -> None:
         self.cases = 0
@@ -49,7 +49,7 @@ class Tally:
         self.failures: list[Failure] = []
 
     def count(self, case: Case) -> None:
-        """Count one more case."""
+        """Count one case."""
         self.cases += 1
         self.by["kind"][case["kind"]] += 1
         self.by["ranks"][str(case["ranks"])] += 1
@@ -67,7 +67,7 @@ class Tally:
 
 
 def readable(case: Case) -> str:
-    """Return a case over several lines, which Python reads again."""
+    """Format a case over several lines that Python can read."""
     return pformat(case, width=120, sort_dicts=False)
 
 
@@ -93,7 +93,7 @@ def run(
                 return
             yield (seed,)
 
-    for (seed,), failure, reason in answers(examined, seeds(), jobs, HANG_S):
+    for (seed,), failure, reason in answers(examine, seeds(), jobs, HANG_S):
         tally.count(draw(seed))
         if failure := Failure(seed, reason) if reason else failure:
             tally.failures.append(failure)
@@ -102,13 +102,13 @@ def run(
 
 
 def first_seed() -> int:
-    """Return a fresh one: milliseconds of the clock, far apart for sessions a second apart."""
+    """Return a fresh seed: milliseconds of the clock, spread so that sessions one second apart do not overlap."""
     return int(time.time() * 1000) % 10**9 * 1000
 
 
-def examined(seed: int) -> Failure | None:
+def examine(seed: int) -> Failure | None:
     """Run one seed in this process; return its failure, if any."""
     if not (error := error_of(draw(seed))):
         return None
-    smaller = shrunk(draw(seed), error, SHRINK_S)
+    smaller = shrink(draw(seed), error, SHRINK_S)
     return Failure(seed, error, smaller, (smaller and error_of(smaller)) or "")

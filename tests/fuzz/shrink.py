@@ -1,4 +1,4 @@
-"""Make a failing case smaller, step by step, as long as it fails alike."""
+"""Makes a failing case smaller, step by step, as long as it fails in the same way."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def kind_of_fault(error: str) -> str:
     return re.sub(r"-?\d[\d.e+-]*", "N", error)
 
 
-def shrunk(case: Case, error: str, seconds: float) -> Case | None:
-    """Return a smaller case with a fault of the same kind, or None if none is found in time."""
-    until, best = time.monotonic() + seconds, None
+def shrink(case: Case, error: str, seconds: float) -> Case | None:
+    """Return a smaller case with the same kind of fault, or None if none is found in time."""
+    deadline_s, best = time.monotonic() + seconds, None
     candidates = simpler(case)
-    while (smaller := next(candidates, None)) is not None and time.monotonic() < until:
+    while (smaller := next(candidates, None)) is not None and time.monotonic() < deadline_s:
         try:
             failed = error_of(smaller)
-        except Exception:  # no case at all
+        except Exception:  # not a valid case
             continue
         if failed and kind_of_fault(failed) == kind_of_fault(error):
             best, candidates = smaller, simpler(smaller)
@@ -42,7 +42,7 @@ def shrunk(case: Case, error: str, seconds: float) -> Case | None:
 
 
 def simpler(value: Any, key: str = "") -> Iterator[Any]:
-    """Yield values that are one step simpler than the one of `key`; some of them make no case."""
+    """Yield values that are one step simpler than `value`, the entry of `key`; some of them make no valid case."""
     if key in USUAL and value not in (None, USUAL[key]):
         yield USUAL[key]
     if key in DOWN_TO_ONE and value > 1:
@@ -56,11 +56,11 @@ def simpler(value: Any, key: str = "") -> Iterator[Any]:
 
 
 def _simpler_dict(value: Case, key: str) -> Iterator[Case]:
-    """Leave out an option, the same branch of both lists, or make one entry simpler."""
+    """Remove an option, or the same branch from both lists, or make one entry simpler."""
     if key == "options":
         yield from ({name: part for name, part in value.items() if name != left_out} for left_out in value)
-        for at in range(len(value.get(BRANCHES[0], ()))):
-            yield value | {name: [*value[name][:at], *value[name][at + 1 :]] for name in BRANCHES}
+        for index in range(len(value.get(BRANCHES[0], ()))):
+            yield value | {name: [*value[name][:index], *value[name][index + 1 :]] for name in BRANCHES}
     if value.get("documents"):
         for length in (value["length"] // 2, value["length"] - 1):
             yield value | {"length": length, "documents": [min(cut, length) for cut in value["documents"]]}
@@ -69,10 +69,13 @@ def _simpler_dict(value: Case, key: str) -> Iterator[Case]:
 
 
 def _simpler_calls(calls: list[Case]) -> Iterator[list[Case]]:
-    """Leave out the last call, or change one; calls that are alike stay so."""
+    """Remove the last call, or simplify one; equal calls stay equal."""
     if len(calls) > 1:
         yield calls[:-1]
     for call in calls:
         for new in simpler(call):
             changed = {name: part for name, part in new.items() if part != call[name]}
-            yield [one | {n: part for n, part in changed.items() if one[n] == call[n]} for one in calls]
+            yield [
+                other_call | {n: part for n, part in changed.items() if other_call[n] == call[n]}
+                for other_call in calls
+            ]

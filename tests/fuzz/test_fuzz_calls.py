@@ -1,4 +1,4 @@
-"""Some seconds of fresh cases, and seeds that once failed."""
+"""A few seconds of fresh cases, and seeds that once failed."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def test_fresh_seeds(kinds: tuple[str, ...], default_s: float) -> None:
     assert not tally.failures, "\n".join(map(str, tally.failures))
 
 
-# Of calls: causal dilated squares, a scale below 0, autocast (2), inference mode between calls, a hidden NaN, an empty
-# batch, softcap=inf, a NaN in one detached branch, a reentrant region of which two sequences may be meant, float16
-# below its normal numbers, heads of one column with batches innermost (2).
-# Then: backward in another order, a plan without steps, labels (2), inference mode between steps, float64 under
+# Calls: causal dilated squares, a negative scale, autocast (2), inference mode between calls, a hidden NaN, an empty
+# batch, softcap=inf, a NaN in one detached branch, a reentrant region with two candidate sequences, float16 below its
+# normal numbers, heads of one column with batches innermost (2).
+# Others: backward in another order, a plan without steps, labels (2), inference mode between steps, float64 under
 # autocast, a scale that differs in the last bits, a tensor as causal= on one rank.
 @pytest.mark.parametrize("case", json.loads(FAILED.read_text(encoding="utf-8")), ids=lambda case: str(case["seed"]))
 def test_a_case_that_once_failed(case: Case) -> None:
-    """As it was drawn then."""
+    """The case as it was drawn then."""
     assert error_of(case) is None
 
 
 def features(case: Case) -> set[tuple[str, str, str]]:
-    """The values of the choices of calls that are answered, each with the kind of attention and with the engine."""
-    found = set()
+    """Return the choices of the answered calls, each with the kind of attention and with the engine."""
+    result = set()
     for call in case["calls"]:
         options, length = call["options"], call["seq"]["length"]
         if must_refuse(case, call):
@@ -69,17 +69,19 @@ def features(case: Case) -> set[tuple[str, str, str]]:
             "tail of documents": (options.get("tail"), options["causal"], len(set(call["seq"]["documents"] or ())) > 2),
             "length": length if length < 2 else length < case["ranks"],
         }  # fmt: skip
-        found |= {(name, str(value), with_) for name, value in values.items() for with_ in (call["op"], case["engine"])}
-    return found
+        result |= {
+            (name, str(value), with_) for name, value in values.items() for with_ in (call["op"], case["engine"])
+        }
+    return result
 
 
 def covering_cases(seeds: Iterable[int]) -> list[Case]:
-    """Few of the seeds' cases, which hold every feature that any of them has."""
+    """Return a small subset of the seeds' cases that covers every feature of all of them."""
     cases = [draw(seed) for seed in seeds if kind_of(seed) in CALLS]
     has = [features(case) for case in cases]
     missing, chosen = set().union(*has), []
     while missing:
-        best = max(range(len(cases)), key=lambda at: len(has[at] & missing))
+        best = max(range(len(cases)), key=lambda index: len(has[index] & missing))
         chosen.append(cases[best])
         missing -= has[best]
     return chosen
@@ -91,20 +93,20 @@ def test_every_choice(case: Case) -> None:
     assert error_of(case) is None
 
 
-def misbehaves(how: str) -> str:
-    """A job that dies, hangs, raises or returns."""
-    if how == "dies":
+def misbehave(behaviour: str) -> str:
+    """Die, hang, raise or return."""
+    if behaviour == "dies":
         os._exit(3)
-    if how == "hangs":
+    if behaviour == "hangs":
         time.sleep(60)
-    if how == "raises":
-        raise KeyError(how)
-    return how
+    if behaviour == "raises":
+        raise KeyError(behaviour)
+    return behaviour
 
 
 def test_a_job_that_kills_or_hangs_its_process_is_reported() -> None:
-    jobs = [(how,) for how in ("returns", "dies", "hangs", "raises", "returns")]
-    found = {job: (answer, reason) for job, answer, reason in answers(misbehaves, iter(jobs), 1, 2.0)}
-    assert found["returns",] == ("returns", "")
-    assert found["dies",] == (None, "the process ended with 3") and found["hangs",] == (None, "no end after 2 s")
-    assert "KeyError: 'raises'" in found["raises",][1]
+    jobs = [(behaviour,) for behaviour in ("returns", "dies", "hangs", "raises", "returns")]
+    outcomes = {job: (answer, reason) for job, answer, reason in answers(misbehave, iter(jobs), 1, 2.0)}
+    assert outcomes["returns",] == ("returns", "")
+    assert outcomes["dies",] == (None, "the process ended with 3") and outcomes["hangs",] == (None, "no end after 2 s")
+    assert "KeyError: 'raises'" in outcomes["raises",][1]

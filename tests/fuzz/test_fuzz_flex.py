@@ -1,7 +1,7 @@
-"""Drawn functions of flex_attention: masks and biases with holes, over values that change between two calls.
+"""Random functions of flex_attention: masks and biases with holes, over values that change between two calls.
 
-Each answer is compared with dense attention in float64 over the function itself, called on plain tables of positions. A
-function with a hole has to be refused, or the answer has to be exact; without a hole no refusal is allowed. A seed is a
+Each answer is compared with dense float64 attention over the function itself, called on plain tables of positions. A
+function with a hole must be refused, or the answer must be exact; without a hole no refusal is allowed. A seed is a
 case: RINGATTN_FUZZ_SEED names the first.
 """
 
@@ -24,13 +24,13 @@ from ringattn.adapters.flex import flex_attention
 from tests.fuzz import session
 
 SECONDS, SLOW_SECONDS, WITHIN = 3.0, 60.0, 1e-10
-ROWS = 48  # query positions that are compared, besides those with holes: tables of all pairs would be large
+ROWS = 48  # query positions compared, besides those with holes, because tables of all pairs would be large
 Function = Callable[..., Tensor]
 STORES = ["class", "module", "function", "object", "closure", "list", "numpy", "data", "method"]
 
 
 class Store:
-    """A float64 tensor somewhere that a function reads: `read()` returns it, `write` changes it."""
+    """A float64 tensor in a place that a function reads: `read()` returns it, `write` changes it."""
 
     def __init__(self, kind: str, value: Tensor) -> None:
         self.kind, self.value, self.array = kind, value, value.numpy().copy()
@@ -67,8 +67,8 @@ class Store:
             self.holder.value = value
 
 
-def drawn_mask(r: Random, length: int, store: Store, hole: Function) -> Function:
-    """A mask_mod; the store holds its window, and a number of each token's document."""
+def draw_mask(r: Random, length: int, store: Store, hole: Function) -> Function:
+    """Draw a mask_mod; the store holds its window, and the document number of each token."""
     is_causal, after, spelling = r.random() < 0.7, r.randint(0, 9), r.randint(0, 2)
 
     def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -84,8 +84,8 @@ def drawn_mask(r: Random, length: int, store: Store, hole: Function) -> Function
     return mod
 
 
-def drawn_score(r: Random, heads: int, store: Store, hole: Function) -> Function:
-    """A score_mod; the store holds its softcap and its slopes."""
+def draw_score(r: Random, heads: int, store: Store, hole: Function) -> Function:
+    """Draw a score_mod; the store holds its softcap and its slopes."""
     has_cap, spelling = r.random() < 0.5, r.randint(0, 2)
 
     def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -98,8 +98,8 @@ def drawn_score(r: Random, heads: int, store: Store, hole: Function) -> Function
     return mod
 
 
-def drawn_hole(r: Random, heads: int, length: int) -> tuple[Function, range]:
-    """A function that is True in a small rectangle of pairs, and the queries of it; often nowhere."""
+def draw_hole(r: Random, heads: int, length: int) -> tuple[Function, range]:
+    """Draw a function that is True in a small rectangle of pairs, and the queries of it; often it is empty."""
     if r.random() < 0.6:
         return lambda b, h, q, k: torch.zeros_like(q + k, dtype=torch.bool), range(0)
     query, head = r.randrange(length), r.choice([None, None, r.randrange(heads)])
@@ -127,8 +127,8 @@ def score_values(r: Random, heads: int) -> Tensor:
     ).double()
 
 
-def wanted(qkv: list[Tensor], rows: Tensor, mask_mod: Function, score_mod: Function | None) -> Tensor:
-    """Dense attention of these query positions by the functions themselves."""
+def dense_attention(qkv: list[Tensor], rows: Tensor, mask_mod: Function, score_mod: Function | None) -> Tensor:
+    """Compute dense attention of these query positions with the functions themselves."""
     q, k, v = qkv
     heads, length = q.shape[1], q.shape[2]
     grid = torch.zeros((), dtype=torch.int64), torch.arange(heads)[:, None, None], rows[:, None], torch.arange(length)
@@ -145,12 +145,12 @@ def functions(seed: int, most: int) -> None:
     heads = r.choice([1, 2])
     block: Any = r.choice([16, 128, (64, 32), length]) if length <= 1500 else r.choice([128, length])
     no_hole: Function = lambda b, h, q, k: torch.zeros_like(q + k, dtype=torch.bool)  # noqa: E731
-    hole, queries = drawn_hole(r, heads, length)
+    hole, queries = draw_hole(r, heads, length)
     in_score = r.random() < 0.4
     has_score = in_score or r.random() < 0.4
     stores = Store(r.choice(STORES), mask_values(r, length)), Store(r.choice(STORES), score_values(r, heads))
-    mask_mod = drawn_mask(r, length, stores[0], no_hole if in_score else hole)
-    score_mod = drawn_score(r, heads, stores[1], hole if in_score else no_hole) if has_score else None
+    mask_mod = draw_mask(r, length, stores[0], no_hole if in_score else hole)
+    score_mod = draw_score(r, heads, stores[1], hole if in_score else no_hole) if has_score else None
     generator = torch.Generator().manual_seed(seed)
     qkv = [torch.randn(1, heads, length, 4, dtype=torch.float64, generator=generator) for _ in range(3)]
     rows = torch.tensor(sorted({*r.sample(range(length), min(length, ROWS)), *queries, 0, length - 1}))
@@ -159,7 +159,7 @@ def functions(seed: int, most: int) -> None:
     separate = r.random() < 0.7
 
     def call(mask: Any, may_refuse: bool) -> None:
-        expected = wanted(qkv, rows, mask_mod, score_mod)
+        expected = dense_attention(qkv, rows, mask_mod, score_mod)
         try:
             out = flex_attention(*qkv, score_mod, mask)
         except UnsupportedError as refusal:
@@ -182,7 +182,7 @@ def functions(seed: int, most: int) -> None:
         call(mask, bool(queries))
         stores[0].write(mask_values(r, length))
         call(new_mask(), bool(queries))
-        # Its tables are those of the old values; with one block they say nothing.
+        # The tables of the old mask hold the old values; a single block reveals nothing of that.
         call(mask, bool(queries) or block != length)
 
 

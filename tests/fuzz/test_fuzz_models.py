@@ -1,4 +1,4 @@
-"""The walk over the model classes of transformers: each of its outcomes, a few classes by fresh seeds, and its page."""
+"""The walk over the model classes of transformers: each outcome, a few classes with fresh seeds, and its page."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.fuzz import session
 from tests.fuzz.models import cases, page, tiny
 from tests.fuzz.models.cases import cases_of
 from tests.fuzz.models.tiny import other_kinds
-from tests.fuzz.models.walk import Record, examined
+from tests.fuzz.models.walk import Record, examine
 
 SECONDS = 5.0
 PAGE = Path(__file__).parents[2] / "docs" / "embedding-transformers-models.md"
 
 
 @pytest.fixture(autouse=True)
-def _ranks_take_turns_often() -> Iterator[None]:
+def _switch_threads_often() -> Iterator[None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-3)
     yield
@@ -38,7 +38,7 @@ def _ranks_take_turns_often() -> Iterator[None]:
 
 
 def record_of(name: str, seed: int = 0) -> Record:
-    record = examined(name, tiny.classes()[name], seed)
+    record = examine(name, tiny.classes()[name], seed)
     assert record is not None
     return record
 
@@ -51,7 +51,7 @@ def verdicts(record: Record) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "PhimoeForCausalLM"])
-def test_a_class_that_is_exact(name: str) -> None:
+def test_an_exact_class(name: str) -> None:
     """PhiMoE's routers draw numbers in training."""
     record = record_of(name)
     assert record["verdict"] == "exact"
@@ -61,7 +61,7 @@ def test_a_class_that_is_exact(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "why", "found"),
+    ("name", "reason", "verdicts_"),
     [
         ("MambaForCausalLM", "carry a state", {"refused"}),
         ("BertForSequenceClassification", "of a whole row", {"refused"}),
@@ -69,12 +69,12 @@ def test_a_class_that_is_exact(name: str) -> None:
         ("BloomModel", "adds ALiBi", set()),
     ],
 )
-def test_a_class_that_is_refused(name: str, why: str, found: set[str]) -> None:
+def test_a_refused_class(name: str, reason: str, verdicts_: set[str]) -> None:
     """In every call, or by `prepare`."""
     record = record_of(name)
     assert record["verdict"] == "refused"
-    assert why in record["reason"]
-    assert verdicts(record) - {"no reference"} == found
+    assert reason in record["reason"]
+    assert verdicts(record) - {"no reference"} == verdicts_
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_a_class_that_is_refused(name: str, why: str, found: set[str]) -> None:
         ("Qwen3Model", "sliding_attention"),
     ],
 )
-def test_a_kind_of_layer_that_the_default_configuration_has_not(name: str, kind: str, monkeypatch: Any) -> None:
-    """A class that is exact as it is published is refused for one such layer, or exact with it too."""
-    monkeypatch.setattr(cases, "cases_of", lambda *given: cases_of(*given)[:1])
+def test_a_kind_of_layer_missing_from_the_default_configuration(name: str, kind: str, monkeypatch: Any) -> None:
+    """With one such layer, a class that is otherwise exact is either refused or still exact."""
+    monkeypatch.setattr(cases, "cases_of", lambda *arguments: cases_of(*arguments)[:1])
     monkeypatch.setattr(
         tiny, "other_kinds", lambda model: [extra for extra in other_kinds(model) if extra.kind == kind]
     )
@@ -99,11 +99,11 @@ def test_a_kind_of_layer_that_the_default_configuration_has_not(name: str, kind:
     assert is_softmax or f"({kind})" in record["reason"]
 
 
-def test_a_class_that_is_not_buildable_or_takes_no_text() -> None:
+def test_a_class_that_cannot_be_built_or_takes_no_text() -> None:
     record = record_of("ReformerModelWithLMHead")
     assert record["verdict"] == "not buildable"
     assert "is_decoder=True" in record["reason"] and not record["cases"]
-    assert examined("ViTModel", "vit", 0) is None
+    assert examine("ViTModel", "vit", 0) is None
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
@@ -123,22 +123,22 @@ def _masks(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "name", "why"),
+    ("fault", "name", "reason"),
     [
         (_heads, "SplinterForQuestionAnswering", r"start_logits off by"),
         (_towers, "EncoderDecoderModel", r"logits off by"),
         (_masks, "GitModel", r"not refused by name on every rank: TypeError"),
     ],
 )
-def test_a_fault_put_back_is_found(
-    fault: Callable[[pytest.MonkeyPatch], None], name: str, why: str, monkeypatch: pytest.MonkeyPatch
+def test_a_reintroduced_fault_is_found(
+    fault: Callable[[pytest.MonkeyPatch], None], name: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cases, "cases_of", lambda *given: cases_of(*given)[:3])
+    monkeypatch.setattr(cases, "cases_of", lambda *arguments: cases_of(*arguments)[:3])
     with monkeypatch.context() as patch:
         fault(patch)
         record = record_of(name)
     assert record["verdict"] == "wrong"
-    assert re.match(why, record["reason"])
+    assert re.match(reason, record["reason"])
     assert record["cases"]["plain"][0] == "wrong"
     assert record_of(name)["verdict"] == "refused"
 
@@ -147,18 +147,18 @@ def test_a_fault_put_back_is_found(
 
 
 def test_fresh_classes() -> None:
-    """Of text alone; towers take longer to build."""
+    """Only classes of pure text models, because models with towers take longer to build."""
     seed = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
-    found: list[Record] = []
+    records: list[Record] = []
     ends = time.monotonic() + float(os.environ.get("RINGATTN_FUZZ_SECONDS", SECONDS))
     for name in Random(seed).sample(sorted(tiny.classes()), 200):
         if time.monotonic() > ends:
             break
         if _is_of_text(name):
             print(f"python -m tests.fuzz.models only={name} seed={seed}")
-            found.append(record_of(name, seed))
-    assert found
-    assert not [record for record in found if record["verdict"] == "wrong"]
+            records.append(record_of(name, seed))
+    assert records
+    assert not [record for record in records if record["verdict"] == "wrong"]
 
 
 def _is_of_text(name: str) -> bool:

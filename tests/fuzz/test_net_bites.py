@@ -1,4 +1,4 @@
-"""Faults that the package once had, put back by hand: the fuzzer finds each of them."""
+"""Faults that the package once had, reintroduced by hand: the fuzzer finds each of them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import Route
 from tests.fuzz.draw import Case, draw, kind_of
 from tests.fuzz.judge import error_of
-from tests.fuzz.shrink import shrunk
+from tests.fuzz.shrink import shrink
 
 Finds = Callable[..., None]
 
 
 @pytest.fixture
 def finds(monkeypatch: pytest.MonkeyPatch) -> Finds:
-    """Assert that one of the first `most` cases of a kind fails like `pattern`, and only with the fault."""
+    """Assert that one of the first `most` cases of a kind fails with `pattern`, and only with the fault."""
 
     def check(
-        pattern: str, kind: str, most: int, wanted: Callable[[Case], bool] = lambda case: True, shrink_s: float = 0.0
+        pattern: str, kind: str, most: int, selects: Callable[[Case], bool] = lambda case: True, shrink_s: float = 0.0
     ) -> None:
         cases = (draw(seed) for seed in count() if kind_of(seed) == kind)
-        errors = ((case, error_of(case)) for case in islice(filter(wanted, cases), most))
+        errors = ((case, error_of(case)) for case in islice(filter(selects, cases), most))
         case, error = next(((case, error) for case, error in errors if error), ({}, "nothing found"))
         assert re.search(pattern, error), error
         if shrink_s:
-            smaller = shrunk(case, error, shrink_s)
+            smaller = shrink(case, error, shrink_s)
             assert smaller is not None and re.search(pattern, str(error_of(smaller)))
         monkeypatch.undo()
         assert error_of(case) is None
@@ -45,7 +45,7 @@ def finds(monkeypatch: pytest.MonkeyPatch) -> Finds:
     return check
 
 
-def test_causal_squares_joined_whatever_their_heads(monkeypatch: pytest.MonkeyPatch, finds: Finds) -> None:
+def test_causal_squares_merged_across_heads(monkeypatch: pytest.MonkeyPatch, finds: Finds) -> None:
     def by_rows(items: Any, key: Any = None) -> list[Any]:
         if key is None:
             return sorted(items)
@@ -55,7 +55,7 @@ def test_causal_squares_joined_whatever_their_heads(monkeypatch: pytest.MonkeyPa
         return rectangles._follows(first.q_rows, second.q_rows) and rectangles._follows(first.k_rows, second.k_rows)
 
     def cheap(case: Case) -> bool:
-        """Where it may show, on one rank."""
+        """Select cheap cases on one rank that may show the fault."""
         (first, *others), default = case["calls"], case["engine"] == "auto" and case["ranks"] == 1
         return default and not others and first["options"]["causal"] and 8 < first["seq"]["length"] < 50
 
@@ -70,8 +70,8 @@ def test_backward_passes_that_do_not_name_their_call(monkeypatch: pytest.MonkeyP
     def forgetful(
         self: Runtime, summary: str, refusal: Any = None, always: bool = False, backward_of: Any = None, **needs: Any
     ) -> ComparedCall:
-        words = summary if backward_of is None else f"backward of {summary}"
-        return check_consistency(self, words, refusal, always, **needs)
+        message = summary if backward_of is None else f"backward of {summary}"
+        return check_consistency(self, message, refusal, always, **needs)
 
     monkeypatch.setattr(Runtime, "check_consistency", forgetful)
     finds("raised nothing", "order", 20)
@@ -81,7 +81,9 @@ def local(case: Case) -> bool:
     return case.get("transport") == "local" and case["ranks"] > 1
 
 
-def test_outputs_without_a_graph_where_no_input_needs_a_gradient(monkeypatch: pytest.MonkeyPatch, finds: Finds) -> None:
+def test_outputs_without_a_graph_if_no_local_input_needs_a_gradient(
+    monkeypatch: pytest.MonkeyPatch, finds: Finds
+) -> None:
     def frozen(case: Case) -> bool:
         grads = case["calls"][0].get("grads_of", ())
         return local(case) and len(case["calls"]) == 1 and "" in grads and any(grads)
@@ -90,7 +92,7 @@ def test_outputs_without_a_graph_where_no_input_needs_a_gradient(monkeypatch: py
     finds("PeerLostError|got no d", "attention", 20, frozen)
 
 
-def test_facts_that_leave_out_all_of_a_route_but_its_name(monkeypatch: pytest.MonkeyPatch, finds: Finds) -> None:
+def test_facts_with_only_the_name_of_a_route(monkeypatch: pytest.MonkeyPatch, finds: Finds) -> None:
     facts_of = runtime._facts
 
     def forgetful(part: Any, name: str) -> tuple[str, ...]:
@@ -100,7 +102,7 @@ def test_facts_that_leave_out_all_of_a_route_but_its_name(monkeypatch: pytest.Mo
     finds("is answered|raised", "disagree", 20, lambda case: local(case) and "schedule" in case["odd"]["change"])
 
 
-def test_a_plan_without_steps_begun_early(monkeypatch: pytest.MonkeyPatch, finds: Finds) -> None:
+def test_a_plan_without_steps_that_starts_early(monkeypatch: pytest.MonkeyPatch, finds: Finds) -> None:
     def eager(self: Executor) -> bool:
         plan: Plan = self.plan
         packs = plan.steps[0].packs if plan.steps else ()

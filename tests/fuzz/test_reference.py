@@ -1,4 +1,4 @@
-"""The reference by hand and against torch; `tests/core/test_dilated_reference.py` has dilated attention."""
+"""The reference checked by hand and against torch; `tests/core/test_dilated_reference.py` covers dilated attention."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ def _qkv(tokens: int, kv_tokens: int, heads: tuple[int, int], dims: tuple[int, i
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_nothing_to_see(tokens: int) -> None:
+def test_a_query_without_keys(tokens: int) -> None:
     q, k, v = _qkv(3, tokens, (2, 1))
     out, lse = reference.attention(q, k, v, reference.Counts(torch.zeros(1, 1, 3, tokens).double()))
     assert out.eq(0).all() and lse.isneginf().all()
 
 
 @pytest.mark.parametrize("code", ["int8", "float8_e4m3fn"])
-def test_rounding_is_that_of_the_definition(code: str) -> None:
+def test_rounding_follows_its_definition(code: str) -> None:
     x = torch.randn(3, 7, 2, 5, generator=torch.Generator().manual_seed(3))
     assert torch.equal(reference.eight_bits(x.double(), code, torch.float32).float(), rounded(x, code))
 
 
 def test_shards_by_hand() -> None:
-    def listed(*arguments: object) -> list[list[int]]:
-        return [one.tolist() for one in reference.shards(*arguments)]  # type: ignore[arg-type]
+    def shard_lists(*arguments: object) -> list[list[int]]:
+        return [rows.tolist() for rows in reference.shards(*arguments)]  # type: ignore[arg-type]
 
-    assert listed("contiguous", 5, 2, None) == [[0, 1, 2], [3, 4]]
-    assert listed("striped", 5, 3, None) == [[0, 3], [1, 4], [2]]
-    assert listed("zigzag", 9, 2, None) == [[0, 1, 2, 7, 8], [3, 4, 5, 6]]
-    assert listed("per_document", 6, 2, [0, 1, 1, 6]) == [[0, 1, 5], [2, 3, 4]]
+    assert shard_lists("contiguous", 5, 2, None) == [[0, 1, 2], [3, 4]]
+    assert shard_lists("striped", 5, 3, None) == [[0, 3], [1, 4], [2]]
+    assert shard_lists("zigzag", 9, 2, None) == [[0, 1, 2, 7, 8], [3, 4, 5, 6]]
+    assert shard_lists("per_document", 6, 2, [0, 1, 1, 6]) == [[0, 1, 5], [2, 3, 4]]
 
 
 # --- against torch's own attention -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_agrees_with_torch(causal: bool) -> None:
+def test_the_reference_equals_torch(causal: bool) -> None:
     q, k, v = _qkv(9, 9, (4, 2), (6, 6))
     out, lse = oracle.attention(q, k, v, oracle.allowed_mask(9, 9, causal=causal), 0.4)
     qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))

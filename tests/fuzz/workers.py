@@ -22,9 +22,9 @@ Job = tuple[Any, ...]
 def answers(
     work: Callable[..., Any], jobs: Iterator[Job], workers: int, hang_s: float
 ) -> Iterator[tuple[Job, Any, str]]:
-    """Yield each job with what `work(*job)` returned, or with None and the reason why it returned nothing.
+    """Yield each job with the result of `work(*job)`, or with None and the reason why there is no result.
 
-    `work` is a function of a module's top level. A process that dies, or takes longer than `hang_s`, is replaced.
+    `work` is a top-level function of a module. A process that dies, or takes longer than `hang_s`, is replaced.
     """
     busy: dict[Connection, _Worker] = {}
 
@@ -57,10 +57,10 @@ class _Worker:
     """A process that runs one job at a time."""
 
     def __init__(self, work: Callable[..., Any]) -> None:
-        self.pipe, theirs = Pipe()
-        self.process = forked(_serve, work, theirs, daemon=False)  # daemons may not start processes
-        theirs.close()
-        self.pipe.recv()  # it has started
+        self.pipe, child_end = Pipe()
+        self.process = forked(_run_jobs, work, child_end, daemon=False)  # daemons may not start processes
+        child_end.close()
+        self.pipe.recv()  # the process has started
 
     def give(self, job: Job) -> None:
         """Start a job."""
@@ -68,7 +68,10 @@ class _Worker:
         self.pipe.send(job)
 
     def answer(self, reason: str) -> tuple[Any, str, bool]:
-        """Return the answer, the reason if there is none, and whether the process lives. With a `reason`, end it."""
+        """Return the answer, the reason if there is none, and whether the process lives.
+
+        With a `reason`, kill the process.
+        """
         try:
             if not reason:
                 return (*self.pipe.recv(), True)
@@ -80,11 +83,11 @@ class _Worker:
         return None, reason, False
 
 
-def _serve(work: Callable[..., Any], pipe: Connection) -> None:
+def _run_jobs(work: Callable[..., Any], pipe: Connection) -> None:
     """Answer (result, "") or (None, traceback) to each job until the pipe closes."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    sys.setswitchinterval(1e-3)  # ranks that are threads wait for each other all the time
+    sys.setswitchinterval(1e-3)  # ranks that are threads wait for each other often
     pipe.send("started")
     while True:
         try:

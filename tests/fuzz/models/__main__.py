@@ -1,12 +1,12 @@
 """`python -m tests.fuzz.models`: every model class of transformers that takes text, over a ring against one process.
 
 seed=0          which cases are drawn
-only=a,b        classes or model types; else all
-every=1         each n-th class only
-cases=N         stop after so many classes
-seconds=3600    stop after so long
+only=a,b        classes or model types; by default all
+every=1         only each n-th class
+cases=N         stop after N classes
+seconds=3600    stop after this time
 jobs=1          processes that examine classes
-out=FILE        one JSON object for each class, written as it comes (build/fuzz-models.jsonl)
+out=FILE        one JSON object per class, written immediately (build/fuzz-models.jsonl)
 data=FILE       write the results there, for the page and the documentation site
 page=FILE       write the page of the documentation there
 """
@@ -32,15 +32,17 @@ DEFAULTS = {
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code: 1 where anything is wrong."""
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    if set(given) - set(DEFAULTS) or not all(given.values()):
+    """Run the walk; return the exit code: 1 if anything is wrong."""
+    given_options = dict(argument.partition("=")[::2] for argument in arguments)
+    if set(given_options) - set(DEFAULTS) or not all(given_options.values()):
         print(__doc__)
         return 2
-    options = DEFAULTS | given
-    wanted = set(options["only"].split(",")) - {""}
-    names = {name: kind for name, kind in classes().items() if not wanted or {name, kind} & wanted}
-    if missing := {one for one in wanted if not any(one in item for item in names.items())}:
+    options = DEFAULTS | given_options
+    selected = set(options["only"].split(",")) - {""}
+    names = {name: kind for name, kind in classes().items() if not selected or {name, kind} & selected}
+    if missing := {
+        name_or_kind for name_or_kind in selected if not any(name_or_kind in item for item in names.items())
+    }:
         print(f"no class or model type {', '.join(sorted(missing))}")
         return 2
     names = dict(list(names.items())[:: int(options["every"])])
@@ -73,7 +75,7 @@ def main(arguments: list[str]) -> int:
 
 def _finding(record: Record) -> str:
     lines = [f"{record['class']}: wrong: {record['reason']}"]
-    lines += [f"    {name}: {why}" for name, (what, why) in record["cases"].items() if what == "wrong"]
+    lines += [f"    {name}: {reason}" for name, (verdict, reason) in record["cases"].items() if verdict == "wrong"]
     return "\n".join([*lines, f"    again: python -m tests.fuzz.models only={record['class']}"])
 
 

@@ -1,4 +1,4 @@
-"""What a model class is called with: batches of one whole process, by its `forward`'s own arguments.
+"""The calls of a model class: batches for one whole process, by the arguments of its `forward`.
 
 Guarantees: the same seed and class give the same cases.
 """
@@ -26,30 +26,33 @@ PER_TOKEN = {
     "input_shape_ids": 20, "input_pronunciation_ids": 20, "global_attention_mask": 2, "moe_mm_token_type_ids": TYPES,
     "decoder_input_ids": FIRST_SPECIAL, "sequence_id": 1,
 }  # fmt: skip
-"""Arguments of whole numbers, (rows, tokens), below these."""
+"""Arguments of integers, (rows, tokens), with these exclusive upper bounds."""
 
 PER_ROW = {
     "start_positions": TOKENS, "end_positions": TOKENS, "next_sentence_label": 2, "sentence_order_label": 2,
     "lengths": 0,
 }  # fmt: skip
-"""Arguments (rows,) of whole numbers below these."""
+"""Arguments of integers, (rows,), with these exclusive upper bounds."""
 
 OPTIONS: dict[str, Any] = {
     "use_cache": True, "output_hidden_states": True, "output_attentions": True, "return_dict": False,
     "output_router_logits": True, "logits_to_keep": 1, "return_loss": True,
 }  # fmt: skip
-"""Arguments that ask for something else."""
+"""Arguments that request other outputs."""
 
 COMMON = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "bbox", "self", "kwargs"}
 
 
 ALWAYS: tuple[tuple[str, ...], ...] = ((), ("decoder_input_ids",), ("pixel_values",))
-"""Arguments that a class may not run without."""
+"""Arguments that some classes require."""
 
 
 @dataclass
 class Case:
-    """One call: `batch` goes through `shard_batch`; `beside` is per token and sharded as it is; `rest` goes whole."""
+    """One call.
+
+    `batch` is sharded by `shard_batch`. `beside` holds per-token tensors, sharded directly. `rest` is passed unsharded.
+    """
 
     name: str
     batch: dict[str, Tensor]
@@ -62,26 +65,29 @@ class Case:
 
     @property
     def real(self) -> Tensor:
-        """Which tokens are no padding, (rows, tokens)."""
+        """Which tokens are not padding, (rows, tokens)."""
         mask = self.batch.get("attention_mask")
-        tokens = self.batch.get("input_ids", self.batch.get("inputs_embeds"))
-        assert tokens is not None
-        return torch.ones(len(tokens), TOKENS, dtype=torch.bool) if mask is None else mask.bool()
+        tokens_ = self.batch.get("input_ids", self.batch.get("inputs_embeds"))
+        assert tokens_ is not None
+        return torch.ones(len(tokens_), TOKENS, dtype=torch.bool) if mask is None else mask.bool()
 
     @property
     def labels_count(self) -> int | None:
-        """How many labels a causal language model is asked for."""
+        """The number of labels of a causal language model."""
         labels = self.batch.get("labels")
         return None if labels is None or labels.dim() != 2 else int((labels[:, 1:] != -100).sum())
 
 
 def cases_of(kind: type[Any], model: Any, seed: int, always: tuple[str, ...] = ()) -> list[Case]:
-    """The usual ones, one for each input and option that `forward` takes, and a few drawn. `always`: in all."""
+    """Return the usual cases, one per input and option of `forward`, and a few random ones.
+
+    `always`: arguments of all cases.
+    """
     name = kind.__name__
     draw = random.Random(zlib.crc32(f"{seed} {name}".encode()))
     takes = inspect.signature(kind.forward).parameters
-    make = _Maker(name, model, takes, always, torch.Generator().manual_seed(draw.randrange(2**31)))
-    found = [
+    make = _CaseMaker(name, model, takes, always, torch.Generator().manual_seed(draw.randrange(2**31)))
+    cases = [
         make("plain"),
         make("padded right", padding="right"),
         make("padded left", padding="left"),
@@ -90,18 +96,20 @@ def cases_of(kind: type[Any], model: Any, seed: int, always: tuple[str, ...] = (
         make("position_ids", positions="places"),
     ]
     if "labels" in takes:
-        found += [make("labels", labels=True), make("labels, padded left", labels=True, padding="left"),
+        cases += [make("labels", labels=True), make("labels, padded left", labels=True, padding="left"),
                   make("labels, packed", labels=True, packing="position_ids")]  # fmt: skip
     if "inputs_embeds" in takes and make.embedded is not None:
-        found.append(make("inputs_embeds", embeds=True))
-    spans = [one for one in ("start_positions", "end_positions") if one in takes]
-    found += [make(one, extra=(one,)) for one in (*PER_TOKEN, *PER_ROW) if one in takes and one not in spans]
+        cases.append(make("inputs_embeds", embeds=True))
+    spans = [name_ for name_ in ("start_positions", "end_positions") if name_ in takes]
+    cases += [make(name_, extra=(name_,)) for name_ in (*PER_TOKEN, *PER_ROW) if name_ in takes and name_ not in spans]
     if spans:
-        found.append(make("start_positions", extra=tuple(spans)))
-    found += [make(one, options=(one,)) for one in OPTIONS if one in takes or one in ("use_cache", "return_dict")]
-    per_token = [one for one in PER_TOKEN if one in takes]
+        cases.append(make("start_positions", extra=tuple(spans)))
+    cases += [
+        make(name_, options=(name_,)) for name_ in OPTIONS if name_ in takes or name_ in ("use_cache", "return_dict")
+    ]
+    per_token = [name_ for name_ in PER_TOKEN if name_ in takes]
     for number in range(3):
-        found.append(
+        cases.append(
             make(
                 f"drawn {number}",
                 padding=draw.choice(["", "right", "left", "both"]),
@@ -112,25 +120,25 @@ def cases_of(kind: type[Any], model: Any, seed: int, always: tuple[str, ...] = (
                 options=tuple(draw.sample(["use_cache", "output_hidden_states"], draw.randrange(3))),
             )
         )
-    for case in found:
+    for case in cases:
         case.layout = draw.choice(["zigzag", "contiguous"])
         case.is_told = draw.random() < 0.8
         case.trains = draw.random() < 0.5
-    return found
+    return cases
 
 
 def not_given(kind: type[Any]) -> list[str]:
-    """Arguments of `forward` that no case has."""
+    """Return the arguments of `forward` that no case has."""
     takes = inspect.signature(kind.forward).parameters
-    return [one for one in takes if one not in {*COMMON, *PER_TOKEN, *PER_ROW, *OPTIONS}]
+    return [name for name in takes if name not in {*COMMON, *PER_TOKEN, *PER_ROW, *OPTIONS}]
 
 
-class _Maker:
+class _CaseMaker:
     """Makes the cases of one class."""
 
     def __init__(self, name: str, model: Any, takes: Any, always: tuple[str, ...], generator: Any) -> None:
         self.name, self.model, self.takes, self.generator = name, model, takes, generator
-        self.always = tuple(one for one in always if one in takes)
+        self.always = tuple(name_ for name_ in always if name_ in takes)
         self.embedded = _embedded(model)
         eos = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
         self.eos = eos if isinstance(eos, int) and eos < FIRST_SPECIAL else 2
@@ -143,7 +151,7 @@ class _Maker:
         choices = "MultipleChoice" in self.name
         shape = (rows, CHOICES, TOKENS) if choices else (rows, TOKENS)
         tokens = self._draw(shape, 3, FIRST_SPECIAL)
-        tokens[..., -1] = self.eos  # some heads look for it
+        tokens[..., -1] = self.eos  # some heads search for it
         mask = _mask(rows, padding)
         case = Case(name, {"input_ids": tokens}, documents=DOCUMENTS if packing else None)
         if mask is not None:
@@ -162,27 +170,29 @@ class _Maker:
         self._place(case, real, packing, positions)
         if labels:
             case.batch["labels"] = self._labels(rows, real, case)
-        for one in {*extra, *self.always}:
-            if one in PER_TOKEN:
-                where = case.batch if one == "token_type_ids" else case.beside
-                where[one] = self._draw(shape, 0, PER_TOKEN[one])
-            elif one == "pixel_values":
+        for argument in {*extra, *self.always}:
+            if argument in PER_TOKEN:
+                target = case.batch if argument == "token_type_ids" else case.beside
+                target[argument] = self._draw(shape, 0, PER_TOKEN[argument])
+            elif argument == "pixel_values":
                 side = getattr(getattr(self.model.config, "vision_config", self.model.config), "image_size", 32)
                 pixels = torch.randn(rows, 3, side, side, generator=self.generator, dtype=torch.float64)
-                case.rest[one] = pixels
+                case.rest[argument] = pixels
             else:
-                case.rest[one] = real.sum(1) if one == "lengths" else self._draw((rows,), 0, PER_ROW[one])
+                case.rest[argument] = (
+                    real.sum(1) if argument == "lengths" else self._draw((rows,), 0, PER_ROW[argument])
+                )
         if "bbox" in self.takes:
             corners = self._draw((*shape, 2), 0, 40)
             case.beside["bbox"] = torch.cat([corners, corners + self._draw((*shape, 2), 0, 20)], -1)
-        case.rest |= {one: OPTIONS[one] for one in options}
+        case.rest |= {argument: OPTIONS[argument] for argument in options}
         return case
 
     def _draw(self, shape: tuple[int, ...], least: int, stop: int) -> Tensor:
         return torch.randint(least, max(stop, least + 1), shape, generator=self.generator)
 
     def _place(self, case: Case, real: Tensor, packing: str, positions: str) -> None:
-        places = torch.arange(TOKENS)[None]
+        positions_ = torch.arange(TOKENS)[None]
         if packing == "position_ids":
             case.batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in pairwise(DOCUMENTS)])[None]
         elif packing:
@@ -190,7 +200,7 @@ class _Maker:
         elif positions == "real":
             case.batch["position_ids"] = (real.cumsum(1) - 1).clamp(min=0)
         elif positions:
-            case.batch["position_ids"] = places.expand(len(real), -1) + (2 if positions == "shifted" else 0)
+            case.batch["position_ids"] = positions_.expand(len(real), -1) + (2 if positions == "shifted" else 0)
 
     def _labels(self, rows: int, real: Tensor, case: Case) -> Tensor:
         if any(word in self.name for word in ("SequenceClassification", "MultipleChoice", "NextSentence")):
@@ -216,9 +226,9 @@ def _mask(rows: int, padding: str) -> Tensor | None:
 
 
 def _embedded(model: Any) -> int | None:
-    """Numbers that a token is embedded by."""
+    """Return the size of a token's embedding, or None."""
     try:
         table = model.get_input_embeddings()
         return int(table.weight.shape[1])
-    except Exception:  # has none, or no table
+    except Exception:  # the model has no input embeddings, or no table
         return None

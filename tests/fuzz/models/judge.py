@@ -1,6 +1,6 @@
-"""A model over two ranks that are threads against the unmodified one in one process: outputs, loss, every gradient.
+"""Compares a model over two ranks, which are threads, with the unmodified model in one process.
 
-Everything is computed in float64, see `InDouble`; what a model gives at padded places is not compared.
+Outputs, the loss and every gradient are compared in float64, see `InDouble`; outputs at padding are not compared.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from tests.fuzz.ranks import on_threads
 RANKS = 2
 TOLERANCE = 1e-8
 FLOOR = 1e-4
-"""Of the greatest gradient of a model, below which a parameter's own is not told from rounding of the others'."""
+"""Relative to the largest gradient of a model. A smaller gradient cannot be distinguished from rounding of others."""
 
 LEFT_OUT = {"pooler_output"}
-"""Outputs that the documentation says are left out."""
+"""Outputs that a ring leaves out, as documented."""
 
 SKIPPED = ("past_key_values", "cache_params", "mems", "attentions", "cross_attentions", "decoder_attentions",
            "encoder_attentions", "past_buckets_states", "state")  # fmt: skip
-"""Outputs that are kept for a later call, or weights that nothing over a ring holds."""
+"""Outputs that are caches for a later call, or attention weights, which no rank of a ring holds."""
 
 
 class Verdict(NamedTuple):
-    """What became of one case: exact, refused, wrong, or without a reference in one process."""
+    """The outcome of one case: exact, refused, wrong, or without a reference in one process."""
 
     what: str
     why: str = ""
 
 
 class Result(NamedTuple):
-    """Of one rank or of one process: outputs by name, the loss if any, gradients of all parameters."""
+    """The result of one rank or of one process: outputs by name, the loss if any, gradients of all parameters."""
 
     outputs: dict[str, Tensor]
     loss: Tensor | None
@@ -52,8 +52,8 @@ class Result(NamedTuple):
     positions: Tensor
 
 
-class Asked(NamedTuple):
-    """Where the tokens of an output lie in one process: its dimension, or -1 for rows and tokens in one."""
+class TokenAxis(NamedTuple):
+    """The shape of an output in one process and its token dimension; -1 if rows and tokens share one dimension."""
 
     shape: torch.Size
     dim: int | None
@@ -61,7 +61,7 @@ class Asked(NamedTuple):
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """No number is float32, in this thread; `torch.tensor(0.5)` is not in any."""
+    """Make floats float64 in this thread; `torch.tensor(0.5)` in all threads."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -72,7 +72,7 @@ def in_double() -> Iterator[None]:
 
 
 def judge(reference: Any, ours: list[Any], case: Case) -> Verdict:
-    """`reference`: the unmodified model; `ours`: copies, one for each rank, on which `prepare` was called."""
+    """Judge a case. `reference`: the unmodified model; `ours`: copies, one per rank, on which `prepare` was called."""
     for model in (reference, *ours):
         model.train(case.trains)
     with in_double():
@@ -81,7 +81,7 @@ def judge(reference: Any, ours: list[Any], case: Case) -> Verdict:
             alone = one_process(reference, case)
         except Exception as error:
             return Verdict("no reference", line(error))
-        if not torch.equal(torch.get_rng_state(), before):  # as PhiMoE's routers do in training: ranks draw others
+        if not torch.equal(torch.get_rng_state(), before):  # PhiMoE's routers draw in training, and ranks draw others
             if case.trains:
                 return judge(reference, ours, replace(case, trains=False))
             return Verdict("no reference", "it draws random numbers")
@@ -89,31 +89,33 @@ def judge(reference: Any, ours: list[Any], case: Case) -> Verdict:
         if not all(bool(x.isfinite().all()) for x in numbers):
             return Verdict("no reference", "it is not finite")
         if not numbers:
-            return Verdict("no reference", "it gives nothing to compare")
-        asked = {name: Asked(x.shape, _token_dim(x.shape, case)) for name, x in alone.outputs.items()}
-        found = over_ranks(ours, case, asked)
-    refusals = [one for one in found if isinstance(one, BaseException)]
+            return Verdict("no reference", "it returns nothing to compare")
+        requested = {name: TokenAxis(x.shape, _token_dim(x.shape, case)) for name, x in alone.outputs.items()}
+        results = over_ranks(ours, case, requested)
+    refusals = [result for result in results if isinstance(result, BaseException)]
     if refusals:
-        others = [one for one in refusals if not isinstance(one, InputError)]
+        others = [result for result in refusals if not isinstance(result, InputError)]
         if others or len(refusals) < RANKS:
-            said = "; ".join(line(one) if isinstance(one, BaseException) else "an answer" for one in found)
-            return Verdict("wrong", f"not refused by name on every rank: {said}")
+            summary = "; ".join(
+                line(result) if isinstance(result, BaseException) else "an answer" for result in results
+            )
+            return Verdict("wrong", f"not refused by name on every rank: {summary}")
         return Verdict("refused", line(refusals[0], 600))
-    return _compared(alone, [one for one in found if isinstance(one, Result)], asked, case)
+    return _compare(alone, [result for result in results if isinstance(result, Result)], requested, case)
 
 
 def one_process(model: Any, case: Case) -> Result:
-    """Each document, or each batch of rows, as the unmodified model takes it."""
+    """Call the unmodified model on each document, or on each batch of rows."""
     cuts = case.documents or [0, TOKENS]
     parts: list[dict[str, Tensor]] = []
     loss: Tensor | None = None
     for start, stop in pairwise(cuts):
-        given = {k: x for k, x in case.batch.items() if k != "cu_seq_lens_q"} | case.beside
-        given = {k: _slice(x, start, stop) if case.documents else x for k, x in given.items()}
-        given = {k: x.clone() for k, x in given.items()}  # CTRL scales its inputs_embeds in place
+        arguments = {k: x for k, x in case.batch.items() if k != "cu_seq_lens_q"} | case.beside
+        arguments = {k: _slice(x, start, stop) if case.documents else x for k, x in arguments.items()}
+        arguments = {k: x.clone() for k, x in arguments.items()}  # CTRL scales its inputs_embeds in place
         if case.documents and case.labels_count is not None:
-            given["num_items_in_batch"] = case.labels_count
-        out = model(**given, **case.rest)
+            arguments["num_items_in_batch"] = case.labels_count
+        out = model(**arguments, **case.rest)
         outputs = dict(_outputs(out))
         part = outputs.pop("loss", None)
         if part is not None:
@@ -136,8 +138,8 @@ def one_process(model: Any, case: Case) -> Result:
     )  # fmt: skip
 
 
-def over_ranks(models: list[Any], case: Case, asked: Mapping[str, Asked]) -> list[Result | BaseException]:
-    """As the documentation tells users to call a model, on every rank."""
+def over_ranks(models: list[Any], case: Case, requested: Mapping[str, TokenAxis]) -> list[Result | BaseException]:
+    """Call the model on every rank as the documentation tells users to."""
 
     def body(ring: Ring, options: object) -> Result:
         with InDouble():
@@ -145,16 +147,18 @@ def over_ranks(models: list[Any], case: Case, asked: Mapping[str, Asked]) -> lis
 
     def on_rank(ring: Ring) -> Result:
         ours = adapter.prepare(models[ring.rank])
-        seq, mine = shard_batch(ring, case.batch, layout=case.layout, **({"model": ours} if case.is_told else {}))
+        seq, local_batch = shard_batch(
+            ring, case.batch, layout=case.layout, **({"model": ours} if case.is_told else {})
+        )
         beside = {name: seq.shard(x, 2 if x.shape[1] != TOKENS else 1) for name, x in case.beside.items()}
         if case.labels_count is not None:
-            mine["num_items_in_batch"] = case.labels_count
+            local_batch["num_items_in_batch"] = case.labels_count
         with ring.activate(seq):
-            out = ours(**mine, **beside, **case.rest)
+            out = ours(**local_batch, **beside, **case.rest)
         outputs = dict(_outputs(out))
         loss = outputs.pop("loss", None)
         places = seq.positions()
-        score = loss if loss is not None else _score(outputs, case, asked, places)
+        score = loss if loss is not None else _score(outputs, case, requested, places)
         grads = {} if score is None else gradients(ours, score)
         return Result(
             {k: x.detach() for k, x in outputs.items()}, None if loss is None else loss.detach(), grads, places
@@ -163,27 +167,29 @@ def over_ranks(models: list[Any], case: Case, asked: Mapping[str, Asked]) -> lis
     return on_threads(body, {"ranks": RANKS, "engine": "auto", "ring": {}})
 
 
-def _compared(alone: Result, ranks: list[Result], asked: Mapping[str, Asked], case: Case) -> Verdict:
-    if (alone.loss is None) != any(one.loss is None for one in ranks):
+def _compare(alone: Result, ranks: list[Result], requested: Mapping[str, TokenAxis], case: Case) -> Verdict:
+    if (alone.loss is None) != any(result.loss is None for result in ranks):
         return Verdict("wrong", "a loss on one side only")
     if alone.loss is not None:
-        total = torch.stack([one.loss for one in ranks if one.loss is not None]).sum()
-        if (off := _off(total, alone.loss)) > TOLERANCE:
+        total = torch.stack([result.loss for result in ranks if result.loss is not None]).sum()
+        if (off := _relative_error(total, alone.loss)) > TOLERANCE:
             return Verdict("wrong", f"loss off by {off:.1e}")
-    for name, (shape, dim) in asked.items():
-        if any(name not in one.outputs for one in ranks):
+    for name, (shape, dim) in requested.items():
+        if any(name not in result.outputs for result in ranks):
             if name not in LEFT_OUT and shape.numel() > 1:
                 return Verdict("wrong", f"{name} is missing")
             continue
-        whole = _joined([one.outputs[name] for one in ranks], [one.positions for one in ranks], shape, dim)
+        whole = _join_shards(
+            [result.outputs[name] for result in ranks], [result.positions for result in ranks], shape, dim
+        )
         if whole is None:
-            got = [tuple(one.outputs[name].shape) for one in ranks]
+            got = [tuple(result.outputs[name].shape) for result in ranks]
             return Verdict("wrong", f"{name} has shapes {got}, in one process {tuple(shape)}")
         real = _real_of(shape, dim, case)
-        for one in whole:
-            if (off := _off(one * real, alone.outputs[name] * real)) > TOLERANCE:
+        for result in whole:
+            if (off := _relative_error(result * real, alone.outputs[name] * real)) > TOLERANCE:
                 return Verdict("wrong", f"{name} off by {off:.1e}")
-    if more := {name for one in ranks for name in one.outputs} - set(asked):
+    if more := {name for result in ranks for name in result.outputs} - set(requested):
         if not case.documents:
             return Verdict("wrong", f"{', '.join(sorted(more))} only over ranks")
     if not alone.gradients:
@@ -194,54 +200,56 @@ def _compared(alone: Result, ranks: list[Result], asked: Mapping[str, Asked], ca
     for name, true in alone.gradients.items():
         if not true.numel():
             continue
-        error = (sum(one.gradients[name] for one in ranks) - true).abs().max().item()
+        error = (sum(result.gradients[name] for result in ranks) - true).abs().max().item()
         off = error / max(true.abs().max().item(), floor)
         if not off <= TOLERANCE:
             return Verdict("wrong", f"gradient of {name} off by {off:.1e}")
     return Verdict("exact")
 
 
-def _joined(parts: list[Tensor], positions: list[Tensor], shape: torch.Size, dim: int | None) -> list[Tensor] | None:
-    """The whole of what ranks have parts of; every rank's, where each has the whole. None where shapes do not fit."""
-    if all(one.shape == shape for one in parts):
+def _join_shards(
+    parts: list[Tensor], positions: list[Tensor], shape: torch.Size, dim: int | None
+) -> list[Tensor] | None:
+    """Join the shards of the ranks; return all values if each rank has the whole, or None if shapes do not fit."""
+    if all(part.shape == shape for part in parts):
         return parts
     if dim is None:
         return None
     where, rest = max(dim, 0), list(shape)
     if dim < 0:
         parts = [
-            one.unflatten(0, (-1, len(at))) if len(one) % len(at) == 0 else one
-            for one, at in zip(parts, positions, strict=True)
+            part.unflatten(0, (-1, len(rows))) if len(part) % len(rows) == 0 else part
+            for part, rows in zip(parts, positions, strict=True)
         ]
         where, rest = 1, [shape[0] // TOKENS, TOKENS, *shape[1:]]
     whole = parts[0].new_zeros(rest)
-    for one, at in zip(parts, positions, strict=True):
-        if list(one.shape) != [*rest[:where], len(at), *rest[where + 1 :]]:
+    for part, rows in zip(parts, positions, strict=True):
+        if list(part.shape) != [*rest[:where], len(rows), *rest[where + 1 :]]:
             return None
-        whole.index_copy_(where, at, one)
+        whole.index_copy_(where, rows, part)
     return [whole.reshape(shape)]
 
 
-def _off(mine: Tensor, theirs: Tensor) -> float:
-    """The greatest difference, relative to the greatest value."""
-    if not mine.numel():
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest value."""
+    if not actual.numel():
         return 0.0
-    off = (mine.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp(min=1e-6)
+    off = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-6)
     return float("inf") if off.isnan() else float(off)
 
 
 def _outputs(out: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors of an output, by name."""
+    """Yield all tensors of an output, by name."""
     if isinstance(out, Tensor):
         if out.is_floating_point():
             yield prefix or "out", out
     elif isinstance(out, Mapping):
-        for name, one in out.items():
+        for name, value in out.items():
             if not name.startswith(SKIPPED) and "cache" not in name:
-                yield from _outputs(one, f"{prefix}.{name}" if prefix else name)
+                yield from _outputs(value, f"{prefix}.{name}" if prefix else name)
     elif isinstance(out, (tuple, list)):
-        for number, one in enumerate(out):
-            yield from _outputs(one, f"{prefix}.{number}" if prefix else str(number))
+        for number, value in enumerate(out):
+            yield from _outputs(value, f"{prefix}.{number}" if prefix else str(number))
 
 
 def _token_dim(shape: torch.Size, case: Case, tokens: int = TOKENS) -> int | None:
@@ -254,7 +262,7 @@ def _token_dim(shape: torch.Size, case: Case, tokens: int = TOKENS) -> int | Non
 
 
 def _real_of(shape: torch.Size, dim: int | None, case: Case) -> Tensor:
-    """1 where a token is real, 0 for padding, to be multiplied with an output of this shape."""
+    """Return 1 for real tokens and 0 for padding, in a shape that multiplies an output of this shape."""
     real = case.real.reshape(len(case.real), -1, TOKENS)[:, 0]
     if dim == -1:
         return real.reshape(-1, *(1 for _ in shape[1:])).double()
@@ -264,23 +272,23 @@ def _real_of(shape: torch.Size, dim: int | None, case: Case) -> Tensor:
 
 
 def _score(
-    outputs: Mapping[str, Tensor], case: Case, asked: Mapping[str, Asked] | None, at: Tensor | None = None
+    outputs: Mapping[str, Tensor], case: Case, requested: Mapping[str, TokenAxis] | None, rows: Tensor | None = None
 ) -> Tensor | None:
-    """Random numbers, the same for a token wherever it lies, times the outputs of tokens; 0 for padding."""
+    """Sum the outputs times random weights, which are the same for a token on every rank; 0 for padding."""
     total: Tensor | None = None
     for name, x in outputs.items():
-        if not x.requires_grad or (asked is not None and name not in asked):
+        if not x.requires_grad or (requested is not None and name not in requested):
             continue
-        shape, dim = (x.shape, _token_dim(x.shape, case)) if asked is None else asked[name]
+        shape, dim = (x.shape, _token_dim(x.shape, case)) if requested is None else requested[name]
         if dim is None:
             continue
         weights = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
         weights = weights * _real_of(shape, dim, case)
-        if at is not None and x.shape != shape:
+        if rows is not None and x.shape != shape:
             if dim < 0:
-                weights = weights.unflatten(0, (-1, TOKENS))[:, at].flatten(0, 1)
+                weights = weights.unflatten(0, (-1, TOKENS))[:, rows].flatten(0, 1)
             else:
-                weights = weights.index_select(dim, at)
+                weights = weights.index_select(dim, rows)
         if weights.shape != x.shape:
             continue
         part = (weights * x).sum()

@@ -1,4 +1,4 @@
-"""Small values for the fields of a configuration, by their names."""
+"""Small values for the fields of a configuration, by field name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCABULARY = 64
 TYPES = 2
 WINDOW_TOKENS = 5
 FIRST_SPECIAL = 52
-"""Tokens from here on stand for images, sound and the like; texts have none of them."""
+"""Tokens from here on stand for images, sound and similar inputs; texts contain none of them."""
 
 _RULES: tuple[tuple[str, Any], ...] = (
     (r"(.*_)?vocab(ulary)?_size(_per_layer_input)?", VOCABULARY),
@@ -66,11 +66,11 @@ OTHER: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False},
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
 }
-"""By model type: what the names do not say. `...` leaves a field as it is published."""
+"""Values by model type that do not follow from the field names. `...` keeps the published value of a field."""
 
 
 def small(name: str, default: Any, fields: dict[str, Any], profile: dict[str, int]) -> Any:
-    """A value for a field, or None to leave it as it is."""
+    """Return a small value for a field, or None to keep its default."""
     if isinstance(default, float) and "drop" in name:
         return 0.0
     if isinstance(default, bool) or not (default is None or isinstance(default, int)):
@@ -92,14 +92,14 @@ def small(name: str, default: Any, fields: dict[str, Any], profile: dict[str, in
 
 
 def _special(name: str, default: int | None) -> int | None:
-    """Padding, begin and end below the drawn tokens, everything else above them, each in a place of its own."""
+    """Return padding, begin and end below the drawn tokens, and a separate place above them for everything else."""
     if default is None:
         return 0 if name == "pad_token_id" else None
-    known = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    if 0 <= default < 3 and name in known:
+    low_ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    if 0 <= default < 3 and name in low_ids:
         return None
-    if name in known:
-        return known[name]
+    if name in low_ids:
+        return low_ids[name]
     if not 0 <= default:
         return None
     return FIRST_SPECIAL + sum(map(ord, name)) % (VOCABULARY - FIRST_SPECIAL)

@@ -1,7 +1,7 @@
-"""The smallest model that a class of transformers builds from its own configuration, in float64 with random weights.
+"""The smallest model that a class of transformers builds from its configuration, in float64 with random weights.
 
-Sizes are found by the names of a configuration's fields, in its sub-configurations too; `OTHER` has what those do not
-say. `other_kinds` names the kinds of layers that such a model has not, although its file knows them.
+Sizes follow from the names of a configuration's fields, also in its sub-configurations; `OTHER` holds the rest.
+`other_kinds` names the kinds of layers that such a model lacks although its file defines them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TASKS = (
     "FOR_QUESTION_ANSWERING", "FOR_PRETRAINING", "FOR_MULTIPLE_CHOICE", "FOR_NEXT_SENTENCE_PREDICTION",
     "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_IMAGE_TEXT_TO_TEXT", "FOR_MULTIMODAL_LM", "FOR_TEXT_ENCODING",
 )  # fmt: skip
-"""The mappings of transformers' auto classes that hold models of text, also beside images and sound."""
+"""The mappings of transformers' auto classes with models of text, some of which also take images and sound."""
 
 MOST_PARAMETERS = 25_000_000
 
@@ -37,7 +37,7 @@ PROFILES: tuple[dict[str, int], ...] = (
     {"kv_heads": 2}, {"kv_heads": 4}, {"kv_heads": 2, "every": 1}, {"kv_heads": 4, "every": 1},
     {"kv_heads": 4, "layers": 4}, {"kv_heads": 4, "head_dim": 16, "hidden": 64},
 )  # fmt: skip
-"""Tried one after the other, until a model runs. `every`: also fields that are None have a size."""
+"""Tried one after the other until a model runs. `every`: also set fields that are None."""
 
 
 KINDS = {
@@ -50,7 +50,7 @@ _LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
 
 
 class LayerKind(NamedTuple):
-    """A kind of layer that a model gets one of besides its usual layers."""
+    """A kind of layer of which a model gets one in addition to its usual layers."""
 
     config: str
     """The name of the configuration class that lists it."""
@@ -59,49 +59,50 @@ class LayerKind(NamedTuple):
 
 
 class NotBuilt(Exception):
-    """A class whose configuration does not make a small model."""
+    """The configuration of a class does not produce a small model."""
 
 
 def classes() -> dict[str, str]:
-    """Names of classes whose `forward` takes `input_ids`, and the model type of each."""
-    found: dict[str, str] = OrderedDict()
+    """Return the names of classes whose `forward` takes `input_ids`, with their model types."""
+    model_types: dict[str, str] = OrderedDict()
     for task in TASKS:
         for kind, names in getattr(modeling_auto, f"MODEL_{task}_MAPPING_NAMES".replace("__", "_")).items():
             for name in names if isinstance(names, (tuple, list)) else (names,):
-                found.setdefault(name, kind)
-    return dict(sorted(found.items()))
+                model_types.setdefault(name, kind)
+    return dict(sorted(model_types.items()))
 
 
 def class_of(name: str) -> Any:
-    """The class. Raises `NotBuilt` where it cannot be imported here."""
+    """Return the class. Raises `NotBuilt` if it cannot be imported here."""
     try:
         kind = getattr(transformers, name)
-        kind.forward  # noqa: B018  # what stands for a class whose libraries are missing raises here
+        kind.forward  # noqa: B018  # a placeholder for a class whose libraries are missing raises here
         return kind
     except (ImportError, AttributeError) as error:
         raise NotBuilt(line(error)) from error
 
 
 def takes_text(kind: Any) -> bool:
-    """Whether its `forward` takes `input_ids`."""
+    """Return whether the `forward` of a class takes `input_ids`."""
     return "input_ids" in inspect.signature(kind.forward).parameters
 
 
 def build(name: str, profile: dict[str, int], extra: LayerKind | None = None) -> Any:
-    """A model with eager attention and random float64 weights, in training mode. Raises whatever it does not take.
+    """Build a model with eager attention and random float64 weights, in training mode.
 
-    `extra`: one layer more, of this kind.
+    Raises whatever the class raises.
+    `extra`: one additional layer of this kind.
     """
     kind = class_of(name)
     config = _config(kind.config_class, profile, OTHER.get(kind.config_class.model_type, {}), extra)
-    for one in _all(config):
-        one._experts_implementation = "eager"  # the grouped one takes no float64
+    for part in _all(config):
+        part._experts_implementation = "eager"  # the grouped implementation does not support float64
     _check_size(kind, config)
     return filled(kind._from_config(config, attn_implementation="eager"))
 
 
 def other_kinds(model: Any) -> list[LayerKind]:
-    """The kinds of layers that the text of `model` has not, although its files know them."""
+    """Return the kinds of layers that the text part of `model` lacks although its files define them."""
     config: Any = model.config.get_text_config(decoder=True)
     fields, published, strings = _fields(type(config)), type(config)(), _strings_near(inspect.getfile(type(config)))
     missing = []
@@ -115,7 +116,7 @@ def other_kinds(model: Any) -> list[LayerKind]:
 
 @cache
 def _strings_near(file: str) -> frozenset[str]:
-    """The strings in the files of configurations and models in the folder of this file."""
+    """Return the strings in the configuration and model files in the folder of this file."""
     folder = Path(file).parent
     files = [*folder.glob("modeling_*.py"), *folder.glob("configuration_*.py")]
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
@@ -123,28 +124,28 @@ def _strings_near(file: str) -> frozenset[str]:
 
 
 def _check_size(kind: Any, config: Any) -> None:
-    """Raise `NotBuilt` for a model of too many parameters."""
+    """Raise `NotBuilt` for a model with too many parameters."""
     try:
         with torch.device("meta"):
             count = sum(x.numel() for x in kind._from_config(copy.deepcopy(config)).parameters())
-    except Exception:  # says nothing: some cannot be made without numbers
+    except Exception:  # inconclusive: some models cannot be built without numbers
         return
     if count > MOST_PARAMETERS:
         raise NotBuilt(f"{count:,} parameters at its smallest")
 
 
 def filled(model: Any) -> Any:
-    """The model with random weights that depend on nothing but their shapes and order, none of them zero."""
+    """Fill the model with random weights that depend only on their shapes and order; none is zero."""
     model = model.double().train()
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):  # heads have some that no configuration names
+        if isinstance(module, torch.nn.Dropout):  # some heads have dropout that no configuration names
             module.p = 0.0
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             scale = 0.3 if parameter.dim() < 3 else 0.15
-            parameter.copy_(scale * noise + (parameter.dim() == 1))  # norms, biases and sinks around one
+            parameter.copy_(scale * noise + (parameter.dim() == 1))  # norms, biases and sinks around 1
         for buffer in model.buffers():
             if buffer.is_floating_point() and buffer.numel() > 1 and not buffer.any():  # biases of routers
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator, dtype=torch.float64))
@@ -158,9 +159,9 @@ def _config(kind: Any, profile: dict[str, int], options: dict[str, Any], extra: 
     for name, default in fields.items():
         if name in kind.sub_configs:
             continue
-        found = small(name, default, fields, profile)
-        if found is not None:
-            values[name] = found
+        value_ = small(name, default, fields, profile)
+        if value_ is not None:
+            values[name] = value_
     for name in kind.sub_configs:
         if name not in fields and not hasattr(kind, name):
             continue
@@ -172,22 +173,22 @@ def _config(kind: Any, profile: dict[str, int], options: dict[str, Any], extra: 
             values[name] = _config(type(sub), profile, others, extra)
     values |= {name: value for name, value in options.items() if name not in kind.sub_configs}
     values = {name: value for name, value in values.items() if value is not ...}
-    config = _made(kind, values)
+    config = _make_config(kind, values)
     kinds = getattr(config, "layer_types", None)
     if kinds and "layer_types" not in values and "layer_types" in fields:
-        wanted = _layer_kinds(kind, kinds)
-        if wanted != list(kinds):
+        layer_kinds = _layer_kinds(kind, kinds)
+        if layer_kinds != list(kinds):
             layers = next((name for name in _LAYERS if name in fields), None)
             if layers is not None:
-                values |= {layers: len(wanted), "layer_types": wanted}
-                config = _made(kind, values)
+                values |= {layers: len(layer_kinds), "layer_types": layer_kinds}
+                config = _make_config(kind, values)
     if extra is None or extra.config != kind.__name__:
         return config
-    return _made(kind, {**values, **_with_layer(config, fields, extra)})
+    return _make_config(kind, {**values, **_with_layer(config, fields, extra)})
 
 
 def _with_layer(config: Any, fields: dict[str, Any], extra: LayerKind) -> dict[str, Any]:
-    """What makes a configuration with one layer more, of this kind."""
+    """Return the configuration values for one additional layer of this kind."""
     lists = {field: list(getattr(config, field, None) or ()) for field in KINDS if field in fields}
     layers = next(name for name in _LAYERS if name in fields)
     changed: dict[str, Any] = {layers: getattr(config, layers) + 1}
@@ -199,49 +200,49 @@ def _with_layer(config: Any, fields: dict[str, Any], extra: LayerKind) -> dict[s
     return changed
 
 
-def _made(kind: Any, values: dict[str, Any]) -> Any:
-    """A configuration whose rotary positions have a base, and whose small heads share those of images."""
-    wants = "mrope_section" in getattr(kind, "ignore_keys_at_rope_validation", ()) and not _is_nested(kind)
-    given = values
-    if wants and "rope_parameters" in _fields(kind):
+def _make_config(kind: Any, values: dict[str, Any]) -> Any:
+    """Make a configuration whose rotary positions have a base, and small heads sections for image positions."""
+    needs_section = "mrope_section" in getattr(kind, "ignore_keys_at_rope_validation", ()) and not _is_nested(kind)
+    arguments = values
+    if needs_section and "rope_parameters" in _fields(kind):
         default = {"rope_type": "default", "rope_theta": 10000.0}
         dim = values.get("head_dim") or HEAD_DIM
         rope = {**default, **(getattr(kind(), "rope_parameters", None) or {})}
         half = int(dim * rope.get("partial_rotary_factor", 1.0)) // 2
         section = [half - 2 * (half // 3), half // 3, half // 3] if half > 2 else [half, 0, 0]
-        given = {**values, "rope_parameters": {**rope, "mrope_section": section}}
+        arguments = {**values, "rope_parameters": {**rope, "mrope_section": section}}
     try:
-        config = kind(**given)
-    except Exception:  # a class that validates its sections otherwise: as it comes; what cannot be built is counted so
+        config = kind(**arguments)
+    except Exception:  # a class that validates its sections differently: use its own; failures are counted as not built
         config = kind(**values)
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and "rope_theta" in rope and rope["rope_theta"] is None:
-        config = kind(**{**given, "rope_parameters": {**rope, "rope_theta": 10000.0}})
+        config = kind(**{**arguments, "rope_parameters": {**rope, "rope_theta": 10000.0}})
     return config
 
 
 def _is_nested(kind: Any) -> bool:
-    """Whether it has rotary positions of its own for each kind of layer."""
+    """Return whether a configuration has separate rotary positions for each kind of layer."""
     rope = getattr(kind(), "rope_parameters", None)
-    return isinstance(rope, dict) and any(isinstance(one, dict) for one in rope.values())
+    return isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
 
 
 def _layer_kinds(kind: Any, kinds: list[str]) -> list[str]:
-    """One layer of each kind that the class has as it is published, and two at least."""
+    """Return one layer of each kind of the published class, and at least two layers."""
     usual = list(dict.fromkeys(getattr(kind(), "layer_types", None) or kinds))
     return usual if len(usual) > 1 else usual * 2
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    """Names and defaults of what a configuration takes."""
+    """Return the names and defaults of a configuration's arguments."""
     if dataclasses.is_dataclass(kind):
         return {
-            one.name: None if one.default is dataclasses.MISSING else one.default
-            for one in dataclasses.fields(kind)
-            if one.init
+            entry.name: None if entry.default is dataclasses.MISSING else entry.default
+            for entry in dataclasses.fields(kind)
+            if entry.init
         }
     parameters = inspect.signature(kind.__init__).parameters.values()
-    return {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
+    return {entry.name: entry.default for entry in parameters if entry.default is not inspect.Parameter.empty}
 
 
 def _all(config: Any) -> Iterator[Any]:
@@ -252,7 +253,7 @@ def _all(config: Any) -> Iterator[Any]:
 
 
 def line(error: BaseException, most: int = 200) -> str:
-    """The first lines of an error, cut to so many characters, without what differs from run to run."""
-    lines = [one.strip() for one in str(error).splitlines() if one.strip()]
+    """Return the first lines of an error, shortened to `most` characters, without what differs between runs."""
+    lines = [text_line.strip() for text_line in str(error).splitlines() if text_line.strip()]
     text = re.sub(r"0x[0-9a-f]+", "0x", " ".join(lines[:3]))
     return f"{type(error).__name__}: {text}"[:most]

@@ -1,4 +1,4 @@
-"""One class after another, in processes that may die: what became of each of its cases.
+"""Examines one class after another in processes that may die, and records the outcome of each case.
 
 Guarantees: a class that kills or hangs its process is reported by name; the same seed gives the same cases.
 """
@@ -20,20 +20,20 @@ from tests.fuzz.models.judge import in_double, judge
 from tests.fuzz.workers import answers
 
 HANG_S = 150.0
-"""A class that takes longer hangs; waits of ranks for each other end before."""
+"""A class that takes longer has hung, because waits of ranks for each other end earlier."""
 
 BUILD_S = 20.0
-"""No other model of a class is tried after so long."""
+"""After this time no other model of a class is tried."""
 
 WORST_FIRST = ("wrong", "refused", "exact", "not buildable")
-"""Verdicts on models of one class: the first of these counts."""
+"""Verdicts on the models of one class; the first of these that occurs counts."""
 
 Record = dict[str, Any]
-"""What is written of a class: class, type, verdict, reason, cases, seconds, not_given."""
+"""The record of a class: class, type, verdict, reason, cases, seconds, not_given."""
 
 
-def examined(name: str, model_type: str, seed: int) -> Record | None:
-    """Everything about one class, or None where it takes no text."""
+def examine(name: str, model_type: str, seed: int) -> Record | None:
+    """Examine one class; return its record, or None if it takes no text."""
     began = time.monotonic()
     record: Record = {"class": name, "type": model_type, "verdict": "not buildable", "reason": "", "cases": {}}
     try:
@@ -48,14 +48,14 @@ def examined(name: str, model_type: str, seed: int) -> Record | None:
 
 
 def _judge(kind: type[Any], record: Record, seed: int) -> None:
-    """Judge the usual model of a class, then one for each other kind of layer that its file knows; the worst counts."""
+    """Judge the usual model of a class, and one more per other kind of layer in its file; the worst verdict counts."""
     record["not_given"] = cases.not_given(kind)
-    made_usual = made(kind, seed)
-    others = tiny.other_kinds(made_usual[0])
-    verdicts = [_verdict(*made_usual, record, "")]
+    usual = make_model(kind, seed)
+    others = tiny.other_kinds(usual[0])
+    verdicts = [_verdict(*usual, record, "")]
     for extra in others:
         try:
-            verdicts.append(_verdict(*made(kind, seed, extra), record, f"{extra.kind}, "))
+            verdicts.append(_verdict(*make_model(kind, seed, extra), record, f"{extra.kind}, "))
         except tiny.NotBuilt as error:
             record.setdefault("kinds_not_built", {})[extra.kind] = str(error)
     worst = min(verdicts, key=lambda verdict: WORST_FIRST.index(verdict[0]))
@@ -63,23 +63,26 @@ def _judge(kind: type[Any], record: Record, seed: int) -> None:
 
 
 def _verdict(reference: Any, copies: list[Any], calls: list[Any], record: Record, prefix: str) -> tuple[str, str]:
-    """The verdict of one model and its reason. What became of each case goes into the record, under this prefix."""
+    """Return the verdict of one model and its reason; record the outcome of each case under this prefix."""
     try:
         for model in copies:
             prepare(model)
     except InputError as error:
         return "refused", tiny.line(error, 600)
-    found = {case.name: judge(reference, copies, case) for case in calls}
-    record["cases"] |= {prefix + name: list(verdict) for name, verdict in found.items()}
+    verdicts = {case.name: judge(reference, copies, case) for case in calls}
+    record["cases"] |= {prefix + name: list(verdict) for name, verdict in verdicts.items()}
     for what in ("wrong", "exact", "refused"):
-        first = next((verdict for verdict in found.values() if verdict.what == what), None)
+        first = next((verdict for verdict in verdicts.values() if verdict.what == what), None)
         if first is not None:
             return what, "" if what == "exact" else first.why
-    return "not buildable", found[calls[0].name].why
+    return "not buildable", verdicts[calls[0].name].why
 
 
-def made(kind: type[Any], seed: int, extra: Any = None) -> tuple[Any, list[Any], list[Any]]:
-    """The smallest model that runs, with a layer of the kind `extra`, two copies and its cases. Raises `NotBuilt`."""
+def make_model(kind: type[Any], seed: int, extra: Any = None) -> tuple[Any, list[Any], list[Any]]:
+    """Make the smallest model that runs, with a layer of the kind `extra`, two copies and its cases.
+
+    Raises `NotBuilt`.
+    """
     reasons, began = [], time.monotonic()
     for profile in tiny.PROFILES:
         if time.monotonic() - began > BUILD_S:
@@ -105,7 +108,7 @@ def made(kind: type[Any], seed: int, extra: Any = None) -> tuple[Any, list[Any],
 def walk(
     names: dict[str, str], seed: int, jobs: int, seconds: float, most: int | None, report: Callable[[Record], None]
 ) -> None:
-    """Give each record to `report` as it comes. `most`: how many classes at most."""
+    """Pass each record to `report` immediately. `most`: largest number of classes."""
 
     def classes() -> Iterator[tuple[str, str, int]]:
         began = time.monotonic()
@@ -114,7 +117,7 @@ def walk(
                 return
             yield name, model_type, seed
 
-    for (name, model_type, _), record, reason in answers(_examined_quietly, classes(), jobs, HANG_S):
+    for (name, model_type, _), record, reason in answers(_examine_quietly, classes(), jobs, HANG_S):
         if reason:
             record = {
                 "class": name,
@@ -128,6 +131,6 @@ def walk(
             report(record)
 
 
-def _examined_quietly(name: str, model_type: str, seed: int) -> Record | None:
+def _examine_quietly(name: str, model_type: str, seed: int) -> Record | None:
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    return examined(name, model_type, seed)
+    return examine(name, model_type, seed)
