@@ -1,4 +1,4 @@
-"""What happens under an active sequence to a model that does not attend over the ring: it is refused, never silent."""
+"""A model that does not attend over the ring under an active sequence is refused, never computed silently."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def _fresh() -> None:
 
 
 def heads(tokens: int = 6) -> Tensor:
-    """(batch, heads, tokens, head_dim) of one rank."""
+    """Return a tensor (batch, heads, tokens, head_dim) of one rank."""
     return torch.randn(1, 2, tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def attends(x: Tensor) -> Tensor:
+def attend_locally(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
@@ -43,7 +43,7 @@ def written_out(x: Tensor) -> Tensor:
     return F.softmax(x @ x.mT, -1) @ x
 
 
-def by_method(x: Tensor) -> Tensor:
+def softmax_method(x: Tensor) -> Tensor:
     return (x @ x.mT).softmax(dim=-1) @ x
 
 
@@ -61,27 +61,30 @@ def without_weights(x: Tensor) -> Tensor:
 
 class Tower(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return attends(x)
+        return attend_locally(x)
 
 
 @pytest.mark.parametrize(
     ("run", "name"),
     [
-        (attends, "_scaled_dot_product_flash_attention_for_cpu"),
+        (attend_locally, "_scaled_dot_product_flash_attention_for_cpu"),
         (lambda x: SDPA(x, x, x), "_scaled_dot_product_flash_attention_for_cpu"),
         (lambda x: torch._scaled_dot_product_attention_math(x, x, x)[0], "_safe_softmax"),
         (without_weights, "_scaled_dot_product_flash_attention_for_cpu"),
         (lambda x: flex_attention(x, x, x), "flex_attention"),
-        (torch.compile(attends, backend="aot_eager", fullgraph=True), "_scaled_dot_product_flash_attention_for_cpu"),
+        (
+            torch.compile(attend_locally, backend="aot_eager", fullgraph=True),
+            "_scaled_dot_product_flash_attention_for_cpu",
+        ),
     ],
 )
-def test_an_operator_that_attends_is_refused_under_a_sequence(run: Callable[[Tensor], Tensor], name: str) -> None:
-    """At the call, on all ranks, also where one rank alone would attend so; and the ring lives on."""
+def test_a_local_attention_operator_is_refused_under_a_sequence(run: Callable[[Tensor], Tensor], name: str) -> None:
+    """Refused at the call on all ranks, even if only one rank attends locally; the ring stays usable."""
 
     def body(ring: Ring) -> tuple[str, str]:
         x, seq = heads(), ring.sequence(12)
         with ring.activate(None):
-            run(x)  # compiled code is compiled here
+            run(x)  # compiles here if the code is compiled
         with pytest.raises(UnsupportedError) as raised, ring.activate(seq):
             run(x)
         with pytest.raises(InputError) as alone, ring.activate(seq):
@@ -94,14 +97,14 @@ def test_an_operator_that_attends_is_refused_under_a_sequence(run: Callable[[Ten
         assert f"rank 1: {name} under an active sequence" in alone
 
 
-@pytest.mark.parametrize("run", [written_out, by_method, whole_layer])
-def test_a_model_of_which_nothing_attends_over_the_ring_is_noticed_at_the_end(run: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("run", [written_out, softmax_method, whole_layer])
+def test_a_model_without_ring_attention_is_noticed_at_the_end(run: Callable[[Tensor], Tensor]) -> None:
     def body(ring: Ring) -> None:
         x, seq = heads(), ring.sequence(12)
         with pytest.raises(InputError, match="a model ran inside activate and computed no attention over the ring"):
             with ring.activate(seq):
                 run(x)
-        with pytest.raises(ZeroDivisionError), ring.activate(seq):  # its own error comes first
+        with pytest.raises(ZeroDivisionError), ring.activate(seq):  # the model's own error takes precedence
             assert run(x).sum() / (1 // 0)
         with ring.activate(seq), ring.activate(None):
             run(x)
@@ -115,8 +118,8 @@ def test_a_model_of_which_nothing_attends_over_the_ring_is_noticed_at_the_end(ru
 
 
 @pytest.mark.parametrize("attend", [ring_sdpa, lambda q, k, v: q.new_tensor(0)])
-def test_operators_are_watched_until_the_model_is_known(attend: Callable[..., Tensor]) -> None:
-    """The first activation wholly, with gradients and without; then until the first attention over the ring."""
+def test_operators_are_observed_until_ring_attention_occurs(attend: Callable[..., Tensor]) -> None:
+    """The whole first activation, with gradients and without; later ones until the first attention over the ring."""
 
     def body(ring: Ring) -> list[bool]:
         x, seq, watched = heads(), ring.sequence(12), []
@@ -128,13 +131,13 @@ def test_operators_are_watched_until_the_model_is_known(attend: Callable[..., Te
             assert _get_current_dispatch_mode() is None
         return watched
 
-    known = attend is ring_sdpa
+    attends_over_ring = attend is ring_sdpa
     for watched in run_ranks(2, body):
-        assert watched == [True, True, True, not known, True, True, True, not known]
+        assert watched == [True, True, True, not attends_over_ring, True, True, True, not attends_over_ring]
 
 
 def test_steps_of_compiled_code_follow_each_other() -> None:
-    """Whose attention is called between two graphs, over another sequence each: gradients as without a compiler."""
+    """Attention is called between two graphs, over different sequences; gradients equal those without a compiler."""
 
     def model(x: Tensor) -> Tensor:
         x = (x + 1).sin()
@@ -143,46 +146,46 @@ def test_steps_of_compiled_code_follow_each_other() -> None:
     def body(ring: Ring) -> None:
         run = torch.compile(model, backend="eager")
         for documents in (None, [0, 5, 12], None):
-            seq, found = ring.sequence(12, cu_seqlens=documents), []
+            seq, gradients = ring.sequence(12, cu_seqlens=documents), []
             for called in (run, model):
                 x = seq.shard(heads(12).transpose(1, 2)).requires_grad_()
                 with ring.activate(seq):
                     out = called(x) * 2
                 out.sum().backward()
-                found.append(x.grad)
+                gradients.append(x.grad)
                 assert _get_current_dispatch_mode() is None
-            torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
     run_ranks(2, body)
 
 
-def test_what_attends_alone_beside_the_ring_is_refused_in_the_first_activation() -> None:
+def test_local_attention_next_to_ring_attention_is_refused_in_the_first_activation() -> None:
     def body(ring: Ring) -> None:
         x = heads()
         with pytest.raises(UnsupportedError, match="under an active sequence"), ring.activate(ring.sequence(12)):
-            attends(ring_sdpa(x, x, x))
+            attend_locally(ring_sdpa(x, x, x))
 
     run_ranks(2, body, timeout_s=20.0)
 
 
-def test_what_is_meant_to_be_local_is_torchs_own() -> None:
-    """By `activate(None)`, by a marked module, nested, in backward, and alone."""
+def test_attention_declared_local_runs_torchs_kernels() -> None:
+    """Declared by `activate(None)` or by a marked module; nested, in backward, and on a ring of one rank."""
 
     def body(ring: Ring) -> None:
         x, seq = heads().requires_grad_(), ring.sequence(12)
         tower = attends_locally(attends_locally(Tower()))
-        expected = attends(x)
+        expected = attend_locally(x)
         with ring.activate(seq):
             with ring.activate(None):
-                assert torch.equal(attends(x), expected)
-                again = checkpoint(attends, x, use_reentrant=False)
+                assert torch.equal(attend_locally(x), expected)
+                again = checkpoint(attend_locally, x, use_reentrant=False)
                 with ring.activate(ring.sequence(12)), pytest.raises(UnsupportedError):
-                    attends(x)
+                    attend_locally(x)
             assert torch.equal(tower(x), expected)
             with pytest.raises(TypeError):
                 tower()
             with pytest.raises(UnsupportedError):
-                attends(x)
+                attend_locally(x)
             torch.autograd.backward(again.sum())
             assert isinstance(ring_sdpa(x, x, x), Tensor)
         assert x.grad is not None
@@ -191,11 +194,11 @@ def test_what_is_meant_to_be_local_is_torchs_own() -> None:
 
     run_ranks(2, body, timeout_s=20.0)
     with Ring() as alone, alone.activate(alone.sequence(6)):
-        assert torch.equal(attends(heads()), attends(heads()))
+        assert torch.equal(attend_locally(heads()), attend_locally(heads()))
 
 
 def test_modules_of_a_ring_attend_under_a_sequence() -> None:
-    """Their engines call torch's kernels, block by block."""
+    """Their engines call torch's kernels block by block."""
 
     layer = RingMultiheadAttention(8, 2).double()
 
@@ -205,15 +208,15 @@ def test_modules_of_a_ring_attend_under_a_sequence() -> None:
         with ring.activate(seq):
             return seq.gather(layer(seq.shard(x), seq))
 
-    one, other, (alone,) = *run_ranks(2, body, engine="aten"), run_ranks(1, body)
-    assert torch.equal(one, other)
-    torch.testing.assert_close(one, alone, rtol=1e-12, atol=1e-12)
+    first, second, (alone,) = *run_ranks(2, body, engine="aten"), run_ranks(1, body)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, alone, rtol=1e-12, atol=1e-12)
 
 
 # --- regions ---------------------------------------------------------------------------------------------------------
 
 
-def test_nested_regions_are_found_innermost_first_and_again_in_backward() -> None:
+def test_nested_regions_are_found_innermost_first_also_in_backward() -> None:
     seen: list[Regions] = []
 
     def inner(x: Tensor) -> Tensor:
@@ -247,7 +250,7 @@ def test_reentrant_checkpoints_of_torch_are_found() -> None:
 
 
 def test_code_that_calls_backward_is_not_part_of_a_recomputation() -> None:
-    """A gradient inside a region's forward run: the hook runs in backward, in no region."""
+    """A gradient inside the forward run of a region: the hook runs in backward, in no region."""
     seen: list[Regions] = []
 
     def region(x: Tensor) -> Tensor:
@@ -264,18 +267,18 @@ def test_code_that_calls_backward_is_not_part_of_a_recomputation() -> None:
 # --- selective checkpointing -----------------------------------------------------------------------------------------
 
 
-def saves_products(ctx: object, op: object, *_: object, **__: object) -> CheckpointPolicy:
+def save_products(ctx: object, op: object, *_: object, **__: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mul.Tensor else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def saves_all(ctx: object, op: object, *_: object, **__: object) -> CheckpointPolicy:
+def save_all(ctx: object, op: object, *_: object, **__: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE
 
 
 @pytest.mark.parametrize("engine", ["plain", "aten"])
-@pytest.mark.parametrize("policy", [saves_products, saves_all])
-def test_selective_checkpointing_computes_attention_again(policy: Callable[..., Any], engine: str) -> None:
-    """Three regions: the backward pass of the last needs more memory, so that the others' buffers are bound again."""
+@pytest.mark.parametrize("policy", [save_products, save_all])
+def test_selective_checkpointing_recomputes_attention(policy: Callable[..., Any], engine: str) -> None:
+    """Three regions: the backward pass of the last needs more memory, so the buffers of the others are bound again."""
 
     def layers(x: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> nn.ModuleList:
         modules = nn.ModuleList(Attending() for _ in range(3))
@@ -307,7 +310,7 @@ def test_selective_checkpointing_computes_attention_again(policy: Callable[..., 
 
 
 def test_a_refusal_inside_selective_checkpointing_keeps_its_message() -> None:
-    """Ranks exchange the refusal in tensors, as over gloo, whose operators the region has not called in forward."""
+    """Ranks exchange the refusal in tensors, as over gloo, with operators that the region has not called in forward."""
 
     def body(ring: Ring) -> None:
         agree = ring.transport.all_gather_bytes
@@ -323,7 +326,7 @@ def test_a_refusal_inside_selective_checkpointing_keeps_its_message() -> None:
             return attend(sequence_of(), h, h, h, **options).flatten(2).sin()
 
         seq = ring.sequence(16, cu_seqlens=DOCUMENTS[0], layout="zigzag")
-        contexts = partial(create_selective_checkpoint_contexts, saves_products)
+        contexts = partial(create_selective_checkpoint_contexts, save_products)
         with ring.activate(seq):
             loss = checkpoint(region, seq.shard(tokens()).requires_grad_(), use_reentrant=False, context_fn=contexts)
         ring.transport.all_gather_bytes = by_tensors  # type: ignore[method-assign]

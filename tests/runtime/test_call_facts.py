@@ -1,4 +1,4 @@
-"""All that shapes messages is compared between ranks before anything is sent, and what differs is named."""
+"""Everything that shapes messages is compared between ranks before anything is sent, and differences are named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCHEDULES = {
 
 
 def machines(ranks_of_a_node: int, latency_s: float) -> Cluster:
-    """Slow machines with `ranks_of_a_node` ranks on each node."""
+    """Return slow machines with `ranks_of_a_node` ranks on each node."""
     links = Links(tuple(rank // ranks_of_a_node for rank in range(RANKS)))
     return Cluster("drawn", 1e6, links=links, sync_s=1e-5, bandwidth=1e3, latency_s=latency_s, node_bandwidth=1e6)
 
@@ -42,8 +42,8 @@ def attend(ring: Ring, schedule: str = "auto", **options: Any) -> torch.Tensor:
     return out.detach()
 
 
-def refused(ring: Ring, call: Callable[[], object]) -> str:
-    """The error of a call; the ring then makes the next one."""
+def error_of_refusal(ring: Ring, call: Callable[[], object]) -> str:
+    """Return the error of a call, after checking that the ring can make the next one."""
     with pytest.raises(DisagreementError) as caught:
         call()
     seq = ring.sequence(TOKENS)
@@ -52,13 +52,13 @@ def refused(ring: Ring, call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def _differing(schedules: tuple[str, str]) -> Callable[[Ring], str]:
-    return lambda ring: refused(ring, lambda: attend(ring, schedules[ring.rank == 2]))
+def _call_with_different_schedules(schedules: tuple[str, str]) -> Callable[[Ring], str]:
+    return lambda ring: error_of_refusal(ring, lambda: attend(ring, schedules[ring.rank == 2]))
 
 
 @pytest.mark.parametrize(("usual", "odd", "fact"), SCHEDULES.values(), ids=SCHEDULES)
 def test_schedules_that_differ_between_ranks(usual: str, odd: str, fact: str) -> None:
-    (error,) = set(run_ranks(RANKS, _differing((usual, odd)), timeout_s=20.0))
+    (error,) = set(run_ranks(RANKS, _call_with_different_schedules((usual, odd)), timeout_s=20.0))
     lines = error.splitlines()[1:]
     assert [line.split(":")[0].strip() for line in lines] == [f"rank {rank}" for rank in range(RANKS)]
     assert all(fact in line and "heads" not in line for line in lines)
@@ -75,7 +75,7 @@ def test_schedules_that_differ_between_ranks(usual: str, odd: str, fact: str) ->
     ids=["nodes", "prologue", "choice"],
 )
 def test_machines_that_differ_between_ranks(odd: Cluster, schedule: str, fact: str) -> None:
-    """`cluster=` decides the ranks of inner rings, the prologue of a backward pass, and what "auto" takes."""
+    """`cluster=` decides the ranks of inner rings, the prologue of a backward pass, and what "auto" chooses."""
 
     def body(ring: Ring) -> str:
         usual = machines(2 if schedule == "double_ring" else 1, 1e-6)
@@ -87,21 +87,21 @@ def test_machines_that_differ_between_ranks(odd: Cluster, schedule: str, fact: s
             finally:
                 ring.machines = usual
 
-        return refused(ring, call)
+        return error_of_refusal(ring, call)
 
     (error,) = set(run_ranks(RANKS, body, timeout_s=20.0))
-    assert fact in error.splitlines()[3]  # of rank 2
+    assert fact in error.splitlines()[3]  # the line of rank 2
 
 
-def test_facts_cover_every_field_of_what_plans_are_made_from() -> None:
-    """A change of any field of the route or of the problem changes the summary, also of a field that comes later."""
+def test_facts_cover_every_field_that_plans_depend_on() -> None:
+    """A change of any field of the route or of the problem changes the summary, including fields added later."""
 
     def calls(ring: Ring) -> AttentionCall:
         options = AttentionOptions(causal=True, schedule="double_ring:2")
         return call_of(ring, ring.sequence(TOKENS), None, (1, 4, 2, 8, 8), torch.float64, torch.device("cpu"), options)
 
     call, *_ = run_ranks(RANKS, calls)
-    other = {
+    change_of_type = {
         bool: lambda x: not x,
         int: lambda x: x + 2,
         str: lambda x: x + "?",
@@ -110,10 +110,10 @@ def test_facts_cover_every_field_of_what_plans_are_made_from() -> None:
     }
     for part in ("route", "softmax"):
         value = getattr(call, part)
-        names = value._fields if hasattr(value, "_fields") else [each.name for each in fields(value)]
+        names = value._fields if hasattr(value, "_fields") else [field.name for field in fields(value)]
         for name in names:
             old = getattr(value, name)
-            new = other.get(type(old), lambda x: x * 2)(old)
+            new = change_of_type.get(type(old), lambda x: x * 2)(old)
             changed = value._replace(**{name: new}) if hasattr(value, "_fields") else replace(value, **{name: new})
             assert replace(call, **{part: changed}).summary() != call.summary(), f"{part}.{name}"
     assert replace(call, dropout_seed=5).summary() != call.summary()
@@ -125,7 +125,7 @@ def test_facts_are_the_same_in_every_process() -> None:
     assert not any(" at 0x" in fact for fact in facts) and "name 'pass_q'" in facts
 
 
-def test_a_long_value_is_short_and_still_told_apart() -> None:
+def test_long_values_are_shortened_but_stay_distinct() -> None:
     first, second = tuple(range(1000)), (*range(499), 0, *range(500, 1000))
-    (one,), (other,) = facts_of(first, "cuts"), facts_of(second, "cuts")
-    assert one != other and len(one) < 120
+    (first_fact,), (second_fact,) = facts_of(first, "cuts"), facts_of(second, "cuts")
+    assert first_fact != second_fact and len(first_fact) < 120

@@ -1,4 +1,4 @@
-"""When the ranks have to agree on a call, where the transport itself notices one that makes another."""
+"""When ranks must compare a call, on a transport that itself notices a rank that makes another call."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.transport.nccl_rings import on_rings, results
 from tests.transport.simulated.world import SimWorld
 
 
-class Noticing:
-    """A transport that notices calls that differ; it keeps what it is told."""
+class NoticingTransport:
+    """A transport that notices different calls, and records the announcements."""
 
     def __init__(self) -> None:
         self.announced: list[bytes] = []
@@ -28,35 +28,35 @@ class Noticing:
         return True
 
 
-def said(side: ConsistencyCheck, words: str, backward_of: int | None = None) -> bool:
-    """Whether this call needed an agreement, in which all ranks then said the same."""
-    mine = side.announced(words, None, False, backward_of)
-    if mine is not None:
-        side.settle(words, backward_of, [json.dumps([f"{side.calls}: {mine}", None])] * 2)
-    return mine is not None
+def needs_comparison(side: ConsistencyCheck, words: str, backward_of: int | None = None) -> bool:
+    """Return whether this call needed a comparison, in which all ranks then agreed."""
+    message = side.announced(words, None, False, backward_of)
+    if message is not None:
+        side.settle(words, backward_of, [json.dumps([f"{side.calls}: {message}", None])] * 2)
+    return message is not None
 
 
-def compared(side: ConsistencyCheck, words: str, needs: str, others: str) -> bool:
-    """Whether this call needed a comparison, in which another rank then needed the gradients `others`."""
+def needs_gradient_comparison(side: ConsistencyCheck, words: str, needs: str, other_needs: str) -> bool:
+    """Return whether this call needed a comparison, in which another rank then needed the gradients `other_needs`."""
     message = side.announced(words, None, False, None, GradientNeeds(tuple(needs)))
     if message is not None:
         call = f"{side.calls}: {message}"
-        answers = [json.dumps([call, GradientNeeds(tuple(each))]) for each in (needs, others)]
-        assert side.settle(words, None, answers, GradientNeeds(tuple(needs))) == bool(needs or others)
+        answers = [json.dumps([call, GradientNeeds(tuple(each))]) for each in (needs, other_needs)]
+        assert side.settle(words, None, answers, GradientNeeds(tuple(needs))) == bool(needs or other_needs)
     return message is not None
 
 
 def test_calls_with_and_without_gradients_are_compared_separately() -> None:
-    side = ConsistencyCheck(Noticing())  # type: ignore[arg-type]
-    rounds = [compared(side, "a", needs, needs) for needs in ("q", "", "kv", "", "q")]
+    side = ConsistencyCheck(NoticingTransport())  # type: ignore[arg-type]
+    rounds = [needs_gradient_comparison(side, "a", needs, needs) for needs in ("q", "", "kv", "", "q")]
     assert rounds == [True, True, False, False, False]
 
 
-def test_words_whose_gradients_some_ranks_needed_and_others_did_not_are_compared_at_every_call() -> None:
-    sides = [ConsistencyCheck(Noticing()) for _ in range(2)]  # type: ignore[arg-type]
+def test_calls_with_different_gradient_needs_are_compared_every_time() -> None:
+    sides = [ConsistencyCheck(NoticingTransport()) for _ in range(2)]  # type: ignore[arg-type]
     for needs in (("q", "q"), ("", ""), ("q", ""), ("", "q"), ("q", "q"), ("", "")):
-        asks = [compared(side, "a", needs[rank], needs[1 - rank]) for rank, side in enumerate(sides)]
-        if needs[0] != needs[1] and sides[0].calls == 3:  # which both skip, so that only the heartbeat can notice
+        asks = [needs_gradient_comparison(side, "a", needs[rank], needs[1 - rank]) for rank, side in enumerate(sides)]
+        if needs[0] != needs[1] and sides[0].calls == 3:  # both skip it, so only the heartbeat can notice
             assert asks == [False, False]
             for side in sides:
                 side._agreed.clear()
@@ -65,39 +65,44 @@ def test_words_whose_gradients_some_ranks_needed_and_others_did_not_are_compared
     assert list(sides[0]._agreed) == list(sides[1]._agreed)
 
 
-def test_one_agreement_is_enough_for_the_backward_passes_of_all_calls_that_are_alike() -> None:
-    transport = Noticing()
+def test_one_comparison_is_enough_for_backward_of_all_equal_calls() -> None:
+    transport = NoticingTransport()
     side = ConsistencyCheck(transport)  # type: ignore[arg-type]
-    assert [said(side, "a"), said(side, "a"), said(side, "a", 2), said(side, "a", 1)] == [True, False, True, False]
+    assert [
+        needs_comparison(side, "a"),
+        needs_comparison(side, "a"),
+        needs_comparison(side, "a", 2),
+        needs_comparison(side, "a", 1),
+    ] == [True, False, True, False]
     forward, again, second, first = transport.announced
     assert forward == again and len({forward, second, first}) == 3
 
 
-def test_agreements_are_forgotten_in_the_order_of_their_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparisons_are_forgotten_in_the_order_of_their_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "KEPT_AGREEMENTS", 3)
-    side = ConsistencyCheck(Noticing())  # type: ignore[arg-type]
-    assert all(said(side, words) for words in "abc")
-    assert not said(side, "a") and said(side, "d")  # which drops b
-    assert not said(side, "a") and not said(side, "c") and said(side, "b")
+    side = ConsistencyCheck(NoticingTransport())  # type: ignore[arg-type]
+    assert all(needs_comparison(side, words) for words in "abc")
+    assert not needs_comparison(side, "a") and needs_comparison(side, "d")  # which forgets b
+    assert not needs_comparison(side, "a") and not needs_comparison(side, "c") and needs_comparison(side, "b")
     for number in range(100):
-        said(side, str(number))
+        needs_comparison(side, str(number))
     assert len(side._agreed) == 3
 
 
-def attended(ring: Ring, count: int) -> list[torch.Tensor]:
-    """So many calls that differ in nothing but the numbers in their tensors."""
+def attend_repeatedly(ring: Ring, count: int) -> list[torch.Tensor]:
+    """Make `count` calls that differ only in the values of their tensors."""
     seq = ring.sequence(12)
     shape = 1, seq.counts[ring.rank], 2, 8
     inputs = [torch.full(shape, float(n), requires_grad=True) for n in range(count)]
     return [ring.attention(x, x, x, seq) for x in inputs]
 
 
-def test_on_a_gpu_backward_passes_of_calls_that_are_alike_need_two_agreements_in_all() -> None:
+def test_on_a_gpu_backward_of_equal_calls_needs_two_comparisons_in_all() -> None:
     def body(ring: Ring) -> int:
         agreements, agree = [], ring.transport.all_gather_bytes
         ring.transport.all_gather_bytes = lambda payload: agreements.append(payload) or agree(payload)  # type: ignore[method-assign]
         for order in (1, -1, 1):
-            for out in attended(ring, 3)[::order]:
+            for out in attend_repeatedly(ring, 3)[::order]:
                 out.sum().backward()
         ring.synchronize()
         return len(agreements)
@@ -107,13 +112,13 @@ def test_on_a_gpu_backward_passes_of_calls_that_are_alike_need_two_agreements_in
 
 def test_on_a_gpu_backward_passes_in_another_order_end_the_ring() -> None:
     def body(ring: Ring) -> Any:
-        for out in attended(ring, 2):
+        for out in attend_repeatedly(ring, 2):
             out.sum().backward()
         ring.synchronize()
-        for out in attended(ring, 2)[:: -1 if ring.rank == 1 else 1]:
+        for out in attend_repeatedly(ring, 2)[:: -1 if ring.rank == 1 else 1]:
             out.sum().backward()
-        until = time.monotonic() + 10.0
-        while time.monotonic() < until:
+        deadline_s = time.monotonic() + 10.0
+        while time.monotonic() < deadline_s:
             ring.synchronize()
             time.sleep(0.02)
 
@@ -125,7 +130,7 @@ def test_on_a_gpu_backward_passes_in_another_order_end_the_ring() -> None:
 
 
 @pytest.mark.parametrize("refuses", [True, False], ids=["one rank refuses", "another option on one rank"])
-def test_on_a_gpu_the_ring_lives_on_after_a_call_that_all_ranks_refused(refuses: bool) -> None:
+def test_on_a_gpu_the_ring_stays_usable_after_a_call_that_all_ranks_refused(refuses: bool) -> None:
     def body(ring: Ring) -> int:
         seq = ring.sequence(12)
         x = torch.ones(1, seq.counts[ring.rank], 2, 8)
@@ -133,7 +138,7 @@ def test_on_a_gpu_the_ring_lives_on_after_a_call_that_all_ranks_refused(refuses:
             if n == 3:
                 scale = (float("nan") if refuses else 0.5) if ring.rank else None
                 with pytest.raises(InputError):
-                    ring.attention(x, x, x, seq, causal=True, scale=scale)  # not compared before
+                    ring.attention(x, x, x, seq, causal=True, scale=scale)  # not compared earlier
             ring.attention(x, x, x, seq)
             time.sleep(0.05)  # several heartbeats
         ring.synchronize()
@@ -142,16 +147,16 @@ def test_on_a_gpu_the_ring_lives_on_after_a_call_that_all_ranks_refused(refuses:
     assert results(on_rings(SimWorld(2), body, ring={"engine": "plain"})) == [20, 20]
 
 
-def test_a_call_without_gradients_on_another_rank_is_told_from_another_call() -> None:
+def test_a_call_without_gradients_on_another_rank_is_distinguished_from_another_call() -> None:
     def history(*calls: tuple[bytes, str]) -> CallHistory:
-        made = CallHistory()
+        call_history = CallHistory()
         for number, (digest, gradients) in enumerate(calls, 1):
-            made.announce(number, digest, "words", gradients)
-        return made
+            call_history.announce(number, digest, "words", gradients)
+        return call_history
 
     usual = (b"a", "compared"), (b"a", "needed")
     local = history(*usual, (b"b", "compared"))
     assert "call 2 needs gradients on one of" in str(local.differs(history(usual[0], (b"a", "not needed")).told()))
     assert "call 2 needs gradients on one of" in str(local.differs(history(usual[0], (b"a", "compared")).told()))
     assert "call 2 is another there" in str(local.differs(history(usual[0], (b"x", "needed")).told()))
-    assert local.differs(history(*usual, (b"x", "compared")).told()) is None  # which the ranks compare themselves
+    assert local.differs(history(*usual, (b"x", "compared")).told()) is None  # the ranks compare this call themselves

@@ -1,4 +1,4 @@
-"""Ranks that need different gradients of one call: the gradients of one process, or a refusal that names the cause."""
+"""Ranks may need different gradients of one call: they get those of one process, or a refusal that names the cause."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ PATTERNS = {
 
 
 def expected() -> list[Tensor]:
-    """The gradients of q, k, v and of the sinks on one process."""
+    """Return the gradients of q, k, v and of the sinks on one process."""
     leaves = [x.clone().requires_grad_() for x in (*WHOLE, SINKS)]
     out, _ = dense_attention(*leaves[:3], causal=True, sinks=leaves[3])
     return list(torch.autograd.grad((out * WEIGHT).sum(), leaves))
 
 
 def step(ring: Ring, attend: Attend, needs: str) -> list[Tensor | None]:
-    """One forward and backward pass with some leaves that need gradients; the gradients of q, k, v and the sinks."""
+    """Run one forward and backward pass in which some leaves need gradients; return those of q, k, v and the sinks."""
     seq = ring.sequence(TOKENS)
     leaves = [x.clone().requires_grad_(name in needs) for name, x in zip("qkv", map(seq.shard, WHOLE), strict=True)]
     sinks = SINKS.clone().requires_grad_("s" in needs)
@@ -66,32 +66,32 @@ def check(pattern: tuple[str, ...], rows: list[Tensor], shards: list[list[Tensor
     """Raise unless each rank has the gradients of one process where it needs them, and none elsewhere."""
     whole = expected()
     partial_sinks = [gradients[3] for gradients in shards]
-    for needs, at, gradients in zip(pattern, rows, shards, strict=True):
+    for needs, rank_rows, gradients in zip(pattern, rows, shards, strict=True):
         for name, gradient, reference in zip("qkv", gradients, whole, strict=False):
             assert (gradient is not None) == (name in needs)
             if gradient is not None:
-                torch.testing.assert_close(gradient, reference[:, at], rtol=1e-10, atol=1e-10)
-    assert [one is not None for one in partial_sinks] == ["s" in needs for needs in pattern]
+                torch.testing.assert_close(gradient, reference[:, rank_rows], rtol=1e-10, atol=1e-10)
+    assert [sink_gradient is not None for sink_gradient in partial_sinks] == ["s" in needs for needs in pattern]
     if all("s" in needs for needs in pattern):
-        total = sum(one for one in partial_sinks if one is not None)
+        total = sum(sink_gradient for sink_gradient in partial_sinks if sink_gradient is not None)
         torch.testing.assert_close(total, whole[3], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-def test_gradients_are_those_of_one_process(entry: str, pattern: tuple[str, ...]) -> None:
+def test_gradients_equal_those_of_one_process(entry: str, pattern: tuple[str, ...]) -> None:
     def body(ring: Ring) -> Any:
-        # Twice, with every rank in between: the same calls need other gradients then.
+        # Twice, with a step of all ranks in between: then the same calls need other gradients.
         steps = [step(ring, ENTRIES[entry], needs) for needs in (pattern[ring.rank], "qkvs", pattern[ring.rank])]
         return ring.sequence(TOKENS).positions(), steps
 
-    found = run_ranks(RANKS, body, poison=True)
+    by_rank = run_ranks(RANKS, body, poison=True)
     for index, needs in enumerate((pattern, ("qkvs",) * RANKS, pattern)):
-        check(needs, [rows for rows, _ in found], [steps[index] for _, steps in found])
+        check(needs, [rows for rows, _ in by_rank], [steps[index] for _, steps in by_rank])
 
 
-def test_what_a_forward_pass_keeps_is_there_on_a_rank_that_needs_no_gradient() -> None:
-    """Backward reads it instead of fetching it again, also for the gradients that other ranks need."""
+def test_forward_caches_inputs_also_on_a_rank_that_needs_no_gradient() -> None:
+    """Backward reads them instead of fetching them again, also for the gradients that other ranks need."""
     x = torch.randn(1, 64, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
 
     def body(ring: Ring) -> Any:
@@ -108,7 +108,7 @@ def test_what_a_forward_pass_keeps_is_there_on_a_rank_that_needs_no_gradient() -
     torch.testing.assert_close(gradient, value.grad[:, rows], rtol=1e-10, atol=1e-10)
 
 
-def test_nobody_needs_gradients_and_no_output_carries_a_graph() -> None:
+def test_without_gradients_no_output_carries_a_graph() -> None:
     def body(ring: Ring) -> bool:
         seq = ring.sequence(TOKENS)
         q, k, v = map(seq.shard, WHOLE)
@@ -118,7 +118,7 @@ def test_nobody_needs_gradients_and_no_output_carries_a_graph() -> None:
     assert run_ranks(RANKS, body) == [False] * RANKS
 
 
-def test_the_gradient_of_a_gather_that_one_rank_needs() -> None:
+def test_the_gradient_of_a_gather_that_only_one_rank_needs() -> None:
     def body(ring: Ring) -> Any:
         seq = ring.sequence(TOKENS)
         shard = seq.shard(WHOLE[0]).requires_grad_(ring.rank == 2)
@@ -131,8 +131,8 @@ def test_the_gradient_of_a_gather_that_one_rank_needs() -> None:
             torch.testing.assert_close(gradient, 6 * WEIGHT[:, rows])  # 1 + 2 + 3, the ranks' factors
 
 
-def refused(ring: Ring, call: Callable[[], object]) -> str:
-    """The error of a call; the ring then makes the next one."""
+def error_of_refusal(ring: Ring, call: Callable[[], object]) -> str:
+    """Return the error of a call, after checking that the ring can make the next one."""
     with pytest.raises(DisagreementError) as caught:
         call()
     step(ring, ENTRIES["attention"], "qkv")
@@ -147,7 +147,7 @@ def test_one_rank_without_gradient_mode_is_named(entry: str, mode: Any) -> None:
             with mode() if ring.rank == 1 else nullcontext():
                 step(ring, ENTRIES[entry], "kv" if ring.rank == 2 else "")
 
-        return refused(ring, call)
+        return error_of_refusal(ring, call)
 
     for error in run_ranks(RANKS, body):
         assert error.startswith("rank 2 needs gradients of k, v, and rank 1 could not take part") and "no_grad" in error
@@ -158,7 +158,7 @@ def test_one_rank_with_inputs_of_inference_mode_is_named() -> None:
         seq = ring.sequence(TOKENS)
         with torch.inference_mode(ring.rank == 0):
             q, k, v = (seq.shard(x).clone() for x in WHOLE)
-        return refused(ring, lambda: ring.attention(q.requires_grad_() if ring.rank == 1 else q, k, v, seq))
+        return error_of_refusal(ring, lambda: ring.attention(q.requires_grad_() if ring.rank == 1 else q, k, v, seq))
 
     for error in run_ranks(2, body):
         assert "rank 1 needs gradients of q, and rank 0" in error and "pass q.clone()" in error
@@ -170,7 +170,7 @@ def test_compiled_code_without_inputs_that_need_gradients_is_named() -> None:
     def body(ring: Ring) -> str:
         seq = ring.sequence(TOKENS)
         q, k, v = map(seq.shard, WHOLE)
-        return refused(ring, lambda: compiled(q.requires_grad_() if ring.rank == 1 else q, k, v, seq))
+        return error_of_refusal(ring, lambda: compiled(q.requires_grad_() if ring.rank == 1 else q, k, v, seq))
 
     for error in run_ranks(2, body):
         assert "rank 1 needs gradients of q, and rank 0" in error and "x.requires_grad_() on one" in error
@@ -193,9 +193,9 @@ def test_on_a_gpu_needs_that_change_between_steps_are_compared_at_every_step() -
         ring.synchronize()
         return ring.sequence(TOKENS).positions(), steps
 
-    found = results(on_rings(SimWorld(2), body, ring={"engine": "plain"}))
+    by_rank = results(on_rings(SimWorld(2), body, ring={"engine": "plain"}))
     for index, pattern in enumerate(filter(any, patterns)):
-        check(pattern, [rows for rows, _ in found], [steps[index] for _, steps in found])
+        check(pattern, [rows for rows, _ in by_rank], [steps[index] for _, steps in by_rank])
 
 
 @pytest.mark.parametrize("before", ["qkv", ""], ids=["after calls with gradients", "after calls without and with"])
@@ -209,8 +209,8 @@ def test_on_a_gpu_needs_that_differ_after_equal_ones_end_the_ring_with_the_cause
         out = ring.attention(q, k, v, seq)
         if ring.rank == 1:
             out.sum().backward()
-        until = time.monotonic() + 10.0
-        while time.monotonic() < until:
+        deadline_s = time.monotonic() + 10.0
+        while time.monotonic() < deadline_s:
             ring.synchronize()
             time.sleep(0.02)
 

@@ -1,4 +1,4 @@
-"""What came in a forward pass and is kept for its backward: the same results, and nothing of it is sent again."""
+"""Remote inputs cached in forward for backward: the results are the same, and nothing cached is sent again."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ each_route = pytest.mark.parametrize("route", KEEPING, ids=[route.name for route
 
 
 @pytest.fixture
-def keeps_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """However much comes, it is kept."""
+def always_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Cache remote inputs of any size."""
     monkeypatch.setattr(choose, "KEEP_AT_MOST", 100.0)
     choose._chosen.cache_clear()
     yield
@@ -40,8 +40,8 @@ def keeps_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Prologue], None]]:
-    """Have the backward of every transposed schedule begin so."""
+def force_prologue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Prologue], None]]:
+    """Force the prologue of backward for every transposed schedule."""
 
     def forced(prologue: Prologue) -> None:
         def chosen(problem: Problem, route: Route, cluster: object) -> Prologue:
@@ -56,28 +56,30 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Prologue], None
 
 @each_route
 @covering
-def test_plans_hand_on_what_their_backward_begins_with(route: Route, case: Case) -> None:
+def test_backward_plans_start_with_the_buffers_that_forward_caches(route: Route, case: Case) -> None:
     whole = schedule_of(case.problem, route, True)
     verify(whole)
     again = [copy for step in whole.steps for copy in step.copies if copy.block.kind in INPUTS]
     assert all(copy.block.kind is Kind.GRAD_OUT for copy in again)
     for rank in range(case.ranks):
-        there, back = (plan_of(case.problem, route, rank, backward) for backward in (False, True))
-        verify_placement(there)
-        verify_placement(back)
-        handed, begun = ([plan.buffers[buffer] for buffer in plan.kept] for plan in (there, back))
-        assert [(one.kind, one.content, one.dtype) for one in handed] == [
-            (one.kind, one.content, one.dtype) for one in begun
+        forward, backward_plan = (plan_of(case.problem, route, rank, backward) for backward in (False, True))
+        verify_placement(forward)
+        verify_placement(backward_plan)
+        cached, expected_buffers = ([plan.buffers[buffer] for buffer in plan.kept] for plan in (forward, backward_plan))
+        assert [(buffer_.kind, buffer_.content, buffer_.dtype) for buffer_ in cached] == [
+            (buffer_.kind, buffer_.content, buffer_.dtype) for buffer_ in expected_buffers
         ]
-        received = {recv.buffer for step in there.steps for recv in step.recvs}
-        assert set(there.kept) == {one for one in received if there.buffers[one].kind in INPUTS}
+        received = {recv.buffer for step in forward.steps for recv in step.recvs}
+        assert set(forward.kept) == {buffer_ for buffer_ in received if forward.buffers[buffer_].kind in INPUTS}
 
 
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("schedule", ["all_gather", "all_to_all"])
-@pytest.mark.usefixtures("keeps_all")
-def test_the_same_bits(schedule: str, wire: str | None, begin: Callable[[Prologue], None]) -> None:
-    begin("fetched")  # own work that is split is summed in another order
+@pytest.mark.usefixtures("always_cache")
+def test_cached_and_fetched_inputs_give_the_same_bits(
+    schedule: str, wire: str | None, force_prologue: Callable[[Prologue], None]
+) -> None:
+    force_prologue("fetched")  # because split local work is summed in another order
     trial = Trial(causal=True, heads=(4, 2), lse=True)
     kept = run(trial, 4, "zigzag", schedule, torch.float32, poison=True, kv_wire_dtype=wire)
     choose._chosen.cache_clear()
@@ -89,88 +91,92 @@ def test_the_same_bits(schedule: str, wire: str | None, begin: Callable[[Prologu
 
 
 @pytest.mark.parametrize("schedule", ["all_gather", "all_to_all"])
-@pytest.mark.usefixtures("keeps_all")
+@pytest.mark.usefixtures("always_cache")
 def test_dilated_and_twice_through_one_graph(schedule: str) -> None:
     q, k, v, dout = random_inputs()
 
     def body(ring: Ring) -> list[Any]:
         seq = ring.sequence(q.shape[1], layout="contiguous")
-        mine = [seq.shard(x).clone().requires_grad_() for x in (q, k, v)]
-        out = ring.dilated_attention(*mine, seq, schedule=schedule, **MIXED)
-        found = []
+        local = [seq.shard(x).clone().requires_grad_() for x in (q, k, v)]
+        out = ring.dilated_attention(*local, seq, schedule=schedule, **MIXED)
+        rounds = []
         for last in (False, True):
             ring.reset_counters()
-            grads = torch.autograd.grad(out, mine, seq.shard(dout), retain_graph=not last)
-            found.append([seq.gather(x) for x in (out.detach(), *grads)])
+            grads = torch.autograd.grad(out, local, seq.shard(dout), retain_graph=not last)
+            rounds.append([seq.gather(x) for x in (out.detach(), *grads)])
         with torch.no_grad():
-            ring.dilated_attention(*mine, seq, schedule=schedule, **MIXED)
-        return found
+            ring.dilated_attention(*local, seq, schedule=schedule, **MIXED)
+        return rounds
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out, _ = dilated_reference(*leaves, **MIXED)
     expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    for found in run_ranks(3, body, engine="plain", poison=True)[0]:
-        for ours, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-10)
+    for results in run_ranks(3, body, engine="plain", poison=True)[0]:
+        for ours, exact in zip(results, expected, strict=True):
+            torch.testing.assert_close(ours, exact, rtol=0, atol=1e-10)
 
 
-def test_it_is_kept_where_it_is_little() -> None:
+def test_inputs_are_cached_if_they_are_small() -> None:
     problem = geometric()
     route = choose_route(problem, "auto")
     assert route == replace(ALL_GATHER, keeps=True)
     for rank in (0, 5):
-        there, back = (plan_of(problem, route, rank, backward) for backward in (False, True))
-        assert there.bytes_sent == there.kept_bytes == 3072 * 12 * 2 * 64 * 2
-        assert back.bytes_sent == 2 * there.bytes_sent  # dK and dV in float32, and nothing else
-    assert choose_route(problem, "ring") == replace(RING, prologue="split")  # which overwrites what came
+        forward, backward_plan = (plan_of(problem, route, rank, backward) for backward in (False, True))
+        assert forward.bytes_sent == forward.kept_bytes == 3072 * 12 * 2 * 64 * 2
+        assert backward_plan.bytes_sent == 2 * forward.bytes_sent  # only dK and dV in float32
+    assert choose_route(problem, "ring") == replace(RING, prologue="split")  # the ring overwrites received blocks
     assert not choose_route(simple("contiguous", 64, 2).problem, "all_gather").keeps  # a whole shard
 
 
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("schedule", ["ring", "direct", "all_gather", "bidirectional", "double_ring"])
-def test_however_a_backward_begins(schedule: str, wire: str | None, begin: Callable[[Prologue], None]) -> None:
+def test_every_prologue_of_backward_is_exact(
+    schedule: str, wire: str | None, force_prologue: Callable[[Prologue], None]
+) -> None:
     trial = Trial(causal=True, heads=(4, 2), lse=True)
-    found = {}
+    by_prologue = {}
     for prologue in ("fetched", "split", "kept"):
-        begin(prologue)
-        found[prologue] = run(trial, 4, "zigzag", schedule, torch.float32, kv_wire_dtype=wire)
-    assert all(torch.equal(found["kept"][name], found["fetched"][name]) for name in found["kept"])
+        force_prologue(prologue)
+        by_prologue[prologue] = run(trial, 4, "zigzag", schedule, torch.float32, kv_wire_dtype=wire)
+    assert all(torch.equal(by_prologue["kept"][name], by_prologue["fetched"][name]) for name in by_prologue["kept"])
     if wire is None:
-        assert all(greatest_error(one, reference(trial, torch.float32)) <= 1e-5 for one in found.values())
+        assert all(greatest_error(results, reference(trial, torch.float32)) <= 1e-5 for results in by_prologue.values())
 
 
 @pytest.mark.parametrize("schedule", ["ring", "sub_rings", "double_ring"])
-def test_calls_of_any_order_get_what_they_kept(schedule: str, begin: Callable[[Prologue], None]) -> None:
-    """Two forwards before a backward, one without gradients between, a graph used twice, and recomputation."""
+def test_calls_in_any_order_get_the_inputs_that_they_cached(
+    schedule: str, force_prologue: Callable[[Prologue], None]
+) -> None:
+    """Two forwards before a backward, one without gradients between them, a graph used twice, and recomputation."""
     generator = torch.Generator().manual_seed(3)
-    given = torch.randn(2, 3, 1, 24, 4, 8, dtype=torch.float64, generator=generator)
+    inputs = torch.randn(2, 3, 1, 24, 4, 8, dtype=torch.float64, generator=generator)
 
     def body(ring: Ring) -> list[torch.Tensor]:
         seq = ring.sequence(24, layout="zigzag")
 
-        def attend(*mine: torch.Tensor) -> torch.Tensor:
-            return ring.attention(*mine, seq, causal=True, schedule=schedule)
+        def attend(*qkv: torch.Tensor) -> torch.Tensor:
+            return ring.attention(*qkv, seq, causal=True, schedule=schedule)
 
-        one, two = ([seq.shard(x).clone().requires_grad_() for x in call] for call in given)
-        first = attend(*one)
+        first_leaves, second_leaves = ([seq.shard(x).clone().requires_grad_() for x in call] for call in inputs)
+        first = attend(*first_leaves)
         with torch.no_grad():
-            attend(*two)
-        second = attend(*two)
-        found = [*torch.autograd.grad((first**2).sum(), one, retain_graph=True)]
-        found += torch.autograd.grad((second**2).sum(), two)
-        found += torch.autograd.grad((first**2).sum(), one)
-        again = checkpoint(attend, *two, use_reentrant=False)
-        found += torch.autograd.grad((again**2).sum(), two)
-        return [seq.gather(x) for x in found]
+            attend(*second_leaves)
+        second = attend(*second_leaves)
+        gradients = [*torch.autograd.grad((first**2).sum(), first_leaves, retain_graph=True)]
+        gradients += torch.autograd.grad((second**2).sum(), second_leaves)
+        gradients += torch.autograd.grad((first**2).sum(), first_leaves)
+        again = checkpoint(attend, *second_leaves, use_reentrant=False)
+        gradients += torch.autograd.grad((again**2).sum(), second_leaves)
+        return [seq.gather(x) for x in gradients]
 
-    def wanted(call: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def reference_gradients(call: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves = [x.clone().requires_grad_() for x in call]
         q, k, v = (x.transpose(1, 2) for x in leaves)
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return torch.autograd.grad((out**2).sum(), leaves)
 
-    right = [*wanted(given[0]), *wanted(given[1])] * 2
+    right = [*reference_gradients(inputs[0]), *reference_gradients(inputs[1])] * 2
     for prologue in ("split", "kept"):
-        begin(prologue)
+        force_prologue(prologue)
         for ours, exact in zip(run_ranks(4, body, engine="plain", poison=True)[0], right, strict=True):
             torch.testing.assert_close(ours, exact, rtol=0, atol=1e-10)

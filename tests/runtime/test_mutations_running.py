@@ -1,6 +1,6 @@
-"""Plans that are broken on purpose: poison or the reference must show each fault.
+"""Plans that are broken on purpose: poison or the reference must reveal each fault.
 
-A wait that is left out is in `test_nccl_races.py`; bytes that move as late as they may in `test_exact_nccl.py`.
+Omitted waits are tested in `test_nccl_races.py`, and bytes that arrive as late as possible in `test_exact_nccl.py`.
 """
 
 from __future__ import annotations
@@ -21,56 +21,60 @@ from tests.trial import Trial, greatest_error, joined, on_rank, reference
 TRIAL = Trial(tokens=32, causal=True, heads=(2, 1))
 
 
-def with_first(whole: Plan, change: Callable[[PlanStep], dict[str, Any] | None]) -> Plan:
-    """The plan with its first step changed for which `change` gives something."""
-    at, changes = next((at, found) for at, step in enumerate(whole.steps) if (found := change(step)) is not None)
-    return replace(whole, steps=(*whole.steps[:at], whole.steps[at]._replace(**changes), *whole.steps[at + 1 :]))
+def change_first_step(plan: Plan, change: Callable[[PlanStep], dict[str, Any] | None]) -> Plan:
+    """Return the plan with a change of the first step for which `change` returns one."""
+    index, changes = next(
+        (index, changes_of_step)
+        for index, step in enumerate(plan.steps)
+        if (changes_of_step := change(step)) is not None
+    )
+    return replace(plan, steps=(*plan.steps[:index], plan.steps[index]._replace(**changes), *plan.steps[index + 1 :]))
 
 
-def without(what: type) -> Callable[[Plan], Plan]:
-    """Leave out the first piece of work of some kind."""
+def leave_out(kind: type) -> Callable[[Plan], Plan]:
+    """Leave out the first operation of a kind."""
 
     def change(step: PlanStep) -> dict[str, Any] | None:
-        items = [item for item in step.work if isinstance(item, what)]
+        items = [item for item in step.work if isinstance(item, kind)]
         return {"work": tuple(item for item in step.work if item is not items[0])} if items else None
 
-    return lambda whole: with_first(whole, change)
+    return lambda whole: change_first_step(whole, change)
 
 
-def unzeroed(whole: Plan) -> Plan:
-    """Rows of a relayed sum that the rank adds nothing to stay unset."""
-    return with_first(whole, lambda step: {"zeros": ()} if step.zeros else None)
+def leave_out_zeros(whole: Plan) -> Plan:
+    """Leave unset the rows of a relayed sum to which the rank adds nothing."""
+    return change_first_step(whole, lambda step: {"zeros": ()} if step.zeros else None)
 
 
-def with_flag(what: type, overwrite: bool) -> Callable[[Plan], Plan]:
-    """The flag of the first work of some kind that has the other."""
+def flip_overwrite(kind: type, overwrite: bool) -> Callable[[Plan], Plan]:
+    """Set the overwrite flag of the first operation of a kind with the opposite flag."""
 
     def change(step: PlanStep) -> dict[str, Any] | None:
-        at = next(
-            (n for n, item in enumerate(step.work) if isinstance(item, what) and item.overwrite != overwrite), None
+        index = next(
+            (n for n, item in enumerate(step.work) if isinstance(item, kind) and item.overwrite != overwrite), None
         )
-        if at is None:
+        if index is None:
             return None
-        return {"work": (*step.work[:at], step.work[at]._replace(overwrite=overwrite), *step.work[at + 1 :])}
+        return {"work": (*step.work[:index], step.work[index]._replace(overwrite=overwrite), *step.work[index + 1 :])}
 
-    return lambda whole: with_first(whole, change)
+    return lambda whole: change_first_step(whole, change)
 
 
-def unpacked(whole: Plan) -> Plan:
-    return with_first(whole, lambda step: {"packs": ()} if step.packs else None)
+def leave_out_packs(whole: Plan) -> Plan:
+    return change_first_step(whole, lambda step: {"packs": ()} if step.packs else None)
 
 
 @pytest.mark.parametrize(
     ("backward", "change"),
     [
-        (False, without(AttendOp)),
-        (True, without(AttendOp)),
-        (True, without(Add)),
-        (True, unzeroed),
-        (True, with_flag(AttendOp, overwrite=False)),
-        (True, with_flag(Add, overwrite=True)),
-        (False, unpacked),
-        (True, unpacked),
+        (False, leave_out(AttendOp)),
+        (True, leave_out(AttendOp)),
+        (True, leave_out(Add)),
+        (True, leave_out_zeros),
+        (True, flip_overwrite(AttendOp, overwrite=False)),
+        (True, flip_overwrite(Add, overwrite=True)),
+        (False, leave_out_packs),
+        (True, leave_out_packs),
     ],
     ids=[
         "no attend",
@@ -86,7 +90,7 @@ def unpacked(whole: Plan) -> Plan:
 def test_a_broken_plan_gives_wrong_results(
     monkeypatch: pytest.MonkeyPatch, backward: bool, change: Callable[[Plan], Plan]
 ) -> None:
-    # Rank 3 of a zigzag has all: a sum that it relays, of which it sees a part.
+    # Rank 3 of a zigzag has every kind of operation: it relays a sum of which it reads a part.
     def changed(problem: Any, route: Any, rank: int, back: bool) -> Plan:
         plan = plan_of(problem, route, rank, back)
         return change(plan) if rank == 3 and back == backward else plan

@@ -1,4 +1,4 @@
-"""A rank that finds no memory: every rank raises, and it says what was live and what to change."""
+"""A rank that runs out of memory: every rank raises, and the error lists live buffers and remedies."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ FAILURES = {
 }
 
 
-class Short(PlainEngine):
-    """Finds no memory on rank 1, at some call."""
+class ShortEngine(PlainEngine):
+    """Runs out of memory on rank 1 at some call."""
 
-    def __init__(self, rank: int, at: int, error: BaseException) -> None:
+    def __init__(self, rank: int, failing_call: int, error: BaseException) -> None:
         super().__init__()
-        self.fails = at if rank == 1 else -1
+        self.fails = failing_call if rank == 1 else -1
         self.error, self.calls = error, 0
 
     def begin(self, *args: Any) -> Any:
@@ -54,11 +54,11 @@ class Short(PlainEngine):
         super().attend_grad(*args)
 
 
-def raised(at: int, error: BaseException) -> list[tuple[BaseException, bool]]:
-    """By rank: what is raised, and whether the ring is dead afterwards."""
+def errors_of_ranks(failing_call: int, error: BaseException) -> list[tuple[BaseException, bool]]:
+    """Return by rank what is raised, and whether the ring is closed afterwards."""
 
     def body(ring: Ring) -> tuple[BaseException, bool]:
-        ring.engine = Short(ring.rank, at, error)
+        ring.engine = ShortEngine(ring.rank, failing_call, error)
         seq = ring.sequence(TOKENS, layout="contiguous")
         q = seq.shard(X).requires_grad_()
         with pytest.raises(RingError) as caught:
@@ -71,43 +71,43 @@ def raised(at: int, error: BaseException) -> list[tuple[BaseException, bool]]:
 
 
 @pytest.mark.parametrize("name", FAILURES)
-@pytest.mark.parametrize(("at", "words"), [
+@pytest.mark.parametrize(("failing_call", "text"), [
     (AT_BEGIN, "ring forward: staging buffers"), (IN_STEP, "live in step 1:"), (GRAD, "ring backward: staging buffers"),
 ])  # fmt: skip
-def test_every_rank_hears_of_it(at: int, words: str, name: str) -> None:
-    found = [error for error, _ in raised(at, FAILURES[name])]
-    short = found[1]
+def test_every_rank_raises_and_names_the_rank(failing_call: int, text: str, name: str) -> None:
+    errors = [error for error, _ in errors_of_ranks(failing_call, FAILURES[name])]
+    short = errors[1]
     assert isinstance(short, OutOfMemoryError) and isinstance(short, MemoryError)
     assert short.__cause__ is FAILURES[name]
-    told = str(short)
-    for part in ("rank 1", words, str(FAILURES[name]), "the pool holds", "more ranks: now 3"):
-        assert part in told
-    assert ("the pool holds 0.000 MiB" in told) == (at == AT_BEGIN)
-    assert all("rank 1" in str(error) for error in (found[0], found[2]))
+    message = str(short)
+    for part in ("rank 1", text, str(FAILURES[name]), "the pool holds", "more ranks: now 3"):
+        assert part in message
+    assert ("the pool holds 0.000 MiB" in message) == (failing_call == AT_BEGIN)
+    assert all("rank 1" in str(error) for error in (errors[0], errors[2]))
 
 
-def test_the_account_names_the_buffers_that_live() -> None:
-    told = str(raised(IN_STEP, MemoryError("x"))[1][0])
+def test_the_account_names_the_live_buffers() -> None:
+    message = str(errors_of_ranks(IN_STEP, MemoryError("x"))[1][0])
     plan = plan_of(simple("contiguous", TOKENS, RANKS, heads=2).problem, RING, 1, False)
-    labels = [one.label for one in live(plan, 1)]
-    assert labels and all(label in told for label in labels)
+    labels = [buffer.label for buffer in live(plan, 1)]
+    assert labels and all(label in message for label in labels)
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("memory is short"), OutOfMemoryError("told already")])
-def test_other_errors_pass_as_they_are(error: Exception) -> None:
+def test_other_errors_are_not_changed(error: Exception) -> None:
     assert not is_shortage(error)
-    assert _from(error) is error
+    assert _error_of(error) is error
 
 
-def _from(error: Exception) -> BaseException:
-    with Ring(engine=Short(1, AT_BEGIN, error)) as ring:
+def _error_of(error: Exception) -> BaseException:
+    with Ring(engine=ShortEngine(1, AT_BEGIN, error)) as ring:
         seq, q = ring.sequence(4), torch.randn(1, 4, 1, 8)
         with pytest.raises(type(error)) as caught:
             ring.attention(q, q, q, seq)
     return caught.value
 
 
-def test_a_pool_that_cannot_grow_says_so() -> None:
+def test_a_pool_that_cannot_grow_is_reported() -> None:
     def refuse(ring: Ring) -> Callable[[int], Tensor]:
         def allocate(nbytes: int) -> Tensor:
             raise MemoryError(f"no {nbytes} bytes")
@@ -141,27 +141,30 @@ def test_live_bytes_are_a_bound_of_every_placement(case: Case) -> None:
                 assert live_bytes(plan) <= plan.arena_bytes
                 assert 0 <= fragmentation(plan) < 1
                 for step in range(len(plan.steps)):
-                    here = live(plan, step)
-                    ends = [one.offset_bytes + slot_bytes(plan, one) for one in here]
-                    starts = [*(one.offset_bytes for one in here), plan.arena_bytes][1:]
+                    live_buffers = live(plan, step)
+                    ends = [buffer.offset_bytes + slot_bytes(plan, buffer) for buffer in live_buffers]
+                    starts = [*(buffer.offset_bytes for buffer in live_buffers), plan.arena_bytes][1:]
                     assert all(end <= start for end, start in zip(ends, starts, strict=True))
-                    assert all(0 <= slot_bytes(plan, one) - buffer_bytes(plan.problem, one) < 256 for one in here)
+                    assert all(
+                        0 <= slot_bytes(plan, buffer) - buffer_bytes(plan.problem, buffer) < 256
+                        for buffer in live_buffers
+                    )
 
 
 def test_the_account_numbers_steps_as_the_schedule_does() -> None:
-    """Plans leave out steps without a part of their rank, and a step's number is its place in the schedule."""
+    """Plans omit steps without work for their rank; the number of a step is its position in the schedule."""
     plan = plan_of(simple("contiguous", 64, 4).problem, RING, 1, True)
     numbers = [step.number for step in plan.steps]
     assert numbers != list(range(len(numbers)))
-    told = [account(plan, place, 0).splitlines()[0].rpartition("; ")[2] for place in range(len(numbers))]
-    assert told == [f"live in step {number}:" for number in numbers]
+    headings = [account(plan, place, 0).splitlines()[0].rpartition("; ")[2] for place in range(len(numbers))]
+    assert headings == [f"live in step {number}:" for number in numbers]
 
 
-def test_remedies_are_those_that_apply() -> None:
+def test_only_applicable_remedies_are_listed() -> None:
     problem = simple("contiguous", 64, 4).problem
-    there = remedies(plan_of(problem, ALL_GATHER, 0, False))
-    assert "schedule='ring'" in there[0] and any("kv_wire_dtype='int8'" in one for one in there)
-    assert there[-1] == "more ranks: now 4, 16 tokens on this one"
+    advice = remedies(plan_of(problem, ALL_GATHER, 0, False))
+    assert "schedule='ring'" in advice[0] and any("kv_wire_dtype='int8'" in line for line in advice)
+    assert advice[-1] == "more ranks: now 4, 16 tokens on this one"
     alone = plan_of(simple("contiguous", 64, 1).problem, RING, 0, False)
     assert remedies(alone) == ["more ranks: now 1, 64 tokens on this one"]
     assert "no buffer" in account(alone, 0, 0) and fragmentation(alone) == 0.0

@@ -1,4 +1,4 @@
-"""The arena: where slots lie, when it may grow, what poison shows."""
+"""The arena: the places of slots, when it may grow, and what poison reveals."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ringattn.errors import PlanError, RingError
 from ringattn.runtime.records import ALIGNMENT_BYTES, Pool
 
 
-def plain(nbytes: int) -> torch.Tensor:
+def allocate_plain(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def skewed(nbytes: int) -> torch.Tensor:
-    """Memory that starts at an odd address."""
+def allocate_skewed(nbytes: int) -> torch.Tensor:
+    """Allocate memory that starts at an odd address."""
     return torch.empty(nbytes + 1, dtype=torch.uint8)[1:]
 
 
-@pytest.mark.parametrize("allocate", [plain, skewed])
+@pytest.mark.parametrize("allocate", [allocate_plain, allocate_skewed])
 def test_slots_are_aligned_views_of_one_arena(allocate) -> None:  # type: ignore[no-untyped-def]
     pool = Pool(allocate)
     pool.begin_pass(2048)
@@ -35,29 +35,29 @@ def test_slots_are_aligned_views_of_one_arena(allocate) -> None:  # type: ignore
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 1025), (1024, 1), (-256, 10), (256, -1), (128, 10), (1280, 0)])
 def test_a_slot_outside_or_off_the_alignment_is_refused(offset: int, nbytes: int) -> None:
-    pool = Pool(plain)
+    pool = Pool(allocate_plain)
     pool.reserve(1024)
     with pytest.raises(PlanError, match=f"{nbytes} bytes at {offset}"):
         pool.view(offset, nbytes)
 
 
-def test_growth_only_when_needed_and_never_two_arenas_at_once() -> None:
+def test_the_pool_grows_only_when_needed_and_never_holds_two_arenas() -> None:
     live: list[int] = []
-    pool = Pool(plain)
+    pool = Pool(allocate_plain)
 
     def counting(nbytes: int) -> torch.Tensor:
         live.append(pool.nbytes)
-        return plain(nbytes)
+        return allocate_plain(nbytes)
 
     pool._allocate = counting
-    for wanted, has in [(1000, 1000), (500, 500 + 500), (1000, 1000), (3000, 3000)]:
-        pool.reserve(wanted)
-        assert pool.nbytes == has
+    for requested, expected in [(1000, 1000), (500, 500 + 500), (1000, 1000), (3000, 3000)]:
+        pool.reserve(requested)
+        assert pool.nbytes == expected
     assert live == [0, 0]
 
 
 def test_one_pass_at_a_time() -> None:
-    pool = Pool(plain)
+    pool = Pool(allocate_plain)
     pool.begin_pass(256)
     with pytest.raises(RingError, match="one pass at a time"):
         pool.begin_pass(256)
@@ -70,11 +70,11 @@ def test_one_pass_at_a_time() -> None:
     pool.end_pass()
 
 
-def test_a_pass_that_finds_no_memory_has_not_begun() -> None:
+def test_a_pass_without_memory_does_not_begin() -> None:
     def allocate(nbytes: int) -> torch.Tensor:
         if nbytes > 4096:
             raise MemoryError
-        return plain(nbytes)
+        return allocate_plain(nbytes)
 
     pool = Pool(allocate)
     with pytest.raises(MemoryError):
@@ -84,7 +84,7 @@ def test_a_pass_that_finds_no_memory_has_not_begun() -> None:
 
 
 def test_high_water_is_the_largest_pass() -> None:
-    pool = Pool(plain)
+    pool = Pool(allocate_plain)
     pool.reserve(4096)
     assert pool.high_water_bytes == 0
     for nbytes in (512, 1024, 256):
@@ -112,7 +112,7 @@ def test_poison_reads_as_nan(dtype: torch.dtype) -> None:
     assert all_nan(pool, 0)  # newly bound
     pool.slot(0, (32,), dtype).copy_(torch.zeros(32))
     pool.begin_pass(1024)
-    assert all_nan(pool, 0)  # written between passes, not in this one
+    assert all_nan(pool, 0)  # written between passes, not in this pass
     for offset in (0, 512):
         pool.slot(offset, (32,), dtype).copy_(torch.zeros(32))
     pool.release(0, 256)
@@ -129,35 +129,35 @@ def test_poison_reads_as_nan(dtype: torch.dtype) -> None:
 # --- canaries, reuse -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("allocate", [plain, skewed])
-@pytest.mark.parametrize("at", [-1, 512, 1023, 1024])
-def test_a_write_outside_the_pass_is_noticed(allocate, at: int) -> None:  # type: ignore[no-untyped-def]
-    """One byte before the arena, in the part that the pass did not ask for, or after it."""
-    held: list[torch.Tensor] = []
+@pytest.mark.parametrize("allocate", [allocate_plain, allocate_skewed])
+@pytest.mark.parametrize("offset", [-1, 512, 1023, 1024])
+def test_a_write_outside_the_pass_is_noticed(allocate, offset: int) -> None:  # type: ignore[no-untyped-def]
+    """One byte before the arena, in the part that the pass did not request, or after it."""
+    allocations: list[torch.Tensor] = []
 
     def whole(nbytes: int) -> torch.Tensor:
-        held.append(allocate(nbytes))
-        return held[-1]
+        allocations.append(allocate(nbytes))
+        return allocations[-1]
 
     pool = Pool(whole, poison=True)
     pool.reserve(1024)
-    start = pool.view(0, 0).data_ptr() - held[-1].data_ptr()
+    start = pool.view(0, 0).data_ptr() - allocations[-1].data_ptr()
     for _ in range(2):
         pool.begin_pass(512)
         pool.view(0, 512).zero_()
         pool.end_pass()
-    if not 0 <= start + at < held[-1].numel():
-        return  # the allocation begins with the arena
+    if not 0 <= start + offset < allocations[-1].numel():
+        return  # the allocation starts exactly at the arena
     pool.begin_pass(512)
-    held[-1][start + at] = 1
+    allocations[-1][start + offset] = 1
     with pytest.raises(PlanError, match="outside the bytes"):
         pool.end_pass()
-    pool.begin_pass(512)  # the pass did end
+    pool.begin_pass(512)  # the previous pass has ended
     pool.end_pass()
 
 
-def test_passes_that_found_memory_are_counted() -> None:
-    pool = Pool(plain)
+def test_reuses_of_the_arena_are_counted() -> None:
+    pool = Pool(allocate_plain)
     for nbytes in (512, 256, 512, 1024, 0):
         pool.begin_pass(nbytes)
         pool.end_pass()

@@ -1,4 +1,4 @@
-"""Eight-bit K and V on the wire, end to end on threads: exact but for the rounding, what that does, the bytes saved.
+"""Eight-bit K and V on the wire, end to end on threads: exact except for rounding, its effect, and the bytes saved.
 
 Not covered: how values are rounded in a buffer (see test_quantized_records.py).
 """
@@ -32,7 +32,7 @@ HALVES = 1.25
 CASE = simple("zigzag", 32, 4, causal=True).problem
 each_code = pytest.mark.parametrize("code", EIGHT_BIT)
 
-# --- exact but for the rounding --------------------------------------------------------------------------------------
+# --- exact except for rounding ---------------------------------------------------------------------------------------
 
 TRIALS = {
     "causal": Trial(causal=True, heads=(4, 2), dims=(17, 20)),
@@ -48,27 +48,31 @@ TRIALS = {
 
 
 def rounded_reference(trial: Trial, dtype: torch.dtype, code: str, layout: str, ranks: int) -> Results:
-    """By the fuzzer's reference, where each rank's queries meet its own K and V as they are and all others rounded."""
-    given = inputs(trial, dtype)
-    leaves = {"dq": given.q, "dk": given.k, "dv": given.v} | ({} if given.sinks is None else {"dsinks": given.sinks})
+    """Return the fuzzer's reference, in which queries read local K and V unrounded and remote K and V rounded."""
+    trial_inputs = inputs(trial, dtype)
+    leaves = {"dq": trial_inputs.q, "dk": trial_inputs.k, "dv": trial_inputs.v} | (
+        {} if trial_inputs.sinks is None else {"dsinks": trial_inputs.sinks}
+    )
     leaves = {name: x.double().requires_grad_() for name, x in leaves.items()}
     q, k, v, sinks = (leaves.get(name) for name in ("dq", "dk", "dv", "dsinks"))
-    far = [leaf + (rounded(x, code).double() - x.double()) for leaf, x in ((k, given.k), (v, given.v))]
+    remote = [leaf + (rounded(x, code).double() - x.double()) for leaf, x in ((k, trial_inputs.k), (v, trial_inputs.v))]
     q_owner, k_owner = (
         owners(name, x.shape[1], ranks, trial.documents)
-        for name, x in ((layout, given.q), (trial.kv_layout if trial.cross else layout, given.k))
+        for name, x in ((layout, trial_inputs.q), (trial.kv_layout if trial.cross else layout, trial_inputs.k))
     )
     documents = trial.documents
-    counts = plain_counts(given.q.shape[1], documents, given.k.shape[1], documents, trial.causal, trial.window)
-    out, lse = attention(
-        q, k, v, counts, trial.scale, trial.softcap, sinks, rounded=Rounded(*far, q_owner[:, None] == k_owner)
+    counts = plain_counts(
+        trial_inputs.q.shape[1], documents, trial_inputs.k.shape[1], documents, trial.causal, trial.window
     )
-    grads = torch.autograd.grad((out * given.dout.double()).sum(), list(leaves.values()))
+    out, lse = attention(
+        q, k, v, counts, trial.scale, trial.softcap, sinks, rounded=Rounded(*remote, q_owner[:, None] == k_owner)
+    )
+    grads = torch.autograd.grad((out * trial_inputs.dout.double()).sum(), list(leaves.values()))
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
 def owners(layout: str, length: int, ranks: int, documents: Sequence[int] | None) -> Tensor:
-    """The rank that holds each position."""
+    """Return the rank that owns each position."""
     owner = torch.empty(length, dtype=torch.int64)
     for rank, rows in enumerate(shards(layout, length, ranks, documents)):
         owner[rows] = rank
@@ -76,7 +80,7 @@ def owners(layout: str, length: int, ranks: int, documents: Sequence[int] | None
 
 
 def schedules(trial: Trial, ranks: int, layout: str, code: str, names: Sequence[str] = ()) -> list[Results]:
-    """Float32 results of the schedules, one after another on one ring."""
+    """Return float32 results of the schedules, which run one after another on one ring."""
     names = names or share_in_turn(ranks + len(layout) + len(trial.documents or ()) + trial.tokens, 2)
     results = run_ranks(
         ranks, lambda ring: [on_rank(ring, trial, layout, name, torch.float32) for name in names],
@@ -89,36 +93,36 @@ def schedules(trial: Trial, ranks: int, layout: str, code: str, names: Sequence[
     ("name", "layout", "ranks", "code"),
     thinned(product(TRIALS, ("contiguous", "zigzag", "striped"), (2, 3, 4), EIGHT_BIT)),
 )
-def test_exact_but_for_the_rounding(name: str, layout: str, ranks: int, code: str) -> None:
-    wanted = rounded_reference(TRIALS[name], torch.float32, code, layout, ranks)
-    for found in schedules(TRIALS[name], ranks, layout, code):
-        assert greatest_error(found, wanted) <= SINGLE
+def test_exact_except_for_rounding(name: str, layout: str, ranks: int, code: str) -> None:
+    expected = rounded_reference(TRIALS[name], torch.float32, code, layout, ranks)
+    for results in schedules(TRIALS[name], ranks, layout, code):
+        assert greatest_error(results, expected) <= SINGLE
 
 
 @each_code
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_inputs_err_no_more_than_alone(dtype: torch.dtype, code: str) -> None:
+def test_half_precision_errors_do_not_exceed_those_of_one_rank(dtype: torch.dtype, code: str) -> None:
     trial = Trial(causal=True, heads=(4, 2), dims=(16, 16))
     exact, alone = reference(trial, dtype), run(trial, 1, "zigzag", "ring", dtype, kv_wire_dtype=code)
-    wanted = rounded_reference(trial, dtype, code, "zigzag", 4)
-    found = run(trial, 4, "zigzag", "ring", dtype, kv_wire_dtype=code)
+    expected = rounded_reference(trial, dtype, code, "zigzag", 4)
+    results = run(trial, 4, "zigzag", "ring", dtype, kv_wire_dtype=code)
     for name in ("out", "dq", "dk", "dv"):
-        assert relative_error(found[name], wanted[name]) <= HALVES * relative_error(alone[name], exact[name]), name
+        assert relative_error(results[name], expected[name]) <= HALVES * relative_error(alone[name], exact[name]), name
 
 
 @each_code
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_never_lost(code: str, bad: float) -> None:
+def test_nan_and_inf_are_never_lost(code: str, bad: float) -> None:
     def body(ring: Ring) -> Tensor:
         seq, q, k = ring.sequence(6, layout="contiguous"), torch.zeros(2, 6, 2, 5), torch.randn(2, 6, 2, 5)
         k[0, 1, 1, 3] = bad
         return ring.attention(*(seq.shard(x) for x in (q, k, k)), seq)
 
-    far = run_ranks(2, body, kv_wire_dtype=code)[1]  # the second rank's queries see the first one's keys
-    assert far[0, :, 1].isnan().all() and far[0, :, 0].isfinite().all() and far[1].isfinite().all()
+    remote = run_ranks(2, body, kv_wire_dtype=code)[1]  # queries of the second rank read keys of the first
+    assert remote[0, :, 1].isnan().all() and remote[0, :, 0].isfinite().all() and remote[1].isfinite().all()
 
 
-# --- what it does to results -----------------------------------------------------------------------------------------
+# --- the effect on results -------------------------------------------------------------------------------------------
 
 MEASURED = {
     "int8": {"out": 0.0049, "dq": 0.0069, "dk": 0.0057, "dv": 0.0034},
@@ -145,18 +149,18 @@ def test_values_of_dimension_zero_are_sent_without_numbers(code: str) -> None:
 
 
 @each_code
-def test_errors_are_those_that_the_ring_states(code: str) -> None:
+def test_errors_equal_the_documented_ones(code: str) -> None:
     trial = Trial(tokens=256, heads=(4, 2), dims=(64, 64), causal=True)
-    found, exact = schedules(trial, 4, "zigzag", code, ["ring"])[0], reference(trial, torch.float32)
+    results, exact = schedules(trial, 4, "zigzag", code, ["ring"])[0], reference(trial, torch.float32)
     for name, stated in MEASURED[code].items():
-        assert relative_error(found[name], exact[name]) == pytest.approx(stated, rel=0.02)
+        assert relative_error(results[name], exact[name]) == pytest.approx(stated, rel=0.02)
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def counted(code: Any, schedule: str, dims: tuple[int, int], **options: Any) -> list[dict[str, int]]:
-    """The counters of every rank after a forward pass in bf16: 24 tokens, 4 ranks, batch 2, three K/V heads."""
+def counters_after_forward(code: Any, schedule: str, dims: tuple[int, int], **options: Any) -> list[dict[str, int]]:
+    """Return the counters of every rank after a forward pass in bf16: 24 tokens, 4 ranks, batch 2, three K/V heads."""
 
     def body(ring: Ring) -> dict[str, int]:
         seq = ring.sequence(24)
@@ -170,9 +174,9 @@ def counted(code: Any, schedule: str, dims: tuple[int, int], **options: Any) -> 
 @pytest.mark.parametrize("dtype", ["int8", torch.float8_e4m3fn])
 @pytest.mark.parametrize("schedule", [name for name, route in ROUTES.items() if not route.moves_queries])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (3, 1)}])
-def test_bytes_are_those_of_the_records(options: dict[str, Any], schedule: str, dtype: Any) -> None:
+def test_the_bytes_sent_are_those_of_the_records(options: dict[str, Any], schedule: str, dtype: Any) -> None:
     for dims, record_bytes in (((17, 20), 17 + 20 + 3 + 8), ((64, 64), 64 + 64 + 8)):
-        wide, narrow = (counted(code, schedule, dims, **options) for code in (None, dtype))
+        wide, narrow = (counters_after_forward(code, schedule, dims, **options) for code in (None, dtype))
         for before, after in zip(wide, narrow, strict=True):
             records, rest = divmod(before["bytes_sent"], 2 * sum(dims))
             assert rest == 0 and after["bytes_sent"] == records * record_bytes
@@ -182,9 +186,11 @@ def test_bytes_are_those_of_the_records(options: dict[str, Any], schedule: str, 
         assert all(counters["bytes_sent"] == 3 * 6 * 3 * 2 * record_bytes for counters in narrow)
 
 
-def test_it_is_off_unless_asked_for() -> None:
+def test_quantization_is_off_by_default() -> None:
     trial = Trial(causal=True, heads=(4, 2))
-    default, off = (run(trial, 4, "zigzag", "ring", torch.float32, **each) for each in ({}, {"kv_wire_dtype": None}))
+    default, off = (
+        run(trial, 4, "zigzag", "ring", torch.float32, **options) for options in ({}, {"kv_wire_dtype": None})
+    )
     assert greatest_error(default, reference(trial, torch.float32)) <= SINGLE
     assert all(torch.equal(default[name], off[name]) for name in default)
     plans = [plan_of(CASE, RING, 1, backward) for backward in (False, True)]
@@ -193,15 +199,15 @@ def test_it_is_off_unless_asked_for() -> None:
 
 
 @each_code
-def test_explain_tells_of_it(code: str) -> None:
+def test_explain_reports_quantization(code: str) -> None:
     def body(ring: Ring) -> tuple[Any, int]:
         seq, q = ring.sequence(24), torch.randn(2, 6, 3, 64).bfloat16()
-        told = ring.explain(seq, q=q, k=q, v=q, backward=False)
+        explanation = ring.explain(seq, q=q, k=q, v=q, backward=False)
         ring.attention(q, q, q, seq)
-        return told, ring.counters()["bytes_sent"]
+        return explanation, ring.counters()["bytes_sent"]
 
-    for rank, (told, sent) in enumerate(run_ranks(4, body, kv_wire_dtype=code)):
-        assert told.bytes_sent[rank] == sent and f"K/V sent as {code}" in str(told).splitlines()[0]
+    for rank, (explanation, sent) in enumerate(run_ranks(4, body, kv_wire_dtype=code)):
+        assert explanation.bytes_sent[rank] == sent and f"K/V sent as {code}" in str(explanation).splitlines()[0]
     assert "travel as" not in str(run_ranks(4, body)[0][0])
 
 
