@@ -22,21 +22,21 @@ from ringattn.errors import RingError
 from ringattn.launch.options import advice, wrapped
 from ringattn.observe.files import full_disk
 
-COMMANDS = {  # word: module of ringattn.launch, what it does
+COMMANDS = {  # name: module of ringattn.launch, summary
     "check": ("measure.check", "compare every schedule, layout and mask with a dense float64 reference"),
-    "explain": ("pictures.show", "print who sends what to whom, when, and what it costs"),
-    "plan": ("capacity.plan", "say how many bytes a rank needs to train a model, what fits, and what to do"),
-    "run": ("measure.run", "measure one attention call on several ranks, behind its exactness gate"),
-    "sweep": ("measure.sweep", "measure many: world sizes, lengths, schedules, ...; resumes where it stopped"),
-    "demo": ("train.demo", "train with four processes and with one, compare, check, and draw"),
-    "train": ("train.train", "train a byte-level language model with its sequences split over ranks"),
-    "simulate": ("pictures.simulate", "say how long one attention call takes on 1 to 16,384 ranks, and who waits"),
-    "calibrate": ("measure.calibrate", "measure this machine, so that times can be predicted for it"),
-    "report": ("report.report", "show what a sweep found: tables here, Markdown, and a page with charts"),
+    "explain": ("pictures.show", "print which rank sends what to which rank, when, and at what cost"),
+    "plan": ("capacity.plan", "estimate training memory per rank and suggest savings"),
+    "run": ("measure.run", "measure one attention call on several ranks, after an exactness check"),
+    "sweep": ("measure.sweep", "measure many calls: ranks, lengths, schedules, ...; resumes where it stopped"),
+    "demo": ("train.demo", "train with four processes and with one, and compare both runs"),
+    "train": ("train.train", "train a byte-level language model with sequences split over ranks"),
+    "simulate": ("pictures.simulate", "predict the time of one attention call on 1 to 16,384 ranks, and idle ranks"),
+    "calibrate": ("measure.calibrate", "measure this machine, so that times can be predicted"),
+    "report": ("report.report", "show the results of a sweep as tables, Markdown and a page with charts"),
     "compare": ("report.compare", "compare two sweeps point by point; fails if the second is worse"),
-    "doctor": ("doctor.command", "look at this machine and its packages, and say what to do about them"),
-    "timeline": ("pictures.timeline", "record what every rank does in a pass, and when: a trace and a picture"),
-    "flight": ("doctor.flight", "merge the records of a failed run, and say which rank parted from the rest"),
+    "doctor": ("doctor.command", "check this machine and its packages, and suggest fixes"),
+    "timeline": ("pictures.timeline", "record a pass on every rank as a trace and a picture"),
+    "flight": ("doctor.flight", "merge the records of a failed run, and name the rank that diverged"),
 }
 
 STARTS = {
@@ -47,56 +47,56 @@ STARTS = {
     "timeline": "recording one attention call",
     "calibrate": "measuring this machine",
 }
-"""What takes a while, and would be silent meanwhile."""
-AGAIN = {
-    "sweep": "what was measured is kept, and the same command goes on",
-    "train": "the same command goes on from the last checkpoint in the folder out, if checkpoint_every_steps made one",
+"""Commands that take long and would otherwise be silent meanwhile."""
+RESUME = {
+    "sweep": "finished points are saved; run the same command again to continue",
+    "train": "run the same command again to continue from the last checkpoint in out (see checkpoint_every_steps)",
 }
-"""How to go on after Ctrl-C; other commands keep nothing."""
+"""How to resume after Ctrl-C; other commands save nothing."""
 
 UNREAD = 128 + signal.SIGPIPE
-"""The exit code of a program that a pipe without a reader ended, as shells have it."""
+"""The exit code of a program that was ended by a pipe without a reader, as in shells."""
 SHOWS = ("-h", "--help", "--dry-run", "--cfg", "-c", "--info", "-i", "--hydra-help")
-"""With one of these a command prints and starts nothing."""
+"""With one of these arguments a command only prints, and starts nothing."""
 REFUSED_S = 10.0
-"""How long a rank that refuses waits for torchrun to end it, because the first rank refuses too."""
+"""How long a refusing rank waits for torchrun to end it, because the first rank refuses too."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0 good, 1 a check failed, 2 bad options or a failed run."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run one command; return its exit code: 0 success, 1 a check failed, 2 bad options or a failed run."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode shows escapes
-    if not words or words[0] in ("--help", "-h") or words == ["help"]:
+            stream.reconfigure(errors="backslashreplace")  # escape characters that the terminal lacks
+    if not arguments or arguments[0] in ("--help", "-h") or arguments == ["help"]:
         print(_help())
         return 0
-    if words[0] == "help":
-        words = [words[1], "--help"]
-    if words[0] in ("--version", "version"):
+    if arguments[0] == "help":
+        arguments = [arguments[1], "--help"]
+    if arguments[0] in ("--version", "version"):
         print(f"ringattn {ringattn.__version__}")
         return 0
-    if words[0] not in COMMANDS:
-        near = difflib.get_close_matches(words[0].lower(), COMMANDS, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        if words[0].startswith("-") or "=" in words[0]:
-            meant = f"; a command comes first, as ringattn run {words[0]}"
-        print(f"ringattn: {words[0]!r} is not a command{meant}\n\n{_help()}", file=sys.stderr)
+    if arguments[0] not in COMMANDS:
+        near = difflib.get_close_matches(arguments[0].lower(), COMMANDS, n=1)
+        suggestion = f"; did you mean {near[0]}?" if near else ""
+        if arguments[0].startswith("-") or "=" in arguments[0]:
+            suggestion = f"; a command comes first, as ringattn run {arguments[0]}"
+        print(f"ringattn: {arguments[0]!r} is not a command{suggestion}\n\n{_help()}", file=sys.stderr)
         return 2
-    with _interruptible(words[0]):
+    with _interruptible(arguments[0]):
         try:
-            _say_what_starts(words)
-            run: Callable[[Sequence[str]], int] = import_module(f"ringattn.launch.{COMMANDS[words[0]][0]}").main
-            code = run(words[1:])
+            _print_start(arguments)
+            run: Callable[[Sequence[str]], int] = import_module(f"ringattn.launch.{COMMANDS[arguments[0]][0]}").main
+            code = run(arguments[1:])
             sys.stdout.flush()
-            return _one_block(words[0], code)
+            return _end_under_torchrun(arguments[0], code)
         except RingError as error:
-            print(f"ringattn {words[0]}: {error}", file=sys.stderr)
-            return _one_block(words[0], 2)
+            print(f"ringattn {arguments[0]}: {error}", file=sys.stderr)
+            return _end_under_torchrun(arguments[0], 2)
         except ModuleNotFoundError as error:
-            if (told := advice(error)) is None:
+            if (help_text := advice(error)) is None:
                 raise
-            print(f"ringattn {words[0]}: {told}", file=sys.stderr)
+            print(f"ringattn {arguments[0]}: {help_text}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             return 130
@@ -111,12 +111,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
             except OSError:
                 _drop_output()
-            print(f"ringattn {words[0]}: {shortage}", file=sys.stderr)
+            print(f"ringattn {arguments[0]}: {shortage}", file=sys.stderr)
             return 2
 
 
 def _has_no_reader() -> bool:
-    """Whether the reader of the standard output has closed it, as `head` does; then drop what is left to write."""
+    """Return whether the reader of standard output has closed it, as `head` does; if so drop the remaining output."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in output.poll(0)):
@@ -126,44 +126,49 @@ def _has_no_reader() -> bool:
 
 
 def _drop_output() -> None:
-    """Drop what is left to write to the standard output: Python would fail on it once more when it exits."""
+    """Drop the remaining standard output; otherwise Python would fail on it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _say_what_starts(words: Sequence[str]) -> None:
-    """A line before torch is loaded, which takes seconds; what lengths with a letter come to. On standard error."""
-    if os.environ.get("RANK", "0") != "0" or any(word.partition("=")[0] in SHOWS for word in words):
+def _print_start(arguments: Sequence[str]) -> None:
+    """Print to standard error what starts, before loading torch takes seconds, and the lengths given with a letter."""
+    if os.environ.get("RANK", "0") != "0" or any(word.partition("=")[0] in SHOWS for word in arguments):
         return
     from ringattn.launch.options import notes_on
 
-    told = [STARTS[words[0]]] if words[0] in STARTS else []
-    for line in (*told, *notes_on(words[1:])):
-        print(f"ringattn {words[0]}: {line}", file=sys.stderr, flush=True)
+    lines = [STARTS[arguments[0]]] if arguments[0] in STARTS else []
+    for line in (*lines, *notes_on(arguments[1:])):
+        print(f"ringattn {arguments[0]}: {line}", file=sys.stderr, flush=True)
 
 
-def _one_block(command: str, code: int) -> int:
-    """The exit code. Under torchrun, words that all ranks refuse end in one block of its own, which says so: the first
-    rank of a machine ends, and the others wait for the signal that torchrun sends them then."""
+def _end_under_torchrun(command: str, code: int) -> int:
+    """Return the exit code; under torchrun, print the refusal of all ranks as one block.
+
+    The first rank of each machine ends, and the others wait for the signal that torchrun then sends them.
+    """
     if code != 2 or "TORCHELASTIC_RUN_ID" not in os.environ:
         return code
     if os.environ.get("LOCAL_RANK", "0") == "0":
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            told = {"message": f"ringattn {command} refused its words, see above", "timestamp": int(time.time())}
+            error_record = {
+                "message": f"ringattn {command} refused its arguments, see above",
+                "timestamp": int(time.time()),
+            }
             with suppress(OSError):  # it only repeats what was printed
-                Path(path).write_text(json.dumps(told), encoding="utf-8")
+                Path(path).write_text(json.dumps(error_record), encoding="utf-8")
         return code
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     time.sleep(REFUSED_S)
-    return code  # it was this rank alone that refused
+    return code  # only this rank refused
 
 
 @contextmanager
 def _interruptible(command: str) -> Iterator[None]:
-    """Ctrl-C is answered at once, also while modules are loaded; what it interrupts is cleaned up after that."""
+    """Answer Ctrl-C immediately, even while modules load; clean-up of the interrupted work follows."""
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.default_int_handler)
-        again = AGAIN.get(command, "nothing is kept; give the same command again")
+        again = RESUME.get(command, "nothing is saved; run the same command again")
         print(f"\nringattn {command}: interrupted; {again}", file=sys.stderr, flush=True)
         raise KeyboardInterrupt
 

@@ -32,7 +32,7 @@ from ringattn.sequence import Sequence
 from ringattn.transport.nodes import NodesTransport
 
 SHOWN_IN_FULL, SHOWN_OF_MANY = 16, 4
-"""Up to so many ranks the text shows each of them; of more, the first few."""
+"""Up to this many ranks the text shows each of them; beyond that, the first few."""
 
 
 @dataclass(frozen=True)
@@ -203,20 +203,20 @@ def explain_call(
     if isinstance(cluster, str):
         cluster = cluster_named(cluster)
     cluster = ring.cluster if cluster is None else cluster.joined(ring.links)
-    own = cluster is ring.cluster or not is_named(cluster)
-    cluster_from = ring.cluster_from if own else f"named: {cluster.name}"
+    is_ring_cluster = cluster is ring.cluster or not is_named(cluster)
+    cluster_from = ring.cluster_from if is_ring_cluster else f"named: {cluster.name}"
     schedule = options.schedule
     problem = make_problem(ring, seq, kv_seq, *sizes, dtype, dilated or options.pairs)
     softmax = softmax_of(options, head_dim, q_heads, kv_heads)
     chosen = ring.choice(device, getattr(torch, dtype), head_dim, value_dim, softmax)
     skips_rows = any(branch.dilation > 1 for branch in problem.mask.branches)
     check_extent(problem, by_head=skips_rows if schedule == "auto" else route_named(schedule).by_head)
-    machines = ring.cluster if own else cluster
+    machines = ring.cluster if is_ring_cluster else cluster
     # The engine is this device's; the times are of the kernels that the constants of named GPUs were taken from.
     named_gpus = is_named(cluster) and cluster.sms is not None and device.type == "cpu"
     elsewhere = f"; times are of the kernels on {cluster.name}" if named_gpus else ""
     over = exchanges(_exchange(ring, machines, sm_margin), machines, problem.world_size)
-    chooser, *others = (one.on(machines) for one in over) if is_named(machines) else (machines,)
+    chooser, *others = (exchange.on(machines) for exchange in over) if is_named(machines) else (machines,)
     route = choose_route(problem, schedule, chooser)
     weighed: tuple[Candidate, ...] = ()
     if schedule == "auto" and not skips_rows and ring.world_size > 1 and followed(problem, chooser):
@@ -251,7 +251,7 @@ def explain_call(
         better_layout=better_layout(problem, seq.documents, route, computed) if kv_seq is None else None,
         sm_margin=margin,
         margin_us=margin_us,
-        crossed=tuple(crossed(one, cluster) for one in plans),
+        crossed=tuple(crossed(of_pass, cluster) for of_pass in plans),
         ways=ring.transport.ways if isinstance(ring.transport, NodesTransport) else "",
         candidates=weighed,
         layouts=in_layouts(problem, route, chooser) if weighed and kv_seq is None else (),
@@ -264,10 +264,10 @@ def explain_call(
 
 def _exchange(ring: Runtime, machines: Cluster, sm_margin: int | None) -> Exchange:
     """Return the transport and margin of this ring; NCCL if `machines` have GPUs and this ring has none."""
-    own = ring.exchange
+    ring_exchange = ring.exchange
     elsewhere = machines.sms is not None and ring.transport.stream is None
-    margin = own.sm_margin if sm_margin is None else sm_margin
-    return Exchange("nccl" if elsewhere else own.transport, margin)
+    margin = ring_exchange.sm_margin if sm_margin is None else sm_margin
+    return Exchange("nccl" if elsewhere else ring_exchange.transport, margin)
 
 
 def _comparison(e: Explanation) -> str | None:

@@ -20,7 +20,7 @@ __all__ = ["AttentionMask", "Chunked", "GlobalTokens", "Prefix", "chunked", "fro
 
 
 def chunked(tokens: int) -> Chunked:
-    """Cut each document into chunks; a query attends to the keys of its own chunk only (Llama 4's chunked attention).
+    """Cut each document into chunks; a query attends only to keys of the same chunk (Llama 4's chunked attention).
 
     Args:
         tokens: Tokens of a chunk. Chunks start at the start of each document.
@@ -205,7 +205,7 @@ class GlobalTokens(AttentionMask):
 
 
 def _with_first(frame: Frame, firsts: tuple[int, ...], seen: Band, seeing: Band | None) -> Mask:
-    """The branches if the first tokens of each document have bands of their own.
+    """Return the branches of a mask in which the first tokens of each document have separate bands.
 
     All queries attend to the first keys in the band `seen`; the first queries attend to later keys in `seeing`, or in
     the frame's band if that is None; later queries attend to later keys in the frame's band. `firsts`: first tokens

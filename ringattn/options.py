@@ -28,7 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class LayerKeywords(TypedDict, total=False):
-    """The options that a layer takes as keywords: all but `sinks`, which are a parameter of the layer."""
+    """The options that a layer takes as keywords: all except `sinks`, which are a parameter of the layer."""
 
     causal: bool
     window: Window
@@ -132,12 +132,12 @@ def option(default: Any, check: Callable[[Any], Any], help: str, compare: bool =
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """Everything about an attention call but its tensors q, k and v and their sequences.
+    """All options of an attention call, that is, everything except q, k, v and their sequences.
 
     The order of operations is: scale, softcap, ALiBi, mask, softmax with sinks, dropout. ALiBi subtracts
     slope * |q position - k position|, as flash-attn does; positions count from the starts of the documents, and with
     `kv_seq` from 0 in both sequences. Which weights dropout drops depends on the seed and on the batch, the query head
-    and the positions of a pair alone; lse is that of all weights.
+    and the positions of a pair; lse is that of all weights.
 
     `fields(AttentionOptions)` lists the options; `metadata["help"]` of a field is its help.
     """

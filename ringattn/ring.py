@@ -242,7 +242,7 @@ class Ring(Runtime):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Exact attention of this rank's queries to the keys of all ranks; differentiable. A collective call.
 
-        torch.autocast has no effect: out has the dtype of q, and engines compute as they do without it. As with torch's
+        torch.autocast has no effect: out has the dtype of q, and engines ignore it. As with torch's
         scaled_dot_product_attention, the backward pass uses the outputs and raises if they were changed in place. If an
         input of any rank needs a gradient, the outputs of all ranks carry a graph, and every rank calls backward.
 

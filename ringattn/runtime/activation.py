@@ -2,7 +2,7 @@
 
 It is kept in a context variable: activations nest, and threads and tasks do not see each other's. The innermost
 `Ring.activate` wins. A checkpointed region that backward recomputes is a second run of its code, often outside of the
-`with` and on a GPU in another thread. There the innermost activation entered inside the region wins; if there is none,
+`with` and on a GPU in another thread. There the innermost activation entered inside the region wins; otherwise
 the region has the activation that was around it in forward, which is stored on the region (see `Regions`).
 Guarantees: under a sequence of several ranks, attention over the local tokens only is refused: an operator that attends
 is refused where it is called, and a model that computed no attention over a ring is refused at the end of the `with`.

@@ -270,7 +270,7 @@ class Executor:
         self._bound = None
 
     def _read(self, place: BufferRef, item: AttendOp, row: int, step: int) -> KV:
-        """Return the keys and values of an attention update. The rows of a fused buffer serve all heads."""
+        """Return the keys and values of an attention update. The rows of a fused buffer hold all heads."""
         kv = from_row(place.part(item.heads), row, step)
         if item.owner is not None:
             return kv

@@ -421,8 +421,8 @@ def test_what_starts_is_said_before_anything_slow_is_loaded(
 
 @pytest.mark.parametrize(
     ("command", "again"),
-    [("run", "nothing is kept; give the same command again"), ("sweep", "what was measured is kept"),
-     ("train", "goes on from the last checkpoint in the folder out")],
+    [("run", "nothing is saved; run the same command again"), ("sweep", "finished points are saved"),
+     ("train", "to continue from the last checkpoint in out")],
 )  # fmt: skip
 def test_ctrl_c_while_modules_are_loaded_is_answered_at_once(
     command: str, again: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -471,7 +471,7 @@ def test_under_torchrun_what_all_ranks_refuse_is_one_failure(
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(file)}.items():
         monkeypatch.setenv(name, value)
     assert cli.main(["plan", "tokn=1"]) == 2
-    assert json.loads(file.read_text())["message"] == "ringattn plan refused its words, see above"
+    assert json.loads(file.read_text())["message"] == "ringattn plan refused its arguments, see above"
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(cli, "REFUSED_S", 0.0)
     file.unlink()
