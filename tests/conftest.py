@@ -1,4 +1,4 @@
-"""Settings of every test run: one thread per rank, the same examples at each CI run, GPU checks only on a GPU."""
+"""Settings of every test run: one thread per rank, the same examples in every CI run, GPU checks only on a GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-# Before torch loads: the ranks of a test are threads or processes, each with one intra-op thread of its own, unless
-# OMP_NUM_THREADS asks for more.
+# Set before torch loads: the ranks of a test are threads or processes, each with one intra-op thread, unless
+# OMP_NUM_THREADS says otherwise.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
-# Inductor's cache on disk knows neither ATEN_CPU_CAPABILITY nor what an operator's fake says: none of other runs.
+# Inductor's disk cache ignores ATEN_CPU_CAPABILITY and changes of an operator's fake: never reuse that of other runs.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="ringattn-inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], True)
@@ -39,14 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Under `-m gpu` import only files that name the marker, so that the other tests' packages are not needed."""
+    """Under `-m gpu` import only files that name the marker, so that packages of other tests are not needed."""
     if config.option.markexpr != "gpu" or collection_path.suffix != ".py":
         return None
     return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the part asked for, and skip what is marked `gpu` on a machine without one."""
+    """Keep the selected part, and skip tests marked `gpu` on a machine without a GPU."""
     part, parts = map(int, config.getoption("--part").split("/"))
     items[:] = items[part - 1 :: parts]
     if torch.cuda.is_available():

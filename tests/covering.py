@@ -1,7 +1,7 @@
-"""Which cells of a grid of parameters are tried by `make test`; the others are marked slow.
+"""Selects the cells of a grid of parameters that `make test` runs; the others are marked slow.
 
-Faults that need one certain value, or two certain values together, show in a selection in which every pair of values
-that the grid holds stands beside each other once.
+A fault that needs one value, or two values together, shows in a selection in which every pair of values of the grid
+occurs together once.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ Cell = Sequence[Hashable]
 
 
 def parts(cell: Cell, strength: int) -> set[tuple[tuple[int, Hashable], ...]]:
-    """The combinations of `strength` values of a cell, each value with its place."""
+    """Return the combinations of `strength` values of a cell, each value with its position."""
     return set(combinations(enumerate(cell), strength))
 
 
 def covering_cells(cells: Sequence[Cell], strength: int = 2) -> list[Cell]:
-    """Few of the cells, in their order, which hold every combination of `strength` values that the cells hold.
+    """Return a small subset of the cells, in order, with every combination of `strength` values that the cells have.
 
-    Each next one is the first of those that add the most; no draw, so that every run takes the same.
+    Each step takes the first of the cells that add most. There is no randomness, so every run selects the same cells.
     """
     missing = set().union(*(parts(cell, strength) for cell in cells))
     chosen = set[int]()
     while missing:
-        best = max(range(len(cells)), key=lambda at: len(parts(cells[at], strength) & missing))
+        best = max(range(len(cells)), key=lambda index: len(parts(cells[index], strength) & missing))
         chosen.add(best)
         missing -= parts(cells[best], strength)
-    return [cells[at] for at in sorted(chosen)]
+    return [cells[index] for index in sorted(chosen)]
 
 
 def thinned(cells: Iterable[Cell], strength: int = 2, quick: Callable[[Cell], bool] = lambda cell: True) -> list[Any]:
-    """Parameters for every cell: those that do not belong to the covering ones of the `quick` are marked slow."""
+    """Return parameters for every cell; those outside the covering subset of the `quick` cells are marked slow."""
     every = [tuple(cell) for cell in cells]
     chosen = set(covering_cells([cell for cell in every if quick(cell)], strength))
     return [pytest.param(*cell, marks=() if cell in chosen else pytest.mark.slow) for cell in every]
 
 
 def thinned_by(kind: Callable[[Any], Cell], values: Sequence[Any], strength: int = 1) -> list[Any]:
-    """The same for values of one parameter, each of which stands for the cell that `kind` says."""
+    """Return the same for values of one parameter, each of which represents the cell that `kind` returns."""
     missing = covering_cells([kind(value) for value in values], strength)
     params = []
     for value in values:

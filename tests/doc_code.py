@@ -1,4 +1,4 @@
-"""Run the Python of a documentation page: its ```python blocks in order, in one namespace, as a reader would.
+"""Runs the Python of a documentation page: its ```python blocks in order, in one namespace, as a reader would.
 
 A block with a word after `python` is shown and not run. Errors name the line of the page.
 """
@@ -21,12 +21,15 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def code_of(page: str) -> str:
-    """The code of `docs/<page>` as one script with the page's line numbers. Raises where there is none."""
+    """Return the code of `docs/<page>` as one script with the page's line numbers.
+
+    Raises ValueError if there is none.
+    """
     text = (DOCS / page).read_text(encoding="utf-8")
     lines = [""] * text.count("\n")
-    for found in _BLOCK.finditer(text):
-        first = text.count("\n", 0, found.start(1))
-        block = found[1].splitlines()
+    for match in _BLOCK.finditer(text):
+        first = text.count("\n", 0, match.start(1))
+        block = match[1].splitlines()
         lines[first : first + len(block)] = block
     if not any(lines):
         raise ValueError(f"docs/{page} has no ```python block")
@@ -40,15 +43,15 @@ def block_of(page: str, word: str) -> str:
     return str(block)
 
 
-def run_page(page: str, **given: Any) -> dict[str, Any]:
-    """Run the code of `docs/<page>` here, `given` these names; returns all names."""
-    names: dict[str, Any] = {"__name__": "__docs__", **given}
+def run_page(page: str, **variables: Any) -> dict[str, Any]:
+    """Run the code of `docs/<page>` in this process with these variables; return all names."""
+    names: dict[str, Any] = {"__name__": "__docs__", **variables}
     exec(compile(code_of(page), str(DOCS / page), "exec"), names)
     return names
 
 
 def run_page_under_torchrun(page: str, folder: Path, ranks: int, timeout_s: float = 240.0) -> str:
-    """Run the page's code as one script on `ranks` processes; returns what each of them printed, rank after rank."""
+    """Run the page's code as one script on `ranks` processes; return the output of each, rank after rank."""
     script = folder / page.replace(".md", ".py")
     script.write_text(code_of(page), encoding="utf-8")
     return run_under_torchrun([str(script)], folder, ranks, timeout_s)
@@ -57,11 +60,11 @@ def run_page_under_torchrun(page: str, folder: Path, ranks: int, timeout_s: floa
 def run_under_torchrun(
     program: Sequence[str], folder: Path, ranks: int, timeout_s: float = 240.0, cwd: Path = ROOT, **env: str
 ) -> str:
-    """Run a Python program on `ranks` processes; returns what each of them printed, rank after rank.
+    """Run a Python program on `ranks` processes; return the output of each, rank after rank.
 
-    `env`: variables beside those that there are.
+    `env`: additional environment variables.
     """
-    logs = folder / "logs"  # a file each: on one pipe the ranks' lines would mix
+    logs = folder / "logs"  # one file per rank, because lines of ranks would mix on one pipe
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects=1", f"--log-dir={logs}"]
     command = [*launcher, f"--nproc-per-node={ranks}", *program]
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""A small call to spoil, and what every rank raises then."""
+"""A small call for tests of wrong arguments, and the errors of all ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Change = Callable[[Ring, dict[str, Any]], None]
 
 
 def good_call(ring: Ring) -> dict[str, Any]:
-    """The arguments of a call that works."""
+    """Return the arguments of a valid call."""
     seq = ring.sequence(TOKENS)
     q = seq.shard(X)
     return {"q": q, "k": q[:, :, :2], "v": q[:, :, :2], "seq": seq, "causal": True}
 
 
 def attend(ring: Ring, change: Change | None = None) -> Tensor:
-    """One call, with its arguments changed."""
+    """Make one call with changed arguments."""
     arguments = good_call(ring)
     if change is not None:
         change(ring, arguments)
@@ -35,7 +35,7 @@ def attend(ring: Ring, change: Change | None = None) -> Tensor:
 
 
 def errors(body: Callable[[Ring], object], ranks: int = RANKS, **options: Any) -> list[Exception]:
-    """What each rank raised; all of them must, and none by waiting for the deadline."""
+    """Return the error of each rank; every rank must raise one before the deadline."""
 
     def caught(ring: Ring) -> Exception | None:
         try:
@@ -45,8 +45,8 @@ def errors(body: Callable[[Ring], object], ranks: int = RANKS, **options: Any) -
         return None
 
     began = time.monotonic()
-    found = run_ranks(ranks, caught, **{"engine": "plain", "timeout_s": DEADLINE_S, **options})
+    outcomes = run_ranks(ranks, caught, **{"engine": "plain", "timeout_s": DEADLINE_S, **options})
     assert time.monotonic() - began < DEADLINE_S
-    missing = [rank for rank, error in enumerate(found) if error is None]
+    missing = [rank for rank, error in enumerate(outcomes) if error is None]
     assert not missing, f"ranks {missing} raised nothing"
-    return [error for error in found if error is not None]
+    return [error for error in outcomes if error is not None]

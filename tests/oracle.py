@@ -1,4 +1,4 @@
-"""The reference (`tests.fuzz.reference`) in the words of `Ring.attention`: booleans of pairs, `ringattn.masks`.
+"""The reference (`tests.fuzz.reference`) with the arguments of `Ring.attention`: booleans of pairs, `ringattn.masks`.
 
 `tests/fuzz/test_reference.py` compares it with torch's attention and with masks drawn by hand.
 """

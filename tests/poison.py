@@ -1,4 +1,4 @@
-"""Memory that torch hands out unset holds NaN, as a ring's pool does with `poison`."""
+"""Fills uninitialised memory of torch with NaN, as a ring's pool does with `poison`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def unset_is_nan() -> Iterator[None]:
-    """In all threads of the process, by what of the deterministic mode of torch alone changes anything on a CPU."""
+    """Fill it in all threads of the process, through torch's deterministic mode, which has no other effect on a CPU."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -1,6 +1,6 @@
-"""A plugin of pytest: tests that are left out because nothing they read has changed, and what each test takes.
+"""A pytest plugin that skips tests whose inputs have not changed, and records the cost of each test.
 
-What is not in `conftest.py` changes no outcome, and therefore no digest of `unchanged.py`.
+This code is not in `conftest.py`, because it changes no outcome and must not change a digest of `unchanged.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BEFORE = pytest.StashKey[float]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """The millions of objects that are imported stay: no search for garbage looks at them, now or in a test."""
+    """Freeze the millions of imported objects, so that no garbage collection scans them, now or in a test."""
     gc.disable()
     try:
         return (yield)
@@ -28,9 +28,9 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the markers
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what need not run again."""
+    """Mark tests as slow if they need not run again."""
     for item in items:
         marker = item.get_closest_marker("unchanged")
         if marker and is_unchanged(marker.args[0]):
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the groups that are not run again because their sources are those that they last passed with."""
+    """Name the groups that are skipped because their sources have not changed since they last passed."""
     groups = [group for group in GROUPS if is_unchanged(group)]
     if groups and "not slow" in terminalreporter.config.option.markexpr:
         terminalreporter.write_line(
@@ -47,22 +47,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def core_s() -> float:
-    """Seconds of a core that this process, its children that ended and what it had forked have taken."""
-    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    """Return the core seconds of this process, of its children that ended, and of the processes that it forked."""
+    usages = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     forking = sys.modules.get("tests.contract.processes")  # it loads torch
-    own = sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, whose))
-    return own + (forking.core_s() if forking else 0.0)
+    process_s = sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, usages))
+    return process_s + (forking.core_s() if forking else 0.0)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test begins with its fixtures."""
+    """Record the start; a test includes its fixtures."""
     item.stash[BEFORE] = core_s()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    """What it took goes into the JUnit file; other than its time, it is not more where others use the machine too."""
+    """Write the core seconds of the test to the JUnit file.
+
+    Unlike wall-clock time, they do not grow on a busy machine.
+    """
     try:
         return (yield)
     finally:

@@ -1,7 +1,7 @@
-"""Which schedules a test tries.
+"""The schedules that a test tries.
 
-Heavy grids try a share of them, in turn. `NEWER` schedules are made of the parts of the others: some grids try them in
-the slow tests alone.
+Expensive grids try a share of them, in turn. `NEWER` schedules are built from parts of the others, so some grids try
+them only in slow tests.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NEWER = ("bidirectional", "double_ring", "ulysses_ring", "pass_q", "balanced")
 
 
 def share_in_turn(number: int, parts: int) -> list[str]:
-    """Return one of so many shares of the schedules; cells with numbers that follow each other take all of them."""
+    """Return one of `parts` shares of the schedules; cells with consecutive numbers cover all of them."""
     return list(ROUTES)[number % parts :: parts]
 
 
 def schedule_params(quick: Sequence[str] = ("double_ring", "balanced"), **values: Any) -> list[Any]:
-    """A parameter for every schedule, its name or its value in `values`; `NEWER` ones that are not `quick` are slow."""
+    """Return a parameter per schedule, its name or its value in `values`; `NEWER` ones not in `quick` are slow."""
     slow = set(NEWER) - set(quick)
     return [
         pytest.param(values.get(name, name), marks=pytest.mark.slow if name in slow else (), id=name) for name in ROUTES

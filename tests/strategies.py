@@ -1,8 +1,8 @@
-"""Attention problems to test with, each beside its reference from the plainest definition.
+"""Attention problems for tests, each with its reference from the plainest definition.
 
-A reference is an array (query heads, q tokens, k tokens) of how often each pair must be computed; everything that
-travels or is read follows from it by brute force, without the code under test except for which positions a rank owns
-(`test_layout.py` holds that against its own definitions).
+A reference is an array (query heads, q tokens, k tokens) of how often each pair must be computed. What is sent and read
+follows from it by brute force. The only code under test that it uses is the positions that a rank owns, which
+`test_layout.py` compares with separate definitions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LENGTHS = st.one_of(st.integers(0, 9), st.sampled_from([13, 16, 24, 31]))
 SIDES = st.one_of(st.none(), st.just(-1), st.integers(0, 9))
 
 Spots = frozenset[tuple[int, int]]
-"""(K/V head, row of the owner's shard): the smallest thing that travels."""
+"""(K/V head, row of the owner's shard): the smallest unit that can be sent."""
 
 
 class Case(NamedTuple):
@@ -43,75 +43,75 @@ class Case(NamedTuple):
         return self.problem.world_size
 
     def reads(self, owner: int, reader: int) -> Spots:
-        """What `reader` needs of `owner`'s shard."""
+        """Return what `reader` needs of the shard of `owner`."""
         problem = self.problem
         q, k = problem.q_layout.positions(reader), problem.kv_layout.positions(owner)
         needed = self.reference[:, q][:, :, k].any(1).reshape(problem.kv_heads, problem.group, len(k)).any(1)
         return frozenset((int(head), int(row)) for head, row in zip(*np.nonzero(needed), strict=True))
 
     def reads_beyond(self, owner: int, distance: int) -> Spots:
-        """What the readers at `distance` and farther along the ring need together."""
+        """Return what the readers at `distance` and farther along the ring need together."""
         readers = [(owner + d) % self.ranks for d in range(distance, self.ranks)]
         return frozenset[tuple[int, int]]().union(*(self.reads(owner, reader) for reader in readers))
 
 
 def spots(content: Content) -> Spots:
-    """What a content holds."""
+    """Return the (head, row) pairs of a content."""
     return frozenset((head, row) for head, row in wire_order(content))
 
 
 def wire_order(content: Content) -> list[tuple[int, int]]:
-    """What a content holds, in the order of the packed records: part after part, rows outermost."""
+    """Return the (head, row) pairs of a content in the order of the packed records: part after part, rows outermost."""
     return [
         (head, row) for part in content for run in part.rows for row in run.members() for head in part.heads.members()
     ]
 
 
 def pairs(bounds: Iterable[int], kv_bounds: Iterable[int], lo: int, hi: int) -> np.ndarray:
-    """(q tokens, k tokens) booleans: same segment, and lo <= q - k <= hi counted from the two segments' starts."""
+    """Return booleans (q tokens, k tokens): same segment, and lo <= q - k <= hi counted from the segments' starts."""
     (q_segment, q_place), (k_segment, k_place) = map(_places, (bounds, kv_bounds))
     distance = q_place[:, None] - k_place[None, :]
     return (q_segment[:, None] == k_segment[None, :]) & (distance >= lo) & (distance <= hi)
 
 
 def _places(bounds: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The segment of each token, and its place in it."""
+    """Return the segment of each token, and its position in the segment."""
     spans = list(pairwise(bounds))
     segment = [index for index, (start, stop) in enumerate(spans) for _ in range(start, stop)]
-    place = [at - start for start, stop in spans for at in range(start, stop)]
+    place = [position - start for start, stop in spans for position in range(start, stop)]
     return np.array(segment, np.int64), np.array(place, np.int64)
 
 
 def reference_of(mask: Mask, q_heads: int) -> np.ndarray:
-    """How often each pair is allowed: (query heads, q tokens, k tokens)."""
+    """Return how often each pair is allowed: (query heads, q tokens, k tokens)."""
     shape = q_heads, mask.branches[0].bounds[-1], mask.branches[0].kv_bounds[-1]
     counts = np.zeros(shape, np.int64)
     for branch in mask.branches:
         heads = slice(None) if branch.heads is None else slice(branch.heads.start, branch.heads.stop)
         cut, kv_cut = (_cut(bounds, branch.segment) for bounds in (branch.bounds, branch.kv_bounds))
-        q_kept, k_kept = (_places(at)[1] % branch.dilation == branch.offset for at in (cut, kv_cut))
+        q_kept, k_kept = (_places(borders)[1] % branch.dilation == branch.offset for borders in (cut, kv_cut))
         counts[heads] += pairs(cut, kv_cut, *branch.band) & q_kept[:, None] & k_kept[None, :]
     return counts
 
 
 def _cut(bounds: Iterable[int], segment: int | None) -> list[int]:
-    """The borders of all segments."""
+    """Return the borders of all segments."""
     if segment is None:
         return list(bounds)
     spans = list(pairwise(bounds))
-    return [*(at for start, stop in spans for at in range(start, stop, segment)), spans[-1][1]]
+    return [*(border for start, stop in spans for border in range(start, stop, segment)), spans[-1][1]]
 
 
 def cuts(length: int, documents: int | None = None) -> st.SearchStrategy[tuple[int, ...]]:
-    """Document boundaries (0, ..., length); documents may be empty."""
+    """Draw document boundaries (0, ..., length); documents may be empty."""
     size = {"max_size": 4} if documents is None else {"min_size": documents - 1, "max_size": documents - 1}
     inner = st.lists(st.integers(0, length), **size)
-    return inner.map(lambda at: (0, *sorted(at), length))
+    return inner.map(lambda borders: (0, *sorted(borders), length))
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Any layout of any length."""
+    """Draw any layout of any length."""
     length, name = draw(LENGTHS), draw(st.sampled_from(LAYOUTS))
     documents = draw(cuts(length)) if name in OF_DOCUMENTS else None
     return make_layout(name, length, draw(st.sampled_from(WORLD_SIZES)), documents)
@@ -119,14 +119,17 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @st.composite
 def windows(draw: st.DrawFn, causal: bool) -> tuple[int | None, int | None] | None:
-    """A window that may stand beside `causal`."""
+    """Draw a window that is valid with `causal`."""
     left, right = draw(SIDES), draw(st.sampled_from([None, -1, 0])) if causal else draw(SIDES)
     return draw(st.sampled_from([None, (left, right)]))
 
 
 @st.composite
 def mask_options(draw: st.DrawFn, documents: int = 1) -> dict[str, Any]:
-    """The options of `make_mask` over so many documents; most are plain bands, whose read sets are found otherwise."""
+    """Draw options of `make_mask` for this many documents.
+
+    Most are plain bands, whose read sets are computed by a separate path.
+    """
     causal = draw(st.booleans())
     window, count = draw(windows(causal)), st.integers(0, 12)
     options: dict[str, Any] = {"causal": causal, "window": window}
@@ -153,7 +156,7 @@ def _layout_of(draw: st.DrawFn, length: int, ranks: int, documents: tuple[int, .
 
 @st.composite
 def plain_cases(draw: st.DrawFn) -> Case:
-    """What `Ring.attention` can ask for on one sequence."""
+    """Draw calls of `Ring.attention` on one sequence."""
     length, ranks = draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
     documents = draw(st.one_of(st.none(), cuts(length)))
     options = draw(mask_options(1 if documents is None else len(documents) - 1))
@@ -164,7 +167,7 @@ def plain_cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def cross_cases(draw: st.DrawFn) -> Case:
-    """K/V of another sequence, with its own length, layout and documents."""
+    """Draw K/V of another sequence, with a different length, layout and documents."""
     length, kv_length, ranks = draw(LENGTHS), draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
     documents = draw(st.one_of(st.none(), cuts(length)))
     kv_documents = None if documents is None else draw(cuts(kv_length, len(documents) - 1))
@@ -176,7 +179,10 @@ def cross_cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def branched_cases(draw: st.DrawFn) -> Case:
-    """Branches of their own heads, segments, rates and bands; pairs may count twice, and heads see nothing."""
+    """Draw branches with separate heads, segments, rates and bands.
+
+    Pairs may count twice, and heads may see nothing.
+    """
     length, ranks = draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
     branches = []
     for _ in range(draw(st.integers(1, 3))):
@@ -206,7 +212,7 @@ def cases() -> st.SearchStrategy[Case]:
 def simple(
     name: str, length: int, ranks: int, documents: tuple[int, ...] | None = None, heads: int = 1, **options: object
 ) -> Case:
-    """A case from a layout's name and the options of `make_mask`."""
+    """Return a case from the name of a layout and the options of `make_mask`."""
     layout = make_layout(name, length, ranks, documents)
     mask = make_mask(length, length, documents=documents, kv_documents=documents, **options)  # type: ignore[arg-type]
     return Case(Problem(layout, layout, mask, 1, heads, heads, 64, 64, "bfloat16"), reference_of(mask, heads))
@@ -215,7 +221,7 @@ def simple(
 def cross(
     names: tuple[str, str], documents: tuple[int, ...], kv_documents: tuple[int, ...], ranks: int, **options: object
 ) -> Case:
-    """A case between two sequences, causal without options, two query heads to a K/V head."""
+    """Return a case between two sequences, causal by default, with two query heads per K/V head."""
     options = options or {"causal": True}
     mask = make_mask(documents[-1], kv_documents[-1], documents=documents, kv_documents=kv_documents, **options)  # type: ignore[arg-type]
     sides = zip(names, (documents, kv_documents), strict=True)
@@ -224,7 +230,7 @@ def cross(
 
 
 def branched(name: str, length: int, ranks: int, *branches: tuple[Band, StridedRange | None]) -> Case:
-    """Branches on the whole sequence, two query heads to a K/V head."""
+    """Return a case of branches on the whole sequence, with two query heads per K/V head."""
     layout, bounds = make_layout(name, length, ranks), (0, length)
     mask = Mask(tuple(Branch(bounds, bounds, band, heads) for band, heads in branches))
     return Case(Problem(layout, layout, mask, 2, 4, 2, 8, 4, "bfloat16"), reference_of(mask, 4))
@@ -234,10 +240,10 @@ NOTABLE = (
     simple("striped", 31, 8, window=(0, 0)),  # a band narrower than the stride
     simple("striped", 31, 5, window=(2, 1)),
     simple("striped", 24, 4, (0, 3, 3, 13, 24), causal=True, window=(2, 0)),
-    simple("zigzag", 31, 4, window=(3, 4)),  # reads with gaps, relays that carry more than they read
+    simple("zigzag", 31, 4, window=(3, 4)),  # reads with gaps; relays that carry more than the rank reads
     simple("zigzag", 24, 8, (0, 5, 24), causal=True),
-    simple("contiguous", 31, 3, window=(2, 3)),  # what two readers need lies apart
-    simple("zigzag", 32, 2, window=(11, 2)),  # what one reader needs lies apart
+    simple("contiguous", 31, 3, window=(2, 3)),  # two readers need disjoint rows
+    simple("zigzag", 32, 2, window=(11, 2)),  # one reader needs disjoint rows
     simple("contiguous", 31, 5, window=(2, 9)),  # the farthest reader reads the most
     simple("contiguous", 31, 8, causal=True),
     simple("per_document", 31, 4, (0, 1, 9, 9, 31), causal=True),
@@ -245,7 +251,7 @@ NOTABLE = (
     simple("documents", 31, 4, (0, 1, 9, 9, 31), causal=True),
     simple("zigzag", 3, 8, causal=True),
     simple("contiguous", 0, 3),
-    cross(("striped", "zigzag"), (0, 5, 16), (0, 11, 31), 4),  # segments that start elsewhere on the other side
+    cross(("striped", "zigzag"), (0, 5, 16), (0, 11, 31), 4),  # segments with different starts on the two sides
     cross(("zigzag", "contiguous"), (0, 9, 9, 16), (0, 2, 8, 9), 5),
     cross(("striped", "zigzag"), (0, 31), (0, 24), 5, window=(2, 1)),  # a window across two strides
     cross(("contiguous", "striped"), (0, 5, 24), (0, 11, 31), 8, window=(0, 0)),
@@ -257,11 +263,11 @@ NOTABLE = (
         "contiguous", 16, 2, (Band(0, 5), StridedRange(0, 1)), (Band(0, 5), StridedRange(0, 1))
     ),  # a pair that counts twice
 )
-"""Cases that earn their place in every run, whatever else is drawn."""
+"""Cases that every run includes, in addition to random ones."""
 
 
 def covering(test: Callable[..., None]) -> Callable[..., None]:
-    """Give a test its `case`: the notable ones, then drawn ones."""
+    """Pass a test its `case`: the notable ones, then random ones."""
     for case in NOTABLE:
         test = example(case=case)(test)
     return given(case=cases())(test)
@@ -284,7 +290,7 @@ bands = st.builds(Band, st.one_of(st.just(-UNBOUNDED), tight_or_open), st.one_of
 
 @st.composite
 def tiles(draw: st.DrawFn) -> Tile:
-    """Any tile of up to 20 queries and keys, for one to four heads."""
+    """Draw any tile of up to 20 queries and keys, for one to four heads."""
     strips = []
     for _ in range(2):
         positions = draw(runs)

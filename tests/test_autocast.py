@@ -1,4 +1,4 @@
-"""Under torch.autocast engines compute in their own dtypes: a call gives the very bits that it gives without."""
+"""Under torch.autocast engines compute in their own dtypes: a call returns the same bits with and without it."""
 
 from __future__ import annotations
 
@@ -33,33 +33,35 @@ def test_a_call_and_its_backward_pass(name: str, schedule: str, dtype: torch.dty
         with torch.autocast("cpu", BF16, enabled=enabled):
             return on_rank(ring, trial, "zigzag", schedule, dtype)
 
-    found, wanted = (
+    with_autocast, without_autocast = (
         joined(run_ranks(2, lambda ring, on=on: body(ring, on), engine=engine, poison=True)) for on in (True, False)
     )
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert all(torch.equal(with_autocast[name], without_autocast[name]) for name in without_autocast)
 
 
 def test_the_operator_casts_its_inputs_and_nothing_else() -> None:
-    """As scaled_dot_product_attention does; what then happens is what happens to bfloat16 inputs."""
+    """It casts as scaled_dot_product_attention does, and then computes as for bfloat16 inputs."""
     x = torch.randn(1, 26, 4, 8, generator=torch.Generator().manual_seed(1))
 
     def body(ring: Ring, enabled: bool) -> list[Tensor]:
         seq = ring.sequence(26)
-        mine = [(seq.shard(x) + n).requires_grad_() for n in range(3)]
+        local = [(seq.shard(x) + n).requires_grad_() for n in range(3)]
         with torch.autocast("cpu", BF16, enabled=enabled):
-            out = ring_attention(*(mine if enabled else (x.to(BF16) for x in mine)), seq, causal=True, softcap=2.0)
-            return [out, *torch.autograd.grad(out, mine, seq.shard(x).to(BF16))]
+            out = ring_attention(*(local if enabled else (x.to(BF16) for x in local)), seq, causal=True, softcap=2.0)
+            return [out, *torch.autograd.grad(out, local, seq.shard(x).to(BF16))]
 
-    for found, wanted in zip(*(run_ranks(2, lambda ring, on=on: body(ring, on)) for on in (True, False)), strict=True):
-        assert found[0].dtype == BF16
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+    for with_autocast, without_autocast in zip(
+        *(run_ranks(2, lambda ring, on=on: body(ring, on)) for on in (True, False)), strict=True
+    ):
+        assert with_autocast[0].dtype == BF16
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(with_autocast, without_autocast, strict=True))
 
 
 STAGES = ("begin", "attend", "delta", "begin_grad", "attend_grad")
 
 
-def watching(seen: dict[str, bool]) -> PlainEngine:
-    """An engine that records which of its stages were called under autocast."""
+def recording_engine(seen: dict[str, bool]) -> PlainEngine:
+    """Return an engine that records which of its stages were called under autocast."""
 
     def recorded(name: str) -> Any:
         def stage(self: PlainEngine, *arguments: Any) -> Any:
@@ -73,12 +75,12 @@ def watching(seen: dict[str, bool]) -> PlainEngine:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_layer_that_projects_while_its_keys_travel(ranks: int) -> None:
-    """Its products are autocast's, the attention between them is not."""
+def test_a_layer_that_projects_while_its_keys_are_sent(ranks: int) -> None:
+    """Autocast applies to its products, but not to the attention between them."""
 
     def body(ring: Ring) -> tuple[dict[str, bool], torch.dtype]:
         seen: dict[str, bool] = {}
-        engine = watching(seen)
+        engine = recording_engine(seen)
         ring.engine_for = lambda *_: engine  # type: ignore[method-assign]
         seq = ring.sequence(12)
         layer = RingMultiheadAttention(16, 2, causal=True, softcap=2.0)

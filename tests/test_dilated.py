@@ -1,4 +1,4 @@
-"""Dilated attention over rings: like torchscale where it means the same, and refused where it means nothing.
+"""Dilated attention over rings equals torchscale's where both define it, and is refused where it has no meaning.
 
 `tests/fuzz` compares each option, layout, engine and schedule with the dense reference.
 """
@@ -21,14 +21,14 @@ MIXED: dict[str, Any] = {"segment_lengths": [8, 16, 40, 100], "dilation_rates": 
 
 
 def random_inputs() -> list[Tensor]:
-    """q, k, v and dout of two sequences."""
+    """Return q, k, v and dout of two sequences."""
     generator = torch.Generator().manual_seed(TOKENS)
     shapes = [(2, TOKENS, n, d) for n, d in ((HEADS, 5), (KV_HEADS, 5), (KV_HEADS, 4), (HEADS, 4))]
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def on_a_ring(ranks: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:
-    """out, dq, dk, dv of whole sequences, and lse."""
+def run_on_ring(ranks: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:
+    """Return out, dq, dk, dv of whole sequences, and lse."""
 
     def body(ring: Ring) -> list[Tensor]:
         seq = ring.sequence(q.shape[1], layout="contiguous")
@@ -41,30 +41,30 @@ def on_a_ring(ranks: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **optio
 
 
 def test_an_lse_of_exactly_zero_counts() -> None:
-    """One key with logit 0 is a key, where torchscale drops the branch: out is its value."""
+    """A single key with logit 0 is a key, although torchscale drops the branch: out is the key's value."""
     q, v = torch.zeros(1, 4, 1, 2, dtype=torch.float64), torch.arange(8.0, dtype=torch.float64).view(1, 4, 1, 2)
     branches = {"segment_lengths": [1], "dilation_rates": [1]}
-    out, *_, lse = on_a_ring(2, q, q, v, q, **branches)
+    out, *_, lse = run_on_ring(2, q, q, v, q, **branches)
     assert not lse.any() and torch.equal(out, v)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", [name for name in CASES if "shift" not in name])
-def test_like_torchscale(name: str, ranks: int) -> None:
-    """Its published algorithm's results and gradients, from golden vectors."""
+def test_results_equal_torchscales(name: str, ranks: int) -> None:
+    """Compare with the results and gradients of its published algorithm, from golden vectors."""
     case = CASES[name]
-    golden = next(one for one in json.loads(GOLDENS.read_text(encoding="utf-8")) if one["name"] == name)
-    found = on_a_ring(
+    golden = next(entry for entry in json.loads(GOLDENS.read_text(encoding="utf-8")) if entry["name"] == name)
+    results = run_on_ring(
         ranks, *inputs(case.shape), segment_lengths=case.segment_lengths, dilation_rates=case.dilation_rates,
         causal=case.causal, offset="block", grad="detached", tail="zero_pad",
     )  # fmt: skip
-    for part, ours in zip(("out", "dq", "dk", "dv"), found, strict=False):
+    for part, ours in zip(("out", "dq", "dk", "dv"), results, strict=False):
         reference = torch.tensor(golden[part], dtype=torch.float64).view_as(ours)
         torch.testing.assert_close(ours, reference, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"offset": "modulo"}, "choose one of mod, block, kv_head, layer_rotated"),
         ({"offset": "layer_rotated"}, "only 'layer_rotated' takes a layer"),
@@ -83,7 +83,7 @@ def test_like_torchscale(name: str, ranks: int) -> None:
         ({"grad": "detached", "sinks": torch.zeros(HEADS, dtype=torch.float64)}, "takes no sinks"),
     ],
 )
-def test_refusals_reach_all_ranks(options: dict[str, Any], told: str) -> None:
+def test_refusals_reach_all_ranks(options: dict[str, Any], message: str) -> None:
     q, k, v, _ = random_inputs()
 
     def body(ring: Ring) -> str:
@@ -91,8 +91,8 @@ def test_refusals_reach_all_ranks(options: dict[str, Any], told: str) -> None:
         wrong = options if ring.rank == 1 else {}
         with pytest.raises(InputError) as caught:
             ring.dilated_attention(*(seq.shard(x) for x in (q, k, v)), seq, **(MIXED | wrong))
-        ring.barrier()  # it lives on
+        ring.barrier()  # the ring stays usable
         return str(caught.value)
 
-    found = run_ranks(2, body, engine="plain")
-    assert told in found[1] and "rank 1" in found[0]
+    messages = run_ranks(2, body, engine="plain")
+    assert message in messages[1] and "rank 1" in messages[0]

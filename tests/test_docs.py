@@ -1,4 +1,4 @@
-"""README and the pages of docs: their Python and commands run and are exact, their links lead somewhere."""
+"""README and the pages of docs: their Python and commands run and are exact, and their links are valid."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def scripts() -> tuple[str, str]:
-    """The README's two Python blocks: on threads, and for torchrun. There is no third that nothing runs."""
+def readme_scripts() -> tuple[str, str]:
+    """Return the README's two Python blocks: one for threads, one for torchrun. A third block would not be tested."""
     threads, processes = re.findall(r"^```python.*?\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     return threads, processes
 
@@ -37,7 +37,7 @@ def test_readme_is_short() -> None:
 
 def test_threads_script_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {"__name__": "__readme__"}
-    exec(compile(scripts()[0], "README.md", "exec"), names)
+    exec(compile(readme_scripts()[0], "README.md", "exec"), names)
     printed = capsys.readouterr().out
     assert "4 ranks" in printed
     assert "KV0" in printed
@@ -50,7 +50,7 @@ def test_threads_script_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_torchrun_script_runs_on_two_processes(tmp_path: Path) -> None:
     script = tmp_path / "attend.py"
-    script.write_text(scripts()[1], encoding="utf-8")
+    script.write_text(readme_scripts()[1], encoding="utf-8")
     printed = run_under_torchrun([str(script)], tmp_path, 2)
     assert re.findall(r"rank \d of 2: \d+ of \d+ tokens", printed) == [
         "rank 0 of 2: 4096 of 8192 tokens",
@@ -113,7 +113,7 @@ def test_decisions_have_a_status_and_name_files_that_exist() -> None:
 
 
 def test_index_lists_every_page() -> None:
-    """Pages of hosts are listed by docs/embedding.md, all others by the index itself."""
+    """docs/embedding.md lists the pages of hosts; the index lists all others."""
     docs = ROOT / "docs"
     index, hosts = (
         set(re.findall(r"\]\(((?:internals/|reference/)?[\w-]+\.md)\)", (docs / page).read_text(encoding="utf-8")))
@@ -153,7 +153,7 @@ def test_the_page_runs_alone(page: str, printed: str, capsys: pytest.CaptureFixt
 
 
 def test_the_page_for_users_of_other_packages() -> None:
-    """Its last example is attention of the documents that it names, whole on every rank."""
+    """Its last example computes attention of the documents that it names, whole on every rank."""
     names = run_page("embedding-coming-from.md")
     q, k, v = (names[name].detach() for name in "qkv")
     expected, lse = dense_attention(q, k, v, causal=True, cu_seqlens=[0, 200, 601])
@@ -176,8 +176,8 @@ def test_replicas_of_rings_train_like_one_process(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     printed = run_page_under_torchrun("embedding-fsdp.md", tmp_path, 4)
     assert printed.count("FSDP2: ") == 4 and printed.count("accelerate: the same gradients") == 4
-    losses = [(float(mine), float(true)) for mine, true in re.findall(r"FSDP2: (\S+), one process: (\S+)", printed)]
-    assert len(losses) == 4 and all(mine == pytest.approx(true, rel=1e-5) for mine, true in losses)
+    losses = [(float(loss), float(true)) for loss, true in re.findall(r"FSDP2: (\S+), one process: (\S+)", printed)]
+    assert len(losses) == 4 and all(loss == pytest.approx(true, rel=1e-5) for loss, true in losses)
 
 
 @pytest.mark.slow
@@ -237,11 +237,11 @@ TRAININGS = [shlex.split(line.partition(" train ")[2]) for line in LINES]
 SMALL = ["model=tiny", "tokens=64", "transport=gloo", "timeout_s=120"]
 
 
-def test_every_command_is_understood() -> None:
+def test_every_command_is_valid() -> None:
     assert len(TRAININGS) == 10
-    for words in TRAININGS:
-        assert words
-        load_train(words)
+    for arguments in TRAININGS:
+        assert arguments
+        load_train(arguments)
 
 
 @pytest.mark.slow
@@ -252,14 +252,14 @@ def test_the_commands_of_one_process_run(
     monkeypatch.chdir(tmp_path)
     Path("corpus.txt").write_text("a word and another<|endoftext|>" * 9)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # else a document is one token: nothing to learn
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # otherwise a document is a single token
     tokenizer.save("tokenizer.json")
     smaller = {"segment_lengths=[64,512]": "segment_lengths=[16,64]", "curriculum_start_tokens=256":
                "curriculum_start_tokens=16"}  # fmt: skip
-    for words in TRAININGS:
-        small = [smaller.get(word, word) for word in words if not word.startswith(("tokens=", "ranks="))]
-        if not any(word.startswith(("replicas=", "restarts=")) for word in words):
-            assert train.main([*small, *SMALL]) == 0, words
+    for arguments in TRAININGS:
+        small = [smaller.get(word, word) for word in arguments if not word.startswith(("tokens=", "ranks="))]
+        if not any(word.startswith(("replicas=", "restarts=")) for word in arguments):
+            assert train.main([*small, *SMALL]) == 0, arguments
     assert "in 40 steps, 20 of them before" in capsys.readouterr().out
 
 
@@ -268,9 +268,9 @@ def test_the_commands_of_a_mesh_run(tmp_path: Path) -> None:
     starts = {"ringattn": ["-m", "ringattn"], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}
     lines = [shlex.split(line) for line in LINES if "replicas=" in line]
     assert [program for program, *_ in lines] == ["ringattn", "torchrun"]
-    for program, *words in lines:
+    for program, *arguments in lines:
         done = subprocess.run(
-            [sys.executable, *starts[program], *words, *SMALL, "steps=2"], cwd=tmp_path,
+            [sys.executable, *starts[program], *arguments, *SMALL, "steps=2"], cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -279,7 +279,7 @@ def test_the_commands_of_a_mesh_run(tmp_path: Path) -> None:
         result.unlink()
 
 
-def test_the_table_of_the_page_says_what_is_refused() -> None:
+def test_the_table_of_the_page_lists_what_resuming_refuses() -> None:
     table = TRAINING.partition("| may differ from the run before | must not |")[2].partition("\n\n")[0]
     rows = [row.split("|")[1:3] for row in table.splitlines() if "`" in row]
     may, must_not = (set(re.findall(r"`(\w+)`", " ".join(row[side] for row in rows))) for side in (0, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import tests.contract.processes  # noqa: F401  (which counts from then on)
+import tests.contract.processes  # noqa: F401  (it counts from its import on)
 from tests.durations import BUDGET_CORE_S, RUNS, UNKNOWN_S, of_report, quick_core_s, read, renewed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -14,19 +14,19 @@ REPORT = f"<testsuites><testsuite>{''.join(CASE.format(*case) for case in CASES)
 
 
 def test_make_test_stays_within_its_budget() -> None:
-    found = {str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py")}
-    files = {file for file in found if "interpreter" not in file}  # those are run by other tests
+    all_files = {str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py")}
+    files = {file for file in all_files if "interpreter" not in file}  # other tests run those
     table = read()
     new = files - {file for run in table.values() for file in run}
-    longest = sorted(table["quick"].items(), key=lambda one: -one[1])[:8]
+    longest = sorted(table["quick"].items(), key=lambda entry: -entry[1])[:8]
     total = quick_core_s(table, files)
     assert total <= BUDGET_CORE_S, (
-        f"make test takes {total:.0f} s of a core, more than {BUDGET_CORE_S:.0f}: mark as slow what tries the same as "
-        f"a shorter test, then `make test durations`. Longest: {longest}; not in the table: {new}"
+        f"make test takes {total:.0f} s of a core, more than {BUDGET_CORE_S:.0f}: mark tests as slow that a shorter "
+        f"test covers, then `make test durations`. Longest: {longest}; not in the table: {new}"
     )
 
 
-def test_seconds_are_those_of_a_core_by_file(tmp_path: Path) -> None:
+def test_core_seconds_are_summed_by_file(tmp_path: Path) -> None:
     (tmp_path / "tests-quick.xml").write_text(REPORT)
     assert of_report(tmp_path / "tests-quick.xml") == {"tests/test_a.py": 3.3, "tests/gpu/test_b.py": 0.0}
     before = {"quick": {"tests/test_old.py": 9.0}, "slow": {"tests/test_a.py": 5.0}}
@@ -35,7 +35,7 @@ def test_seconds_are_those_of_a_core_by_file(tmp_path: Path) -> None:
     assert after["quick"] == of_report(tmp_path / "tests-quick.xml") and after["slow"] == before["slow"]
 
 
-def test_what_is_new_counts_until_it_is_measured() -> None:
+def test_new_files_count_until_they_are_measured() -> None:
     table = {"quick": {"a": 3.0}, "quick-alone": {"b": 4.0}, "slow": {"a": 70.0, "c": 80.0}, "slow-alone": {}}
     assert quick_core_s(table, ["a", "b", "c"]) == 3 + 2 * 4
     assert quick_core_s(table, ["a", "new"]) == 3 + 2 * 4 + UNKNOWN_S

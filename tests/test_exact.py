@@ -1,6 +1,6 @@
 """End to end on threads against dense float64 attention: every mask, layout, schedule, world size, dtype and engine.
 
-`make test` tries every pair of them. `tests/fuzz` draws every other option, alone and together.
+`make test` covers every pair of them. `tests/fuzz` draws all other options, alone and together.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MASKS = {
     "windowed-documents": Trial(window=(2, 4), documents=DOCUMENTS),
 }
 SEVERAL = ("causal-chunks", "prefix", "global")
-"""Masks of parts of documents, which engines see as tiles like any others."""
+"""Masks of parts of documents; engines receive ordinary tiles for them."""
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "documents")
 GRID = [
     (mask, layout)
@@ -58,7 +58,10 @@ HALVES = 1.25
     thinned(((*cell, ranks) for cell in GRID for ranks in RANKS), quick=lambda cell: cell[2] != 8),
 )
 def test_float64(mask: str, layout: str, ranks: int) -> None:
-    """Each mask, layout and number of ranks meets every schedule; the fuzzer draws all three with any."""
+    """Each mask, layout and number of ranks runs with every schedule over the grid.
+
+    The fuzzer draws all combinations.
+    """
     number = list(MASKS).index(mask) + LAYOUTS.index(layout) + RANKS.index(ranks)
     trial = MASKS[mask]._replace(
         heads=(4, 2), sinks=layout == "zigzag", lse=layout == "striped", alibi=number % 3 == 0
@@ -74,7 +77,7 @@ def test_float64(mask: str, layout: str, ranks: int) -> None:
 )
 def test_float32(mask: str, layout: str, ranks: int, engine: str) -> None:
     trial = MASKS[mask]._replace(heads=(2, 1), lse=layout == "contiguous")
-    # One schedule each, in turn: what another one sends is float64's business.
+    # One schedule per cell, in turn; test_float64 covers what the other schedules send.
     turn = share_in_turn(list(MASKS).index(mask) + LAYOUTS.index(layout) + ranks, len(ROUTES))
     check_schedules(trial, layout, ranks, engine, torch.float32, SINGLE, turn)
 
@@ -82,7 +85,7 @@ def test_float32(mask: str, layout: str, ranks: int, engine: str) -> None:
 def check_schedules(
     trial: Trial, layout: str, ranks: int, engine: str, dtype: torch.dtype, bound: float, schedules: Sequence[str]
 ) -> None:
-    """Each schedule on one ring, one after another in the same memory."""
+    """Check each schedule on one ring, one after another in the same memory."""
     with unset_is_nan():
         results = run_ranks(
             ranks, lambda ring: [on_rank(ring, trial, layout, schedule, dtype) for schedule in schedules],
@@ -101,15 +104,17 @@ def check_schedules(
         )
     ),
 )  # fmt: skip
-def test_halves_lose_nothing_by_the_ring(mask: str, layout: str, ranks: int, engine: str, dtype: torch.dtype) -> None:
+def test_half_precision_is_as_exact_as_on_one_rank(
+    mask: str, layout: str, ranks: int, engine: str, dtype: torch.dtype
+) -> None:
     trial = MASKS[mask]._replace(heads=(4, 2), dims=(16, 16))
-    wanted = reference(trial, dtype)
+    expected = reference(trial, dtype)
     alone = run(trial, 1, layout, "ring", dtype, engine=engine)
     for schedule in ("ring", "direct", "all_to_all"):
-        found = run(trial, ranks, layout, schedule, dtype, engine=engine)
+        results = run(trial, ranks, layout, schedule, dtype, engine=engine)
         for name in ("out", "dq", "dk", "dv"):
-            allowed = HALVES * relative_error(alone[name], wanted[name])
-            assert relative_error(found[name], wanted[name]) <= allowed, (schedule, name)
+            allowed = HALVES * relative_error(alone[name], expected[name])
+            assert relative_error(results[name], expected[name]) <= allowed, (schedule, name)
 
 
 STRIDED = Trial(batch=2, causal=True, heads=(4, 2), dims=(8, 4), strided=True)
@@ -121,13 +126,13 @@ BLIND_ROWS_WITH_SINKS = Trial(documents=(0, 7, 37), kv_tokens=15, kv_documents=(
 
 @pytest.mark.parametrize("engine", ["plain", "aten"])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_rows_without_a_key_are_exactly_nothing(ranks: int, engine: str) -> None:
+def test_rows_without_a_key_are_exactly_zero(ranks: int, engine: str) -> None:
     trial = BLIND_ROWS
-    found = run(trial, ranks, "zigzag", "ring", torch.float32, engine=engine)
-    blind = slice(7, 20)  # the second document of the queries meets an empty one
-    assert (found["out"][:, blind] == 0).all() and (found["dq"][:, blind] == 0).all()
-    assert (found["lse"][:, :, blind] == float("-inf")).all()
-    assert found["lse"].isinf().sum() == trial.heads[0] * 13
+    results = run(trial, ranks, "zigzag", "ring", torch.float32, engine=engine)
+    blind = slice(7, 20)  # the second document of the queries belongs to an empty document of keys
+    assert (results["out"][:, blind] == 0).all() and (results["dq"][:, blind] == 0).all()
+    assert (results["lse"][:, :, blind] == float("-inf")).all()
+    assert results["lse"].isinf().sum() == trial.heads[0] * 13
     with_sinks = BLIND_ROWS_WITH_SINKS
     lse = run(with_sinks, ranks, "zigzag", "ring", torch.float32, engine=engine)["lse"]
     sinks = inputs(with_sinks, torch.float32).sinks
@@ -135,15 +140,20 @@ def test_rows_without_a_key_are_exactly_nothing(ranks: int, engine: str) -> None
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_an_undefined_gradient_of_a_blind_lse_goes_nowhere(ranks: int) -> None:
-    # Where lse is -inf its gradient is often inf or nan; a sink of -inf is none.
+def test_an_undefined_gradient_of_a_blind_lse_is_ignored(ranks: int) -> None:
+    # The gradient of an lse of -inf is often inf or nan; a sink of -inf is no sink.
     trial = BLIND_ROWS._replace(sinks=True)
-    given = inputs(trial, torch.float64)
+    trial_inputs = inputs(trial, torch.float64)
 
     def body(ring: Ring) -> list[torch.Tensor]:
         seq = ring.sequence(cu_seqlens=trial.documents, layout="zigzag")
         kv_seq = ring.sequence(cu_seqlens=trial.kv_documents, layout="striped")
-        tensors = [seq.shard(given.q), kv_seq.shard(given.k), kv_seq.shard(given.v), torch.full((4,), float("-inf"))]
+        tensors = [
+            seq.shard(trial_inputs.q),
+            kv_seq.shard(trial_inputs.k),
+            kv_seq.shard(trial_inputs.v),
+            torch.full((4,), float("-inf")),
+        ]
         leaves = [x.clone().double().requires_grad_() for x in tensors]
         *qkv, sinks = leaves
         out, lse = ring.attention(*qkv, seq, kv_seq=kv_seq, causal=True, sinks=sinks, return_lse=True)
@@ -158,17 +168,27 @@ def test_an_undefined_gradient_of_a_blind_lse_goes_nowhere(ranks: int) -> None:
 
 def test_engines_get_rows_with_a_contiguous_last_dimension() -> None:
     class Strict(PlainEngine):
-        """Refuses what the contract of engines excludes."""
+        """Refuses inputs that the contract of engines excludes."""
 
         seen = 0
 
         def attend_grad(
-            self, q: torch.Tensor, kv: KV, seed: BackwardInputs, dq: Output, dkv: Any, work: Any, result: Any = None
+            self,
+            q: torch.Tensor,
+            kv: KV,
+            backward_inputs: BackwardInputs,
+            dq: Output,
+            dkv: Any,
+            work: Any,
+            result: Any = None,
         ) -> None:
             assert dq.carried is not None
-            assert all(x.stride(-1) == 1 for x in (q, *kv[:2], seed.dout, seed.out, dq.carried, *(dkv or result)[:2]))
+            assert all(
+                x.stride(-1) == 1
+                for x in (q, *kv[:2], backward_inputs.dout, backward_inputs.out, dq.carried, *(dkv or result)[:2])
+            )
             Strict.seen += 1
-            super().attend_grad(q, kv, seed, dq, dkv, work, result)
+            super().attend_grad(q, kv, backward_inputs, dq, dkv, work, result)
 
     def body(ring: Ring) -> Any:
         ring.engine_for = lambda *_: Strict()  # type: ignore[method-assign]
@@ -194,38 +214,40 @@ def test_same_plan_same_bits(schedule: str, dtype: torch.dtype, engine: str) -> 
         assert all(torch.equal(runs[0][name], again[name]) for name in runs[0])
 
 
-@pytest.mark.parametrize("schedule", [name for name in ROUTES if name != "pass_q"])  # which sends no dK and dV
+@pytest.mark.parametrize("schedule", [name for name in ROUTES if name != "pass_q"])  # pass_q sends no dK and dV
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_a_narrow_wire_costs_its_rounding_and_no_more(layout: str, schedule: str) -> None:
+def test_a_narrow_wire_adds_only_its_rounding(layout: str, schedule: str) -> None:
     trial = Trial(causal=True, heads=(4, 2), dims=(16, 16))
-    wanted, ranks = reference(trial, torch.float32), 4
-    found = run(trial, ranks, layout, schedule, torch.float32, dkv_wire_dtype=torch.bfloat16)
-    assert greatest_error({n: found[n] for n in ("out", "lse", "dq")}, wanted) <= SINGLE
+    expected, ranks = reference(trial, torch.float32), 4
+    results = run(trial, ranks, layout, schedule, torch.float32, dkv_wire_dtype=torch.bfloat16)
+    assert greatest_error({n: results[n] for n in ("out", "lse", "dq")}, expected) <= SINGLE
     for name in ("dk", "dv"):
-        # At most P-1 roundings of a partial sum, each half a unit in the last place of 8 bits.
-        assert 2**-12 < relative_error(found[name], wanted[name]) <= (ranks - 1) * 2**-9
+        # At most P-1 roundings of a partial sum, each half a unit in the last of 8 bits.
+        assert 2**-12 < relative_error(results[name], expected[name]) <= (ranks - 1) * 2**-9
 
 
 @pytest.mark.parametrize(
     ("ranks", "schedule", "engine"), thinned(product((1, 3), ("ring", "all_gather", "all_to_all"), ENGINES))
 )
-def test_a_query_of_nan_is_nan_and_no_other_row_changes(ranks: int, schedule: str, engine: str) -> None:
-    given, token, head = inputs(Trial(causal=True, heads=(4, 2)), torch.float32), 11, 2
-    spoilt = given.q.clone()
+def test_a_nan_query_changes_only_its_own_row(ranks: int, schedule: str, engine: str) -> None:
+    trial_inputs, token, head = inputs(Trial(causal=True, heads=(4, 2)), torch.float32), 11, 2
+    spoilt = trial_inputs.q.clone()
     spoilt[0, token, head, 5] = float("nan")
 
     def body(ring: Ring, q: torch.Tensor) -> list[torch.Tensor]:
         seq = ring.sequence(q.shape[1])
-        mine = [seq.shard(x).clone().requires_grad_() for x in (q, given.k, given.v)]
-        out, lse = ring.attention(*mine, seq, causal=True, schedule=schedule, return_lse=True)
-        grads = torch.autograd.grad(out, mine, seq.shard(given.dout))
+        local = [seq.shard(x).clone().requires_grad_() for x in (q, trial_inputs.k, trial_inputs.v)]
+        out, lse = ring.attention(*local, seq, causal=True, schedule=schedule, return_lse=True)
+        grads = torch.autograd.grad(out, local, seq.shard(trial_inputs.dout))
         return [seq.gather(x) for x in (out.detach(), lse.detach().transpose(1, 2), *grads)]
 
-    found, clean = (run_ranks(ranks, lambda ring, q=q: body(ring, q), engine=engine)[0] for q in (spoilt, given.q))
-    for ours, before in zip(found[:3], clean[:3], strict=True):  # out, lse, dq
+    results, clean = (
+        run_ranks(ranks, lambda ring, q=q: body(ring, q), engine=engine)[0] for q in (spoilt, trial_inputs.q)
+    )
+    for ours, before in zip(results[:3], clean[:3], strict=True):  # out, lse, dq
         assert ours[0, token, head].isnan().all()
         ours[0, token, head] = before[0, token, head]
         assert torch.equal(ours, before)
-    for ours, before in zip(found[3:], clean[3:], strict=True):  # dk, dv
+    for ours, before in zip(results[3:], clean[3:], strict=True):  # dk, dv
         assert ours[0, : token + 1, head // 2].isnan().all()
         assert torch.equal(ours[0, :, 1 - head // 2], before[0, :, 1 - head // 2])

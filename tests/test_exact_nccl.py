@@ -1,6 +1,6 @@
 """Exact attention over the real NCCL transport on simulated GPUs, forward and backward, in registered memory.
 
-With `lazy` the device moves bytes as late as it may, so a forgotten wait would read old ones.
+With `lazy` the device moves bytes as late as possible, so a missing wait would read old bytes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ RING = {"engine": "plain", "timeout_s": 30.0, "poison": True}
 def test_exact(name: str, ranks: int, lazy: bool) -> None:
     trial, layout = TRIALS[name]
     world, schedules = SimWorld(ranks, lazy=lazy), share_in_turn(list(TRIALS).index(name) + ranks, 3)
-    found = results(on_rings(
+    by_rank = results(on_rings(
         world, lambda ring: [on_rank(ring, trial, layout, schedule, torch.float64) for schedule in schedules], ring=RING
     ))  # fmt: skip
     assert world.violations == []
-    for schedule, parts in zip(schedules, zip(*found, strict=True), strict=True):
+    for schedule, parts in zip(schedules, zip(*by_rank, strict=True), strict=True):
         assert greatest_error(joined(list(parts)), reference(trial, torch.float64)) <= EXACT, schedule
 
 
@@ -49,12 +49,12 @@ def test_exact(name: str, ranks: int, lazy: bool) -> None:
     ],
     ids=["plain memory", "blocking", "no ncclMemAlloc", "nothing but send and receive"],
 )
-def test_exact_with_less(options: NcclOptions, capabilities: frozenset[Capability]) -> None:
+def test_exact_with_fewer_capabilities(options: NcclOptions, capabilities: frozenset[Capability]) -> None:
     trial, layout = TRIALS["causal"]
     world = SimWorld(3)
-    found = results(on_rings(
+    by_rank = results(on_rings(
         world, lambda ring: on_rank(ring, trial, layout, "ring", torch.float64), ring=RING, options=options,
         capabilities=capabilities,
     ))  # fmt: skip
     assert world.violations == []
-    assert greatest_error(joined(found), reference(trial, torch.float64)) <= EXACT
+    assert greatest_error(joined(by_rank), reference(trial, torch.float64)) <= EXACT

@@ -1,4 +1,4 @@
-"""The library without what the extras bring, and what a command says of a package that is not there."""
+"""The library without the packages of its extras, and the message of a command whose package is missing."""
 
 from __future__ import annotations
 
@@ -50,48 +50,48 @@ print(max(float((a - b).abs().max()) for a, b in zip(one, two)))
 """
 
 
-def without(code: str, *words: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
-    """`code` in a process that has none of the packages."""
+def run_without_packages(code: str, *arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a process without any of the packages."""
     return subprocess.run(
-        [sys.executable, "-c", ABSENT + code, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
+        [sys.executable, "-c", ABSENT + code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
     )
 
 
 @pytest.mark.slow
-def test_the_library_needs_none_of_them() -> None:
-    done = without(LIBRARY)
+def test_the_library_needs_no_extra() -> None:
+    done = run_without_packages(LIBRARY)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.splitlines()[-1]) < 1e-14
 
 
 @pytest.mark.slow
-def test_the_doctor_needs_none_of_them() -> None:
-    done = without("from ringattn.cli import main; sys.exit(main(['doctor', 'json=-']))")
-    found = json.loads(done.stdout)
-    assert done.returncode == 0 and found["passed"] and len(found["ranks"]) == 2, done.stderr
+def test_the_doctor_needs_no_extra() -> None:
+    done = run_without_packages("from ringattn.cli import main; sys.exit(main(['doctor', 'json=-']))")
+    record = json.loads(done.stdout)
+    assert done.returncode == 0 and record["passed"] and len(record["ranks"]) == 2, done.stderr
 
 
 @pytest.mark.slow
-def test_commands_say_what_to_install() -> None:
-    asked = "run tokens=64", "run -m tokens=64,96", "sweep tokens=64,96", "plan preset=7b", "report .", "explain"
+def test_commands_name_the_missing_package() -> None:
+    commands = "run tokens=64", "run -m tokens=64,96", "sweep tokens=64,96", "plan preset=7b", "report .", "explain"
     code = "from ringattn.cli import main\nfor words in sys.argv[1:]: print(main(words.split()))"
-    done = without(code, *asked)
-    assert done.stdout.split() == ["2"] * len(asked), done.stderr
+    done = run_without_packages(code, *commands)
+    assert done.stdout.split() == ["2"] * len(commands), done.stderr
     needs = r"needs (hydra|rich), which is not installed: pip install 'ringattn\[launch\]'\n"
     begun = {name: f"ringattn {name}: {line}\n" for name, line in cli.STARTS.items()}
-    names = [one.split()[0] for one in asked]
-    wanted = "".join(f"{begun.get(name, '')}ringattn {name}: {needs}" for name in names)
-    assert re.fullmatch(wanted, done.stderr), done.stderr
+    names = [command.split()[0] for command in commands]
+    expected = "".join(f"{begun.get(name, '')}ringattn {name}: {needs}" for name in names)
+    assert re.fullmatch(expected, done.stderr), done.stderr
 
 
-def test_hydra_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_hydra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "hydra", None)
     assert cli.main(["run", "tokens=64"]) == 2
-    told = "ringattn run: needs hydra, which is not installed: pip install 'ringattn[launch]'\n"
-    assert capsys.readouterr().err == f"ringattn run: {cli.STARTS['run']}\n{told}"
+    message = "ringattn run: needs hydra, which is not installed: pip install 'ringattn[launch]'\n"
+    assert capsys.readouterr().err == f"ringattn run: {cli.STARTS['run']}\n{message}"
 
 
-def test_other_packages_are_nobodys_extra() -> None:
+def test_packages_of_no_extra_get_no_advice() -> None:
     assert advice(ModuleNotFoundError("x", name="submitit.core")) == (
         "needs submitit, which is not installed: pip install 'ringattn[slurm]'"
     )
@@ -101,5 +101,5 @@ def test_other_packages_are_nobodys_extra() -> None:
 def test_the_doctors_lines_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     doctor._shown([Finding("NCCL", WARNING, "is old", "renew it", "it is slow")], {}, [])
-    told = "NCCL           warning  is old", "                        it is slow", "                        renew it"
-    assert capsys.readouterr().out == "\n".join([*told, "1 warning"]) + "\n"
+    lines = "NCCL           warning  is old", "                        it is slow", "                        renew it"
+    assert capsys.readouterr().out == "\n".join([*lines, "1 warning"]) + "\n"

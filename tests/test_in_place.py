@@ -1,7 +1,7 @@
-"""What may be done in place to results: as much as to those of torch's fused scaled_dot_product_attention.
+"""In-place changes of results behave as for torch's fused scaled_dot_product_attention.
 
-That one saves its output for backward. So its caller may change it where nothing is recorded, and elsewhere autograd's
-count of versions raises in backward.
+That function saves its output for backward. Its caller may change the output if nothing is recorded; otherwise
+autograd's version counter raises in backward.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def sdpa(x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x, x, x).transpose(1, 2)
 
 
-def told(call: Callable[[], Any]) -> str:
-    """What it raised, as far as it concerns the change; or nothing."""
+def outcome_of(call: Callable[[], Any]) -> str:
+    """Return whether a call works or raises because of the change."""
     try:
         call()
     except RuntimeError as error:
@@ -54,29 +54,29 @@ def told(call: Callable[[], Any]) -> str:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("call", CALLS)
-def test_a_result_may_be_changed_as_that_of_sdpa(call: str, change: str) -> None:
+def test_in_place_changes_behave_as_for_sdpa(call: str, change: str) -> None:
     changed = CHANGES[change]
     whole = X.clone().requires_grad_()
     expected = changed(sdpa(whole))
-    verdict = told(lambda: expected.sum().backward())
+    verdict = outcome_of(lambda: expected.sum().backward())
     assert verdict == ("works" if change == "a copy" else "raises in backward")
 
     def body(ring: Ring) -> None:
-        mine = ring.sequence(TOKENS).shard(X)
-        x = mine.clone().requires_grad_()
+        local = ring.sequence(TOKENS).shard(X)
+        x = local.clone().requires_grad_()
         with torch.no_grad():
-            out = CALLS[call](ring, mine)
+            out = CALLS[call](ring, local)
             before = out.clone()
             assert torch.equal(changed(out), changed(before))
-        result = changed(CALLS[call](ring, x))  # without an error
-        assert told(lambda: result.sum().backward()) == verdict
+        result = changed(CALLS[call](ring, x))  # raises nothing yet
+        assert outcome_of(lambda: result.sum().backward()) == verdict
         assert attend(ring).isfinite().all()
 
     run_ranks(2, body, engine="plain")
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_was_gathered_may_be_changed(change: str) -> None:
+def test_a_gathered_tensor_may_be_changed(change: str) -> None:
     """Its backward does not need it."""
     whole = X.clone().requires_grad_()
     (expected,) = torch.autograd.grad(CHANGES[change](whole * 1).sum(), whole)
@@ -84,8 +84,8 @@ def test_what_was_gathered_may_be_changed(change: str) -> None:
     def body(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)
         x = seq.shard(X).requires_grad_()
-        (found,) = torch.autograd.grad(CHANGES[change](seq.gather(x)).sum(), x)
-        assert torch.equal(found, ring.world_size * seq.shard(expected))
+        (gradient,) = torch.autograd.grad(CHANGES[change](seq.gather(x)).sum(), x)
+        assert torch.equal(gradient, ring.world_size * seq.shard(expected))
 
     run_ranks(2, body, engine="plain")
 
@@ -105,7 +105,7 @@ def test_a_result_changed_on_one_rank_is_refused_by_all() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_the_result_of_a_checkpointed_call_may_be_changed_as_that_of_sdpa(reentrant: bool) -> None:
+def test_in_place_changes_of_a_checkpointed_call_behave_as_for_sdpa(reentrant: bool) -> None:
     def gradient(attend: Callable[..., Tensor]) -> Tensor:
         x = X.double().transpose(1, 2).clone().requires_grad_()
         out = checkpoint(attend, x, x, x, use_reentrant=reentrant)

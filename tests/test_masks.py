@@ -26,12 +26,12 @@ TOLERANCE = 1e-12
 
 
 @pytest.mark.parametrize("mask", VALUES, ids=lambda mask: mask.text)
-def test_a_text_is_read_back_as_the_same_mask(mask: AttentionMask) -> None:
+def test_a_text_parses_to_the_same_mask(mask: AttentionMask) -> None:
     assert masks.from_text(mask.text) == mask
     assert hash(masks.from_text(mask.text)) == hash(mask)
 
 
-def test_texts() -> None:
+def test_the_texts_of_masks() -> None:
     assert [mask.text for mask in VALUES] == [
         "chunked:8192", "prefix:0", "prefix:128", "prefix:100,30", "prefix:7,", "prefix:1,2", "global_tokens:64"
     ]  # fmt: skip
@@ -64,8 +64,8 @@ def test_wrong_numbers_are_refused(make: Callable[[Any], AttentionMask], number:
         make(number)
 
 
-def attended(attend: Callable[..., Tensor], seq: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """The whole output and gradients of `attend(q, k, v)` on this rank's shards."""
+def attend_and_gather(attend: Callable[..., Tensor], seq: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return the whole output and gradients of `attend(q, k, v)` on this rank's shards."""
     leaves = [seq.shard(x).clone().requires_grad_() for x in inputs]
     out = attend(*leaves)
     grads = torch.autograd.grad(out.sin().sum(), leaves)
@@ -77,7 +77,7 @@ def test_the_mask_of_a_sequence_reaches_every_call() -> None:
     mask = masks.prefix((4, 3, 6))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = dense_attention(*leaves, causal=True, mask=mask, cu_seqlens=DOCUMENTS)[0]
-    wanted = (out.detach(), *torch.autograd.grad(out.sin().sum(), leaves))
+    expected = (out.detach(), *torch.autograd.grad(out.sin().sum(), leaves))
 
     def heads_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ring_sdpa(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
@@ -94,20 +94,20 @@ def test_the_mask_of_a_sequence_reaches_every_call() -> None:
             lambda *x: layer(*x, seq),
             lambda *x: ring_attention(*x, seq, causal=True),
         ]
-        results = [attended(call, seq, q, k, v) for call in calls]
+        results = [attend_and_gather(call, seq, q, k, v) for call in calls]
         with ring.activate(seq):
-            return [*results, attended(heads_first, seq, q, k, v)]
+            return [*results, attend_and_gather(heads_first, seq, q, k, v)]
 
     for results in run_ranks(2, body, poison=True):
-        for call, found in enumerate(results):
-            for name, one, other in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
-                assert (one - other).abs().max() < TOLERANCE, (call, name)
+        for call, results_of_call in enumerate(results):
+            for name, actual, expected_value in zip(("out", "dq", "dk", "dv"), results_of_call, expected, strict=True):
+                assert (actual - expected_value).abs().max() < TOLERANCE, (call, name)
 
 
 def test_the_example_of_a_new_mask_is_exact() -> None:
     halves = example("Halves")["Halves"]
     x = torch.randn(1, 23, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    wanted = dense_attention(x, x, x, causal=True, cu_seqlens=[0, 4, 9, 9, 16, 23])[0]
+    expected = dense_attention(x, x, x, causal=True, cu_seqlens=[0, 4, 9, 9, 16, 23])[0]
 
     def body(ring: Ring) -> Tensor:
         seq = ring.sequence(cu_seqlens=DOCUMENTS)
@@ -115,7 +115,7 @@ def test_the_example_of_a_new_mask_is_exact() -> None:
         return seq.gather(ring.attention(local, local, local, seq, causal=True, mask=halves()))
 
     for out in run_ranks(3, body, poison=True):
-        assert (out - wanted).abs().max() < TOLERANCE
+        assert (out - expected).abs().max() < TOLERANCE
 
 
 def test_two_masks_are_refused() -> None:
@@ -135,7 +135,7 @@ def test_two_masks_are_refused() -> None:
     run_ranks(2, body)
 
 
-def test_compiled_code_takes_the_mask_of_another_step_without_compiling_again() -> None:
+def test_compiled_code_uses_the_mask_of_another_step_without_recompiling() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     x = torch.randn(1, 12, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
@@ -148,15 +148,15 @@ def test_compiled_code_takes_the_mask_of_another_step_without_compiling_again() 
             seq = plain.with_mask(masks.prefix(tokens))
             with ring.activate(seq):
                 out = seq.gather(run(seq.shard(x)))
-            wanted = dense_attention(x, x, x, causal=True, mask=masks.prefix(tokens))[0]
-            assert (out - wanted).abs().max() < TOLERANCE
+            expected = dense_attention(x, x, x, causal=True, mask=masks.prefix(tokens))[0]
+            assert (out - expected).abs().max() < TOLERANCE
         return counter.frame_count
 
     assert run_ranks(1, body) == [1]
 
 
 def test_masks_are_constants_of_compiled_code() -> None:
-    """Given from outside with other numbers in turn, and made inside."""
+    """Passed from outside with varying numbers, and created inside."""
     x = torch.randn(1, 12, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
     def body(ring: Ring) -> None:
@@ -171,7 +171,7 @@ def test_masks_are_constants_of_compiled_code() -> None:
             for call in calls:
                 for tokens in (3, 4, 5, 7):
                     out = seq.gather(call(seq.shard(x), masks.chunked(tokens)))
-                    wanted = dense_attention(x, x, x, causal=True, mask=masks.chunked(tokens))[0]
-                    assert (out - wanted).abs().max() < TOLERANCE
+                    expected = dense_attention(x, x, x, causal=True, mask=masks.chunked(tokens))[0]
+                    assert (out - expected).abs().max() < TOLERANCE
 
     run_ranks(1, body)

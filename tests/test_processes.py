@@ -1,7 +1,7 @@
-"""Rings of processes: exact for 1, 2 and 4 of them, and never hanging when one fails.
+"""Rings of processes: exact for 1, 2 and 4 of them, and they never hang when one fails.
 
-`tests/transport/test_shm.py` tries every case over 2 and 3 processes, `tests/gpu/test_rehearsal.py` over gloo,
-`tests/bench/test_faults.py` more faults.
+`tests/transport/test_shm.py` runs every case over 2 and 3 processes, `tests/gpu/test_rehearsal.py` over gloo, and
+`tests/bench/test_faults.py` runs more faults.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MASKS = ("full", "causal", "window", "documents", "dilated")
 
 @pytest.mark.slow
 def test_check_is_exact_on_four_processes() -> None:
-    words = "check dtype=fp32 transport=shm tokens=61 combinations=pairs verbose=true".split()
+    arguments = "check dtype=fp32 transport=shm tokens=61 combinations=pairs verbose=true".split()
     done = subprocess.run(
-        [sys.executable, "-m", "ringattn", *words], cwd=ROOT, capture_output=True, text=True, timeout=200
+        [sys.executable, "-m", "ringattn", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("4 ranks over shm, 61 tokens, fp32")
@@ -41,19 +41,19 @@ def test_check_is_exact_on_four_processes() -> None:
 
 @pytest.mark.slow
 def test_check_is_exact_on_two_nodes(tmp_path: Path) -> None:
-    # Shared memory for the first two processes, gloo to the third, opened as a user does.
+    # Shared memory between the first two processes and gloo to the third, opened as users open a ring.
     every_schedule_is_exact(tmp_path, 3, "fp64", "shm", pairs=True, nodes=[0, 0, 1])
 
 
 class Exiting(PlainEngine):
-    """Ends its process in the middle of a pass: its own keys have left, and the others' have not arrived."""
+    """Ends its process in the middle of a pass: its keys have been sent, and those of other ranks have not arrived."""
 
     def attend(self, *arguments: Any) -> None:
         os._exit(0)
 
 
 def passes_until_lost(rank: int, world_size: int, port: int) -> tuple[int, str, float, str]:
-    """Return how many passes ended, and of the first error its kind, its seconds and its message."""
+    """Return how many passes ended, and the kind, the seconds and the message of the first error."""
     environment = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ.update({name: str(value) for name, value in environment.items()})
     with Ring(timeout_s=6.0) as ring:
@@ -75,7 +75,7 @@ def passes_until_lost(rank: int, world_size: int, port: int) -> tuple[int, str, 
 
 def test_a_rank_that_exits_is_named_by_the_others() -> None:
     """Rank 2 needs what rank 1 would have sent; rank 0 does not, and may notice only in its next call."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # here, as in torchrun's agent
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # in this process, as in torchrun's agent
     with Processes(3) as started:
         answers = started.run(passes_until_lost, store.port, exits=1)
     for _, kind, seconds, message in (answers[0], answers[2]):

@@ -1,4 +1,4 @@
-"""The names of the package: complete, loaded at their first use, and without torch for `--help`."""
+"""The names of the package: complete, loaded at first use, and without torch for `--help`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_every_public_name_loads() -> None:
         _ = ringattn.Rings  # type: ignore[attr-defined]
 
 
-def test_type_checkers_are_told_the_same_names() -> None:
+def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse(INIT.read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    told = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert told | {"__version__"} == set(ringattn.__all__)
+    typed_names = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert typed_names | {"__version__"} == set(ringattn.__all__)
 
 
 def test_methods_that_the_documentation_calls_are_defined_in_ring_itself() -> None:
@@ -61,8 +61,8 @@ def test_help_needs_no_torch(word: str) -> None:
     assert done.returncode == 0 and done.stdout.split()[0] in ("usage:", "ringattn") and not done.stderr
 
 
-def test_the_logger_is_quiet_until_it_is_asked() -> None:
-    assert any(isinstance(one, logging.NullHandler) for one in logging.getLogger("ringattn").handlers)
+def test_the_logger_is_silent_by_default() -> None:
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("ringattn").handlers)
 
 
 # --- docstrings ------------------------------------------------------------------------------------------------------
@@ -82,23 +82,23 @@ PARTS = "Args", "Shape", "Returns", "Raises", "Example"
 
 @cache
 def public_callables() -> dict[str, Any]:
-    """Functions, classes and methods of the face and of `MODULES`, by module and name."""
-    found: dict[str, Any] = {}
-    for module, name in [(one, name) for one in importable() for name in names_of(one)]:
-        one = getattr(module, name)
-        key = f"{module.__name__}.{getattr(one, '__qualname__', name)}"
-        if inspect.isfunction(one):
-            found[key] = one
-        elif inspect.isclass(one) and not issubclass(one, Exception):
-            found[key] = one
-            for method, function in inspect.getmembers(one, inspect.isfunction):
+    """Return the public functions, classes and methods of `MODULES`, by module and name."""
+    callables: dict[str, Any] = {}
+    for module, name in [(value, name) for value in importable() for name in names_of(value)]:
+        value = getattr(module, name)
+        key = f"{module.__name__}.{getattr(value, '__qualname__', name)}"
+        if inspect.isfunction(value):
+            callables[key] = value
+        elif inspect.isclass(value) and not issubclass(value, Exception):
+            callables[key] = value
+            for method, function in inspect.getmembers(value, inspect.isfunction):
                 if not method.startswith("_") and function.__module__.startswith("ringattn"):
-                    found[f"{key}.{method}"] = function
-    return found
+                    callables[f"{key}.{method}"] = function
+    return callables
 
 
 def importable() -> Iterator[ModuleType]:
-    """`MODULES` but those of hosts that are not installed."""
+    """Yield `MODULES` except those of hosts that are not installed."""
     for path in MODULES:
         try:
             yield import_module(path)
@@ -108,47 +108,51 @@ def importable() -> Iterator[ModuleType]:
 
 
 def names_of(module: ModuleType) -> list[str]:
-    """`__all__`, or what the module itself defines."""
-    own = [name for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]
-    return getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+    """Return `__all__`, or the public names that the module itself defines."""
+    defined_names = [
+        name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+    ]
+    return getattr(module, "__all__", [name for name in defined_names if not name.startswith("_")])
 
 
-def sections(one: Any) -> dict[str, str]:
-    """The sections of a docstring, a class's with that of its `__init__`, by title."""
-    found: dict[str, str] = {}
-    for told in (one, one.__init__) if inspect.isclass(one) else (one,):
+def sections(value: Any) -> dict[str, str]:
+    """Return the sections of a docstring by title; for a class, also those of its `__init__`."""
+    by_title: dict[str, str] = {}
+    for documented in (value, value.__init__) if inspect.isclass(value) else (value,):
         title = ""
-        for line in (inspect.getdoc(told) or "").splitlines():
+        for line in (inspect.getdoc(documented) or "").splitlines():
             head = line.removesuffix(":")
             title = head if line.endswith(":") and head in PARTS else title if line[:1] in ("", " ") else ""
             if title:
-                found[title] = found.get(title, "") + line + "\n"
-    return found
+                by_title[title] = by_title.get(title, "") + line + "\n"
+    return by_title
 
 
 def entries(section: str) -> set[str]:
-    """What a section names: `a: ...`, `b: ...`."""
+    """Return the names that a section documents: `a: ...`, `b: ...`."""
     return set(re.findall(r"^ {4}(\w+): \S", section, re.MULTILINE))
 
 
-def parameters(one: Any) -> Iterator[str]:
-    """The names that a caller may give."""
-    given = list(inspect.signature(one).parameters.values())
-    for parameter in given if inspect.isclass(one) or "." not in one.__qualname__ else given[1:]:
+def parameters(function: Any) -> Iterator[str]:
+    """Yield the names of the parameters that a caller may pass."""
+    all_parameters = list(inspect.signature(function).parameters.values())
+    for parameter in (
+        all_parameters if inspect.isclass(function) or "." not in function.__qualname__ else all_parameters[1:]
+    ):
         yield parameter.name
 
 
 @pytest.mark.parametrize("name", public_callables())
-def test_every_public_callable_says_what_it_takes_gives_and_raises(name: str) -> None:
-    one = public_callables()[name]
-    told, wanted = sections(one), set(parameters(one))
-    assert entries(told.get("Args", "")) == wanted, "Args names each parameter, and nothing else"
-    returned = str(inspect.signature(one).return_annotation)
-    assert ("Returns" in told) == (not inspect.isclass(one) and returned != "None")
-    if wanted:
-        assert "Raises" in told
-    raised = entries(told.get("Raises", ""))
-    assert raised or told.get("Raises", "Raises:\n    Nothing.\n").strip().endswith("Nothing.")
+def test_every_public_callable_documents_arguments_results_and_errors(name: str) -> None:
+    function = public_callables()[name]
+    documented, names = sections(function), set(parameters(function))
+    assert entries(documented.get("Args", "")) == names, "Args names each parameter, and nothing else"
+    returned = str(inspect.signature(function).return_annotation)
+    assert ("Returns" in documented) == (not inspect.isclass(function) and returned != "None")
+    if names:
+        assert "Raises" in documented
+    raised = entries(documented.get("Raises", ""))
+    assert raised or documented.get("Raises", "Raises:\n    Nothing.\n").strip().endswith("Nothing.")
     for error in raised:
         assert issubclass(getattr(errors, error, None) or getattr(builtins, error), BaseException)
 
@@ -172,5 +176,5 @@ def test_every_public_callable_says_what_it_takes_gives_and_raises(name: str) ->
         (loss.GradientReduction, loss.GRADIENTS),
     ],
 )
-def test_type_checkers_are_told_the_names_that_run(literal: Any, names: tuple[str, ...]) -> None:
+def test_type_checkers_see_the_names_that_are_accepted(literal: Any, names: tuple[str, ...]) -> None:
     assert sorted(get_args(literal)) == sorted(names)

@@ -1,4 +1,4 @@
-"""Failures in a pass, closing, and calls that come too late: every rank raises, and the ring says why it is dead."""
+"""Failures in a pass, closing, and calls that are too late: every rank raises and names the cause."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Breaking(PlainEngine):
         self._count("attend_grad")
         super().attend_grad(*arguments)
 
-    def _count(self, what: str) -> None:
-        self.left[what] -= 1
-        if self.left[what] == 0:
+    def _count(self, method: str) -> None:
+        self.left[method] -= 1
+        if self.left[method] == 0:
             raise ArithmeticError("the kernel broke")
 
 
@@ -64,12 +64,12 @@ def test_a_rank_that_breaks_in_a_pass_ends_the_ring_everywhere(backward: bool, c
                     call()
                 after[ring.rank].append(caught.value)
 
-    found = errors(body)
-    assert isinstance(found[1], ArithmeticError)
+    raised = errors(body)
+    assert isinstance(raised[1], ArithmeticError)
     for rank in (0, 2):
-        assert isinstance(found[rank], PeerLostError)
-        assert "rank 1 failed first: ArithmeticError: the kernel broke" in str(found[rank])
-        assert str(found[rank]).startswith(f"rank {rank} ")
+        assert isinstance(raised[rank], PeerLostError)
+        assert "rank 1 failed first: ArithmeticError: the kernel broke" in str(raised[rank])
+        assert str(raised[rank]).startswith(f"rank {rank} ")
     for rank, closed in after.items():
         assert all(f"rank {rank}: this ring cannot be used any more, it was aborted" in str(error) for error in closed)
         assert all("the kernel broke" in str(error) for error in closed)
@@ -82,12 +82,12 @@ def test_an_error_of_the_user_inside_the_ring_wakes_the_others() -> None:
                 raise KeyError("mine")
         attend(ring)
 
-    found = errors(body)
-    assert isinstance(found[2], KeyError)
-    assert all(isinstance(found[rank], PeerLostError) and "mine" in str(found[rank]) for rank in (0, 1))
+    raised = errors(body)
+    assert isinstance(raised[2], KeyError)
+    assert all(isinstance(raised[rank], PeerLostError) and "mine" in str(raised[rank]) for rank in (0, 1))
 
 
-def test_a_closed_ring_says_so() -> None:
+def test_calls_on_a_closed_ring_say_that_it_is_closed() -> None:
     def body(ring: Ring) -> list[str]:
         seq, arguments = ring.sequence(TOKENS), good_call(ring)
         ring.close()
@@ -145,11 +145,11 @@ def test_vmap_is_refused() -> None:
         torch.vmap(lambda q: ring.attention(q, q, q, ring.sequence(TOKENS)))(torch.stack([X, X]))
 
 
-# --- what one rank alone can do to the others ------------------------------------------------------------------------
+# --- what a single rank can do to the others -------------------------------------------------------------------------
 
 
 class Odd:
-    """Nothing can be known of it."""
+    """An object that fails on every access."""
 
     def __getattr__(self, name: str) -> Any:
         raise TypeError("odd")
@@ -163,29 +163,33 @@ class Odd:
 SEVERAL = torch.tensor([True, False])
 
 
-def one_odd(ring: Ring, **changes: Any) -> dict[str, Any]:
-    """The arguments of a good call; those of rank 1 with changes."""
+def arguments_odd_on_one_rank(ring: Ring, **changes: Any) -> dict[str, Any]:
+    """Return the arguments of a valid call, with changes on rank 1."""
     return {**good_call(ring), **(changes if ring.rank == 1 else {})}
 
 
 ODD_CALLS: dict[str, Callable[[Ring, Any], object]] = {
     **{
-        f"attention, {name}": lambda ring, odd, name=name: ring.attention(**one_odd(ring, **{name: odd}))
+        f"attention, {name}": lambda ring, odd, name=name: ring.attention(
+            **arguments_odd_on_one_rank(ring, **{name: odd})
+        )
         for name in (*"q k v seq causal window scale softcap sinks kv_seq schedule".split(), *OPTIONAL, "dropout_seed")
     },
     **{
         f"dilated, {name}": lambda ring, odd, name=name: ring.dilated_attention(
-            **{"segment_lengths": [4], "dilation_rates": [2], **one_odd(ring, **{name: odd})}
+            **{"segment_lengths": [4], "dilation_rates": [2], **arguments_odd_on_one_rank(ring, **{name: odd})}
         )
         for name in ("segment_lengths", "dilation_rates", "causal", "offset", "layer", "grad", "tail")
     },
     **{
-        f"operator, {name}": lambda ring, odd, name=name: ring_attention(**one_odd(ring, **{name: odd}))
+        f"operator, {name}": lambda ring, odd, name=name: ring_attention(
+            **arguments_odd_on_one_rank(ring, **{name: odd})
+        )
         for name in ("causal", "window", "scale", "softcap", "sinks", "alibi_slopes", "schedule")
     },
-    "layer": lambda ring, odd: layer(RingMultiheadAttention(8, 1), ring, odd),
-    "dilated layer": lambda ring, odd: layer(RingMultiheadDilatedAttention(8, 1, [4], [1]), ring, odd),
-    "dilated layer, detached": lambda ring, odd: layer(
+    "layer": lambda ring, odd: call_layer(RingMultiheadAttention(8, 1), ring, odd),
+    "dilated layer": lambda ring, odd: call_layer(RingMultiheadDilatedAttention(8, 1, [4], [1]), ring, odd),
+    "dilated layer, detached": lambda ring, odd: call_layer(
         RingMultiheadDilatedAttention(8, 1, [4], [1], grad="detached", offset="block"), ring, odd
     ),
     "gather": lambda ring, odd: ring.sequence(TOKENS).gather(odd if ring.rank == 1 else good_call(ring)["q"]),
@@ -196,23 +200,23 @@ ODD_CALLS: dict[str, Callable[[Ring, Any], object]] = {
 }
 
 
-def layer(made: torch.nn.Module, ring: Ring, odd: Any) -> object:
+def call_layer(module: torch.nn.Module, ring: Ring, odd: Any) -> object:
     seq = ring.sequence(TOKENS)
-    return made(odd if ring.rank == 1 else seq.shard(X[..., 0, :]), seq)
+    return module(odd if ring.rank == 1 else seq.shard(X[..., 0, :]), seq)
 
 
 @pytest.mark.parametrize("odd", [Odd(), SEVERAL], ids=["object", "tensor"])
 @pytest.mark.parametrize("call", ODD_CALLS)
-def test_an_odd_argument_of_one_rank_is_refused_by_all_at_once(call: str, odd: Any) -> None:
-    """Whatever it is that describing the call trips over; and the ring lives on."""
+def test_an_odd_argument_on_one_rank_is_refused_by_all_at_once(call: str, odd: Any) -> None:
+    """Wherever the description of the call fails; the ring stays usable."""
 
     def body(ring: Ring) -> tuple[Exception | None, torch.Tensor]:
-        found = None
+        raised = None
         try:
             ODD_CALLS[call](ring, odd)
         except Exception as error:
-            found = error
-        return found, attend(ring)
+            raised = error
+        return raised, attend(ring)
 
     began = time.monotonic()
     for rank, (error, out) in enumerate(run_ranks(2, body, engine="plain", timeout_s=DEADLINE_S)):
@@ -222,8 +226,8 @@ def test_an_odd_argument_of_one_rank_is_refused_by_all_at_once(call: str, odd: A
     assert time.monotonic() - began < DEADLINE_S / 2
 
 
-def alike(ring: Ring, kind: str) -> list[torch.Tensor]:
-    """Two calls that differ in nothing but the numbers in their tensors."""
+def equal_calls(ring: Ring, kind: str) -> list[torch.Tensor]:
+    """Make two calls that differ only in the values of their tensors."""
     seq, outs = ring.sequence(TOKENS), []
     for factor in (1.0, 3.0):
         q = seq.shard(X * factor).requires_grad_()
@@ -239,11 +243,11 @@ def alike(ring: Ring, kind: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["attention", "dilated", "operator", "gather"])
-def test_backwards_of_equal_calls_in_another_order(kind: str) -> None:
-    """A ring that let it pass would give every rank gradients that mix the two calls."""
+def test_backwards_of_equal_calls_in_another_order_are_refused(kind: str) -> None:
+    """A ring that allowed it would give every rank gradients that mix the two calls."""
 
     def body(ring: Ring) -> None:
-        outs = alike(ring, kind)
+        outs = equal_calls(ring, kind)
         for out in outs[::-1] if ring.rank == 1 else outs:
             out.sum().backward()
 

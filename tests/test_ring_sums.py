@@ -1,4 +1,4 @@
-"""`Ring.all_reduce` and `Ring.broadcast`: results, entries that are None, and what ranks do not agree on."""
+"""`Ring.all_reduce` and `Ring.broadcast`: results, entries that are None, and disagreement between ranks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from tests.face import RANKS, errors
 
 def test_sums_and_copies() -> None:
     def body(ring: Ring) -> tuple[torch.Tensor, ...]:
-        one, two = torch.full((3,), ring.rank + 1.0), torch.tensor([ring.rank + 10], dtype=torch.int64)
-        ring.all_reduce([one, two])
-        three = torch.full((2, 2), float(ring.rank))
-        ring.broadcast([three], src=2)
-        return one, two, three
+        floats, integers = torch.full((3,), ring.rank + 1.0), torch.tensor([ring.rank + 10], dtype=torch.int64)
+        ring.all_reduce([floats, integers])
+        broadcast_values = torch.full((2, 2), float(ring.rank))
+        ring.broadcast([broadcast_values], src=2)
+        return floats, integers, broadcast_values
 
-    for one, two, three in run_ranks(RANKS, body):
-        assert one.tolist() == [6.0] * 3 and two.tolist() == [33] and three.unique().tolist() == [2.0]
+    for floats, integers, broadcast_values in run_ranks(RANKS, body):
+        assert (
+            floats.tolist() == [6.0] * 3 and integers.tolist() == [33] and broadcast_values.unique().tolist() == [2.0]
+        )
     for error in errors(lambda ring: ring.broadcast([torch.zeros(1)], src=3)):
         assert isinstance(error, InputError) and "broadcast: there is no rank 3" in str(error)
     for error in errors(lambda ring: ring.all_reduce([torch.zeros(1 + ring.rank)])):
         assert isinstance(error, ringattn.DisagreementError) and "rank 2: call 1: all_reduce of (3,)" in str(error)
 
 
-def test_sums_skip_what_is_none_on_all_ranks() -> None:
+def test_sums_skip_entries_that_are_none_on_all_ranks() -> None:
     def body(ring: Ring) -> list[torch.Tensor | None]:
         model = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(3)))
         model[1].requires_grad_(False)
@@ -37,7 +39,7 @@ def test_sums_skip_what_is_none_on_all_ranks() -> None:
         with torch.no_grad():
             for layer in (model[0], model[2]):
                 layer.weight.grad.fill_(ring.rank + 1.0)
-        # A generator is read once.
+        # A generator can be read only once.
         ring.all_reduce(weight.grad for weight in model.parameters())
         return [weight.grad for weight in model.parameters()]
 
@@ -47,7 +49,7 @@ def test_sums_skip_what_is_none_on_all_ranks() -> None:
             assert first.item() == last.item() == total and frozen is None
 
 
-def test_sums_of_what_is_none_on_some_ranks_name_the_entries_and_the_ranks() -> None:
+def test_entries_that_are_none_on_some_ranks_are_named_with_the_ranks() -> None:
     def body(ring: Ring) -> None:
         ring.all_reduce([torch.ones(1)] * 70 + [None if ring.rank == 1 else torch.ones(2)])
 
@@ -67,7 +69,7 @@ def test_shapes_that_differ_beyond_those_that_a_message_lists(call: str) -> None
         assert isinstance(error, ringattn.DisagreementError) and "zeros_like" not in str(error)
 
 
-def test_sums_and_copies_of_what_is_no_tensor() -> None:
+def test_sums_and_copies_of_other_types_are_refused() -> None:
     for error in errors(lambda ring: ring.all_reduce([torch.ones(1), 2.0])):
         assert isinstance(error, InputError) and re.search(r"rank \d: tensors\[1\] is a float", str(error))
     for error in errors(lambda ring: ring.broadcast([torch.ones(1), None])):

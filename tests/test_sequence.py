@@ -24,10 +24,10 @@ SEEDS = list(islice((seed for seed in count() if kind_of(seed) == "sequences"), 
 
 
 def test_the_drawn_sequences_cover_every_layout_and_number_of_ranks() -> None:
-    drawn = [draw(seed) for seed in SEEDS]
-    assert {case["seq"]["layout"] for case in drawn} == {"auto", *LAYOUTS}
-    assert {case["ranks"] for case in drawn} >= {1, 2, 3, 4}
-    assert {tensor["wrong"] for case in drawn for tensor in case["tensors"]} == {-1, 0, 1}
+    cases = [draw(seed) for seed in SEEDS]
+    assert {case["seq"]["layout"] for case in cases} == {"auto", *LAYOUTS}
+    assert {case["ranks"] for case in cases} >= {1, 2, 3, 4}
+    assert {tensor["wrong"] for case in cases for tensor in case["tensors"]} == {-1, 0, 1}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -40,7 +40,7 @@ INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torc
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_labels_are_exact_for_tokens_of_every_integer_type(dtype: torch.dtype) -> None:
-    """`ignore_index` fits in no unsigned type: in uint8 it would be 156, which is a byte like any other."""
+    """`ignore_index` fits in no unsigned type: in uint8 it would be 156, which is an ordinary byte."""
     high = 1 if dtype == torch.bool else torch.iinfo(dtype).max
     wide = torch.tensor([0, high, 1, high, 0])
     tokens = wide.to(dtype)
@@ -67,23 +67,23 @@ def test_an_ignore_index_that_is_no_label_is_refused(ignore_index: Any) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, TOKENS - 1, TOKENS + 1])
-def test_labels_of_a_wrong_length(tokens: int) -> None:
+def test_labels_of_a_wrong_length_are_refused(tokens: int) -> None:
     wrong = torch.zeros(1, tokens, dtype=torch.int64)
     for rank, error in enumerate(errors(lambda ring: ring.sequence(TOKENS).shard_labels(wrong))):
         assert isinstance(error, InputError)
         assert f"rank {rank}: shard_labels got {tokens} tokens in dimension 1 of (1, {tokens}), " in str(error)
 
 
-def test_wrong_lengths() -> None:
+def test_wrong_lengths_are_refused() -> None:
     for rank, error in enumerate(errors(lambda ring: ring.sequence(TOKENS).shard(X[:, 1:]))):
         assert isinstance(error, InputError)
         assert f"rank {rank}: shard got 11 tokens in dimension 1 of (1, 11, 4, 8), the sequence has 12" in str(error)
 
-    def one_long(ring: Ring) -> None:
+    def gather_too_many(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)
         seq.gather(X if ring.rank == 2 else seq.shard(X))
 
-    for rank, error in enumerate(errors(one_long)):
+    for rank, error in enumerate(errors(gather_too_many)):
         assert isinstance(error, InputError)
         assert "rank 2: gather got 12 tokens in dimension 1 of (1, 12, 4, 8), this rank has 4" in str(error)
         assert str(error).startswith("rank 2 refused") == (rank != 2)
@@ -91,7 +91,7 @@ def test_wrong_lengths() -> None:
         assert isinstance(error, InputError) and "dim=1 does not exist" in str(error)
 
 
-def test_a_gather_that_ranks_disagree_on() -> None:
+def test_a_gather_with_different_dtypes_is_refused() -> None:
     def body(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)
         seq.gather(seq.shard(X.double() if ring.rank == 0 else X))
@@ -100,7 +100,7 @@ def test_a_gather_that_ranks_disagree_on() -> None:
         assert isinstance(error, DisagreementError) and "rank 0" in str(error) and "float64" in str(error)
 
 
-def test_a_sequence_makes_its_positions_when_asked() -> None:
+def test_a_sequence_computes_its_positions_on_demand() -> None:
     def body(ring: Ring) -> None:
         with torch.inference_mode():
             seq = ring.sequence(MOST_TOKENS)
@@ -125,6 +125,6 @@ def test_positions_within_a_compiled_region() -> None:
             return x * seq.positions() + seq.positions(per_document=True)
 
         x = torch.linspace(-1, 1, 11)
-        first, own = turned(x), seq.positions(per_document=True)
-        assert torch.equal(first, x * torch.arange(11) + own) and torch.equal(turned(x), first)
-        assert own.tolist() == [*range(5), *range(6)]
+        first, document_positions = turned(x), seq.positions(per_document=True)
+        assert torch.equal(first, x * torch.arange(11) + document_positions) and torch.equal(turned(x), first)
+        assert document_positions.tolist() == [*range(5), *range(6)]

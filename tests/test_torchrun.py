@@ -1,4 +1,4 @@
-"""Processes that torchrun really started: a restarted job opens cleanly, and nothing is left behind."""
+"""Processes started by the real torchrun: a restarted job opens cleanly, and nothing is left behind."""
 
 from __future__ import annotations
 

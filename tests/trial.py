@@ -1,6 +1,6 @@
 """One attention call with its gradients, computed by the oracle and by a ring of threads.
 
-Not covered: schedules, tiles; what is exact enough.
+Not covered: schedules, tiles, and tolerances.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tests.poison import unset_is_nan
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 SEED = 0x5EED_0000_0007
-"""Of dropout: both halves of the key count."""
+"""The seed of dropout; both halves of the key are used."""
 Results = dict[str, Tensor]
-"""Whole tensors by name: out, lse, dq, dk, dv, and dsinks where there are sinks."""
+"""Whole tensors by name: out, lse, dq, dk, dv, and dsinks if there are sinks."""
 
 
 class Trial(NamedTuple):
-    """A call on random inputs. `lse`: the loss uses lse too. `strided`: every tensor is a view into a larger one."""
+    """A call on random inputs. `lse`: the loss also uses lse. `strided`: every tensor is a view into a larger one."""
 
     tokens: int = 37
     causal: bool = False
@@ -53,25 +53,25 @@ class Trial(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `Ring.attention` is called with besides tensors and sequences."""
+        """Keyword arguments of `Ring.attention` besides tensors and sequences."""
         alibi = {"alibi_slopes": torch.tensor(self.slopes, dtype=torch.float64)} if self.alibi else {}
         dropout = {"dropout_p": self.dropout, "dropout_seed": SEED} if self.dropout else {}
         return {**self.pairs, "scale": self.scale, "softcap": self.softcap, **alibi, **dropout}
 
     @property
     def slopes(self) -> list[float]:
-        """Of ALiBi: another one for each head, one of them that asks for keys far away."""
+        """Slopes of ALiBi: different for each head, and one that favours distant keys."""
         return [0.3 / (1 + head) if head != 1 else -0.05 for head in range(self.heads[0])]
 
     @property
     def pairs(self) -> dict[str, Any]:
-        """The options that say which pairs meet; a mask only if there is one."""
+        """The options that select the pairs; a mask only if there is one."""
         mask = {} if self.within is None else {"mask": self.within}
         return {"causal": self.causal, "window": self.window, **mask}
 
 
 class Inputs(NamedTuple):
-    """Unit normal, rounded to some dtype."""
+    """Unit normal tensors, rounded to some dtype."""
 
     q: Tensor
     k: Tensor
@@ -83,7 +83,7 @@ class Inputs(NamedTuple):
 
 @lru_cache
 def inputs(trial: Trial, dtype: torch.dtype) -> Inputs:
-    """The same numbers at every call, up to rounding."""
+    """Return the same numbers at every call, up to rounding."""
     generator = torch.Generator().manual_seed(7)
     q_tokens, k_tokens = trial.tokens, trial.tokens if trial.kv_tokens is None else trial.kv_tokens
     (q_heads, kv_heads), (d_k, d_v) = trial.heads, trial.dims
@@ -104,26 +104,28 @@ def inputs(trial: Trial, dtype: torch.dtype) -> Inputs:
 
 @lru_cache
 def reference(trial: Trial, dtype: torch.dtype) -> Results:
-    """By the oracle, in float64, from inputs rounded to `dtype`."""
-    given = inputs(trial, dtype)
-    leaves = [x.double().clone().requires_grad_() for x in (given.q, given.k, given.v)]
-    sinks = None if given.sinks is None else given.sinks.double().clone().requires_grad_()
+    """Compute the results with the oracle in float64, from inputs rounded to `dtype`."""
+    trial_inputs = inputs(trial, dtype)
+    leaves = [x.double().clone().requires_grad_() for x in (trial_inputs.q, trial_inputs.k, trial_inputs.v)]
+    sinks = None if trial_inputs.sinks is None else trial_inputs.sinks.double().clone().requires_grad_()
     lists = [None if cuts is None else list(cuts) for cuts in (trial.documents, trial.kv_documents)]
     allowed = oracle.allowed_mask(
-        given.q.shape[1], given.k.shape[1], cu_seqlens=lists[0], kv_cu_seqlens=lists[1], **trial.pairs
+        trial_inputs.q.shape[1], trial_inputs.k.shape[1], cu_seqlens=lists[0], kv_cu_seqlens=lists[1], **trial.pairs
     )
     scale = trial.dims[0] ** -0.5 if trial.scale is None else trial.scale
-    bias = oracle.alibi(trial.slopes, given.q.shape[1], given.k.shape[1], *lists) if trial.alibi else None
+    bias = oracle.alibi(trial.slopes, trial_inputs.q.shape[1], trial_inputs.k.shape[1], *lists) if trial.alibi else None
     kept = None
     if trial.dropout:
-        kept = philox.kept(trial.batch, trial.heads[0], given.q.shape[1], given.k.shape[1], SEED, trial.dropout)
+        kept = philox.kept(
+            trial.batch, trial.heads[0], trial_inputs.q.shape[1], trial_inputs.k.shape[1], SEED, trial.dropout
+        )
     out, lse = oracle.attention(*leaves, allowed, scale, trial.softcap, sinks, bias, kept)
-    _loss(trial, out, lse, given.dout.double(), given.dlse.double()).backward()
-    found = {"out": out.detach(), "lse": lse.detach()}
-    found |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), leaves, strict=True)}
+    _loss(trial, out, lse, trial_inputs.dout.double(), trial_inputs.dlse.double()).backward()
+    results = {"out": out.detach(), "lse": lse.detach()}
+    results |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), leaves, strict=True)}
     if sinks is not None:
-        found["dsinks"] = sinks.grad
-    return found
+        results["dsinks"] = sinks.grad
+    return results
 
 
 def _loss(trial: Trial, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) -> Tensor:
@@ -134,31 +136,34 @@ def _loss(trial: Trial, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) ->
 
 
 def on_rank(ring: ringattn.Ring, trial: Trial, layout: str, schedule: str, dtype: torch.dtype) -> Results:
-    """This rank's shards of the results, in its own rows."""
-    given = inputs(trial, dtype)
+    """Return this rank's shards of the results, in the order of its rows."""
+    trial_inputs = inputs(trial, dtype)
     seq = ring.sequence(None if trial.documents else trial.tokens, cu_seqlens=trial.documents, layout=layout)
     kv_seq = None
     if trial.cross:
         kv_seq = ring.sequence(trial.kv_tokens, cu_seqlens=trial.kv_documents, layout=trial.kv_layout)
     owners = seq, kv_seq or seq, kv_seq or seq
-    leaves = [_leaf(one.shard(x), trial.strided) for one, x in zip(owners, (given.q, given.k, given.v), strict=True)]
-    sinks = None if given.sinks is None else given.sinks.clone().requires_grad_()
+    leaves = [
+        _leaf(owner.shard(x), trial.strided)
+        for owner, x in zip(owners, (trial_inputs.q, trial_inputs.k, trial_inputs.v), strict=True)
+    ]
+    sinks = None if trial_inputs.sinks is None else trial_inputs.sinks.clone().requires_grad_()
     out, lse = ring.attention(
         *leaves, seq, kv_seq=kv_seq, schedule=schedule, sinks=sinks, return_lse=True, **trial.options
     )
     assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    _loss(trial, out, lse, seq.shard(given.dout), seq.shard(given.dlse, dim=2)).backward()
-    found = {"out": out.detach(), "lse": lse.detach()}
-    found |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), leaves, strict=True)}
+    _loss(trial, out, lse, seq.shard(trial_inputs.dout), seq.shard(trial_inputs.dlse, dim=2)).backward()
+    results = {"out": out.detach(), "lse": lse.detach()}
+    results |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), leaves, strict=True)}
     assert all(x.grad.dtype == dtype for x in leaves)
     if sinks is not None:
-        found["dsinks"] = sinks.grad
-    order = {name: torch.from_numpy(one.layout.order()) for name, one in zip(("q", "k", "v"), owners, strict=True)}
-    return found | order
+        results["dsinks"] = sinks.grad
+    order = {name: torch.from_numpy(owner.layout.order()) for name, owner in zip(("q", "k", "v"), owners, strict=True)}
+    return results | order
 
 
 def _leaf(x: Tensor, strided: bool) -> Tensor:
-    """A leaf that requires a gradient: a copy, or a view with gaps and tokens before batches."""
+    """Return a leaf that requires a gradient: a copy, or a view with gaps and with tokens before batches."""
     if not strided:
         return x.clone().requires_grad_()
     batch, tokens, heads, dim = x.shape
@@ -169,37 +174,37 @@ def _leaf(x: Tensor, strided: bool) -> Tensor:
 
 
 def joined(parts: list[Results]) -> Results:
-    """The whole tensors, in order, from every rank's shards; the sinks' gradient summed."""
-    found = {}
+    """Join the shards of all ranks to whole tensors, in order; sum the gradient of the sinks."""
+    results = {}
     for name, rows, dim in (("out", "q", 1), ("lse", "q", 2), ("dq", "q", 1), ("dk", "k", 1), ("dv", "v", 1)):
         shards = torch.cat([part[name] for part in parts], dim)
-        found[name] = torch.empty_like(shards).index_copy_(dim, parts[0][rows], shards)
+        results[name] = torch.empty_like(shards).index_copy_(dim, parts[0][rows], shards)
     if "dsinks" in parts[0]:
-        found["dsinks"] = torch.stack([part["dsinks"] for part in parts]).sum(0)
-    return found
+        results["dsinks"] = torch.stack([part["dsinks"] for part in parts]).sum(0)
+    return results
 
 
 def run(
     trial: Trial, ranks: int, layout: str, schedule: str, dtype: torch.dtype = torch.float64, **options: Any
 ) -> Results:
-    """The results of a ring of threads, with poisoned memory."""
+    """Return the results of a ring of threads, with poisoned memory."""
     options = {"engine": "plain", "timeout_s": 30.0, "poison": True, **options}
     with unset_is_nan():
         return joined(run_ranks(ranks, lambda ring: on_rank(ring, trial, layout, schedule, dtype), **options))
 
 
-def greatest_error(found: Results, wanted: Results) -> float:
-    """The greatest absolute error of all results; infinite where one is not finite and the other is."""
+def greatest_error(results: Results, expected: Results) -> float:
+    """Return the largest absolute error of all results; infinite if only one of two values is finite."""
     worst = 0.0
-    for name, x in found.items():
-        blind = wanted[name].isinf()
-        if not torch.equal(blind, x.isinf()) or x.isnan().any() or x.shape != wanted[name].shape:
+    for name, x in results.items():
+        blind = expected[name].isinf()
+        if not torch.equal(blind, x.isinf()) or x.isnan().any() or x.shape != expected[name].shape:
             return float("inf")
-        difference = (x.double() - wanted[name]).abs().masked_fill(blind, 0)
+        difference = (x.double() - expected[name]).abs().masked_fill(blind, 0)
         worst = max(worst, float(difference.max()) if x.numel() else 0.0)
     return worst
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Frobenius norm of the error over that of the reference."""
-    return float((found.double() - wanted).norm() / wanted.norm())
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the Frobenius norm of the error divided by that of the reference."""
+    return float((actual.double() - expected).norm() / expected.norm())
