@@ -1,4 +1,4 @@
-"""The reference (`tests.fuzz.reference`) in the words of `Ring.dilated_attention`.
+"""The reference (`tests.fuzz.reference`) with the arguments of `Ring.dilated_attention`.
 
 Guarantees: out and lse are differentiable by autograd; a row without keys gives out 0 and lse -inf, and zero gradients.
 Nothing about speed or memory: it holds (branches, heads, tokens, tokens) numbers.

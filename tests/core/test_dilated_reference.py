@@ -27,15 +27,15 @@ def qkv(tokens: int, q_heads: int, kv_heads: int, d_k: int = 3, d_v: int = 2) ->
     return randoms((2, tokens, q_heads, d_k), (2, tokens, kv_heads, d_k), (2, tokens, kv_heads, d_v))
 
 
-def close(got: Tensor, wanted: Tensor | np.ndarray, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(got.detach(), torch.as_tensor(wanted).detach(), rtol=0, atol=atol)
+def close(got: Tensor, expected: Tensor | np.ndarray, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(got.detach(), torch.as_tensor(expected).detach(), rtol=0, atol=atol)
 
 
 OVERLAPPING: dict[str, Any] = {"segment_lengths": [3, 8], "dilation_rates": [1, 2]}
 
 
 def test_a_key_of_two_branches_counts_twice() -> None:
-    """Token 0 meets itself in both branches and token 1 in one."""
+    """Token 0 attends to itself in both branches, token 1 in one branch."""
     q, k, v = qkv(2, 1, 1)
     out, lse = dilated_reference(q, k, v, segment_lengths=[1, 2], dilation_rates=[1, 1], scale=1.0)
     s, (v0, v1) = torch.exp(torch.einsum("bhd,buhd->bu", q[:, 0], k)), v[:, :, 0].unbind(1)

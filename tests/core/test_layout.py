@@ -23,7 +23,7 @@ def positions(layout: Layout) -> list[list[int]]:
 @given(layouts())
 def test_every_position_has_one_owner(layout: Layout) -> None:
     assert sorted(layout.order().tolist()) == list(range(layout.length))
-    assert layout.order().tolist() == [at for mine in positions(layout) for at in mine]
+    assert layout.order().tolist() == [token for shard in positions(layout) for token in shard]
 
 
 @given(layouts())
@@ -32,7 +32,7 @@ def test_counts_runs_and_positions_agree(layout: Layout) -> None:
     for rank, shard in enumerate(layout.shards):
         assert all(run.count for run in shard)
         assert layout.positions(rank).dtype == np.int64
-        assert layout.positions(rank).tolist() == [at for run in shard for at in run.members()]
+        assert layout.positions(rank).tolist() == [token for run in shard for token in run.members()]
         assert layout.counts[rank] == len(layout.positions(rank))
 
 
@@ -60,9 +60,11 @@ def test_per_document_cuts_each_document_into_mirrored_chunks(data: st.DataObjec
     layout = make_layout("per_document", length, ranks, documents)
     for start, stop in pairwise(documents):
         # Reading a document from its start, owners go up through the ranks and down again, in even chunks.
-        owner = {at: rank for rank, mine in enumerate(positions(layout)) for at in mine if start <= at < stop}
-        visits = [owner[at] for at in range(start, stop)]
-        turn = [i for i, (one, two) in enumerate(pairwise(visits)) if two < one]
+        owner = {
+            token: rank for rank, shard in enumerate(positions(layout)) for token in shard if start <= token < stop
+        }
+        visits = [owner[token] for token in range(start, stop)]
+        turn = [i for i, (before, after) in enumerate(pairwise(visits)) if after < before]
         rising = visits[: turn[0] + 1] if turn else visits
         assert rising == sorted(rising)
         assert visits[len(rising) :] == sorted(visits[len(rising) :], reverse=True)

@@ -27,8 +27,8 @@ def test_options_mean_what_the_oracle_says(data: st.DataObject, length: int) -> 
     mask = make_mask(length, length, documents=documents, kv_documents=documents, **options)
     assert reference_of(mask, 1).max(initial=0) <= 1
     cu_seqlens = None if documents is None else list(documents)
-    wanted = allowed_mask(length, length, cu_seqlens=cu_seqlens, **options)
-    assert np.array_equal(reference_of(mask, 1)[0], wanted.numpy())
+    expected = allowed_mask(length, length, cu_seqlens=cu_seqlens, **options)
+    assert np.array_equal(reference_of(mask, 1)[0], expected.numpy())
 
 
 @given(st.data(), st.integers(0, 12), st.integers(0, 12), st.integers(1, 3))
@@ -36,8 +36,8 @@ def test_cross_documents_pair_by_index(data: st.DataObject, length: int, kv_leng
     cu, kv_cu = data.draw(cuts(length, documents)), data.draw(cuts(kv_length, documents))
     options = data.draw(mask_options(documents))
     mask = make_mask(length, kv_length, documents=cu, kv_documents=kv_cu, **options)
-    wanted = allowed_mask(length, kv_length, cu_seqlens=list(cu), kv_cu_seqlens=list(kv_cu), **options)
-    assert np.array_equal(reference_of(mask, 1)[0], wanted.numpy())
+    expected = allowed_mask(length, kv_length, cu_seqlens=list(cu), kv_cu_seqlens=list(kv_cu), **options)
+    assert np.array_equal(reference_of(mask, 1)[0], expected.numpy())
 
 
 @pytest.mark.parametrize(

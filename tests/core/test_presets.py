@@ -40,7 +40,7 @@ def test_geometric_branches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({}, "give either length .* or branches"),
         ({"length": 10, "branches": 2}, "got 10 and 2"),
@@ -50,8 +50,8 @@ def test_geometric_branches() -> None:
         ({"branches": 2, "base_length": 2.0}, r"base_length must be a whole number of at least 1, got 2\.0"),
     ],
 )
-def test_geometric_refusals(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_geometric_refusals(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         geometric(**options)
 
 
@@ -61,7 +61,7 @@ def test_check_gives_plain_tuples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "rates", "told"),
+    ("lengths", "rates", "message"),
     [
         ([], [], "every branch needs .* got 0 segment_lengths"),
         ([4, 8], [1], r"got 2 segment_lengths \(4, 8\) and 1 dilation_rates \(1,\)"),
@@ -73,8 +73,8 @@ def test_check_gives_plain_tuples() -> None:
         (4, [1], "segment_lengths must be a list .* got 4"),
     ],
 )
-def test_check_refusals(lengths: Any, rates: Any, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_check_refusals(lengths: Any, rates: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         check(lengths, rates)
 
 
@@ -87,9 +87,9 @@ def test_head_offsets() -> None:
         head_offsets("modulo", 4, 6, 6)
 
 
-def percentages(found: list[str], words: str) -> list[float]:
-    """Those of the sentences with these words."""
-    return [float(re.search(r"([0-9.]+) %", one)[1]) for one in found if words in one]  # type: ignore[index]
+def percentages(warnings: list[str], phrase: str) -> list[float]:
+    """Return the percentages in the warnings that contain a phrase."""
+    return [float(re.search(r"([0-9.]+) %", text)[1]) for text in warnings if phrase in text]  # type: ignore[index]
 
 
 branches = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=3).map(
@@ -127,10 +127,10 @@ def test_a_long_sequence_is_judged_by_its_first_tokens() -> None:
 
 
 def test_more_offsets_than_heads() -> None:
-    found = coverage_warnings(geometric(length=2**20), 12, length=2**20)
-    assert percentages(found, "of the queries") == [75, 37.5, 18.8, 9.38, 4.69, 2.34]
-    assert len(found) == 6
-    assert found[-1] == (
+    warnings = coverage_warnings(geometric(length=2**20), 12, length=2**20)
+    assert percentages(warnings, "of the queries") == [75, 37.5, 18.8, 9.38, 4.69, 2.34]
+    assert len(warnings) == 6
+    assert warnings[-1] == (
         "branch (w=1048576, r=512): 12 heads have 12 of 512 offsets, so it reaches 2.34 % of the queries; "
         "use an r of at most 12, or offset='layer_rotated', which changes in each layer"
     )

@@ -91,8 +91,8 @@ TILES = [
 
 
 def test_tables_are_values() -> None:
-    one, two = TileTable.of(TILES), TileTable.of(TILES)
-    other = TileTable.of([TILES[0]._replace(band=FULL), TILES[1]])
-    assert one == two and hash(one) == hash(two) and one != other
+    first, equal = TileTable.of(TILES), TileTable.of(TILES)
+    different = TileTable.of([TILES[0]._replace(band=FULL), TILES[1]])
+    assert first == equal and hash(first) == hash(equal) and first != different
     with pytest.raises(ValueError, match="read-only"):
-        one.q_start[0] = 1
+        first.q_start[0] = 1

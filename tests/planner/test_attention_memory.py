@@ -1,6 +1,6 @@
-"""What an attention pass takes, predicted from plans before it runs and measured while it runs.
+"""The memory of an attention pass, predicted from plans before it runs and measured while it runs.
 
-The reference about a kernel's own buffers is torch's profiler, which hears of every allocation.
+The reference for a kernel's internal buffers is torch's profiler, which records every allocation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LARGE = Drawn(2, 1200, 1, 4, 2, 64, 64, "float32", "causal", "zigzag", "ring", "
 
 
 def allocated(fn: Callable[[], Any]) -> int:
-    """The most bytes that torch's CPU allocator has given out at once while `fn` runs."""
+    """Return the most bytes that torch's CPU allocator has allocated at the same time while `fn` runs."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         kept = fn()
     events = sorted((e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"), key=_when)
@@ -44,22 +44,22 @@ def _when(event: Any) -> int:
     return int(event.start_ns())
 
 
-def bytes_on_ranks(one: Drawn) -> list[dict[str, int]]:
-    return run_ranks(one.ranks, lambda ring: on_rank(ring, **asdict(one)))
+def bytes_on_ranks(configuration: Drawn) -> list[dict[str, int]]:
+    return run_ranks(configuration.ranks, lambda ring: on_rank(ring, **asdict(configuration)))
 
 
 # --- the pass --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "one",
-    thinned_by(lambda one: (one.ranks, one.mask, one.schedule, one.engine, one.dtype), drawn(COUNT, SEED)),
-    ids=lambda one: f"{one.ranks} ranks {one}",
+    "call",
+    thinned_by(lambda call: (call.ranks, call.mask, call.schedule, call.engine, call.dtype), drawn(COUNT, SEED)),
+    ids=lambda call: f"{call.ranks} ranks {call}",
 )
-def test_predicted_and_measured_peaks_agree(one: Drawn) -> None:
-    found = bytes_on_ranks(one)
-    assert greatest_deviation(found) <= WITHIN
-    for rank in found:
+def test_predicted_and_measured_peaks_agree(call: Drawn) -> None:
+    by_rank = bytes_on_ranks(call)
+    assert greatest_deviation(by_rank) <= WITHIN
+    for rank in by_rank:
         assert rank["forward_high_water_bytes"] == rank["forward_slots_bytes"]
         assert rank["high_water_bytes"] == rank["slots_bytes"]
 
@@ -69,10 +69,10 @@ def test_the_fused_engine_is_predicted_to_the_byte() -> None:
 
 
 @pytest.mark.parametrize("engine", ["aten", "plain"])
-def test_queries_that_came_are_counted(engine: str) -> None:
-    one = replace(LARGE, ranks=4, length_tokens=4096, mask="dilated", layout="contiguous", schedule="all_to_all",
-                  engine=engine)  # fmt: skip
-    assert greatest_deviation(bytes_on_ranks(one)) <= WITHIN
+def test_received_queries_are_counted(engine: str) -> None:
+    call = replace(LARGE, ranks=4, length_tokens=4096, mask="dilated", layout="contiguous", schedule="all_to_all",
+                   engine=engine)  # fmt: skip
+    assert greatest_deviation(bytes_on_ranks(call)) <= WITHIN
 
 
 @pytest.mark.slow
@@ -101,10 +101,10 @@ SHAPES = [  # query rows, key rows, batch, query heads, K/V heads, dims
     [(AtenEngine(torch.device("cpu")), 0.1), (AtenEngine(torch.device("cpu")), -0.1), (PlainEngine(), 0.1)],
     ids=["aten", "aten-negative-scale", "plain"],
 )
-def test_workspace_is_what_the_allocator_gave(
+def test_workspace_equals_the_allocated_bytes(
     engine: Engine, scale: float, shape: tuple[int, ...], band: Band, dtype: torch.dtype
 ) -> None:
-    """To the byte, but for the two 0-dimensional tensors of torch.where."""
+    """The workspace is exact except for the two 0-dimensional tensors of torch.where."""
     check_workspace(engine, Softmax(scale), shape, band, dtype)
 
 
@@ -132,18 +132,18 @@ def check_workspace(engine: Engine, softmax: Softmax, shape: tuple[int, ...], ba
     )
     (work,) = engine.prepare([[tile]], softmax._replace(group=heads // kv_heads), n, heads)
     state, sizes = engine.begin([work], q, value_dim, None), Sizes(n, batch, heads, dim, value_dim, dtype)
-    there = allocated(lambda: engine.attend(q, kv, state, work))
-    assert there - 2 * 8 <= engine.workspace_bytes(work, sizes, backward=False) <= there
+    forward_bytes = allocated(lambda: engine.attend(q, kv, state, work))
+    assert forward_bytes - 2 * 8 <= engine.workspace_bytes(work, sizes, backward=False) <= forward_bytes
     dout, out = normal(n, heads, value_dim), state.out.finalized(dtype)
     inputs = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
     dq, into = engine.begin_grad([work], q, value_dim), KV(*(x.to(accumulator_dtype(dtype)).clone() for x in kv[:2]))
-    back = allocated(lambda: engine.attend_grad(q, kv, inputs, dq, into, work))
-    assert back - 2 * 8 <= engine.workspace_bytes(work, sizes, backward=True) <= back
+    backward_bytes = allocated(lambda: engine.attend_grad(q, kv, inputs, dq, into, work))
+    assert backward_bytes - 2 * 8 <= engine.workspace_bytes(work, sizes, backward=True) <= backward_bytes
 
 
 @pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """So many intra-op threads."""
+    """Set the number of intra-op threads for one test."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield
@@ -157,14 +157,16 @@ def test_scratch_of_the_cpu_kernel(n: int, m: int, backward: bool, threads: None
     heads, dim, aten = 2, 16, torch.ops.aten
     q, k = torch.randn(1, n, heads, dim).transpose(1, 2), torch.randn(1, m, heads, dim).transpose(1, 2)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, k)
-    given = (out.numel() if not backward else 2 * k.numel() + q.numel()) * 4 + (0 if backward else lse.numel() * 4)
+    result_bytes = (out.numel() if not backward else 2 * k.numel() + q.numel()) * 4 + (
+        0 if backward else lse.numel() * 4
+    )
 
     def call() -> Any:
         if not backward:
             return aten._scaled_dot_product_flash_attention_for_cpu(q, k, k)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(out, q, k, k, out, lse, 0.0, False)
 
-    assert allocated(call) == given + kernel_bytes(n, m, dim, 4, backward)
+    assert allocated(call) == result_bytes + kernel_bytes(n, m, dim, 4, backward)
 
 
 # --- the meter -------------------------------------------------------------------------------------------------------
@@ -174,18 +176,18 @@ def test_a_storage_counts_once_while_it_lives() -> None:
     before = torch.zeros(100)
     with StorageMeter() as meter:
         assert before.view(10, 10).sum(0).shape == (10,)
-        assert meter.live_bytes == 0 and meter.peak_bytes == 40  # a view of what was there, and its short-lived sums
-        one = torch.zeros(1000)
-        views = [one[:10], one.view(10, 100).t()]
+        assert meter.live_bytes == 0 and meter.peak_bytes == 40  # a view of an older tensor, and its short-lived sums
+        first = torch.zeros(1000)
+        views = [first[:10], first.view(10, 100).t()]
         assert meter.live_bytes == 4000
-        del one
+        del first
         assert meter.live_bytes == 4000
         views.clear()
         assert meter.live_bytes == 0 and meter.peak_bytes == 4000
-        two = torch.ones(10)
+        second = torch.ones(10)
         meter.restart()
         assert meter.peak_bytes == meter.live_bytes == 40
-        two.add_(1)
+        second.add_(1)
     assert meter.peak_bytes == 40
 
 
@@ -194,9 +196,9 @@ def test_the_meter_sees_a_backward_pass_and_scratch() -> None:
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with StorageMeter(attention_scratch_bytes) as meter:
         out, lse = attend(q, q, q)
-        made = (out.numel() + lse.numel()) * 4
-        assert meter.peak_bytes == made + kernel_bytes(64, 64, 16, 4, backward=False)
+        output_bytes = (out.numel() + lse.numel()) * 4
+        assert meter.peak_bytes == output_bytes + kernel_bytes(64, 64, 16, 4, backward=False)
         meter.restart()
-        out.backward(torch.ones(1, 2, 64, 16))  # laid out otherwise than the kernel wants it, which copies it
+        out.backward(torch.ones(1, 2, 64, 16))  # in another memory layout than the kernel needs, so it is copied
     grads = 3 * q.numel() * 4
-    assert meter.peak_bytes == made + 2 * q.numel() * 4 + grads + kernel_bytes(64, 64, 16, 4, backward=True)
+    assert meter.peak_bytes == output_bytes + 2 * q.numel() * 4 + grads + kernel_bytes(64, 64, 16, 4, backward=True)

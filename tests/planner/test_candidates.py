@@ -1,4 +1,4 @@
-"""What "auto" takes on machines that are known, and what it leaves out: read from plans, alike on all ranks."""
+"""The choice of "auto" on known machines, and the schedules that it leaves out: read from plans, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.strategies import geometric
 def problem_of(
     ranks: int, shard: int = 256, heads: int = 4, kv_heads: int = 4, layout: str = "zigzag", causal: bool = True
 ) -> Problem:
-    """Heads of 64 in bfloat16."""
+    """Return a call with heads of 64 dimensions in bfloat16."""
     tokens = ranks * shard
     rows = make_layout(layout, tokens, ranks)
     mask = Banded(causal).mask(tokens, tokens, None, None, heads, kv_heads)
@@ -51,7 +51,7 @@ def problem_of(
 
 
 def machines(nodes: tuple[int, ...], **constants: float) -> Cluster:
-    """Fast work; links as given."""
+    """Return a cluster with fast work and these nodes and constants."""
     facts = {"bandwidth": 1e9, "latency_s": 1e-6, "node_bandwidth": 1e8, **constants}
     return Cluster("machines", 1e13, links=Links(nodes, LinkClass.NVLINK), **facts)  # type: ignore[arg-type]
 
@@ -60,36 +60,38 @@ ONE = machines((0,) * 4)
 TWO = machines((0, 0, 1, 1))
 
 
-def by_name(found: tuple[Candidate, ...]) -> dict[str, Candidate]:
-    return {one.schedule: one for one in found}
+def by_name(table: tuple[Candidate, ...]) -> dict[str, Candidate]:
+    return {candidate.schedule: candidate for candidate in table}
 
 
 @pytest.mark.parametrize("cluster", [ONE, TWO], ids=["one node", "two nodes"])
-def test_every_schedule_is_weighed_by_its_own_plans_or_left_out_with_a_reason(cluster: Cluster) -> None:
+def test_every_schedule_is_predicted_from_its_plans_or_left_out_with_a_reason(cluster: Cluster) -> None:
     problem = problem_of(4)
-    found = compared(problem, cluster)
-    assert sorted(one.schedule for one in found) == sorted(ROUTES)
-    assert [one.schedule for one in found if not one.why] == [found[0].schedule]
-    played = [one for one in found if one.seconds is not None]
-    assert len(played) >= 6 and all(one.why for one in found if one.seconds is None)
-    for one in played:
-        plans = [tuple(plan_of(problem, one.route, rank, back) for rank in range(4)) for back in (False, True)]
-        assert one.seconds == pytest.approx(sum(simulate(each, cluster).total_us for each in plans) / 1e6), one
-        assert one.peak_bytes == max(plan.arena_bytes for each in plans for plan in each)
-    # Nothing that may be taken is clearly faster than what is taken.
-    fits = [one.seconds for one in played if one.seconds and "stages" not in one.why]
-    assert found[0].seconds is not None and found[0].seconds * (1 - MUST_GAIN) <= min(fits)
-    assert choose_route(problem, "auto", cluster).name == found[0].schedule
+    table = compared(problem, cluster)
+    assert sorted(candidate.schedule for candidate in table) == sorted(ROUTES)
+    assert [candidate.schedule for candidate in table if not candidate.why] == [table[0].schedule]
+    played = [candidate for candidate in table if candidate.seconds is not None]
+    assert len(played) >= 6 and all(candidate.why for candidate in table if candidate.seconds is None)
+    for candidate in played:
+        plans = [tuple(plan_of(problem, candidate.route, rank, back) for rank in range(4)) for back in (False, True)]
+        assert candidate.seconds == pytest.approx(sum(simulate(each, cluster).total_us for each in plans) / 1e6), (
+            candidate
+        )
+        assert candidate.peak_bytes == max(plan.arena_bytes for each in plans for plan in each)
+    # No schedule that may be chosen is clearly faster than the chosen one.
+    fits = [candidate.seconds for candidate in played if candidate.seconds and "stages" not in candidate.why]
+    assert table[0].seconds is not None and table[0].seconds * (1 - MUST_GAIN) <= min(fits)
+    assert choose_route(problem, "auto", cluster).name == table[0].schedule
 
 
 def test_nodes_and_links_decide() -> None:
-    """A slow network between nodes asks for other schedules than a fast link on one."""
+    """A slow network between nodes needs other schedules than a fast link inside a node."""
     assert choose_route(problem_of(4, 4096), "auto", machines((0,) * 4, bandwidth=1e12)).name == "ring"  # all hidden
     network = machines((0, 0, 1, 1), node_bandwidth=1e9, bandwidth=1e12, node_peer_bandwidth=1e8)
-    found = by_name(compared(problem_of(4, 1024), network))
-    ring, double = found["ring"].seconds, found["double_ring"].seconds
+    table = by_name(compared(problem_of(4, 1024), network))
+    ring, double = table["ring"].seconds, table["double_ring"].seconds
     assert ring is not None and double is not None and double < ring
-    # One pair of ranks has a tenth of the card: the ring waits for it, an exchange of all with all has ten of them.
+    # A pair of ranks gets a tenth of a card's bandwidth: the ring waits for it, an all-to-all uses ten pairs.
     assert choose_route(problem_of(4, 1024), "auto", network).name != "ring"
     # Contiguous and causal, half of the ring idles; heads are balanced.
     contiguous = problem_of(4, 4096, layout="contiguous")
@@ -99,33 +101,33 @@ def test_nodes_and_links_decide() -> None:
 def test_a_choice_needs_a_gain_and_room() -> None:
     problem = problem_of(4, 1024, kv_heads=1)
     wide = machines((0,) * 4, bandwidth=1e12)
-    found = by_name(compared(problem, wide))
-    assert choose_route(problem, "auto", wide).name == found["ring"].schedule  # nothing saves three hundredths
+    table = by_name(compared(problem, wide))
+    assert choose_route(problem, "auto", wide).name == table["ring"].schedule  # no schedule saves three percent
     crowd = by_name(compared(problem_of(16, 64), machines((0,) * 16, latency_s=1e-3)))
     # All K and V at once would be the fastest here, and holds 15 shards.
-    least = min(one.seconds for one in crowd.values() if one.seconds is not None)
+    least = min(candidate.seconds for candidate in crowd.values() if candidate.seconds is not None)
     assert crowd["all_gather"].seconds == least and "stages" in crowd["all_gather"].why
     assert crowd["ulysses"].seconds is None and "more than 8 ranks" in crowd["ulysses"].why
 
 
-def test_what_cannot_save_a_tenth_is_not_planned_on_eight_ranks() -> None:
+def test_a_schedule_that_cannot_save_a_tenth_is_not_planned_on_eight_ranks() -> None:
     # Work takes nearly all of the time, so no schedule that moves queries can save anything.
-    found = by_name(compared(problem_of(8, 2048, kv_heads=1), replace(machines((0,) * 8, bandwidth=1e12), flops=1e11)))
+    table = by_name(compared(problem_of(8, 2048, kv_heads=1), replace(machines((0,) * 8, bandwidth=1e12), flops=1e11)))
     for name in ("ulysses", "pass_q", "balanced"):
-        assert found[name].seconds is None and "at least" in found[name].why, name
-    told = re.search(r"at least ([\d.]+) ms", found["ulysses"].why)
-    assert told
-    least = float(told[1]) / 1e3
-    assert found["ring"].seconds is not None and 0.9 * found["ring"].seconds <= least <= found["ring"].seconds
+        assert table[name].seconds is None and "at least" in table[name].why, name
+    matched = re.search(r"at least ([\d.]+) ms", table["ulysses"].why)
+    assert matched
+    least = float(matched[1]) / 1e3
+    assert table["ring"].seconds is not None and 0.9 * table["ring"].seconds <= least <= table["ring"].seconds
 
 
-def test_nodes_of_unlike_size_have_no_double_ring_and_say_so() -> None:
-    found = by_name(compared(problem_of(4), machines((0, 0, 0, 1))))
-    assert found["double_ring"].seconds is None and "node" in found["double_ring"].why
+def test_nodes_of_unequal_size_have_no_double_ring_and_the_reason_is_given() -> None:
+    table = by_name(compared(problem_of(4), machines((0, 0, 0, 1))))
+    assert table["double_ring"].seconds is None and "node" in table["double_ring"].why
     assert choose_route(problem_of(4), "auto", machines((0, 0, 0, 1))).name != "double_ring"
 
 
-def test_more_ranks_than_are_played_go_by_a_closed_form() -> None:
+def test_a_closed_form_decides_for_more_ranks_than_are_simulated() -> None:
     h100 = CLUSTERS["h100"]
     problem = problem_of(32, 8192, 64, 8)
     assert problem.world_size > PLAYED_RANKS
@@ -140,14 +142,14 @@ def test_more_ranks_than_are_played_go_by_a_closed_form() -> None:
 
 
 def test_without_constants_the_choice_is_by_mask_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "compared", lambda *_: pytest.fail("nobody knows these machines"))
+    monkeypatch.setattr(choose, "compared", lambda *_: pytest.fail("these machines are unknown"))
     for cluster in (REFERENCE, REFERENCE.joined(Links((0, 1, 2, 3)))):
         assert choose_route(problem_of(4), "auto", cluster).name == "ring"
         assert "no constants of these machines" in how_chosen((), problem_of(4), cluster)
 
 
-def test_all_ranks_choose_alike_and_attend_exactly() -> None:
-    """A ring that was told its machines; each rank chooses for itself."""
+def test_all_ranks_choose_equally_and_attend_exactly() -> None:
+    """The ring names its cluster, and each rank chooses by itself."""
     torch.manual_seed(1)
     q, k, v = (torch.randn(1, 24, 4, 8, dtype=torch.float64) for _ in range(3))
 
@@ -155,24 +157,24 @@ def test_all_ranks_choose_alike_and_attend_exactly() -> None:
         choose.compared.cache_clear()
         seq = ring.sequence(24, layout="contiguous")
         out = ring.attention(*(seq.shard(x) for x in (q, k, v)), seq, causal=True)
-        said = str(ring.explain(seq, q_heads=4, head_dim=8, causal=True, dtype="float64", cluster=ring.cluster))
-        return said, seq.gather(out)
+        text = str(ring.explain(seq, q_heads=4, head_dim=8, causal=True, dtype="float64", cluster=ring.cluster))
+        return text, seq.gather(out)
 
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
     ).transpose(1, 2)
     names = set()
     for cluster in (ONE, machines((0, 0, 1, 1), latency_s=1e-3), machines((0, 1, 2, 3), bandwidth=1e3)):
-        found = run_ranks(4, of_rank, cluster=cluster)
-        assert len({said for said, _ in found}) == 1
-        for said, out in found:
+        results = run_ranks(4, of_rank, cluster=cluster)
+        assert len({text for text, _ in results}) == 1
+        for text, out in results:
             torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-            assert "predicted for machines, forward and backward" in said and "ms by layout: contiguous" in said
-        names.add(found[0][0].split()[0])
+            assert "predicted for machines, forward and backward" in text and "ms by layout: contiguous" in text
+        names.add(results[0][0].split()[0])
     assert len(names) > 1, names
 
 
-def test_rings_that_were_told_unlike_machines_are_refused() -> None:
+def test_rings_with_different_machines_are_refused() -> None:
     x = torch.zeros(1, 8, 4, 8)
 
     def of_rank(ring: ringattn.Ring) -> str:
@@ -189,66 +191,68 @@ def test_rings_that_were_told_unlike_machines_are_refused() -> None:
         ringattn.Ring(cluster="h10")
 
 
-def test_the_table_is_aligned_and_names_what_is_taken() -> None:
-    found = compared(problem_of(4), ONE)
-    lines = table_of(found)
-    assert len(lines) == len(found) + 1 and lines[1].endswith("taken") and lines[1].startswith(found[0].schedule)
-    assert len({line.index(f"{one.seconds * 1e3:.3f}") + len(f"{one.seconds * 1e3:.3f}")
-                for line, one in zip(lines[1:], found, strict=False) if one.seconds is not None}) == 1  # fmt: skip
+def test_the_table_is_aligned_and_names_the_chosen_schedule() -> None:
+    table = compared(problem_of(4), ONE)
+    lines = table_of(table)
+    assert len(lines) == len(table) + 1 and lines[1].endswith("taken") and lines[1].startswith(table[0].schedule)
+    assert len({line.index(f"{entry.seconds * 1e3:.3f}") + len(f"{entry.seconds * 1e3:.3f}")
+                for line, entry in zip(lines[1:], table, strict=False) if entry.seconds is not None}) == 1  # fmt: skip
 
 
 def test_the_table_has_a_column_for_each_transport_and_margin() -> None:
-    """What the constants tell apart, each from the same plans; the choice is by the first."""
+    """There is a column for each transport that the constants distinguish, from the same plans; the first decides."""
     h100 = replace(CLUSTERS["h100"], links=Links((0,) * 4, LinkClass.NVLINK))
     over = exchanges(Exchange("nccl", 4), h100, 4)
     assert over == (Exchange("nccl", 4), Exchange("nccl", 8), Exchange("nccl"), Exchange("peer"))
     problem = problem_of(4, 512, layout="contiguous")
-    own, *others = (one.on(h100) for one in over)
-    assert own == h100.leaving(4) and others == [h100.leaving(8), h100, h100.by_copy_engines()]
-    found = compared(problem, own, *others)
-    assert found[0].schedule == compared(problem, own)[0].schedule == choose_route(problem, "auto", own).name
-    for one in (each for each in found if each.seconds is not None):
-        plans = [tuple(plan_of(problem, one.route, rank, back) for rank in range(4)) for back in (False, True)]
-        times = [sum(simulate(each, machine).total_us for each in plans) / 1e6 for machine in (own, *others)]
-        assert [one.seconds, *one.elsewhere] == pytest.approx(times), one.schedule
-    lines = table_of(found, tuple(map(str, over)))
+    current, *others = (candidate.on(h100) for candidate in over)
+    assert current == h100.leaving(4) and others == [h100.leaving(8), h100, h100.by_copy_engines()]
+    table = compared(problem, current, *others)
+    assert table[0].schedule == compared(problem, current)[0].schedule == choose_route(problem, "auto", current).name
+    for candidate in (each for each in table if each.seconds is not None):
+        plans = [tuple(plan_of(problem, candidate.route, rank, back) for rank in range(4)) for back in (False, True)]
+        times = [sum(simulate(each, machine).total_us for each in plans) / 1e6 for machine in (current, *others)]
+        assert [candidate.seconds, *candidate.elsewhere] == pytest.approx(times), candidate.schedule
+    lines = table_of(table, tuple(map(str, over)))
     assert max(map(len, lines)) <= 100
     titles = ["nccl, 4 SMs", "nccl, 8 SMs", "nccl, 0 SMs", "peer", "staged MiB"]
     assert [title.strip() for title in lines[1].split("  ") if title.strip()] == ["schedule", *titles]
     (double,) = (line for line in lines if line.startswith("double_ring"))
     assert double == "double_ring    one node: its hops cross the same links as the ring's"
-    # Between nodes copy engines carry nothing, and of processors the constants are those of one transport.
+    # Copy engines carry no messages between nodes, and the constants of CPUs were measured with one transport.
     across = replace(h100, links=Links((0, 0, 1, 1), LinkClass.NVLINK))
     assert exchanges(Exchange("nccl", 8), across, 4) == (Exchange("nccl", 8), Exchange("nccl"))
     assert exchanges(Exchange("gloo"), ONE, 4) == (Exchange("gloo"),) and Exchange("gloo").on(ONE) is ONE
 
 
-def test_what_nobody_named_must_gain_more_and_takes_no_memory_for_layers() -> None:
+def test_a_recognised_cluster_must_gain_more_and_keeps_no_blocks() -> None:
     named = machines((0,) * 4, latency_s=1e-4)
-    found = replace(named, recognised=True)
+    recognised = replace(named, recognised=True)
     for shard, least, most in ((64, 0.2, 1.0), (1 << 14, MUST_GAIN, RECOGNISED_MUST_GAIN), (1 << 16, -1.0, MUST_GAIN)):
         problem = problem_of(4, shard)
-        table = compared(problem, found)
+        table = compared(problem, recognised)
         ring = by_name(table)["ring"]
-        gain = 1 - min(one.seconds for one in table if one.seconds and "stages" not in one.why) / (ring.seconds or 0)
+        gain = 1 - min(
+            candidate.seconds for candidate in table if candidate.seconds and "stages" not in candidate.why
+        ) / (ring.seconds or 0)
         assert least < gain < most
-        taken = choose_route(problem, "auto", found).name
+        taken = choose_route(problem, "auto", recognised).name
         assert taken == table[0].schedule and (taken != "ring") == (gain > RECOGNISED_MUST_GAIN), gain
         assert (choose_route(problem, "auto", named).name != "ring") == (gain > MUST_GAIN), gain
-        # Where work takes nearly all of the ring's time, nothing else is planned.
-        assert ring_is_near(problem, found, ring.route, plan_of) == (shard == 1 << 16)
+        # If work takes nearly all of the ring's time, no other schedule is planned.
+        assert ring_is_near(problem, recognised, ring.route, plan_of) == (shard == 1 << 16)
     slow = machines((0,) * 4, bandwidth=1e6)
     long = problem_of(4, 4096, heads=64, kv_heads=1)
     assert choose_route(long, "ring", slow).prologue == "kept"
     assert choose_route(long, "ring", replace(slow, recognised=True)).prologue != "kept"
 
 
-def test_no_schedule_takes_less_than_its_work_evenly_over_the_ranks() -> None:
+def test_no_schedule_is_faster_than_its_work_spread_evenly_over_the_ranks() -> None:
     problem = packed("per_document", 2, 1)
     cluster = machines((0, 0, 1, 1), call_s=1e-6, tile_s=1e-7, copy_bytes_s=1e12, state_passes=1.0, bandwidth=1e12)
-    found = [one for one in compared(problem, cluster) if one.seconds is not None]
-    assert {one.schedule for one in found} > {"ring", "double_ring", "ulysses_ring", "pass_q", "balanced"}
-    assert 0 < least_s(problem, cluster) <= min(one.seconds or 0.0 for one in found)
+    table = [candidate for candidate in compared(problem, cluster) if candidate.seconds is not None]
+    assert {candidate.schedule for candidate in table} > {"ring", "double_ring", "ulysses_ring", "pass_q", "balanced"}
+    assert 0 < least_s(problem, cluster) <= min(candidate.seconds or 0.0 for candidate in table)
 
 
 def packed(layout: str, q_heads: int = 4, kv_heads: int = 4) -> Problem:
@@ -258,35 +262,35 @@ def packed(layout: str, q_heads: int = 4, kv_heads: int = 4) -> Problem:
     return Problem(rows, rows, mask, 1, q_heads, kv_heads, 64, 64, "bfloat16")
 
 
-def test_documents_are_predicted_where_somebody_named_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_predicted_if_the_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     named, problem = machines((0, 0, 1, 1), latency_s=1e-3), packed("per_document", 2, 1)
-    unasked = replace(named, recognised=True)
+    recognised = replace(named, recognised=True)
     assert choose_route(problem, "auto", named).name == compared(problem, named)[0].schedule != "ring"
     tiles = sum(len(table) for rank in range(4) for table in tiles_of(problem, rank).values()) * problem.q_heads
     monkeypatch.setattr(candidates, "PLACED_TILES", tiles)
     compared.cache_clear()
-    assert by_name(compared(problem, unasked))["ulysses"].seconds is not None
+    assert by_name(compared(problem, recognised))["ulysses"].seconds is not None
     monkeypatch.setattr(candidates, "PLACED_TILES", tiles - 1)
     compared.cache_clear()
-    found = by_name(compared(problem, unasked))
+    table = by_name(compared(problem, recognised))
     for name in ("ulysses", "ulysses_ring", "pass_q", "balanced"):
-        assert found[name].seconds is None and f"{tiles} tiles" in found[name].why, name
-    assert found["ring"].seconds and found["all_gather"].seconds
-    # Whoever names the machines waits for all that could save a tenth.
+        assert table[name].seconds is None and f"{tiles} tiles" in table[name].why, name
+    assert table["ring"].seconds and table["all_gather"].seconds
+    # With a named cluster, every schedule that could save a tenth is planned.
     assert by_name(compared(problem, named))["ulysses"].seconds is not None
     choose._chosen.cache_clear()
     monkeypatch.setattr(choose, "compared", lambda *_: pytest.fail("each new pack of documents would wait"))
-    assert choose_route(problem, "auto", unasked).name == "double_ring"  # by mask, bytes and hops
-    assert "would delay each pack of documents" in how_chosen((), problem, unasked)
+    assert choose_route(problem, "auto", recognised).name == "double_ring"  # by mask, bytes and hops
+    assert "would delay each pack of documents" in how_chosen((), problem, recognised)
     compared.cache_clear()
     choose._chosen.cache_clear()
 
 
-# --- the closed forms of routes against their plans: rows, pairs, and times as the simulator plays them --------------
+# --- the closed forms of routes against their plans: rows, pairs, and times of the simulator --------------------------
 
 
 def dilated(tokens: int, ranks: int, lengths: tuple[int, ...], rates: tuple[int, ...], heads: int = 16) -> Problem:
-    """Branches of heads of 64 in bfloat16."""
+    """Return a call with dilated branches and heads of 64 dimensions in bfloat16."""
     layout = make_layout("contiguous", tokens, ranks)
     mask = Dilated(lengths, rates).mask(tokens, tokens, None, None, heads, heads)
     return Problem(layout, layout, mask, 1, heads, heads, 64, 64, "bfloat16")
@@ -304,24 +308,24 @@ each_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=list(PR
 
 @each_problem
 def test_rows_and_pairs(problem: Problem) -> None:
-    found, ranks = counts(problem), problem.world_size
+    totals, ranks = counts(problem), problem.world_size
     pairs = [(rank == owner, table.area()) for rank in range(ranks)
              for (owner, _), table in tiles_of(problem, rank).items()]  # fmt: skip
-    assert found.local_pairs * ranks == sum(area for own, area in pairs if own)
-    assert found.remote_pairs * ranks == sum(area for own, area in pairs if not own)
+    assert totals.local_pairs * ranks == sum(area for is_local, area in pairs if is_local)
+    assert totals.remote_pairs * ranks == sum(area for is_local, area in pairs if not is_local)
     sent = {
         (route, kind): sum(size(copy.content) for step in schedule_of(problem, route, False).steps
                            for copy in step.copies if copy.block.kind is kind)
         for route in (SUB_RINGS, ULYSSES) for kind in (Kind.Q, Kind.KV, Kind.OUT)
     }  # fmt: skip
-    assert found.ring_rows * ranks == sent[SUB_RINGS, Kind.KV]
-    # Heads that their ring's members do not divide are dealt unevenly, which costs the same in sum.
+    assert totals.ring_rows * ranks == sent[SUB_RINGS, Kind.KV]
+    # If the members of a ring do not divide its heads, shares are uneven, but the sum is the same.
     for kind in (Kind.Q, Kind.KV, Kind.OUT):
-        assert found.partitioned_rows * ranks == pytest.approx(sent[ULYSSES, kind], rel=0.01)
+        assert totals.partitioned_rows * ranks == pytest.approx(sent[ULYSSES, kind], rel=0.01)
 
 
 def two_nodes(ranks: int, *, block: bool, inside: LinkClass = LinkClass.NVLINK) -> Cluster:
-    """The reference, its ranks on two nodes, one after another or in turn."""
+    """Return the reference cluster with its ranks on two nodes, in two blocks or alternating."""
     return REFERENCE.joined(Links(tuple(rank * 2 // ranks if block else rank % 2 for rank in range(ranks)), inside))
 
 
@@ -349,8 +353,8 @@ def test_times_are_near_those_of_the_simulator(problem: Problem, machines: Clust
     fetched = []
     for rank in range(problem.world_size):
         plan = plan_of(problem, ROUTES["all_gather"], rank, False)
-        rows = [(cluster.node_of(one.peer) == cluster.node_of(rank), size(plan.buffers[one.buffer].content))
-                for step in plan.steps for one in step.recvs]  # fmt: skip
+        rows = [(cluster.node_of(recv.peer) == cluster.node_of(rank), size(plan.buffers[recv.buffer].content))
+                for step in plan.steps for recv in step.recvs]  # fmt: skip
         fetched.append([sum(count for near, count in rows if near is inside) for inside in (True, False)])
     most = max(near for near, _ in fetched), max(far for _, far in fetched)
     for name, seconds in forward_seconds(problem, most, cluster).items():
@@ -364,9 +368,9 @@ def test_the_fastest_is_taken() -> None:
     assert choose_route(far, "auto").name == "all_gather"  # four ranks save too little for two phases,
     assert choose_route(far, "auto", SLOW).name == "ulysses"  # unless bytes are dear
     assert choose_route(dilated(1 << 15, 8, (512, 1 << 15), (1, 4)), "auto").name == "ulysses"
-    # Too much to hold at once, and more than half of it need not travel.
+    # There is too much to hold at once, and more than half of it need not be sent.
     assert choose_route(dilated(1 << 16, 8, (4096, 1 << 16), (1, 2)), "auto").name == "ulysses"
-    # Pairs of ranks: dealing heads out saves nothing and takes two phases.
+    # For pairs of ranks, partitioning heads saves nothing and takes two phases.
     assert choose_route(dilated(1 << 14, 4, (512, 1 << 13), (1, 2), 2), "auto", SLOW).name == "all_gather"
 
 

@@ -1,4 +1,4 @@
-"""Ranks simulated by classes against the same ranks simulated each by its plan."""
+"""Ranks simulated by classes against the same ranks simulated from their plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ringattn.planner.simulate import Disturbance, simulate
 SHARD = 64
 RANKS = 29
 NODES = replace(CLUSTERS["h100"], flops=2e11, ranks_per_node=4, pass_s=1e-5, tile_s=1e-7, call_s=1e-6)
-"""So slow that work and messages of such short shards take times alike."""
+"""Slow arithmetic, so that the work and the messages of such short shards take similar times."""
 PAIRS = replace(NODES, ranks_per_node=2)
 FREE = Cluster("links that cost nothing", 2e11, 1e30, 0.0)
 DISTURBED = Disturbance(((3, 1.5), (20, 3.0)), ((7, 8, 40.0),), 0.2, 1)
@@ -35,23 +35,23 @@ WINDOWS: tuple[Mask, ...] = (("contiguous", True, (70, 0)), ("contiguous", False
 
 
 def problem_of(ranks: int, mask: Mask, shard: int = SHARD, heads: int = 4) -> Problem:
-    """Shards of so many rows, and of query heads two that share each key head."""
+    """Return a call with shards of `shard` rows and two query heads per K/V head."""
     layout, causal, window = mask
     rows = make_layout(layout, shard * ranks, ranks)
-    made = Banded(causal, window).mask(shard * ranks, shard * ranks, None, None, heads, heads // 2)
-    return Problem(rows, rows, made, 1, heads, heads // 2, 64, 64, "bfloat16")
+    lowered = Banded(causal, window).mask(shard * ranks, shard * ranks, None, None, heads, heads // 2)
+    return Problem(rows, rows, lowered, 1, heads, heads // 2, 64, 64, "bfloat16")
 
 
 @lru_cache
 def classes(schedule: str, mask: Mask, quarter: int, cluster: Cluster = NODES, group: int = 1) -> Learned:
-    """Learned once."""
+    """Return the classes of a schedule, learned once."""
     reach = 0 if mask[2] is None else -(-max(mask[2]) // (SHARD // (1 + (mask[0] == "zigzag"))))
     return classes_of(lambda ranks: problem_of(ranks, mask), schedule, cluster, quarter, reach, group)
 
 
 @lru_cache
 def plans(schedule: str, mask: Mask, ranks: int, backward: bool, cluster: Cluster = NODES) -> tuple[Plan, ...]:
-    """Of every rank."""
+    """Return the plans of all ranks."""
     problem = problem_of(ranks, mask)
     route = choose_route(problem, schedule, cluster)
     return tuple(plan_of(problem, route, rank, backward) for rank in range(ranks))
@@ -59,29 +59,31 @@ def plans(schedule: str, mask: Mask, ranks: int, backward: bool, cluster: Cluste
 
 @lru_cache
 def full_ring_with_free_links() -> Any:
-    """A forward pass."""
+    """Return the classes of a forward pass."""
     return classes_of(lambda ranks: problem_of(ranks, PLAIN[0]), "ring", FREE, 0)[False]
 
 
 def check(
     schedule: str, mask: Mask, ranks: int, disturbance: Disturbance, overlap: bool = True, cluster: Cluster = NODES
 ) -> None:
-    """Both passes: equal times, bytes and spans; relative differences are those of rounding."""
+    """Assert that times, bytes and spans of both passes are equal except for rounding."""
     group = group_of(problem_of(ranks, mask), schedule, cluster)
     for backward in (False, True):
         planned = plans(schedule, mask, ranks, backward, cluster)
-        wanted = simulate(planned, cluster, overlap, disturbance)
+        simulated = simulate(planned, cluster, overlap, disturbance)
         learned = classes(schedule, mask, ranks // group % 4, cluster, group)[backward]
-        found = play(learned, cluster, ranks, overlap, disturbance, (0, 7, ranks - 1))
-        assert found.total_s * 1e6 == pytest.approx(wanted.total_us, rel=1e-9)
-        for times, expected in ((found.busy_s, wanted.busy_us), (found.waiting_s, wanted.waiting_us),
-                                (found.exposed_s, wanted.exposed_us)):  # fmt: skip
-            np.testing.assert_allclose(times * 1e6, expected, rtol=1e-9, atol=1e-9 * wanted.total_us)
-        assert found.sent_bytes.tolist() == [plan.bytes_sent for plan in planned]
-        held = [plan.arena_bytes + plan.kept_bytes for plan in planned]
-        assert learned.held_spread(ranks)[[0, -1]].tolist() == pytest.approx([min(held), max(held)], rel=1e-12)
-        for rank, marks in found.traced.items():
-            ends = [span.end_us for span in wanted.spans[rank] if span.lane == "comm"]
+        times = play(learned, cluster, ranks, overlap, disturbance, (0, 7, ranks - 1))
+        assert times.total_s * 1e6 == pytest.approx(simulated.total_us, rel=1e-9)
+        for measured, expected in ((times.busy_s, simulated.busy_us), (times.waiting_s, simulated.waiting_us),
+                                (times.exposed_s, simulated.exposed_us)):  # fmt: skip
+            np.testing.assert_allclose(measured * 1e6, expected, rtol=1e-9, atol=1e-9 * simulated.total_us)
+        assert times.sent_bytes.tolist() == [plan.bytes_sent for plan in planned]
+        held_bytes = [plan.arena_bytes + plan.kept_bytes for plan in planned]
+        assert learned.held_spread(ranks)[[0, -1]].tolist() == pytest.approx(
+            [min(held_bytes), max(held_bytes)], rel=1e-12
+        )
+        for rank, marks in times.traced.items():
+            ends = [span.end_us for span in simulated.spans[rank] if span.lane == "comm"]
             assert np.sort(marks[marks[:, 3] > 0, 3]) * 1e6 == pytest.approx(sorted(ends), rel=1e-9)
 
 
@@ -102,18 +104,20 @@ def test_ulysses_in_nodes_and_a_ring_of_them_by_classes(mask: Mask) -> None:
 
 
 def test_shards_of_another_length_are_learned_from_fewer_ranks() -> None:
-    """The cells of one length are not those of another; who sends to whom is, or it is refused."""
+    """Cells of two lengths differ, but senders and receivers must be equal, otherwise the classes are refused."""
     schedule, mask, ranks, longer = "double_ring:2", PLAIN[1], 26, 96
-    known: Any = classes(schedule, mask, 1, NODES, 2)
-    found: Any = classes_of(lambda n: problem_of(n, mask, longer), schedule, NODES, 1, 0, 2, like=known)
-    assert sum(len(one._cells) for one in found.values()) == sum(len(one._cells) for one in known.values())
+    example: Any = classes(schedule, mask, 1, NODES, 2)
+    learned: Any = classes_of(lambda n: problem_of(n, mask, longer), schedule, NODES, 1, 0, 2, like=example)
+    assert sum(len(of_pass._cells) for of_pass in learned.values()) == sum(
+        len(of_pass._cells) for of_pass in example.values()
+    )
     problem = problem_of(ranks, mask, longer)
     planned = tuple(plan_of(problem, choose_route(problem, schedule, NODES), rank, True) for rank in range(ranks))
-    wanted, ours = simulate(planned, NODES, True, DISTURBED), play(found[True], NODES, ranks, True, DISTURBED)
-    assert ours.total_s * 1e6 == pytest.approx(wanted.total_us, rel=1e-9)
-    assert ours.sent_bytes.tolist() == [plan.bytes_sent for plan in planned]
+    simulated, times = simulate(planned, NODES, True, DISTURBED), play(learned[True], NODES, ranks, True, DISTURBED)
+    assert times.total_s * 1e6 == pytest.approx(simulated.total_us, rel=1e-9)
+    assert times.sent_bytes.tolist() == [plan.bytes_sent for plan in planned]
     with pytest.raises(UnsupportedError, match="rank 0 of 18 sends to unexpected ranks in step 2"):
-        classes_of(lambda n: problem_of(n, PLAIN[0], longer), schedule, NODES, 1, 0, 2, like=known)
+        classes_of(lambda n: problem_of(n, PLAIN[0], longer), schedule, NODES, 1, 0, 2, like=example)
 
 
 def test_an_exchange_of_all_in_one_step() -> None:
@@ -121,8 +125,8 @@ def test_an_exchange_of_all_in_one_step() -> None:
     check("all_gather", ("contiguous", True, None), RANKS, Disturbance(), overlap=False)
 
 
-def test_how_a_backward_begins_follows_from_fewer_ranks() -> None:
-    """Own work is split where a slower link is to be hidden: 28 ranks are on one node, 44 on two."""
+def test_the_prologue_is_extrapolated_from_fewer_ranks() -> None:
+    """Local work is split if it hides a slower link: 28 ranks are on one node, 44 ranks on two nodes."""
     two = replace(NODES, ranks_per_node=32, call_s=2e-5, flops=5e10, backward_flops=5e10)
     for schedule, mask, cluster, fewer, more in (
         ("ring", PLAIN[2], two, "fetched", "split"),
@@ -134,11 +138,14 @@ def test_how_a_backward_begins_follows_from_fewer_ranks() -> None:
         assert prologue_on(lambda ranks, mask=mask: problem_of(ranks, mask), routes, cluster, 44) == more  # type: ignore[misc]
         route = choose_route(problem_of(44, mask), schedule, cluster)
         assert route.prologue == more
-        told = [(ranks, prologue_facts(problem_of(ranks, mask), one, cluster)) for ranks, one in routes.items()]
-        found, wanted = facts_beyond(told, 44), prologue_facts(problem_of(44, mask), route, cluster)
-        assert found is not None and wanted is not None
-        assert [*found[:3], *found[4:]] == pytest.approx([*wanted[:3], *wanted[4:]])
-        assert set(found.owners) == set(wanted.owners)
+        facts = [
+            (ranks, prologue_facts(problem_of(ranks, mask), small_route, cluster))
+            for ranks, small_route in routes.items()
+        ]
+        extrapolated, exact = facts_beyond(facts, 44), prologue_facts(problem_of(44, mask), route, cluster)
+        assert extrapolated is not None and exact is not None
+        assert [*extrapolated[:3], *extrapolated[4:]] == pytest.approx([*exact[:3], *exact[4:]])
+        assert set(extrapolated.owners) == set(exact.owners)
 
 
 def test_a_window_by_classes() -> None:
@@ -173,7 +180,7 @@ DRAWN = 8
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(DRAWN))
 def test_drawn_schedules_by_classes(seed: int) -> None:
-    """Any schedule, layout, mask, number of ranks, of nodes and of slow ranks and links."""
+    """Draw a schedule, layout, mask, number of ranks and nodes, and slow ranks and links."""
     draw = Random(seed)
     schedule = draw.choice(["ring", "sub_rings", "all_gather", "double_ring", "double_ring"])
     group = draw.choice([2, 3]) if schedule == "double_ring" else 1
@@ -187,7 +194,7 @@ def test_drawn_schedules_by_classes(seed: int) -> None:
 
 
 def test_a_straggler_holds_up_every_rank_that_waits_for_it() -> None:
-    """A rank that takes twice as long sets the pace of a full ring: about twice the time, the others wait."""
+    """A rank that takes twice as long slows a full ring to about twice the time, and all other ranks wait."""
     learned = full_ring_with_free_links()
     even = play(learned, FREE, 1024)
     slow = play(learned, FREE, 1024, disturbance=Disturbance(((512, 2.0),)))
@@ -197,18 +204,18 @@ def test_a_straggler_holds_up_every_rank_that_waits_for_it() -> None:
 
 def test_a_ring_of_thousands_by_hand() -> None:
     """Without a mask and with links that cost nothing, each of the steps takes the work of one block."""
-    found = play(full_ring_with_free_links(), FREE, 4096)
-    assert found.total_s == pytest.approx(4096 * SHARD * SHARD * 4 * 4 * 64 / 2e11)
-    assert found.exposed_s.max() == pytest.approx(0.0, abs=1e-12)
+    times = play(full_ring_with_free_links(), FREE, 4096)
+    assert times.total_s == pytest.approx(4096 * SHARD * SHARD * 4 * 4 * 64 / 2e11)
+    assert times.exposed_s.max() == pytest.approx(0.0, abs=1e-12)
 
 
 def test_cells_that_differ_are_refused() -> None:
-    """A window over striped shards reaches as many rows as there are ranks, so no two numbers of ranks are alike."""
+    """A window over striped shards reaches a number of rows that depends on the ranks, so no classes agree."""
     with pytest.raises(UnsupportedError, match="'ring' with layout='striped' has no classes of ranks"):
         classes_of(lambda ranks: problem_of(ranks, ("striped", True, (70, 0))), "ring", NODES, 0, 2)
 
 
-def test_what_classes_do_not_serve_is_refused_by_name() -> None:
+def test_unsupported_schedules_and_clusters_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="schedule='ulysses' cannot be simulated by classes of ranks"):
         classes_of(lambda ranks: problem_of(ranks, PLAIN[1]), "ulysses", NODES, 0)
     with pytest.raises(UnsupportedError, match="groups of 72 ranks are too large to plan"):
@@ -226,7 +233,7 @@ def test_what_classes_do_not_serve_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("make", "message"),
     [
         (lambda: Disturbance(slow_ranks=((1, 0.5),)), "slow_rank: the factor 0.5 must be at least 1"),
         (lambda: Disturbance(slow_links=((1, 1, 2.0),)), "slow_link: name each pair of different ranks once"),
@@ -236,6 +243,6 @@ def test_what_classes_do_not_serve_is_refused_by_name() -> None:
         (lambda: Disturbance(slow_ranks=((9, 2.0),)).check_ranks(8), "there is no rank 9, with ranks 0 to 7"),
     ],
 )
-def test_disturbances_that_cannot_be(made: object, told: str) -> None:
-    with pytest.raises(InputError, match=told):
-        made()  # type: ignore[operator]
+def test_impossible_disturbances_are_refused(make: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()  # type: ignore[operator]

@@ -144,20 +144,20 @@ def test_explain_predicts_for_no_machine_that_nobody_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def told() -> str:
+    def explained() -> str:
         assert main(["explain", "ranks=2", "tokens=4096"]) == 0
         return capsys.readouterr().out
 
-    without = told()
+    without = explained()
     assert "predicted: none: this machine is not calibrated" in without and not re.search(r"predicted \d", without)
     own = {"constants": GOOD, "hardware": hardware()}
     (tmp_path / "calibrated.json").write_text(json.dumps(own))
-    assert re.search(r"predicted [\d.]+ [mu]?s on mine", told())
+    assert re.search(r"predicted [\d.]+ [mu]?s on mine", explained())
     (tmp_path / "calibrated.json").write_text(json.dumps({**own, "hardware": "8 x another GPU"}))
-    assert "predicted: none" in told()
+    assert "predicted: none" in explained()
     (tmp_path / "elsewhere.json").write_text(json.dumps(own))
     monkeypatch.setenv("RINGATTN_CALIBRATION", "elsewhere.json")
-    assert re.search(r"predicted [\d.]+ [mu]?s on mine", told())
+    assert re.search(r"predicted [\d.]+ [mu]?s on mine", explained())
     monkeypatch.setenv("RINGATTN_CALIBRATION", "none.json")
     assert main(["explain", "ranks=2", "tokens=4096"]) == 2
     assert "RINGATTN_CALIBRATION=none.json: there is no such file" in capsys.readouterr().err
@@ -193,11 +193,11 @@ def test_a_margin_takes_its_share_of_the_arithmetic_and_of_nothing_else() -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "margin", "words"),
+    ("name", "margin", "total"),
     [("h100", 132, "SMs of 132"), ("h100", -1, "of 132"), ("cpu", 4, "of an unknown number")],
 )
-def test_a_margin_that_cannot_be_is_refused(name: str, margin: int, words: str) -> None:
-    with pytest.raises(InputError, match=f"sm_margin={margin}: cannot reserve this number of .*{words}"):
+def test_an_impossible_margin_is_refused(name: str, margin: int, total: str) -> None:
+    with pytest.raises(InputError, match=f"sm_margin={margin}: cannot reserve this number of .*{total}"):
         CLUSTERS[name].leaving(margin)
 
 

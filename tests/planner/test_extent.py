@@ -1,6 +1,6 @@
-"""Plans of lengths that no memory holds: size follows pieces, not tokens; too many pieces are refused with the count.
+"""Plans for lengths that fit in no memory: size follows pieces, not tokens; too many pieces are refused with the count.
 
-Not covered: what plans say (see test_ring_account, test_schedule).
+Not covered: the contents of plans (see test_ring_account, test_schedule).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TRILLION = 10**12
 
 @pytest.fixture(autouse=True)
 def little_memory() -> Iterator[None]:
-    """Each test takes less than a byte for each thousandth of a trillion tokens on eight ranks."""
+    """Check that each test takes less memory than one byte per thousand tokens of a rank."""
     reset_peak()
     before = status_bytes("VmRSS")
     yield
@@ -58,10 +58,10 @@ def test_tiles_are_counted_before_the_band(layout: str, causal: bool, monkeypatc
     laid = make_layout(layout, 61, 3, bounds)
     full: Mask = Dilated((16, 61), (1, 2), causal).mask(61, 61, bounds, bounds, heads, 2)
     problem = Problem(laid, laid, full, 1, heads, 2, 8, 8, "float32")
-    made = sum(len(table) for rank in range(3) for table in tiles_of(problem, rank).values())
-    monkeypatch.setattr(candidates, "MOST_TILES", made - 1)
+    count = sum(len(table) for rank in range(3) for table in tiles_of(problem, rank).values())
+    monkeypatch.setattr(candidates, "MOST_TILES", count - 1)
     assert excess(problem) and excess(problem, by_head=True)
-    monkeypatch.setattr(candidates, "MOST_TILES", made)
+    monkeypatch.setattr(candidates, "MOST_TILES", count)
     assert causal == bool(excess(problem))  # the count is exact where no band hides any
     assert excess(problem, by_head=True)
     monkeypatch.setattr(candidates, "MOST_TILES", 1)

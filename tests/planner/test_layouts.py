@@ -1,4 +1,4 @@
-"""Two placements of documents: which one a sequence gets, and what "auto" and `explain` make of it."""
+"""Two placements of documents: the placement of a sequence, and the behaviour of "auto" and `explain`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def problem_of(cuts: tuple[int, ...], ranks: int, at_once: bool, heads: int = 1,
 
 
 def received(cuts: tuple[int, ...], ranks: int) -> float:
-    """Shards that come to the busiest rank."""
+    """Return the rows that the busiest rank receives, in shards."""
     return max(load_of(cuts, placed_at_once(cuts, ranks)).received) * ranks / cuts[-1]
 
 
-def test_a_schedule_by_name_decides_and_auto_goes_by_rows_on_known_machines() -> None:
+def test_a_named_schedule_decides_and_auto_counts_rows_on_known_machines() -> None:
     assert 0 < received(SHORT, 4) <= RECEIVED_AT_MOST < received(LONG, 4)
     for cuts in (SHORT, LONG):
         assert {name for name in ROUTES if suits_at_once(cuts, 4, name, H100)} == {"all_gather"}
@@ -53,8 +53,8 @@ def test_placements_are_two_layouts_and_other_layouts_have_one() -> None:
     assert make_layout("per_document", 450, 4, LONG, at_once=True) == make_layout("per_document", 450, 4, LONG)
 
 
-def test_where_no_machines_are_known_auto_fetches_all_rows_at_once_if_a_rank_can_hold_them() -> None:
-    """K/V are half of q, k, v and out, and three times as large with their gradients."""
+def test_on_unknown_machines_auto_fetches_all_rows_at_once_if_a_rank_can_hold_them() -> None:
+    """K/V are half of q, k, v and out; with their gradients they are three times as large."""
     for cuts, heads in ((SHORT, 1), (LONG, 8)):
         at_once = problem_of(cuts, 4, True, heads)
         assert choose_route(at_once, "auto").name == "all_gather"
@@ -72,20 +72,20 @@ def test_a_ring_places_documents_for_the_schedule_that_is_named_and_explains_cal
     ], 2).transpose(1, 2)  # fmt: skip
 
     def of_rank(ring: ringattn.Ring) -> list[str]:
-        said = []
+        texts = []
         for placed, called in (("all_gather", "ring"), ("all_gather", "auto"), ("ring", "ring"), ("auto", "auto")):
             seq = ring.sequence(cu_seqlens=LONG, layout="documents", schedule=placed)
             assert seq.layout.at_once == (placed == "all_gather")
             out = ring.attention(*[seq.shard(x)] * 3, seq, causal=True, schedule=called)
             torch.testing.assert_close(seq.gather(out), expected)
-            said.append(str(ring.explain(seq, q_heads=2, head_dim=8, causal=True, schedule=called)))
+            texts.append(str(ring.explain(seq, q_heads=2, head_dim=8, causal=True, schedule=called)))
         with pytest.raises(InputError, match="layout='zigzag' does not depend on it"):
             ring.sequence(450, layout="zigzag", schedule="all_gather")
-        return said
+        return texts
 
-    for said in run_ranks(2, of_rank, cluster=None):
-        marks = ["documents are placed for schedules that receive" in one for one in said]
+    for texts in run_ranks(2, of_rank, cluster=None):
+        marks = ["documents are placed for schedules that receive" in text for text in texts]
         assert marks == [True, False, False, False]
     machines = replace(H100, ranks_per_node=None)
-    found = run_ranks(4, lambda ring: ring.sequence(cu_seqlens=SHORT, layout="documents").layout, cluster=machines)
-    assert all(layout == found[0] and layout.at_once for layout in found)
+    layouts = run_ranks(4, lambda ring: ring.sequence(cu_seqlens=SHORT, layout="documents").layout, cluster=machines)
+    assert all(layout == layouts[0] and layout.at_once for layout in layouts)

@@ -48,12 +48,12 @@ def plans_of(problem: Problem, route: str = "ring", backward: bool = False) -> t
 
 
 def block_us(cluster: Cluster) -> float:
-    """Of one shard's queries with one shard's keys, all pairs."""
+    """Return the work of one shard's queries with one shard's keys, for all pairs."""
     return BLOCK_PAIRS * PAIR_FLOPS / cluster.flops * 1e6
 
 
 def shard_us(cluster: Cluster) -> float:
-    """Of one shard's K and V under way."""
+    """Return the seconds of sending one shard's K and V."""
     return (cluster.latency_s + SHARD_BYTES / cluster.bandwidth) * 1e6
 
 
@@ -346,7 +346,7 @@ def test_work_of_every_kind_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "text"),
     [
         (0.0, "0 us"),
         (4e-9, "<0.01 us"),
@@ -360,5 +360,5 @@ def test_work_of_every_kind_is_counted() -> None:
         (49_148_257.2, "49,148,257 s"),
     ],
 )
-def test_durations(seconds: float, told: str) -> None:
-    assert duration(seconds) == told
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
