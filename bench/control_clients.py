@@ -100,7 +100,7 @@ class SimRank:
         self.rank, self.ranks, self._locations = rank, ranks, locations
         self.control = ControlStore(store, rank, ranks)
         self.health = Health(self.control)
-        self.health.calls = calls.told
+        self.health.calls = calls.report
         neighbours = {(rank - 1) % ranks, (rank + 1) % ranks}
         # Registered without a thread, because the rounds of all ranks run in turn.
         self.health._users[self] = (

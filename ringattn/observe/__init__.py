@@ -1,1 +1,1 @@
-"""What a rank saw, kept for afterwards."""
+"""Observation of a rank: flight records, memory readings and recordings."""

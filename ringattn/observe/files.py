@@ -1,8 +1,8 @@
-"""Writes whole files, through no symbolic link, and says whether a disk is full or file descriptors run out.
+"""Writes whole files, never through a symbolic link, and reports a full disk or a shortage of file descriptors.
 
-A record or a result has a predictable name. Where others may write to its folder, a link planted under that name would
-make this process overwrite a file of its user. So a file is created exclusively under another name and then renamed,
-which replaces a link and leaves its target alone.
+A record or a result has a predictable name. If others may write to its folder, they could plant a link under that name,
+and this process would overwrite a file of its user. So a file is created exclusively under another name and then
+renamed, which replaces a link and leaves its target unchanged.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 STREAMS = ("/dev", "/dev/fd", "/proc/self/fd")
-"""Folders whose entries are devices and open files, as /dev/stdout: written to as they are, and never replaced."""
+"""Folders whose entries are devices and open files, such as /dev/stdout. They are written in place, never replaced."""
 
 
 def write_file(path: Path, content: str | bytes) -> Path:
     """Write `content` to `path`: all of it or nothing, whenever this process is killed. Returns `path`.
 
-    Raises `OSError`; nothing of the file is left then.
+    Raises `OSError`, and then leaves no part of the file behind.
     """
     data = content.encode() if isinstance(content, str) else content
     if is_stream(path):
@@ -29,7 +29,7 @@ def write_file(path: Path, content: str | bytes) -> Path:
         return path
     partial = path.with_name(f"{path.name}.partial")
     with suppress(FileNotFoundError):
-        partial.unlink()  # of a process that was killed, or a link: its target stays
+        partial.unlink()  # left by a killed process, or a planted link, whose target stays
     with os.fdopen(os.open(partial, CREATE, 0o666), "wb") as file:
         try:
             file.write(data)
@@ -43,7 +43,7 @@ def write_file(path: Path, content: str | bytes) -> Path:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether `path` names a device or an open file of the system."""
+    """Return whether `path` names a device or an open file of the system."""
     return str(path.absolute().parent) in STREAMS
 
 
@@ -51,7 +51,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def full_disk(error: BaseException) -> str | None:
-    """Return a sentence with the remedy if `error` is of a full disk or an exhausted quota, else None."""
+    """Return a sentence with the remedy if `error` reports a full disk or an exhausted quota, else None."""
     if not isinstance(error, OSError) or error.errno not in FULL:
         return None
     what = error.filename or "the standard output or a file"
@@ -59,20 +59,20 @@ def full_disk(error: BaseException) -> str | None:
 
 
 SPARE = 16
-"""Descriptors that one step of opening a ring may need."""
+"""The number of descriptors that one step of opening a ring may need."""
 
 
 def descriptor_shortage() -> str:
     """Return a sentence with the remedy if few descriptors are free, else an empty string.
 
-    Libraries report such a shortage as many things, but not as what it is.
+    Libraries report such a shortage under many names, but not as what it is.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         free = limit - len(os.listdir("/proc/self/fd"))
     except FileNotFoundError:  # not Linux
         return ""
-    except OSError:  # not even one for this question
+    except OSError:  # not even a descriptor for this query is free
         free = 0
     if limit == resource.RLIM_INFINITY or free >= SPARE:
         return ""

@@ -1,10 +1,10 @@
-"""The flight record: the last exchanges of a rank, kept in a fixed ring and written out when something goes wrong.
+"""The flight record: the last exchanges of a rank, kept in a fixed-size ring buffer and written when something fails.
 
-Guarantees: recording an exchange costs a few microseconds and no memory beyond the ring; a dump is JSON that
-`ringattn flight` merges over the ranks, and counts what the ring has dropped, so that the k-th send still meets the
-k-th receive. On SIGTERM, which torchrun sends to the ranks that outlive another, a process writes its records at once,
-also while its main thread waits in a call of C++. Then it does what it would have done: it ends, or runs the handler
-that was installed before. Nothing is installed without `leave_records`, and nothing in a fork.
+Guarantees: recording an exchange costs a few microseconds and no memory beyond the buffer. A dump is JSON that
+`ringattn flight` merges over the ranks. It counts the messages that the buffer has dropped, so the k-th send can still
+be matched with the k-th receive. On SIGTERM, which torchrun sends to the ranks that outlive a failed one, a process
+writes its records at once, even while its main thread is inside a C++ call. Then it proceeds as without the record: it
+ends, or runs the handler that was installed before. Nothing is installed without `leave_records`, nor in a fork.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ringattn.observe.files import write_file
 
 CAPACITY = 2048
 LAUNCHING, POSTED, RUNNING, DONE, FAILED, CAPTURED = "launching", "posted", "running", "done", "failed", "captured"
-"""LAUNCHING: inside the library's call, so peers cannot meet it; CAPTURED: in a CUDA graph, where nobody watches it."""
+"""LAUNCHING: inside the library's call, where peers cannot receive it yet. CAPTURED: in a CUDA graph, not watched."""
 CONTROL_LANE = -1
-"""The lane of agreements, which never meet the messages of an exchange."""
+"""The lane of all-gathers, whose messages are never matched with those of an exchange."""
 
 
 class MessageRecord(NamedTuple):
-    """One message of an exchange. `op`: send or recv; `slot`: address of the buffer."""
+    """One message of an exchange. `op`: send or recv; `slot`: the address of the buffer."""
 
     op: str
     peer: int
@@ -43,9 +43,9 @@ class MessageRecord(NamedTuple):
 
 
 class Flight:
-    """One exchange. Times in seconds of this host's clock; `sequence` counts the exchanges of the rank from 0.
+    """One exchange. Times are in seconds of this host's clock; `sequence` counts the rank's exchanges from 0.
 
-    `transport`: what carries it. An exchange whose messages go over two of them is two flights.
+    `transport`: the transport that carries it. An exchange over two transports has two flights.
     """
 
     __slots__ = ("done_s", "lane", "parts", "posted_s", "sequence", "started_s", "state", "transport")
@@ -57,17 +57,17 @@ class Flight:
 
     @property
     def label(self) -> str:
-        """The label of its first message."""
+        """The label of the first message."""
         return self.parts[0].label if self.parts else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the flight as a dict for JSON."""
         facts = {name: getattr(self, name) for name in self.__slots__ if name != "parts"}
         return {**facts, "parts": [part._asdict() for part in self.parts]}
 
 
 class FlightRecord:
-    """The last `CAPACITY` exchanges of one rank. `over`: it was written, or its ring was closed."""
+    """The last `CAPACITY` exchanges of one rank. `over`: the record was written, or its ring was closed."""
 
     def __init__(self, rank: int, world_size: int, transport: str) -> None:
         self.rank, self.world_size, self.transport = rank, world_size, transport
@@ -76,7 +76,7 @@ class FlightRecord:
         self._dropped: Counter[tuple[int, str, int]] = Counter()
 
     def begin(self, lane: int, parts: tuple[MessageRecord, ...], transport: str = "") -> Flight:
-        """A new entry, in the state POSTED. `transport`: where the record is of two of them, which one it is."""
+        """Add an entry in the state POSTED. `transport`: its transport, if the record is of two."""
         flight = Flight(self.count, lane, parts, transport or self.transport)
         oldest = self._ring[self.count % CAPACITY]
         if oldest is not None:
@@ -86,25 +86,25 @@ class FlightRecord:
         return flight
 
     def last(self) -> Flight | None:
-        """The newest entry."""
+        """Return the newest entry, or None."""
         return self._ring[(self.count - 1) % CAPACITY] if self.count else None
 
     def where(self) -> str:
-        """Where this rank is, for heartbeats: its last exchange, or `idle after` it. May be read anytime."""
+        """Return the rank's position for heartbeats: its last exchange, or `idle after` it. Any thread may call it."""
         flight = self.last()
         if flight is None:
             return "idle"
         return f"idle after {flight.label}" if flight.state == DONE else flight.label
 
     def entries(self) -> list[Flight]:
-        """Oldest first."""
+        """Return the entries, oldest first."""
         first = max(0, self.count - CAPACITY)
         return [flight for n in range(first, self.count) if (flight := self._ring[n % CAPACITY]) is not None]
 
     def dump(self, folder: Path, cause: str) -> Path:
         """Write `flight-<rank>.json` into `folder` and return its path. Raises `OSError`.
 
-        `dropped` counts the messages, by lane, direction and peer, of the exchanges that are no longer in the ring.
+        `dropped` counts the messages of exchanges no longer in the buffer, by lane, direction and peer.
         """
         folder.mkdir(parents=True, exist_ok=True)
         content = {
@@ -134,70 +134,71 @@ CAUSE = "received SIGTERM (from torchrun after another rank failed, from the par
 
 _records: WeakKeyDictionary[FlightRecord, Path] = WeakKeyDictionary()
 _lock = threading.Lock()
-_before: Any = None
+_previous_handler: Any = None
 _installed = False
 
 
 def leave_records(record: FlightRecord, folder: Path | None) -> None:
     """On SIGTERM, write `record` into `folder`, unless it was written or its ring was closed before. None: do nothing.
 
-    A handler can be installed by the main thread alone; called in others, it serves where the main thread called too.
+    Only the main thread can install a handler. A call on another thread works if the main thread has called this too.
     """
-    global _before, _installed
+    global _previous_handler, _installed
     if folder is None:
         return
     _records[record] = folder
     if _installed or threading.current_thread() is not threading.main_thread():
         return
-    _before, _installed = signal.getsignal(signal.SIGTERM), True
-    os.register_at_fork(after_in_child=_not_in_a_fork)
-    signal.signal(signal.SIGTERM, _on_signal)
-    woken, wakes = socket.socketpair()
-    wakes.setblocking(False)
-    if (other := signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)) != -1:
-        signal.set_wakeup_fd(other)  # an event loop's; then the main thread must come back from C++ by itself
+    _previous_handler, _installed = signal.getsignal(signal.SIGTERM), True
+    os.register_at_fork(after_in_child=_restore_in_fork)
+    signal.signal(signal.SIGTERM, _handle_signal)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    if (previous_fd := signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)) != -1:
+        signal.set_wakeup_fd(previous_fd)  # it belongs to an event loop; the main thread must leave C++ by itself then
         return
-    wakes.detach()
-    threading.Thread(target=_watch, args=(woken,), name="ringattn-sigterm", daemon=True).start()
+    writer.detach()
+    threading.Thread(target=_watch, args=(reader,), name="ringattn-sigterm", daemon=True).start()
 
 
-def _not_in_a_fork() -> None:
-    """A fork has no ring; and it shares the socket, so that its own end would be taken for that of its parent."""
+def _restore_in_fork() -> None:
+    """Uninstall the handler in a fork, which has no ring and shares the socket: its SIGTERM would look like ours."""
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, _before if _before is not None else signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, _previous_handler if _previous_handler is not None else signal.SIG_DFL)
 
 
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    """What the main thread does, where it is not in C++."""
+def _handle_signal(number: int, frame: FrameType | None) -> None:
+    """Handle the signal on the main thread, if it is not inside C++."""
     _write()
-    if callable(_before):
-        _before(number, frame)
-    elif _before != signal.SIG_IGN:
-        _end(number)
+    if callable(_previous_handler):
+        _previous_handler(number, frame)
+    elif _previous_handler != signal.SIG_IGN:
+        _end_process(number)
 
 
-def _watch(woken: socket.socket) -> None:
-    """Python's own C handler writes the number of each signal into the socket, whatever the main thread does."""
-    while numbers := woken.recv(16):
+def _watch(reader: socket.socket) -> None:
+    """Write on SIGTERM. Python's C handler sends each signal's number here, whatever the main thread does."""
+    while numbers := reader.recv(16):
         if signal.SIGTERM in numbers:
             _write()
-            if _before in (signal.SIG_DFL, None):
-                _end(signal.SIGTERM)
+            if _previous_handler in (signal.SIG_DFL, None):
+                _end_process(signal.SIGTERM)
 
 
 def _write() -> None:
+    """Write every record that has not been written."""
     with _lock:
-        left = [(record, folder) for record, folder in list(_records.items()) if not record.over]
-        # Of several rings of a process the one that waits is written last, and stays.
-        left.sort(key=lambda one: (flight := one[0].last()) is not None and flight.state != DONE)
-        for record, folder in left:
+        unwritten = [(record, folder) for record, folder in list(_records.items()) if not record.over]
+        # Several rings of a process share a file name, so write the ring that is waiting last: that record stays.
+        unwritten.sort(key=lambda entry: (flight := entry[0].last()) is not None and flight.state != DONE)
+        for record, folder in unwritten:
             try:
                 record.dump(folder, CAUSE)
             except OSError as error:
                 print(f"ringattn rank {record.rank}: no flight record: {error}", file=sys.stderr, flush=True)
 
 
-def _end(number: int) -> None:
-    """As if there had never been a handler: `signal.signal` serves the main thread alone, this any."""
+def _end_process(number: int) -> None:
+    """End the process as without a handler. `signal.signal` works only on the main thread; this works on any."""
     ctypes.pythonapi.PyOS_setsig(number, None)  # SIG_DFL
     os.kill(os.getpid(), number)

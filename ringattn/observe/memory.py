@@ -1,8 +1,8 @@
-"""Memory of a rank: readings and levels of all ranks, a meter of tensors, and errors of a rank that found none.
+"""Memory of a rank: readings and levels of all ranks, a count of tensor bytes, and errors for a lack of memory.
 
-Guarantees: every rank reads the readings of all and computes the same level, so an action that raises does so on all
-of them; no byte is counted twice, whether the ring's pool lies in torch's allocator or not; every error that reports a
-lack of memory, whatever torch or Python calls it, becomes one `OutOfMemoryError` with the first error as its cause.
+Guarantees: every rank reads the readings of all ranks and computes the same level, so an action that raises does so on
+all of them. No byte is counted twice, whether or not the ring's pool is in torch's allocator. Every error that reports
+a lack of memory, under any name of torch or Python, becomes one `OutOfMemoryError` with the first error as its cause.
 Not covered: ranks that are threads of one process each report the memory of the whole process.
 """
 
@@ -37,7 +37,7 @@ class Level(IntEnum):
 
 
 class Profile(NamedTuple):
-    """Shares of a rank's memory: what to aim at, and from where on a level begins."""
+    """Shares of a rank's memory: the target, and the start of each level."""
 
     target: float
     warning: float
@@ -45,7 +45,7 @@ class Profile(NamedTuple):
     emergency: float
 
     def level(self, used: float) -> Level:
-        """The level of a share in use."""
+        """Return the level of a used share."""
         return Level(sum(used >= bound for bound in (self.warning, self.critical, self.emergency)))
 
 
@@ -55,17 +55,17 @@ PROFILES = {
     "balanced": Profile(0.90, 0.92, 0.95, 0.97),
     "conservative": Profile(0.85, 0.88, 0.92, 0.95),
 }
-"""A policy and no measurement: that of the training guide which users of dilated attention know."""
+"""Chosen, not measured: these are the values of the training guide that users of dilated attention know."""
 
 
 @dataclass(frozen=True)
 class Reading:
     """One rank's memory, in bytes.
 
-    `allocated_bytes`: tensors, the pool left out. `pool_bytes`, `pool_high_water_bytes`: the ring's pool.
-    `reserved_bytes`: held by allocators, the pool included; on a CPU the process's resident size. `resident_bytes`: the
-    process's. `used_bytes` of `capacity_bytes`: on CUDA what the device says of all its users; on a CPU the resident
-    size, of the machine's or the control group's memory.
+    `allocated_bytes`: tensors, without the pool. `pool_bytes`, `pool_high_water_bytes`: the ring's pool.
+    `reserved_bytes`: memory of the allocators including the pool; on a CPU, the process's resident size.
+    `resident_bytes`: the process's resident size. `used_bytes` of `capacity_bytes`: on CUDA, the device's memory in use
+    by all processes; on a CPU, the resident size, out of the memory of the machine or the control group.
     """
 
     rank: int
@@ -80,12 +80,12 @@ class Reading:
 
     @property
     def used(self) -> float:
-        """The share of the capacity in use."""
+        """The used share of the capacity."""
         return self.used_bytes / self.capacity_bytes
 
     @property
     def fragmentation(self) -> float | None:
-        """The share of what is reserved that no tensor has; None on a CPU, where the rest is the whole program."""
+        """The reserved share that no tensor uses; None on a CPU, where the rest is the whole program."""
         if self.device == "cpu" or not self.reserved_bytes:
             return None
         return 1 - (self.allocated_bytes + self.pool_bytes) / self.reserved_bytes
@@ -100,26 +100,26 @@ class Reading:
 
 
 class Arena(Protocol):
-    """What a monitor asks of a ring's pool, see `ringattn.runtime.records`."""
+    """The part of a ring's pool that a monitor uses; see `ringattn.runtime.records`."""
 
     high_water_bytes: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a pass can use without growth."""
+        """Bytes that a pass can use without growing the pool."""
         ...
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Some of its bytes."""
+        """Return a part of the pool's bytes."""
         ...
 
 
 Action = Callable[[Level, Sequence[Reading]], None]
-"""What to do at a level, with the readings of all ranks."""
+"""Called at a level with the readings of all ranks."""
 
 
 class MemoryMonitor:
-    """The memory of this rank, and of all through `gather`. `Ring.memory_monitor` makes one."""
+    """Reads the memory of this rank, and of all ranks through `gather`. Created by `Ring.memory_monitor`."""
 
     def __init__(
         self,
@@ -131,20 +131,20 @@ class MemoryMonitor:
         actions: Mapping[Level, Iterable[Action]] | None = None,
         capacity_bytes: int | None = None,
     ) -> None:
-        """Observes the memory of one rank; `Ring.memory_monitor` makes one with the first four arguments filled in.
+        """Observe the memory of one rank. `Ring.memory_monitor` fills in the first four arguments.
 
         Args:
             pool: The ring's memory pool.
             device: The rank's device.
             rank: The rank.
-            gather: From this rank's text to the texts of all ranks, by rank. None: alone.
-            profile: aggressive, balanced or conservative, or a `Profile` of shares of the memory.
-            actions: For each `Level` the functions of (level, readings) to call from that level on. None: no actions.
-            capacity_bytes: Memory of this rank. None: what the device has, on a CPU the machine or its control group.
+            gather: Takes this rank's text and returns the texts of all ranks, by rank. None: this rank only.
+            profile: aggressive, balanced or conservative, or a `Profile` with shares of the memory.
+            actions: For each `Level`, the functions of (level, readings) to call from that level on. None: no actions.
+            capacity_bytes: The memory of this rank. None: the device's; on a CPU, the machine's or its control group's.
 
         Raises:
-            InputError: The profile is not known or its shares do not ascend within 0 to 1; the capacity is not a whole
-                number of bytes from 1 on; the actions are not lists of functions by `Level`.
+            InputError: The profile is unknown or its shares do not ascend within 0 to 1; the capacity is not a whole
+                positive number of bytes; the actions are not lists of functions by `Level`.
         """
         self.profile = _profile(profile, rank)
         self._pool, self._device, self._rank, self._gather = pool, device, rank, gather
@@ -152,12 +152,12 @@ class MemoryMonitor:
         if capacity_bytes is not None and (type(capacity_bytes) is not int or capacity_bytes < 1):
             raise InputError(
                 f"rank {rank}: capacity_bytes={capacity_bytes!r}: expected a whole number of bytes from 1 on, or None "
-                "for what the device has"
+                "for the device's memory"
             )
         self._capacity_bytes = capacity_bytes
 
     def read(self) -> Reading:
-        """This rank's memory now. Local; on a CPU it walks over all tensors of the process.
+        """Read this rank's memory now. This is local; on a CPU it visits all tensors of the process.
 
         Returns:
             The reading, in bytes.
@@ -178,25 +178,25 @@ class MemoryMonitor:
         )  # fmt: skip
 
     def report(self) -> list[Reading]:
-        """The readings of all ranks. A collective call.
+        """Gather the readings of all ranks. A collective call.
 
         Returns:
             One `Reading` for each rank, by rank.
         """
-        mine = self.read()
+        reading = self.read()
         if self._gather is None:
-            return [mine]
-        return [Reading(**json.loads(words)) for words in self._gather(json.dumps(asdict(mine)))]
+            return [reading]
+        return [Reading(**json.loads(text)) for text in self._gather(json.dumps(asdict(reading)))]
 
     def check(self) -> Level:
-        """Reads all ranks, and takes the actions of every level that the fullest rank has reached. A collective call.
+        """Read all ranks, and run the actions of every level that the fullest rank has reached. A collective call.
 
         Returns:
             The level, the same on every rank.
         """
         readings = self.report()
-        level = self.profile.level(max(one.used for one in readings))
-        for reached in sorted(one for one in self._actions if one <= level):
+        level = self.profile.level(max(reading.used for reading in readings))
+        for reached in sorted(action_level for action_level in self._actions if action_level <= level):
             for action in self._actions[reached]:
                 action(level, readings)
         return level
@@ -206,8 +206,8 @@ def _profile(profile: ProfileName | Profile, rank: int) -> Profile:
     if isinstance(profile, str) and profile in PROFILES:
         return PROFILES[profile]
     if not isinstance(profile, Profile):
-        known = ", ".join(PROFILES)
-        raise InputError(f"rank {rank}: profile={profile!r} is not known; choose one of {known}, or give a Profile")
+        names = ", ".join(PROFILES)
+        raise InputError(f"rank {rank}: profile={profile!r} is not known; choose one of {names}, or give a Profile")
     numbers = all(isinstance(share, (int, float)) and not isinstance(share, bool) for share in profile)
     if not numbers or not 0 < profile.target <= profile.warning <= profile.critical <= profile.emergency <= 1:
         raise InputError(
@@ -221,34 +221,34 @@ def _actions(actions: Mapping[Level, Iterable[Action]], rank: int) -> dict[Level
     shape = "expected actions={Level.WARNING: [log], ...}, lists of functions of (level, readings) by Level"
     if not isinstance(actions, Mapping):
         raise InputError(f"rank {rank}: actions={actions!r}: {shape}")
-    found = {}
-    for level, some in actions.items():
-        if not isinstance(level, Level) or isinstance(some, str) or not isinstance(some, Iterable):
-            raise InputError(f"rank {rank}: actions has {level!r}: {some!r}; {shape}")
-        found[level] = tuple(some)
-        if wrong := [action for action in found[level] if not callable(action)]:
-            raise InputError(f"rank {rank}: actions[{level!r}] has {wrong[0]!r}, which is no function; {shape}")
-    return found
+    valid = {}
+    for level, functions in actions.items():
+        if not isinstance(level, Level) or isinstance(functions, str) or not isinstance(functions, Iterable):
+            raise InputError(f"rank {rank}: actions has {level!r}: {functions!r}; {shape}")
+        valid[level] = tuple(functions)
+        if wrong := [action for action in valid[level] if not callable(action)]:
+            raise InputError(f"rank {rank}: actions[{level!r}] has {wrong[0]!r}, which is not a function; {shape}")
+    return valid
 
 
-def greatest(readings: Sequence[Reading]) -> dict[str, int]:
-    """The greatest figure of any rank, by name."""
+def largest(readings: Sequence[Reading]) -> dict[str, int]:
+    """Return the largest value of any rank for each field."""
     names = [name for name, value in asdict(readings[0]).items() if isinstance(value, int) and name != "rank"]
-    return {name: max(getattr(one, name) for one in readings) for name in names}
+    return {name: max(getattr(reading, name) for reading in readings) for name in names}
 
 
 # --- actions ---------------------------------------------------------------------------------------------------------
 
 
 def log(level: Level, readings: Sequence[Reading]) -> None:
-    """One line for the fullest rank, to the logger `ringattn`."""
-    fullest = max(readings, key=lambda one: one.used)
+    """Log one line about the fullest rank to the logger `ringattn`."""
+    fullest = max(readings, key=lambda reading: reading.used)
     LOGGER.warning("memory %s: %s", level.name.lower(), fullest)
 
 
 def stop(level: Level, readings: Sequence[Reading]) -> None:
-    """Raises `OutOfMemoryError` before the allocator does, on every rank."""
-    fullest = max(readings, key=lambda one: one.used)
+    """Raise `OutOfMemoryError` on every rank, before the allocator does."""
+    fullest = max(readings, key=lambda reading: reading.used)
     raise OutOfMemoryError(f"memory is at the level {level.name.lower()}: {fullest}; use a smaller batch or more ranks")
 
 
@@ -256,20 +256,20 @@ def stop(level: Level, readings: Sequence[Reading]) -> None:
 
 
 def tensor_bytes(device: torch.device) -> int:
-    """Bytes of all storages on `device` that a Python object refers to; what only autograd refers to is not counted."""
+    """Return the bytes of all storages on `device` that Python objects refer to, not those that only autograd has."""
     sizes = {}
-    for one in gc.get_objects():
-        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device == device and one.layout == torch.strided:
-            # A wrapper of torch.func has no storage; the tensor inside it is counted.
+    for obj in gc.get_objects():
+        if type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.device == device and obj.layout == torch.strided:
+            # A wrapper of torch.func has no storage. The tensor inside it is counted.
             with suppress(NotImplementedError):
-                storage = one.untyped_storage()
+                storage = obj.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
 
 
 def lies_in(pointer: int, segments: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether an address lies in a segment of `torch.cuda.memory_snapshot()`."""
-    return any(one["address"] <= pointer < one["address"] + one["total_size"] for one in segments)
+    """Return whether an address is in a segment of `torch.cuda.memory_snapshot()`."""
+    return any(segment["address"] <= pointer < segment["address"] + segment["total_size"] for segment in segments)
 
 
 def _mib(nbytes: int) -> str:
@@ -295,46 +295,46 @@ def status_bytes(name: str, path: Path = STATUS) -> int:
 
 
 def reset_peak() -> None:
-    """Reset VmHWM to the resident size of now (man 5 proc). Raises `OSError` where the kernel forbids it."""
+    """Reset VmHWM to the current resident size (man 5 proc). Raises `OSError` if the kernel forbids it."""
     CLEAR_REFS.write_text("5", encoding="ascii")
 
 
 def cpu_capacity_bytes() -> int:
-    """The machine's memory, or less where a control group (v2) allows less."""
+    """Return the machine's memory, or the limit of its control group (v2) if that is lower."""
     total = status_bytes("MemTotal", MEMINFO)
     try:
         allowed = CGROUP.read_text(encoding="ascii").strip()
-    except OSError:  # no control groups here
+    except OSError:  # there are no control groups
         return total
     return min(total, int(allowed)) if allowed.isdigit() else total
 
 
-# --- no memory -------------------------------------------------------------------------------------------------------
+# --- out of memory ---------------------------------------------------------------------------------------------------
 
 
 CPU_ALLOCATOR = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
-"""How torch's CPU allocator says it, in a plain RuntimeError (c10/core/impl/alloc_cpu.cpp)."""
+"""The messages of torch's CPU allocator, in a plain RuntimeError (c10/core/impl/alloc_cpu.cpp)."""
 NCCL_ALLOCATOR = ("ncclMemAlloc", "out of memory")
-"""The function of an `NcclError`, and CUDA's words in it, which NCCL passes on (NCCL 2.28, allocator.cc)."""
+"""The function of an `NcclError`, and CUDA's message in it, which NCCL forwards (NCCL 2.28, allocator.cc)."""
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that there was no memory, and is not yet one of ours."""
+    """Return whether an error reports a lack of memory and is not yet an `OutOfMemoryError` of ringattn."""
     if isinstance(error, OutOfMemoryError):
         return False
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    # The transport may quote the shortage of another rank, so the words alone do not tell.
+    # The transport may quote another rank's shortage, so the text alone is not enough.
     if isinstance(error, TransportError):
-        function, words = NCCL_ALLOCATOR
-        return getattr(error, "function", None) == function and words in str(error)
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in CPU_ALLOCATOR)
+        function, text = NCCL_ALLOCATOR
+        return getattr(error, "function", None) == function and text in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in CPU_ALLOCATOR)
 
 
 def out_of_memory_error(
     error: BaseException, plan: Plan, step: int | None, workspace_bytes: int, pool_bytes: int
 ) -> OutOfMemoryError:
-    """Return the error with what was live and what to change. `pool_bytes`: what the ring's pool holds now."""
+    """Return the error, with the live memory and what to change. `pool_bytes`: the present size of the ring's pool."""
     advice = "\n".join(f"  - {remedy}" for remedy in remedies(plan))
     first = (str(error) or repr(error)).splitlines()[0]
     return OutOfMemoryError(

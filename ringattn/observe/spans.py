@@ -1,10 +1,10 @@
-"""A recording: what one rank computed, what it sent, and for how long it stood still, pass by pass.
+"""A recording: what one rank computed and sent, and how long it waited, pass by pass.
 
-Guarantees: a pass is never held up: its moments are marked, and turned into spans when somebody reads them.
-An exchange is under way from the call that posts it until its last message has arrived, or, where the transport cannot
-tell, until the wait for it returns; then `Recording.arrivals_known` is False, `comm_us` is an upper bound, and so is
-`overlap`. Of that time is exposed what the rank spends in no compute span: posting, waiting. This is measured
-on every transport: a wait begins when the rank has nothing else to do.
+Guarantees: recording never delays a pass. The pass only sets marks, which become spans when the recording is read.
+An exchange is in flight from the call that posts it until its last message has arrived. If the transport does not
+report arrivals, it lasts until the wait for it returns; then `Recording.arrivals_known` is False, and `comm_us` and
+`overlap` are upper bounds. The exposed part of that time is the part outside all compute spans: posting and waiting.
+Every transport measures it, because a wait begins when the rank has nothing else to do.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from ringattn.errors import UnsupportedError
 from ringattn.planner.plan import AttendOp, AttendReceivedOp, Plan, PlanStep
 
 WAIT, PACK, POST, WORK, PROJECT, END = "wait", "pack", "post", "work", "project", "end"
-"""What a rank does at a moment. PROJECT: makes keys before the first messages leave, and queries while they travel."""
+"""What a rank does at a moment. PROJECT: computes keys before the first messages leave, queries while they move."""
 
 
 class Clock(Protocol):
-    """Marks moments of a rank's work. `origin_s`: `time.perf_counter()` seconds at `origin`, the first mark."""
+    """Marks moments of a rank's work. `origin_s`: the time of `origin`, the first mark, by `time.perf_counter()`."""
 
     origin: Any
     origin_s: float
 
     def mark(self) -> Any:
-        """Now, as far as this rank's work has come."""
+        """Return a mark of the current point of this rank's work."""
         ...
 
     def departed(self) -> Any:
-        """Called when an exchange has been posted: a mark of its arrival to come, or None."""
+        """Return a mark of a posted exchange's future arrival, or None. Called when it has been posted."""
         ...
 
-    def arrived(self, ticket: Any) -> Any:
-        """Called when an exchange was waited for: a mark of its arrival, or None where the ticket cannot tell."""
+    def arrived(self, handle: Any) -> Any:
+        """Return a mark of an exchange's arrival, or None if its handle does not know it. Called after its wait."""
         ...
 
     def us(self, since: Any, until: Any) -> float:
-        """Microseconds between two marks. May wait until both have been reached."""
+        """Return the microseconds between two marks. It may wait until both are reached."""
         ...
 
 
 class Link(NamedTuple):
-    """One message of an exchange, at this end: `peer` receives or has sent it."""
+    """One message of an exchange at this end. `peer` is the other end."""
 
     step: int
     sends: bool
@@ -58,9 +58,9 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One pass of one rank. `name`: forward or backward; times in microseconds from the recording's beginning.
+    """One pass of one rank. `name`: forward or backward. Times are in microseconds since the recording began.
 
-    `spans` count from the pass's own beginning. `links`: its messages in the order in which they were posted.
+    `spans` count from the start of the pass. `links`: its messages, in the order in which they were posted.
     """
 
     name: str
@@ -71,17 +71,17 @@ class RecordedPass:
 
     @property
     def comm_us(self) -> float:
-        """Time in which messages were under way."""
+        """Time in which messages were in flight."""
         return total_us(under_way(self.spans))
 
     @property
     def exposed_us(self) -> float:
-        """The part of it in which this rank computed nothing."""
+        """The part of `comm_us` in which this rank computed nothing."""
         return total_us(exposed(self.spans))
 
     @property
     def overlap(self) -> float:
-        """Hidden over total communication, 1.0 without any."""
+        """Hidden communication over total communication; 1.0 without any."""
         return overlap(self.comm_us, self.exposed_us)
 
     @property
@@ -91,12 +91,12 @@ class RecordedPass:
 
     @property
     def bytes_sent(self) -> int:
-        """Payload of the same."""
+        """The payload of these messages."""
         return sum(span.nbytes for span in self.spans)
 
 
 class Exchange(NamedTuple):
-    """One step's messages; `arrival` None: with the wait that follows."""
+    """The messages of one step. `arrival` None: they arrived by the end of the wait."""
 
     step: PlanStep
     posted: Any
@@ -106,7 +106,7 @@ class Exchange(NamedTuple):
 
 @dataclass
 class Marks:
-    """A pass as marks: (phase, plan step, when) of all that began, each until the next."""
+    """A pass as marks: (phase, plan step, mark) for each phase that began. It lasts until the next one."""
 
     plan: Plan
     moments: list[tuple[str, int, Any]]
@@ -115,7 +115,7 @@ class Marks:
 
 @dataclass
 class Recording:
-    """What `Ring.recording` gives: the passes that ended inside it, on this rank. Reading waits for the device.
+    """The result of `Ring.recording`: the passes that ended in it, on this rank. Reading it waits for the device.
 
     `transport`: the name of the ring's transport.
     """
@@ -131,61 +131,61 @@ class Recording:
     _lock: Lock = field(default_factory=Lock)
 
     def add(self, marks: Marks) -> None:
-        """Keep a pass; any thread may."""
+        """Add a pass. Any thread may call this."""
         with self._lock:
             self._ended.append(marks)
-            self.arrivals_known &= all(one.arrival is not None for one in marks.exchanges)
+            self.arrivals_known &= all(exchange.arrival is not None for exchange in marks.exchanges)
 
     @property
     def passes(self) -> tuple[RecordedPass, ...]:
-        """In the order in which they ended."""
+        """The passes, in the order in which they ended."""
         with self._lock:
-            self._passes += [_recorded(self.clock, marks) for marks in self._ended]
+            self._passes += [_to_spans(self.clock, marks) for marks in self._ended]
             self._ended.clear()
             return tuple(self._passes)
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Of all passes, from the beginning of the first."""
+        """The spans of all passes, counted from the start of the first."""
         passes = self.passes
         return tuple(
-            span._replace(start_us=span.start_us + later, end_us=span.end_us + later)
-            for one in passes
-            for later in [one.start_us - passes[0].start_us]
-            for span in one.spans
+            span._replace(start_us=span.start_us + offset_us, end_us=span.end_us + offset_us)
+            for recorded in passes
+            for offset_us in [recorded.start_us - passes[0].start_us]
+            for span in recorded.spans
         )
 
     @property
     def comm_us(self) -> float:
-        """Time in which messages were under way, of all passes; see `arrivals_known`."""
-        return sum(one.comm_us for one in self.passes)
+        """Time in which messages were in flight, over all passes; see `arrivals_known`."""
+        return sum(recorded.comm_us for recorded in self.passes)
 
     @property
     def exposed_us(self) -> float:
-        """Time in which this rank stood still for messages, of all passes."""
-        return sum(one.exposed_us for one in self.passes)
+        """Time in which this rank only waited for messages, over all passes."""
+        return sum(recorded.exposed_us for recorded in self.passes)
 
     @property
     def overlap(self) -> float:
-        """Hidden over total communication, 1.0 without any; see `arrivals_known`."""
+        """Hidden communication over total communication; 1.0 without any; see `arrivals_known`."""
         return overlap(self.comm_us, self.exposed_us)
 
     @property
     def messages(self) -> int:
         """Messages sent."""
-        return sum(one.messages for one in self.passes)
+        return sum(recorded.messages for recorded in self.passes)
 
     @property
     def bytes_sent(self) -> int:
-        """Payload of the same."""
-        return sum(one.bytes_sent for one in self.passes)
+        """The payload of these messages."""
+        return sum(recorded.bytes_sent for recorded in self.passes)
 
 
-def _recorded(clock: Clock, marks: Marks) -> RecordedPass:
-    """A pass's marks as spans."""
+def _to_spans(clock: Clock, marks: Marks) -> RecordedPass:
+    """Convert the marks of a pass to spans."""
     plan, moments = marks.plan, marks.moments
     first, last = moments[0][2], moments[-1][2]
-    duration = clock.us(first, last)  # on a device, waits for the last mark, and so for all
+    duration = clock.us(first, last)  # on a device this waits for the last mark, and so for all
 
     def span(name: str, lane: str, since: Any, until: Any, nbytes: int = 0) -> Span:
         start = clock.us(first, since)
@@ -194,7 +194,7 @@ def _recorded(clock: Clock, marks: Marks) -> RecordedPass:
     spans = [
         span(name, COMPUTE, since, until)
         for (phase, number, since), (_, _, until) in pairwise(moments)
-        for name, computes in [named(plan, phase, number)]
+        for name, computes in [describe_phase(plan, phase, number)]
         if computes
     ]
     links: list[Link] = []
@@ -208,8 +208,8 @@ def _recorded(clock: Clock, marks: Marks) -> RecordedPass:
     return RecordedPass(name, start_us, start_us + duration, tuple(spans), tuple(links))
 
 
-def named(plan: Plan, phase: str, number: int) -> tuple[str, bool]:
-    """What a phase of a plan step is called, and whether it computes anything. Work attends, or merges only."""
+def describe_phase(plan: Plan, phase: str, number: int) -> tuple[str, bool]:
+    """Return the name of a phase of a plan step, and whether it computes. Work attends, or only merges."""
     if number >= len(plan.steps):
         return f"end {phase}", False
     step, computes = plan.steps[number], phase == PROJECT
@@ -225,7 +225,7 @@ def named(plan: Plan, phase: str, number: int) -> tuple[str, bool]:
 
 
 class HostClock:
-    """Moments of the host: seconds of `time.perf_counter()`."""
+    """Marks by the host: seconds of `time.perf_counter()`."""
 
     def __init__(self) -> None:
         self.origin = self.origin_s = self.mark()
@@ -235,11 +235,11 @@ class HostClock:
         return time.perf_counter()
 
     def departed(self) -> None:
-        """See `Clock.departed`: only the ticket may know."""
+        """See `Clock.departed`. Only the work handle may know the arrival."""
 
-    def arrived(self, ticket: Any) -> float | None:
+    def arrived(self, handle: Any) -> float | None:
         """See `Clock.arrived`."""
-        arrived_s: float | None = ticket.arrived_s
+        arrived_s: float | None = handle.arrived_s
         return arrived_s
 
     def us(self, since: float, until: float) -> float:
@@ -248,10 +248,10 @@ class HostClock:
 
 
 class DeviceClock:
-    """Moments of the current CUDA stream; arrivals are those of `lane`, the stream that exchanges run on."""
+    """Marks on the current CUDA stream. Arrivals are marked on `lane`, the stream that exchanges run on."""
 
     def __init__(self, lane: torch.cuda.Stream | None) -> None:
-        """Waits once for the device, so that `origin` is now on both clocks."""
+        """Wait once for the device, so that `origin` is the same moment on both clocks."""
         self._lane = lane
         torch.cuda.synchronize()
         self.origin = self.mark()
@@ -266,8 +266,8 @@ class DeviceClock:
         """See `Clock.departed`."""
         return None if self._lane is None else self._event(self._lane)
 
-    def arrived(self, ticket: Any) -> None:
-        """See `Clock.arrived`: the lane's own mark says it."""
+    def arrived(self, handle: Any) -> None:
+        """See `Clock.arrived`. The mark of `departed` on the lane is the arrival."""
 
     def us(self, since: torch.cuda.Event, until: torch.cuda.Event) -> float:
         """See `Clock.us`. CUDA counts in steps of about half a microsecond."""
@@ -281,38 +281,38 @@ class DeviceClock:
 
 
 class ProfilerRanges:
-    """Ranges that `torch.profiler` shows."""
+    """Named ranges in `torch.profiler`."""
 
     def __init__(self) -> None:
         self._open: Any = None
 
     def enter(self, name: str) -> None:
-        """A range begins, and the one before ends."""
+        """Begin a range, after ending the previous one."""
         self.leave()
         self._open = torch.profiler.record_function(name)
         self._open.__enter__()
 
     def leave(self) -> None:
-        """The range ends, if there is one."""
+        """End the range, if one is open."""
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
 
 
 class NvtxRanges:
-    """Ranges that NVIDIA's tools show."""
+    """Named ranges in NVIDIA's tools."""
 
     def __init__(self) -> None:
         self._open = False
 
     def enter(self, name: str) -> None:
-        """A range begins, and the one before ends."""
+        """Begin a range, after ending the previous one."""
         self.leave()
         torch.cuda.nvtx.range_push(name)
         self._open = True
 
     def leave(self) -> None:
-        """The range ends, if there is one."""
+        """End the range, if one is open."""
         if self._open:
             torch.cuda.nvtx.range_pop()
             self._open = False

@@ -42,7 +42,7 @@ from ringattn.observe.spans import (
     NvtxRanges,
     ProfilerRanges,
     Recording,
-    named,
+    describe_phase,
 )
 from ringattn.planner.plan import (
     LOCAL,
@@ -579,7 +579,7 @@ class PassProfiler:
     def _enter(self, phase: str, number: int) -> Any:
         """Begin a phase of a plan step, which ends the previous one. Return the mark if there is a recording."""
         if self._ranges is not None:
-            self._ranges.enter(f"ringattn {self._pass} {named(self._plan, phase, number)[0]}")
+            self._ranges.enter(f"ringattn {self._pass} {describe_phase(self._plan, phase, number)[0]}")
         if self._recording is None:
             return None
         mark = self._recording.clock.mark()

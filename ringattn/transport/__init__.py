@@ -1,1 +1,1 @@
-"""Ways for the ranks of one ring to exchange bytes; `base` is the contract."""
+"""Transports, which exchange bytes between the ranks of one ring; `base` is the contract."""

@@ -1,10 +1,10 @@
-"""The contract of a transport, and what every transport checks about its messages.
+"""The contract of a transport, and the checks that every transport makes on its messages.
 
-A transport moves bytes between the ranks of one ring. Guarantees: all messages of one `exchange` are in flight at once;
-the k-th message sent to a peer meets the k-th message received from it; every wait has a deadline; a failure is an
-error that names rank, peer, label and bytes, on every rank; a message that no transport could carry raises `InputError`
-before anything is posted. A transport may run the exchanges of a rank one after another, so no exchange may need one
-that is started later.
+A transport moves bytes between the ranks of one ring. Guarantees: all messages of one `exchange` are in flight at the
+same time. The k-th message sent to a peer is received by the peer's k-th receive from this rank. Every wait has a
+deadline. A failure raises an error that names rank, peer, label and bytes, on every rank. A message that no transport
+could carry raises `InputError` before anything is posted. A transport may run a rank's exchanges one after another, so
+no exchange may depend on one that is started later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMPARED = "compared"
 
 
 class Message(NamedTuple):
-    """One buffer to or from one peer. `buffer` is contiguous; `label` says what it is in errors and traces."""
+    """One buffer to or from one peer. `buffer` is contiguous; `label` describes it in errors and traces."""
 
     peer: int
     buffer: torch.Tensor
@@ -49,23 +49,23 @@ class WorkHandle(Protocol):
 
     @property
     def arrived_s(self) -> float | None:
-        """When the last message left or arrived, in seconds of `time.perf_counter()`; None where that is unknown.
+        """When the last message left or arrived, in seconds of `time.perf_counter()`, or None if unknown.
 
-        Read it after `wait`. It is unknown on a device, where the order of streams decides.
+        Read it after `wait`. It is unknown on a device, where completion follows stream order.
         """
         ...
 
     def wait(self) -> None:
         """Return when every message of the exchange has left and arrived.
 
-        Raises `DeadlineError` after the transport's timeout and `PeerLostError` when a peer fails.
-        On a device, orders the current stream after the exchange instead of blocking the host.
+        Raises `DeadlineError` after the transport's timeout and `PeerLostError` if a peer fails.
+        On a device, it orders the current stream after the exchange instead of blocking the host.
         """
         ...
 
 
 class Hop(Protocol):
-    """An exchange that was bound to its buffers once and can be started again and again, one at a time."""
+    """An exchange that is bound to its buffers once and can be started repeatedly, one start at a time."""
 
     def start(self) -> WorkHandle:
         """Start all sends and receives at once, like `Transport.exchange`."""
@@ -73,24 +73,24 @@ class Hop(Protocol):
 
 
 class Transport(Protocol):
-    """One rank's end of the ring. Used by one thread at a time."""
+    """One rank's end of the ring. For one thread at a time."""
 
     name: str
     rank: int
     world_size: int
     device: torch.device
     stream: Any
-    """The queue of the device that exchanges run on; None where the host moves the bytes."""
+    """The device queue that exchanges run on; None if the host moves the bytes."""
     locations: tuple[Location, ...]
-    """Where each rank runs, by rank, as opening has gathered it; empty where that is not known."""
+    """The location of each rank, by rank, as gathered at opening; empty if unknown."""
 
     @property
     def sm_margin(self) -> int:
-        """Multiprocessors of the device that an exchange works on, which kernels should leave free meanwhile."""
+        """Multiprocessors that an exchange occupies, which kernels should leave free meanwhile."""
         ...
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor of `nbytes` that `exchange` can send from and receive into."""
+        """Return a flat uint8 tensor of `nbytes` that `exchange` can send from and receive into."""
         ...
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> WorkHandle:
@@ -101,62 +101,62 @@ class Transport(Protocol):
         """Check and prepare an exchange without starting it."""
         ...
 
-    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
-        """Say that this rank makes its `call`-th call, described by `digest` and, for errors, by `words`.
+    def announce(self, call: int, digest: bytes, description: str, gradients: str = "") -> bool:
+        """Announce this rank's `call`-th call, identified by `digest` and described in errors by `description`.
 
-        `gradients`: `COMPARED` if the ranks compare this call now, so that no transport has to; else whether this rank
-        needs gradients, of which a difference is reported as such.
-        True if the transport itself notices, at its waits, when other ranks make another call; a call
-        that the ranks have checked once need not be checked again.
+        `gradients`: `COMPARED` if the ranks compare this call now, so the transport need not. Otherwise it says whether
+        this rank needs gradients, and a difference is reported as such.
+        Returns True if the transport notices in its waits when other ranks make a different call. Then a call that the
+        ranks have checked once need not be checked again.
         """
         ...
 
     def drain(self) -> None:
-        """Return when everything exchanged so far has arrived, also on a device. Raises what has failed."""
+        """Return when everything exchanged so far has arrived, also on a device. Raises the failure, if any."""
         ...
 
     def begin_pass(self) -> None:
-        """On a device: later work of the current stream follows the last pass, on whichever stream that ran."""
+        """On a device, order later work of the current stream after the last pass, on whichever stream that ran."""
         ...
 
     def end_pass(self) -> None:
-        """The pass is on the current stream as far as it came. Called before the next one begins."""
+        """Mark the end of the pass on the current stream. Called before the next pass begins."""
         ...
 
     def replay(self, run: Callable[[], None]) -> None:
-        """Call `run`, which launches a captured CUDA graph of passes of this ring, under one deadline for all of it.
+        """Call `run`, which launches a captured CUDA graph of this ring's passes, under one deadline for all of them.
 
-        Raises `UnsupportedError` where there are no graphs.
+        Raises `UnsupportedError` on transports without graphs.
         """
         ...
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by rank: a small all-gather on the control plane, with the deadline."""
+        """Return every rank's payload, by rank: a small all-gather on the control plane, with the deadline."""
         ...
 
     def abort(self, cause: BaseException) -> None:
-        """Publish `cause` as the reason, drop every connection and refuse further use. Idempotent, never raises."""
+        """Publish `cause` as the reason, close every connection and refuse further use. Idempotent, never raises."""
         ...
 
     def close(self) -> None:
-        """Leave in good order. Idempotent. Raises a failure that no call has raised yet."""
+        """Close the ring gracefully. Idempotent. Raises a failure that no call has raised yet."""
         ...
 
 
 @dataclass
 class Opening:
-    """One rank's end of a ring that opens: what every transport needs. Two transports of one rank share it.
+    """One rank's end of a ring that is being opened: the inputs of every transport. Two transports of a rank share it.
 
     Args:
-        store: Fresh, of this ring alone.
+        store: A fresh store, used by this ring only.
         timeout_s: Every wait of the open ring ends within it.
-        flight_dir: The folder for this rank's flight record after a failure, made if need be. None: no record is left.
+        flight_dir: The folder for this rank's flight record after a failure, created if needed. None: no record.
         interface: The network interface that the user named (GLOO_SOCKET_IFNAME). Empty: the one that routes to the
-            store's host. None: the neighbours exchange no datagrams.
-        job_size: Ranks that share the store. None: those of this ring.
-        locations: Of all ranks; empty where they are not known.
-        deadline: Of the opening. None: `timeout_s` from now.
-        name: Of the transport, for the flight record.
+            store's host. None: neighbours exchange no datagrams.
+        job_size: The number of ranks that share the store. None: the ranks of this ring.
+        locations: The location of every rank; empty if unknown.
+        deadline: The deadline of the opening. None: `timeout_s` from now.
+        name: The transport's name, for the flight record.
     """
 
     store: dist.Store
@@ -175,30 +175,30 @@ class Opening:
 
     @cached_property
     def control(self) -> ControlStore:
-        """This rank's view of the store."""
+        """This rank's client of the store."""
         return ControlStore(self.store, self.rank, self.world_size, self.timeout_s)
 
     def leave_store(self) -> None:
-        """Close the connection to the store, for a ring that needs it only to open: heartbeats have their own."""
+        """Close the connection to the store, for a ring that needs it only to open. Heartbeats have another one."""
         for name in ("store", "control"):
             self.__dict__.pop(name, None)
 
     @cached_property
     def health(self) -> Health:
-        """This rank's liveness, for all its transports."""
+        """This rank's health monitor, shared by all its transports."""
         control = self.control.until(self.until.plus(GRACE_S))
         return Health(control, job_size=self.job_size, interface=self.interface)
 
     @cached_property
     def record(self) -> FlightRecord:
-        """This rank's flight record, for all its transports. On SIGTERM it is left in `flight_dir`."""
+        """This rank's flight record, shared by all its transports. SIGTERM writes it to `flight_dir`."""
         record = FlightRecord(self.rank, self.world_size, self.name)
         leave_records(record, self.flight_dir)
         return record
 
 
 class Rebound:
-    """A `Hop` for transports that gain nothing from binding: it remembers the messages."""
+    """A `Hop` for transports that gain nothing from binding: it only stores the messages."""
 
     def __init__(self, transport: Transport, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
         self._transport, self._sends, self._recvs = transport, sends, recvs
@@ -212,21 +212,21 @@ FORKED = "a forked process cannot use the ring of its parent; open a ring after 
 
 
 class ProcessBound:
-    """Base of rings and transports, which a forked child refuses to use.
+    """Base of rings and transports, which a forked child must not use.
 
-    Guarantees: in a child made by `os.fork` every use of a ring or a transport of the parent raises `ClosedError`, its
-    close and its abort do nothing, and no destructor needs a thread that only the parent has; the parent goes on.
-    The fork marks every object, so no call has to look up the process id.
+    Guarantees: in a child of `os.fork` every use of the parent's ring or transport raises `ClosedError`, close and
+    abort do nothing, and no destructor needs a thread that only the parent has. The parent continues unaffected.
+    The fork marks every object, so calls need not look up the process id.
     """
 
     rank: Any
     forked = False
-    """Whether this is the copy of a forked child."""
+    """Whether this object is the copy in a forked child."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        made = super().__new__(cls)
-        _alive.add(made)
-        return made
+        instance = super().__new__(cls)
+        _alive.add(instance)
+        return instance
 
     def check_process(self) -> None:
         """Raise `ClosedError` in a forked child."""
@@ -234,12 +234,12 @@ class ProcessBound:
             raise ClosedError(f"rank {self.rank}: {FORKED}")
 
     def leave_to_parent(self) -> None:
-        """Called in a forked child before anything else runs there: nothing may touch the parent's connections."""
+        """Detach from the parent's connections. Called in a forked child before anything else runs there."""
 
 
-def never_destroy(thing: object) -> None:
-    """Keep the destructor of `thing` from running in this process, at its end either."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+def never_destroy(target: object) -> None:
+    """Keep the destructor of `target` from ever running in this process, also at its exit."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(target))
 
 
 _alive: WeakSet[ProcessBound] = WeakSet()
@@ -255,47 +255,47 @@ os.register_at_fork(after_in_child=_mark_all)
 
 
 class Ending(ProcessBound):
-    """Why a transport has ended, once it has. The transport of a parent has ended in a forked child."""
+    """The reason why a transport has ended. In a forked child the parent's transport has ended."""
 
     rank: int
     _end: BaseException | None = None
 
     def _check_open(self) -> None:
-        """Raise `ClosedError` if it has ended, or if this is a forked child."""
+        """Raise `ClosedError` if the transport has ended or this is a forked child."""
         self.check_process()
         if self._end is not None:
             raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
 
     def leave_to_parent(self) -> None:
-        """See `ProcessBound`: nothing is left to close or to abort."""
+        """See `ProcessBound`. The transport counts as ended, so close and abort do nothing."""
         self._end = self._end or ClosedError(FORKED)
 
     def close_at_exit(self) -> None:
-        """Close in good order when the process ends with the ring open."""
+        """Close gracefully if the ring is still open when the process ends."""
         raise NotImplementedError
 
 
 closed_at_exit: WeakValueDictionary[int, Ending] = WeakValueDictionary()
-"""Transports on devices that are open, by their `id`, in the order in which they opened."""
+"""Open transports on devices by `id`, in the order in which they opened."""
 
 
 @atexit.register
 def _close_all() -> None:
-    """Close the rings that are still open: a ring over two transports before these. In a fork they have ended."""
+    """Close the rings that are still open, the newest first: a ring over two transports before its parts."""
     for ring in reversed(list(closed_at_exit.values())):
         with suppress(RuntimeError, OSError):
             ring.close_at_exit()
 
 
 def close_dropped(transport: Transport) -> None:
-    """Close the transport of a ring that was garbage collected. The finalizer of the ring, which returns at once."""
+    """Close the transport of a garbage-collected ring. This is the ring's finalizer, which returns at once."""
 
-    # On a thread: a collection may run inside any lock, and on a thread that closing waits for.
+    # Close on a thread: a collection may run while any lock is held, and on a thread that closing waits for.
     def close() -> None:
-        with suppress(RingError):  # no call is left that could raise it
+        with suppress(RingError):  # no later call could raise it
             transport.close()
 
-    # `Thread.start` takes a lock of `threading`, inside which a collection may run, so another thread calls it.
+    # `Thread.start` takes a lock of `threading` that a collection may run under, so a new thread calls it.
     thread = threading.Thread(target=close, name=f"ringattn-dropped-{transport.rank}", daemon=True)
     _thread.start_new_thread(thread.start, ())
 
@@ -304,26 +304,26 @@ AnyFailure = TypeVar("AnyFailure", bound=TransportError | DisagreementError)
 
 
 class HostTransport(Ending):
-    """What transports have in common whose `wait` holds the host until the bytes are there."""
+    """Common parts of transports whose `wait` blocks the host until the bytes have arrived."""
 
     stream: Any = None
     locations: tuple[Location, ...] = ()
 
     @property
     def sm_margin(self) -> int:
-        """None: nothing of theirs runs on a device."""
+        """Return 0: nothing of these transports runs on a device."""
         return 0
 
     def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Hop:
         """See `Transport.bind`; the messages are checked when the hop starts."""
         return Rebound(self, sends, recvs)  # type: ignore[arg-type]
 
-    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
-        """See `Transport.announce`: such a transport notices nothing."""
+    def announce(self, call: int, digest: bytes, description: str, gradients: str = "") -> bool:
+        """See `Transport.announce`. Such a transport notices no differences."""
         return False
 
     def begin_pass(self) -> None:
-        """See `Transport.begin_pass`: the host runs one after another."""
+        """See `Transport.begin_pass`. The host runs passes one after another, so nothing is needed."""
 
     def end_pass(self) -> None:
         """See `Transport.end_pass`."""
@@ -333,42 +333,42 @@ class HostTransport(Ending):
         raise UnsupportedError("passes on the host cannot be captured as CUDA graphs; use transport='nccl'")
 
     def drain(self) -> None:
-        """See `Transport.drain`: whatever has been waited for is there."""
+        """See `Transport.drain`. Every wait has already blocked until its bytes arrived."""
 
 
 class ProcessTransport(HostTransport):
-    """A host transport between processes, each of which leaves a flight record when it fails."""
+    """A host transport between processes, each of which writes a flight record when it fails."""
 
     def __init__(self, opening: Opening) -> None:
         self.rank, self.world_size, self.locations = opening.rank, opening.world_size, tuple(opening.locations)
         self.opening, self.health, self.record = opening, opening.health, opening.record
 
-    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
-        """See `Transport.announce`. The heartbeat says which call this rank makes."""
+    def announce(self, call: int, digest: bytes, description: str, gradients: str = "") -> bool:
+        """See `Transport.announce`. Heartbeats carry the number of this rank's call."""
         self.health.call = call
         return False
 
     def abort(self, cause: BaseException) -> None:
-        """See `Transport.abort`. Where a flight record was left is a note of `cause`."""
+        """See `Transport.abort`. The path of the flight record, if one is written, is added to `cause` as a note."""
         if self._end is None:
-            # A ring that was closed has not failed and leaves no record.
-            if not isinstance(cause, ClosedError) and (left := self._recorded(cause)):
-                cause.add_note(left)
+            # A ring that was closed has not failed and writes no record.
+            if not isinstance(cause, ClosedError) and (note := self._write_record(cause)):
+                cause.add_note(note)
             self._fail(cause)
 
     def _fail(self, cause: BaseException) -> None:
-        """Tell the other ranks, and let go of everything."""
+        """Notify the other ranks, and release everything."""
         raise NotImplementedError
 
     def _failed(self, error: AnyFailure) -> AnyFailure:
-        """End this transport. Returns the error, with where the flight record lies."""
-        left = self._recorded(error)
-        failure = type(error)(f"{error}; {left}") if left else error
+        """End this transport. Return the error, extended by the path of the flight record."""
+        note = self._write_record(error)
+        failure = type(error)(f"{error}; {note}") if note else error
         self._fail(failure)
         return failure
 
-    def _recorded(self, cause: BaseException) -> str:
-        """Leave the flight record where one is wanted. Returns where it lies, empty where none is wanted."""
+    def _write_record(self, cause: BaseException) -> str:
+        """Write the flight record if there is a folder for it. Return a sentence with its path, or an empty string."""
         folder = self.opening.flight_dir
         if folder is None:
             return ""
@@ -392,7 +392,7 @@ class Operation:
         return self.buffer.numel() * self.buffer.element_size()
 
     def record(self) -> MessageRecord:
-        """As the flight record keeps it."""
+        """Return the operation as the flight record stores it."""
         op = "send" if self.sends else "recv"
         return MessageRecord(op, self.peer, self.nbytes, self.buffer.data_ptr(), self.label)
 
@@ -412,13 +412,13 @@ def operations(
     sends: Sequence[Message],
     recvs: Sequence[Message],
 ) -> list[AnyOperation]:
-    """The operations of one exchange, receives first, made by `make(rank, sends, message)`.
+    """Create the operations of one exchange by `make(rank, sends, message)`, receives first.
 
-    Messages of zero bytes are left out on both sides alike. Raises `InputError` for a peer that is this rank or no rank
-    of the ring, and for a buffer that is not contiguous or not on `device`.
+    Messages of zero bytes are left out on both sides. Raises `InputError` for a peer that is this rank or not a rank of
+    the ring, and for a buffer that is not contiguous or not on `device`.
     """
-    found = [make(rank, False, message) for message in recvs] + [make(rank, True, message) for message in sends]
-    for operation in found:
+    candidates = [make(rank, False, message) for message in recvs] + [make(rank, True, message) for message in sends]
+    for operation in candidates:
         if operation.peer == rank:
             raise InputError(f"{operation}: a rank cannot exchange with itself")
         if not 0 <= operation.peer < world_size:
@@ -427,9 +427,9 @@ def operations(
             raise InputError(f"{operation}: the buffer is not contiguous; pack it first")
         if operation.buffer.device.type != device.type:
             raise InputError(f"{operation}: the buffer is on {operation.buffer.device}, the transport on {device}")
-    return [operation for operation in found if operation.nbytes]
+    return [operation for operation in candidates if operation.nbytes]
 
 
 def listed(pending: Sequence[Operation]) -> str:
-    """The operations, in one line."""
+    """Return the operations in one line."""
     return "; ".join(str(operation) for operation in pending) or "nothing pending"

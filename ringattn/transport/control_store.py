@@ -1,14 +1,14 @@
-"""The control store of a ring: one of torch's stores, whose calls end in time, under a prefix that no other ring has.
+"""The control store of a ring: one of torch's stores, with deadlines on all calls, under a prefix of this ring alone.
 
-A call of torch's `TCPStore` blocks without end, whatever timeout the store was given, while its host is stopped or
-cannot be reached: the connection stays up and no answer arrives. So each connection is used by a thread of its own, and
-the caller waits for the answer of that thread.
-Keys of one ring, besides heartbeats: `arrived/RANK`, `cause`, `closed/RANK`, `all_gather/N/RANK`, and what `gather`
-and a transport add.
-Guarantees: no method waits longer than its deadline; once a call was not answered in time, the connection is never
-used again, and every later call on it fails at once; a process can end while another thread is inside a call; the first
-cause wins and never changes; any number of rings may be open at once, next to the user's own process groups and before
-or after them; a restarted job never reads the keys of the run before it.
+A call of torch's `TCPStore` blocks indefinitely, whatever timeout the store was given, while its host is stopped or
+unreachable: the connection stays up and no answer arrives. So each connection is used by a separate thread, and the
+caller waits for that thread's answer.
+Keys of one ring, besides heartbeats: `arrived/RANK`, `cause`, `closed/RANK`, `all_gather/N/RANK`, and the keys that
+`gather` and a transport add.
+Guarantees: no method waits longer than its deadline. Once a call was not answered in time, the connection is never used
+again, and every later call on it fails at once. A process can end while another thread is inside a call. The first
+cause wins and never changes. Any number of rings may be open at the same time, and next to the user's own process
+groups, whenever those are created. A restarted job never reads the keys of an earlier run.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ T = TypeVar("T")
 
 CAUSE = "cause"
 CALL_S = 30.0
-"""The limit of a call that has no nearer deadline."""
+"""The limit of a call without an earlier deadline."""
 GRACE_S = 1.0
-"""What a call that decides a deadline has after it: one that began just before it must not count as unanswered."""
+"""Extra time after a deadline for calls that decide it: one begun just before it must not count as unanswered."""
 NAPS_PER_RANK_S = 4e-5, 5e-4
-"""The first and the longest nap between two looks of `gather`, for each rank: all together ask 2,000 times a second."""
+"""The first and the longest nap between checks of `gather`, per rank: together they check 2,000 times a second."""
 CAUSE_PER_RANK_S = 1e-3
 CAUSE_S = 0.5
-"""How often a rank that waits for the others looks whether one of them has failed; many ranks look less often."""
+"""How often a rank that waits for the others checks whether one has failed; less often with many ranks."""
 LOST = dist.DistNetworkError, dist.DistStoreError
-"""What torch raises if the process that hosts the store is gone."""
+"""Torch's errors for a store whose host process is gone."""
 RESTATED = re.compile(r"(?:rank \d+ failed first|the ring of \d+ ranks cannot (?:open|go on)): .*", re.DOTALL)
 PROBE_S = 0.5
-"""How long a plain connection may take."""
+"""The limit for opening a plain connection."""
 EXIT_S = 1.0
-"""How long the end of the process waits for calls that other threads are in."""
+"""How long the end of the process waits for calls of other threads."""
 
 
 def first_cause(rank: int, cause: BaseException) -> str:
-    """How all other ranks re-state the failure of `rank`.
+    """Return the sentence by which all other ranks re-state the failure of `rank`.
 
-    What re-states another's, or says something of the whole ring, is handed on as it is.
+    A cause that re-states another rank's, or describes the whole ring, is kept as it is.
     """
-    handed_on = RESTATED.search(str(cause)) if isinstance(cause, RingError) else None
-    return handed_on[0] if handed_on else f"rank {rank} failed first: {type(cause).__name__}: {cause}"
+    restated = RESTATED.search(str(cause)) if isinstance(cause, RingError) else None
+    return restated[0] if restated else f"rank {rank} failed first: {type(cause).__name__}: {cause}"
 
 
 class _Connection:
-    """One torch store and the thread that alone calls it."""
+    """One torch store and the only thread that calls it."""
 
     def __init__(self, store: dist.Store) -> None:
         self.store = store
@@ -75,7 +75,7 @@ class _Connection:
         _connections.add(self)
 
     def begin(self, run: Callable[[dist.Store], T]) -> Request[T]:
-        """Request `run(store)` and return at once. Raises `DeadlineError` if the connection was given up."""
+        """Request `run(store)` and return at once. Raises `DeadlineError` if the connection was abandoned."""
         if self.lost:
             raise DeadlineError(self.lost)
         if os.getpid() != self._pid:
@@ -83,10 +83,10 @@ class _Connection:
         store = self.store
         return self._calls.submit(Request(lambda: run(store)))
 
-    def ask(self, run: Callable[[dist.Store], T], deadline: Deadline) -> T:
-        """Return `run(store)`, answered by `deadline`. Raises `DeadlineError`, and what `run` raises."""
-        if not self.lost and deadline.passed:  # nothing was asked, so nothing is known of the host
-            raise DeadlineError(f"the store was not asked: the deadline of {deadline.timeout_s:g} s has passed")
+    def call(self, run: Callable[[dist.Store], T], deadline: Deadline) -> T:
+        """Return the result of `run(store)` by `deadline`. Raises `DeadlineError`, and what `run` raises."""
+        if not self.lost and deadline.passed:  # without a call, the state of the host stays unknown
+            raise DeadlineError(f"the store was not called: the deadline of {deadline.timeout_s:g} s has passed")
         request = self.begin(run)
         if not request.wait(deadline, lambda: bool(self.lost)):
             self.lost = self.lost or (
@@ -96,7 +96,7 @@ class _Connection:
         return request.result()
 
     def settle(self, until: float) -> None:
-        """Wait for the calls that are under way, and let no other begin."""
+        """Wait for the calls in progress, and refuse new ones."""
         if self.lost or self._calls.thread is None or os.getpid() != self._pid:
             return
         self.lost = "the process ends"
@@ -109,7 +109,7 @@ _connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
 
 @atexit.register
 def _settle_all() -> None:
-    """A thread inside a store call while the interpreter ends can take the whole process down."""
+    """Finish store calls: a thread inside one while the interpreter ends can crash the process."""
     until = time.monotonic() + EXIT_S
     for connection in list(_connections):
         connection.settle(until)
@@ -118,28 +118,28 @@ def _settle_all() -> None:
 class BoundedStore:
     """The methods of `dist.Store` that ringattn uses, each of which ends by its deadline.
 
-    They raise `DeadlineError` when the store's host does not answer, and torch's `RuntimeError` when it is gone.
+    They raise `DeadlineError` if the store's host does not answer, and torch's `RuntimeError` if it is gone.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
-        """The limit of each call is `timeout_s`. Nothing else may use `store` from here on, except to clone it."""
+        """The limit of each call is `timeout_s`. From here on nothing else may use `store`, except to clone it."""
         self._connection, self._timeout_s = _Connection(store), timeout_s
         self._deadline: Deadline | None = None
 
     def until(self, deadline: Deadline) -> Self:
-        """The same connection; each call ends by `deadline` too."""
+        """Return a view of the same connection on which each call also ends by `deadline`."""
         view = copy.copy(self)
         if self._deadline is None or self._deadline.left_s >= deadline.left_s:
             view._deadline = deadline
         return view
 
     def clone(self) -> Self:
-        """The same store over a connection of its own, without a deadline."""
+        """Return a view of the same store over a separate connection, without a deadline."""
         view = copy.copy(self)
         try:
-            view._connection = _Connection(self._ask(lambda store: store.clone()))  # type: ignore[attr-defined]
+            view._connection = _Connection(self._call(lambda store: store.clone()))  # type: ignore[attr-defined]
         except DeadlineError:
-            # Torch tries to connect until its timeout, also if nothing listens there any more.
+            # Torch tries to connect until its timeout, even if nothing listens there any more.
             if refuses(self._connection.store):
                 raise dist.DistNetworkError(f"{self.host} is gone") from None
             raise
@@ -148,7 +148,7 @@ class BoundedStore:
 
     @property
     def host(self) -> str:
-        """The store's host, in words."""
+        """A description of the store's host."""
         return host_of(self._connection.store)
 
     @property
@@ -158,57 +158,57 @@ class BoundedStore:
 
     def set(self, key: str, value: str | bytes) -> None:
         """See `dist.Store.set`."""
-        self._ask(lambda store: store.set(key, value))  # type: ignore[arg-type]
+        self._call(lambda store: store.set(key, value))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is known to exist."""
-        return self._ask(lambda store: store.get(key))
+        """Return the value of an existing key."""
+        return self._call(lambda store: store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of keys that are known to exist."""
-        return self._ask(lambda store: read_many(store, keys)) if keys else []
+        """Return the values of existing keys."""
+        return self._call(lambda store: read_many(store, keys)) if keys else []
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys exist."""
-        return self._ask(lambda store: store.check(keys))
+        """Return whether all keys exist."""
+        return self._call(lambda store: store.check(keys))
 
     def add(self, key: str, n: int = 1) -> int:
-        """Add to a counter, which begins at 0. Returns its new value."""
-        return self._ask(lambda store: store.add(key, n))
+        """Add to a counter that starts at 0, and return its new value."""
+        return self._call(lambda store: store.add(key, n))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """See `dist.Store.compare_set`."""
-        return self._ask(lambda store: store.compare_set(key, expected, desired))
+        return self._call(lambda store: store.compare_set(key, expected, desired))
 
     def delete_key(self, key: str) -> bool:
         """See `dist.Store.delete_key`."""
-        return self._ask(lambda store: store.delete_key(key))
+        return self._call(lambda store: store.delete_key(key))
 
     def begin(self, run: Callable[[dist.Store], T]) -> Request[T]:
-        """Run `run(store)` on the thread of the connection; return at once. Raises `DeadlineError` if it was given up.
+        """Run `run(store)` on the connection's thread; return at once. Raises `DeadlineError` if it was abandoned.
 
         The request has no deadline: the caller checks whether it is done.
         """
         return self._connection.begin(run)
 
-    def _ask(self, run: Callable[[dist.Store], T]) -> T:
+    def _call(self, run: Callable[[dist.Store], T]) -> T:
         deadline = self._deadline
         if deadline is None or deadline.left_s > self._timeout_s:
             deadline = Deadline(self._timeout_s)
-        return self._connection.ask(run, deadline)
+        return self._connection.call(run, deadline)
 
 
 class ControlStore(BoundedStore):
-    """One rank's view. Used by one thread at a time: `clone` makes another.
+    """One rank's client of the store. For one thread at a time; `clone` makes another.
 
-    All methods but `publish_cause` and `leave` raise `DeadlineError` when the store's host does not answer, and another
-    `RuntimeError` when it is gone.
+    All methods except `publish_cause` and `leave` raise `DeadlineError` if the store's host does not answer, and
+    another `RuntimeError` if it is gone.
     """
 
     def __init__(self, store: dist.Store | BoundedStore, rank: int, world_size: int, timeout_s: float = CALL_S) -> None:
-        """`timeout_s` is the limit of each call. Nothing else may use `store` from here on, except to clone it.
+        """`timeout_s` is the limit of each call. From here on nothing else may use `store`, except to clone it.
 
-        Views of one `BoundedStore` use its connection and its limit.
+        Views of one `BoundedStore` share its connection and its limit.
         """
         if isinstance(store, BoundedStore):
             self._connection, self._timeout_s, self._deadline = store._connection, store._timeout_s, store._deadline
@@ -217,24 +217,24 @@ class ControlStore(BoundedStore):
         self.rank, self.world_size = rank, world_size
 
     def holds(self, key: str) -> bool:
-        """Whether a key exists."""
+        """Return whether a key exists."""
         return self.check([key])
 
     def missing(self, stem: str) -> list[int]:
-        """The ranks whose entry `stem/RANK` does not exist: few requests if few are missing."""
+        """Return the ranks whose entry `stem/RANK` does not exist. It takes few requests if few are missing."""
         return missing_ranks(self.check, self.everyone(), lambda rank: f"{stem}/{rank}")
 
     def everyone(self) -> range:
-        """All ranks."""
+        """Return all ranks."""
         return range(self.world_size)
 
     def gather(
         self, name: str, payload: bytes, deadline: Deadline, watch: Callable[[], None] | None = None
     ) -> list[bytes]:
-        """Every rank's payload, by rank, by O(ranks) requests. A name is used once in a ring.
+        """Gather every rank's payload, by rank, in O(ranks) requests. A name is used once in a ring.
 
-        `watch` is called while it waits and may raise; None: raises `PeerLostError` once a rank has published a cause.
-        Raises `DeadlineError` that names the ranks which are missing.
+        `watch` is called during the wait and may raise. None: raise `PeerLostError` once a rank has published a cause.
+        Raises `DeadlineError` with the missing ranks.
         """
         return _split(self.combine(name, payload, _joined, deadline, watch))
 
@@ -246,11 +246,11 @@ class ControlStore(BoundedStore):
         deadline: Deadline,
         watch: Callable[[], None] | None = None,
     ) -> bytes:
-        """Like `gather`, but one rank makes `combined` of all payloads, and every rank returns that."""
+        """Gather like `gather`, but one rank applies `combined` to all payloads, and every rank returns the result."""
         control, entry = self.until(deadline.plus(GRACE_S)), f"{name}/all"
         control.set(f"{name}/{self.rank}", payload)
         keys = [f"{name}/{rank}" for rank in self.everyone()]
-        # The last to arrive knows that all have, and reads for the others.
+        # The last rank to arrive knows that all have, and reads for the others.
         arrived = control.add(f"{name}/count")
         if arrived > self.world_size:
             raise InputError(
@@ -258,38 +258,38 @@ class ControlStore(BoundedStore):
                 f"'{name}'; two jobs use one store, or a rank was started twice"
             )
         if arrived == self.world_size:
-            made = combined(control.multi_get(keys))
-            control.set(entry, made)
-            return made
+            result = combined(control.multi_get(keys))
+            control.set(entry, result)
+            return result
         try:
             if control.appears(entry, deadline, watch or control.cause_watch()):
                 return control.get(entry)
         except DeadlineError:
             if self.lost:
                 raise
-            # This process was not run for so long that it did not ask.
+            # The process was suspended for so long that it made no call in time.
         control = self.until(Deadline(GRACE_S))
         if missing := control.missing(name):
             raise DeadlineError(
                 f"rank {self.rank}: ranks {missing} did not arrive at '{name}' within {deadline.timeout_s} s"
             )
-        return combined(control.multi_get(keys))  # the last to arrive ended before it had read for the others
+        return combined(control.multi_get(keys))  # the last rank to arrive died before it could read for the others
 
     def appears(self, key: str, deadline: Deadline, watch: Callable[[], None] | None = None) -> bool:
-        """Wait for an entry that all ranks wait for: they ask less often the more they are. False at the deadline.
+        """Wait for an entry that all ranks wait for; return False at the deadline. Many ranks poll less often.
 
-        `watch` is called while it waits and may raise.
+        `watch` is called during the wait and may raise.
         """
         return wait_until(lambda: self.holds(key), deadline, watch, self.naps_s)
 
     def cause_watch(self) -> Callable[[], None]:
-        """Return a function for waits that raises `PeerLostError` once a rank has published why the ring fails."""
-        every_s = max(CAUSE_S, CAUSE_PER_RANK_S * self.world_size)
+        """Return a function for waits, which raises `PeerLostError` once a rank has published why the ring fails."""
+        interval_s = max(CAUSE_S, CAUSE_PER_RANK_S * self.world_size)
         looked_s = time.monotonic()
 
         def watch() -> None:
             nonlocal looked_s
-            if time.monotonic() > looked_s + every_s:
+            if time.monotonic() > looked_s + interval_s:
                 looked_s = time.monotonic()
                 if cause := self.cause():
                     raise PeerLostError(f"rank {self.rank}: {cause}")
@@ -298,33 +298,33 @@ class ControlStore(BoundedStore):
 
     @property
     def naps_s(self) -> tuple[float, float]:
-        """The first nap and the longest of a rank that looks for what all wait for."""
-        first, longest = (self.world_size * each for each in NAPS_PER_RANK_S)
+        """The first and the longest nap of a rank that polls for an entry that all ranks wait for."""
+        first, longest = (self.world_size * factor for factor in NAPS_PER_RANK_S)
         return first, max(longest, LONGEST_NAP_S)
 
     def forget(self, name: str) -> None:
-        """Delete what a `gather` has left that every rank has ended: each rank its own, rank 0 what is common."""
+        """Delete the entries of a `gather` that every rank has completed: its own, and on rank 0 the common ones."""
         common = [f"{name}/count", f"{name}/all"] if not self.rank else []
         for key in (f"{name}/{self.rank}", *common):
             self.delete_key(key)
 
     def put_first(self, key: str, value: str) -> str:
-        """Put one entry up unless it is up already; return what it is then."""
+        """Store an entry unless it exists; return its value afterwards."""
         return self.compare_set(key, "", value).decode()
 
     def publish_cause(self, error: BaseException) -> None:
-        """Say why this rank fails, unless another was first. Never raises."""
+        """Publish why this rank fails, unless another rank was first. Never raises."""
         try:
             self.compare_set(CAUSE, "", first_cause(self.rank, error))
         except RuntimeError:
             pass  # the store's host is gone or does not answer, so the cause cannot be published
 
     def cause(self) -> str | None:
-        """The first cause."""
+        """Return the first cause, or None."""
         return (self.get(CAUSE).decode() or None) if self.holds(CAUSE) else None
 
     def leave(self) -> None:
-        """Say that this rank closes in good order. Never raises."""
+        """Announce that this rank closes gracefully. Never raises."""
         try:
             self.set(f"closed/{self.rank}", "1")
         except RuntimeError:
@@ -342,26 +342,26 @@ def missing_ranks(check: Callable[[list[str]], bool], ranks: Sequence[int], key:
 
 
 def _joined(payloads: Sequence[bytes]) -> bytes:
-    """One entry of many: their number, their lengths, and then the bytes of each."""
+    """Join entries into one: their number, their lengths, and then the bytes of each."""
     return struct.pack(f"<{len(payloads) + 1}I", len(payloads), *map(len, payloads)) + b"".join(payloads)
 
 
 def _split(entry: bytes) -> list[bytes]:
-    """The inverse of `_joined`."""
+    """Split the result of `_joined`."""
     (count,) = struct.unpack_from("<I", entry)
     ends = list(itertools.accumulate(struct.unpack_from(f"<{count}I", entry, 4), initial=4 + 4 * count))
     return [entry[start:end] for start, end in itertools.pairwise(ends)]
 
 
-# The n-th ring that a process opens must meet the n-th of every other process, so openings are counted per origin.
+# The n-th ring that a process opens belongs to the n-th of every other process, so openings are counted per origin.
 _openings: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def group_store(group: dist.ProcessGroup | None = None, timeout_s: float = CALL_S) -> tuple[dist.Store, int, int]:
-    """(store, rank, world size) for one more ring over the ranks of a user's group, None for the default group.
+    """Return (store, rank, world size) for a new ring over the ranks of a user's group; None: the default group.
 
     Every process of the group must open its rings in the same order. Raises `InputError` without a default process
-    group, or when this process is not in `group`, and `DeadlineError` when the store's host does not answer.
+    group, or if this process is not in `group`, and `DeadlineError` if the store's host does not answer.
     """
     if not dist.is_initialized():
         raise InputError("there is no default process group; call init_process_group, or pass no group")
@@ -369,29 +369,29 @@ def group_store(group: dist.ProcessGroup | None = None, timeout_s: float = CALL_
     if dist.get_rank() not in members:
         raise InputError(f"rank {dist.get_rank()} is not in the group of ranks {members}")
     name = dist.distributed_c10d._get_process_group_name(group or dist.distributed_c10d._get_default_group())
-    # A digest of the members: listed, they would make each key of a ring of 1,024 ranks 4 KB long.
+    # A digest of the members: a list would make each key of a ring of 1,024 ranks 4 KB long.
     origin = f"ringattn/group/{sha256(repr((name, members)).encode()).hexdigest()[:16]}"
     rank = members.index(dist.get_rank())
     return ring_store(origin, _get_default_store(), rank, Deadline(timeout_s)), rank, len(members)
 
 
 def ring_store(origin: str, store: dist.Store, rank: int, deadline: Deadline) -> dist.Store:
-    """Return the keys of one more ring of `origin`, over a connection of its own, which a waiting client blocks."""
-    number = next(_openings[origin])  # also if the next line fails: other ranks have counted this ring
-    own = bounded(
+    """Return the keys of a new ring of `origin`, over a separate connection, because a waiting client blocks it."""
+    number = next(_openings[origin])  # counted even if the next line fails: other ranks have counted this ring
+    connection = bounded(
         lambda: store.clone(),  # type: ignore[attr-defined]
         deadline,
-        f"rank {rank}: {host_of(store)} takes a connection and does not answer",
+        f"rank {rank}: {host_of(store)} accepts a connection but does not answer",
     )
-    return dist.PrefixStore(f"{origin}/{number}", own)
+    return dist.PrefixStore(f"{origin}/{number}", connection)
 
 
 hosts: dict[tuple[str, int], str] = {}
-"""Who hosts the store at an address and port, where that is known."""
+"""The host of the store at each address and port, if known."""
 
 
 def refuses(store: dist.Store) -> bool:
-    """Whether nothing listens at the address of a TCP store."""
+    """Return whether nothing listens at the address of a TCP store."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
@@ -404,21 +404,21 @@ def refuses(store: dist.Store) -> bool:
 
 
 def host_of(store: dist.Store) -> str:
-    """Who serves a store, in words."""
-    who, where = "rank 0 of the job, or torchrun's agent", ""
+    """Describe the process that hosts a store."""
+    host, where = "rank 0 of the job, or torchrun's agent", ""
     try:
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         if isinstance(store, dist.TCPStore):
-            who = hosts.get((store.host, store.port), who)
+            host = hosts.get((store.host, store.port), host)
             where = f", at {store.host}:{store.port}"
     except RuntimeError:
-        pass  # the address is not known
-    return f"the store's host ({who}{where})"
+        pass  # the address is unknown
+    return f"the store's host ({host}{where})"
 
 
 def read_many(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
-    """Entries that are known to exist: one request for all if the store can; a `FileStore` cannot."""
+    """Return existing entries: by one request for all, if the store supports it; a `FileStore` does not."""
     if store.has_extended_api():  # type: ignore[attr-defined]
         return store.multi_get(list(keys))
     return [store.get(key) for key in keys]

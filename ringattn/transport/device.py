@@ -1,6 +1,6 @@
-"""What transports on GPUs ask of CUDA: streams, events, memory, in torch's own words.
+"""The CUDA interface of GPU transports: streams, events and memory, by torch.
 
-Guarantees: the NCCL transport touches no other CUDA call, so that a simulated device can stand in for a real one.
+Guarantees: the NCCL transport makes no other CUDA call, so a simulated device can replace the real one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Event(Protocol):
     def record(self, stream: Stream) -> None: ...
 
     def query(self) -> bool:
-        """Whether everything before it has run. Never asked of an event that was recorded in a capture."""
+        """Return whether everything before it has run. Never called on an event recorded during a capture."""
         ...
 
 
@@ -43,16 +43,16 @@ class Stream(Protocol):
 
     @property
     def cuda_stream(self) -> int:
-        """The handle that NCCL is given."""
+        """The stream handle that NCCL receives."""
         ...
 
     def wait_event(self, event: Event) -> None:
-        """Later work of this stream runs after `event`. Does not block the host."""
+        """Run later work of this stream after `event`. Does not block the host."""
         ...
 
 
 class _Memory:
-    """Device memory with the interface that torch reads; every view of it keeps `owner` alive."""
+    """Device memory with the interface that torch reads. Every view of it keeps `owner` alive."""
 
     def __init__(self, pointer: int, nbytes: int, owner: object) -> None:
         self.owner = owner
@@ -62,7 +62,7 @@ class _Memory:
 
 
 class CudaDevice:
-    """A GPU as this process sees it, through `torch.cuda`. A simulated or missing one overrides every method."""
+    """A GPU of this process, through `torch.cuda`. Simulated and missing devices override every method."""
 
     torch_device: torch.device
     uuid: str
@@ -76,9 +76,9 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
 
     def watch_captures(self) -> None:
-        """Let the calling thread query events while other threads capture, whatever the mode of their capture.
+        """Allow the calling thread to query events while other threads capture, in any capture mode.
 
-        Torch has no name for it, so the runtime that torch has loaded is called.
+        Torch does not wrap this call, so it is made on the runtime library that torch has loaded.
         """
         runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
         mode = ctypes.c_int(RELAXED)
@@ -86,28 +86,28 @@ class CudaDevice:
             raise UnsupportedError(f"cudaThreadExchangeStreamCaptureMode failed with CUDA error {status}")
 
     def new_stream(self) -> Stream:
-        """A stream of the highest priority that torch has, which may be lower than the device's."""
+        """Return a stream of torch's highest priority, which may be lower than the device's highest."""
         _, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # static, which its stub does not say
         return cast(Stream, torch.cuda.Stream(self.torch_device, priority=highest))
 
     def current_stream(self) -> Stream:
-        """The stream that the caller computes on."""
+        """Return the stream that the caller computes on."""
         return cast(Stream, torch.cuda.current_stream(self.torch_device))
 
     def new_event(self) -> Event:
-        """Without timing, which would cost the device time."""
+        """Return an event without timing, which would cost device time."""
         return cast(Event, torch.cuda.Event())
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Plain device memory, a flat uint8 tensor."""
+        """Return plain device memory as a flat uint8 tensor."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def wrap(self, pointer: int, nbytes: int, owner: object) -> torch.Tensor:
-        """Memory that another library allocated, as a flat uint8 tensor whose views keep `owner` alive."""
+        """Wrap another library's memory as a flat uint8 tensor whose views keep `owner` alive."""
         return torch.as_tensor(_Memory(pointer, nbytes, owner), device=self.torch_device)
 
     def release_cached(self) -> None:
-        """Give memory that torch has cached and nobody uses back to the device, where NCCL can take it."""
+        """Return torch's unused cached memory to the device, so that NCCL can allocate it."""
         torch.cuda.empty_cache()
 
     def is_capturing(self) -> bool:
@@ -116,29 +116,29 @@ class CudaDevice:
 
 
 class PassOrder:
-    """Orders passes that work in the same memory, on whichever of the caller's streams each of them runs.
+    """Orders passes that use the same memory, whichever of the caller's streams each runs on.
 
-    Not covered: passes on several streams within one capture of a graph.
+    Passes on several streams within one graph capture are not covered.
     """
 
     def __init__(self, gpu: CudaDevice) -> None:
         self._gpu = gpu
         self._ended = gpu.new_event()
-        # The handle of the stream that the last pass ran on; None before the first.
+        # The handle of the last pass's stream; None before the first pass.
         self._stream: int | None = None
 
     def begin(self) -> None:
-        """Later work of the current stream follows the last pass."""
-        # A capture cannot wait for an event from outside of it; its replay is ordered instead.
+        """Order later work of the current stream after the last pass."""
+        # A capture cannot wait for an event from outside. The replay of the graph is ordered instead.
         if self._stream is None or self._gpu.is_capturing():
             return
         current = self._gpu.current_stream()
-        # A stream is in order with itself.
+        # A stream is ordered with itself, so only another stream needs the wait.
         if current.cuda_stream != self._stream:
             current.wait_event(self._ended)
 
     def end(self) -> None:
-        """What the current stream holds now is the end of a pass."""
+        """Mark the present end of the current stream as the end of a pass."""
         if self._gpu.is_capturing():
             return
         current = self._gpu.current_stream()
@@ -146,7 +146,7 @@ class PassOrder:
         self._stream = current.cuda_stream
 
     def passed(self) -> bool:
-        """Whether the device has run the last pass, and with it all before."""
+        """Return whether the device has run the last pass, and with it all earlier ones."""
         return self._stream is None or self._ended.query()
 
 
@@ -154,30 +154,30 @@ AnyPiece = TypeVar("AnyPiece")
 
 
 class _View:
-    """What every view of a piece keeps alive."""
+    """A token that every view of a piece keeps alive."""
 
 
 class ViewedMemory(ABC, Generic[AnyPiece]):
-    """Device memory of one ring, in pieces by their address, each of which is given back after its last view.
+    """Device memory of one ring, in pieces by address. Each piece is freed after its last view.
 
-    Used by the thread that uses the ring, and after its end by a thread of its own.
-    Guarantee: nothing is given back from a destructor, which may run on any thread at any time and must not wait for
-    the device: the end of the last view only notes the address.
+    For the thread that uses the ring, and after the ring's end for one separate thread.
+    Guarantee: nothing is freed by a destructor, which may run on any thread at any time and must not wait for the
+    device. The end of the last view only queues the address.
     """
 
     def __init__(self, gpu: CudaDevice) -> None:
         self._gpu = gpu
         self._pieces: dict[int, AnyPiece] = {}
-        # Addresses whose last view has gone. A queue that a destructor may write to, whatever its thread holds.
+        # Addresses without a view. A destructor may put into a SimpleQueue whatever locks its thread holds.
         self._unused: SimpleQueue[int] = SimpleQueue()
 
     @property
     def is_empty(self) -> bool:
-        """Whether all has been given back."""
+        """Whether every piece has been freed."""
         return not self._pieces
 
     def free(self) -> None:
-        """Give back what has no view any more. The device can touch none of it."""
+        """Free the pieces that have no view. The device must not be able to touch them."""
         while True:
             try:
                 pointer = self._unused.get_nowait()
@@ -186,14 +186,14 @@ class ViewedMemory(ABC, Generic[AnyPiece]):
             self._give_back(self._pieces.pop(pointer))
 
     def _viewed(self, pointer: int, nbytes: int, piece: AnyPiece) -> torch.Tensor:
-        """A flat uint8 tensor over a new piece."""
+        """Return a flat uint8 tensor over a new piece."""
         self._pieces[pointer] = piece
         view = _View()
         weakref.finalize(view, self._unused.put, pointer).atexit = False
         return self._gpu.wrap(pointer, nbytes, view)
 
     def _free_each(self, quiet: Callable[[], bool]) -> None:
-        """Give back each piece after its last view, while `quiet` returns that the device can touch it no more."""
+        """Free each piece after its last view, as long as `quiet` returns that the device cannot touch it any more."""
         while self._pieces:
             pointer = self._unused.get()
             if not quiet():
@@ -209,10 +209,10 @@ class ViewedMemory(ABC, Generic[AnyPiece]):
 
 
 class StreamTransport(Ending, ABC):
-    """A transport whose exchanges run on a stream of their own, ordered with the caller's by events.
+    """A transport whose exchanges run on a separate stream, ordered with the caller's by events.
 
-    Each exchange runs between two events: the caller's stream is ready for it, and it has arrived.
-    Guarantees: a wait orders streams and never blocks the host; buffers live until their exchange has arrived.
+    Each exchange runs between two events: `ready`, when the caller's stream has reached it, and `done`, when it has
+    arrived. Guarantees: a wait orders streams and never blocks the host; buffers live until their exchange has arrived.
     """
 
     name: str
@@ -230,7 +230,7 @@ class StreamTransport(Ending, ABC):
         """See `Transport.bind`."""
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> StreamWorkHandle | Arrived:
-        """See `Transport.exchange`. Raises `InputError`, `ClosedError`, and what has failed before."""
+        """See `Transport.exchange`. Raises `InputError`, `ClosedError`, and an earlier failure."""
         return self.bind(sends, recvs).start()
 
     def begin_pass(self) -> None:
@@ -242,9 +242,9 @@ class StreamTransport(Ending, ABC):
         self.order.end()
 
     def check(self) -> None:
-        """Raise `ClosedError` if this ring has ended, and before that, once, what ended it."""
+        """Raise the failure that ended this ring, once, and `ClosedError` in later calls."""
         self._check_open()
-        # The first time the failure itself, later `ClosedError` with it as the cause.
+        # The first call raises the failure itself. Later ones raise `ClosedError` with it as the cause.
         try:
             self.watch.raise_failure()
         except RingError as failure:
@@ -253,28 +253,28 @@ class StreamTransport(Ending, ABC):
             raise
 
     def _failure_raised(self) -> None:
-        """The caller gets what has ended this ring."""
+        """React to a failure that the caller has just received."""
 
 
 class StreamHop(ABC):
-    """Messages that travel together, bound to their buffers."""
+    """Messages that are exchanged together, bound to their buffers."""
 
     def __init__(self, transport: StreamTransport, operations: Sequence[Operation]) -> None:
         self.transport, self.operations = transport, operations
         self.peers = {operation.peer for operation in operations}
         self.parts = tuple(operation.record() for operation in operations)
-        """As the flight record keeps them."""
+        """The messages as the flight record stores them."""
 
     def __str__(self) -> str:
         return listed(self.operations)
 
     @abstractmethod
     def start(self) -> StreamWorkHandle | Arrived:
-        """Put it on its stream, behind what the current stream holds now."""
+        """Enqueue the hop on its stream, after the current work of the current stream."""
 
 
 class StreamWorkHandle:
-    """A started hop. Keeps its buffers alive until it has arrived."""
+    """A started hop. It keeps its buffers alive until they have arrived."""
 
     arrived_s = None
     __slots__ = ("done", "flight", "hop", "ready", "started_at", "transport", "waited")
@@ -285,35 +285,35 @@ class StreamWorkHandle:
         self.waited = False
 
     def wait(self) -> None:
-        """See `WorkHandle.wait`: later work of the current stream follows the exchange. A second wait does nothing."""
+        """See `WorkHandle.wait`: order later work of the current stream after the exchange. Idempotent."""
         transport = self.transport
-        # Raises what has failed; a wait on an event of a dead ring would mean nothing.
+        # Raise an earlier failure: an event of a failed ring says nothing.
         transport.check()
         if not self.waited:
-            # Orders streams and returns at once: the host never waits here.
+            # This orders streams and returns at once: the host never waits here.
             transport.gpu.current_stream().wait_event(self.done)
             self.waited = True
-            # Again: a failure meanwhile is raised before its results are used.
+            # Check again, so that a failure in between is raised before the results are used.
             transport.check()
 
-    def look(self) -> None:
-        """Note when this rank is ready for it: own computation before the exchange does not count."""
+    def note_start(self) -> None:
+        """Note when this rank is ready for the exchange: the computation before it does not count as waiting."""
         if not self.started_at and self.ready.query():
             self.started_at = time.monotonic()
             self.flight.started_s, self.flight.state = time.time(), RUNNING
 
     def release(self) -> None:
-        """It has arrived: let go of the buffers."""
+        """Release the buffers, because the exchange has arrived."""
         del self.hop
 
 
 class Arrived:
-    """The work handle of a hop without a byte."""
+    """The work handle of a hop without bytes."""
 
     arrived_s = None
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
 
 STUCK_ABORT_EXIT_CODE = 75
@@ -321,34 +321,34 @@ AnyHandle = TypeVar("AnyHandle", bound=StreamWorkHandle)
 
 
 class StreamWatch(ABC, Generic[AnyHandle]):
-    """The thread that watches one rank's exchanges: what is under way, and the first failure.
+    """The thread that watches one rank's exchanges: those in flight, and the first failure.
 
-    What it looks for is its transport's. Guarantees: the first failure is the one that every call raises; whatever is
-    raised on the thread ends the ring.
+    The transport defines what it checks. Guarantees: every call raises the first failure, and any error on the thread
+    ends the ring.
     """
 
     interval_s: float
-    """Between two looks."""
+    """The time between two checks."""
     stop_s: float
     """How long the thread may take to end."""
     patience_s: float
-    """How long a caller waits until the first failure has its words."""
+    """How long a caller waits for the first failure to be reported to the other ranks."""
 
     def __init__(self, opening: Opening, gpu: CudaDevice, leave: Callable[[str], None] | None) -> None:
-        """`leave` is called with the reason when even an abort is stuck, and ends the process."""
+        """`leave` is called with the reason if even an abort is stuck, and ends the process."""
         self.failure: BaseException | None = None
         self.handles: deque[AnyHandle] = deque()
         self.free: deque[tuple[Event, Event]] = deque()
         self.ended = threading.Event()
-        """Set when the aborts after a failure have ended or are stuck."""
+        """Set when the aborts after a failure are complete or stuck."""
         self._opening, self._rank, self._record = opening, opening.rank, opening.record
         self._gpu, self._leave = gpu, leave or end_process
         self._unwaited: list[AnyHandle] = []
         self._ticking = threading.Lock()
-        # Taken by the first failure and never given back: locked means failed.
+        # Acquired by the first failure and never released, so locked means failed.
         self._first = threading.Lock()
-        self._told, self._stopped = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._live, name=f"ringattn-watch-{self._rank}", daemon=True)
+        self._reported, self._stopped = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"ringattn-watch-{self._rank}", daemon=True)
 
     @property
     def _timeout_s(self) -> float:
@@ -370,89 +370,89 @@ class StreamWatch(ABC, Generic[AnyHandle]):
             self._thread.join(self.stop_s)
 
     def raise_failure(self) -> None:
-        """Raise the failure, if there is one. What every wait on the host does between its naps."""
-        # The failure may still be on its way to the other ranks, so this waits until they are told, but not for ever.
+        """Raise the failure, if there is one. Every wait on the host calls this between its sleeps."""
+        # The failure may still be on its way to the other ranks. Wait until it is reported, but not indefinitely.
         if self._first.locked():
-            self._told.wait(self.patience_s)
+            self._reported.wait(self.patience_s)
             if self.failure is None:
                 raise RingError(f"rank {self._rank}: this ring is failing")
-            # A copy: what is raised collects the frames that it passes, and those view the ring's memory.
+            # Raise a copy: a raised error collects the frames it passes, and those view the ring's memory.
             raise bare(self.failure)
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """End the ring, for `error` unless it has failed already. Never raises."""
+        """End the ring with `error`, unless it has failed before. Never raises."""
 
     def tick(self) -> None:
-        """Tick off what has arrived, in order; let go of its buffers, and of its events once the caller has waited."""
+        """Complete exchanges that have arrived, in order: release buffers, and reuse events after the caller's wait."""
         with self._ticking:
-            # Hops run in order on one stream, so the first that has not arrived ends the search.
+            # Hops run in order on one stream, so the first that has not arrived ends the loop.
             while self.handles and self.handles[0].done.query():
                 handle = self.handles.popleft()
                 if handle.flight.state != FAILED:
                     handle.flight.state, handle.flight.done_s = DONE, time.time()
                 handle.release()
                 self._unwaited.append(handle)
-            # Events are used again only when the caller has waited: its wait may still be to come.
+            # Reuse events only after the caller's wait, which needs them.
             waited = [handle for handle in self._unwaited if handle.waited]
             self._unwaited = [handle for handle in self._unwaited if not handle.waited]
             self.free.extend((handle.ready, handle.done) for handle in waited if self._may_reuse(handle.done))
 
     def _may_reuse(self, done: Event) -> bool:
-        """Whether an event may be recorded anew."""
+        """Return whether an event may be recorded again."""
         return True
 
     def _is_first(self) -> bool:
-        """Whether the caller has the first failure, which ends the ring. Others wait: theirs follow from it."""
+        """Return whether the caller's failure is the first one, which ends the ring. Later ones wait for its report."""
         if not self._first.acquire(blocking=False):
-            self._told.wait(self.patience_s)
+            self._reported.wait(self.patience_s)
             return False
         for handle in list(self.handles):
             handle.flight.state = FAILED
         return True
 
-    def _write_record(self, failure: BaseException, *others: BaseException) -> None:
-        """Where the record is, is a note of `failure`, which later calls raise, and of the others."""
+    def _write_record(self, failure: BaseException, *later_errors: BaseException) -> None:
+        """Write the flight record. Add its path as a note to `failure`, which later calls raise, and to the others."""
         folder = self._opening.flight_dir
         if folder is None:
             return
         try:
             note = f"flight record: {self._record.dump(folder, str(failure))}"
-            for error in (failure, *others):
+            for error in (failure, *later_errors):
                 error.add_note(note)
-        except OSError as trouble:
-            print(f"ringattn rank {self._rank}: no flight record: {trouble}", file=sys.stderr, flush=True)
+        except OSError as io_error:
+            print(f"ringattn rank {self._rank}: no flight record: {io_error}", file=sys.stderr, flush=True)
 
     # --- on the thread -----------------------------------------------------------------------------------------------
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         try:
             self._gpu.activate()
             self._gpu.watch_captures()
             while not self._stopped.wait(self.interval_s):
-                self._look()
-        except BaseException as error:  # a device that is lost raises whatever it likes
+                self._check_exchanges()
+        except BaseException as error:  # a lost device may raise any kind of error
             if not self._stopped.is_set():
-                self._found(error)
+                self._end_ring(error)
 
     @abstractmethod
-    def _look(self) -> None:
-        """One round. Raises what ends the ring."""
+    def _check_exchanges(self) -> None:
+        """Check the exchanges once. Raises the error that ends the ring."""
 
-    def _found(self, error: BaseException) -> None:
-        """A round has raised it."""
+    def _end_ring(self, error: BaseException) -> None:
+        """End the ring with an error that a check raised."""
         self.fail(error)
 
 
 def bare(error: BaseException) -> BaseException:
-    """The error without its traceback, whose frames would keep alive all that they name."""
+    """Return the error without its traceback, whose frames would keep everything they name alive."""
     try:
         return copy.copy(error)
-    except Exception:  # a class of the user's that cannot be copied
+    except Exception:  # a user's class that cannot be copied
         return RingError(f"{type(error).__name__}: {error}")
 
 
-def end_process(why: str) -> None:
-    """No way is left to stop what runs on the GPU but to end the process, which torchrun may then start again."""
-    print(f"ringattn: {why}", file=sys.stderr, flush=True)
+def end_process(reason: str) -> None:
+    """End the process, the only remaining way to stop what runs on the GPU. torchrun may then restart it."""
+    print(f"ringattn: {reason}", file=sys.stderr, flush=True)
     os._exit(STUCK_ABORT_EXIT_CODE)

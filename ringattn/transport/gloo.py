@@ -1,15 +1,14 @@
-"""A ring whose ranks are processes on CPU, over a gloo group of its own.
+"""The gloo transport: a ring whose ranks are processes on CPU, over a separate gloo group.
 
-Guarantees: the user's process groups are never touched, whether they exist before or after; several rings may be open
-at once; every wait ends within the deadline, and the error that it raises within two seconds more, in which the
-heartbeats of the others are read; a wait ends at once when a signal handler raises; a rank that fails publishes its
-cause in the store before it drops its connections, and every other rank re-states that first cause within about a
-second, also in the middle of a wait; a rank that is stopped or killed publishes none, and is named because its
-heartbeat stops; if the store's host does not answer, the error says so and the neighbours name a rank that hangs. Ranks
-reach each other at their addresses on the route to the store's host, unless the user names an interface. A transport
-that has raised a failure is dead. A message whose ends differ in bytes never meets its partner, so both ranks reach the
-deadline. A rank that dies while a large message to it is half written is noticed at the deadline only; gloo does not
-say it earlier.
+Guarantees: the user's process groups are never touched, and may be created before or after. Several rings may be open
+at the same time. Every wait ends within the deadline; its error follows within two more seconds, in which the other
+ranks' heartbeats are read. A wait ends at once when a signal handler raises. A rank that fails publishes its cause in
+the store before it drops its connections, and every other rank re-states that first cause within about a second, even
+in the middle of a wait. A stopped or killed rank publishes none, and is named because its heartbeat stops. If the
+store's host does not answer, the error says so, and neighbours name a rank that hangs. Ranks use their addresses on the
+route to the store's host, unless the user names an interface. A transport that has raised a failure cannot be used
+again. A message whose ends differ in bytes is never matched, so both ranks reach the deadline. The death of a rank
+while a large message to it is partly written is noticed only at the deadline, because gloo reports it no earlier.
 """
 
 from __future__ import annotations
@@ -35,51 +34,51 @@ from ringattn.transport.location import ADVICE, Address, devices, find_address, 
 
 INTERRUPT = timedelta(milliseconds=1)
 STOP_S = 0.2
-"""How long a rank that fails waits for its heartbeat to end."""
+"""How long a failing rank waits for its heartbeat to end."""
 PROBE_S = 0.5
-"""How long the store has to answer before its host is taken for the reason of a failed opening."""
+"""If the store does not answer within this time, its host counts as the cause of a failed opening."""
 DATA_LANE = 0
-# Gloo itself kills the process when a message is longer than its receive, and takes a shorter one for success. So the
-# length is part of the tag. Gloo's tags have 31 bits and keep the order among equals.
+# Gloo kills the process if a message is longer than its receive, and reports a shorter one as success. So the length is
+# part of the tag. Gloo's tags have 31 bits, and messages with equal tags stay in order.
 CONTROL_TAG = 0
 LENGTH_TAGS = 2**31 - 2
-INTERRUPT_TAG = 2**31 - 1  # no message has it
+INTERRUPT_TAG = 2**31 - 1  # used by no message
 HEAD_BYTES = 256
 LENGTH_BYTES = 8
 
 
 class _Operation(Operation):
-    """An operation and gloo's handle of it."""
+    """An operation with gloo's handle of it."""
 
     work: dist.Work | None = None
 
     @property
     def tag(self) -> int:
-        """What must be equal on both ends."""
-        # 0 is the control plane's, so no length has it.
+        """The tag, which must be equal on both ends."""
+        # Tag 0 belongs to the control plane, so no length maps to it.
         return 1 + self.nbytes % LENGTH_TAGS
 
     def wait(self, deadline: float) -> None:
         """Wait once, until `deadline` on the monotonic clock; a second wait returns at once. Raises `RuntimeError`."""
         if self.work is not None:
-            # Gloo counts whole milliseconds, and takes 0 for "no deadline". Rounded up, for a wait that ends before the
-            # deadline is a lost connection.
+            # Gloo counts whole milliseconds, and 0 means "no deadline". Round up, because a wait that ends before the
+            # deadline counts as a lost connection.
             remaining_ms = max(math.ceil((deadline - time.monotonic()) * 1e3), 1)
             self.work.wait(timedelta(milliseconds=remaining_ms))
-            # Lets go of gloo's handle, which keeps the connection.
+            # Drop gloo's handle, which keeps the connection open.
             self.work = None
 
 
 class _ControlOperation(_Operation):
-    """An operation of the control plane, which never meets the messages of an exchange."""
+    """An operation of the control plane, which is never matched with messages of an exchange."""
 
     tag = CONTROL_TAG
 
 
 class GlooWorkHandle:
-    """The operations of one exchange, their entry in the flight record, and where they were posted, for errors."""
+    """The operations of one exchange, with their flight record entry and, for errors, the place of the call."""
 
-    arrived_s = None  # gloo does not say that a message has arrived before it is waited for
+    arrived_s = None  # gloo does not report an arrival before the wait
 
     def __init__(self, transport: GlooTransport, operations: list[_Operation], flight: Flight, where: str) -> None:
         self._transport = transport
@@ -88,7 +87,7 @@ class GlooWorkHandle:
         self.where = where
 
     def wait(self, until: float | None = None) -> None:
-        """See `WorkHandle.wait`. A second wait returns at once. `until`: the deadline on the monotonic clock."""
+        """See `WorkHandle.wait`. A second call returns at once. `until`: the deadline on the monotonic clock."""
         if self.operations:
             self._transport._finish(self, until)
             self.operations = []
@@ -101,11 +100,11 @@ class GlooTransport(ProcessTransport):
     device = torch.device("cpu")
 
     def __init__(self, opening: Opening, group: dist.ProcessGroupGloo) -> None:
-        """Takes over a connected group; see `open`."""
+        """Take over a connected group; see `open`."""
         super().__init__(opening)
         self._group: dist.ProcessGroupGloo | None = group
         self._all_gathers = 0
-        # Gloo keeps a connection for as long as any handle on it lives, so the end must reach all of them.
+        # Gloo keeps a connection open while any handle on it lives, so closing must reach all handles.
         self._in_flight: set[_Operation] = set()
         self._calls = InterruptibleCalls()
         self._waiting: GlooWorkHandle | None = None
@@ -115,19 +114,19 @@ class GlooTransport(ProcessTransport):
     def open(cls, opening: Opening) -> GlooTransport:
         """Connect this rank with all others.
 
-        Raises `DeadlineError` that names the ranks which did not arrive, or the addresses that could not be reached.
+        Raises `DeadlineError` with the ranks that did not arrive, or the addresses that could not be reached.
         """
         opening.name = opening.name or cls.name
         rank, timeout_s, deadline, control = opening.rank, opening.timeout_s, opening.until, opening.control
         opened = f"rank {rank} opened a ring of {opening.world_size}: "
         try:
-            mine = bounded(
+            address = bounded(
                 lambda: find_address(opening.store, opening.interface or ""),
                 deadline.plus(GRACE_S),
                 f"the name of {host_of(opening.store)} is not resolved within {timeout_s} s",
             )
-            # Before connecting, which waits for all: so an error can tell who is missing.
-            addresses = [Address.parse(text) for text in control.gather("arrived", mine.text(), deadline)]
+            # Gather before connecting, which waits for all ranks: so an error can say which are missing.
+            addresses = [Address.parse(text) for text in control.gather("arrived", address.text(), deadline)]
         except DeadlineError as error:
             reason = str(error).removeprefix(f"rank {rank}: ").replace(" at 'arrived'", "")
             raise DeadlineError(opened + reason) from error
@@ -140,7 +139,7 @@ class GlooTransport(ProcessTransport):
             f"these cannot be reached by all others, {ADVICE}"
         )
         try:
-            # The store's host may stop meanwhile, and gloo's own deadline does not bound its calls of the store.
+            # The store's host may stop in the meantime, and gloo's own deadline does not cover its store calls.
             group = bounded(lambda: _connect(opening, addresses[rank]), deadline.plus(GRACE_S), late)
         except RuntimeError as error:
             try:
@@ -149,14 +148,14 @@ class GlooTransport(ProcessTransport):
                 raise DeadlineError(f"{opened}{unanswered}") from error
             raise DeadlineError(late) from error
         try:
-            # A rank that went on and closed would take connections away from one that still makes its own.
+            # Wait for all: a rank that closed now would disturb one that is still making its connections.
             control.combine("connected", b"", lambda every: b"", deadline)
         except DeadlineError as error:
             raise DeadlineError(opened + str(error).removeprefix(f"rank {rank}: ")) from error
         return cls(opening, group)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor of `nbytes` on CPU, uninitialised."""
+        """Return an uninitialised uint8 tensor of `nbytes` on the CPU."""
         self._check_open()
         return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -166,28 +165,28 @@ class GlooTransport(ProcessTransport):
         return self._post(posted, DATA_LANE, "")
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """See `Transport.all_gather_bytes`. The n-th call of every rank meets the n-th of the others; any length.
+        """See `Transport.all_gather_bytes`. The n-th call of a rank belongs to the n-th of the others; any length.
 
-        A head of fixed size holds the length and what fits of the payload; the rest, where there is one, follows.
+        A head of fixed size holds the length and the start of the payload. A longer payload's rest follows.
         """
-        others = [peer for peer in range(self.world_size) if peer != self.rank]
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
         label = f"all-gather {self._all_gathers}"
         self._all_gathers += 1
-        # head:  | length, 8 bytes | payload, up to 248 bytes |     rest:  what is left of a longer payload
+        # head:  | length, 8 bytes | payload, up to 248 bytes |     rest:  the remainder of a longer payload
         framed = len(payload).to_bytes(LENGTH_BYTES, "little") + payload
         framed += bytes(max(HEAD_BYTES - len(framed), 0))
         sent = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        answers = {peer: torch.empty(HEAD_BYTES, dtype=torch.uint8) for peer in others}
-        self._swap(others, sent[:HEAD_BYTES], answers, label)
+        answers = {peer: torch.empty(HEAD_BYTES, dtype=torch.uint8) for peer in peers}
+        self._swap(peers, sent[:HEAD_BYTES], answers, label)
 
-        # All heads are here, so this rank knows what each other still sends.
-        lengths = {peer: int.from_bytes(answers[peer][:LENGTH_BYTES].numpy().tobytes(), "little") for peer in others}
+        # All heads have arrived, so this rank knows how much each peer still sends.
+        lengths = {peer: int.from_bytes(answers[peer][:LENGTH_BYTES].numpy().tobytes(), "little") for peer in peers}
         rests = {
-            peer: torch.empty(max(lengths[peer] + LENGTH_BYTES - HEAD_BYTES, 0), dtype=torch.uint8) for peer in others
+            peer: torch.empty(max(lengths[peer] + LENGTH_BYTES - HEAD_BYTES, 0), dtype=torch.uint8) for peer in peers
         }
-        self._swap(others, sent[HEAD_BYTES:], rests, label)
+        self._swap(peers, sent[HEAD_BYTES:], rests, label)
         payloads = {self.rank: bytes(payload)}
-        for peer in others:
+        for peer in peers:
             whole = torch.cat([answers[peer], rests[peer]])
             payloads[peer] = whole[LENGTH_BYTES : LENGTH_BYTES + lengths[peer]].numpy().tobytes()
         return [payloads[rank] for rank in range(self.world_size)]
@@ -195,7 +194,7 @@ class GlooTransport(ProcessTransport):
     def close(self) -> None:
         """See `Transport.close`. A peer that still waits for this rank gets `PeerLostError`."""
         if self._end is None:
-            # Before the connections fall, so that a peer that still waits finds who closed.
+            # Announce it before the connections close, so that a waiting peer learns who closed.
             self.health.closed = True
             self.opening.control.leave()
             self.record.over = True
@@ -203,8 +202,8 @@ class GlooTransport(ProcessTransport):
 
     def leave_to_parent(self) -> None:
         """See `ProcessBound`. The destructors of gloo need threads that the child does not have."""
-        for thing in (self._group, *(operation.work for operation in self._in_flight)):
-            never_destroy(thing)
+        for resource in (self._group, *(operation.work for operation in self._in_flight)):
+            never_destroy(resource)
         super().leave_to_parent()
 
     def _swap(self, peers: list[int], sent: torch.Tensor, received: dict[int, torch.Tensor], label: str) -> None:
@@ -215,17 +214,17 @@ class GlooTransport(ProcessTransport):
         self._post(posted, CONTROL_LANE, f" in {label}").wait()
 
     def _post(self, posted: list[_Operation], lane: int, where: str) -> GlooWorkHandle:
-        """Hand operations to gloo, which keeps the order of each pair of ranks and direction."""
+        """Post operations to gloo, which keeps the order for each pair of ranks and direction."""
         self._check_open()
-        if posted:  # a rank that fails after its last message does not undo what has arrived
+        if posted:  # otherwise ignore a failure: a rank that fails after its last message does not undo what arrived
             self._check_cause(where)
         parts = tuple(operation.record() for operation in posted)
-        # What sends and receives nothing is no exchange, and is not recorded.
+        # An exchange without messages is not recorded.
         flight = self.record.begin(lane, parts, self.name) if parts else Flight(0, lane, parts)
         handle = GlooWorkHandle(self, posted, flight, where)
         for operation in posted:
             try:
-                # No name may hold the group here: an error keeps this frame, and with it the connections.
+                # Bind the group to no name here: an error keeps this frame, and with it the connections.
                 operation.work = (self._group.send if operation.sends else self._group.recv)(  # type: ignore[union-attr]
                     [operation.buffer.detach()], operation.peer, operation.tag
                 )
@@ -236,12 +235,12 @@ class GlooTransport(ProcessTransport):
         return handle
 
     def _finish(self, handle: GlooWorkHandle, until: float | None = None) -> None:
-        """Wait for every operation; the first that fails ends this transport."""
+        """Wait for every operation. The first failure ends this transport."""
         self._check_open()
         # One deadline for all operations of the exchange, not one for each.
         deadline = until if until is not None else time.monotonic() + self.opening.timeout_s
         self._waiting = handle
-        self._check_cause(handle.where)  # a cause that is published after this interrupts the wait
+        self._check_cause(handle.where)  # a cause published after this check interrupts the wait
         waited: list[_Operation] = []
 
         def wait() -> None:
@@ -257,7 +256,7 @@ class GlooTransport(ProcessTransport):
             self.abort(error)
             raise
         self._waiting = None
-        # Only when all have arrived: those of a failed exchange are dropped by `_drop`.
+        # Only after success: `_drop` handles the operations of a failed exchange.
         self._in_flight.difference_update(handle.operations)
         handle.flight.state, handle.flight.done_s = DONE, time.time()
 
@@ -269,12 +268,12 @@ class GlooTransport(ProcessTransport):
     def _failure(
         self, failed: _Operation, handle: GlooWorkHandle, error: RuntimeError, deadline: float | None
     ) -> TransportError:
-        """End this transport, and say why as well as can be known."""
+        """End this transport, and return an error with the most specific cause that is known."""
         handle.flight.state = FAILED
         kind: type[TransportError] = PeerLostError
         if deadline is not None and time.monotonic() >= deadline:
             kind = DeadlineError
-            # Asked before the heartbeats, which take time in which more may arrive.
+            # Collect these before reading heartbeats, which takes time in which more messages may arrive.
             pending = [operation for operation in handle.operations if _unfinished(operation)]
             late = sorted({operation.peer for operation in pending})
             message = (
@@ -283,24 +282,24 @@ class GlooTransport(ProcessTransport):
             )
         else:
             waited_s = 0.0 if deadline is None else self.opening.timeout_s - (deadline - time.monotonic())
-            said = self.health.explain(
+            explanation = self.health.explain(
                 [failed.peer], waited_s=waited_s, timeout_s=self.opening.timeout_s, lost=(failed.peer, str(error))
             )
-            message = f"{failed}{handle.where}: {said}"
-        message += f"; {words}" if (words := descriptor_shortage()) else ""
+            message = f"{failed}{handle.where}: {explanation}"
+        message += f"; {shortage}" if (shortage := descriptor_shortage()) else ""
         return self._failed(kind(message))
 
     def _place(self) -> Place:
-        """Where this rank is. Called from the health thread."""
-        at, waiting = self.record.where(), self._waiting
+        """Return this rank's position. Called from the health thread."""
+        position, waiting = self.record.where(), self._waiting
         if waiting is None:
-            return Place.make(at, self.health.call)
-        return Place.make(at, self.health.call, Waits.PEERS, {operation.peer for operation in waiting.operations})
+            return Place.make(position, self.health.call)
+        return Place.make(position, self.health.call, Waits.PEERS, {operation.peer for operation in waiting.operations})
 
     def _interrupt(self, cause: str) -> None:
-        """End the wait of the thread that uses this transport, from the health thread: a rank has published a cause.
+        """End the wait of the transport's thread, from the health thread, because a rank has published a cause.
 
-        Gloo has no call for that. A wait that times out closes its connection, and that ends every wait on it.
+        Gloo has no call for that. But a wait that times out closes its connection, and that ends every wait on it.
         """
         if (waiting := self._waiting) is not None and (group := self._group) is not None:
             for peer in {operation.peer for operation in waiting.operations}:
@@ -310,14 +309,14 @@ class GlooTransport(ProcessTransport):
                     ).wait(INTERRUPT)
 
     def _fail(self, cause: BaseException) -> None:
-        """Publish, then drop: a neighbor that wakes finds the cause."""
+        """Publish the cause before dropping the connections, so that a neighbour that wakes finds it."""
         self.health.publish(cause)
         self._drop(cause)
 
     def _drop(self, end: BaseException) -> None:
-        """Let go of everything that keeps a connection open; gloo then wakes the neighbors."""
+        """Release everything that keeps a connection open. Gloo then wakes the neighbours."""
         self._end = end
-        # Every handle, also of exchanges that nobody has waited for.
+        # Include exchanges that were never waited for.
         for operation in self._in_flight:
             operation.work = None
         self._group = None
@@ -325,7 +324,7 @@ class GlooTransport(ProcessTransport):
 
 
 def _unfinished(operation: _Operation) -> bool:
-    """Whether an operation is still pending after the deadline. Asking may end it, so the ring must end too."""
+    """Return whether an operation is still pending after the deadline. The check may end it, so the ring must end."""
     try:
         operation.wait(0.0)
     except RuntimeError:
@@ -334,7 +333,7 @@ def _unfinished(operation: _Operation) -> bool:
 
 
 def _connect(opening: Opening, address: Address) -> dist.ProcessGroupGloo:
-    """Gloo's group, connected. Waits for the other ranks, and without end for a store whose host is stopped."""
+    """Connect gloo's group. This waits for the other ranks, and indefinitely if the store's host is stopped."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = devices(address.own, address.interface)
     options._timeout = timedelta(seconds=max(opening.until.left_s, 0.1))

@@ -1,9 +1,9 @@
-"""A ring whose ranks are threads of one process, on CPU: for tests, notebooks and world size 1.
+"""The local transport: a ring whose ranks are threads of one process, on CPU, for tests, notebooks and world size 1.
 
-Guarantees: strict rendezvous. Nothing is buffered, a send ends only when its receive has been posted and filled, so a
-forgotten or misplaced receive cannot go unseen; bytes and dtype of both ends must match. When no rank can move any more
-the waiting ranks raise at once, and every deadline error lists what every rank has pending. A transport that has
-raised a failure is dead: later calls raise `ClosedError`.
+Guarantees: strict rendezvous. Nothing is buffered: a send ends only when its receive has been posted and filled, so a
+forgotten or misplaced receive is always noticed. Bytes and dtype of both ends must match. When no rank can proceed, the
+waiting ranks raise at once, and every deadline error lists what every rank has pending. A transport that has raised a
+failure cannot be used again: later calls raise `ClosedError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringattn.transport.control_store import first_cause
 
 
 class _Operation(Operation):
-    """An operation with its outcome: filled or emptied, and when, or refused for a reason."""
+    """An operation with its outcome: completed, and when, or refused, and why."""
 
     done = False
     done_s = 0.0
@@ -29,9 +29,9 @@ class _Operation(Operation):
 
 
 class LocalWorld:
-    """The meeting place of `world_size` ranks. Every wait in it ends within `timeout_s` seconds.
+    """The world of `world_size` ranks, in which they exchange. Every wait in it ends within `timeout_s` seconds.
 
-    All state is guarded by one condition; methods with a leading underscore are called with it held.
+    All state is protected by one condition; methods with a leading underscore are called while it is held.
     """
 
     def __init__(self, world_size: int, timeout_s: float = 600.0) -> None:
@@ -48,7 +48,7 @@ class LocalWorld:
         self._queues: defaultdict[tuple[int, int, bool], deque[_Operation]] = defaultdict(deque)
 
     def transport(self, rank: int) -> LocalTransport:
-        """The end of `rank`, once per rank. Raises `InputError` for a rank that does not exist or is taken."""
+        """Return the transport of `rank`, once per rank. Raises `InputError` if it is taken or does not exist."""
         with self.changed:
             if not 0 <= rank < self.world_size or rank in self._taken:
                 raise InputError(f"rank {rank} is taken or not one of the ranks 0 to {self.world_size - 1}")
@@ -56,23 +56,23 @@ class LocalWorld:
         return LocalTransport(self, rank)
 
     def _post(self, operation: _Operation) -> None:
-        """Match the operation with the oldest opposite one of its pair of ranks, or queue it."""
+        """Match the operation with the oldest opposite one of the same pair of ranks, or queue it."""
         rank, peer = operation.rank, operation.peer
         src, dst = (rank, peer) if operation.sends else (peer, rank)
         opposite = self._queues[src, dst, not operation.sends]
         if not opposite:
             self._queues[src, dst, operation.sends].append(operation)
             return
-        other = opposite.popleft()
-        send, recv = (operation, other) if operation.sends else (other, operation)
+        match = opposite.popleft()
+        send, recv = (operation, match) if operation.sends else (match, operation)
         if send.nbytes != recv.nbytes or send.buffer.dtype != recv.buffer.dtype:
             send.refusal = recv.refusal = f"two ends of one message do not match: {send}, but {recv}"
         else:
             self._deliver(send, recv)
 
     def _deliver(self, send: _Operation, recv: _Operation) -> None:
-        """Move the bytes of one message whose ends match."""
-        with torch.inference_mode():  # where the other rank made its buffer in this mode, nothing else may write there
+        """Copy the bytes of a message whose ends match."""
+        with torch.inference_mode():  # a buffer created in this mode can only be written in this mode
             recv.buffer.detach().view(-1).copy_(send.buffer.view(-1))
         send.done_s = recv.done_s = time.perf_counter()
         send.done = recv.done = True
@@ -85,7 +85,7 @@ class LocalWorld:
             queue.extend(kept)
 
     def _fail(self, rank: int, cause: BaseException) -> None:
-        """Record the first failure; no byte moves after it."""
+        """Record the first failure. No bytes are copied after it."""
         if self.first_failure is None:
             self.first_failure = (rank, cause)
         self._queues.clear()
@@ -94,7 +94,7 @@ class LocalWorld:
     def _block(
         self, rank: int, ready: Callable[[], bool], awaited: Callable[[], set[int]], what: Callable[[], str]
     ) -> None:
-        """Hold `rank` until `ready()`, which needs the ranks `awaited()`; `what` says what it waits for."""
+        """Block `rank` until `ready()`, which depends on the ranks `awaited()`; `what` describes the wait."""
         deadline = time.monotonic() + self.timeout_s
         self._blocked[rank] = ready
         try:
@@ -114,14 +114,14 @@ class LocalWorld:
             del self._blocked[rank]
 
     def _stuck(self) -> bool:
-        """Whether every rank waits in vain. Bytes move only when a rank posts, so then they never will."""
+        """Return whether every rank waits in vain. Bytes move only when a rank posts, so then they never will."""
         return all(
             rank in self.closed or (rank in self._blocked and not self._blocked[rank]())
             for rank in range(self.world_size)
         )
 
     def _report(self) -> str:
-        """What every rank has pending, one line a rank."""
+        """List what every rank has pending, one line per rank."""
         lines = []
         for rank in range(self.world_size):
             pending = [operation for queue in self._queues.values() for operation in queue if operation.rank == rank]
@@ -132,7 +132,7 @@ class LocalWorld:
 
 
 class LocalWorkHandle:
-    """The operations of one exchange. Other exchanges of the rank may be in flight beside it."""
+    """The operations of one exchange. Other exchanges of the rank may be in flight at the same time."""
 
     def __init__(self, transport: LocalTransport, operations: list[_Operation]) -> None:
         self._transport = transport
@@ -140,7 +140,7 @@ class LocalWorkHandle:
         self.arrived_s: float | None = None
 
     def wait(self) -> None:
-        """See `WorkHandle.wait`; `TransportError` when two ends differ in bytes or dtype. A second does nothing."""
+        """See `WorkHandle.wait`; raises `TransportError` if two ends differ in bytes or dtype. Idempotent."""
         if self._operations:
             self._transport._finish(self._operations)
             self.arrived_s = max(operation.done_s for operation in self._operations)
@@ -160,7 +160,7 @@ class LocalTransport(HostTransport):
         self._all_gathers = 0
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor of `nbytes` on CPU, uninitialised."""
+        """Return an uninitialised uint8 tensor of `nbytes` on the CPU."""
         self.check_process()
         with self._world.changed:
             self._check_alive()
@@ -178,7 +178,7 @@ class LocalTransport(HostTransport):
         return LocalWorkHandle(self, posted)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """See `Transport.all_gather_bytes`. The n-th call of every rank meets the n-th call of the others."""
+        """See `Transport.all_gather_bytes`. The n-th call of a rank belongs to the n-th of the others."""
         self.check_process()
         world = self._world
         with world.changed:
@@ -198,7 +198,7 @@ class LocalTransport(HostTransport):
 
     def abort(self, cause: BaseException) -> None:
         """See `Transport.abort`."""
-        if self._end is not None:  # before the lock, which another thread may hold while this process is forked
+        if self._end is not None:  # checked before locking, because a fork may copy a held lock
             return
         with self._world.changed:
             if self._end is None:
@@ -224,7 +224,7 @@ class LocalTransport(HostTransport):
             self._hold(
                 lambda: all(operation.done for operation in posted) or any(operation.refusal for operation in posted),
                 lambda: {operation.peer for operation in posted if not operation.done},
-                lambda: f"rank {self.rank} waits for {listed([each for each in posted if not each.done])}",
+                lambda: f"rank {self.rank} waits for {listed([op for op in posted if not op.done])}",
             )
             for operation in posted:
                 if operation.refusal is not None:
@@ -233,7 +233,7 @@ class LocalTransport(HostTransport):
                     raise error
 
     def _hold(self, ready: Callable[[], bool], awaited: Callable[[], set[int]], what: Callable[[], str]) -> None:
-        """Block in the world; a wait that fails ends this transport."""
+        """Block in the world. A wait that fails ends this transport."""
         try:
             self._world._block(self.rank, ready, awaited, what)
         except TransportError as error:
@@ -241,7 +241,7 @@ class LocalTransport(HostTransport):
             raise
 
     def _check_alive(self) -> None:
-        """Raise `ClosedError` if this transport has ended, `PeerLostError` if another rank has failed meanwhile."""
+        """Raise `ClosedError` if this transport has ended, `PeerLostError` if another rank has failed since."""
         self._check_open()
         if self._world.first_failure is not None:
             rank, cause = self._world.first_failure

@@ -1,16 +1,16 @@
-"""How the ranks of one more ring meet: the job, its store, each rank's number, and why a rank cannot open the ring.
+"""How the ranks of a new ring meet: the job, its store, each rank's number, and why a rank cannot open the ring.
 
-Guarantees for the job's store: a variable that is missing or wrong is refused by name before anything is connected; if
-MASTER_ADDR is a loopback address or "localhost", the store listens on loopback only; every wait ends by its deadline;
-an error names the process that hosts the store, the address and the port, and says whether that process is missing,
+Guarantees for the job's store: a missing or wrong variable is refused by name before anything is connected. If
+MASTER_ADDR is a loopback address or "localhost", the store listens on loopback only. Every wait ends by its deadline.
+An error names the process that hosts the store, the address and the port, and says whether that process is missing,
 gone or hung.
-Guarantees for rank numbers: each rank claims its number in the ring's store, so that two jobs at one port never form a
-ring unnoticed. Of two processes with one rank number the second raises; so does a process with another world size or of
-another job. It publishes the reason before it raises, so that all ranks of the ring fail with the same sentence: ranks
-that are opening the ring while they wait, ranks of an open ring when they next read its cause.
-Guarantees for causes: a rank that cannot open publishes the cause before it raises, also if only its arguments are
-wrong, and every rank that waits for it raises that cause within about a second; the process that hosts the store does
-not end before the others have read the cause, or `LINGER_S` have passed.
+Guarantees for rank numbers: each rank claims its number in the ring's store, so two jobs at one port never form a ring
+unnoticed. Of two processes with one rank number the second raises, and so does a process with another world size or of
+another job. It publishes the reason before it raises, so all ranks of the ring fail with the same sentence: ranks that
+are opening the ring during their wait, ranks of an open ring when they next read its cause.
+Guarantees for causes: a rank that cannot open publishes the cause before it raises, even if only its arguments are
+wrong. Every rank that waits for it raises that cause within about a second. The process that hosts the store does not
+end before the others have read the cause, or `LINGER_S` have passed.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from ringattn.transport.deadline import Deadline, wait_until
 
 
 NAP_S = 0.05
-"""How long a rank waits before it tries to connect again."""
+"""How long a rank waits before it tries again to connect."""
 CONNECT_S = 5.0
 """The limit of one attempt to connect."""
 WARN_S = 2.0
-"""After which a name that is not resolved is warned of."""
+"""The time after which a warning says that a name has not been resolved."""
 START = "start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each of them"
 
 
@@ -64,7 +64,7 @@ START = "start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and
 class Job:
     """The job of this process. `agent`: torchrun's agent hosts the store, else rank 0 does.
 
-    `run_id`: what torchrun or Slurm calls the job, empty if neither started it; `restart_count`: torchrun's.
+    `run_id`: the job's name in torchrun or Slurm, empty if neither started it; `restart_count`: torchrun's.
     """
 
     rank: int
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def host(self) -> str:
-        """The process that hosts the store, in words."""
+        """A description of the process that hosts the store."""
         return "torchrun's agent" if self.agent else "rank 0"
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Job:
 
 
 def job_of(environment: Mapping[str, str]) -> Job | None:
-    """Return the job that the environment describes, None for a process that is alone.
+    """Return the job that the environment describes, or None if this process is alone.
 
     Raises `InputError` that names the variable, its value and what it must be.
     """
@@ -131,7 +131,7 @@ def _number(environment: Mapping[str, str], name: str, lowest: int, highest: int
 
 
 _stores: dict[tuple[str, int], dist.Store] = {}
-"""The process that hosts a store keeps it for its other rings when one of them closes."""
+"""The process that hosts a store keeps it open for its other rings when one of them closes."""
 
 
 def job_store(job: Job, deadline: Deadline) -> dist.Store:
@@ -162,7 +162,7 @@ class PortInUseError(InputError):
 
 
 class _Attempt:
-    """One process's way to the store, and how far it got."""
+    """One process's attempt to reach the store, and its progress."""
 
     def __init__(self, job: Job, deadline: Deadline) -> None:
         self.job, self.deadline = job, deadline
@@ -171,7 +171,7 @@ class _Attempt:
         self._reached = self._warned = False
 
     def error(self) -> DeadlineError | InputError:
-        """Why there is no connection at the deadline."""
+        """Return the error for the deadline, which says why there is no connection."""
         return self._kind(f"rank {self.job.rank}: {self._reason}; waited {self.deadline.timeout_s:g} s")
 
     def run(self) -> dist.Store:
@@ -183,7 +183,7 @@ class _Attempt:
                 families = [each[0] for each in socket.getaddrinfo(job.address, job.port, type=socket.SOCK_STREAM)]
                 return self._host(min(families)) if job.hosts_store else self._join()
             except socket.gaierror as error:
-                # The name of a container is not there before the container.
+                # A container's name cannot be resolved before the container exists.
                 self._blame(
                     f"MASTER_ADDR={job.address} is not resolved on {socket.gethostname()} ({error.strerror}); it must "
                     "be the host name or address of rank 0",
@@ -209,8 +209,8 @@ class _Attempt:
 
     @property
     def _unanswered(self) -> str:
-        what = f"{self.job.host} is stopped, or another program has the port"
-        return f"{self.job} takes the connection and does not answer: {what}"
+        reason = f"{self.job.host} is stopped, or another program has the port"
+        return f"{self.job} takes the connection and does not answer: {reason}"
 
     def _warn(self) -> None:
         if not self._warned and self.deadline.timeout_s - self.deadline.left_s > WARN_S:
@@ -218,7 +218,7 @@ class _Attempt:
             warnings.warn(f"{self.error()}; tries again", stacklevel=2)
 
     def _join(self) -> dist.Store:
-        """Connect to the store of another process. A plain connection first: torch prints its failed attempts."""
+        """Connect to the store of another process. Try a plain connection first: torch prints its failed attempts."""
         job = self.job
         self._blame(f"{job.host} is not reached at {job}")
         with socket.create_connection((job.address, job.port), CONNECT_S) as probe:
@@ -244,7 +244,7 @@ class _Attempt:
                 job.address,
                 job.port,
                 is_master=True,
-                wait_for_workers=False,  # so that rank 0 can say who is missing
+                wait_for_workers=False,  # so that rank 0 can say which ranks are missing
                 multi_tenant=True,
                 timeout=timedelta(seconds=max(self.deadline.left_s, 0.1)),
                 **options,  # type: ignore[arg-type]
@@ -371,18 +371,18 @@ PUBLISH_S = 0.2
 CONTEST_S = 2.0
 """How long a rank 0 whose port is in use looks for another job's ring there."""
 LINGER_S = 5.0
-"""How long the process that hosts the store waits at its end until the others have read why the ring cannot open."""
+"""How long the process that hosts the store waits at its end for the others to read why the ring cannot open."""
 INFORMED = "informed"
-"""The counter of the ranks that know that the ring cannot open."""
+"""The counter of ranks that know that the ring cannot open."""
 
 
 class Meeting:
-    """The store of one more ring, and this rank's number there. `job`: None unless the environment describes it."""
+    """The store of a new ring, and this rank's number in it. `job`: None if the environment describes none."""
 
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, deadline: Deadline, job: Job | None = None
     ) -> None:
-        """`deadline`: of the whole opening, which began before the connection to `store`."""
+        """`deadline`: the deadline of the whole opening, which began before the connection to `store`."""
         self.store, self.rank, self.world_size, self.deadline, self.job = store, rank, world_size, deadline, job
         self._control: ControlStore | None = None
         self._claimed = False
@@ -414,24 +414,24 @@ class Meeting:
 
     @property
     def control(self) -> ControlStore:
-        """This rank's view of the store, over a connection that no transport uses."""
+        """This rank's client of the store, over a connection that no transport uses."""
         if self._control is None:
             shared = ControlStore(self.store, self.rank, self.world_size, self.deadline.timeout_s)
             self._control = shared.until(self.deadline.plus(GRACE_S)).clone()
         return self._control
 
     def claim(self) -> None:
-        """Claim this rank's number, before any rank sends anything. Raises what `claim_rank` raises."""
+        """Claim this rank's number before any rank sends anything. Raises what `claim_rank` raises."""
         if self.world_size > 1:
             claim_rank(self.control, self.job.run_id if self.job else "")
             self._claimed = True
 
     def fail(self, error: Exception) -> Exception:
-        """Publish why this rank cannot open the ring. Returns the error to raise."""
+        """Publish why this rank cannot open the ring. Return the error to raise."""
         failure = self._restated(error)
-        if words := descriptor_shortage():
+        if shortage := descriptor_shortage():
             kind = type(failure) if isinstance(failure, RingError) else RingError
-            failure = kind(f"{failure}; {words}")
+            failure = kind(f"{failure}; {shortage}")
         if self.world_size > 1 and self._control is not None:
             control = self._control.until(Deadline(PUBLISH_S))
             control.publish_cause(failure)
@@ -443,7 +443,7 @@ class Meeting:
         return failure
 
     def _restated(self, error: Exception) -> Exception:
-        """Say of a missed deadline and of a lost store what it means for the ring."""
+        """Restate a missed deadline or a lost store as its consequence for the ring."""
         text, opens = str(error), f"the ring of {self.world_size} ranks cannot open: "
         if isinstance(error, LOST):
             host, timeout_s = host_of(self.store), self.deadline.timeout_s
@@ -460,7 +460,7 @@ class Meeting:
 
 
 def publish_refusal(group: Any, error: Exception, timeout_s: float, environment: Mapping[str, str]) -> None:
-    """Tell the ranks of the ring that was to be opened that this one's arguments are refused. Never raises."""
+    """Report to the ranks of the ring that this rank's arguments are refused. Never raises."""
     with suppress(Exception):  # `error` is raised in any case
         meeting = Meeting.of(group, timeout_s, environment)
         meeting.claim()
@@ -468,9 +468,9 @@ def publish_refusal(group: Any, error: Exception, timeout_s: float, environment:
 
 
 def _contest(job: Job, origin: str) -> None:
-    """Raise which process has this one's number, if a ring waits or works at its port, and fail that ring.
+    """Raise an error that names the process with this rank's number, if a ring is open at its port; fail that ring.
 
-    Ranks of this job may have joined that ring already: they cannot know.
+    Ranks of this job may already have joined that ring: they cannot know.
     """
     limit = Deadline(CONTEST_S)
     with suppress(DeadlineError, *LOST):
@@ -481,7 +481,7 @@ def _contest(job: Job, origin: str) -> None:
 
 
 _failed: list[ControlStore] = []
-"""The rings that this process could not open and whose store it hosts."""
+"""The rings that this process could not open although it hosts their store."""
 
 
 @atexit.register

@@ -1,14 +1,14 @@
-"""A ring whose ranks are on several nodes: one transport inside each node, another between them.
+"""A ring whose ranks are on several nodes: one transport inside each node, another between nodes.
 
-Guarantees: a message takes the transport of the node where its peer is on the node, and the other one else, so all
-messages of a pair of ranks take the same; an exchange may have both kinds, is checked before any of it is started, and
-has one deadline; whichever transport fails, both end, and every rank tells the same first cause, in the numbers of the
-whole ring; what concerns all ranks, as all-gathers and who is at fault, goes by the transport between nodes, which
-joins all of them.
-No order of starts is a deadlock that is none over one transport. Every rank starts exchange k between nodes before it
-starts exchange k inside its node. Between nodes it waits for the same of exchange k and for whole earlier exchanges;
-inside for either of exchange k. So every wait is for a smaller (exchange, transport), also where the streams of a
-device share one hardware queue.
+Guarantees: a message to a peer on the same node uses the transport inside the node, any other the transport between
+nodes. So all messages of a pair of ranks use the same transport. An exchange may have both kinds; all of it is checked
+before any of it is started, and it has one deadline. If either transport fails, both end, and every rank reports the
+same first cause, with rank numbers of the whole ring. Operations of all ranks, such as all-gathers and failure
+attribution, use the transport between nodes, which connects all of them.
+Splitting an exchange over two transports introduces no new deadlock. Every rank starts exchange k between nodes before
+it starts exchange k inside its node. Between nodes it waits for the same part of exchange k and for whole earlier
+exchanges; inside, for either part of exchange k. So every wait is for a smaller (exchange, transport), even if the
+streams of a device share one hardware queue.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from ringattn.transport.peer.transport import PeerTransport
 from ringattn.transport.shared.transport import ShmTransport
 
 BEFORE_PAINT_S = 0.2
-"""What the aborts of NCCL have before waits inside the node are let loose, behind which it may have more to send."""
+"""How long NCCL's aborts may take before waits inside the node are released: released waits may let it send more."""
 
 
 class NodesWorkHandle:
-    """An exchange in flight, of which one part or the other may be missing."""
+    """An exchange in flight. It may lack either part."""
 
-    arrived_s = None  # neither part says
+    arrived_s = None  # neither part measures it
 
     def __init__(self, ring: NodesTransport, between: WorkHandle | None, inside: WorkHandle | None) -> None:
         self.ring, self.between, self.inside = ring, between, inside
         self._waited = False
 
     def wait(self) -> None:
-        """See `WorkHandle.wait`. A second wait does nothing."""
+        """See `WorkHandle.wait`. A second call does nothing."""
         if not self._waited:
             with self.ring.joint():
                 self.ring.await_both(self)
@@ -69,7 +69,7 @@ class NodesTransport(Ending):
     """One rank's end. `inside` and `between` have the rank and the world size of the whole ring."""
 
     def __init__(self, inside: Transport, between: Transport, node: Sequence[int]) -> None:
-        """Takes over two open transports. `node`: the ranks of this rank's node."""
+        """Take over two open transports. `node`: the ranks of this rank's node."""
         self.inside, self.between, self.node = inside, between, frozenset(node)
         self.name = f"{inside.name}+{between.name}"
         self.rank, self.world_size, self.device = between.rank, between.world_size, between.device
@@ -78,16 +78,16 @@ class NodesTransport(Ending):
 
     @property
     def ways(self) -> str:
-        """Which message goes which way, in words."""
+        """A description of which transport carries which messages."""
         return f"{self.inside.name} inside a node and {self.between.name} between nodes"
 
     @property
     def sm_margin(self) -> int:
-        """See `Transport`: what works on a device between nodes."""
+        """See `Transport.sm_margin`; only the transport between nodes occupies multiprocessors."""
         return self.between.sm_margin
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """See `Transport.allocate`: memory of the transport inside, from which the other can send, too."""
+        """See `Transport.allocate`. The memory is the inner transport's; the other transport can send from it too."""
         with self.joint():
             return self.inside.allocate(nbytes)
 
@@ -99,15 +99,15 @@ class NodesTransport(Ending):
         """See `Transport.bind`."""
         with self.joint():
 
-            def part(transport: Transport, here: bool) -> Hop | None:
-                chosen = [[one for one in each if (one.peer in self.node) == here] for each in (sends, recvs)]
+            def part(transport: Transport, inside: bool) -> Hop | None:
+                chosen = [[m for m in messages if (m.peer in self.node) == inside] for messages in (sends, recvs)]
                 return transport.bind(*chosen) if any(chosen) else None
 
-            return NodesHop(self, part(self.between, here=False), part(self.inside, here=True))
+            return NodesHop(self, part(self.between, inside=False), part(self.inside, inside=True))
 
-    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
-        """See `Transport.announce`: all ranks hear of it between nodes."""
-        return self.between.announce(call, digest, words, gradients)
+    def announce(self, call: int, digest: bytes, description: str, gradients: str = "") -> bool:
+        """See `Transport.announce`. The transport between nodes reaches all ranks."""
+        return self.between.announce(call, digest, description, gradients)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """See `Transport.all_gather_bytes`."""
@@ -115,7 +115,7 @@ class NodesTransport(Ending):
             return self.between.all_gather_bytes(payload)
 
     def drain(self) -> None:
-        """See `Transport.drain`. Inside at last: it finds what a failing rank of the node may have spoiled."""
+        """See `Transport.drain`. The inner one is last: it detects what a failing rank of the node may have spoiled."""
         with self.joint():
             self.between.drain()
             self.inside.drain()
@@ -131,28 +131,28 @@ class NodesTransport(Ending):
         self.inside.end_pass()
 
     def replay(self, run: Callable[[], None]) -> None:
-        """See `Transport.replay`: refused, as inside a node."""
+        """See `Transport.replay`. It is refused, as inside a node."""
         self.inside.replay(run)
 
     def abort(self, cause: BaseException) -> None:
-        """See `Transport.abort`. Inside first, where a store reaches all others at once."""
+        """See `Transport.abort`. The inner one is first; the store then reaches all other ranks at once."""
         if self._end is None:
             self._end = cause
         self.inside.abort(cause)
         self.between.abort(cause)
 
     def close(self, linger_s: float | None = None) -> None:
-        """See `Transport.close`. `linger_s`: how long to wait for the other ranks where closing does, see NCCL's."""
+        """See `Transport.close`. `linger_s`: how long to wait for the other ranks, if closing does; see NCCL's."""
         if self._end is None:
             with self.joint():
-                self.between.drain()  # what it moves lies in memory that closing inside gives back
+                self.between.drain()  # its messages are in memory that the inner transport's close frees
                 self.inside.close()
                 self.between.close() if linger_s is None else self.between.close(linger_s)  # type: ignore[call-arg]
             self._end = ClosedError(f"rank {self.rank} closed its ring")
 
     @contextmanager
     def joint(self) -> Iterator[None]:
-        """Whatever ends one transport ends both. Raises `ClosedError` once they have ended."""
+        """End both transports if either fails. Raises `ClosedError` once they have ended."""
         self._check_open()
         try:
             yield
@@ -161,7 +161,7 @@ class NodesTransport(Ending):
             raise
 
     def before_start(self) -> None:
-        """Refuse what one of the transports refuses, before the other has started."""
+        """Refuse what one of the transports would refuse, before the other has started."""
 
     def await_both(self, handle: NodesWorkHandle) -> None:
         """Wait for both parts of an exchange."""
@@ -181,7 +181,7 @@ class HostNodesTransport(NodesTransport):
         super().__init__(inside, between, inside.group.ranks)
 
     def await_both(self, handle: NodesWorkHandle) -> None:
-        """See `NodesTransport.await_both`. What gloo has started moves meanwhile; inside, a wait moves the bytes."""
+        """See `NodesTransport.await_both`. Gloo's messages move by themselves; inside, the wait moves the bytes."""
         until = time.monotonic() + self.inside.group.timeout_s
         if handle.inside is not None:
             handle.inside.wait(until)  # type: ignore[call-arg]
@@ -196,7 +196,7 @@ class HostNodesTransport(NodesTransport):
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        """Copy what comes inside, on a thread, while this one waits for gloo: another rank may wait for that."""
+        """Copy messages that arrive inside, on a thread, while this thread waits for gloo. Other ranks may need it."""
         if not self.inside.under_way:
             yield
             return
@@ -219,18 +219,18 @@ class DeviceNodesTransport(NodesTransport):
     between: NcclTransport
 
     def __init__(self, inside: PeerTransport, between: NcclTransport) -> None:
-        """See `NodesTransport`. Both have the same `Health`; the supervisor of NCCL ends both."""
+        """See `NodesTransport`. Both have the same `Health`, and NCCL's supervisor ends both."""
         super().__init__(inside, between, inside.group.ranks)
         supervisor, watch = between.supervisor, inside.watch
         watch.report = supervisor.fail
-        # The supervisor reads the first cause, with the exchange that is pending; shared pages need not tell it.
+        # The supervisor reports the first cause with the pending exchange, so the pages need not report it.
         inside.group.health.attach(inside.group, watch.place)
         watch.before_paint = lambda: supervisor.ended.wait(BEFORE_PAINT_S)
-        supervisor.beside = watch
+        supervisor.node_transport = watch
         closed_at_exit[id(self)] = self
 
     def close_at_exit(self) -> None:
-        """See `Ending.close_at_exit`: closing waits briefly for the other ranks."""
+        """See `Ending.close_at_exit`; waits briefly for the other ranks."""
         self.close(EXIT_LINGER_S)
 
     def before_start(self) -> None:
@@ -239,12 +239,12 @@ class DeviceNodesTransport(NodesTransport):
 
 
 def open_shm_and_gloo(opening: Opening) -> HostNodesTransport:
-    """This rank's end of a ring on CPUs of several machines.
+    """Open this rank's end of a ring on CPUs of several machines.
 
-    Raises `UnsupportedError` on all ranks alike, and what `ShmTransport.open` and `GlooTransport.open` raise.
+    Raises the same `UnsupportedError` on all ranks, and what `ShmTransport.open` and `GlooTransport.open` raise.
     """
-    if why := sharing_obstacle(opening.locations):
-        raise UnsupportedError(f"rank {opening.rank}: transport='shm' cannot join these ranks: {why}; use gloo")
+    if reason := sharing_obstacle(opening.locations):
+        raise UnsupportedError(f"rank {opening.rank}: transport='shm' cannot join these ranks: {reason}; use gloo")
     opening.name = f"{ShmTransport.name}+{GlooTransport.name}"
     inside = ShmTransport.open(opening, node_of(opening.rank, opening.locations))
     try:

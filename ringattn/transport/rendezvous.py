@@ -1,6 +1,6 @@
-"""Where a rank finds the others: a process group, a device mesh, torchrun's variables, or none when alone.
+"""Connects a rank with the others: by a process group, a device mesh, torchrun's variables, or not at all if alone.
 
-The only module that reads environment variables.
+This is the only module that reads environment variables.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from ringattn.transport.shared.transport import ShmTransport, obstacle
 
 TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "peer")
 REFUSED_S = 5.0
-"""How long a rank whose arguments are refused tries to tell the others, before it raises."""
+"""How long a rank whose arguments are refused tries to notify the others before it raises."""
 TransportName = Literal["auto", "local", "shm", "gloo", "nccl", "peer"]
 
 
 def open_transport(
     group: Any, transport: str, timeout_s: float, nccl: NcclOptions | None = None, calibrated: bool = False
 ) -> Transport:
-    """The transport of this rank. `calibrated`: its locations say what `ringattn calibrate` has left on each machine.
+    """Open this rank's transport. `calibrated`: publish in its location the constants that `ringattn calibrate` stored.
 
-    For auto nccl where there is a CUDA device; else shm where the ranks are known to be one user's on one machine, and
-    gloo where they are not; local when alone. What auto has chosen is not changed where it cannot be opened.
+    `auto` is nccl if there is a CUDA device; else shm if all ranks are known to be one user's on one machine, and gloo
+    if not; local if alone. If the transport that auto has chosen cannot be opened, no other is tried.
     """
     with refusals_published(group):
         _check_names(transport, nccl)
@@ -71,7 +71,7 @@ def open_transport(
     rank, world_size, deadline = meeting.rank, meeting.world_size, meeting.deadline
     if world_size == 1 and transport != "nccl":
         return LocalWorld(1, timeout_s).transport(0)
-    # A rank without a GPU tells the others so when peer opens.
+    # For peer, a rank without a GPU reports that to the others when the transport opens.
     on_gpu = transport == "nccl" or (transport in ("auto", "peer") and torch.cuda.is_available())
     try:
         meeting.claim()
@@ -81,8 +81,8 @@ def open_transport(
                 "use shm or gloo, or ringattn.testing.run_ranks for threads"
             )
         gpu = _gpu_index(rank) if on_gpu else None
-        own = own_calibration(os.environ.get(VARIABLE)) if calibrated else None
-        locations = _located(meeting.control, gpu, deadline, own)
+        local_calibration = own_calibration(os.environ.get(VARIABLE)) if calibrated else None
+        locations = _located(meeting.control, gpu, deadline, local_calibration)
         folder = os.environ.get("RINGATTN_FLIGHT_DIR")
         opening = Opening(
             meeting.store,
@@ -106,7 +106,7 @@ def open_transport(
         if transport == "shm" or (transport == "auto" and obstacle(locations) is None):
             return ShmTransport.open(opening)
         return GlooTransport.open(opening)
-    except Exception as error:  # the others wait for this rank already
+    except Exception as error:  # the other ranks are already waiting for this one
         failure = meeting.fail(error)
         if failure is error:
             raise
@@ -115,7 +115,7 @@ def open_transport(
 
 @contextmanager
 def refusals_published(group: Any) -> Iterator[None]:
-    """Tell the other ranks of the ring that is to be opened why this rank's arguments are refused inside."""
+    """Report to the other ranks of the ring why this rank's arguments are refused in the block."""
     try:
         yield
     except Exception as error:
@@ -124,26 +124,26 @@ def refusals_published(group: Any) -> Iterator[None]:
 
 
 def _check_names(transport: str, nccl: NcclOptions | None) -> None:
-    """Raise `InputError` if there is no such transport, or if it takes no options of NCCL."""
+    """Raise `InputError` if there is no such transport, or if it does not take NCCL options."""
     if transport not in TRANSPORTS:
         raise InputError(f"transport={transport!r} is not known; choose one of {', '.join(TRANSPORTS)}")
     if nccl is not None and transport not in ("auto", "nccl", "peer"):
-        raise InputError(f"nccl={nccl} was given, and transport={transport!r} takes no such options")
+        raise InputError(f"nccl={nccl} was given, but transport={transport!r} takes no NCCL options")
 
 
 def _located(
     control: ControlStore, gpu: int | None, deadline: Deadline, calibration: str | None
 ) -> tuple[Location, ...]:
-    """Where all ranks are, known to all; on rank 0 a warning where their order makes a ring slow."""
-    mine = replace(my_location(gpu), calibration=calibration)
-    locations = gather_locations(control, mine, deadline)
+    """Gather all ranks' locations. On rank 0, warn if the order of the ranks makes a ring slow."""
+    location = replace(my_location(gpu), calibration=calibration)
+    locations = gather_locations(control, location, deadline)
     if control.rank == 0 and (advice := order_advice(locations)):
         warnings.warn(f"rank 0: {advice}", stacklevel=4)
     return locations
 
 
 def _open_nccl(opening: Opening, options: NcclOptions, gpu: int) -> NcclTransport:
-    """NCCL on this process's GPU."""
+    """Open NCCL on this process's GPU."""
     rank, locations = opening.rank, opening.locations
     if unfit := mismatch(torch.version.cuda):
         warnings.warn(f"rank {rank}: {unfit}", stacklevel=4)
@@ -156,40 +156,40 @@ def _open_nccl(opening: Opening, options: NcclOptions, gpu: int) -> NcclTranspor
         for warning in warnings_beside_torch(os.environ, binding.version):
             warnings.warn(f"rank {rank}: {warning}", stacklevel=4)
 
-    late = LateGroups(beside_torch)
-    late.look()
+    late_groups = LateGroups(beside_torch)
+    late_groups.check()
     nccl_id = os.environ.get("NCCL_HOSTID", locations[rank].host)
-    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # then NCCL lets ranks share a GPU
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # NCCL then allows ranks to share a GPU
         nccl_id += f"/{rank}"
     ras = ras_address(os.environ, binding.version)
     ring = NcclTransport.open(opening, binding=binding, gpu=CudaDevice(gpu), options=options, nccl_id=nccl_id, ras=ras)
-    ring.look_around = late.look
+    ring.check_groups = late_groups.check
     return ring
 
 
 def _open_peer(opening: Opening, options: NcclOptions | None, gpu: int | None) -> Transport:
-    """Copy engines of this process's GPU, and NCCL to other nodes."""
+    """Open copy engines of this process's GPU, and NCCL to other nodes."""
     spans = not one_machine(opening.locations)
     if options is not None and not spans:
-        raise InputError(f"nccl={options} was given, and transport='peer' takes no such options inside one node")
+        raise InputError(f"nccl={options} was given, but transport='peer' takes no NCCL options inside one node")
 
     def make() -> tuple[CudaDriver, CudaDevice]:
         if gpu is None:
             raise UnsupportedError("torch finds no CUDA device")
         device = CudaDevice(gpu)
         device.activate()
-        torch.cuda.current_stream(gpu).synchronize()  # the context is there from here on
+        torch.cuda.current_stream(gpu).synchronize()  # creates the context
         driver = CudaDriver(gpu)
         for warning in peer_warnings(os.environ, driver):
             warnings.warn(f"rank {opening.rank}: {warning}", stacklevel=7)
         return driver, device
 
     if not spans:
-        # Shared pages join all ranks, so that the neighbours need no datagrams.
+        # Shared pages connect all ranks, so neighbours need no datagrams.
         return open_peer(replace(opening, interface=None, job_size=None), make)
     opening.name = f"{PeerTransport.name}+{NcclTransport.name}"
     inside = open_peer(opening, make)
-    assert gpu is not None  # of a rank without, all were refused
+    assert gpu is not None  # if a rank had none, all ranks were refused
     try:
         return DeviceNodesTransport(inside, _open_nccl(opening, options or NcclOptions(), gpu))
     except BaseException as error:
@@ -198,16 +198,16 @@ def _open_peer(opening: Opening, options: NcclOptions | None, gpu: int | None) -
 
 
 def job_size(world_size: int) -> int:
-    """How many ranks share the store of a ring of `world_size`: those of the whole job."""
+    """Return the number of ranks that share the store of a ring of `world_size`: those of the whole job."""
     group = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     variable = os.environ.get("WORLD_SIZE", "")
     return max(world_size, group, int(variable) if variable.isdecimal() else 1)
 
 
 def _gpu_index(rank: int) -> int:
-    """The GPU that the caller has made current, else torchrun's LOCAL_RANK; the only one where there is one.
+    """Return the GPU that the caller has made current, else the one of torchrun's LOCAL_RANK, or the only one.
 
-    Raises `UnsupportedError` where torch finds none.
+    Raises `UnsupportedError` if torch finds none.
     """
     if not torch.cuda.is_available():
         raise UnsupportedError(

@@ -19,7 +19,7 @@ from ringattn.observe.memory import (
     MemoryMonitor,
     Profile,
     Reading,
-    greatest,
+    largest,
     lies_in,
     log,
     stop,
@@ -126,7 +126,7 @@ def test_unknown_profile() -> None:
         ({"actions": {Level.WARNING: "log"}}, r"actions has <Level.WARNING: 1>: 'log'"),
         ({"actions": {"warning": [stop]}}, r"actions has 'warning': \["),
         ({"actions": {1: [stop]}}, r"actions has 1: \["),
-        ({"actions": {Level.CRITICAL: [log, None]}}, r"actions\[<Level.CRITICAL: 2>\] has None, which is no function"),
+        ({"actions": {Level.CRITICAL: [log, None]}}, r"actions\[<Level.CRITICAL: 2>\] has None, which is not"),
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused_at_the_call(options: dict[str, Any], said: str) -> None:
@@ -179,8 +179,8 @@ def test_every_rank_sees_the_fullest_and_raises() -> None:
 
     for first, again in run_ranks(RANKS, body):
         assert [one.rank for one in first] == list(range(RANKS))
-        assert greatest(again)["pool_bytes"] == max(one.pool_bytes for one in again) > 0
-        assert "rank" not in greatest(again) and "device" not in greatest(again)
+        assert largest(again)["pool_bytes"] == max(one.pool_bytes for one in again) > 0
+        assert "rank" not in largest(again) and "device" not in largest(again)
 
 
 def test_tensors_inside_vmap_have_no_storage_and_are_passed_over() -> None:

@@ -217,6 +217,6 @@ def test_on_a_gpu_needs_that_differ_after_equal_ones_end_the_ring_with_the_cause
     outcomes = on_rings(SimWorld(2), body, ring={"engine": "plain"})
     assert any(isinstance(outcome.error, DisagreementError) for outcome in outcomes)
     for outcome in outcomes:
-        assert "needs gradients on one of the two ranks only" in str(outcome.error)
+        assert "needs gradients on only one of the two ranks" in str(outcome.error)
         assert "q.requires_grad_()" in str(outcome.error)
         assert outcome.ended_s - outcome.began_s < 5.0

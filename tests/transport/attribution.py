@@ -6,7 +6,7 @@ import re
 
 VERBS = "|".join((
     "is silent", "is behind", "is stuck in a launch", "is still computing", "is gone", "failed first", "refused",
-    "does not ask", "and rank . do not ask", "do not ask",
+    "does not ask", "and rank . make different calls", "make different calls",
 ))  # fmt: skip
 # A rank that failed first with one of these only reports: what follows says who is at fault.
 REPORTS = r"failed first: (?:DeadlineError|PeerLostError|DisagreementError)"
@@ -19,4 +19,4 @@ def names_as_culprit(culprit: int, message: str) -> bool:
 
 def named_at_fault(message: str) -> set[int]:
     """All ranks that a message says to be at fault; of two that disagree neither is."""
-    return {int(rank) for rank in re.findall(rf"rank (\d+) (?!{REPORTS}|and rank|do not ask)(?:{VERBS})", message)}
+    return {int(rank) for rank in re.findall(rf"rank (\d+) (?!{REPORTS}|and rank|make different)(?:{VERBS})", message)}

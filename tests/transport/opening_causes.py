@@ -119,7 +119,7 @@ CAUSES = {
         variables={"RANK": "5"}),
     "transport": refused(1, r"transport='foo' is not known; choose one of .*", transport="foo"),
     "transport of rank 0": refused(0, r"transport='foo' is not known; choose one of .*", transport="foo"),
-    "options of NCCL": refused(1, r"nccl=.* was given, and transport='gloo' takes no .*", transport="gloo",
+    "options of NCCL": refused(1, r"nccl=.* was given, but transport='gloo' takes no .*", transport="gloo",
                                nccl=ringattn.NcclOptions()),
     "engine": refused(1, r"engine='foo' is not known; choose one of .*", engine="foo"),
     "timeout": refused(1, r"timeout_s must be a positive, finite number, got -1", timeout_s=-1),

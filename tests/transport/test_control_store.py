@@ -93,7 +93,7 @@ def test_a_nearer_deadline_wins(host: StoreHost) -> None:
 
 def test_a_deadline_that_has_passed_says_nothing_of_the_host(host: StoreHost) -> None:
     control = control_of(host)
-    with pytest.raises(DeadlineError, match="was not asked"):
+    with pytest.raises(DeadlineError, match="was not called"):
         control.until(Deadline(0.0)).holds("key")
     assert not control.holds("key")
 
@@ -119,7 +119,7 @@ def test_a_host_that_is_stopped_ends_an_opening(host: StoreHost, monkeypatch: py
     connected = host.client()
     host.stop()
     for stores, words in (
-        ({("127.0.0.1", host.port): connected}, "takes a connection and does not answer"),
+        ({("127.0.0.1", host.port): connected}, "accepts a connection but does not answer"),
         ({}, f"rank 1: 127.0.0.1:{host.port} takes the connection and does not answer: torchrun's agent is stopped"),
     ):
         monkeypatch.setattr(meeting, "_stores", stores)

@@ -350,17 +350,17 @@ def test_slower_network_ports_are_counted_and_faster_ones_are_not() -> None:
     ("locations", "reason"),
     [
         (gpus([0] * 4, device="NVIDIA H100 PCIe", sms=114), "there is no preset of NVIDIA H100 PCIe"),
-        (gpus([0] * 4, sms=16), "has 16 multiprocessors, and the preset has 132"),
-        (gpus([0] * 4, LinkClass.PCIE), "GPUs of a node are joined by: PCIe; the preset has NVLink"),
-        (gpus([0] * 4, LinkClass.UNKNOWN), "GPUs of a node are joined by: unknown"),
+        (gpus([0] * 4, sms=16), "has 16 multiprocessors, but the preset has 132"),
+        (gpus([0] * 4, LinkClass.PCIE), "GPUs of a node are connected by PCIe, but the preset has NVLink"),
+        (gpus([0] * 4, LinkClass.UNKNOWN), "GPUs of a node are connected by unknown"),
         (gpus([0] * 4, device="NVIDIA L20", sms=92), "host bridges that GPUs over PCIe share"),
-        (gpus([0] * 4 + [1] * 4, device="NVIDIA GB200", sms=148), "whether NVLink joins the nodes"),
-        (gpus([0, 1], nics=()), "a node does not tell the rate of its network ports"),
-        (gpus([0, 1], nics=(Nic("eth0", None),)), "a node does not tell the rate of its network ports"),
-        (tuple(replace(one, machine=None) for one in gpus([0, 1])), "a rank cannot tell which machine it is on"),
+        (gpus([0] * 4 + [1] * 4, device="NVIDIA GB200", sms=148), "whether NVLink connects the nodes"),
+        (gpus([0, 1], nics=()), "a node does not report the rate of its network ports"),
+        (gpus([0, 1], nics=(Nic("eth0", None),)), "a node does not report the rate of its network ports"),
+        (tuple(replace(one, machine=None) for one in gpus([0, 1])), "a rank cannot determine which machine it is on"),
         (
             (*gpus([0] * 4)[:3], replace(gpus([0] * 4)[3], device="NVIDIA A100-SXM4-80GB", sms=108)),
-            "rank 3 has NVIDIA A100-SXM4-80GB of 108 multiprocessors, and rank 0 has NVIDIA H100 80GB HBM3 of 132",
+            "rank 3 has NVIDIA A100-SXM4-80GB with 108 multiprocessors, and rank 0 has NVIDIA H100 80GB HBM3 with 132",
         ),
         ((*gpus([0] * 2)[:1], Location("host-0", "boot/0", 1, 0)), "rank 1 has no GPU"),
         (tuple(Location("host", "boot", rank, 0) for rank in range(2)), "the ranks have no GPU"),
@@ -376,7 +376,7 @@ def test_a_calibration_goes_before_a_preset_where_all_ranks_have_it() -> None:
     assert of(here, "shm") == (OWN, "calibrated: 4 cores (calibrated)")
     for others, transport, why in (
         ((here[0], here[1], replace(here[2], calibration=None)), "shm", "rank 2 has another calibration than rank 0"),
-        (here, "gloo", "the calibration is of shm, and messages go over gloo"),
+        (here, "gloo", "the calibration is for shm, but messages use gloo"),
         ((*here[:2], replace(here[2], machine="boot/1")), "shm", "the ring has several"),
         (tuple(replace(one, calibration='{"unfit": "of another"}') for one in here), "shm", "of another"),
     ):
@@ -397,7 +397,7 @@ def test_the_file_of_calibrate_counts_for_such_a_machine(tmp_path: Path, monkeyp
     found = json.loads(own_calibration(None) or "")
     assert Cluster(**found["constants"]) == OWN and found["transport"] == "shm"
     Path("calibrated.json").write_text(json.dumps({**written, "hardware": "8 x another GPU"}))
-    assert "is of 8 x another GPU, and this is" in json.loads(own_calibration(None) or "")["unfit"]
+    assert "is for 8 x another GPU, but this is" in json.loads(own_calibration(None) or "")["unfit"]
     Path("calibrated.json").write_text("{")
     with pytest.raises(InputError, match="not JSON"):
         own_calibration(None)

@@ -168,7 +168,7 @@ def test_other_calls_of_equal_sizes_are_noticed() -> None:
 
     outcomes = on_rings(world, body, ring={"engine": "plain"})
     errors = [str(outcome.error) for outcome in outcomes]
-    assert all("do not ask for the same: call 4" in error for error in errors), errors
+    assert all("make different calls: call 4" in error for error in errors), errors
     assert all(outcome.ended_s - outcome.began_s < 3.0 for outcome in outcomes)
 
 

@@ -291,7 +291,7 @@ def test_an_abort_that_is_stuck_leaves_the_memory(
     while "rank 0: a communicator does not end" not in said and time.monotonic() < deadline:
         said += capsys.readouterr().err
         time.sleep(0.05)
-    assert "rank 0: a communicator does not end, so memory of the ring is not given back" in said
+    assert "rank 0: a communicator does not end, so memory of the ring is not freed" in said
     assert world.memory.nccl_bytes(0) == 1024 and world.violations == []
     world.release(0)
 

@@ -42,7 +42,7 @@ LOCATIONS = [Location("node", "node", 100 + rank, 0) for rank in range(3)]
 
 def test_a_rank_that_makes_no_id_or_is_not_ready_is_named() -> None:
     store = HashStore()
-    with pytest.raises(DeadlineError, match=r"rank 1: rank 0 made no unique id within 0\.1 s"):
+    with pytest.raises(DeadlineError, match=r"rank 1: rank 0 created no unique id within 0\.1 s"):
         share_unique_id(ControlStore(store, 1, 2), bytes, Deadline(0.1), lambda: None)
     with pytest.raises(DeadlineError, match=r"rank 1: not all communicators became ready: .* ranks \[0\]"):
         all_ready(ControlStore(store, 1, 2), Deadline(0.1), lambda: None)
@@ -85,39 +85,39 @@ def history(*digests: bytes, first: int = 1) -> CallHistory:
 
 def test_the_first_call_that_differs_is_found() -> None:
     mine, theirs = history(b"a", b"b", b"c"), history(b"a", b"x", b"c")
-    difference = mine.differs(theirs.told())
-    assert difference is not None and difference.startswith("call 2 is another there")
-    assert "now at 'words of b'c''" in difference and "here 'words of b'c''" in difference
-    assert mine.differs(history(b"a", b"b").told()) is None and mine.differs(CallHistory().told()) is None
+    difference = mine.differs(theirs.report())
+    assert difference is not None and difference.startswith("call 2 differs")
+    assert "that rank is now at 'words of b'c'', this rank at 'words of b'c''" in difference
+    assert mine.differs(history(b"a", b"b").report()) is None and mine.differs(CallHistory().report()) is None
 
 
 def test_a_difference_between_calls_that_are_told_of_is_bounded_by_them() -> None:
     calls = [bytes([n]) for n in range(100)]
-    difference = history(*calls).differs(history(*calls[:80], b"x", *calls[81:]).told())  # call 81 of 100
-    assert difference is not None and difference.startswith("one of calls 37 to 84 is another there")
+    difference = history(*calls).differs(history(*calls[:80], b"x", *calls[81:]).report())  # call 81 of 100
+    assert difference is not None and difference.startswith("one of calls 37 to 84 differs")
 
 
 def test_a_difference_shows_in_every_later_call() -> None:
     # A heartbeat tells of a few calls only, and those that differed may be among none of them.
     mine = history(b"a", *[b"same"] * 1000)
     theirs = history(b"x", *[b"same"] * 1000)
-    assert mine.differs(theirs.told()) is not None
+    assert mine.differs(theirs.report()) is not None
 
 
 @pytest.mark.parametrize("ahead", [1, 7, 64, 1280, 4000])
 def test_ranks_that_are_far_apart_are_compared(ahead: int) -> None:
     calls = [bytes([n % 250]) for n in range(5000)]
     mine, theirs = history(*calls[:640]), history(*calls[: 640 + ahead])
-    assert mine.differs(theirs.told()) is None and theirs.differs(mine.told()) is None
+    assert mine.differs(theirs.report()) is None and theirs.differs(mine.report()) is None
     other = history(b"other", *calls[1 : 640 + ahead])
-    assert mine.differs(other.told()) is not None and other.differs(mine.told()) is not None
+    assert mine.differs(other.report()) is not None and other.differs(mine.report()) is not None
 
 
 def test_what_a_heartbeat_tells_is_small_and_what_a_rank_keeps_is_bounded() -> None:
     long = CallHistory()
     for n in range(1, 3 * KEPT):
         long.announce(n, bytes([n % 250]), "attention " * 100)
-    assert len(json.dumps(long.told())) < 512 and long.told()["call"] == 3 * KEPT - 1
+    assert len(json.dumps(long.report())) < 512 and long.report()["call"] == 3 * KEPT - 1
     assert len(long._chains) == KEPT
 
 

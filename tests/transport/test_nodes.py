@@ -163,5 +163,5 @@ def test_explain_and_doctor_say_which_way() -> None:
 
 
 def test_options_of_nccl_are_refused_where_no_message_takes_it() -> None:
-    with pytest.raises(InputError, match="takes no such options inside one node"):
+    with pytest.raises(InputError, match="takes no NCCL options inside one node"):
         _open_peer(Opening(HashStore(), 0, 2, 1.0, locations=locations((0, 0))), NcclOptions(), 0)

@@ -56,7 +56,7 @@ def over(link: LinkClass) -> Location:
         (GOOD, over(LinkClass.NVLINK), None),
         (Facts("no CUDA driver"), HERE, "rank 1: no CUDA driver"),
         (GOOD, replace(HERE, machine="boot/2", host="b"), "no two ranks share a machine"),
-        (GOOD, replace(HERE, machine=None), "rank 1 cannot tell which machine it is on (a)"),
+        (GOOD, replace(HERE, machine=None), "rank 1 cannot determine which machine it is on (a)"),
         (GOOD, replace(HERE, uid=1001), "different users, 1000 and 1001"),
         (replace(GOOD, version=11080), HERE, "rank 1: the CUDA driver is version 11.8, but 12.0 is required"),
         (replace(GOOD, partition=True), HERE, "rank 1 has an instance of a partitioned GPU"),
@@ -208,7 +208,7 @@ class Rank:
         words = SimpleNamespace(store=self._store, load=lambda word, peer=0: 0)
         page = SimpleNamespace(segment=SimpleNamespace(address=0, nbytes=64), load=lambda word, peer=0: 0)
         self.group: Any = SimpleNamespace(
-            opening=Opening(HashStore(), 0, 2, 1.0), rank=0, ranks=(0, 1), own=words, pages={0: page, 1: page},
+            opening=Opening(HashStore(), 0, 2, 1.0), rank=0, ranks=(0, 1), own_page=words, pages={0: page, 1: page},
             fail=self._poison, trouble=self._check,
         )  # fmt: skip
         self.gpu: Any = SimpleNamespace(

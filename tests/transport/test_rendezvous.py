@@ -143,8 +143,8 @@ def test_auto_takes_the_gpu_only_where_there_is_one(gpus: list[int], monkeypatch
     monkeypatch.setattr(opening.ShmTransport, "open", shm)
     for other, words in (
         (replace(here, machine="boot/2"), "no two ranks share a machine"),
-        (replace(here, machine=None), r"rank 1 cannot tell which machine it is on \(one\)"),
-        (replace(here, uid=8), "rank 0 is user 7's, rank 1 user 8's"),
+        (replace(here, machine=None), r"rank 1 cannot determine which machine it is on \(one\)"),
+        (replace(here, uid=8), "rank 0 belongs to user 7 and rank 1 to user 8"),
     ):
         places[1] = other
         asked.clear()
@@ -175,7 +175,7 @@ def test_what_auto_has_chosen_is_refused_and_not_replaced(gpus: list[int], monke
     ("options", "kind", "words"),
     [
         ({"transport": "nccl"}, UnsupportedError, "needs a CUDA device, and torch finds none; use gloo"),
-        ({"transport": "gloo", "nccl": NcclOptions()}, InputError, "transport='gloo' takes no such options"),
+        ({"transport": "gloo", "nccl": NcclOptions()}, InputError, "transport='gloo' takes no NCCL options"),
     ],
 )
 def test_refused_on_cpu(options: dict[str, Any], kind: type[Exception], words: str) -> None:

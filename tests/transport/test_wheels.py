@@ -42,7 +42,8 @@ def test_wheels_that_fit(build: str | None, there: dict[str, str]) -> None:
         (
             None,
             {"cupy-cuda13x": "14.2.0", "cupy": "14.0"},
-            "installed: cupy-cuda13x 14.2.0, cupy 14.0; wheels of a kind bring the same files: pip uninstall -y cupy, "
+            "installed: cupy-cuda13x 14.2.0, cupy 14.0; wheels of one kind install the same files: "
+            "pip uninstall -y cupy, "
             "then pip install --force-reinstall --no-deps cupy-cuda13x==14.2.0",
         ),
         (

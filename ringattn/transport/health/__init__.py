@@ -1,4 +1,4 @@
-"""Liveness of a ring: what each rank says of itself, what it observes of the others, and which rank is at fault.
+"""Liveness of a ring: each rank's heartbeat, its observations of the others, and which rank is at fault.
 
-Every transport reports to one `Health` per rank and asks it after every failure.
+Every transport reports to one `Health` per rank and calls it after every failure.
 """

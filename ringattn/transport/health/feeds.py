@@ -1,16 +1,16 @@
 """Heartbeats of other ranks as this rank reads them: from the control store, and in datagrams of its two neighbours.
 
-Only what this rank itself has read counts. A time in which a feed did not answer, or in which this rank stood still,
-makes no rank silent.
+Only what this rank itself has read counts. While a feed did not answer, or while this rank was itself stopped, no rank
+counts as silent.
 
-The store: one request is under way at a time. The thread of the connection runs it, so a store that does not answer
-blocks nobody. Guarantee: at most three requests per round, whatever is read, once all ranks have sent a heartbeat.
+The store: one request is in progress at a time. The connection's thread runs it, so a store that does not answer blocks
+no other thread. Guarantee: once all ranks have sent a heartbeat, a round makes at most three requests.
 
-Datagrams: each has the nonce of the ring, the sender's heartbeat and the ranks that it knows to be silent or gone. What
-a neighbour observes is passed on around the ring: what arrives from one side goes to the other side, and ends at the
-rank that observed it. Guarantees: JSON, never pickle; a datagram without the nonce, or of another form, is dropped; the
-socket is bound to the address on the route to the store's host. Firewalls drop datagrams, so a neighbour that was never
-heard here is not silent, and none of this counts while the store answers.
+Datagrams: each has the nonce of the ring, the sender's heartbeat, and the ranks that the sender knows to be silent or
+gone. Reports are passed around the ring: what arrives from one side is sent to the other side, and ends at the
+observer. Guarantees: the format is JSON, never pickle. A datagram without the nonce or of another form is dropped.
+The socket is bound to the address on the route to the store's host. Firewalls drop datagrams, so a neighbour whose
+datagrams never arrived is not silent, and datagrams do not count while the store answers.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ T = TypeVar("T")
 
 @dataclass
 class Heard(Generic[T]):
-    """One heartbeat as it was read. Times are on the monotonic clock of this process."""
+    """A heartbeat as it was read. Times are on this process's monotonic clock."""
 
     beat: T
     first_s: float
     last_s: float
     changed: bool = False
-    """Whether an older heartbeat of this rank was read before, so that `first_s` is when a new one was sent."""
+    """Whether an older heartbeat of this rank was read before, so that `first_s` is the time of a new one."""
 
 
 class Feed(Generic[T]):
-    """Written by the health thread, read by any thread."""
+    """The heartbeats of one source. Written by the health thread, read by any thread."""
 
     def __init__(self, gap_s: float) -> None:
-        """After a longer time than `gap_s` without a reading, what was read before does not count."""
+        """After a gap of more than `gap_s` between readings, earlier readings do not count."""
         self._gap_s = gap_s
         self.heard: dict[int, Heard[T]] = {}
 
@@ -64,12 +64,12 @@ class Feed(Generic[T]):
             before.last_s = now_s
 
     def keep(self, ranks: Collection[int]) -> None:
-        """Forget ranks that are not read any more: what was read of them says nothing later."""
+        """Forget ranks that are not read any more, because old readings say nothing later."""
         for rank in self.heard.keys() - set(ranks):
             del self.heard[rank]
 
     def unchanged(self, at_least_s: float, since_s: float) -> set[int]:
-        """The ranks whose heartbeat was the same for `at_least_s`, the last time that it was read after `since_s`."""
+        """Return the ranks whose heartbeat had been the same for `at_least_s` when last read, after `since_s`."""
         return {
             rank
             for rank, heard in list(self.heard.items())
@@ -77,7 +77,7 @@ class Feed(Generic[T]):
         }
 
     def new(self, since_s: float) -> set[int]:
-        """The ranks that have sent a heartbeat since then."""
+        """Return the ranks that have sent a heartbeat since then."""
         return {rank for rank, heard in list(self.heard.items()) if heard.changed and heard.first_s >= since_s}
 
 
@@ -86,41 +86,41 @@ class Feed(Generic[T]):
 
 INTERVAL_S = 0.1
 REQUESTS_PER_S = 4500.0
-"""The request rate of a whole job's heartbeats. One store serves about ten thousand requests a second."""
+"""The request rate of a whole job's heartbeats. One store handles about ten thousand requests a second."""
 SOON_S = 0.02
-"""How long a round waits for its answer, which takes about a millisecond. A later one is taken in the next round."""
+"""How long a round waits for its answer, which takes about a millisecond. A later answer is read in the next round."""
 ANSWER_S = 0.8
 """A store that has not answered for this long is stopped or out of reach."""
 
 
 def interval_s(job_size: int, requests: int = 2) -> float:
-    """Seconds between two rounds of a rank, each of which makes `requests`, if `job_size` ranks share the store."""
+    """Return the seconds between two rounds of a rank with `requests` each, if `job_size` ranks share the store."""
     return max(INTERVAL_S, requests * job_size / REQUESTS_PER_S)
 
 
 def silence_s(interval: float) -> float:
-    """Seconds without a change after which a heartbeat sent every `interval` has stopped: two of them may be late."""
+    """Return after how long without a change a heartbeat sent every `interval` has stopped: two may be late."""
     return max(10 * INTERVAL_S, 2.2 * interval + 0.2)
 
 
 def heartbeat_key(rank: int) -> str:
-    """The key of a rank's heartbeat."""
+    """Return the key of a rank's heartbeat."""
     return f"heartbeat/{rank}"
 
 
 class StoreFeed(Feed[Beat | None]):
-    """The heartbeats that were read from the store; None for a rank that has not sent one."""
+    """Heartbeats read from the store; None for a rank that has not sent one."""
 
     def __init__(
         self, control: ControlStore, interval: float, also: Callable[[dist.Store], None] = lambda store: None
     ) -> None:
-        """`control` is used by nothing else. `also` runs in each round, on the thread of the connection."""
+        """Nothing else may use `control`. `also` runs in each round, on the connection's thread."""
         super().__init__(silence_s(interval) / 2)
         self.cause: str | None = None
         self.gone: str | None = None
         """Why the store cannot be read any more."""
         self.rounds = 0
-        """Rounds that the store has answered."""
+        """The number of rounds that the store has answered."""
         self.interval_s = interval
         self._control, self._also, self._due_s = control, also, 0.0
         self._request: Request[tuple[bytes, dict[int, bytes | None]]] | None = None
@@ -137,9 +137,9 @@ class StoreFeed(Feed[Beat | None]):
         return f"{host} did not answer within {ANSWER_S:g} s (stopped, or out of reach)" if late else ""
 
     def advance(self, beat: Beat, ranks: Iterable[int], now_s: float, often: bool = False) -> None:
-        """Take the last answer if it is there, and ask for the heartbeats of `ranks` when the next round is due.
+        """Read the last answer if it is available, and request the heartbeats of `ranks` when the next round is due.
 
-        `often`: the next round is due in `INTERVAL_S`, also in a large job.
+        `often`: the next round is due in `INTERVAL_S`, even in a large job.
         """
         if self.gone is not None:
             return
@@ -147,35 +147,35 @@ class StoreFeed(Feed[Beat | None]):
             if self._request is not None and self._request.done:
                 self._take(*self._request.result(), now_s)
             if self._request is None and now_s >= self._due_s:
-                wanted, text = list(ranks), beat.text()
+                requested, text = list(ranks), beat.text()
                 self._asked_s, self._due_s = now_s, now_s + (INTERVAL_S if often else self.interval_s)
-                self._request = self._control.begin(lambda store: self._round(store, text, wanted))
+                self._request = self._control.begin(lambda store: self._round(store, text, requested))
                 if self._request.wait_shortly(SOON_S):
                     self._take(*self._request.result(), time.monotonic())
         except RuntimeError as error:
             self.gone, self._request = str(error), None
 
     def end(self, beat: Beat, patience_s: float) -> None:
-        """Write the last heartbeat, which says that nothing is wrong with this rank. Never raises."""
-        self.ask(lambda store: store.set(heartbeat_key(self._control.rank), beat.text()), patience_s)
+        """Write the last heartbeat, which marks the end as intended. Never raises."""
+        self.call(lambda store: store.set(heartbeat_key(self._control.rank), beat.text()), patience_s)
 
-    def ask(self, run: Callable[[dist.Store], object], patience_s: float) -> None:
-        """Run a request behind the one that is under way. Never raises.
+    def call(self, run: Callable[[dist.Store], object], patience_s: float) -> None:
+        """Run a request after the one in progress. Never raises.
 
-        Wait for it if the store answers. If it does not, the request is run when it answers again.
+        Wait for it if the store answers. If it does not, the request runs when the store answers again.
         """
         try:
             if self.gone is None:
                 self._control.begin(run).wait_shortly(0.0 if self.unanswered else patience_s)
         except RingError:
-            pass  # the connection was given up, or belongs to the parent of this process
+            pass  # the connection was abandoned, or belongs to the parent of this process
 
     def _round(self, store: dist.Store, text: str, ranks: list[int]) -> tuple[bytes, dict[int, bytes | None]]:
-        """On the thread of the connection: send this rank's heartbeat, then read the cause and those of `ranks`."""
+        """On the connection's thread: send this rank's heartbeat, then read the cause and the heartbeats of `ranks`."""
         if not self.rounds:
-            store.compare_set(CAUSE, "", "")  # the key exists from now on, empty as long as nothing has failed
+            store.compare_set(CAUSE, "", "")  # from now on the key exists; it is empty while nothing has failed
         store.set(heartbeat_key(self._control.rank), text)
-        with suppress(OSError, ValueError, TypeError):  # datagrams only add to what the store tells
+        with suppress(OSError, ValueError, TypeError):  # datagrams are optional: the store has the same facts
             self._also(store)
         unread = [rank for rank in ranks if rank not in self._begun]
         self._begun.update(set(unread) - set(missing_ranks(store.check, unread, heartbeat_key)))
@@ -196,16 +196,16 @@ class StoreFeed(Feed[Beat | None]):
 
 LARGEST_BYTES = 32768
 MOST_OBSERVERS = 64
-"""Observers whose reports one datagram passes on."""
+"""The most observers whose reports one datagram passes on."""
 Claims = dict[int, dict[int, str]]
-"""By observer: the ranks that it knows to be gone or silent, and which of the two."""
+"""By observer: the ranks that it knows to be gone or silent, with that state."""
 
 
 class Neighbours(Feed[Beat]):
-    """The heartbeats of the next and the previous rank, and what they report of others."""
+    """The heartbeats of the next and the previous rank, and their reports about others."""
 
     def __init__(self, rank: int, world_size: int, interface: str | None, silence_s: float) -> None:
-        """`interface`: a network interface; empty: the one that routes to the store's host; None: no datagrams."""
+        """`interface`: a network interface. Empty: the one that routes to the store's host. None: no datagrams."""
         super().__init__(silence_s / 2)
         self._silence_s = silence_s
         self.before, self.after = (rank - 1) % world_size, (rank + 1) % world_size
@@ -215,60 +215,60 @@ class Neighbours(Feed[Beat]):
         self._observed: Mapping[int, str] = {}
         self._nonce = ""
         self._socket: socket.socket | None = None
-        self._mine: Address | None = None
+        self._address: Address | None = None
         self._targets: dict[int, tuple[str, int]] = {}
 
     def meet(self, store: dist.Store) -> None:
-        """One step towards knowing the neighbours' addresses. Called from the thread that owns `store`, until met."""
-        if self._interface is None or self._targets or (self._mine is not None and not self._mine.own):
-            return  # no datagrams, all known, or an address that this rank does not know
-        if self._mine is None:
+        """Take one step towards the neighbours' addresses. Called from the thread that owns `store`, until complete."""
+        if self._interface is None or self._targets or (self._address is not None and not self._address.own):
+            return  # no datagrams are wanted, all addresses are known, or this rank's own address is unknown
+        if self._address is None:
             self._nonce = store.compare_set("neighbours/nonce", "", secrets.token_hex(16)).decode()
-            self._mine = find_address(store, self._interface)
+            self._address = find_address(store, self._interface)
             if self._interface:
-                self._mine = self._mine._replace(own=address_of_interface(self._interface))
-            store.set(f"neighbours/address/{self._rank}", self._mine.text().decode())
-            if not self._mine.own:
+                self._address = self._address._replace(own=address_of_interface(self._interface))
+            store.set(f"neighbours/address/{self._rank}", self._address.text().decode())
+            if not self._address.own:
                 return
         ranks = sorted(self.ranks)
         if self._socket is None and store.check([f"neighbours/address/{rank}" for rank in ranks]):
-            others = [Address.parse(store.get(f"neighbours/address/{rank}")) for rank in ranks]
+            addresses = [Address.parse(store.get(f"neighbours/address/{rank}")) for rank in ranks]
             # Neighbours whose user named an interface do not know the address of the store's host.
-            known = [self._mine, *(other for other in others if other.meeting)]
-            self._bind(self._mine.own if self._interface else reachable(0, known).own)
+            candidates = [self._address, *(address for address in addresses if address.meeting)]
+            self._bind(self._address.own if self._interface else reachable(0, candidates).own)
             if self._socket is not None:
                 store.set(f"neighbours/socket/{self._rank}", json.dumps(self._socket.getsockname()[:2]))
         if self._socket is not None and store.check([f"neighbours/socket/{rank}" for rank in ranks]):
             self._targets = {rank: tuple(json.loads(store.get(f"neighbours/socket/{rank}"))) for rank in ranks}
 
     def exchange(self, beat: Beat, observed: Mapping[int, str], now_s: float) -> None:
-        """Send this rank's heartbeat with what it has `observed`, and read what has arrived. Never blocks."""
+        """Send this rank's heartbeat with its observations, and read what has arrived. Never blocks."""
         self._observed = observed
         if not self._targets:
             return
         for rank, target in self._targets.items():
-            # From the other side: with two ranks both sides are the same, and its own reports end there.
+            # Pass on reports from the other side. With two ranks both sides are one rank, whose own reports end there.
             passed_on = self._claims_of(self.before if rank == self.after else self.after, now_s)
             claims = {**dict(list(passed_on.items())[:MOST_OBSERVERS]), self._rank: dict(observed)}
             message = [self._nonce, self._rank, beat.text(), [[o, list(c.items())] for o, c in claims.items() if c]]
             try:
                 self._socket.sendto(json.dumps(message).encode(), target)  # type: ignore[union-attr]
             except OSError:
-                pass  # no route at the moment, or no room: the next one may arrive
+                pass  # there is no route at the moment, or no buffer space; a later datagram may arrive
         self._receive(now_s)
 
-    def reported(self, how: str, now_s: float) -> set[int]:
-        """The ranks that neighbours report to be `gone` or `silent`."""
+    def reported(self, state: str, now_s: float) -> set[int]:
+        """Return the ranks that neighbours report as `gone` or `silent`."""
         return {
             rank
             for sender in list(self._claims)
             for claim in self._claims_of(sender, now_s).values()
-            for rank, state in claim.items()
-            if state == how
+            for rank, reported_state in claim.items()
+            if reported_state == state
         }
 
     def _claims_of(self, sender: int, now_s: float) -> Claims:
-        """What a neighbour reports, as long as it is heard. What it reported before it failed is kept: it is why."""
+        """Return a neighbour's reports while it is alive. Keep those of a failed neighbour: they are why."""
         heard = self.heard.get(sender)
         if heard is None:
             return {}
@@ -284,22 +284,22 @@ class Neighbours(Feed[Beat]):
 
     def _bind(self, address: str) -> None:
         host = ip_address(address.partition("%")[0])
-        made = socket.socket(socket.AF_INET6 if host.version == 6 else socket.AF_INET, socket.SOCK_DGRAM)
+        bound = socket.socket(socket.AF_INET6 if host.version == 6 else socket.AF_INET, socket.SOCK_DGRAM)
         try:
-            made.bind((address, 0))
-            made.setblocking(False)
-            self._socket = made
+            bound.bind((address, 0))
+            bound.setblocking(False)
+            self._socket = bound
         except OSError:
-            made.close()  # an address that is reachable but not this machine's own, for example behind a NAT
+            bound.close()  # the address is reachable but not this machine's own, for example behind a NAT
 
     def _receive(self, now_s: float) -> None:
         for rank, heard in list(self.heard.items()):
-            self.note(rank, heard.beat, now_s)  # read again, and unchanged unless a datagram has arrived
+            self.note(rank, heard.beat, now_s)  # note it again as unchanged, unless a datagram has arrived
         while True:
             try:
                 data = self._socket.recv(LARGEST_BYTES)  # type: ignore[union-attr]
             except OSError:
-                return  # nothing more, or an answer of ICMP that a port is closed
+                return  # nothing more has arrived, or ICMP reports a closed port
             try:
                 nonce, sender, beat, claims = json.loads(data)
                 if nonce != self._nonce or sender not in self.ranks:

@@ -1,12 +1,12 @@
-"""One rank's health: what it says of itself, what it observes of the others, and who is at fault after a failure.
+"""One rank's health: its heartbeat, its observations of the other ranks, and which rank is at fault after a failure.
 
 A thread runs a round every tenth of a second. It measures how late the round is, sends this rank's heartbeat, and reads
-what the feeds have: the store (first cause, neighbours, ranks that this one waits for), shared pages, and datagrams
-of the two neighbours.
-Guarantees: the thread waits for no store; a rank that stood still itself forgets what it observed before and names no
-other; in an open ring every rank reads the first cause in each round; after a failure one rank reads all heartbeats and
-the others wait for its cause, so the number of requests grows as the ranks; `explain` ends within `limit_s`, also
-if the store does not answer.
+the feeds: the store (first cause, neighbours, ranks that this one waits for), shared pages, and datagrams of the two
+neighbours.
+Guarantees: the thread waits for no store. A rank that was itself stopped discards its earlier observations and names no
+other rank. In an open ring every rank reads the first cause in each round. After a failure one rank reads all
+heartbeats and the others wait for its cause, so the number of requests grows linearly with the ranks. `explain` ends
+within `limit_s`, even if the store does not answer.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ringattn.transport.health.feeds import INTERVAL_S, Feed, Neighbours, StoreF
 from ringattn.transport.health.verdict import ENDED, Beat, Evidence, Place, Waits, explain
 
 END_S = 1.0
-"""How long ending may take: one heartbeat takes far less, unless the store's host hangs."""
+"""How long ending may take. One heartbeat takes far less, unless the store's host hangs."""
 PUBLISH_S = 0.5
-"""How long a rank that fails waits until its cause is in the store."""
+"""How long a failing rank waits until its cause is in the store."""
 SHARE_S = 0.6
-"""How long an explanation may take besides the silence."""
+"""How long an explanation may take in addition to the silence."""
 SHORTEST_S = 1.6
 HELD_BACK_S = 5.0
-"""No link that loses packets holds heartbeats back for longer."""
+"""The longest time for which a link that loses packets delays heartbeats."""
 READ_AT_ONCE = 8
-"""Ranks whose heartbeats one round reads besides the neighbours'. If more are wanted, each round reads others."""
+"""Ranks whose heartbeats one round reads besides the neighbours'. If more are needed, successive rounds take turns."""
 LONG_ROUNDS = 10
-"""A wait of more rounds than this reads the heartbeats of all ranks in turn: any of them may be at fault."""
+"""A wait of more rounds than this reads the heartbeats of all ranks in turn, because any of them may be at fault."""
 IN_TURN_UP_TO = 64
-"""In a larger ring a turn takes too long to tell silence, so only the rank that investigates reads all heartbeats."""
+"""In a larger ring a turn takes too long to detect silence, so only the investigating rank reads all heartbeats."""
 
 
 class Pages(Protocol):
@@ -48,37 +48,37 @@ class Pages(Protocol):
     """Ranks whose process has ended without closing the ring."""
 
     def exchange(self, beat: Beat) -> dict[int, Beat]:
-        """Show this rank's heartbeat, and return the newest of each other rank. One that failed has `ENDED` its own."""
+        """Publish this rank's heartbeat, and return the newest of each other rank, with `ENDED` for a failed rank."""
         ...
 
     def first_cause(self) -> str | None:
-        """The first cause of a failure that a rank of this machine has shown."""
+        """Return the first cause of a failure that a rank of this machine has reported."""
         ...
 
 
 class Health:
-    """One per rank, for all its transports. `explain` is called by one thread at a time, the rest by any."""
+    """The health of one rank, for all its transports. One thread at a time calls `explain`; any may call the rest."""
 
     def __init__(self, control: ControlStore, *, job_size: int | None = None, interface: str | None = None) -> None:
-        """`job_size` ranks share the store; None: those of this ring.
+        """`job_size` ranks share the store; None: the ranks of this ring.
 
         `interface`: exchange datagrams with the neighbours, over this network interface or, if empty, over the one that
-        routes to the store's host. None: no datagrams, because shared pages join the ranks.
+        routes to the store's host. None: no datagrams, because shared pages connect the ranks.
         """
         self.rank, self.world_size = control.rank, control.world_size
         self.call = 0
-        """The number of the call that this rank makes."""
+        """The number of this rank's current call."""
         self.calls: Callable[[], Any] = lambda: None
-        """What each heartbeat tells peers of this rank's calls."""
+        """Returns the fields about this rank's calls that each heartbeat reports to peers."""
         self.closed = False
         """Whether this rank has closed its ring."""
         self.pages: Pages | None = None
         interval = interval_s(job_size or self.world_size)
         self.silence_s = silence_s(interval)
         self._neighbours = Neighbours(self.rank, self.world_size, interface, self.silence_s)
-        # A ring of one rank has nobody to observe.
-        own = control.clone() if self.world_size > 1 else control
-        self.store = StoreFeed(own, interval, self._neighbours.meet)
+        # A ring of one rank has no peer to observe.
+        connection = control.clone() if self.world_size > 1 else control
+        self.store = StoreFeed(connection, interval, self._neighbours.meet)
         self._page_feed = Feed[Beat](self.silence_s / 2)
         self._users: dict[object, tuple[Callable[[], Place], Callable[[str], object]]] = {}
         self._count = ENDED
@@ -91,7 +91,7 @@ class Health:
 
     @property
     def limit_s(self) -> float:
-        """How long `explain` may take."""
+        """The longest time that `explain` may take."""
         return max(self.silence_s + SHARE_S, SHORTEST_S)
 
     @property
@@ -102,9 +102,9 @@ class Health:
     def attach(
         self, user: object, place: Callable[[], Place], on_cause: Callable[[str], object] = lambda cause: None
     ) -> None:
-        """Observe for one more transport of this rank. `place`: where the rank is in it, as far as it knows.
+        """Start to observe for another transport of this rank. `place`: returns the rank's position in it.
 
-        `on_cause` is called once from the thread when a rank has published a cause.
+        `on_cause` is called once, from the thread, when a rank has published a cause.
         """
         self._users[user] = place, on_cause
         if self.world_size > 1 and self._thread is None and not self._stopped.is_set():
@@ -113,7 +113,7 @@ class Health:
             self._thread.start()
 
     def detach(self, user: object, patience_s: float = END_S) -> None:
-        """End the heartbeats on purpose when the last transport has ended. Idempotent."""
+        """End the heartbeats as intended when the last transport has ended. Idempotent."""
         last = Beat(ENDED, self.place(), self.closed)
         if self._users.pop(user, None) is None or self._users:
             return
@@ -126,30 +126,30 @@ class Health:
     def publish(self, error: BaseException) -> None:
         """Publish why this rank fails unless another rank was first. Never raises, and never waits long."""
         text = first_cause(self.rank, error)
-        self.store.ask(lambda store: store.compare_set(CAUSE, "", text), PUBLISH_S)
+        self.store.call(lambda store: store.compare_set(CAUSE, "", text), PUBLISH_S)
 
     def place(self) -> Place:
-        """Where this rank is: in the first of its transports that waits for something, or was when the last ended."""
+        """Return this rank's position: in its first transport that waits for something, or its last known one."""
         places = [place() for place, _ in list(self._users.values())] or [self._here]
         return next((place for place in places if place.waits is not Waits.HOST), places[-1])
 
     def beats(self) -> dict[int, Beat]:
-        """The newest heartbeat of each rank in any feed. One that ended its heartbeats or closed its ring stays so."""
+        """Return the newest heartbeat of each rank in any feed. A rank that ended or closed stays ended."""
         newest: dict[int, Beat] = {}
         feeds: list[Feed[Any]] = [self.store, self._page_feed, self._neighbours]
         for feed in feeds:
             for rank, heard in list(feed.heard.items()):
-                beat, known = heard.beat, newest.get(rank)
-                if beat is not None and (known is None or (beat.left, beat.count) > (known.left, known.count)):
+                beat, current = heard.beat, newest.get(rank)
+                if beat is not None and (current is None or (beat.left, beat.count) > (current.left, current.count)):
                     newest[rank] = beat
         return newest
 
     def left(self) -> set[int]:
-        """The ranks that have closed their ring or ended their heartbeats on purpose, of those that are read."""
+        """Return the ranks, among those read, that have closed their ring or ended their heartbeats as intended."""
         return {rank for rank, beat in self.beats().items() if beat.left}
 
     def silent(self, at_least_s: float = 0.0) -> set[int]:
-        """The ranks whose heartbeat has stopped for `at_least_s`, and never for less than `silence_s`."""
+        """Return the ranks whose heartbeat has stopped for `at_least_s`, and for `silence_s` at least."""
         limit_s, now_s = max(self.silence_s, at_least_s), time.monotonic()
         silent = self._page_feed.unchanged(limit_s, now_s - self.silence_s)
         if not self.store.unanswered:
@@ -160,14 +160,14 @@ class Health:
         return silent - self._alive(now_s - self.silence_s) - self.gone() - self.left() - {self.rank}
 
     def gone(self) -> set[int]:
-        """The ranks whose process has ended, as pages of their machine tell."""
-        here = set(self.pages.gone) if self.pages is not None else set()
-        return here | self._neighbours.reported("gone", time.monotonic())
+        """Return the ranks whose process has ended, according to the pages of their machine."""
+        local = set(self.pages.gone) if self.pages is not None else set()
+        return local | self._neighbours.reported("gone", time.monotonic())
 
     def stood_still_s(self, since_s: float, timeout_s: float) -> float:
-        """For how long this rank itself stood still: for `silence_s` or longer since then, else 0.
+        """Return how long this rank itself was stopped, if for `silence_s` or longer since then; else 0.
 
-        A standstill of `timeout_s` before that counts too: the others have reached their deadline because of it.
+        A stop of `timeout_s` before that counts too: it made the other ranks reach their deadline.
         """
         now_s, longest_s = time.monotonic(), 0.0
         for start_s, end_s in [*self._stops, *([(self._last_s, now_s)] if self._thread is not None else [])]:
@@ -191,7 +191,7 @@ class Health:
         `waited_s`: how long this rank has waited, of the `timeout_s` that each rank waits. `missing`, `lost`,
         `at_deadline`: see `Evidence`.
         """
-        asked = Evidence(
+        request = Evidence(
             self.rank,
             waited_for=frozenset(waited_for),
             missing=missing,
@@ -200,8 +200,8 @@ class Health:
         )
         began_s, deadline, rounds = time.monotonic(), Deadline(self.limit_s), self.store.rounds
         while True:
-            seen = self._evidence(asked, began_s, waited_s, timeout_s)
-            # The others read the cause of the rank that investigates one round later.
+            seen = self._evidence(request, began_s, waited_s, timeout_s)
+            # Other ranks read the cause of the investigating rank one round later.
             late_s = 0.0 if 1 in self._claims.values() else self.store.interval_s
             if self._settled(seen, began_s, rounds) or deadline.plus(late_s).passed:
                 return explain(seen)
@@ -211,18 +211,18 @@ class Health:
     # --- on the thread -----------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
-        told = False
+        reported = False
         while True:
             self.round(time.monotonic())
-            if self.cause is not None and not told:
-                told = True
+            if self.cause is not None and not reported:
+                reported = True
                 for _, on_cause in list(self._users.values()):
                     on_cause(self.cause)
             if self._stopped.wait(INTERVAL_S):
                 return
 
     def round(self, now_s: float) -> None:
-        """One round of the thread."""
+        """Run one round of the thread."""
         if now_s - self._last_s >= self.silence_s / 2:
             self._stops.append((self._last_s, now_s))
         self._last_s = now_s
@@ -230,11 +230,11 @@ class Health:
         self._rounds_here = self._rounds_here + 1 if place == self._here else 0
         self._here, self._count = place, self._count + 1
         beat = Beat(self._count, place, self.closed, self.calls())
-        self.store.advance(beat, self._wanted(place), now_s, often=1 in self._claims.values())
+        self.store.advance(beat, self._ranks_to_read(place), now_s, often=1 in self._claims.values())
         if self.pages is not None:
             for rank, page_beat in self.pages.exchange(beat).items():
                 self._page_feed.note(rank, page_beat, now_s)
-        # Only what this rank observes itself: reports of others are passed on as they came.
+        # Report only this rank's own observations. Reports of others are passed on unchanged.
         recent_s = now_s - self.silence_s
         silent = self._page_feed.unchanged(self.silence_s, recent_s)
         silent |= self._neighbours.unchanged(self.silence_s, recent_s)
@@ -243,41 +243,41 @@ class Health:
             observed |= dict.fromkeys(self.pages.gone, "gone")
         self._neighbours.exchange(Beat(self._count, place, self.closed), observed, now_s)
 
-    def _wanted(self, place: Place) -> list[int]:
-        """The neighbours, and as many of the ranks that this one waits for as a round reads."""
-        everyone = set(range(self.world_size)) - {self.rank}
+    def _ranks_to_read(self, place: Place) -> list[int]:
+        """Return the ranks to read: the neighbours, and a round's share of the ranks that this one waits for."""
+        peers = set(range(self.world_size)) - {self.rank}
         investigates = 1 in self._claims.values()
         waits = place.waits is not Waits.HOST
         long = self._rounds_here >= LONG_ROUNDS and self.world_size <= IN_TURN_UP_TO
         every = investigates or (waits and (place.peers is None or long))
-        wanted = everyone if every else self._neighbours.ranks | (place.peers or frozenset())
-        self.store.keep(wanted)
-        others = sorted(wanted - self._neighbours.ranks)
-        first = self._turn * READ_AT_ONCE % max(len(others), 1)
+        candidates = peers if every else self._neighbours.ranks | (place.peers or frozenset())
+        self.store.keep(candidates)
+        further = sorted(candidates - self._neighbours.ranks)
+        first = self._turn * READ_AT_ONCE % max(len(further), 1)
         self._turn += 1
-        chosen = others if investigates else [*others, *others][first : first + min(READ_AT_ONCE, len(others))]
+        chosen = further if investigates else [*further, *further][first : first + min(READ_AT_ONCE, len(further))]
         return [*sorted(self._neighbours.ranks), *chosen]
 
     # --- after a failure ---------------------------------------------------------------------------------------------
 
     def _claim(self, name: str) -> None:
-        """The first rank of the ring to claim a name reads all heartbeats; the others wait for the cause.
+        """Claim a name. Its first claimant in the ring reads all heartbeats; the other ranks wait for the cause.
 
         A rank at a deadline and one that lost a connection claim different names: the second waits for the first.
         """
         if name not in self._claims:
             self._claims[name] = 0
-            self.store.ask(lambda store: self._claims.update({name: store.add(f"investigators/{name}", 1)}), 0.0)
+            self.store.call(lambda store: self._claims.update({name: store.add(f"investigators/{name}", 1)}), 0.0)
 
-    def _evidence(self, asked: Evidence, began_s: float, waited_s: float, timeout_s: float) -> Evidence:
-        """What this rank knows now. `began_s`: when it was asked."""
-        # A slow link holds heartbeats back. A rank that was heard shortly before the deadline has not been at fault.
+    def _evidence(self, request: Evidence, began_s: float, waited_s: float, timeout_s: float) -> Evidence:
+        """Return what this rank knows now. `began_s`: when the explanation was requested."""
+        # A slow link delays heartbeats. A rank whose heartbeat arrived shortly before the deadline is not at fault.
         quiet = self.silent()
-        late = quiet - self.silent(min(waited_s / 2, HELD_BACK_S)) if asked.at_deadline else set()
+        late = quiet - self.silent(min(waited_s / 2, HELD_BACK_S)) if request.at_deadline else set()
         late = {rank for rank in late if self._observed_since(rank) < began_s}
         beats = self.beats()
         return replace(
-            asked,
+            request,
             stood_still_s=self.stood_still_s(began_s - waited_s, timeout_s),
             cause=self.cause or (self.pages.first_cause() if self.pages is not None else None),
             gone=self.gone(),
@@ -290,28 +290,28 @@ class Health:
         )
 
     def _settled(self, seen: Evidence, began_s: float, rounds: int) -> bool:
-        """Whether waiting longer can tell nothing more."""
+        """Return whether a longer wait can add nothing."""
         if seen.stood_still_s:
             return bool(seen.store) or self.store.rounds > rounds + 1  # what was published meanwhile has been read
         if seen.cause:
             return True
         at_fault = {*seen.gone, *seen.silent}
         if seen.lost is not None:
-            # A rank publishes its cause just before its connections fall, unless it was killed. A round that began
-            # after that reads the cause; the heartbeats of a rank that was slow stop before.
+            # A rank publishes its cause just before its connections close, unless it was killed. A round that began
+            # after that reads the cause. The heartbeats of a rank that was slow have stopped before.
             has_read = bool(seen.store) or self.store.rounds > rounds + 1
             return seen.lost[0] in seen.closed or (seen.lost[0] in at_fault and has_read)
         if at_fault:
             return True
-        others = set(range(self.world_size)) - {self.rank}
+        peers = set(range(self.world_size)) - {self.rank}
         heard = self._alive(began_s) | self.left()
         # One rank reads all heartbeats of the store; pages show those of the machine to every rank.
-        return others <= heard and (1 in self._claims.values() or others <= self._page_feed.heard.keys())
+        return peers <= heard and (1 in self._claims.values() or peers <= self._page_feed.heard.keys())
 
     def _observed_since(self, rank: int) -> float:
         heard = self.store.heard.get(rank) or self._page_feed.heard.get(rank)
         return heard.first_s if heard is not None else time.monotonic()
 
     def _alive(self, since_s: float) -> set[int]:
-        """The ranks that have sent a heartbeat in any feed since then."""
+        """Return the ranks that have sent a heartbeat in any feed since then."""
         return self.store.new(since_s) | self._page_feed.new(since_s) | self._neighbours.new(since_s)

@@ -1,6 +1,6 @@
-"""What a rank reports of itself in a heartbeat, and which rank is at fault, given all that one rank knows.
+"""A rank's heartbeat, and the decision which rank is at fault, from everything that one rank knows.
 
-Values and pure functions. Guarantee: a rank that only waits for another is never named as the one at fault.
+Values and pure functions. Guarantee: a rank that only waits for another is never named at fault.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from typing import Any
 ALL_PEERS = 16
 """A rank that waits for more peers than this reports that it waits for all ranks."""
 STUCK_S = 0.3
-"""A launch or own kernels that take longer than this are reported in the heartbeat."""
+"""A launch or local kernels that take longer than this are reported in the heartbeat."""
 LONGEST_AT = 120
 ENDED = 0
 """The count of a rank that ended its heartbeats on purpose."""
 
 
 class Waits(Enum):
-    """What a rank waits for."""
+    """What a rank is waiting for."""
 
     HOST = "host"
-    """Nothing of the ring: it runs the caller's Python."""
+    """Nothing in the ring: the rank runs the caller's Python code."""
     LAUNCH = "launch"
     """NCCL, to accept a hop: it connects to peers, or is stuck."""
     COMPUTE = "compute"
-    """Its own kernels, before its oldest exchange."""
+    """The rank's own kernels, which precede its oldest exchange."""
     PEERS = "peers"
     """Messages of an exchange, or an all-gather."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is. `peers`: the ranks that it waits for; None: all."""
+    """A rank's position. `peers`: the ranks that it waits for; None: all."""
 
     at: str = "idle"
     call: int = 0
@@ -43,10 +43,10 @@ class Place:
     peers: frozenset[int] | None = frozenset()
 
     @classmethod
-    def make(cls, at: str, call: int, waits: Waits = Waits.HOST, peers: Iterable[int] = ()) -> Place:
-        """A place that names its peers if they are few."""
+    def make(cls, position: str, call: int, waits: Waits = Waits.HOST, peers: Iterable[int] = ()) -> Place:
+        """Create a place that lists its peers if they are few."""
         waited_for = frozenset(peers)
-        return cls(at[:LONGEST_AT], call, waits, waited_for if len(waited_for) <= ALL_PEERS else None)
+        return cls(position[:LONGEST_AT], call, waits, waited_for if len(waited_for) <= ALL_PEERS else None)
 
     def __str__(self) -> str:
         return f"'{self.at}'" + (f" of call {self.call}" if self.call else "")
@@ -54,18 +54,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Beat:
-    """One heartbeat. A reader only asks whether `count` changes: clocks of two machines are never compared."""
+    """One heartbeat. A reader checks only whether `count` changes: clocks of two machines are never compared."""
 
     count: int
     place: Place = Place()
     closed: bool = False
-    """The rank has closed its ring: it waits for no message any more."""
+    """The rank has closed its ring and waits for no more messages."""
     calls: Any = None
-    """What the transport adds for its peers, as JSON values."""
+    """Fields that the transport adds for its peers, as JSON values."""
 
     @property
     def left(self) -> bool:
-        """Whether the rank has closed its ring or ended its heartbeats on purpose. It is neither silent nor behind."""
+        """Whether the rank has closed its ring or ended its heartbeats as intended. It is neither silent nor behind."""
         return self.closed or self.count == ENDED
 
     def text(self) -> str:
@@ -77,7 +77,7 @@ class Beat:
 
     @classmethod
     def parse_or_none(cls, text: str | bytes | None) -> Beat | None:
-        """Decode what `text` returned; None for anything else."""
+        """Decode the result of `text`; return None for anything else."""
         try:
             return None if text is None else cls.parse(text)
         except (ValueError, TypeError, RecursionError):
@@ -85,15 +85,15 @@ class Beat:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Beat:
-        """Decode what `text` returned. Raises `ValueError`, `TypeError` or `RecursionError` for anything else."""
-        count, at, call, waits, peers, closed, calls = json.loads(text)
+        """Decode the result of `text`. Raises `ValueError`, `TypeError` or `RecursionError` for anything else."""
+        count, position, call, waits, peers, closed, calls = json.loads(text)
         waited_for = None if peers is None else frozenset(int(peer) for peer in peers)
-        return cls(int(count), Place(str(at), int(call), Waits(waits), waited_for), bool(closed), calls)
+        return cls(int(count), Place(str(position), int(call), Waits(waits), waited_for), bool(closed), calls)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a rank knows. All numbers are ranks of the whole ring."""
+    """Everything that a rank knows. All numbers are ranks of the whole ring."""
 
     rank: int
     stood_still_s: float = 0.0
@@ -101,7 +101,7 @@ class Evidence:
     cause: str | None = None
     """The first cause that any rank has published."""
     gone: Collection[int] = ()
-    """Ranks whose process has ended without closing the ring."""
+    """Ranks whose process ended without closing the ring."""
     silent: Collection[int] = ()
     """Ranks whose heartbeat has stopped."""
     unheard: Collection[int] = ()
@@ -109,11 +109,11 @@ class Evidence:
     closed: Collection[int] = ()
     """Ranks that have closed their ring."""
     failed: Collection[int] = ()
-    """Ranks that have ended their heartbeats because they failed: they wait for nothing, and are not behind."""
+    """Ranks that ended their heartbeats because they failed. They wait for nothing, and are not behind."""
     places: Mapping[int, Place] = field(default_factory=dict)
-    """Where ranks were in their last heartbeat, also this rank itself."""
+    """The places of ranks in their last heartbeats, including this rank."""
     missing: Collection[int] = ()
-    """Ranks that have not arrived at an all-gather, which the whole ring waits for."""
+    """Ranks that have not arrived at an all-gather that the whole ring waits for."""
     waited_for: Collection[int] = ()
     lost: tuple[int, str] | None = None
     """The rank whose connection broke, and what the connection reported."""
@@ -124,11 +124,11 @@ class Evidence:
 
 
 def at_fault(evidence: Evidence) -> list[str]:
-    """Return the ranks at fault as phrases for an error; an empty list if nothing proves that a rank is.
+    """Return the ranks at fault as phrases for an error; an empty list if no rank is proven at fault.
 
-    Checked in this order, because each explains what follows: this rank itself stood still; the published first cause;
-    ranks that are gone; ranks that are silent; ranks that are behind; ranks stuck in a launch. The host of a store that
-    does not answer is named in addition to ranks, whose state it hides.
+    Checked in this order, because each explains what follows: this rank itself was stopped; the published first cause;
+    dead ranks; silent ranks; ranks that are behind; ranks stuck in a launch. The host of a store that does not answer
+    is named in addition to ranks, because it hides their state.
     """
     cause = [evidence.cause] if evidence.cause else []
     if evidence.stood_still_s:
@@ -191,8 +191,8 @@ def _behind(evidence: Evidence) -> list[str]:
         if place.waits is Waits.COMPUTE:
             phrases.append(f"rank {rank} is still computing: its GPU has not reached an exchange; host in {place}")
         elif place.waits is Waits.HOST and (place.call < newest or rank in evidence.missing):
-            others = f", others in call {newest}" if place.call < newest else ""
-            phrases.append(f"rank {rank} is behind, in {place}{others}")
+            rest = f", others in call {newest}" if place.call < newest else ""
+            phrases.append(f"rank {rank} is behind, in {place}{rest}")
     return phrases
 
 

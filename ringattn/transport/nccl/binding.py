@@ -1,8 +1,8 @@
-"""What the runtime asks of a binding to NCCL, and nothing more.
+"""The interface of an NCCL binding: the calls that the runtime makes, and no others.
 
-A binding passes calls on to one loaded libnccl. It promises: every status that is not success is seen by the caller;
-what the library lacks is absent from `capabilities` and refused by name; nothing is ever destroyed unasked, neither at
-garbage collection nor at exit; every call lets other Python threads run.
+A binding forwards calls to one loaded libnccl. Guarantees: the caller sees every status other than success. What the
+library lacks is absent from `capabilities`, and calls that need it raise an error with its name. Nothing is destroyed
+without a call, neither by garbage collection nor at exit. Every call lets other Python threads run.
 Sources: nccl.h of 2.23 to 2.32; NCCL user guide, "API" and "Fault tolerance".
 """
 
@@ -16,7 +16,7 @@ from ringattn.errors import InputError, TransportError, UnsupportedError
 
 UNIQUE_ID_BYTES = 128
 FLOOR_VERSION = 22300
-"""The oldest library that is accepted, 2.23, as `ncclGetVersion` counts."""
+"""The oldest supported library, 2.23, as `ncclGetVersion` counts."""
 
 
 class Status(IntEnum):
@@ -34,10 +34,10 @@ class Status(IntEnum):
 
 
 class Capability(Enum):
-    """What a binding may be unable to do, by the name of the C function or config field behind it."""
+    """Optional features of a binding, by the name of the C function or config field they need."""
 
     NONBLOCKING = "config.blocking"
-    """Communicators that open and launch without blocking the host; needs IN_PROGRESS to be a status, not an error."""
+    """Communicators that open and launch without blocking the host. IN_PROGRESS must be a status, not an error."""
     MAX_CTAS = "config.maxCTAs"
     CGA = "config.cgaClusterSize"
     NET_CHANNELS = "config.nChannelsPerNetPeer"
@@ -49,10 +49,10 @@ class Capability(Enum):
 
 
 class CommConfig(NamedTuple):
-    """How a communicator is made; None leaves a field undefined, which is NCCL's own choice.
+    """The configuration of a communicator. None leaves a field undefined, so NCCL chooses.
 
-    `max_ctas`: thread blocks a launch may hold. `cga_cluster_size`: of them that start together in one GPC of the GPU.
-    `channels_per_net_peer`: connections to a rank on another machine.
+    `max_ctas`: the most thread blocks of a launch. `cga_cluster_size`: how many start together in one GPC of the
+    GPU. `channels_per_net_peer`: connections to a rank on another machine.
     """
 
     blocking: bool = False
@@ -62,19 +62,19 @@ class CommConfig(NamedTuple):
     channels_per_net_peer: int | None = None
 
     def needs(self) -> tuple[Capability, ...]:
-        """What a library must have for it."""
-        asked = (
+        """Return the capabilities that a library needs for this config."""
+        requirements = (
             (Capability.NONBLOCKING, not self.blocking),
             (Capability.MAX_CTAS, self.max_ctas is not None),
             (Capability.NAME, self.name is not None),
             (Capability.CGA, self.cga_cluster_size is not None),
             (Capability.NET_CHANNELS, self.channels_per_net_peer is not None),
         )
-        return tuple(capability for capability, needed in asked if needed)
+        return tuple(capability for capability, needed in requirements if needed)
 
 
 class NcclError(TransportError):
-    """A call of NCCL that failed: which function, the status, and the library's own last words."""
+    """A failed NCCL call: the function, the status, and the library's own error text."""
 
     def __init__(self, function: str, status: int, text: str) -> None:
         super().__init__(f"{function}: {status_name(status)} ({status}){': ' if text else ''}{text}")
@@ -85,15 +85,15 @@ class NcclError(TransportError):
 
 
 class MissingError(UnsupportedError):
-    """The library or the binding cannot do what was asked; says which and since when."""
+    """The library or the binding lacks a requested feature. The message says which, and since when it exists."""
 
 
 class Binding(Protocol):
-    """NCCL, as one binding offers it. A communicator is an int handle, 0 is none.
+    """NCCL, as a binding offers it. A communicator is an int handle; 0 means none.
 
-    `init` and `finalize` return the status SUCCESS or IN_PROGRESS through `state`; methods raise `NcclError`
-    for any other status and `MissingError` for what the capabilities lack. The four calls of a hop (`send`, `recv`,
-    `group_start`, `group_end`) raise nothing and return the bare status as an int, for they are on the fast path.
+    `init` and `finalize` return, and SUCCESS or IN_PROGRESS is then read by `state`. Methods raise `NcclError` for any
+    other status and `MissingError` for missing capabilities. The four calls of a hop (`send`, `recv`, `group_start`,
+    `group_end`) raise nothing and return the bare status as an int, because they are on the fast path.
     A class that lacks optional calls inherits their refusals from here.
     """
 
@@ -104,21 +104,21 @@ class Binding(Protocol):
     capabilities: frozenset[Capability]
 
     def unique_id(self) -> bytes:
-        """`UNIQUE_ID_BYTES` that let ranks find each other, once."""
+        """Return `UNIQUE_ID_BYTES` by which the ranks of one communicator find each other, once."""
         ...
 
     def init(self, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
-        """A new communicator; with a non-blocking config it is ready when `state` says SUCCESS."""
+        """Create a communicator. With a non-blocking config it is ready when `state` returns SUCCESS."""
         ...
 
     def state(self, comm: int) -> int:
-        """The asynchronous status of a communicator: SUCCESS, IN_PROGRESS, or what went wrong. Never raises for it."""
+        """Return the asynchronous status of a communicator: SUCCESS, IN_PROGRESS, or an error. Never raises for it."""
         ...
 
     def group_start(self) -> int: ...
 
     def send(self, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int:
-        """Queue `nbytes` at device address `pointer` for `peer`, as bytes, on the CUDA stream `stream`."""
+        """Enqueue a send of `nbytes` at device address `pointer` to `peer`, as bytes, on the CUDA stream `stream`."""
         ...
 
     def recv(self, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int: ...
@@ -126,27 +126,27 @@ class Binding(Protocol):
     def group_end(self) -> int: ...
 
     def finalize(self, comm: int) -> None:
-        """Flush a healthy communicator before `destroy`. May be in progress; see `state`."""
+        """Flush a healthy communicator before `destroy`. It may be in progress; see `state`."""
         raise not_offered(self.name, Capability.FINALIZE)
 
     def destroy(self, comm: int) -> None:
-        """Free a healthy communicator. A collective of the node: with a dead peer it hangs, use `abort`."""
+        """Free a healthy communicator. It is collective in the node and hangs with a dead peer: then use `abort`."""
         ...
 
     def abort(self, comm: int) -> None:
-        """Stop whatever runs on a communicator and free it."""
+        """Stop everything on a communicator and free it."""
         ...
 
     def mem_alloc(self, nbytes: int) -> int:
-        """Device memory that transports can map; returns its address."""
+        """Allocate device memory that transports can map; return its address."""
         raise not_offered(self.name, Capability.MEMORY)
 
     def mem_free(self, pointer: int) -> None:
-        """Free what `mem_alloc` returned."""
+        """Free memory of `mem_alloc`."""
         raise not_offered(self.name, Capability.MEMORY)
 
     def register(self, comm: int, pointer: int, nbytes: int) -> int:
-        """Tell `comm` about memory that will be sent from or received into; returns a handle for `deregister`."""
+        """Register memory that will be sent from or received into; return a handle for `deregister`."""
         raise not_offered(self.name, Capability.REGISTER)
 
     def deregister(self, comm: int, handle: int) -> None:
@@ -154,43 +154,43 @@ class Binding(Protocol):
         raise not_offered(self.name, Capability.REGISTER)
 
     def last_error(self, comm: int) -> str:
-        """The library's last words, on a communicator or (0) on this thread; empty where it cannot say."""
+        """Return the library's last error text, for a communicator or (0) this thread; empty if it has none."""
         return ""
 
 
 def not_offered(name: str, capability: Capability) -> MissingError:
-    """The error for what the binding `name` cannot do with any library."""
+    """Return the error for a feature that the binding `name` lacks with any library."""
     return MissingError(f"{capability.value} is not offered by the {name} binding; use the ctypes binding")
 
 
 def check_unique_id(unique_id: bytes) -> None:
-    """Raise `InputError` for bytes of another length."""
+    """Raise `InputError` if the length is wrong."""
     if len(unique_id) != UNIQUE_ID_BYTES:
-        raise InputError(f"a unique id has {UNIQUE_ID_BYTES} bytes, got {len(unique_id)}; pass what unique_id() gave")
+        raise InputError(f"a unique id has {UNIQUE_ID_BYTES} bytes, got {len(unique_id)}; pass the one of unique_id()")
 
 
 def dead_handle(function: str, comm: int) -> NcclError:
-    """What `function` raises for a handle that is not alive."""
-    text = f"communicator {comm:#x} was not made by this binding, or was destroyed or aborted; open a new one"
+    """Return the error of `function` for a handle that is not alive."""
+    text = f"communicator {comm:#x} was not created by this binding, or was destroyed or aborted; open a new one"
     return NcclError(function, Status.INVALID_ARGUMENT, text)
 
 
 def end_leaked_groups(group_end: Callable[[], int]) -> None:
-    """End the groups that a failed `init` has left open on this thread; such a call stands in no group.
+    """End the groups that a failed `init` has left open on this thread. No `init` is made inside a group.
 
-    `ncclCommInitRankConfig` that fails early returns with the group depth raised (seen with 2.28.9, 2.29.7 and 2.32.3),
-    and whatever the thread calls later would be queued and never run.
+    `ncclCommInitRankConfig` that fails early returns with the group depth raised (seen with 2.28.9, 2.29.7 and 2.32.3).
+    Without this, all later calls of the thread would be queued and never run.
     """
-    for _ in range(8):  # one level is what was seen; bounded, should the library answer something else for ever
+    for _ in range(8):  # one level was seen; bounded, in case the library never returns INVALID_USAGE
         if group_end() == Status.INVALID_USAGE:
             return
 
 
 def status_name(status: int) -> str:
-    """For messages; also for a status that this table does not know."""
+    """Return the name of a status for messages, also for an unknown status."""
     return Status(status).name.lower().replace("_", " ") if status in Status._value2member_map_ else "unknown status"
 
 
 def version_text(version: int) -> str:
-    """22809 is 2.28.9."""
+    """Format a version: 22809 is 2.28.9."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -1,7 +1,7 @@
-"""What the ranks of a ring tell each other through the control store: at opening, and in all-gathers.
+"""Exchanges of an NCCL ring through the control store: at opening, and in all-gathers.
 
-Opening: each rank's facts are compared, then rank 0 shares the communicator's unique id. Ranks that do not arrive are
-named at the deadline; ranks that do not fit together are refused before NCCL is asked, on every rank alike.
+Opening compares each rank's facts; then rank 0 shares the communicator's unique id. Missing ranks are named at the
+deadline. Ranks that do not fit together are refused before any NCCL call, with the same error on every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FailureCheck = Callable[[], None]
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a rank says of itself. `nccl_id`: what NCCL takes for its host, which `NCCL_HOSTID` may set."""
+    """A rank's facts. `nccl_id`: NCCL's identifier of its host, which `NCCL_HOSTID` may set."""
 
     rank: int
     nccl_id: str
@@ -37,25 +37,25 @@ class Arrival:
 
     @classmethod
     def parse(cls, text: bytes) -> Arrival:
-        """The inverse of `text`."""
+        """Parse the result of `text`."""
         facts = json.loads(text)
         return cls(**{**facts, "options": NcclOptions(**facts["options"])})
 
     def text(self) -> str:
-        """For the store."""
+        """Return the facts as text for the store."""
         return json.dumps(asdict(self))
 
 
 def meet(
-    control: ControlStore, mine: Arrival, locations: Sequence[Location], deadline: Deadline, watch: FailureCheck
+    control: ControlStore, arrival: Arrival, locations: Sequence[Location], deadline: Deadline, watch: FailureCheck
 ) -> None:
     """Return when all ranks have arrived and fit together.
 
-    One rank compares them for all. Raises `DeadlineError` that names who is missing, and what `check_fit` raises.
+    One rank compares the facts for all. Raises `DeadlineError` with the missing ranks, and what `check_fit` raises.
     """
 
     def refusal_of(texts: list[bytes]) -> bytes:
-        """Why the ranks do not fit together, as every rank reads it: empty if they do."""
+        """Return why the ranks do not fit together, as every rank reads it; empty if they do."""
         try:
             check_fit([Arrival.parse(text) for text in texts], locations)
         except InputError as error:
@@ -63,38 +63,38 @@ def meet(
         return b""
 
     try:
-        refusal = control.combine("arrived", mine.text().encode(), refusal_of, deadline, watch).decode()
+        refusal = control.combine("arrived", arrival.text().encode(), refusal_of, deadline, watch).decode()
     except DeadlineError as error:
-        raise DeadlineError(f"rank {mine.rank} opened a ring of {control.world_size}: {error}") from error
+        raise DeadlineError(f"rank {arrival.rank} opened a ring of {control.world_size}: {error}") from error
     if refusal:
-        kind, _, words = refusal.partition(" ")
-        raise (DisagreementError if kind == DisagreementError.__name__ else InputError)(words)
+        kind, _, message = refusal.partition(" ")
+        raise (DisagreementError if kind == DisagreementError.__name__ else InputError)(message)
 
 
 def check_fit(arrivals: list[Arrival], locations: Sequence[Location]) -> None:
     """Raise `DisagreementError` or `InputError`, the same on every rank, if these ranks cannot share a communicator."""
-    for what in _compared(arrivals[0]):
+    for fact in _compared(arrivals[0]):
         ranks = defaultdict(list)
         for arrival in arrivals:
-            ranks[_compared(arrival)[what]].append(arrival.rank)
+            ranks[_compared(arrival)[fact]].append(arrival.rank)
         if len(ranks) > 1:
-            listed = "; ".join(f"{value} on ranks {which}" for value, which in ranks.items())
-            raise DisagreementError(f"the ranks differ in {what}: {listed}")
+            listed = "; ".join(f"{value} on ranks {ranks_of_value}" for value, ranks_of_value in ranks.items())
+            raise DisagreementError(f"the ranks differ in {fact}: {listed}")
     gpus = defaultdict(list)
     for arrival in arrivals:
         gpus[arrival.nccl_id, arrival.gpu_uuid].append(arrival)
     for shared in gpus.values():
         if len(shared) > 1:
-            who = ", ".join(f"rank {arrival.rank} (process {locations[arrival.rank].pid})" for arrival in shared)
+            users = ", ".join(f"rank {arrival.rank} (process {locations[arrival.rank].pid})" for arrival in shared)
             raise InputError(
-                f"{who} use the same GPU {shared[0].gpu_uuid} of {locations[shared[0].rank].host}, and NCCL refuses "
+                f"{users} use the same GPU {shared[0].gpu_uuid} of {locations[shared[0].rank].host}, and NCCL refuses "
                 "that; start one process per GPU under torchrun, which sets LOCAL_RANK (for a test on one GPU see "
                 "docs/nccl.md)"
             )
 
 
 def _compared(arrival: Arrival) -> dict[str, str]:
-    """What all ranks must have in common."""
+    """Return the facts that must be equal on all ranks."""
     compared = {"NCCL version": version_text(arrival.nccl_version), "ringattn version": arrival.ringattn_version}
     for name in ("binding", "sm_margin", "cga_cluster_size", "channels_per_net_peer", "name", "blocking"):
         compared[name] = str(getattr(arrival.options, name))
@@ -102,18 +102,18 @@ def _compared(arrival: Arrival) -> dict[str, str]:
 
 
 def share_unique_id(control: ControlStore, make: Callable[[], bytes], deadline: Deadline, watch: FailureCheck) -> bytes:
-    """The id that rank 0 makes, on every rank. Raises `DeadlineError`, and on rank 0 what `make` raises."""
+    """Return on every rank the id that rank 0 makes. Raises `DeadlineError`, and on rank 0 what `make` raises."""
     if control.rank == 0:
-        made = make()
-        control.set("unique_id", made)
-        return made
+        unique_id = make()
+        control.set("unique_id", unique_id)
+        return unique_id
     if not control.appears("unique_id", deadline, watch):
-        raise DeadlineError(f"rank {control.rank}: rank 0 made no unique id within {deadline.timeout_s} s")
+        raise DeadlineError(f"rank {control.rank}: rank 0 created no unique id within {deadline.timeout_s} s")
     return control.get("unique_id")
 
 
 def all_ready(control: ControlStore, deadline: Deadline, watch: FailureCheck) -> None:
-    """Return when every rank's communicator works; the unique id is then gone. Raises `DeadlineError`."""
+    """Return when every rank's communicator works, and delete the unique id. Raises `DeadlineError`."""
     try:
         control.gather("ready", b"", deadline, watch)
     except DeadlineError as error:
@@ -123,28 +123,28 @@ def all_ready(control: ControlStore, deadline: Deadline, watch: FailureCheck) ->
 
 
 class StoreAllGather:
-    """The all-gather of a few bytes through the control store, counted from 0.
+    """An all-gather of a few bytes through the control store, numbered from 0.
 
-    Guarantees: it ends at the deadline, at the first failure of any rank, or when a rank makes another call; the store
-    keeps the bytes of two of them at most.
+    Guarantees: it ends at the deadline, at the first failure of any rank, or when a rank makes another call. The store
+    holds the bytes of at most two all-gathers.
     """
 
     def __init__(self, opening: Opening, supervisor: Supervisor) -> None:
         self._opening, self._control, self._supervisor = opening, opening.control, supervisor
         self._number = 0
-        # All ranks that wait look for the missing ones, so that they ask less often the more they are.
+        # All waiting ranks poll for the missing ones, so each polls less often the more ranks there are.
         self._look_s = max(LOOK_S, LOOK_PER_RANK_S * opening.world_size)
         self._next_look = Deadline(0.0)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Everyone's payload, by rank. Raises `DeadlineError`, `PeerLostError`, and what the supervisor has found."""
+        """Return all payloads, by rank. Raises `DeadlineError`, `PeerLostError`, and the supervisor's failure."""
         control, supervisor, stem = self._control, self._supervisor, f"all_gather/{self._number}"
         label = f"rank {control.rank} in all-gather {self._number}"
         supervisor.where, supervisor.gathering = f"all-gather {self._number}", True
         self._next_look = Deadline(self._look_s)
         try:
             answers = control.gather(stem, payload, Deadline(self._opening.timeout_s), lambda: self._watch(stem))
-            if self._number:  # every rank has reached this one, so the one before is read no more
+            if self._number:  # every rank has reached this all-gather, so nothing reads the previous one any more
                 control.forget(f"all_gather/{self._number - 1}")
         except DeadlineError as error:
             raise DeadlineError(f"{label}: {self._late(stem)}") from error
@@ -153,13 +153,13 @@ class StoreAllGather:
             raise kind(f"{label}: {error}") from error
         except RuntimeError as error:
             raise PeerLostError(f"{label}: the store's host is gone: {error}") from error
-        # Not after an error: whom it waited for is asked when the failure is attributed.
+        # Only after success: after an error, the attribution of the failure still needs the missing ranks.
         supervisor.gathering, supervisor.missing = False, frozenset()
         self._number += 1
         return answers
 
     def _late(self, stem: str) -> str:
-        """Who is missing at the deadline, in words."""
+        """Describe the ranks that are missing at the deadline."""
         try:
             missing = self._control.missing(stem)
         except RuntimeError as unanswered:
@@ -168,13 +168,13 @@ class StoreAllGather:
         return f"no answer from ranks {missing} within {self._opening.timeout_s} s"
 
     def _watch(self, stem: str) -> None:
-        """Raise a failure of the ring, or that a missing rank has closed. The supervisor compares calls."""
+        """Raise the ring's failure, or an error if a missing rank has closed. The supervisor compares calls."""
         supervisor = self._supervisor
         supervisor.raise_failure()
         if self._next_look.passed:
             self._next_look = Deadline(self._look_s)
             supervisor.missing = frozenset(self._control.missing(stem))
         for rank in sorted(supervisor.missing & supervisor.closed):
-            # It may have arrived since it was found missing, and closed after that.
+            # It may have arrived after the last check, and closed after that.
             if not self._control.holds(f"{stem}/{rank}"):
                 raise PeerLostError(f"rank {rank} closed its ring")

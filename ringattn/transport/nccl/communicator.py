@@ -1,8 +1,8 @@
 """A communicator, on which this rank's hops run one after another.
 
-States: new, opening, ready, failed, closed. Guarantees: opening has a deadline; a hop is one group, whatever it holds;
-NCCL is asked about a communicator by one thread at a time; nothing is destroyed at garbage collection; closing and
-aborting are idempotent and bounded; a second thread is refused before it reaches NCCL. (`ProcessBound` refuses a fork.)
+States: new, opening, ready, failed, closed. Guarantees: opening has a deadline. A hop is one NCCL group, whatever it
+contains. One thread at a time makes calls on a communicator. Nothing is destroyed by garbage collection. Closing and
+aborting are idempotent and bounded. A second thread is refused before it reaches NCCL. (`ProcessBound` refuses a fork.)
 Source: notes of the NCCL user guide on groups, non-blocking communicators and fault tolerance.
 """
 
@@ -21,12 +21,12 @@ from ringattn.transport.device import CudaDevice
 from ringattn.transport.nccl.binding import Binding, Capability, CommConfig, NcclError, Status
 
 ABORT_S = 60.0
-"""How long an abort may take before it counts as stuck. It waits for what the GPU computes before the pending hops."""
+"""An abort that takes longer counts as stuck. It waits for the computation that precedes the pending hops."""
 LEAVE_S = 1.0
 """How long a launch may take to notice that its communicator is being aborted."""
 
 FailureCheck = Callable[[], None]
-"""Raises when the ring has failed meanwhile."""
+"""Raises if the ring has failed in the meantime."""
 
 
 class State(Enum):
@@ -52,17 +52,17 @@ class Communicator:
     """The communicator of `rank` in a ring of `world_size`. Opened, used and closed by one thread at a time."""
 
     def __init__(self, opening: Opening, binding: Binding, device: CudaDevice, config: CommConfig) -> None:
-        # Where NCCL cannot open without blocking, a thread of its own bounds the open.
+        # If NCCL cannot open without blocking, the open runs on a separate thread, which bounds it.
         if not config.blocking and Capability.NONBLOCKING not in binding.capabilities:
             config = config._replace(blocking=True)
         self.state = State.NEW
         self.handle = 0
         self.rank, self.config = opening.rank, config
         self._opening, self._binding, self._device = opening, binding, device
-        # Taken without waiting: a second thread is an error of the caller and is told so.
+        # Acquired without waiting: a second thread is the caller's error, and it is reported as such.
         self._launching = threading.Lock()
-        self._using = threading.Lock()  # NCCL is asked about this communicator by the thread that holds this
-        # Makes closing and aborting exclude each other; the state says which came first.
+        self._using = threading.Lock()  # its holder is the only thread that makes NCCL calls on this communicator
+        # Closing and aborting exclude each other; the state records which came first.
         self._ending = threading.Lock()
 
     def open(self, unique_id: bytes, watch: FailureCheck) -> None:
@@ -73,14 +73,14 @@ class Communicator:
         world_size, deadline = self._opening.world_size, Deadline(self._opening.timeout_s)
 
         def make() -> int:
-            # The current device is a matter of each thread.
+            # The current device is set per thread.
             self._device.activate()
             return self._binding.init(world_size, unique_id, self.rank, self.config)
 
         try:
             with self._using:
                 if self.config.blocking:
-                    # On a thread that is left behind if it never returns: nothing else bounds a blocking open.
+                    # On a separate thread, abandoned if it never returns: nothing else bounds a blocking open.
                     request = Request(make)
                     threading.Thread(target=request.serve, name="ringattn-open", daemon=True).start()
                     if not wait_until(lambda: request.done, deadline, watch):
@@ -92,7 +92,7 @@ class Communicator:
                     self.handle = make()
                     # A non-blocking init returns at once and is in progress until all ranks have joined.
                     self._settle("init", Status.IN_PROGRESS, watch, deadline)
-                # An abort meanwhile has set FAILED, which must stay.
+                # An abort in the meantime has set FAILED, which must stay.
                 if self.state is State.OPENING:
                     self.state = State.READY
             watch()
@@ -101,7 +101,7 @@ class Communicator:
             raise
 
     def launch(self, calls: Sequence[PeerCall], stream: int, watch: FailureCheck) -> None:
-        """Put one hop on a stream: all `calls` in one group. Returns when NCCL has taken it, not when it has run.
+        """Enqueue one hop on a stream: all `calls` in one group. Returns when NCCL accepted it, not when it has run.
 
         Raises `ClosedError` unless ready, `RingError` for a second thread, `NcclError`, `DeadlineError`.
         """
@@ -110,7 +110,7 @@ class Communicator:
         self._using.acquire()
         try:
             if self.state is not State.READY:
-                # The reason of the ring's failure, if there is one, says more than the state.
+                # The cause of the ring's failure, if there is one, says more than the state.
                 watch()
                 raise ClosedError(f"rank {self.rank}: the communicator is {self.state.value}")
             binding, handle = self._binding, self.handle
@@ -124,9 +124,9 @@ class Communicator:
                         break
                 else:
                     where, status = "ncclGroupEnd", 0
-                ended = binding.group_end()  # also after an error, or the thread would queue for ever
+                ended = binding.group_end()  # after an error too, otherwise the thread's group would stay open
                 status = status or ended
-            # In progress, or an error: wait for it, or raise.
+            # In progress: wait for it. An error: raise it.
             if status:
                 self._settle(where, status, watch)
         finally:
@@ -134,11 +134,11 @@ class Communicator:
             self._launching.release()
 
     def error(self) -> NcclError | None:
-        """What NCCL reports about this communicator by itself, None while it is healthy. For the supervisor.
+        """Return an error that NCCL reports asynchronously, or None. For the supervisor.
 
-        Asking completes NCCL's pending launch, which is safe on one thread only; a launch in progress asks itself.
+        The query completes NCCL's pending launch, which only one thread may do; a launch in progress queries itself.
         """
-        # Held: a launch is in progress and looks for errors itself, so this one need not wait.
+        # Already held: a launch is in progress and checks for errors itself, so do not wait.
         if not self._using.acquire(blocking=False):
             return None
         try:
@@ -152,35 +152,35 @@ class Communicator:
             self._using.release()
 
     def abort(self, join_s: float = ABORT_S) -> bool:
-        """Stop what runs on it and free it; False when that does not end within `join_s`. Idempotent.
+        """Stop everything on the communicator and free it. Returns False if that takes over `join_s`. Idempotent.
 
-        A launch in progress is waited for, since it sees the failure within milliseconds. One that is stuck inside a
-        blocking communicator cannot be aborted: NCCL would free what it still uses.
+        It waits for a launch in progress, which notices the failure within milliseconds. A launch that is stuck in a
+        blocking communicator cannot be aborted: NCCL would free memory that it still uses.
         """
-        # First the state: a launch that waits for NCCL then finds out by its failure check.
+        # Set the state first: a launch that waits for NCCL then ends at its failure check.
         with self._ending:
             if self.state in (State.FAILED, State.CLOSED):
                 return True
             self.state = State.FAILED
-        # A launch in progress holds it; a non-blocking one leaves within milliseconds.
-        held = self._using.acquire(timeout=LEAVE_S)
-        if not held and self.config.blocking:
+        # A launch in progress holds this lock; a non-blocking one releases it within milliseconds.
+        acquired = self._using.acquire(timeout=LEAVE_S)
+        if not acquired and self.config.blocking:
             return False
-        # Taken out first, so that nobody frees it twice.
+        # Clear the handle first, so that nothing frees it twice.
         handle, self.handle = self.handle, 0
         try:
             return not handle or self._bounded(lambda: self._binding.abort(handle), join_s)
         finally:
-            if held:
+            if acquired:
                 self._using.release()
 
     def close(self, deadline: Deadline) -> bool:
-        """Free it, all hops having run, together with all other ranks; False when that does not end in time."""
+        """Free the communicator together with all other ranks, after all hops. Returns False if that takes too long."""
         with self._ending:
             if self.state is not State.READY:
                 return self.state is State.CLOSED
             self.state = State.CLOSED
-        # No failure is expected here, so a launch or a query in progress is waited for.
+        # No failure is expected here, so wait for a launch or a query in progress.
         with self._using:
             handle, self.handle = self.handle, 0
             return self._bounded(lambda: self._free(handle, deadline), deadline.timeout_s)
@@ -193,7 +193,7 @@ class Communicator:
         self._binding.destroy(handle)
 
     def _settle(self, where: str, status: int, watch: FailureCheck, deadline: Deadline | None = None) -> None:
-        """Wait until the communicator has done what was asked; only then may its streams be given other work."""
+        """Wait until NCCL has completed the call. Only then may other work be enqueued on its streams."""
         deadline = deadline or Deadline(self._opening.timeout_s)
         current, handle = status, self.handle
 
@@ -208,7 +208,7 @@ class Communicator:
             raise NcclError(f"rank {self.rank}: {where}", current, self._binding.last_error(handle))
 
     def _bounded(self, call: Callable[[], None], join_s: float) -> bool:
-        """Run a call that may hang on a thread of its own; False when it does. What it raises changes nothing more."""
+        """Run a call that may hang on a separate thread; return False if it hangs. Its errors are ignored."""
 
         def body() -> None:
             with suppress(Exception):

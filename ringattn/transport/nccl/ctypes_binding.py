@@ -1,7 +1,7 @@
-"""NCCL through ctypes: the C functions themselves, and every capability that the library has.
+"""NCCL through ctypes: direct calls of the C functions, with every capability that the library has.
 
 Guarantees: see `Binding`. A handle that is not alive is refused before the library sees it, except in the four calls of
-a hop, which go straight to C. Nothing is destroyed unless `destroy` or `abort` is called. Sources: `nccl.h` of 2.28 and
+a hop, which go directly to C. Nothing is destroyed unless `destroy` or `abort` is called. Sources: `nccl.h` of 2.28 and
 2.29; `parseCommConfig` in NCCL's init.cc for how a config's size and version are read.
 """
 
@@ -26,21 +26,21 @@ from ringattn.transport.nccl.binding import (
 from ringattn.transport.nccl.library import NEEDS, REQUIRED, Library
 
 UINT8 = c_int(1)
-"""`ncclUint8`. As an object, for ctypes passes one on faster than it converts an int."""
+"""`ncclUint8`, as a ctypes object, because ctypes passes an object faster than it converts an int."""
 CONFIG_MAGIC = 0xCAFEBEEF
 CONFIG_VERSION = 22800
-"""The version that has just the fields of `Config`. A newer library fills in the rest, an older one reads less."""
+"""The version whose fields are exactly those of `Config`. Newer libraries fill in the rest, older ones read less."""
 UNDEFINED_INT = -(2**31)
 
 
 class UniqueId(ctypes.Structure):
-    """`ncclUniqueId`, passed by value. Bytes and not chars, which ctypes would cut at the first zero."""
+    """`ncclUniqueId`, passed by value. Its field has bytes: ctypes would truncate chars at the first zero."""
 
     _fields_ = (("internal", c_uint8 * UNIQUE_ID_BYTES),)
 
 
 class Config(ctypes.Structure):
-    """`ncclConfig_t` as of 2.28; later fields are at its end."""
+    """`ncclConfig_t` of 2.28. Later versions add fields at its end."""
 
     _fields_ = (
         ("size", c_size_t),
@@ -82,11 +82,11 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "ncclSend": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
     "ncclRecv": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
 }
-"""Arguments of every function that is called. All return `ncclResult_t`, except `ncclGetLastError`: a string."""
+"""The argument types of every function used. All return `ncclResult_t`, except `ncclGetLastError`: a string."""
 
 
 class Transfer(Protocol):
-    """The form of `Binding.send` and `Binding.recv`."""
+    """The signature of `Binding.send` and `Binding.recv`."""
 
     def __call__(self, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int: ...
 
@@ -109,23 +109,23 @@ class CtypesBinding:
 
     def unique_id(self) -> bytes:
         """See `Binding.unique_id`."""
-        made = UniqueId()
-        self._call("ncclGetUniqueId", byref(made))
-        return bytes(made)
+        new_id = UniqueId()
+        self._call("ncclGetUniqueId", byref(new_id))
+        return bytes(new_id)
 
     def init(self, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
-        """See `Binding.init`. On an error no group of this thread stays open."""
+        """See `Binding.init`. After an error no group of this thread stays open."""
         check_unique_id(unique_id)
-        made, passed = c_void_p(), UniqueId.from_buffer_copy(unique_id)
-        arguments = byref(made), world_size, passed, rank, byref(self._config(config))
+        handle, passed = c_void_p(), UniqueId.from_buffer_copy(unique_id)
+        arguments = byref(handle), world_size, passed, rank, byref(self._config(config))
         try:
             self._call("ncclCommInitRankConfig", *arguments)
         except NcclError:
             end_leaked_groups(self.group_end)
             raise
-        assert made.value is not None  # set before the call returns, also while it is in progress
-        self._live.add(made.value)
-        return made.value
+        assert handle.value is not None  # set before the call returns, even while it is in progress
+        self._live.add(handle.value)
+        return handle.value
 
     def state(self, comm: int) -> int:
         """See `Binding.state`; INVALID_ARGUMENT for a handle that is not alive."""
@@ -141,22 +141,22 @@ class CtypesBinding:
         self._call("ncclCommFinalize", comm)
 
     def destroy(self, comm: int) -> None:
-        """See `Binding.destroy`. The handle is dead whatever the library answers."""
+        """See `Binding.destroy`. The handle is dead whatever the library returns."""
         if not self._forget(comm):
             raise dead_handle("ncclCommDestroy", comm)
         self._call("ncclCommDestroy", comm)
 
     def abort(self, comm: int) -> None:
-        """See `Binding.abort`. Nothing happens to a handle that is not alive; of two threads one aborts."""
+        """See `Binding.abort`. A handle that is not alive is ignored, so of two threads only one aborts."""
         if self._forget(comm):
             self._call("ncclCommAbort", comm)
 
     def mem_alloc(self, nbytes: int) -> int:
         """See `Binding.mem_alloc`."""
         self._library.require(Capability.MEMORY)
-        made = c_void_p()
-        self._call("ncclMemAlloc", byref(made), nbytes)
-        return made.value or 0
+        pointer = c_void_p()
+        self._call("ncclMemAlloc", byref(pointer), nbytes)
+        return pointer.value or 0
 
     def mem_free(self, pointer: int) -> None:
         """See `Binding.mem_free`."""
@@ -164,12 +164,12 @@ class CtypesBinding:
         self._call("ncclMemFree", pointer)
 
     def register(self, comm: int, pointer: int, nbytes: int) -> int:
-        """See `Binding.register`. The handle is 0 where NCCL finds nothing to register; `deregister` takes it."""
+        """See `Binding.register`. The handle is 0 if NCCL has nothing to register; `deregister` accepts it."""
         self._library.require(Capability.REGISTER)
         self._living("ncclCommRegister", comm)
-        made = c_void_p()
-        self._call("ncclCommRegister", comm, pointer, nbytes, byref(made))
-        return made.value or 0
+        handle = c_void_p()
+        self._call("ncclCommRegister", comm, pointer, nbytes, byref(handle))
+        return handle.value or 0
 
     def deregister(self, comm: int, handle: int) -> None:
         """See `Binding.deregister`."""
@@ -178,14 +178,14 @@ class CtypesBinding:
         self._call("ncclCommDeregister", comm, handle)
 
     def last_error(self, comm: int) -> str:
-        """See `Binding.last_error`. NCCL keeps one text for the process, which may be of an earlier failure."""
+        """See `Binding.last_error`. NCCL keeps one text per process, which may describe an earlier failure."""
         if Capability.LAST_ERROR not in self.capabilities:
             return ""
         text = self._functions["ncclGetLastError"](comm if comm in self._live else None)
         return (text or b"").decode(errors="replace")
 
     def _call(self, name: str, *arguments: object) -> None:
-        """Raises `NcclError`, except for IN_PROGRESS, which `state` tells too."""
+        """Call a function. Raises `NcclError` unless it returns SUCCESS or IN_PROGRESS, which `state` reports too."""
         status = self._functions[name](*arguments)
         if status not in (Status.SUCCESS, Status.IN_PROGRESS):
             raise NcclError(name, status, self.last_error(0))
@@ -195,7 +195,7 @@ class CtypesBinding:
             raise dead_handle(name, comm)
 
     def _forget(self, comm: int) -> bool:
-        """Whether the handle was alive until now; of several threads one gets True."""
+        """Return whether the handle was alive until now. Of several threads only one gets True."""
         try:
             self._live.remove(comm)
         except KeyError:
@@ -203,12 +203,12 @@ class CtypesBinding:
         return True
 
     def _config(self, config: CommConfig) -> Config:
-        made = Config(ctypes.sizeof(Config), CONFIG_MAGIC, CONFIG_VERSION)
+        struct = Config(ctypes.sizeof(Config), CONFIG_MAGIC, CONFIG_VERSION)
         for field, kind in Config._fields_[3:]:
-            setattr(made, field, UNDEFINED_INT if kind is c_int else None)
+            setattr(struct, field, UNDEFINED_INT if kind is c_int else None)
         for capability in config.needs():
             self._library.require(capability)
-        made.blocking = int(config.blocking)
+        struct.blocking = int(config.blocking)
         for field, value in (
             ("maxCTAs", config.max_ctas),
             ("cgaClusterSize", config.cga_cluster_size),
@@ -216,20 +216,20 @@ class CtypesBinding:
             ("commName", None if config.name is None else _kept(config.name)),
         ):
             if value is not None:
-                setattr(made, field, value)
-        return made
+                setattr(struct, field, value)
+        return struct
 
 
 def _function(cdll: ctypes.CDLL, name: str) -> Any:
-    """A C function of the library with its types, callable from Python."""
-    found = cdll[name]  # an object of its own, so that two bindings of one library share no types
-    found.argtypes = SIGNATURES[name]
-    found.restype = c_char_p if name == "ncclGetLastError" else c_int
-    return found
+    """Return a C function of the library with its types, callable from Python."""
+    function = cdll[name]  # a separate object, so that two bindings of one library do not share types
+    function.argtypes = SIGNATURES[name]
+    function.restype = c_char_p if name == "ncclGetLastError" else c_int
+    return function
 
 
 def _as_bytes(function: Any) -> Transfer:
-    """`ncclSend` or `ncclRecv` with the datatype filled in."""
+    """Return `ncclSend` or `ncclRecv` with the datatype filled in."""
 
     def transfer(pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int:
         return function(pointer, nbytes, UINT8, peer, comm, stream)
@@ -239,5 +239,5 @@ def _as_bytes(function: Any) -> Transfer:
 
 @cache
 def _kept(name: str) -> bytes:
-    """A communicator's name, which NCCL reads for as long as the communicator lives; so it is never freed."""
+    """Return a communicator's name as bytes that are never freed, because NCCL reads them while it lives."""
     return name.encode()

@@ -1,8 +1,8 @@
 """NCCL through `cupy.cuda.nccl`: the calls of a hop on blocking communicators, and none of the capabilities.
 
-Guarantees: see `Binding`. A cupy communicator that is collected calls ncclCommDestroy, a collective that hangs beside a
-dead peer; so each one is kept from collection, also at exit, until `destroy` or `abort` has emptied it.
-Cupy drops what ncclCommDestroy and ncclCommAbort answer, so neither raises.
+Guarantees: see `Binding`. A garbage-collected cupy communicator calls ncclCommDestroy, a collective that hangs if a
+peer is dead. So each communicator is kept from collection, also at exit, until `destroy` or `abort` has emptied it.
+Cupy discards the results of ncclCommDestroy and ncclCommAbort, so neither raises.
 Sources: cupy_backends/cuda/libs/nccl.pyx of cupy 14.
 """
 
@@ -31,14 +31,14 @@ from ringattn.transport.nccl.binding import (
 from ringattn.transport.nccl.library import load_library, refuse_copies
 
 FLOOR_CUPY = 14
-"""The first major version whose unique ids are bytes; 13 has tuples of signed ints."""
+"""The first major version whose unique ids are bytes; those of 13 are tuples of signed ints."""
 
 
 class CupyBinding(Binding):
     """The communicators of cupy behind int handles; see `Binding`.
 
-    `path` names the libnccl, see `load_library`; it is loaded before cupy is, so that cupy finds it in the process.
-    Raises `UnsupportedError` if cupy is missing, too old, or uses another libnccl.
+    `path` names the libnccl, see `load_library`. It is loaded before cupy, so that cupy finds it in the process.
+    Raises `UnsupportedError` if cupy is missing, is too old, or uses another libnccl.
     """
 
     name = "cupy"
@@ -70,7 +70,7 @@ class CupyBinding(Binding):
             raise not_offered(self.name, capability)
         check_unique_id(unique_id)
         communicator = self._nccl.NcclCommunicator.__new__(self._nccl.NcclCommunicator)
-        never_destroy(communicator)  # before it holds anything, for an init that fails may leave a handle behind
+        never_destroy(communicator)  # before `__init__`, because a failed init may leave a handle behind
         try:
             communicator.__init__(world_size, unique_id, rank)
         except (RuntimeError, KeyError) as error:
@@ -117,7 +117,7 @@ class CupyBinding(Binding):
         _release(communicator)
 
     def abort(self, comm: int) -> None:
-        """See `Binding.abort`. Nothing happens to a handle that is not alive; of two threads one aborts."""
+        """See `Binding.abort`. A handle that is not alive is ignored, so of two threads only one aborts."""
         communicator = self._communicators.pop(comm, None)
         if communicator is not None:
             communicator.abort()
@@ -143,7 +143,7 @@ def _cupy_nccl() -> ModuleType:
 
 
 def _status(function: Callable[[], object]) -> int:
-    """What NCCL answered to `function`, which raises instead."""
+    """Return NCCL's status from the error that cupy raised in `function`."""
     try:
         function()
     except (RuntimeError, KeyError) as error:
@@ -152,7 +152,7 @@ def _status(function: Callable[[], object]) -> int:
 
 
 def _status_of(error: RuntimeError | KeyError) -> int:
-    """The status behind what cupy raises: its NcclError, or a KeyError where it has no name for the status (7, 8)."""
+    """Return the status behind cupy's error: its NcclError, or a KeyError if it has no name for the status (7, 8)."""
     status = error.args[0] if isinstance(error, KeyError) else getattr(error, "status", None)
     if not isinstance(status, int):
         raise error
@@ -160,10 +160,10 @@ def _status_of(error: RuntimeError | KeyError) -> int:
 
 
 def _typed(function: str, error: RuntimeError | KeyError) -> NcclError:
-    """With cupy's text, which is NCCL's description of the status."""
+    """Convert cupy's error, keeping its text, which is NCCL's description of the status."""
     return NcclError(function, _status_of(error), "" if isinstance(error, KeyError) else str(error))
 
 
 def _release(communicator: object) -> None:
-    """Undo `never_destroy`, once the communicator holds nothing that could be destroyed."""
+    """Undo `never_destroy` once the communicator holds nothing to destroy."""
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(communicator))

@@ -1,9 +1,9 @@
-"""Which libnccl this process uses, and what it can do; whether the wheels that are installed fit this torch.
+"""The libnccl of this process and its capabilities, and a check that the installed wheels fit this torch.
 
-Guarantees: the library that torch or cupy has loaded is found before any other; a process with two copies of libnccl,
-one older than `FLOOR_VERSION`, or none is refused with what to do about it. The version is what the library says of
-itself, for a wheel's metadata may be about another file. Sources: dlopen(3) on names without a slash, proc(5) on maps;
-`nccl.h` of 2.13 to 2.29 for the versions in `NEEDS`.
+Guarantees: the library that torch or cupy has loaded takes precedence. A process with two copies of libnccl, with one
+older than `FLOOR_VERSION`, or with none is refused, and the error says what to do. The version comes from the library
+itself, because a wheel's metadata may describe another file. Sources: dlopen(3) on names without a slash, proc(5) on
+maps; `nccl.h` of 2.13 to 2.29 for the versions in `NEEDS`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-import torch  # a CUDA build brings its own libnccl, which has to be in the process before one is looked for
+import torch  # a CUDA build loads its own libnccl, which must be in the process before this module looks for one
 
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.transport.nccl.binding import FLOOR_VERSION, Capability, MissingError, version_text
 
 SONAME = "libnccl.so.2"
 WHEEL = "nvidia.nccl"
-"""Where NVIDIA's wheels put it; a namespace package, the same for the CUDA 12 and 13 variants."""
+"""The package in which NVIDIA's wheels install it: a namespace package, the same for CUDA 12 and 13."""
 
 REQUIRED = (
     "ncclGetVersion",
@@ -38,11 +38,11 @@ REQUIRED = (
     "ncclSend",
     "ncclRecv",
 )
-"""Without these nothing works; all are older than `FLOOR_VERSION`."""
+"""Functions that every ring needs. All of them are older than `FLOOR_VERSION`."""
 
 
 class Need(NamedTuple):
-    """What a capability takes: a version as `ncclGetVersion` counts, and functions."""
+    """Requirements of a capability: a version as `ncclGetVersion` counts, and functions."""
 
     since: int
     functions: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Library:
-    """One loaded libnccl. `path` is its file; `version` counts as `ncclGetVersion` does."""
+    """A loaded libnccl. `path` is its file; `version` counts as `ncclGetVersion` does."""
 
     cdll: ctypes.CDLL
     path: str
@@ -75,7 +75,7 @@ class Library:
         if capability not in self.capabilities:
             raise MissingError(
                 f"{capability.value} needs NCCL {version_text(NEEDS[capability].since)}, and {self.path} is "
-                f"{version_text(self.version)}{self._absent(capability)}; do without it or install a newer NCCL"
+                f"{version_text(self.version)}{self._absent(capability)}; avoid it or install a newer NCCL"
             )
 
     def _absent(self, capability: Capability) -> str:
@@ -84,14 +84,14 @@ class Library:
 
 
 def load_library(path: str | None = None) -> Library:
-    """The libnccl of this process: `path` if given, else the one in use, else the system's, else the wheel's.
+    """Load the libnccl of this process: `path` if given, else the one in use, else the system's, else the wheel's.
 
     Raises `InputError` if `path` cannot be loaded, and `UnsupportedError` if there is none, if there are two, or if it
     is too old.
     """
     cdll = _load(path)
     if absent := [name for name in REQUIRED if not hasattr(cdll, name)]:
-        raise UnsupportedError(f"{cdll._name} is no complete NCCL, it lacks {', '.join(absent)}. {_remedy()}")
+        raise UnsupportedError(f"{cdll._name} is not a complete NCCL: it lacks {', '.join(absent)}. {_remedy()}")
     used = _file_at(ctypes.cast(cdll.ncclGetVersion, ctypes.c_void_p).value or 0)
     refuse_copies(used)
     number = ctypes.c_int()
@@ -113,8 +113,8 @@ def refuse_copies(used: str) -> None:
     copies = {used} | {file for _, _, file in _mappings() if re.fullmatch(r"libnccl\.so[.\d]*", Path(file).name)}
     if len(copies) > 1:
         raise UnsupportedError(
-            f"two copies of libnccl in one process: {' and '.join(sorted(copies))}. They do not know of each other's "
-            "communicators and may differ in version. Keep one: uninstall the wheel that torch does not use "
+            f"two copies of libnccl in one process: {' and '.join(sorted(copies))}. They do not share communicators "
+            "and may differ in version. Keep one: uninstall the wheel that torch does not use "
             f"(`pip uninstall nvidia-nccl-cu12` or `-cu13`), take its folder out of LD_LIBRARY_PATH, or give no path"
         )
 
@@ -137,14 +137,14 @@ def _load(path: str | None) -> ctypes.CDLL:
 def _wheel_files() -> list[str]:
     try:
         spec = importlib.util.find_spec(WHEEL)
-    except ModuleNotFoundError:  # not even the parent package
+    except ModuleNotFoundError:  # even the parent package is missing
         return []
     folders = spec.submodule_search_locations if spec else None
     return [str(Path(folder, "lib", SONAME)) for folder in folders or ()]
 
 
 def _remedy() -> str:
-    """What to install beside this torch."""
+    """Say what to install for this torch."""
     cuda = torch.version.cuda
     if cuda is None:
         return "This torch has no CUDA: install a CUDA build of it, and `ringattn[cu12]` or `ringattn[cu13]` to match"
@@ -152,14 +152,14 @@ def _remedy() -> str:
 
 
 def _mappings() -> list[tuple[int, int, str]]:
-    """(first address, end, file) of what is mapped from files into this process."""
-    found = []
+    """Return (first address, end, file) of each file mapping of this process."""
+    mappings = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, *_, file = line.split(maxsplit=5)
         if file.startswith("/"):
             start, end = addresses.split("-")
-            found.append((int(start, 16), int(end, 16), file))
-    return found
+            mappings.append((int(start, 16), int(end, 16), file))
+    return mappings
 
 
 def _file_at(address: int) -> str:
@@ -170,13 +170,13 @@ def _file_at(address: int) -> str:
 
 CUDA = ("13", "12", "11")
 FORMS = ("cupy-cuda{}x", "nvidia-nccl-cu{}")
-"""Names of the wheels, by CUDA version."""
+"""Wheel names by CUDA version."""
 CUPY_FROM_SOURCE = "cupy"
-"""Built for whatever CUDA was there."""
+"""A build from source, for the CUDA version that was installed then."""
 
 
 def installed(name: str) -> str | None:
-    """The version of a distribution, or None."""
+    """Return the version of a distribution, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -184,28 +184,28 @@ def installed(name: str) -> str | None:
 
 
 def mismatch(cuda_build: str | None, version_of: Callable[[str], str | None] = installed) -> str | None:
-    """One line: which wheels are installed, what this torch wants, the commands that mend it; None if all is well.
+    """Return one line: the installed wheels, what this torch needs, and the commands to fix it. None if all is well.
 
-    Wheels for several CUDA versions bring the same files (`cupy/`, `nvidia/nccl/lib/libnccl.so.2`): the last one
-    installed overwrites the others, and removing any takes the file of all. `cuda_build`: `torch.version.cuda`; for a
-    CPU build (None) only several wheels of a kind are at fault.
+    Wheels for several CUDA versions install the same files (`cupy/`, `nvidia/nccl/lib/libnccl.so.2`): the last one
+    installed overwrites the others, and removing any of them removes the files of all. `cuda_build` is
+    `torch.version.cuda`. For a CPU build (None), only several wheels of one kind are a mismatch.
     """
     major = cuda_build.partition(".")[0] if cuda_build else None
-    found: dict[str, str] = {}
+    all_found: dict[str, str] = {}
     remove: list[str] = []
     install: list[str] = []
     for form in FORMS:
         names = [*(form.format(cuda) for cuda in CUDA), *([CUPY_FROM_SOURCE] if "cupy" in form else [])]
-        there = {name: version for name in names if (version := version_of(name))}
-        fitting = [name for name in there if major is None or name in (form.format(major), CUPY_FROM_SOURCE)]
-        if wrong := [name for name in there if name not in fitting[:1]]:
+        present = {name: version for name in names if (version := version_of(name))}
+        fitting = [name for name in present if major is None or name in (form.format(major), CUPY_FROM_SOURCE)]
+        if wrong := [name for name in present if name not in fitting[:1]]:
             remove += wrong
-            install += [f"{name}=={there[name]}" for name in fitting[:1]] or [form.format(major)]
-        found |= there
+            install += [f"{name}=={present[name]}" for name in fitting[:1]] or [form.format(major)]
+        all_found |= present
     if not remove:
         return None
-    listed = ", ".join(f"{name} {version}" for name, version in found.items())
-    wants = f"this torch has CUDA {cuda_build}" if cuda_build else "wheels of a kind bring the same files"
+    listed = ", ".join(f"{name} {version}" for name, version in all_found.items())
+    wants = f"this torch has CUDA {cuda_build}" if cuda_build else "wheels of one kind install the same files"
     return (
         f"installed: {listed}; {wants}: pip uninstall -y {' '.join(remove)}, then "
         f"pip install --force-reinstall --no-deps {' '.join(install)}"

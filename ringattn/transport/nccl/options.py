@@ -1,8 +1,8 @@
-"""What a user may choose about NCCL, the binding that follows, and what the environment makes impossible.
+"""NCCL options of the user, the choice of the binding, and checks of the environment.
 
 Sources: NCCL user guide, environment variables and "Using multiple NCCL communicators concurrently"; NCCL's init.cc for
-what is undefined (clusters of 4, as many thread blocks as channels) and for the environment, which overrides a config;
-MagiAttention's "kernel overlap" for 4 to 8 free multiprocessors with clusters of 0 or 1; Megatron-LM sets
+the defaults (clusters of 4, one thread block per channel) and for the environment, which overrides a config;
+MagiAttention's "kernel overlap" for 4 to 8 free multiprocessors with clusters of 0 or 1; Megatron-LM, which sets
 CUDA_DEVICE_MAX_CONNECTIONS=1.
 """
 
@@ -32,25 +32,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NcclOptions:
-    """What a user may choose about NCCL. Equal on all ranks of a ring, or opening it raises.
+    """Options for NCCL. They must be equal on all ranks of a ring, or opening it raises.
 
     Args:
         binding: ctypes, or cupy (blocking communicators only).
         library: Path of a libnccl. None: the one that this process has loaded, else the wheel's.
-        sm_margin: Multiprocessors of the GPU that exchanges share with nobody: at most so many thread blocks carry
-            an exchange (`maxCTAs`), and so many every engine that can leaves free. 0: NCCL chooses, no engine leaves
-            any, and an exchange may wait for the kernels that fill the GPU. None: 8.
-        cga_cluster_size: Thread blocks that begin together in one part (GPC) of the GPU, 0 to 8. NCCL alone takes 4 on
-            Hopper, which then wait for four free multiprocessors of one part. None: 1.
+        sm_margin: Multiprocessors of the GPU reserved for exchanges. An exchange uses at most this number of thread
+            blocks (`maxCTAs`), and every engine that can leaves this number of multiprocessors free. 0: NCCL chooses,
+            no engine leaves any free, and an exchange may wait for the kernels that fill the GPU. None: 8.
+        cga_cluster_size: Thread blocks that start together in one GPC of the GPU, 0 to 8. NCCL's own choice on Hopper
+            is 4, which wait for four free multiprocessors of one GPC. None: 1.
         channels_per_net_peer: Connections to each rank on another machine, 1 to 64. None: NCCL's choice.
-        name: Of the communicators in NCCL's log. None: "ringattn" where names are known.
-        register: Take staging buffers from `ncclMemAlloc`, registered, where all ranks' libraries can; else plain
-            memory.
-        blocking: A blocking communicator, which spares the host NCCL's launch thread at every hop; a launch that is
+        name: The name of the communicators in NCCL's log. None: "ringattn" if the library supports names.
+        register: Take staging buffers from `ncclMemAlloc`, registered, if the libraries of all ranks can; else use
+            plain memory.
+        blocking: Use a blocking communicator, which saves the host NCCL's launch thread at every hop. A launch that is
             stuck inside it cannot be aborted, and ends the process instead.
 
     Raises:
-        InputError: `binding` is not known, or a number is out of range.
+        InputError: `binding` is unknown, or a number is out of range.
     """
 
     binding: BindingName = "ctypes"
@@ -63,7 +63,7 @@ class NcclOptions:
     blocking: bool = False
 
     def __post_init__(self) -> None:
-        """Raises `InputError` for a value that cannot be."""
+        """Check the values. Raises `InputError`."""
         if self.binding not in BINDINGS:
             raise InputError(f"binding={self.binding!r} is not known; choose one of {', '.join(BINDINGS)}")
         for name, least, most in (
@@ -80,10 +80,10 @@ class NcclOptions:
 
 
 def config_of(options: NcclOptions, capabilities: Collection[Capability]) -> CommConfig:
-    """What was asked for, which a binding that lacks it refuses, and defaults where the library can have them."""
+    """Return the communicator's config: the user's values, and defaults for those that the library supports."""
 
-    def chosen(asked: T | None, default: T, needed: Capability) -> T | None:
-        return default if asked is None and needed in capabilities else asked
+    def chosen(requested: T | None, default: T, needed: Capability) -> T | None:
+        return default if requested is None and needed in capabilities else requested
 
     return CommConfig(
         options.blocking,
@@ -98,8 +98,8 @@ LAUNCH_ORDER_SINCE = 22600
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raise `InputError` for `NCCL_COMM_ID`, which makes all communicators of all rings one, and for
-    `NCCL_COMM_BLOCKING`, which takes the deadline from opening."""
+    """Raise `InputError` for `NCCL_COMM_ID`, which gives all communicators of all rings one id, and for
+    `NCCL_COMM_BLOCKING`, which disables the deadline of opening."""
     if environment.get("NCCL_COMM_ID"):
         raise InputError(
             "NCCL_COMM_ID is set, and gives every communicator the same id; unset it: ranks meet through the store"
@@ -112,61 +112,61 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def warnings_beside_torch(environment: Mapping[str, str], nccl_version: int) -> list[str]:
-    """Warnings for a ring beside NCCL process groups of torch's in one process."""
-    found = []
+    """Return warnings for a ring in a process that also has torch's NCCL process groups."""
+    warnings = []
     if nccl_version >= LAUNCH_ORDER_SINCE and environment.get("NCCL_LAUNCH_ORDER_IMPLICIT") != "1":
-        found.append(
+        warnings.append(
             "torch's NCCL process groups and this ring launch on one GPU: set NCCL_LAUNCH_ORDER_IMPLICIT=1 before the "
             "first of them is opened, so that NCCL keeps one order on all ranks"
         )
     if nccl_version < LAUNCH_ORDER_SINCE:
-        found.append(
+        warnings.append(
             f"torch's NCCL process groups and this ring launch on one GPU, and NCCL {version_text(nccl_version)} keeps "
-            "no order among communicators (2.26 does): let neither overlap the other"
+            "no order among communicators (2.26 does): do not let them overlap"
         )
     if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        found.append(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 with two communicators lets one wait behind the other for ever; set it to 8 "
-            "or more"
+        warnings.append(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 with two communicators can let one wait behind the other indefinitely; set "
+            "it to 8 or more"
         )
-    return found
+    return warnings
 
 
 def _nccl_groups() -> bool:
-    """Whether torch has an NCCL process group in this process, the default one or another."""
+    """Return whether torch has an NCCL process group in this process, the default one or another."""
     if not dist.is_initialized():
         return False
     return any("nccl" in str(config) for config in (dist.get_backend_config(), *_world.pg_backend_config.values()))
 
 
 class LateGroups:
-    """A look for NCCL process groups of torch's, also those that are opened after a ring.
+    """Detects torch's NCCL process groups, including those opened after a ring.
 
-    Calls `tell` once, at the first `look` after torch has opened one.
+    Calls `callback` once, at the first `check` after torch has opened such a group.
     """
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell: Callable[[], None] | None = tell
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback: Callable[[], None] | None = callback
         self._groups = -1
 
-    def look(self) -> None:
-        """At each call of a ring: the length of a dict, as long as torch opens no group."""
-        if self._tell is None or len(_world.pg_map) == self._groups:
+    def check(self) -> None:
+        """Check for new groups. Called at each call of a ring: it costs one dict length while torch opens no group."""
+        if self._callback is None or len(_world.pg_map) == self._groups:
             return
         self._groups = len(_world.pg_map)
         if _nccl_groups():
-            tell, self._tell = self._tell, None
-            tell()
+            callback, self._callback = self._callback, None
+            callback()
 
 
 def overlap_warnings(
     environment: Mapping[str, str], options: NcclOptions, capabilities: Collection[Capability]
 ) -> list[str]:
-    """What lets an exchange need more multiprocessors than engines leave free: the environment, or the binding."""
+    """Return warnings if the environment or the binding lets an exchange need more multiprocessors than are free."""
     config, margin = config_of(options, capabilities), options.margin
     if not margin:
         return []
-    found = []
+    warnings = []
     for variable, limit, limited, what in (
         ("NCCL_MAX_CTAS", margin, config.max_ctas is not None, "thread blocks carry an exchange"),
         ("NCCL_MIN_CTAS", margin, True, "thread blocks carry an exchange at least"),
@@ -175,20 +175,20 @@ def overlap_warnings(
     ):  # fmt: skip
         value = environment.get(variable, "")
         if value.isdecimal() and int(value) > limit:
-            found.append(
-                f"{variable}={value} overrides the ring's own {limit}: {value} {what}, and may wait for the kernels "
-                f"beside which sm_margin={margin} multiprocessors are free; unset it, or choose by NcclOptions"
+            warnings.append(
+                f"{variable}={value} overrides the ring's own {limit}: {value} {what}, and may wait for kernels, which "
+                f"leave only sm_margin={margin} multiprocessors free; unset it, or choose by NcclOptions"
             )
         elif not value and not limited:
-            found.append(
+            warnings.append(
                 f"binding={options.binding!r} cannot limit how many {what}; set {variable}={limit} before anything "
-                "opens NCCL, so that an exchange begins beside kernels, or take binding='ctypes'"
+                "opens NCCL, so that an exchange can start while kernels run, or use binding='ctypes'"
             )
-    return found
+    return warnings
 
 
 def open_binding(options: NcclOptions) -> Binding:
-    """The binding that `options` name. Raises `UnsupportedError` when the library or cupy is missing or unfit."""
+    """Open the binding that `options` names. Raises `UnsupportedError` if the library or cupy is missing or unfit."""
     if options.binding == "cupy":
         from ringattn.transport.nccl.cupy_binding import CupyBinding
 

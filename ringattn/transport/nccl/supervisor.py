@@ -1,11 +1,11 @@
-"""Watches one rank's exchanges from a thread of its own.
+"""The supervisor: a thread that watches one rank's exchanges over NCCL.
 
-The thread holds every launch and every exchange to its deadline, asks NCCL for asynchronous errors, compares calls with
-those in the other ranks' heartbeats, and on a failure aborts the communicators, asks `Health` which rank is at fault,
-publishes the cause and writes the flight record. Guarantees: it launches nothing, and waits for no store; it queries no
-event that was recorded in a capture; whatever is raised on its thread ends the ring; callers see the failure within
-`tell_s` of its detection, even if the store does not answer or an abort takes long. A rank whose own kernels never
-reach an exchange names no other rank: its peers name it.
+It enforces the deadline of every launch and exchange, polls NCCL for asynchronous errors, and compares this rank's
+calls with those in the other ranks' heartbeats. On a failure it aborts the communicators, gets from `Health` which rank
+is at fault, publishes the cause and writes the flight record. Guarantees: it launches nothing and waits for no store.
+It queries no event recorded in a capture. Any error on its thread ends the ring. Callers see a failure within `tell_s`
+of its detection, even if the store does not answer or an abort takes long. A rank whose own kernels never reach an
+exchange names no other rank: its peers name it.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from ringattn.transport.health.verdict import STUCK_S, Place, Waits
 from ringattn.transport.nccl.communicator import Communicator
 
 STANDSTILL_S = 2.0
-"""How long an exchange may stand still after all its peers have closed: their bytes may have left and wait for room."""
+"""How long an exchange may make no progress after all its peers have closed. Their bytes may still be in flight."""
 LOST_S = 5.0
-"""How long the heartbeat of a rank that has only to close stands still before it counts as lost."""
+"""How long the heartbeat of a rank that has only to close may stop before the rank counts as lost."""
 NOT_CLOSED = "is silent (stopped, stuck or gone) and has not closed its ring"
 LOOK_S, LOOK_PER_RANK_S = 0.3, 4e-3
-"""Seconds between two looks at who is missing: at least, and for each rank of the ring."""
+"""Seconds between two lookups of the missing ranks: a minimum, and an addition for each rank of the ring."""
 WATCHED = 8
-"""Ranks that have not closed which one that has watches, the next in the ring, so that all together watch all."""
+"""Each closed rank watches this many ranks that have not closed, the next ones in the ring, so that all are watched."""
 ABORT_GRACE_S = 0.2
-"""What a caller that is told of a failure grants the aborts."""
+"""How long a caller that receives a failure waits for the aborts."""
 
 
 class BrokenCommunicatorError(PeerLostError):
-    """NCCL reports that a communicator is broken: some rank is at fault."""
+    """NCCL reports a broken communicator, so some rank is at fault."""
 
 
-class Beside(Protocol):
-    """Another transport of the same rank, that of its node, which ends with this one."""
+class NodeTransport(Protocol):
+    """The same rank's transport inside its node, which ends together with this one."""
 
     def end(self, error: BaseException) -> None:
-        """End it, for `error`. Returns when its ranks know."""
+        """End the transport with `error`. Returns when its ranks are notified."""
         ...
 
 
 class Supervisor(StreamWatch[StreamWorkHandle]):
-    """The watch of one rank, which watches the opening too."""
+    """The watch of one rank over NCCL, which also watches the opening."""
 
     interval_s = INTERVAL_S
     stop_s = 0.3
@@ -68,30 +68,30 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
         leave: Callable[[str], None] | None,
         ras: str | None,
     ) -> None:
-        """See `StreamWatch`. `ras`: the address of NCCL's RAS, None where it has none."""
+        """See `StreamWatch`. `ras`: the address of NCCL's RAS service; None if it has none."""
         super().__init__(opening, gpu, leave)
         self.where = "opening"
         self.launching: tuple[StreamHop, float] | None = None
-        """The hop that NCCL is being given, and since when on the monotonic clock."""
+        """The hop that is being launched, and the launch's start on the monotonic clock."""
         self.missing: frozenset[int] = frozenset()
         """Ranks that an all-gather through the store waits for."""
         self.leaving: frozenset[int] = frozenset()
         """Ranks that have not closed, while this one waits for all to close."""
         self.gathering = False
         self.stuck = False
-        """The abort of the communicator does not end."""
-        self.beside: Beside | None = None
-        """Another transport of this rank, which ends with this one."""
+        """Whether the abort of the communicator is stuck."""
+        self.node_transport: NodeTransport | None = None
+        """The transport of this rank inside its node, if there is one. It ends together with this one."""
         self._communicator, self._calls, self._ras = communicator, calls, ras
         self._others = set(range(opening.world_size)) - {opening.rank}
         self.health = opening.health
-        self.health.calls = calls.told
+        self.health.calls = calls.report
         self.patience_s = 2 * self.tell_s
         self._standing: tuple[StreamWorkHandle | None, float] = None, 0.0
 
     @property
     def tell_s(self) -> float:
-        """How long it may take from the detection of a failure until callers see it."""
+        """The longest time from the detection of a failure until callers see it."""
         return self.health.limit_s + PUBLISH_S + (WITHIN_S if self._ras else 0.0)
 
     def start(self) -> None:
@@ -100,18 +100,18 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
         super().start()
 
     def leave(self, deadline: Deadline) -> None:
-        """Say that this rank has closed its ring: it waits for no message any more."""
+        """Announce that this rank has closed its ring and waits for no more messages."""
         self.health.closed = True
         self._opening.control.until(deadline).leave()
 
     def all_closed(self, control: ControlStore) -> Callable[[], bool]:
-        """Whether all ranks have closed; asked again and again, those that have not are watched."""
+        """Return a function that returns whether all ranks have closed, and watches those that have not."""
         looked, look_s = 0.0, max(LOOK_S, LOOK_PER_RANK_S * control.world_size)
-        # The last to close says so to all: each of them asks for one entry.
+        # The last rank to close sets one entry, so that the others poll only that one.
         if control.add("closed/count") == control.world_size:
             control.set("closed/all", "1")
 
-        def asked() -> bool:
+        def all_ranks_closed() -> bool:
             nonlocal looked
             if control.holds("closed/all"):
                 return True
@@ -122,7 +122,7 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
                 return not missing
             return False
 
-        return asked
+        return all_ranks_closed
 
     def stop(self) -> None:
         """End both threads. Idempotent."""
@@ -132,25 +132,25 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
 
     @property
     def failed(self) -> bool:
-        """Whether the ring has failed, or is failing."""
+        """Whether the ring has failed or is failing."""
         return self._first.locked()
 
     def fail(self, error: BaseException, attribute: bool = False) -> None:
-        """End the ring, for `error` unless it has failed already. Returns when the reason is known. Never raises.
+        """End the ring with `error`, unless it has failed before. Returns when the cause is known. Never raises.
 
-        The aborts may go on: `ended` says when they have ended.
+        The aborts may still be running: `ended` is set when they are complete.
 
         `attribute`: find out which rank is at fault, and name it in the error.
         """
         if not self._is_first():
             self.ended.wait(ABORT_GRACE_S)
             return
-        unasked = threading.current_thread() is self._thread
-        aborting = threading.Thread(target=self._abort, args=(unasked,), name="ringattn-abort", daemon=True)
-        # Aborts begin before the explanation: they free kernels that wait for a peer.
-        if self.beside is None:
+        unreported = threading.current_thread() is self._thread
+        aborting = threading.Thread(target=self._abort, args=(unreported,), name="ringattn-abort", daemon=True)
+        # Aborts start before the explanation: they release kernels that wait for a peer.
+        if self.node_transport is None:
             aborting.start()
-        words = ""
+        attribution = ""
         if attribute:
             late = isinstance(error, DeadlineError)
             reasons = [
@@ -160,31 +160,31 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
                 ),
                 ras_report(self._ras) if self._ras and late else "",
             ]  # fmt: skip
-            words = "".join(f"; {reason}" for reason in reasons if reason)
-        self.failure = _said(error, words)
-        self.health.publish(self.failure if words else error)
-        if self.beside is not None:
-            # Ranks of the node first: an abort lets the device go on, and copy there what has not arrived.
-            self.beside.end(self.failure if isinstance(error, RingError) else error)
+            attribution = "".join(f"; {reason}" for reason in reasons if reason)
+        self.failure = _extended(error, attribution)
+        self.health.publish(self.failure if attribution else error)
+        if self.node_transport is not None:
+            # Notify the ranks of the node first: an abort lets the device continue, and copy data that never arrived.
+            self.node_transport.end(self.failure if isinstance(error, RingError) else error)
             aborting.start()
         self._write_record(self.failure, error)
-        self._told.set()
-        # Most aborts end at once. One that does not must not keep the reason from the caller.
+        self._reported.set()
+        # Most aborts end at once. One that does not must not delay the cause for the caller.
         self.ended.wait(ABORT_GRACE_S)
 
     @property
     def closed(self) -> set[int]:
-        """Of the ranks whose heartbeats are read, those that have closed their ring."""
+        """The ranks that have closed their ring, among those whose heartbeats this rank reads."""
         return {rank for rank, beat in self.health.beats().items() if beat.closed}
 
-    def let_go(self) -> None:
-        """Let go of the buffers of exchanges that are not going to arrive. All communicators have ended."""
+    def release_buffers(self) -> None:
+        """Release the buffers of exchanges that will not arrive. All communicators must have ended."""
         with self._ticking:
             self.handles.clear()
             self._unwaited.clear()
 
     def _place(self) -> Place:
-        """Where this rank is, what it waits for there, and the peers of its oldest hop."""
+        """Return this rank's position, what it waits for there, and the peers of its oldest hop."""
         call, awaited = self._calls.number, self._waited_for()
         launching, handles = self.launching, list(self.handles)[:1]
         if launching is not None and time.monotonic() - launching[1] >= STUCK_S:
@@ -193,74 +193,74 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
             return Place.make(self.where, call, Waits.COMPUTE, awaited)
         return Place.make(self.where, call, Waits.PEERS if handles or self.gathering else Waits.HOST, awaited)
 
-    def _abort(self, unasked: bool) -> None:
-        """`unasked`: no caller of the ring has met the failure, so nobody would end the process if this is stuck."""
+    def _abort(self, unreported: bool) -> None:
+        """Abort. `unreported`: no call of the ring has raised the failure, so a stuck abort must end the process."""
         self.stuck = not self._communicator.abort()
         self.ended.set()
-        # Kernels still wait on the GPU and nothing can stop them: only the end of the process does.
-        if self.stuck and unasked:
-            self._told.wait(self.patience_s)
+        # Kernels still wait on the GPU, and only the end of the process stops them.
+        if self.stuck and unreported:
+            self._reported.wait(self.patience_s)
             self._leave(f"rank {self._rank}: the abort is stuck, so the process ends after: {self.failure}")
 
     # --- on the thread -----------------------------------------------------------------------------------------------
 
-    def _found(self, error: BaseException) -> None:
+    def _end_ring(self, error: BaseException) -> None:
         self.fail(error, attribute=isinstance(error, (DeadlineError, BrokenCommunicatorError)))
 
-    def _look(self) -> None:
-        """One round. Raises what ends the ring."""
+    def _check_exchanges(self) -> None:
+        """Check the exchanges once. Raises the error that ends the ring."""
         health = self.health
-        # Another rank's cause comes first: what is seen here may only follow from it.
+        # Another rank's cause comes first: what is observed here may be only a consequence.
         if health.cause is not None:
             raise PeerLostError(f"rank {self._rank}: {health.cause}{self._pending()}")
         if health.store.gone is not None:
             raise PeerLostError(f"rank {self._rank}: {health.store.unanswered}: {health.store.gone}{self._pending()}")
-        # Before the deadline: a rank that makes another call would else be reported as late.
+        # Compare calls before checking the deadline: a rank that makes a different call would be reported as late.
         for rank, beat in health.beats().items():
             if beat.calls is not None and (difference := self._calls.differs(beat.calls)) is not None:
-                raise DisagreementError(f"rank {rank} and rank {self._rank} do not ask for the same: {difference}")
+                raise DisagreementError(f"rank {rank} and rank {self._rank} make different calls: {difference}")
         if (broken := self._communicator.error()) is not None:
             raise BrokenCommunicatorError(f"rank {self._rank}: {broken}{self._pending()}")
         self.tick()
-        self._hold_launch()
-        self._hold_exchange()
-        self._hold_leaving()
+        self._check_launch()
+        self._check_oldest_exchange()
+        self._check_leaving()
 
-    def _hold_launch(self) -> None:
-        """A launch may take `timeout_s`: NCCL connects peers inside it, and blocking communicators wait there."""
+    def _check_launch(self) -> None:
+        """Raise if a launch exceeds `timeout_s`: NCCL connects peers in it, and blocking communicators wait there."""
         launching = self.launching
         if launching is not None and time.monotonic() - launching[1] >= self._timeout_s:
             raise DeadlineError(f"rank {self._rank}: a launch did not end in {self._timeout_s} s: {launching[0]}")
 
-    def _hold_exchange(self) -> None:
-        """The oldest exchange may take `timeout_s` from the moment that this rank was ready for it."""
+    def _check_oldest_exchange(self) -> None:
+        """Raise if the oldest exchange exceeds `timeout_s`, counted from the moment this rank was ready for it."""
         if not self.handles:
             return
         handle = self.handles[0]
         if not handle.started_at:
-            handle.look()
+            handle.note_start()
             return
         peers, age_s = self._waited_for(), time.monotonic() - handle.started_at
-        # All peers have left, and what they sent before is not moving: it is not going to arrive.
+        # All peers have closed, and what they sent before does not progress: it will not arrive.
         if not peers <= self.closed or handle.done.query():
             self._standing = None, 0.0
         elif self._standing[0] is not handle:
             self._standing = handle, time.monotonic()
         elif time.monotonic() - self._standing[1] >= STANDSTILL_S:
-            who = ", ".join(f"rank {peer}" for peer in sorted(peers))
-            raise PeerLostError(f"rank {self._rank}: {who} closed its ring{self._pending()}")
+            closed_peers = ", ".join(f"rank {peer}" for peer in sorted(peers))
+            raise PeerLostError(f"rank {self._rank}: {closed_peers} closed its ring{self._pending()}")
         if age_s >= self._timeout_s:
             raise DeadlineError(
                 f"rank {self._rank}: no answer from ranks {sorted(peers)} within {self._timeout_s} s{self._pending()}"
             )
 
-    def _hold_leaving(self) -> None:
-        """A rank that is only to close, and whose heartbeat has stopped, is not going to."""
+    def _check_leaving(self) -> None:
+        """Raise if a rank that has only to close stopped its heartbeat: it will not close any more."""
         for rank in sorted(self.leaving & self.health.silent(LOST_S)):
             raise PeerLostError(f"rank {self._rank}: rank {rank} {NOT_CLOSED}")
 
     def _waited_for(self) -> set[int]:
-        """The peers of the oldest exchange or launch; of a replayed pass all; at the end those that have not closed."""
+        """Return the peers of the oldest launch or exchange (all of a replayed pass), or ranks not closed."""
         launching = self.launching
         if launching is not None:
             return launching[0].peers
@@ -269,49 +269,49 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
         return self.handles[0].hop.peers or self._others
 
     def _pending(self) -> str:
-        """The oldest exchange that has not arrived."""
+        """Describe the oldest exchange that has not arrived."""
         if not self.handles:
             return ""
         handle = self.handles[0]
         return f"; pending: exchange {handle.flight.sequence}: {handle.hop}"
 
 
-def _said(error: BaseException, words: str) -> BaseException:
-    """The error with more words, without its traceback; what is not ringattn's own becomes a `RingError`."""
+def _extended(error: BaseException, text: str) -> BaseException:
+    """Return the error, extended by `text` and without its traceback. Other packages' errors become `RingError`."""
     if not isinstance(error, RingError):
-        return RingError(f"{type(error).__name__}: {error}{words}")
+        return RingError(f"{type(error).__name__}: {error}{text}")
     kind = PeerLostError if isinstance(error, BrokenCommunicatorError) else type(error)
-    return kind(f"{error}{words}") if words or kind is not type(error) else bare(error)
+    return kind(f"{error}{text}") if text or kind is not type(error) else bare(error)
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------
 
 
 KEPT = 8192
-"""Calls that a rank remembers."""
+"""The number of calls that a rank remembers."""
 BACK = (0, 1, 2, 3, 5, 8, 16, 64, 256, 1024, 4096)
-"""How far the calls lie back that a heartbeat tells of, besides the first: ranks are compared however far one is
-ahead."""
+"""The distances of the earlier calls that a heartbeat reports, besides the first: enough to compare ranks that are any
+number of calls apart."""
 WORDS = 120
 
 
 GRADIENTS_DIFFER = (
-    "needs gradients on one of the two ranks only, which the other cannot know of a call that was compared before; let "
-    "an input require a gradient on every rank, as q.requires_grad_() does"
+    "needs gradients on only one of the two ranks, and the other cannot know that of a call that was compared before; "
+    "let an input require a gradient on every rank, as q.requires_grad_() does"
 )
 CHAIN, CALL = 16, 20
-"""Hexadecimal digits of a call in a heartbeat: the chain ends at the first place, a digest of the call alone at the
-second, and a chain of needed gradients follows."""
+"""Offsets in the hexadecimal digits of a call in a heartbeat: the chain ends at the first, a digest of the call itself
+at the second, and a chain of needed gradients follows."""
 
 
 class CallHistory:
-    """The calls of a rank, as its heartbeats report them, so that ranks need not compare a call again.
+    """The calls of a rank, as its heartbeats report them, so that ranks need not compare a call twice.
 
-    Written by the thread that makes the calls, read by the supervisor and the heartbeat thread.
+    Written by the thread that makes the calls; read by the supervisor and the heartbeat thread.
 
-    The chain of a call is a digest of it and of all before it, so that one that is equal vouches for all before it.
-    A call that the ranks compare themselves is the same in all chains, whatever each rank made of it: if they refuse it
-    together, the ring goes on. What follows the chain says only how a difference came about.
+    The chain of a call is a digest of it and all earlier calls, so equal chains imply equal earlier calls.
+    A call that the ranks compare themselves leaves the same trace in all chains, whatever each rank made of it: if all
+    refuse it together, the ring continues. The digits after the chain only explain a difference.
     """
 
     def __init__(self) -> None:
@@ -320,39 +320,43 @@ class CallHistory:
         self.words = ""
         self.number = 0
 
-    def announce(self, number: int, digest: bytes, words: str, gradients: str = "") -> None:
-        """This rank now makes its call `number`."""
+    def announce(self, number: int, digest: bytes, description: str, gradients: str = "") -> None:
+        """Record that this rank now makes its call `number`."""
         link = b"" if gradients == COMPARED else digest
         self._chain = sha256(self._chain + link + gradients.encode()).digest()[:8]
         self._gradients = sha256(self._gradients + gradients.encode()).digest()[:2]
         self._chains[number] = self._chain.hex() + sha256(digest).hexdigest()[:4] + self._gradients.hex()
         self._chains.pop(number - KEPT, None)
-        self.words, self.number = words.partition("\n")[0][:WORDS], number
+        self.words, self.number = description.partition("\n")[0][:WORDS], number
 
-    def told(self) -> dict[str, object]:
-        """For the heartbeat: a few hundred bytes, however many calls there were."""
+    def report(self) -> dict[str, object]:
+        """Return the fields for the heartbeat: a few hundred bytes, for any number of calls."""
         number = self.number
-        return {"call": number, "words": self.words, "calls": [self._chains.get(n, "") for n in _told_of(number)]}
+        return {
+            "call": number,
+            "words": self.words,
+            "calls": [self._chains.get(n, "") for n in _reported_calls(number)],
+        }
 
-    def differs(self, theirs: dict[str, Any]) -> str | None:
-        """The first call that the rank which told `theirs` is known to have made otherwise, in words; None if none."""
+    def differs(self, fields: dict[str, Any]) -> str | None:
+        """Describe the first call known to differ from that of the rank that sent `fields`; None if none is."""
         equal = 0
-        for number, chain in zip(_told_of(theirs["call"]), theirs["calls"], strict=True):
-            mine = self._chains.get(number, "")
-            if mine and chain and mine[:CHAIN] != chain[:CHAIN]:
-                if number == equal + 1 and mine[CHAIN:CALL] == chain[CHAIN:CALL]:
+        for number, chain in zip(_reported_calls(fields["call"]), fields["calls"], strict=True):
+            local_chain = self._chains.get(number, "")
+            if local_chain and chain and local_chain[:CHAIN] != chain[:CHAIN]:
+                if number == equal + 1 and local_chain[CHAIN:CALL] == chain[CHAIN:CALL]:
                     return f"call {number} {GRADIENTS_DIFFER}"
-                which = f"call {number}" if number == equal + 1 else f"one of calls {equal + 1} to {number}"
-                other = f"{which} is another there (now at '{theirs['words']}', here '{self.words}')"
-                # Of several calls the first that differs is not known, only that needed gradients differ, too.
-                several = number != equal + 1 and mine[CALL:] != chain[CALL:]
-                return f"{other}, or {GRADIENTS_DIFFER}" if several else other
-            equal = number if mine and chain else equal
+                calls = f"call {number}" if number == equal + 1 else f"one of calls {equal + 1} to {number}"
+                difference = f"{calls} differs (that rank is now at '{fields['words']}', this rank at '{self.words}')"
+                # Among several calls it is unknown which differs first, only that needed gradients differ as well.
+                several = number != equal + 1 and local_chain[CALL:] != chain[CALL:]
+                return f"{difference}, or {GRADIENTS_DIFFER}" if several else difference
+            equal = number if local_chain and chain else equal
         return None
 
 
-def _told_of(number: int) -> list[int]:
-    """The calls of which a rank tells that makes its call `number`, ascending."""
+def _reported_calls(number: int) -> list[int]:
+    """Return the calls that a rank reports while it makes call `number`, ascending."""
     return sorted({max(number - back, 1) for back in BACK}) if number else []
 
 
@@ -367,19 +371,19 @@ ERRORS = re.compile(r"^\s*Errors\s*\n\s*=+\s*\n(.*?)(?=^\s*Warnings\s*\n\s*=+|\Z
 
 
 def ras_address(environment: Mapping[str, str], nccl_version: int) -> str | None:
-    """Where RAS of this process's NCCL answers; None if NCCL has none or the user has turned it off."""
+    """Return the address of RAS of this process's NCCL; None if NCCL has none or the user has disabled it."""
     if nccl_version < SINCE or environment.get("NCCL_RAS_ENABLE") == "0":
         return None
     return environment.get("NCCL_RAS_ADDR", ADDRESS)
 
 
 def ras_report(address: str) -> str:
-    """Return what NCCL's RAS reports of processes that are dead or do not answer, as one line; empty without any.
+    """Return NCCL RAS's report of processes that are dead or do not answer, as one line; empty if it reports none.
 
-    RAS (NCCL 2.24 and later, on by default) is a thread in each process of an NCCL job, which serves a text protocol:
+    RAS (NCCL 2.24 and later, on by default) is a thread in each process of an NCCL job. It answers a text protocol:
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html
-    Its section `Errors` is quoted. Guarantee: it takes at most `WITHIN_S`, and a socket that does not answer is not an
-    error. Unproven on a GPU.
+    Its section `Errors` is quoted. Guarantee: the call takes at most `WITHIN_S`, and a socket that does not answer is
+    not an error. Untested on a GPU.
     """
     host, _, port = address.rpartition(":")
     until, status = time.monotonic() + WITHIN_S, b""
@@ -392,7 +396,7 @@ def ras_report(address: str) -> str:
                     break
                 status += received
     except (OSError, ValueError):
-        pass  # no RAS, or it is still collecting: what has arrived is used
+        pass  # RAS is missing or still collecting: use what has arrived
     errors = ERRORS.search(status.decode(errors="replace"))
     lines = [" ".join(line.split()) for line in errors[1].splitlines() if line.strip()] if errors else []
     return f"NCCL RAS reports: {', '.join(lines)}" if lines else ""

@@ -1,10 +1,10 @@
-"""A ring whose ranks are processes with a GPU each, over raw NCCL.
+"""The NCCL transport: a ring whose ranks are processes with one GPU each.
 
-Guarantees: one group per hop on a stream of its own, ordered with the caller's stream by events, so the host never
-waits inside a pass; every exchange has a deadline that the supervisor keeps; a failure is raised by the next call of
-the ring or by its close, never swallowed; NCCL's communicators are shared with nobody. A wait orders streams and
-returns at once. Results that a failure has spoiled are therefore raised one call later: call `drain` before they are
-kept.
+Guarantees: each hop is one NCCL group on a separate stream, ordered with the caller's stream by events, so the host
+never waits inside a pass. Every exchange has a deadline that the supervisor enforces. A failure is raised by the next
+call of the ring or by its close, never swallowed. The NCCL communicators are shared with nothing else. A wait orders
+streams and returns at once, so spoiled results of a failure raise only at a later call: call `drain` before you keep
+results.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from ringattn.transport.nccl.options import NcclOptions, config_of
 from ringattn.transport.nccl.supervisor import NOT_CLOSED, BrokenCommunicatorError, CallHistory, Supervisor
 
 CLOSE_S = 10.0
-"""How long freeing a communicator may take when all ranks do it."""
+"""How long freeing a communicator may take if all ranks do it."""
 EXIT_LINGER_S = 1.0
 GRACE_S = 5.0
-"""What a wait on the host grants the supervisor, which knows better what went wrong."""
+"""How much longer a wait on the host waits than the supervisor, whose error says more about the cause."""
 ANSWER_S = 0.5
-"""How long after the end of its patience a rank that closes waits for an answer of the store."""
+"""How long a closing rank waits for an answer of the store after the end of its own patience."""
 
 
 class NcclTransport(StreamTransport):
-    """One rank of a ring over NCCL. Made by `open`."""
+    """One rank of a ring over NCCL. Created by `open`."""
 
     name = "nccl"
 
@@ -62,7 +62,7 @@ class NcclTransport(StreamTransport):
         leave: Callable[[str], None] | None,
         ras: str | None,
     ) -> None:
-        """Not connected yet; see `open`."""
+        """Create the transport without connecting it; see `open`."""
         super().__init__(opening, gpu)
         self.options, self.stream = options, gpu.new_stream()
         self._binding = binding
@@ -73,7 +73,7 @@ class NcclTransport(StreamTransport):
         self._memory = RingMemory(binding, gpu, self.communicator, self.can_register, self.rank)
         self.order = self._memory.order
         self._all_gather = StoreAllGather(opening, self.supervisor)
-        self.look_around: Callable[[], None] = lambda: None  # at each call of the ring
+        self.check_groups: Callable[[], None] = lambda: None  # at each call of the ring
 
     @classmethod
     def open(
@@ -89,21 +89,21 @@ class NcclTransport(StreamTransport):
     ) -> NcclTransport:
         """Connect this rank with all others.
 
-        `nccl_id`: what NCCL takes for this host. `leave` ends the process when even an abort is stuck. `ras`: the
-        address of NCCL's RAS, None where it has none.
-        Raises `DeadlineError` that names the ranks which did not arrive, `InputError` when the ranks do not fit
-        together, `NcclError`.
+        `nccl_id`: NCCL's identifier of this host. `leave` ends the process if even an abort is stuck. `ras`: the
+        address of NCCL's RAS service; None if it has none.
+        Raises `DeadlineError` with the missing ranks, `InputError` if the ranks' versions or options do not fit
+        together, and `NcclError`.
         """
         gpu.activate()
         opening.name = opening.name or cls.name
         ring = cls(opening, binding, gpu, options, leave, ras)
         try:
-            # Before the ranks meet: a stuck open must be seen, too.
+            # Start the watch before the ranks meet, so that a stuck open is noticed too.
             ring.supervisor.start()
             ring._meet(nccl_id)
         except DeadlineError as error:
-            # Which rank did not arrive is in the store, even where the communicator never opened.
-            raise ring._attributed(error) from error
+            # The store knows which rank did not arrive, even if the communicator never opened.
+            raise ring._end_with_attribution(error) from error
         except BaseException as error:
             ring.abort(error)
             raise
@@ -116,13 +116,13 @@ class NcclTransport(StreamTransport):
         return self.options.register and {Capability.MEMORY, Capability.REGISTER} <= self._binding.capabilities
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor of `nbytes` on the GPU, for long use: NCCL's own registered memory where it can be."""
+        """Allocate a uint8 tensor on the GPU for long-lived buffers: NCCL's registered memory if it is available."""
         self.check()
         if self.gpu.is_capturing():
             raise RingError(
                 f"rank {self.rank}: the first run of a pass allocates its staging buffers; run it, then capture it"
             )
-        return self._memory.allocate(nbytes, self._quiet)
+        return self._memory.allocate(nbytes, self._wait_until_quiet)
 
     def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> NcclHop:
         """See `Transport.bind`."""
@@ -134,38 +134,38 @@ class NcclTransport(StreamTransport):
         Replay(self, run).start()
 
     def launch(self, calls: Sequence[PeerCall]) -> None:
-        """Put one group on the communication stream; `NcclHop` does the rest."""
+        """Enqueue one group on the communication stream. `NcclHop` does the rest."""
         try:
             self.communicator.launch(calls, self.stream.cuda_stream, self.check)
         except NcclError as error:
-            if error.status in (Status.REMOTE_ERROR, Status.SYSTEM_ERROR):  # a connection broke: some peer is at fault
+            if error.status in (Status.REMOTE_ERROR, Status.SYSTEM_ERROR):  # a connection broke, so a peer is at fault
                 self.supervisor.fail(BrokenCommunicatorError(str(error)), attribute=True)
                 self.check()
             raise
         except DeadlineError as error:
-            raise self._attributed(error) from error
+            raise self._end_with_attribution(error) from error
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """See `Transport`; through the store. Raises `DisagreementError` when a rank makes another call."""
+        """See `Transport.all_gather_bytes`, through the store. Raises `DisagreementError` if a rank's call differs."""
         self.check()
         try:
             return self._all_gather.all_gather_bytes(payload)
         except DeadlineError as error:
-            raise self._attributed(error) from error
+            raise self._end_with_attribution(error) from error
         except BaseException as error:
             self.abort(error)
             raise
 
-    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
-        """See `Transport.announce`: the supervisors compare calls while they wait."""
-        self._calls.announce(call, digest, words, gradients)
-        self.look_around()
+    def announce(self, call: int, digest: bytes, description: str, gradients: str = "") -> bool:
+        """See `Transport.announce`. The supervisors compare the calls in the background."""
+        self._calls.announce(call, digest, description, gradients)
+        self.check_groups()
         return True
 
     def drain(self) -> None:
-        """Return when every exchange has arrived. Raises what has failed.
+        """Return when every exchange has arrived. Raises the failure, if any.
 
-        Like the supervisor, it grants the device any time to come to an exchange; the deadline begins there.
+        Like the supervisor, it gives the device unlimited time to reach an exchange. The deadline starts there.
         """
         self._arrive(math.inf)
 
@@ -175,29 +175,29 @@ class NcclTransport(StreamTransport):
             return
         if self._end is None:
             self._end = bare(cause)
-        computed = self._memory.computed()
+        computed = self._memory.compute_event_query()
         self.supervisor.fail(cause)
         self.supervisor.stop()
         closed_at_exit.pop(id(self), None)
         self._end_memory(computed)
 
-    def _attributed(self, error: DeadlineError) -> BaseException:
-        """End the ring for a deadline that this thread has met; returns the error that names the rank at fault."""
+    def _end_with_attribution(self, error: DeadlineError) -> BaseException:
+        """End the ring after this thread missed a deadline; return the error that names the rank at fault."""
         self.supervisor.fail(error, attribute=True)
         failure = self.supervisor.failure or error
         self.abort(failure)
         return bare(failure)
 
     def close_at_exit(self) -> None:
-        """See `Ending.close_at_exit`: briefly and without a hang."""
+        """See `Ending.close_at_exit`: close with a short patience."""
         self.close(EXIT_LINGER_S)
 
     def close(self, linger_s: float | None = None) -> None:
-        """See `Transport.close`. Waits for the others up to `linger_s`, None for the deadline, then leaves alone.
+        """See `Transport.close`. Waits for the other ranks for `linger_s` (None: the deadline), then closes alone.
 
-        Only together can ranks free a communicator in good order, and over a network the last bytes may still be on
-        their way when this rank's part is done. Raises a failure that no call has raised, and `PeerLostError` that
-        names a rank which is gone and has not closed.
+        Only all ranks together can free a communicator gracefully, and over a network the last bytes may still be in
+        flight when this rank's part is done. Raises a failure that no call has raised, and `PeerLostError` that names
+        a dead rank that has not closed.
         """
         if self._end is not None:
             return
@@ -208,24 +208,24 @@ class NcclTransport(StreamTransport):
         except RingError as error:
             self.abort(error)
             raise
-        computed = self._memory.computed()
-        # Told only when all has arrived: this rank waits for nothing more.
+        computed = self._memory.compute_event_query()
+        # Announce the close only after everything has arrived: this rank waits for nothing more.
         linger = Deadline(patience_s)
         self.supervisor.leave(linger)
         self._end, self.record.over = ClosedError(f"rank {self.rank} closed its ring"), True
         together, lost = False, None
         try:
-            asked = self.supervisor.all_closed(self.opening.control.until(linger.plus(ANSWER_S)))
-            together = wait_until(asked, linger, self.supervisor.raise_failure, self.opening.control.naps_s)
-        except RuntimeError as error:  # a rank has failed, or the store's host is gone: then this rank waits for none
+            all_ranks_closed = self.supervisor.all_closed(self.opening.control.until(linger.plus(ANSWER_S)))
+            together = wait_until(all_ranks_closed, linger, self.supervisor.raise_failure, self.opening.control.naps_s)
+        except RuntimeError as error:  # a rank failed or the store's host is gone, so this rank waits for no other
             lost = error if isinstance(error, PeerLostError) and NOT_CLOSED in str(error) else None
         self.supervisor.stop()
-        self.supervisor.tick()  # lets go of the last buffers
+        self.supervisor.tick()  # releases the last buffers
         closed_at_exit.pop(id(self), None)
-        # A communicator that does not end, or compute that does not, may still touch its memory: it is left alone.
+        # A stuck communicator or stuck computation may still touch the ring's memory, so then the memory is kept.
         if self._free(together) and self._memory.wait(computed, patience_s):
             self._memory.free()
-            # What a caller still views is given back later.
+            # Memory that a caller still views is freed when its last view ends.
             self._end_memory(computed)
         else:
             self._memory.leave()
@@ -233,86 +233,86 @@ class NcclTransport(StreamTransport):
             raise lost
 
     def _arrive(self, ready_s: float) -> None:
-        """Return when every exchange has arrived; `ready_s`: how long the device may take to come to each of them."""
+        """Return when every exchange has arrived. `ready_s`: the time the device may take to reach each of them."""
         self.check()
-        for handle in list(self.supervisor.handles):  # one after another, as they run
+        for handle in list(self.supervisor.handles):  # in order, as they run
             self._await(handle, ready_s)
         self.check()
 
     def _await(self, handle: StreamWorkHandle, ready_s: float) -> None:
         if not wait_until(lambda: handle.ready.query() or handle.done.query(), Deadline(ready_s), self.check):
             raise DeadlineError(f"rank {self.rank}: the GPU was still computing after {ready_s} s, before {handle.hop}")
-        # Longer than the supervisor waits, so that its failure, with the rank at fault, is raised.
+        # Wait longer than the supervisor does, so that its error, which names the rank at fault, is raised.
         if not wait_until(handle.done.query, Deadline(self.opening.timeout_s + GRACE_S), self.check):
             raise DeadlineError(f"rank {self.rank}: an exchange did not end within {self.opening.timeout_s} s")
 
-    def _quiet(self) -> bool:
-        """Whether neither an exchange nor the caller's streams touch memory without a view any more; waits for it."""
-        # Exchanges first, then what the caller has put on its stream behind them.
+    def _wait_until_quiet(self) -> bool:
+        """Wait until neither exchanges nor the caller's streams touch memory without a view; return whether they do."""
+        # Wait for the exchanges first, then for the caller's later work on its stream.
         self.drain()
         self.supervisor.tick()
-        return self._memory.wait(self._memory.computed(), self.opening.timeout_s)
+        return self._memory.wait(self._memory.compute_event_query(), self.opening.timeout_s)
 
     def _end_memory(self, computed: Callable[[], bool]) -> None:
-        """Give all memory back when nothing can touch it any more. Returns at once."""
+        """Free all memory once nothing can touch it any more. Returns at once."""
 
         def quiet() -> bool:
-            # Communicators end before the memory that they may still write to is freed.
-            if not self._aborted():
-                say(self.rank, "a communicator does not end, so memory of the ring is not given back")
+            # Communicators must end before memory that they may still write to is freed.
+            if not self._wait_for_aborts():
+                warn(self.rank, "a communicator does not end, so memory of the ring is not freed")
                 return False
-            self.supervisor.let_go()
+            self.supervisor.release_buffers()
             return self._memory.wait(computed, self.opening.timeout_s)
 
         self._memory.end(f"ringattn-memory-{self.rank}", quiet)
 
-    def _aborted(self) -> bool:
-        """Where the ring has failed, whether all aborts have ended; waits for them."""
+    def _wait_for_aborts(self) -> bool:
+        """Wait for the aborts if the ring has failed; return whether all of them have completed."""
         supervisor = self.supervisor
         return not supervisor.failed or (supervisor.ended.wait(2 * ABORT_S) and not supervisor.stuck)
 
     @property
     def sm_margin(self) -> int:
-        """See `Transport`; none alone."""
+        """See `Transport.sm_margin`; 0 for a single rank, which exchanges nothing."""
         return 0 if self.world_size == 1 else self.options.margin
 
     def _meet(self, nccl_id: str) -> None:
-        """From the store to a warm communicator."""
+        """Meet the other ranks through the store, and open and warm up the communicator."""
         opening, watch = self.opening, self.supervisor.raise_failure
         control, deadline = opening.control, Deadline(opening.timeout_s)
-        mine = Arrival(
+        arrival = Arrival(
             self.rank, nccl_id, self.gpu.uuid, self._binding.version, _version(), self.can_register, self.options
         )
-        meet(control, mine, self.locations, deadline, watch)
+        meet(control, arrival, self.locations, deadline, watch)
         unique_id = share_unique_id(control, self._binding.unique_id, deadline, watch)
         self.communicator.open(unique_id, watch)
-        # Before ranks are ready: the first message connects peers, and may take long.
+        # Warm up before reporting ready: the first message connects peers, which may take long.
         self._warm_up()
         all_ready(control, deadline, watch)
         self.supervisor.where = "idle"
 
     def _warm_up(self) -> None:
-        """One byte in both directions: NCCL connects peers at their first message, which may block."""
+        """Exchange one byte in both directions: NCCL connects peers at their first message, which may block."""
         if self.world_size == 1:
             return
         after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
-        # Both directions of the ring; each rank posts them in the same order, so they pair.
+        # Every rank posts both directions in the same order, so sends and receives pair.
         for dst, src in ((after, before), (before, after)):
-            there, here = self.gpu.empty(1), self.gpu.empty(1)
-            self.exchange([Message(dst, there, "warm-up")], [Message(src, here, "warm-up")]).wait()
+            outgoing, incoming = self.gpu.empty(1), self.gpu.empty(1)
+            self.exchange([Message(dst, outgoing, "warm-up")], [Message(src, incoming, "warm-up")]).wait()
         self.drain()
 
     def _free(self, together: bool) -> bool:
-        """End the communicator; alone only by abort, for a collective would wait for ever. Whether it has ended."""
-        aborted = self._aborted()
+        """End the communicator, by abort if alone: the collective close would never end. Return whether it ended."""
+        aborted = self._wait_for_aborts()
         ended = self.communicator.close(Deadline(CLOSE_S)) if together else self.communicator.abort()
         if not aborted or not ended:
-            say(self.rank, "a communicator does not end; is a CUDA graph of it still alive?")
+            warn(self.rank, "a communicator does not end; is a CUDA graph of it still alive?")
         return aborted and ended
 
 
 def _version() -> str:
-    """Ours, where it is installed."""
+    """Return the version of ringattn, if it is installed."""
     try:
         return version("ringattn")
     except PackageNotFoundError:
@@ -325,9 +325,9 @@ def _version() -> str:
 class NcclHop(StreamHop):
     """One hop, bound once and started many times: the group of its sends and receives, between two events.
 
-    The first event says that the compute stream is ready for the exchange, the second that the exchange has arrived;
-    the host waits for neither. Guarantees: a start and a wait cost a few microseconds of Python (`bench/hop.py`) and no
-    device allocation; inside a CUDA graph's capture events are fresh and never queried.
+    The first event marks that the compute stream is ready for the exchange, the second that the exchange has arrived.
+    The host waits for neither. Guarantees: a start and a wait cost a few microseconds of Python (`bench/hop.py`) and no
+    device allocation. Inside a graph capture, events are new and never queried.
     """
 
     transport: NcclTransport
@@ -338,37 +338,37 @@ class NcclHop(StreamHop):
         self._calls = tuple(PeerCall(o.sends, o.buffer.data_ptr(), o.nbytes, o.peer) for o in operations)
 
     def start(self) -> StreamWorkHandle | Arrived:
-        """Put the hop on the communication stream, behind what the current stream holds now."""
+        """Enqueue the hop on the communication stream, after the current work of the current stream."""
         transport = self.transport
         transport.check()
-        # Without a message nothing is launched.
+        # A hop without messages launches nothing.
         if not self._calls:
             return Arrived()
         gpu, supervisor, stream = transport.gpu, transport.supervisor, transport.stream
         capturing = gpu.is_capturing()
-        # Events recorded in a capture belong to the graph: they are never queried nor used again.
+        # Events recorded in a capture belong to the graph, so they are never queried or reused.
         if capturing or not supervisor.free:
             ready, done = gpu.new_event(), gpu.new_event()
         else:
             ready, done = supervisor.free.popleft()
-        # What the caller has computed so far is what may be sent, and buffers it has read may be overwritten.
+        # The caller's work so far has produced the bytes to send, and has finished reading the receive buffers.
         ready.record(gpu.current_stream())
         stream.wait_event(ready)
-        # Recorded before the launch, so that a launch that hangs is in the record.
+        # Record the flight before the launch, so that a launch that hangs is in the record.
         flight = transport.record.begin(0, self.parts, transport.name)
         flight.state = LAUNCHING
         supervisor.where = self.parts[0].label
-        # The deadline of a launch counts from here: NCCL may block inside while it connects peers.
+        # The deadline of a launch counts from here: NCCL may block in it while it connects peers.
         supervisor.launching = self, time.monotonic()
         try:
             transport.launch(self._calls)
         finally:
             supervisor.launching = None
         flight.state = CAPTURED if capturing else POSTED
-        # On the communication stream, behind the group: passed when the hop has arrived.
+        # Recorded after the group on the communication stream: completes when the hop has arrived.
         done.record(stream)
         handle = StreamWorkHandle(self, flight, ready, done)
-        # A captured hop runs when its graph is replayed, and is watched as part of the `Replay`.
+        # A captured hop runs when its graph is replayed, and is watched as part of that `Replay`.
         if not capturing:
             supervisor.handles.append(handle)
         return handle
@@ -380,11 +380,11 @@ class Replay(StreamHop):
     transport: NcclTransport
 
     def __init__(self, transport: NcclTransport, replay: Callable[[], None]) -> None:
-        super().__init__(transport, ())  # its peers are all, or none: a graph does not say
+        super().__init__(transport, ())  # the graph does not list its peers; the supervisor assumes all ranks
         self._replay = replay
 
     def start(self) -> StreamWorkHandle:
-        """Call `replay`, which puts the graph on the current stream, behind the last pass."""
+        """Call `replay`, which launches the graph on the current stream, after the last pass."""
         transport, gpu = self.transport, self.transport.gpu
         transport.order.begin()
         ready, done = gpu.new_event(), gpu.new_event()
@@ -407,17 +407,17 @@ class Replay(StreamHop):
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def say(rank: int, words: str) -> None:
-    """For the user, where no call is left that could raise."""
-    print(f"ringattn rank {rank}: {words}", file=sys.stderr, flush=True)
+def warn(rank: int, message: str) -> None:
+    """Print a warning for the user where no later call could raise it."""
+    print(f"ringattn rank {rank}: {message}", file=sys.stderr, flush=True)
 
 
-_left: list[RingMemory] = []
-"""Kept until the process ends: torch too would hand the memory out again."""
+_abandoned: list[RingMemory] = []
+"""Memory kept until the process ends, because torch too would allocate it again."""
 
 
 class _Piece:
-    """One allocation. `plain`: torch's memory, None for NCCL's; `registration`: its handle, where it is registered."""
+    """One allocation. `plain`: torch's memory, or None for NCCL's. `registration`: its handle if it is registered."""
 
     def __init__(self, pointer: int, plain: torch.Tensor | None) -> None:
         self.pointer, self.plain = pointer, plain
@@ -425,10 +425,10 @@ class _Piece:
 
 
 class RingMemory(ViewedMemory[_Piece]):
-    """The device memory of one ring: NCCL's own, registered, if all libraries have it, else torch's.
+    """The device memory of one ring: NCCL's registered memory if all libraries support it, else torch's.
 
-    Guarantees: a piece is given back when nothing views it any more and the device has done what may still touch it; if
-    the device has no room, torch's cache is emptied once before an error is raised.
+    Guarantees: a piece is freed when nothing views it any more and the device has finished all work that may touch it.
+    If the device is out of memory, torch's cache is released once before an error is raised.
     """
 
     def __init__(
@@ -439,32 +439,32 @@ class RingMemory(ViewedMemory[_Piece]):
         self._rank, self._binding, self._communicator = rank, binding, communicator
         self._ending: threading.Thread | None = None
 
-    def computed(self) -> Callable[[], bool]:
-        """Whether the caller's streams have run what is on them now and may touch this memory."""
+    def compute_event_query(self) -> Callable[[], bool]:
+        """Return a query: whether the caller's streams have finished their present work, which may use this memory."""
         order = self.order
-        # Nothing asks for an event of a capture, nor does the capture's work run before a replay.
+        # Events of a capture cannot be queried, and captured work does not run before a replay.
         if self._gpu.is_capturing():
             return order.passed
-        now = self._gpu.new_event()
+        event = self._gpu.new_event()
         try:
-            now.record(self._gpu.current_stream())
-        except RuntimeError:  # a device that is lost comes to no event
+            event.record(self._gpu.current_stream())
+        except RuntimeError:  # a lost device completes no event
             return lambda: False
-        return lambda: now.query() and order.passed()
+        return lambda: event.query() and order.passed()
 
     def wait(self, computed: Callable[[], bool], limit_s: float) -> bool:
-        """Wait for compute; when that does not end, say so and that memory is left."""
+        """Wait for the computation. If it does not end in time, warn that memory is not freed, and return False."""
         if self.is_empty or wait_until(computed, Deadline(limit_s)):
             return True
-        say(self._rank, f"the GPU was still computing after {limit_s} s, so memory of the ring is not given back")
+        warn(self._rank, f"the GPU was still computing after {limit_s} s, so memory of the ring is not freed")
         return False
 
     def allocate(self, nbytes: int, quiet: Callable[[], bool]) -> torch.Tensor:
-        """A flat uint8 tensor.
+        """Return a flat uint8 tensor.
 
-        Memory without a view is given back first, if `quiet`: it lets go of what has arrived, and returns whether the
-        device can touch none of that any more; it may wait. Raises `NcclError`, or torch's error, when the device has
-        no room.
+        Memory without a view is freed first, if `quiet()`: it releases exchanges that have arrived, and returns whether
+        the device can no longer touch that memory; it may wait. Raises `NcclError`, or torch's error, if the device is
+        out of memory.
         """
         if not nbytes:
             return self._gpu.empty(0)
@@ -479,26 +479,26 @@ class RingMemory(ViewedMemory[_Piece]):
         return memory
 
     def end(self, name: str, quiet: Callable[[], bool]) -> None:
-        """Give back each piece when its last view goes, and `quiet` says that the device can touch it no more.
+        """Free each piece after its last view has ended, once `quiet` returns that the device cannot touch it.
 
-        Returns at once: an error that a caller keeps has views, by the frames of its traceback.
+        Returns at once, because an error that a caller keeps may hold views through the frames of its traceback.
         """
         if self._ending is None and not self.is_empty:
             self._ending = threading.Thread(target=self._run_out, args=(quiet,), name=name, daemon=True)
             self._ending.start()
 
     def leave(self) -> None:
-        """Give nothing back any more: the device may touch it for ever."""
-        _left.append(self)
+        """Free nothing any more, because the device may touch the memory at any time."""
+        _abandoned.append(self)
 
     def _run_out(self, quiet: Callable[[], bool]) -> None:
         try:
             self._gpu.activate()
-            # Also before the first view has gone, for it lets go of what this package itself still views.
+            # Call it also before the first view ends, because it releases what this package itself still views.
             if quiet():
                 self._free_each(quiet)
-        except RuntimeError as error:  # a device that is lost: its memory went with it
-            say(self._rank, f"memory of the ring is not given back: {error}")
+        except RuntimeError as error:  # a lost device, whose memory is lost with it
+            warn(self._rank, f"memory of the ring is not freed: {error}")
         if self._pieces:
             self.leave()
 
@@ -508,14 +508,14 @@ class RingMemory(ViewedMemory[_Piece]):
         except NcclError as error:
             if not is_shortage(error):
                 raise
-            # Torch empties its cache by itself where its own allocations find no room; NCCL knows nothing of it.
+            # Torch releases its cache only for its own allocations; NCCL does not know about it.
             self._gpu.release_cached()
             return self._binding.mem_alloc(nbytes)
 
     def _give_back(self, piece: _Piece) -> None:
-        # A communicator that has ended took its registrations with it.
+        # The end of a communicator also ends its registrations.
         if piece.registration is not None and self._communicator.state is State.READY:
             self._binding.deregister(self._communicator.handle, piece.registration)
-        # Last: NCCL may not hold a registration of memory that is gone.
+        # Free last: NCCL must not hold a registration of memory that is gone.
         if piece.plain is None:
             self._binding.mem_free(piece.pointer)

@@ -1,1 +1,1 @@
-"""Copy engines between the GPUs of one node: no multiprocessor works on an exchange."""
+"""Copy engines between the GPUs of one node: an exchange occupies no multiprocessor."""

@@ -134,7 +134,7 @@ class Lane:
 
     def pending(self, hop: PeerHop, bases: dict[steps.Pair, int]) -> list[Operation]:
         """Return the messages of an exchange whose peer has not done its part, according to the words."""
-        local_page, late = self._group.own, []
+        local_page, late = self._group.own_page, []
         for step in hop.program.start:
             if isinstance(step, steps.LogStart):
                 operation = (hop.sends if step.sends else hop.recvs)[step.message]
@@ -194,7 +194,7 @@ class Lane:
 
     def _paint(self) -> None:
         """Store a number into each word of this rank's page that satisfies every wait on it."""
-        local_page = self._group.own
+        local_page = self._group.own_page
         for rank in self._group.ranks:
             local_page.store(pages.CREDIT, PAINTED, rank)
             local_page.store(pages.ARRIVAL, PAINTED, rank)
@@ -216,12 +216,12 @@ class Lane:
 
             def read() -> bool:
                 watch()
-                return group.own.load(pages.ARRIVAL, operation.peer) >= overwritten
+                return group.own_page.load(pages.ARRIVAL, operation.peer) >= overwritten
 
             # The sender has read the entry of every message that arrived. The watch enforces the deadline.
             if overwritten > 0 and not read():
                 group.hold(read, lambda: [operation.peer], lambda: str(operation), NEVER)
-        group.own.log(step.sends, operation.peer).write(number, entry.packed())
+        group.own_page.log(step.sends, operation.peer).write(number, entry.packed())
         # Wake the sender's host: it may be waiting for this entry.
         if not step.sends:
             group.ring(operation.peer)
@@ -375,7 +375,7 @@ class PeerTransport(StreamTransport):
         """See `Transport.replay`."""
         raise UnsupportedError("passes over transport='peer' cannot be captured as CUDA graphs; use transport='nccl'")
 
-    def announce(self, call: int, digest: bytes, words: str, gradients: str = "") -> bool:
+    def announce(self, call: int, digest: bytes, description: str, gradients: str = "") -> bool:
         """See `Transport.announce`: calls are compared in the pages, which takes microseconds."""
         self.group.health.call = call
         return False
@@ -461,7 +461,7 @@ class PeerTransport(StreamTransport):
             self.watch.ended.wait()
         self.watch.stop()
         self.watch.tick()
-        # `leave` tells the other ranks that this rank closed; after a failure the poison has told them.
+        # `leave` reports the close to the other ranks. After a failure the poison has done that.
         self.group.drop() if failed else self.group.leave()
         # A stuck operation may still access the arena and the pages, so keep both until the process ends.
         if failed and not self.watch.drained:
@@ -491,7 +491,7 @@ class PeerTransport(StreamTransport):
         self.watch.tick()
 
     def _publish_frees(self, count: int) -> None:
-        self.group.own.store(FREED, count)
+        self.group.own_page.store(FREED, count)
 
     def _release_caches(self) -> None:
         # Blocks that a kernel still uses must not be released, so wait first.
@@ -666,7 +666,7 @@ class Watch(StreamWatch[PeerWorkHandle]):
         # Abort on a separate thread: it waits for the computation before the exchanges, and no caller should.
         threading.Thread(target=self._abort, name=f"ringattn-abort-{self._rank}", daemon=True).start()
         self._write_record(self.failure)
-        self._told.set()
+        self._reported.set()
 
     def place(self) -> Place:
         """Return this rank's position, for its heartbeats."""
@@ -695,7 +695,7 @@ class Watch(StreamWatch[PeerWorkHandle]):
         if not self.drained:
             self._leave(f"rank {self._rank}: the abort is stuck, so the process ends after: {self.failure}")
 
-    def _look(self) -> None:
+    def _check_exchanges(self) -> None:
         """Check once. Raises the error that ends the ring."""
         self.tick()
         handle = self.oldest
@@ -707,7 +707,7 @@ class Watch(StreamWatch[PeerWorkHandle]):
         if handle is None or handle.done.query():
             return
         if not handle.started_at:
-            handle.look()
+            handle.note_start()
             return
         if time.monotonic() - handle.started_at >= self._timeout_s:
             late = pending()

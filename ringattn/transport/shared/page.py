@@ -1,7 +1,7 @@
-"""Shared memory, words in it, and one rank's page: what it shares with the others of its node, at fixed places.
+"""Shared memory, 64-bit words in it, and a rank's page: what it shares with the other ranks of its node.
 
-A word that a rank waits on lies in its own page, in a line of its own, and has one writer. A page belongs to one ring,
-so it starts at zero and numbers count from 1. Texts are for errors; a number or a word always says that one is whole.
+A word that a rank waits on is in that rank's page, on its own cache line, and has one writer. A page belongs to one
+ring, so it starts at zero and numbers count from 1. Texts are only for errors. A number or word marks each as complete.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ libc.madvise.argtypes = (ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int)
 class Segment:
     """One mapping of anonymous memory that processes share by file descriptor.
 
-    Guarantees: a segment has no name, so nothing is left when every process that maps it has ended; it never changes
-    its size, so no other process can make a read of it fault; it is unmapped, and its descriptor closed, when nothing
-    refers to it or to an array made of it.
+    Guarantees: a segment has no name, so nothing remains when every process that maps it has ended. Its size never
+    changes, so no other process can make a read of it fault. It is unmapped and its descriptor closed when nothing
+    refers to it or to an array made from it.
     """
 
     def __init__(self, fd: int, nbytes: int, writable: bool, keep_fd: bool) -> None:
-        """Takes over `fd`, and closes it at once unless it is to be kept for other processes."""
+        """Map `fd`, which the segment takes over. It is closed at once unless other processes may still need it."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         address = libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
         if address == MAP_FAILED:
@@ -58,13 +58,13 @@ class Segment:
         self.address: int = address
         self.nbytes = nbytes
         self.fd = fd if keep_fd else None
-        # Bound to the process: after a fork the child's copy of the mapping goes when the child does.
+        # For this process only: a forked child's copy of the mapping ends with the child.
         self._end = weakref.finalize(self, _release, address, nbytes, self.fd)
         self._end.atexit = False
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Segment:
-        """A new segment of at least `nbytes`, zero and sealed, whose descriptor is kept. Raises `OSError`."""
+        """Create a zeroed, sealed segment of at least `nbytes`, and keep its descriptor. Raises `OSError`."""
         nbytes = -(-max(nbytes, 1) // PAGE_BYTES) * PAGE_BYTES
         fd = os.memfd_create(f"ringattn-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -77,23 +77,23 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int, writable: bool = False) -> Segment:
-        """Map all of another process's segment and close `fd`. Raises `InputError` for one that could shrink."""
+        """Map another process's whole segment and close `fd`. Raises `InputError` if the segment could shrink."""
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
             os.close(fd)
-            raise InputError("a shared segment came without its seals: it could shrink while it is read")
+            raise InputError("a shared segment arrived without its seals, so it could shrink during a read")
         return cls(fd, os.fstat(fd).st_size, writable, keep_fd=False)
 
     def buffer(self, offset: int = 0, nbytes: int | None = None) -> ctypes.Array[ctypes.c_ubyte]:
-        """These bytes as a ctypes array, which has the buffer protocol and keeps the segment mapped."""
+        """Return these bytes as a ctypes array, which supports the buffer protocol and keeps the segment mapped."""
         nbytes = self.nbytes - offset if nbytes is None else nbytes
         array = (ctypes.c_ubyte * nbytes).from_address(self.address + offset)
         array.segment = self  # type: ignore[attr-defined]
         return array
 
     def populate(self) -> None:
-        """Take the memory now, so that no first write has to; in huge pages where the system gives them.
+        """Allocate the memory now, so that first writes are fast; in huge pages if the system provides them.
 
-        Raises `OSError` where there is none. A kernel before 5.14 takes it at the first writes.
+        Raises `OSError` if there is not enough. A kernel before 5.14 allocates at the first writes instead.
         """
         libc.madvise(self.address, self.nbytes, MADV_HUGEPAGE)
         if libc.madvise(self.address, self.nbytes, MADV_POPULATE_WRITE) and ctypes.get_errno() != errno.EINVAL:
@@ -111,34 +111,34 @@ def _release(address: int, nbytes: int, fd: int | None) -> None:
 
 WORD_BYTES = 8
 YIELD_S = 50e-6
-"""How long a wait yields the processor before it sleeps. More costs more where the awaited rank needs it."""
+"""How long a wait yields the processor before it sleeps. Yielding longer takes time from the rank it waits for."""
 SLICE_S = 0.02
-"""The longest sleep: then a wait looks at its deadline, and Python at its signals."""
+"""The longest sleep. After it a wait checks its deadline, and Python its signals."""
 FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
-EVERYBODY = 2**31 - 1
+ALL_SLEEPERS = 2**31 - 1
 ACQUIRE, RELEASE = 2, 3  # __ATOMIC_ACQUIRE, __ATOMIC_RELEASE
 
 
 class Words(Protocol):
     """The 64-bit words of one segment, by index: byte offset / 8.
 
-    Guarantees: a load sees a whole stored value; what a rank wrote before a store is seen by a rank that has loaded
-    that value. On x86-64 plain aligned accesses give both; elsewhere libatomic's calls do, and without it words are
-    refused.
+    Guarantees: a load returns a whole stored value. What a rank wrote before a store is visible to a rank that has
+    loaded that value. On x86-64 plain aligned accesses do both. On other processors libatomic does, and without it
+    shared words are refused.
     """
 
     def load(self, index: int) -> int:
-        """A whole value; reads after it see what the storing rank wrote before."""
+        """Return a whole value. Later reads see what the storing rank wrote before it."""
         ...
 
     def store(self, index: int, value: int) -> None:
-        """Store a whole value, after everything that this rank wrote before."""
+        """Store a whole value, after everything this rank wrote before."""
         ...
 
 
 class PlainWords:
-    """For x86-64, which keeps the order of stores and of loads."""
+    """For x86-64, which keeps stores in order and loads in order."""
 
     def __init__(self, segment: Segment) -> None:
         self._words = memoryview(segment.buffer()).cast("B").cast("Q")
@@ -148,13 +148,13 @@ class PlainWords:
 
 
 class AtomicWords:
-    """By libatomic, for processors that reorder."""
+    """By libatomic, for processors that reorder memory accesses."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
-        # PyDLL keeps the interpreter's lock: the calls take nanoseconds.
+        # PyDLL keeps the interpreter lock, because the calls take only nanoseconds.
         library = ctypes.PyDLL("libatomic.so.1")
-        # Not as attributes: in a class Python changes names that begin so.
+        # Indexed, not as attributes: inside a class Python mangles names that start with two underscores.
         self._load, self._store = library["__atomic_load_8"], library["__atomic_store_8"]
         self._load.restype = ctypes.c_uint64
         self._load.argtypes = (ctypes.c_uint64, ctypes.c_int)
@@ -171,9 +171,9 @@ class AtomicWords:
 
 
 def words_of(segment: Segment, machine: str = platform.machine()) -> Words:
-    """The words of a segment. Raises `UnsupportedError` on a processor for which this cannot be done safely."""
+    """Return the words of a segment. Raises `UnsupportedError` on processors for which this is not implemented."""
     if machine not in FUTEX_CALLS:
-        raise UnsupportedError(f"words in shared memory are known for {' and '.join(FUTEX_CALLS)}, not for {machine}")
+        raise UnsupportedError(f"words in shared memory need {' or '.join(FUTEX_CALLS)}, not {machine}")
     if machine == "x86_64":
         return PlainWords(segment)
     try:
@@ -195,14 +195,14 @@ _syscall.argtypes = (
 
 
 def wake(address: int) -> None:
-    """Wake everybody who sleeps on the word. Without a word of who sleeps: to keep one would need a full fence."""
-    _syscall(_FUTEX, address, FUTEX_WAKE, EVERYBODY, None, None, 0)
+    """Wake every sleeper on the word, without checking for any: counting sleepers would need a full fence."""
+    _syscall(_FUTEX, address, FUTEX_WAKE, ALL_SLEEPERS, None, None, 0)
 
 
 def pause(words: Words, index: int, address: int, seen: int, until: float) -> None:
-    """Return soon after the word is not `seen` any more, at the latest after a slice or at `until`, monotonic.
+    """Return soon after the word differs from `seen`; at the latest after a slice, or at `until` (monotonic).
 
-    Only the low half is compared while asleep, so two values in a row must differ there.
+    A sleeper compares only the low half, so two successive values must differ there.
     """
     yields = time.monotonic() + YIELD_S
     while words.load(index) == seen:
@@ -219,14 +219,14 @@ def pause(words: Words, index: int, address: int, seen: int, until: float) -> No
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
-LINE_BYTES = 128  # two cache lines, for processors fetch them in pairs
+LINE_BYTES = 128  # two cache lines, because processors prefetch them in pairs
 MAGIC, VERSION = 0x676E69722D6E7461, 2
 HEADER = struct.Struct("<QQQQQQQ16s")  # magic, version, rank, world size, uid, pid, inode of the pid namespace; nonce
 
-# One word a page, written by the page's rank; others also write BELL and ALARM.
+# Words that a page has once, written by the page's rank. Others also write BELL and ALARM.
 BEAT, BELL, ALARM, FREED = range(1, 5)
 SINGLE_WORDS = 5  # with the header's line
-# One word a page and rank, written by that rank.
+# Words that a page has once per rank, written by that rank.
 ARRIVAL, CREDIT, POISON, CLOSED, GATHERED = range(5, 10)
 RANK_WORDS = 5
 
@@ -235,13 +235,13 @@ CAUSE_BYTES = 8192
 GATHER_BYTES = 16384
 LOG_ENTRIES = 64
 ENTRY_BYTES = 256
-_ENTRY = struct.Struct("<QQQQ16sH198s")  # all but the number
+_ENTRY = struct.Struct("<QQQQ16sH198s")  # all fields except the number
 LABEL_BYTES = 198
 _CAUSE = struct.Struct("<QQ")  # nanoseconds of the host's clock, length
 
 
 class Header(NamedTuple):
-    """Whose page it is."""
+    """Identifies the rank, process and ring that a page belongs to."""
 
     magic: int
     version: int
@@ -254,7 +254,7 @@ class Header(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One end of one started message. `arena` and `offset` say where its bytes lie in the starting rank's memory."""
+    """One end of a started message. `arena` and `offset` locate its bytes in the starting rank's memory."""
 
     bound: int
     arena: int
@@ -264,7 +264,7 @@ class Entry(NamedTuple):
     label: str
 
     def packed(self) -> bytes:
-        """For `Log.write`. A label that is too long loses its end."""
+        """Return the bytes for `Log.write`. A label that is too long is truncated."""
         label = self.label.encode()[:LABEL_BYTES]
         return _ENTRY.pack(
             self.bound, self.arena, self.offset, self.nbytes, self.dtype.encode()[:16], len(label), label
@@ -275,29 +275,30 @@ class Entry(NamedTuple):
 
 
 def subject(label: str, peer: int) -> str:
-    """Return the part of a label that both ends of a message share: `to rank 1` there is `from rank 0` here.
+    """Return the part of a label that both ends share: one end has `to rank 1` where the other has `from rank 0`.
 
-    A label that names another rank than `peer` is kept, so that a message that went astray is refused.
+    A label that names a rank other than `peer` is not shortened, so a misdirected message is refused.
     """
     return label.removesuffix(f" to rank {peer}").removesuffix(f" from rank {peer}")
 
 
 class Log:
-    """The last messages that one rank started with one peer in one direction: message n at n modulo `LOG_ENTRIES`."""
+    """The last messages that a rank started with a peer in one direction. Message n is entry n modulo `LOG_ENTRIES`."""
 
     def __init__(self, page: Page, offset: int) -> None:
         self._words, self._bytes = page.words, page.bytes
         self._offset = offset
 
     def write(self, number: int, packed: bytes) -> None:
-        """Put up message `number`, over that which is `LOG_ENTRIES` older."""
+        """Write message `number` over the one that is `LOG_ENTRIES` older."""
+        # The number is 0 while the entry is being written, and is read before and after the entry.
         start = self._offset + number % LOG_ENTRIES * ENTRY_BYTES
         self._words.store(start // WORD_BYTES, 0)
         self._bytes[start + WORD_BYTES : start + WORD_BYTES + _ENTRY.size] = packed
         self._words.store(start // WORD_BYTES, number)
 
     def read(self, number: int) -> Entry | None:
-        """Message `number`, None where it has not been started, or so long ago that it is overwritten."""
+        """Return message `number`, or None if it has not been started or is already overwritten."""
         start = self._offset + number % LOG_ENTRIES * ENTRY_BYTES
         if self._words.load(start // WORD_BYTES) != number:
             return None
@@ -309,97 +310,97 @@ class Log:
 
 
 class Page:
-    """A mapped page, one's own or another rank's."""
+    """A mapped page of this rank or of another."""
 
     def __init__(self, segment: Segment, ranks: Sequence[int]) -> None:
-        """`ranks`: all that share pages, by whose numbers its words and logs are asked for."""
+        """`ranks`: all ranks that share pages. Words and logs are looked up by their numbers."""
         self.segment, self.count = segment, len(ranks)
-        self._places = {rank: place for place, rank in enumerate(ranks)}
+        self._places = {rank: index for index, rank in enumerate(ranks)}
         self.words = words_of(segment)
         self.bytes = memoryview(segment.buffer()).cast("B")
         self.bell_address = self.word_address(BELL)
 
     @staticmethod
     def size(count: int) -> int:
-        """Bytes of a page that `count` ranks share."""
+        """Return the bytes of a page that `count` ranks share."""
         logs = 2 * count * LOG_ENTRIES * ENTRY_BYTES
         return -(-(_logs_at(count) + logs) // PAGE_BYTES) * PAGE_BYTES
 
     def index(self, word: int, rank: int = 0) -> int:
-        """The place of a word among `words`, the same in every page. `rank` does not matter for a single word."""
+        """Return the index of a word in `words`, equal in every page. Words of the page's rank ignore `rank`."""
         line = word
         if word >= SINGLE_WORDS:
             line = SINGLE_WORDS + (word - SINGLE_WORDS) * self.count + self._places[rank]
         return line * LINE_BYTES // WORD_BYTES
 
     def word_address(self, word: int, rank: int = 0) -> int:
-        """Where a word lies in this process."""
+        """Return the address of a word in this process."""
         return self.segment.address + self.index(word, rank) * WORD_BYTES
 
     def load(self, word: int, rank: int = 0) -> int:
-        """The value of a word."""
+        """Return the value of a word."""
         return self.words.load(self.index(word, rank))
 
     def store(self, word: int, value: int, rank: int = 0) -> None:
-        """Store a word; who sleeps sleeps on."""
+        """Store a word without waking anyone."""
         self.words.store(self.index(word, rank), value)
 
     def log(self, sends: bool, peer: int) -> Log:
-        """What the page's rank started to send to `peer`, or to receive from it."""
-        place = (2 * self._places[peer] + sends) * LOG_ENTRIES * ENTRY_BYTES
-        return Log(self, _logs_at(self.count) + place)
+        """Return the log of messages that the page's rank started to send to `peer`, or to receive from it."""
+        start = (2 * self._places[peer] + sends) * LOG_ENTRIES * ENTRY_BYTES
+        return Log(self, _logs_at(self.count) + start)
 
     @property
     def header(self) -> Header:
-        """Whose page it is."""
+        """Read the page's header."""
         return Header(*HEADER.unpack_from(self.bytes, 0))
 
     def write_header(self, header: Header) -> None:
-        """Once, before anybody else maps the page."""
+        """Write the header, once, before another rank maps the page."""
         HEADER.pack_into(self.bytes, 0, *header)
 
     def write_beat(self, count: int, text: str) -> None:
-        """Show heartbeat number `count` of the page's rank. Raises `ValueError` if it has no room."""
+        """Publish heartbeat number `count` of the page's rank. Raises `ValueError` if it is too long."""
         encoded = text.encode()
         if len(encoded) > STATUS_BYTES - 2:
-            raise ValueError(f"a heartbeat of {len(encoded)} bytes has no room in a shared page: {text}")
-        at = _status_at(self.count) + count % 2 * STATUS_BYTES
-        self.bytes[at : at + 2 + len(encoded)] = len(encoded).to_bytes(2, "little") + encoded
+            raise ValueError(f"a heartbeat of {len(encoded)} bytes does not fit in a shared page: {text}")
+        start = _status_at(self.count) + count % 2 * STATUS_BYTES
+        self.bytes[start : start + 2 + len(encoded)] = len(encoded).to_bytes(2, "little") + encoded
         self.store(BEAT, count)
 
     @property
     def beat(self) -> str:
-        """The newest heartbeat of the page's rank."""
-        at = _status_at(self.count) + self.load(BEAT) % 2 * STATUS_BYTES
-        return _text(self.bytes, at + 2, int.from_bytes(self.bytes[at : at + 2], "little"))
+        """Return the newest heartbeat of the page's rank."""
+        start = _status_at(self.count) + self.load(BEAT) % 2 * STATUS_BYTES
+        return _text(self.bytes, start + 2, int.from_bytes(self.bytes[start : start + 2], "little"))
 
     def write_cause(self, when_ns: int, text: str) -> None:
-        """Why the page's rank fails; once, before its POISON."""
+        """Write why the page's rank fails, once, before it stores POISON."""
         encoded = text.encode()[: CAUSE_BYTES - _CAUSE.size]
-        at = _cause_at(self.count)
-        self.bytes[at + _CAUSE.size : at + _CAUSE.size + len(encoded)] = encoded
-        _CAUSE.pack_into(self.bytes, at, when_ns, len(encoded))
+        start = _cause_at(self.count)
+        self.bytes[start + _CAUSE.size : start + _CAUSE.size + len(encoded)] = encoded
+        _CAUSE.pack_into(self.bytes, start, when_ns, len(encoded))
 
     @property
     def cause(self) -> tuple[int, str]:
-        """When and why the page's rank failed."""
-        at = _cause_at(self.count)
-        when_ns, length = _CAUSE.unpack_from(self.bytes, at)
-        return when_ns, _text(self.bytes, at + _CAUSE.size, length)
+        """Return when and why the page's rank failed."""
+        start = _cause_at(self.count)
+        when_ns, length = _CAUSE.unpack_from(self.bytes, start)
+        return when_ns, _text(self.bytes, start + _CAUSE.size, length)
 
     def write_part(self, turn: int, part: bytes) -> None:
-        """This rank's part of a turn of an all-gather. The turn before the last is overwritten."""
-        at = _gather_at(self.count) + turn % 2 * GATHER_BYTES
-        self.bytes[at : at + len(part)] = part
+        """Write this rank's part of turn `turn` of an all-gather, over the turn before the last."""
+        start = _gather_at(self.count) + turn % 2 * GATHER_BYTES
+        self.bytes[start : start + len(part)] = part
 
     def read_part(self, turn: int, nbytes: int) -> bytes:
-        """The first bytes of a part."""
-        at = _gather_at(self.count) + turn % 2 * GATHER_BYTES
-        return bytes(self.bytes[at : at + nbytes])
+        """Return the first `nbytes` bytes of a part."""
+        start = _gather_at(self.count) + turn % 2 * GATHER_BYTES
+        return bytes(self.bytes[start : start + nbytes])
 
 
-def _text(data: memoryview, at: int, length: int) -> str:
-    return bytes(data[at : at + length]).decode(errors="replace")
+def _text(data: memoryview, start: int, length: int) -> str:
+    return bytes(data[start : start + length]).decode(errors="replace")
 
 
 def _status_at(count: int) -> int:

@@ -1,12 +1,12 @@
-"""A ring whose ranks are processes of one machine: each receiver copies straight out of the sender's memory.
+"""The shm transport: the ranks are processes of one machine, and a receiver copies directly from the sender's memory.
 
-A start only says where its messages lie. The receiver copies them when it waits, once and without a helper thread, and
-says that it has; the sender's wait returns when all receivers have. So a rank that computes between start and wait
-holds up who waits for it, as a rank that comes late does.
-Guarantees: bits are kept; every wait of a rank copies all that has come for it, in the order of each pair, so no order
-of waits is a deadlock; both ends of a message must agree on bytes, dtype and label, or all ranks raise
-`DisagreementError`; a copy counts only if the sender had neither failed nor closed when it was done; a rank that is
-killed or stopped is named by the others, and no other rank is; a transport that has raised a failure is dead.
+A start only publishes where its messages are. The receiver copies them when it waits, once and without a helper thread,
+and reports that it has; the sender's wait returns when all receivers have. So a rank that computes between start and
+wait delays the ranks that wait for it, as a late rank does.
+Guarantees: bits are preserved. Every wait of a rank copies all messages that have arrived for it, in the order of each
+pair, so no order of waits can deadlock. Both ends of a message must agree on bytes, dtype and label, or all ranks raise
+`DisagreementError`. A copy counts only if the sender had neither failed nor closed when it was complete. Only killed or
+stopped ranks are named at fault. A transport that has raised a failure cannot be used again.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ DATA_LANE = 0
 
 
 class _Operation(Operation):
-    """One end of a message and what its log entry says, made once for all starts."""
+    """One end of a message, with its log entry, prepared once for all starts."""
 
     def __init__(self, rank: int, sends: bool, message: Message) -> None:
         super().__init__(rank, sends, message)
         self.buffer = self.buffer.detach()
 
     def prepare(self, arenas: Arenas) -> None:
-        """Find the buffer. Not before all messages of the exchange have been checked."""
+        """Locate the buffer. Call this only after all messages of the exchange have been checked."""
         self.address = self.buffer.data_ptr()
         self.size = self.nbytes
         self.place = arenas.place(self.address, self.size) if self.sends else None
@@ -52,7 +52,7 @@ class _Operation(Operation):
 
 
 class _Started:
-    """An operation that has been started, and not yet taken."""
+    """An operation that has started and is not complete."""
 
     __slots__ = ("handle", "number", "operation", "stage")
 
@@ -64,7 +64,7 @@ class _Started:
 class ShmWorkHandle:
     """The operations of one exchange."""
 
-    arrived_s = None  # bytes move inside waits, and nobody looks before
+    arrived_s = None  # bytes move during waits only, so no earlier arrival can be observed
 
     def __init__(self, transport: ShmTransport, flight: Flight) -> None:
         self._transport = transport
@@ -72,14 +72,14 @@ class ShmWorkHandle:
         self.pending: dict[_Started, None] = {}
         self._waited = False
 
-    def taken(self, started: _Started) -> None:
-        """One of its messages has left or arrived."""
+    def complete(self, started: _Started) -> None:
+        """Record that one of the messages has left or arrived."""
         del self.pending[started]
         if not self.pending:
             self.flight.state, self.flight.done_s = DONE, time.time()
 
     def wait(self, until: float | None = None) -> None:
-        """See `WorkHandle.wait`; `DisagreementError` where the ends of a message differ. A second does nothing.
+        """See `WorkHandle.wait`; raises `DisagreementError` if the ends of a message differ. Idempotent.
 
         `until`: the deadline on the monotonic clock.
         """
@@ -91,13 +91,13 @@ class ShmWorkHandle:
 class ShmHop:
     """An exchange bound to its buffers."""
 
-    def __init__(self, transport: ShmTransport, found: list[_Operation]) -> None:
+    def __init__(self, transport: ShmTransport, operations: list[_Operation]) -> None:
         self._transport = transport
-        for operation in found:
+        for operation in operations:
             operation.prepare(transport._arenas)
-        self._recvs = [operation for operation in found if not operation.sends]
-        self._sends = [operation for operation in found if operation.sends]
-        self._parts = tuple(operation.record() for operation in found)
+        self._recvs = [operation for operation in operations if not operation.sends]
+        self._sends = [operation for operation in operations if operation.sends]
+        self._parts = tuple(operation.record() for operation in operations)
 
     def start(self) -> ShmWorkHandle:
         """See `Hop.start`. Raises `ClosedError`, `PeerLostError`."""
@@ -111,7 +111,7 @@ class ShmTransport(ProcessTransport):
     device = torch.device("cpu")
 
     def __init__(self, opening: Opening, group: SharedGroup) -> None:
-        """Takes over an open group; see `open`."""
+        """Take over an open group; see `open`."""
         super().__init__(opening)
         self._group = group
         group.place = self._place
@@ -122,29 +122,28 @@ class ShmTransport(ProcessTransport):
         self._sent, self._received = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
         self._incoming: dict[int, deque[_Started]] = {peer: deque() for peer in ranks}
         self._outgoing: dict[int, deque[_Started]] = {peer: deque() for peer in ranks}
-        # Started, and not yet said: the log has no room before the receiver has taken older ones.
-        self._unsaid: dict[int, deque[_Started]] = {peer: deque() for peer in ranks}
-        self._send_logs = {peer: group.own.log(True, peer) for peer in ranks}
-        self._recv_logs = {peer: group.own.log(False, peer) for peer in ranks}
+        # Started but not announced yet: the log has no free entry until the receiver has copied older messages.
+        self._unannounced: dict[int, deque[_Started]] = {peer: deque() for peer in ranks}
+        self._send_logs = {peer: group.own_page.log(True, peer) for peer in ranks}
+        self._recv_logs = {peer: group.own_page.log(False, peer) for peer in ranks}
         self._peer_logs = {peer: page.log(True, self.rank) for peer, page in group.pages.items()}
-        self._arrivals = {peer: group.own.index(ARRIVAL, peer) for peer in ranks}
-        self._credits = {peer: group.own.index(CREDIT, peer) for peer in ranks}
+        self._arrivals = {peer: group.own_page.index(ARRIVAL, peer) for peer in ranks}
+        self._credits = {peer: group.own_page.index(CREDIT, peer) for peer in ranks}
 
     @classmethod
     def open(cls, opening: Opening, members: Sequence[int] | None = None) -> ShmTransport:
-        """Meet all ranks; a wait of the open ring needs no store.
+        """Connect all ranks. The open ring then waits without the store.
 
-        `members`: the only ranks that it exchanges with, None: all, whose locations are checked first.
-        Raises `UnsupportedError` on all ranks where one cannot share memory, `DeadlineError` that names the ranks
-        which did not arrive.
+        `members`: the ranks to exchange with. None: all ranks, whose locations are checked first.
+        Raises `UnsupportedError` on all ranks if one cannot share memory, and `DeadlineError` with the missing ranks.
         """
         opening.name = opening.name or cls.name
         if members is None:
-            # Shared pages join all ranks, so that the neighbours need no datagrams.
+            # Shared pages connect all ranks, so neighbours need no datagrams.
             opening = replace(opening, deadline=opening.until, interface=None, job_size=None)
-            if why := obstacle(opening.locations):
+            if reason := obstacle(opening.locations):
                 raise UnsupportedError(
-                    f"rank {opening.rank}: transport='shm' needs one machine and one user: {why}; use gloo"
+                    f"rank {opening.rank}: transport='shm' needs one machine and one user, but {reason}; use gloo"
                 )
         ring = cls(opening, SharedGroup.open(opening, members))
         if members is None:
@@ -152,7 +151,7 @@ class ShmTransport(ProcessTransport):
         return ring
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor of `nbytes` in memory that the other ranks can read. Raises `MemoryError`."""
+        """Allocate a uint8 tensor of `nbytes` in memory that the other ranks can read. Raises `MemoryError`."""
         self._check_open()
         return self._arenas.tensor(nbytes)
 
@@ -165,16 +164,17 @@ class ShmTransport(ProcessTransport):
         return self.bind(sends, recvs).start()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """See `Transport.all_gather_bytes`. The n-th call of every rank meets the n-th of the others; any length."""
+        """See `Transport.all_gather_bytes`. The n-th call of a rank belongs to the n-th of the others; any length."""
         self._check_open()
         until = time.monotonic() + self._group.timeout_s
         where = f"rank {self.rank} in all-gather {self._all_gathers}"
-        # Both ends, or every answer would count as one that nobody took. An answer may have any length: its first part.
-        others = [peer for peer in self._group.ranks if peer != self.rank]
-        parts = tuple(MessageRecord(op, peer, GATHER_BYTES, 0, where) for op in ("send", "recv") for peer in others)
+        # Record both ends: otherwise every answer would look like a message without a receiver. Only the first part of
+        # an answer is recorded, because its length is unknown here.
+        peers = [peer for peer in self._group.ranks if peer != self.rank]
+        parts = tuple(MessageRecord(op, peer, GATHER_BYTES, 0, where) for op in ("send", "recv") for peer in peers)
         flight = self.record.begin(CONTROL_LANE, parts, self.name)
         self._all_gathers += 1
-        self._awaited = lambda: others
+        self._awaited = lambda: peers
         try:
             answers = self._group.all_gather(payload, lambda: self._progress(until), lambda: where, until)
         except (TransportError, DisagreementError) as error:
@@ -187,18 +187,18 @@ class ShmTransport(ProcessTransport):
 
     @property
     def group(self) -> SharedGroup:
-        """The ranks that it exchanges with."""
+        """The ranks that this one exchanges with."""
         return self._group
 
     @property
     def under_way(self) -> bool:
-        """Whether another rank may wait for this one to copy a message, or to say where one lies."""
-        return any(self._incoming.values()) or any(self._unsaid.values())
+        """Whether another rank may wait for this one to copy a message or to announce one."""
+        return any(self._incoming.values()) or any(self._unannounced.values())
 
     def copy_until(self, over: Callable[[], bool]) -> None:
-        """Do what waits of this rank do for the others, until `over()`, asked when the rank rings itself.
+        """Do the work that this rank's waits do for other ranks, until `over()`, evaluated when the rank rings itself.
 
-        For a thread of its own, while the one that uses the transport is held elsewhere. What fails is left to that.
+        For a helper thread, while the transport's own thread is blocked elsewhere, which then handles failures.
         """
         never = float("inf")
 
@@ -224,7 +224,7 @@ class ShmTransport(ProcessTransport):
             self._group.check()
         except (TransportError, DisagreementError) as error:
             raise self._failed(error) from None
-        # What sends and receives nothing is no exchange, and is not recorded.
+        # A hop without messages is not an exchange, so it is not recorded.
         flight = self.record.begin(DATA_LANE, parts, self.name) if parts else Flight(0, DATA_LANE, parts)
         handle = ShmWorkHandle(self, flight)
         for operation in recvs:
@@ -237,16 +237,16 @@ class ShmTransport(ProcessTransport):
             self._sent[operation.peer] += 1
             started = _Started(operation, self._sent[operation.peer], handle)
             handle.pending[started] = None
-            self._unsaid[operation.peer].append(started)
-            self._say(operation.peer)
+            self._unannounced[operation.peer].append(started)
+            self._announce(operation.peer)
         flight.state, flight.started_s = RUNNING, time.time()
         return handle
 
-    def _say(self, peer: int) -> None:
-        """Tell `peer` where the messages to it lie, as many as the log has room for."""
-        unsaid, taken = self._unsaid[peer], self._group.own.words.load(self._credits[peer])
-        while unsaid and unsaid[0].number <= taken + LOG_ENTRIES:
-            started = unsaid.popleft()
+    def _announce(self, peer: int) -> None:
+        """Announce to `peer` where the messages to it are, as many as its log has free entries for."""
+        unannounced, taken = self._unannounced[peer], self._group.own_page.words.load(self._credits[peer])
+        while unannounced and unannounced[0].number <= taken + LOG_ENTRIES:
+            started = unannounced.popleft()
             operation = started.operation
             packed = operation.packed
             if operation.place is None:
@@ -257,8 +257,8 @@ class ShmTransport(ProcessTransport):
             self._group.tell(peer, ARRIVAL, started.number)
 
     def _progress(self, until: float) -> None:
-        """Take what has come, whoever waits for it, and note what others have taken."""
-        words = self._group.own.words
+        """Copy all messages that have arrived, whoever waits for them, and complete those that other ranks copied."""
+        words = self._group.own_page.words
         for peer, incoming in self._incoming.items():
             if incoming:
                 arrived = words.load(self._arrivals[peer])
@@ -271,12 +271,12 @@ class ShmTransport(ProcessTransport):
                     started = outgoing.popleft()
                     if started.stage is not None:
                         self._arenas.unstage(started.stage)
-                    started.handle.taken(started)
-                if self._unsaid[peer]:
-                    self._say(peer)
+                    started.handle.complete(started)
+                if self._unannounced[peer]:
+                    self._announce(peer)
 
     def _take(self, peer: int, started: _Started, until: float) -> None:
-        """Copy one message out of the sender's memory, and say so."""
+        """Copy one message from the sender's memory, and report it to the sender."""
         operation = started.operation
         entry = self._peer_logs[peer].read(started.number)
         if entry is None:
@@ -287,14 +287,14 @@ class ShmTransport(ProcessTransport):
             )
         what = operation.__str__
         copy(operation.address, self._imports.address(peer, entry, what, until), operation.size)
-        # After the copy: a sender that fails says so before it lets anybody write into its buffers again.
+        # Check after the copy: a failing sender reports it before its buffers may be overwritten.
         self._group.check([peer], what)
         self._incoming[peer].popleft()
         self._group.tell(peer, CREDIT, started.number)
-        started.handle.taken(started)
+        started.handle.complete(started)
 
     def _finish(self, handle: ShmWorkHandle, deadline: float | None = None) -> None:
-        """Wait for every message; the first that fails ends this transport."""
+        """Wait for every message. The first failure ends this transport."""
         self._check_open()
         until = deadline if deadline is not None else time.monotonic() + self._group.timeout_s
 
@@ -307,7 +307,7 @@ class ShmTransport(ProcessTransport):
 
         self._awaited = awaited
         try:
-            self._group.hold(ready, awaited, lambda: listed([each.operation for each in handle.pending]), until)
+            self._group.hold(ready, awaited, lambda: listed([started.operation for started in handle.pending]), until)
         except (TransportError, DisagreementError) as error:
             handle.flight.state = FAILED
             raise self._failed(error) from error.__cause__
@@ -315,12 +315,12 @@ class ShmTransport(ProcessTransport):
             self._awaited = None
 
     def _place(self) -> Place:
-        """Where this rank is. Called from the health thread."""
-        at, call, awaited = self.record.where(), self.health.call, self._awaited
-        return Place.make(at, call) if awaited is None else Place.make(at, call, Waits.PEERS, awaited())
+        """Return this rank's position. Called from the health thread."""
+        position, call, awaited = self.record.where(), self.health.call, self._awaited
+        return Place.make(position, call) if awaited is None else Place.make(position, call, Waits.PEERS, awaited())
 
     def _fail(self, cause: BaseException) -> None:
-        """Tell the others first: from then on none of them takes a copy of this rank's buffers for good."""
+        """End the transport. Report the failure first: from then on no rank accepts a copy of this rank's buffers."""
         self._group.fail(cause)
         self._group.drop()
         self._drop(cause)
@@ -328,19 +328,19 @@ class ShmTransport(ProcessTransport):
     def _drop(self, end: BaseException) -> None:
         self._end = end
         self._imports.clear()
-        for queue in (*self._incoming.values(), *self._outgoing.values(), *self._unsaid.values()):
+        for queue in (*self._incoming.values(), *self._outgoing.values(), *self._unannounced.values()):
             queue.clear()
 
 
 def obstacle(locations: Sequence[Location]) -> str | None:
-    """Why ranks at these places cannot share memory, as far as the places tell; None where nothing does."""
-    for rank, other in enumerate(locations):
+    """Return why ranks at these locations cannot share memory, or None if the locations show no reason."""
+    for rank, location in enumerate(locations):
         first = locations[0]
-        if not first.same_machine(other):
-            places = f"rank 0 is on {first.host} ({first.machine}), rank {rank} on {other.host} ({other.machine})"
-            return f"{places}: not known to be one machine and one network namespace"
-        if other.uid != first.uid:
-            return f"rank 0 is user {first.uid}'s, rank {rank} user {other.uid}'s"
+        if not first.same_machine(location):
+            places = f"rank 0 is on {first.host} ({first.machine}), rank {rank} on {location.host} ({location.machine})"
+            return f"{places}, which are not known to be one machine and one network namespace"
+        if location.uid != first.uid:
+            return f"rank 0 belongs to user {first.uid} and rank {rank} to user {location.uid}"
     return None
 
 
@@ -350,17 +350,17 @@ def obstacle(locations: Sequence[Location]) -> str | None:
 STAGE_BYTES = 1 << 16
 """The smallest staging arena."""
 STAGES_KEPT_BYTES = 1 << 26
-"""How much unused staging memory stays for the next messages."""
+"""The most unused staging memory that is kept for later messages."""
 VECTOR_BYTES = 1 << 24
-"""From here on torch copies: with two ranks a core 64 MiB take 13 ms, where the C library's copy takes 16."""
+"""From this size on torch copies: with two ranks a core, 64 MiB take 13 ms, against 16 ms by the C library."""
 SHORTAGES = {errno.ENOMEM, errno.ENOSPC}
 
 
 class Arenas:
     """This rank's arenas, by number.
 
-    Guarantees: an arena lives as long as a tensor in it, and its memory is given back when no rank maps it any more; a
-    buffer that lies in no arena is copied into one before it is sent.
+    Guarantees: an arena lives as long as a tensor in it, and its memory is freed when no rank maps it any more. A
+    buffer outside all arenas is copied into one before it is sent.
     """
 
     def __init__(self, group: SharedGroup) -> None:
@@ -369,30 +369,30 @@ class Arenas:
         self._unused: list[tuple[int, Segment]] = []
 
     def tensor(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor in a new arena. Raises `MemoryError`."""
+        """Return a flat uint8 tensor in a new arena. Raises `MemoryError`."""
         _, segment = self._new(nbytes, populate=True)
         return torch.frombuffer(segment.buffer(0, nbytes), dtype=torch.uint8) if nbytes else torch.empty(0).byte()
 
     def place(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """(arena, offset) of these bytes, None where no arena holds them."""
+        """Return (arena, offset) of these bytes, or None if no arena contains them."""
         for arena, segment in self._arenas.items():
             if segment.address <= address and address + nbytes <= segment.address + segment.nbytes:
                 return arena, address - segment.address
         return None
 
     def stage(self, address: int, nbytes: int) -> tuple[int, Segment]:
-        """An arena with a copy of these bytes at its start. It is the caller's until `unstage`."""
-        fitting = [each for each in self._unused if each[1].nbytes >= nbytes]
+        """Return an arena that starts with a copy of these bytes. The caller owns it until `unstage`."""
+        fitting = [stage for stage in self._unused if stage[1].nbytes >= nbytes]
         if fitting:
-            found = min(fitting, key=lambda each: each[1].nbytes)
-            self._unused.remove(found)
+            chosen = min(fitting, key=lambda stage: stage[1].nbytes)
+            self._unused.remove(chosen)
         else:
-            found = self._new(max(STAGE_BYTES, 1 << (nbytes - 1).bit_length()), populate=False)
-        ctypes.memmove(found[1].address, address, nbytes)
-        return found
+            chosen = self._new(max(STAGE_BYTES, 1 << (nbytes - 1).bit_length()), populate=False)
+        ctypes.memmove(chosen[1].address, address, nbytes)
+        return chosen
 
     def unstage(self, stage: tuple[int, Segment]) -> None:
-        """Keep a staging arena for the next message, unless enough is kept already."""
+        """Keep a staging arena for later messages, unless enough are kept already."""
         if sum(segment.nbytes for _, segment in self._unused) + stage[1].nbytes <= STAGES_KEPT_BYTES:
             self._unused.append(stage)
 
@@ -407,13 +407,13 @@ class Arenas:
             raise TransportError(f"rank {self._group.rank}: no arena of {nbytes} bytes: {error}") from error
         arena = self._group.share(segment)
         self._arenas[arena] = segment
-        # So that the others let go of their mappings, which would keep the memory.
+        # Count the free, so that the other ranks drop their mappings, which would keep the memory alive.
         weakref.finalize(segment, _count_freed, self._group).atexit = False
         return arena, segment
 
 
 class Imports:
-    """Other ranks' arenas, mapped when a message first comes from there."""
+    """Mappings of other ranks' arenas, made at the first message from each."""
 
     def __init__(self, group: SharedGroup) -> None:
         self._group = group
@@ -421,11 +421,11 @@ class Imports:
         self._arenas: dict[tuple[int, int], Segment] = {}
 
     def address(self, rank: int, entry: Entry, what: Callable[[], str], until: float) -> int:
-        """Where the bytes of another rank's message lie in this process. Raises what `SharedGroup.pull` raises."""
+        """Return the address of another rank's message in this process. Raises what `SharedGroup.pull` raises."""
         freed = self._group.pages[rank].load(FREED)
         if freed != self._freed[rank]:
             self._freed[rank] = freed
-            # All of the rank's, for which of them are gone is not told; what is still in use is mapped again.
+            # The count does not say which arena was freed, so drop all of the rank's. Live ones are mapped again.
             self._arenas = {key: segment for key, segment in self._arenas.items() if key[0] != rank}
         segment = self._arenas.get((rank, entry.arena))
         if segment is None:
@@ -435,21 +435,21 @@ class Imports:
         return segment.address + entry.offset
 
     def clear(self) -> None:
-        """Unmap all."""
+        """Unmap everything."""
         self._arenas.clear()
 
 
 def _count_freed(group: SharedGroup) -> None:
     if os.getpid() == group.pid:
-        group.own.store(FREED, group.own.load(FREED) + 1)
+        group.own_page.store(FREED, group.own_page.load(FREED) + 1)
 
 
 def copy(into: int, source: int, nbytes: int) -> None:
-    """Copy between two addresses, both of which must stay mapped meanwhile."""
+    """Copy between two addresses. Both must stay mapped meanwhile."""
     if nbytes < VECTOR_BYTES:
         ctypes.memmove(into, source, nbytes)
     else:
-        # Tensors made here, for the caller's may be those of an inference mode that has ended.
+        # Create new tensors: the caller's may belong to an inference mode that has ended.
         _bytes_at(into, nbytes).copy_(_bytes_at(source, nbytes))
 
 
