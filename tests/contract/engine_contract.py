@@ -1,7 +1,7 @@
-"""What every engine promises, as tests: subclass `EngineContract` and return the engine from `engine`.
+"""The contract of every engine, as tests: subclass `EngineContract` and return the engine from `engine`.
 
-Forward, lse, dq, dk and dv against the dense float64 reference in scenarios of many attend calls; nothing outside the
-tiles read (it is filled with NaN) or written (compared bit for bit); the same call twice gives the same bits.
+Forward, lse, dq, dk and dv are compared with the dense float64 reference in scenarios of many attend calls. Nothing
+outside the tiles is read (it contains NaN) or written (compared bit for bit). The same call twice gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.contract.engine_trial import SCALE, TOLERANCE, Trial
 
 
 class EngineContract(NotFinite):
-    """The suite. An engine that sets `softcap` or `places` to false must refuse it, or ALiBi and dropout, by name."""
+    """The suite. An engine with `softcap` or `places` false must refuse softcap, or ALiBi and dropout, by name."""
 
     softcap, places = True, False
 
@@ -55,7 +55,7 @@ class EngineContract(NotFinite):
         ],
     )  # fmt: skip
     def test_the_first_and_the_last_on_keys(self, name: str, overwrite: bool, last: bool) -> None:
-        """A first step finds NaN and sets every key row of its tiles; a last one writes its sums to the result."""
+        """A first step overwrites NaN in every key row of its tiles; a last step writes its sums to the result."""
         visit = Visit(overwrite, last)
         trial = Trial(SCENARIOS[name], torch.float32, True, 0, self.device)
         trial.check(trial.run(self.engine(), visit), TOLERANCE[torch.float32])
@@ -74,7 +74,7 @@ class EngineContract(NotFinite):
     @pytest.mark.parametrize("scale", [0.0, -SCALE, 1e-42])
     @pytest.mark.parametrize("name", ["causal", "window", "zigzag"])
     def test_a_scale_that_is_not_positive(self, name: str, scale: float) -> None:
-        """No masked score may turn with the sign of the scale, or become 0 times infinity."""
+        """No masked score may change with the sign of the scale, or become 0 times infinity."""
         trial = Trial(SCENARIOS[name], torch.float32, True, 0, self.device, scale)
         trial.check(trial.run(self.engine()), TOLERANCE[torch.float32])
         trial.check_margins()
@@ -92,16 +92,16 @@ class EngineContract(NotFinite):
 
     @pytest.mark.parametrize("name", ["zigzag", "part-of-the-heads", "whole-zigzag-pass", "full"])
     def test_a_sink_takes_weight_and_gives_no_value(self, name: str) -> None:
-        """And is the lse of a row that sees no key."""
+        """It is also the lse of a row that attends to no key."""
         trial = Trial(SCENARIOS[name], torch.float32, False, 0, self.device)
         heads, seen = trial.scenario.heads, trial.q_touched.permute(1, 2, 0, 3)
         trial.sinks = torch.linspace(-1.0, 2.0, heads, device=trial.device)
         reference, sinks = trial.reference(), trial.sinks.double()[None, :, None]
         lse = torch.logaddexp(reference["lse"], sinks)
         out = reference["out"].permute(1, 2, 0, 3) * torch.exp(reference["lse"] - lse)[..., None]
-        found = trial.run(self.engine())
-        assert ((found["lse"] - lse).abs()[seen[..., 0].expand(lse.shape)] <= 1e-5).all()
-        assert ((found["out"].permute(1, 2, 0, 3) - out).abs()[seen.expand(out.shape)] <= 1e-5).all()
+        results = trial.run(self.engine())
+        assert ((results["lse"] - lse).abs()[seen[..., 0].expand(lse.shape)] <= 1e-5).all()
+        assert ((results["out"].permute(1, 2, 0, 3) - out).abs()[seen.expand(out.shape)] <= 1e-5).all()
 
     def test_a_row_that_no_step_meets_has_its_sink_as_lse(self) -> None:
         engine, sinks = self.engine(), torch.tensor([0.5, -1.0], device=self.device)
@@ -122,40 +122,40 @@ class EngineContract(NotFinite):
         assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
 
     def test_rows_of_one_head_each_seen_by_all(self) -> None:
-        """Keys of two heads behind each other, with a stride of zero from head to head, as apart."""
+        """Keys of two heads behind each other, with a stride of zero between heads, give the same as separate ones."""
         engine, softmax = self.engine(), Softmax(SCALE, 2)
         q, dout = (torch.randn(24, 2, 4, 16, device=self.device) for _ in range(2))
         k, v = (torch.randn(24, 2, 1, 16, device=self.device) for _ in range(2))
         rows, heads = (StridedRange(0, 10), StridedRange(10, 14)), (StridedRange(0, 2), StridedRange(2, 2))
-        tiles = [Tile(strip(14, 24), strip(0, run.count)._replace(rows=run), CAUSAL, some)
-                 for run, some in zip(rows, heads, strict=True)]  # fmt: skip
+        tiles = [Tile(strip(14, 24), strip(0, run.count)._replace(rows=run), CAUSAL, tile_heads)
+                 for run, tile_heads in zip(rows, heads, strict=True)]  # fmt: skip
         apart = [tile._replace(k=strip(0, tile.k.rows.count)) for tile in tiles]
         kvs = [KV(k[run.start : run.stop], v[run.start : run.stop], head) for head, run in enumerate(rows)]
 
-        def run(steps: list[list[Tile]], held: list[KV], dkvs: list[KV]) -> list[Tensor]:
+        def run(steps: list[list[Tile]], kv_buffers: list[KV], dkvs: list[KV]) -> list[Tensor]:
             works = engine.prepare(steps, softmax, 24, 4)
             state = engine.begin(works, q, 16, None)
-            for kv, work in zip(held, works, strict=True):
+            for kv, work in zip(kv_buffers, works, strict=True):
                 engine.attend(q, kv, state, work)
             out, dq = state.out.finalized(q.dtype), engine.begin_grad(works, q, 16)
             inputs = BackwardInputs(dout, out, state.lse, None, engine.delta(dout, out, None))
-            for kv, dkv, work in zip(held, dkvs, works, strict=True):
+            for kv, dkv, work in zip(kv_buffers, dkvs, works, strict=True):
                 engine.attend_grad(q, kv, inputs, dq, dkv, work)
             return [out, state.lse, dq.finalized(q.dtype)]
 
         sums, bundle = ([torch.zeros_like(x) for x in (k, v)] for _ in range(2))
         parts = [KV(*(x[run.start : run.stop] for x in sums), head) for head, run in enumerate(rows)]
         every = [KV(*(x.expand(-1, -1, 2, -1) for x in pair)) for pair in ((k, v), bundle)]
-        wanted, found = run([[one] for one in apart], kvs, parts), run([tiles], every[:1], every[1:])
-        for ours, theirs in zip((*found, *bundle), (*wanted, *sums), strict=True):
+        expected, results = run([[tile] for tile in apart], kvs, parts), run([tiles], every[:1], every[1:])
+        for ours, theirs in zip((*results, *bundle), (*expected, *sums), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
             assert ours.abs().sum() > 0
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_what_others_add_to_stays_wide(self, dtype: torch.dtype) -> None:
-        """With `more` outputs and dQ come in the accumulator dtype; rounded, they are what they are without."""
+        """With `more`, outputs and dQ have the accumulator dtype; rounded, they equal those without it."""
         trial = Trial(SCENARIOS["whole-zigzag-pass"], dtype, False, 0, self.device)
-        s, engine, found = trial.scenario, self.engine(), []
+        s, engine, outputs = trial.scenario, self.engine(), []
         for more in (False, True):
             works = engine.prepare([step.tiles for step in s.steps], trial.softmax, s.q_rows, s.heads, more=more)
             state, dq = engine.begin(works, trial.q, s.d_v, None), engine.begin_grad(works, trial.q, s.d_k)
@@ -165,13 +165,13 @@ class EngineContract(NotFinite):
                 for output in (state.out, dq):
                     assert output.result is None and output.carried is not None
                     assert output.carried.dtype == trial.accumulator
-            found.append(state.out.finalized(dtype))
-        assert torch.equal(*found)
+            outputs.append(state.out.finalized(dtype))
+        assert torch.equal(*outputs)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("cut", [False, True], ids=["one-tile", "two-steps"])
     def test_half_is_as_good_as_torchs_kernel(self, dtype: torch.dtype, cut: bool) -> None:
-        """At most 1.25 times the error of one device in the same dtype (Exactness in docs/architecture.md)."""
+        """The error is at most 1.25 times that of one device in the same dtype (Exactness in docs/architecture.md)."""
         q, k, band = DENSE[0]
         halves = [(q, k.pick(StridedRange(start, 48)), band) for start in (0, 48)] if cut else [DENSE[0]]
         # `pick` keeps buffer rows, so both steps read one buffer layout; the second half of the first is never read.
@@ -194,13 +194,13 @@ class EngineContract(NotFinite):
 
     @staticmethod
     def _joined(trial: Trial) -> list[Tensor]:
-        """K and V of all steps, of which each holds its own half of the rows."""
+        """Return K and V of all steps, each of which has its own half of the rows."""
         n = 96 // len(trial.kvs)
         return [torch.cat([(kv.k, kv.v)[i][48 * j : 48 * j + n] for j, kv in enumerate(trial.kvs)]) for i in range(2)]
 
 
 def _torchs_own(inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
-    """out, dq, dk, dv of row-first causal attention by `scaled_dot_product_attention`."""
+    """Return out, dq, dk and dv of row-first causal attention by `scaled_dot_product_attention`."""
     q, k, v = (x.detach().clone().requires_grad_() for x in inputs)
     qh, kh, vh = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     out = scaled_dot_product_attention(qh, kh, vh, is_causal=True, scale=SCALE, enable_gqa=True).permute(2, 0, 1, 3)

@@ -1,4 +1,4 @@
-"""The part of the engine contract on numbers that are none: a NaN is never hidden, and -inf is no weight."""
+"""The engine contract for NaN and infinity: a NaN is never hidden, and a score of -inf has no weight."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.contract.engine_trial import NAN, SCALE, TOLERANCE, Trial
 
 
 class NotFinite:
-    """What an engine makes of NaN and of infinite scores.
+    """Tests of NaN inputs and infinite scores.
 
-    `infinite_scores`: false where rows of which all scores of a step are -inf may be NaN, and not only as without a
-    key.
+    `infinite_scores`: false if rows whose scores of a step are all -inf may be NaN instead of behaving like rows
+    without a key.
     """
 
     infinite_scores = True
@@ -29,40 +29,40 @@ class NotFinite:
 
     @pytest.mark.parametrize("name", ["full", "one-pair", "zigzag", "window"])
     def test_a_query_of_nan_stays_visible_and_stays_in_its_row(self, name: str) -> None:
-        """In out, lse and dq, and in dK and dV of the keys that it sees; other rows keep their bits."""
+        """The NaN shows in out, lse and dq, and in dK and dV of the keys it attends to. Other rows keep their bits."""
         trial = Trial(SCENARIOS[name], torch.float32, False, 0, self.device)
         clean = trial.run(self.engine())
         row, _, head, _ = trial.q_touched.nonzero()[-1].tolist()
         trial.q[row, 0, head, 2] = NAN
-        found = trial.run(self.engine())
-        assert not found["lse"][0, head, row].isfinite()
+        results = trial.run(self.engine())
+        assert not results["lse"][0, head, row].isfinite()
         for result in ("out", "dq"):
-            assert found[result][row, 0, head].isnan().all(), result
-            found[result][row, 0, head] = clean[result][row, 0, head]
-        found["lse"][0, head, row] = clean["lse"][0, head, row]
+            assert results[result][row, 0, head].isnan().all(), result
+            results[result][row, 0, head] = clean[result][row, 0, head]
+        results["lse"][0, head, row] = clean["lse"][0, head, row]
         for result in ("out", "lse", "dq"):
-            assert torch.equal(found[result].nan_to_num(7.0), clean[result].nan_to_num(7.0)), result
+            assert torch.equal(results[result].nan_to_num(7.0), clean[result].nan_to_num(7.0)), result
         for i, step in enumerate(trial.scenario.steps):
-            for tile in (one for one in step.tiles if head in one.heads.members()):
+            for tile in (candidate for candidate in step.tiles if head in candidate.heads.members()):
                 seen = trial._allowed(tile, step.k_rows)[head, row]
-                held = head // trial.scenario.group - step.held.start
+                kv_head = head // trial.scenario.group - step.held.start
                 for result in (f"dk{i}", f"dv{i}"):
-                    assert found[result][seen, 0, held].isnan().all(), result
+                    assert results[result][seen, 0, kv_head].isnan().all(), result
 
-    @pytest.mark.parametrize("what", ["k", "v"])
+    @pytest.mark.parametrize("operand", ["k", "v"])
     @pytest.mark.parametrize("name", ["one-pair", "zigzag", "window"])
-    def test_a_key_or_a_value_of_nan_reaches_every_query_that_sees_it(self, name: str, what: str) -> None:
+    def test_a_key_or_a_value_of_nan_reaches_every_query_that_sees_it(self, name: str, operand: str) -> None:
         trial = Trial(SCENARIOS[name], torch.float32, False, 0, self.device)
         clean, step = trial.run(self.engine()), trial.scenario.steps[0]
         tile = step.tiles[0]
         key, head = tile.k.rows.last, tile.heads.start
-        held = head // trial.scenario.group
-        getattr(trial.kvs[0], what)[key, 0, held - step.held.start, 2] = NAN
-        found = trial.run(self.engine())
+        kv_head = head // trial.scenario.group
+        getattr(trial.kvs[0], operand)[key, 0, kv_head - step.held.start, 2] = NAN
+        results = trial.run(self.engine())
         seen = trial._allowed(tile, step.k_rows)[head, :, key]
-        out, lse = found["out"][:, 0, head], found["lse"][0, head]
+        out, lse = results["out"][:, 0, head], results["lse"][0, head]
         assert seen.any()
-        if what == "k":
+        if operand == "k":
             assert out[seen].isnan().all() and not lse[seen].isfinite().any()
             unseen = trial.q_touched[:, 0, head, 0] & ~seen
             assert torch.equal(lse[unseen], clean["lse"][0, head][unseen])
@@ -73,15 +73,15 @@ class NotFinite:
 
     @pytest.mark.parametrize("query", [NAN, 0.0], ids=str)
     def test_a_value_of_nan_hides_nothing_of_its_row(self, query: float) -> None:
-        """Neither the NaN of a score, nor the row's other numbers where its lse happens to be 0."""
+        """It hides neither the NaN of a score nor the row's other numbers, even if its lse happens to be 0."""
         trial = Trial(SCENARIOS["one-pair"], torch.float32, False, 0, self.device)
         step = trial.scenario.steps[0]
         tile = step.tiles[0]
         row, key, head = tile.q.rows.start, tile.k.rows.start, tile.heads.start
         v = trial.kvs[0].v[key, 0, head // trial.scenario.group - step.held.start]
         trial.q[row, 0, head], v[2] = query, NAN
-        found = trial.run(self.engine())
-        out, lse = found["out"][row, 0, head], found["lse"][0, head, row]
+        results = trial.run(self.engine())
+        out, lse = results["out"][row, 0, head], results["lse"][0, head, row]
         if query == 0:
             assert lse == 0 and torch.equal(out.nan_to_num(7.0), v.to(out.dtype).nan_to_num(7.0))
         else:
@@ -90,11 +90,11 @@ class NotFinite:
     @pytest.mark.parametrize("band", [FULL, CAUSAL], ids=["full", "causal"])
     @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0,)], ids=str)
     def test_scores_of_minus_infinity_have_no_weight(self, order: tuple[int, ...], band: Band) -> None:
-        """Keys of step 0 that a caller has put out of sight; rows that see no others are rows without a key."""
+        """Keys of step 0 that a caller has masked by -inf have no weight; rows without other keys have no key."""
         rows = 21
-        q, *others = (torch.randn(rows, 1, 2, 16, device=self.device) for _ in range(5))
+        q, *kvs = (torch.randn(rows, 1, 2, 16, device=self.device) for _ in range(5))
         q[..., 0] = 1.0
-        others[0][..., 0] = -math.inf
+        kvs[0][..., 0] = -math.inf
         tile = Tile(strip(0, rows), strip(0, rows), band, StridedRange(0, 2))
 
         def run(steps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -102,15 +102,15 @@ class NotFinite:
             works = engine.prepare([[tile]] * len(steps), Softmax(SCALE), rows, 2)
             state = engine.begin(works, q, 16, None)
             for step, work in zip(steps, works, strict=True):
-                engine.attend(q, KV(others[2 * step], others[2 * step + 1]), state, work)
+                engine.attend(q, KV(kvs[2 * step], kvs[2 * step + 1]), state, work)
             return state.out.finalized(q.dtype), state.lse
 
-        wanted = run((1,)) if 1 in order else (torch.zeros_like(q), torch.full((1, 2, rows), -math.inf).to(q.device))
+        expected = run((1,)) if 1 in order else (torch.zeros_like(q), torch.full((1, 2, rows), -math.inf).to(q.device))
         out, lse = run(order)
         if not self.infinite_scores and out.isnan().any():
             assert out.isnan().all()
             return
-        torch.testing.assert_close((out, lse), wanted, rtol=0, atol=TOLERANCE[torch.float32])
-        others[0][0, :, :, 3] = NAN
+        torch.testing.assert_close((out, lse), expected, rtol=0, atol=TOLERANCE[torch.float32])
+        kvs[0][0, :, :, 3] = NAN
         out, lse = run(order)
         assert out.isnan().all() and not lse.isfinite().any()

@@ -1,4 +1,4 @@
-"""What the engine contract is tried on: steps of tiles over small buffers, by hand and at random."""
+"""Scenarios of the engine contract: steps of tiles over small buffers, hand-made and random."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, Token
 
 
 class Step(NamedTuple):
-    """One attend call: its tiles, and the K/V buffer they read (rows, and K/V heads held)."""
+    """One attend call: its tiles, and its K/V buffer (rows, and the K/V heads in it)."""
 
     tiles: tuple[Tile, ...]
     k_rows: int
@@ -19,8 +19,8 @@ class Step(NamedTuple):
 class Scenario(NamedTuple):
     """Several attend calls that update one softmax state.
 
-    Head 0 of the buffers is query head `first_head` of the call, for `alibi` and dropout; `starts` as `Softmax` has
-    them.
+    Head 0 of the buffers is query head `first_head` of the call, for `alibi` and dropout; `starts` is that of
+    `Softmax`.
     """
 
     steps: tuple[Step, ...]
@@ -53,7 +53,7 @@ def simple(
     held: StridedRange | None = None,
     **facts: object,
 ) -> Scenario:
-    """One step a tile, buffers that end with the last row of a strip."""
+    """Make one step per tile, with buffers that end two rows after the tile's rows."""
     first = facts.get("first_head", 0)
     steps = tuple(
         Step((Tile(q, k, band, heads, first),), k.rows.stop + 2, held or StridedRange(0, kv_heads))  # type: ignore[arg-type]
@@ -79,8 +79,8 @@ def whole(
     group: int,
     **facts: object,
 ) -> Scenario:
-    """Steps of several tiles each that together meet every query row of every head, as a rank's own pass does."""
-    made = tuple(
+    """Make steps of several tiles that together cover every query row of every head, as in a rank's own pass."""
+    steps = tuple(
         Step(
             tuple(Tile(*tile, StridedRange(0, heads)) for tile in tiles),
             max(k.rows.stop for _, k, _ in tiles) + 2,
@@ -88,11 +88,11 @@ def whole(
         )
         for tiles in steps
     )
-    return Scenario(made, q_rows, heads // group, group, **facts)  # type: ignore[arg-type]
+    return Scenario(steps, q_rows, heads // group, group, **facts)  # type: ignore[arg-type]
 
 
 def last_heads(kv_heads: int, count: int, group: int) -> Scenario:
-    """Two tiles of the last `count` K/V heads meet the same keys in one step, and K/V of all heads are held."""
+    """Two tiles of the last `count` K/V heads attend to the same keys in one step; the buffer has K/V of all heads."""
     heads = StridedRange((kv_heads - count) * group, count * group)
     tiles = tuple(Tile(strip(60, 30, row=row), strip(0, 70), CAUSAL, heads) for row in (0, 30))
     return Scenario((Step(tiles, 72, StridedRange(0, kv_heads)),), 62, kv_heads, group, batch=2)
@@ -142,10 +142,10 @@ SCENARIOS = {
 
 
 def random_scenario(seed: int, places: bool = False) -> Scenario:
-    """Steps of overlapping tiles with random runs, bands and heads; a pair that two tiles hold counts twice.
+    """Make steps of overlapping tiles with random runs, bands and heads; a pair in two tiles counts twice.
 
-    `places`: the same in every second one with slopes, in every fourth with dropout too, and heads and documents that
-    need not be the first.
+    `places`: every second scenario also has slopes, every fourth dropout too, and its heads and documents need not be
+    the first ones.
     """
     rng = Random(seed)
     group, kv_heads, q_rows = rng.choice((1, 2, 3)), rng.randint(1, 3), rng.randint(1, 70)
@@ -157,13 +157,13 @@ def random_scenario(seed: int, places: bool = False) -> Scenario:
         steps.append(Step(tiles, k_rows, held))
     dims = (rng.choice((8, 16, 17)), rng.choice((8, 16)))
     memory = rng.choice(("tokens", "heads", "records"))
-    made = Scenario(tuple(steps), q_rows, kv_heads, group, *dims, rng.randint(1, 2), None, memory)
+    drawn = Scenario(tuple(steps), q_rows, kv_heads, group, *dims, rng.randint(1, 2), None, memory)
     rng = Random(f"alibi {seed}")
     if not places or rng.random() < 0.5:
-        return made
+        return drawn
     first, starts = rng.randint(0, 3), rng.choice(((), ((0, rng.randint(0, 60)),)))
-    steps = [step._replace(tiles=tuple(tile._replace(first_head=first) for tile in step.tiles)) for step in made.steps]
-    return made._replace(
+    steps = [step._replace(tiles=tuple(tile._replace(first_head=first) for tile in step.tiles)) for step in drawn.steps]
+    return drawn._replace(
         steps=tuple(steps), alibi=True, first_head=first, starts=starts, softcap=rng.choice((None, 2.0)),
         dropout_p=rng.choice((None, 0.4)),
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""A scenario of the engine contract with its random tensors: what an engine makes of it, and what is true.
+"""A scenario of the engine contract with its random tensors: the engine's results and the reference's.
 
-Not covered: how any engine cuts its tiles; which engine.
+Not covered: how an engine cuts its tiles; the choice of an engine.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ NEITHER, ONLY = Visit(), Visit(overwrite=True, last=True)
 
 
 def laid_out(values: Tensor, memory: str) -> tuple[Tensor, Tensor]:
-    """`values` (rows, batch, heads, dim) as a strided view into memory that holds NaN elsewhere, and that memory."""
+    """Return `values` (rows, batch, heads, dim) as a strided view into memory filled with NaN, and that memory."""
     rows, batch, heads, dim = values.shape
     if memory == "records":
-        held = values.new_full((rows + 2, batch, heads, dim + 3), NAN)
-        view = held[1:-1, :, :, :dim]
+        storage = values.new_full((rows + 2, batch, heads, dim + 3), NAN)
+        view = storage[1:-1, :, :, :dim]
     elif memory == "tokens":
-        held = values.new_full((batch, rows + 2, heads, dim), NAN)
-        view = held.transpose(0, 1)[1:-1]
-    elif memory == "batches" and dim == 1:  # more columns are not contiguous so
-        held = values.new_full((rows + 2, heads, dim, batch), NAN)
-        view = held.movedim(3, 1)[1:-1]
+        storage = values.new_full((batch, rows + 2, heads, dim), NAN)
+        view = storage.transpose(0, 1)[1:-1]
+    elif memory == "batches" and dim == 1:  # with more columns the layout would not be contiguous
+        storage = values.new_full((rows + 2, heads, dim, batch), NAN)
+        view = storage.movedim(3, 1)[1:-1]
     else:
-        held = values.new_full((batch, heads, rows + 2, dim), NAN)
-        view = held.permute(2, 0, 1, 3)[1:-1]
+        storage = values.new_full((batch, heads, rows + 2, dim), NAN)
+        view = storage.permute(2, 0, 1, 3)[1:-1]
     view.copy_(values)
-    return view, held
+    return view, storage
 
 
 def touched(tiles: Sequence[Tile], side: str, group: int, first_head: int, like: Tensor) -> Tensor:
-    """(rows, 1, heads, 1) booleans: the rows and heads of a buffer that the tiles of a step may read or write."""
+    """Return (rows, 1, heads, 1) booleans: the rows and heads that the tiles of a step may read or write."""
     mask = torch.zeros(like.shape[0], 1, like.shape[2], 1, dtype=torch.bool)
     for tile in tiles:
         for row in (tile.q if side == "q" else tile.k).rows.members():
@@ -53,7 +53,7 @@ def touched(tiles: Sequence[Tile], side: str, group: int, first_head: int, like:
 
 
 class Trial:
-    """A scenario with its random tensors: what an engine makes of them and what is true."""
+    """A scenario with its random tensors, the engine's results and the reference's."""
 
     def __init__(
         self,
@@ -95,23 +95,23 @@ class Trial:
         return laid_out(values, self.scenario.memory)[0]
 
     def _output(self, values: Tensor) -> Tensor:
-        view, held = laid_out(values, self.scenario.memory)
-        self.storage.append(held)
+        view, storage = laid_out(values, self.scenario.memory)
+        self.storage.append(storage)
         return view
 
     def _relaid(self, output: Output, touched: Tensor) -> Output:
-        """What an engine begins with, in memory of ours: NaN wherever it promises not to read."""
+        """Return the state an engine begins with, in memory of the test: NaN wherever it must not read."""
         carried, result = output
-        if result is not None:  # every row is written by some step before another reads it
+        if result is not None:  # every row is written by a step before another reads it
             touched = torch.zeros_like(touched)
         return Output(*(
             None if x is None else self._output(x.masked_fill(~touched, NAN)) for x in (carried, result)
         ))  # fmt: skip
 
     def run(self, engine: Engine, visit: Visit = NEITHER) -> dict[str, Tensor]:
-        """out, lse, dq, and dk and dv of each step, as the engine computes them from prepared buffers.
+        """Return out, lse, dq, and dk and dv of each step, as the engine computes them from prepared buffers.
 
-        `visit`: what every step is to its dK and dV. They hold NaN before a first one, and ones before others.
+        `visit`: the role of every step for its dK and dV. They contain NaN before a first step, and ones before others.
         """
         s = self.scenario
         works = engine.prepare(
@@ -133,21 +133,21 @@ class Trial:
             dkv = self._filled(kv, self.accumulator, NAN if visit.overwrite else 1.0)
             result = self._filled(kv, self.dtype, NAN) if visit.last else None
             engine.attend_grad(self.q, kv, inputs, dq, None if visit == ONLY else dkv, work, result)
-            held = touched(s.steps[i].tiles, "k", s.group, kv.first_head, kv.k)
+            key_rows = touched(s.steps[i].tiles, "k", s.group, kv.first_head, kv.k)
             for name, x in zip(("dk", "dv"), (result or dkv)[:2], strict=True):
-                if visit != NEITHER:  # elsewhere nothing is written
-                    assert x[~held.expand(x.shape)].isnan().all()
-                    x = x.masked_fill(~held, 0.0 if visit.overwrite else 1.0)
+                if visit != NEITHER:  # nothing else may be written
+                    assert x[~key_rows.expand(x.shape)].isnan().all()
+                    x = x.masked_fill(~key_rows, 0.0 if visit.overwrite else 1.0)
                 results[f"{name}{i}"] = x.to(self.accumulator) - (0 if visit.overwrite else 1)
         return results | {"dq": dq.finalized(self.dtype)}
 
     def _filled(self, kv: KV, dtype: torch.dtype, value: float) -> KV:
-        """Like K and V, full of one value, in memory of ours."""
+        """Return buffers shaped like K and V, filled with one value, in memory of the test."""
         k, v = (self._output(torch.full(x.shape, value, dtype=dtype)) for x in kv[:2])
         return KV(k, v, kv.first_head)
 
     def reference(self) -> dict[str, Tensor]:
-        """The same by the oracle. Each tile has its own copy of the keys, so tiles may hold a pair twice."""
+        """Return the same results by the oracle. Each tile has its own copy of the keys, so a pair may occur twice."""
         s = self.scenario
         q = self.q.double().nan_to_num(0.0).requires_grad_()
         leaves = [[x.double().nan_to_num(0.0).requires_grad_() for x in (kv.k, kv.v)] for kv in self.kvs]
@@ -165,10 +165,10 @@ class Trial:
             kept = torch.cat([self._kept(tile, step.k_rows) for step in s.steps for tile in step.tiles], -1)
         out, lse = attention(q.transpose(0, 1), k, v, allowed, self.softmax.scale, s.softcap, None, bias, kept)
         seen = allowed.any(-1)
-        wanted = (out * self.dout.transpose(0, 1).double().nan_to_num(0.0)).sum()
+        loss = (out * self.dout.transpose(0, 1).double().nan_to_num(0.0)).sum()
         if self.dlse is not None:
-            wanted = wanted + (lse[:, seen] * self.dlse.double()[:, seen]).sum()
-        wanted.backward()
+            loss = loss + (lse[:, seen] * self.dlse.double()[:, seen]).sum()
+        loss.backward()
         reference = {"out": out.detach().transpose(0, 1), "lse": lse.detach(), "dq": q.grad}
         for i, leaf in enumerate(leaves):
             reference |= {f"dk{i}": leaf[0].grad, f"dv{i}": leaf[1].grad}
@@ -205,7 +205,7 @@ class Trial:
         return kept.to(self.device)
 
     def check(self, results: dict[str, Tensor], tolerance: float) -> None:
-        """Compare with the reference where tiles are, and with what was there before elsewhere."""
+        """Compare the tiles with the reference, and everything else with its previous content."""
         reference, rows_touched = self.reference(), self.q_touched.expand(self.dout.shape)
         assert results["out"][~rows_touched].isnan().all()
         per_row = self.q_touched[:, :, :, 0].permute(1, 2, 0).expand(results["lse"].shape)
@@ -224,14 +224,14 @@ class Trial:
 
         assert not results["dq"][~self.q_touched.expand(self.q.shape)].any()
         for i, (step, kv) in enumerate(zip(self.scenario.steps, self.kvs, strict=True)):
-            held = touched(step.tiles, "k", self.scenario.group, kv.first_head, kv.k)
+            key_rows = touched(step.tiles, "k", self.scenario.group, kv.first_head, kv.k)
             for name in (f"dk{i}", f"dv{i}"):
-                assert not results[name][~held.expand(results[name].shape)].any(), f"{name} outside the tiles"
+                assert not results[name][~key_rows.expand(results[name].shape)].any(), f"{name} outside the tiles"
 
     def check_margins(self) -> None:
-        """Blank every output view; what is left of its memory must be as it was made."""
-        for held in self.storage:
-            values = held[1:-1, :, :, :-3] if self.scenario.memory == "records" else (
-                held[:, 1:-1] if self.scenario.memory == "tokens" else held[:, :, 1:-1])  # fmt: skip
+        """Blank every output view; the rest of its memory must be unchanged."""
+        for storage in self.storage:
+            values = storage[1:-1, :, :, :-3] if self.scenario.memory == "records" else (
+                storage[:, 1:-1] if self.scenario.memory == "tokens" else storage[:, :, 1:-1])  # fmt: skip
             values.fill_(NAN)
-            assert held.isnan().all()
+            assert storage.isnan().all()

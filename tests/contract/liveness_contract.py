@@ -1,6 +1,6 @@
-"""What every transport between processes says of a rank that was killed, stopped or closed, and of a store that hangs.
+"""The report of every transport between processes about a killed, stopped or closed rank, and a store that hangs.
 
-`suffer` runs on each rank of a ring; `assert_told` checks what the ranks answered.
+`suffer` runs on each rank of a ring; `assert_victim_named` checks the outcomes of the ranks.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tests.transport.attribution import named_at_fault
 DEADLINE_S = 2.0
 STOPPED_S = DEADLINE_S + 5.0
 BUSY_S = 4.0
-"""What a busy machine needs besides the two seconds that are promised after the deadline."""
+"""The extra time for a busy machine, beyond the two seconds that are guaranteed after the deadline."""
 STORE = "the store's host (rank 0"
 CASES = {"killed": 1, "stopped": 1, "store's host stopped": 0, "closed": 1, "cause in the store": 1}
-"""Each with the rank that suffers it."""
+"""Each case with the rank that suffers it."""
 
 
-class Told(NamedTuple):
-    """What one rank was told, and when; of the victim when it happened."""
+class Outcome(NamedTuple):
+    """The error of one rank and its time; for the victim, the time of the event."""
 
     message: str
     at_s: float
 
 
 def exchange_until_error(ring: Transport) -> str:
-    """Exchange with both neighbours again and again."""
+    """Exchange with both neighbours until an error is raised; return its message."""
     after, before = neighbors(ring)
     while True:
         try:
@@ -49,8 +49,8 @@ def exchange_until_error(ring: Transport) -> str:
             return str(error)
 
 
-def suffer(ring: Transport, health: Health, case: str) -> Told:
-    """What this rank is told after the victim of `case` has suffered it in the middle of exchanges."""
+def suffer(ring: Transport, health: Health, case: str) -> Outcome:
+    """Return this rank's outcome after the victim of `case` has suffered it during exchanges."""
     ring.all_gather_bytes(b"")
     torch.set_num_threads(1)
     happened: list[float] = []
@@ -70,35 +70,35 @@ def suffer(ring: Transport, health: Health, case: str) -> Told:
         time.sleep(0.5)
         happened.append(time.monotonic())
         ring.close()
-        return Told("", happened[0])
+        return Outcome("", happened[0])
     if case == "killed" and ring.rank == 0:
-        # Holds the interpreter, so that no other thread of this rank runs, before it waits for anybody.
+        # Hold the interpreter lock, so that no other thread of this rank runs before it waits for any rank.
         ctypes.PyDLL(None).usleep(1_500_000)
     if ring.rank == victim:
-        threading.Timer(0.7, act).start()  # heartbeats and datagrams have gone to and fro
+        threading.Timer(0.7, act).start()  # by then heartbeats and datagrams have been exchanged
     message = exchange_until_error(ring)
-    told_s = happened[0] if ring.rank == victim else time.monotonic()
+    end_s = happened[0] if ring.rank == victim else time.monotonic()
     ring.close()
-    return Told(message, told_s)
+    return Outcome(message, end_s)
 
 
-def assert_told(case: str, told: dict[int, Any]) -> None:
-    """Each rank names the victim and no other, in time."""
+def assert_victim_named(case: str, outcomes: dict[int, Any]) -> None:
+    """Assert that each rank names the victim and no other rank, in time."""
     victim = CASES[case]
-    for rank, (message, at_s) in told.items():
+    for rank, (message, at_s) in outcomes.items():
         named = named_at_fault(message)
         if rank == victim:
-            # It was stopped itself: it says so, or re-states a first cause that names it, and blames no other rank.
-            assert named <= {victim}, told
+            # It was stopped itself: it says so, or re-states a first cause that names it, and names no other rank.
+            assert named <= {victim}, outcomes
             stood_still = f"rank {victim} itself stood still" in message
-            assert case in ("closed", "cause in the store") or stood_still or named == {victim}, told
+            assert case in ("closed", "cause in the store") or stood_still or named == {victim}, outcomes
             continue
         if case == "closed":
-            assert named == set() and f"rank {victim} closed its ring" in message, told
+            assert named == set() and f"rank {victim} closed its ring" in message, outcomes
         else:
-            assert named == {victim}, told
+            assert named == {victim}, outcomes
         if case == "cause in the store":
-            assert "rank 1 failed first: InputError: this rank belongs to another job" in message, told
+            assert "rank 1 failed first: InputError: this rank belongs to another job" in message, outcomes
         if case != "killed":
             limit_s = 1.0 if case in ("closed", "cause in the store") else DEADLINE_S + 2.0
-            assert at_s - told[victim][1] < limit_s + BUSY_S, told
+            assert at_s - outcomes[victim][1] < limit_s + BUSY_S, outcomes

@@ -1,7 +1,7 @@
-"""A few processes that run one function after another, each under a hard deadline, and where they meet.
+"""A few processes that run one function after another, each under a hard deadline, and their rendezvous.
 
-They are forked in milliseconds from a process that has loaded what they need, and share its hash seed: that ranks with
-seeds of their own agree is seen where torchrun starts them.
+They are forked in milliseconds from a process that has loaded what they need, and share its hash seed. Agreement of
+ranks with different hash seeds is tested where torchrun starts them.
 """
 
 from __future__ import annotations
@@ -32,33 +32,34 @@ from ringattn.transport.meeting import job_of, job_store
 # --- a free port ------------------------------------------------------------------------------------------------------
 
 
-GIVEN_AWAY = Path("/proc/sys/net/ipv4/ip_local_port_range")
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LEAST = 10_000
 
 
 def free_port() -> int:
-    """One that nobody holds, and that the system gives to none who asks for any port or connects somewhere.
+    """Return a free port outside the range from which the system chooses ports itself.
 
-    Such a one may be another's before the processes that are to meet there have loaded torch, and one who connects to
-    it meets himself when the system gives it to his own end. Raises `OSError` where none is found.
+    A port of that range may be taken by another process before the processes that use it have loaded torch. And a
+    client that connects to it may be given that port for its own end, and then connects to itself. Raises `OSError` if
+    no port is free.
     """
-    first, last = map(int, GIVEN_AWAY.read_text(encoding="utf-8").split())
-    others = [port for port in range(LEAST, 1 << 16) if not first <= port <= last]
-    for port in SystemRandom().sample(others, 50):  # not the seeds of tests, which are alike in all processes
+    first, last = map(int, EPHEMERAL_PORTS.read_text(encoding="utf-8").split())
+    candidates = [port for port in range(LEAST, 1 << 16) if not first <= port <= last]
+    for port in SystemRandom().sample(candidates, 50):  # the seeds of tests are equal in all processes, so not `random`
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
-    raise OSError(f"no port from {LEAST} on is free beside {first} to {last}")
+    raise OSError(f"no port from {LEAST} on is free, except those from {first} to {last}")
 
 
-# --- where processes meet for a ring ----------------------------------------------------------------------------------
+# --- the rendezvous of processes for a ring ---------------------------------------------------------------------------
 
 
 WITHIN_S = 60.0
 
 
 def rendezvous_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """The store of one more ring over all processes that MASTER_ADDR and MASTER_PORT bring together."""
+    """Return the store of a new ring over all processes with this MASTER_ADDR and MASTER_PORT."""
     job = job_of({**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)})
     deadline = Deadline(timeout_s)
     assert job is not None
@@ -66,10 +67,10 @@ def rendezvous_store(rank: int, world_size: int, timeout_s: float) -> dist.Store
 
 
 def store_of(rank: int, world_size: int, members: int | None = None) -> dist.Store:
-    """The processes' store, once the first `members` of them are there; None: all."""
+    """Return the processes' store, once the first `members` of them (None: all) have connected."""
     store = rendezvous_store(rank, world_size, WITHIN_S)
     store.set(f"ready/{rank}", "1")
-    store.wait([f"ready/{other}" for other in range(members or world_size)], timedelta(seconds=WITHIN_S))
+    store.wait([f"ready/{peer}" for peer in range(members or world_size)], timedelta(seconds=WITHIN_S))
     return store
 
 
@@ -77,12 +78,12 @@ def store_of(rank: int, world_size: int, members: int | None = None) -> dist.Sto
 
 
 LOADED = ("pytest", "torch._dynamo", "ringattn.launch.train.loop")
-"""What every process has: torch, its compiler, which the deterministic mode loads too, and ringattn."""
+"""Modules that every process loads: torch, its compiler, which the deterministic mode loads too, and ringattn."""
 
 
 def forked(target: Callable[..., None], *arguments: Any, daemon: bool = True) -> BaseProcess:
-    """A started process that calls `target(*arguments)`, with this process's environment of now."""
-    # A fork of a process that has seen a GPU cannot use it; there, each is started anew.
+    """Start a process that calls `target(*arguments)` with this process's present environment."""
+    # A fork of a process that has used a GPU cannot use it, so there each process is spawned.
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     multiprocessing.set_forkserver_preload(list(LOADED))
     process = context.Process(target=_with_environment, args=(dict(os.environ), target, arguments), daemon=daemon)
@@ -97,11 +98,11 @@ def _with_environment(environment: dict[str, str], target: Callable[..., None], 
 
 
 def core_s() -> float:
-    """Seconds of a core of the process that they are forked from, and of those that have ended."""
+    """Return the core seconds used by the process they are forked from and by its children that have ended."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
     if pid is None:
         return 0.0
-    # After the name, which may hold anything: the state, then numbers; the 12th to 15th are its and its children's.
+    # After the name, which may contain anything, come the state and numbers; the 12th to 15th are the CPU times.
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
@@ -110,7 +111,7 @@ def core_s() -> float:
 
 
 class Processes:
-    """`world_size` processes with MASTER_ADDR and MASTER_PORT set. A context manager that leaves none behind."""
+    """`world_size` processes with MASTER_ADDR and MASTER_PORT set. A context manager that ends all of them."""
 
     def __init__(self, world_size: int) -> None:
         port = str(free_port())
@@ -118,18 +119,18 @@ class Processes:
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            mine, theirs = Pipe()
-            self._processes.append(forked(_live, rank, world_size, port, theirs))
-            theirs.close()
-            self._pipes.append(mine)
+            parent_end, child_end = Pipe()
+            self._processes.append(forked(_serve, rank, world_size, port, child_end))
+            child_end.close()
+            self._pipes.append(parent_end)
 
     def run(
         self, function: Callable[..., Any], *arguments: Any, exits: int | None = None, hard_s: float = 60.0
     ) -> dict[int, Any]:
-        """`function(rank, world_size, *arguments)` of every process in `ranks`, by rank.
+        """Return the results of `function(rank, world_size, *arguments)` in every process of `ranks`, by rank.
 
-        `function` is of a module's top level. Raises `AssertionError` with every rank's traceback when one fails, dies
-        unasked or does not answer within `hard_s`. Rank `exits` must die, and is in `ranks` no more.
+        `function` must be at the top level of a module. Raises `AssertionError` with every rank's traceback if a rank
+        fails, dies unexpectedly or does not answer within `hard_s`. Rank `exits` must die, and is removed from `ranks`.
         """
         for rank in self.ranks:
             self._pipes[rank].send((function, arguments))
@@ -158,13 +159,13 @@ class Processes:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.kill()  # nothing is at stake, and leaving in good order takes torch a second or two
+            process.kill()  # nothing needs saving, and a graceful exit of torch takes a second or two
             process.join()
 
 
-def _live(rank: int, world_size: int, port: str, pipe: Connection) -> None:
-    """One process: answers (failure or None, result) to each (function, arguments) until the pipe closes."""
-    # For every connection to a store torch asks the name service who the other end is, and a question that is lost
+def _serve(rank: int, world_size: int, port: str, pipe: Connection) -> None:
+    """Run one process: answer (failure or None, result) to each (function, arguments) until the pipe closes."""
+    # For every connection to a store torch asks the name service for the name of the other end, and a lost request
     # costs five seconds by default.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RES_OPTIONS="timeout:1")
     torch.set_num_threads(1)

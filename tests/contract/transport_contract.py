@@ -1,6 +1,6 @@
-"""What every transport must do: checks that run on each rank of a ring of three or more.
+"""The contract of every transport: checks that run on each rank of a ring of three or more.
 
-A check is called on all ranks at once with that rank's transport, in whatever thread or process it lives, and asserts.
+A check is called on all ranks at the same time, with that rank's transport, in any thread or process, and asserts.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LONG_S = 30.0
 WHOLE_EXCHANGES = {
     "nccl",
     "peer+nccl",
-}  # know only of a whole exchange whether it has arrived, so errors name all its messages
-PROMPT_S = 8.0  # far below LONG_S, far above what a busy machine needs
+}  # these know only whether a whole exchange has arrived, so their errors name all its messages
+PROMPT_S = 8.0  # far below LONG_S, far above the needs of a busy machine
 
 
 def timeout_s(check: Check) -> float:
-    """The deadline of the transport that `check` is given."""
+    """Return the deadline of the transport that `check` uses."""
     return SHORT_S if check in (deadline_is_kept, missing_rank_is_named) else LONG_S
 
 
@@ -41,7 +41,7 @@ def neighbors(ring: Transport) -> tuple[int, int]:
 
 
 def receive(ring: Transport, peer: int, label: str = "x") -> torch.Tensor:
-    """Sixteen floats from `peer`."""
+    """Receive sixteen floats from `peer`."""
     buffer = torch.full((16,), float("nan"))
     ring.exchange([], [Message(peer, buffer, label)]).wait()
     return buffer
@@ -52,7 +52,7 @@ def send(ring: Transport, peer: int, value: float, label: str = "x") -> None:
 
 
 def assert_dead(ring: Transport, reason: str) -> None:
-    """Every call refuses, says why, and the calls that must never raise do not."""
+    """Assert that every call refuses with the reason, and that the calls that must never raise do not."""
     ring.close()
     ring.abort(ValueError("too late"))
     calls: list[Callable[[], object]] = [
@@ -71,16 +71,16 @@ def assert_dead(ring: Transport, reason: str) -> None:
 
 def shift_around(ring: Transport) -> None:
     after, before = neighbors(ring)
-    held = torch.full((5, 7), float(ring.rank))
+    outgoing = torch.full((5, 7), float(ring.rank))
     for hop in range(1, ring.world_size):
-        came = torch.full((5, 7), float("nan"))
-        ring.exchange([Message(after, held, f"hop {hop}")], [Message(before, came, f"hop {hop}")]).wait()
-        assert torch.equal(came, torch.full((5, 7), float((ring.rank - hop) % ring.world_size)))
-        held = came
+        received = torch.full((5, 7), float("nan"))
+        ring.exchange([Message(after, outgoing, f"hop {hop}")], [Message(before, received, f"hop {hop}")]).wait()
+        assert torch.equal(received, torch.full((5, 7), float((ring.rank - hop) % ring.world_size)))
+        outgoing = received
 
 
 def order_is_kept(ring: Transport) -> None:
-    # The k-th message meets the k-th, whatever its length, in one exchange and over several.
+    # The k-th send is received by the k-th receive, whatever its length, in one exchange and over several.
     _keep_order(ring, 3)
 
 
@@ -90,42 +90,44 @@ def ends_may_lie_apart(ring: Transport) -> None:
 
 
 def _keep_order(ring: Transport, received_first: int) -> None:
-    """Four messages in two exchanges, three of them sent in the first."""
+    """Send four messages in two exchanges, three of them in the first."""
     after, before = neighbors(ring)
     sizes = [4096, 1, 70_000, 16]
     sent = [torch.full((size,), float(10 * ring.rank + k)) for k, size in enumerate(sizes)]
-    came = [torch.full((size,), float("nan")) for size in sizes]
-    first = ring.exchange([Message(after, b) for b in sent[:3]], [Message(before, b) for b in came[:received_first]])
-    second = ring.exchange([Message(after, sent[3])], [Message(before, b) for b in came[received_first:]])
+    received = [torch.full((size,), float("nan")) for size in sizes]
+    first = ring.exchange(
+        [Message(after, b) for b in sent[:3]], [Message(before, b) for b in received[:received_first]]
+    )
+    second = ring.exchange([Message(after, sent[3])], [Message(before, b) for b in received[received_first:]])
     second.wait()
     first.wait()
     first.wait()
-    for k, buffer in enumerate(came):
+    for k, buffer in enumerate(received):
         assert torch.equal(buffer, torch.full((sizes[k],), float(10 * before + k)))
 
 
 def many_in_flight(ring: Transport) -> None:
     peers = [rank for rank in range(ring.world_size) if rank != ring.rank]
-    came = {(peer, n): torch.zeros(100, dtype=torch.int64) for peer in peers for n in range(8)}
+    received = {(peer, n): torch.zeros(100, dtype=torch.int64) for peer in peers for n in range(8)}
     handles = []
     for n in range(8):
         sends = [Message(peer, torch.full((100,), 100 * ring.rank + n), f"n {n}") for peer in peers]
-        handles.append(ring.exchange(sends, [Message(peer, came[peer, n], f"n {n}") for peer in peers]))
+        handles.append(ring.exchange(sends, [Message(peer, received[peer, n], f"n {n}") for peer in peers]))
     for handle in reversed(handles):
         handle.wait()
-    assert all(bool((buffer == 100 * peer + n).all()) for (peer, n), buffer in came.items())
+    assert all(bool((buffer == 100 * peer + n).all()) for (peer, n), buffer in received.items())
 
 
 def nothing_is_nothing(ring: Transport) -> None:
-    # Messages of no bytes travel on neither side, so they need no partner either.
+    # Messages without bytes are sent on neither side, so they need no partner either.
     after, before = neighbors(ring)
     nothing = torch.empty(0, 4)
     ring.exchange([], []).wait()
     ring.exchange([Message(after, nothing)], []).wait()
-    came = torch.zeros(3)
+    received = torch.zeros(3)
     sends = [Message(after, nothing), Message(after, torch.full((3,), 1.0 + ring.rank))]
-    ring.exchange(sends, [Message(before, came), Message(before, nothing)]).wait()
-    assert came.tolist() == [1.0 + before] * 3
+    ring.exchange(sends, [Message(before, received), Message(before, nothing)]).wait()
+    assert received.tolist() == [1.0 + before] * 3
 
 
 def all_dtypes(ring: Transport) -> None:
@@ -133,22 +135,22 @@ def all_dtypes(ring: Transport) -> None:
     dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
     sent = [torch.tensor([[ring.rank, 1], [0, 1]]).to(dtype) for dtype in [*dtypes, torch.complex64]]
     sent.append(torch.tensor(float(ring.rank)))
-    came = [torch.zeros_like(buffer) for buffer in sent]
-    ring.exchange([Message(after, b) for b in sent], [Message(before, b) for b in came]).wait()
-    for mine, theirs in zip(sent, came, strict=True):
-        if mine.ndim:
-            assert torch.equal(theirs, torch.tensor([[before, 1], [0, 1]]).to(mine.dtype))
-    assert came[-1].item() == before
+    received = [torch.zeros_like(buffer) for buffer in sent]
+    ring.exchange([Message(after, b) for b in sent], [Message(before, b) for b in received]).wait()
+    for sent_buffer, received_buffer in zip(sent, received, strict=True):
+        if sent_buffer.ndim:
+            assert torch.equal(received_buffer, torch.tensor([[before, 1], [0, 1]]).to(sent_buffer.dtype))
+    assert received[-1].item() == before
 
 
 def bits_are_kept(ring: Transport) -> None:
-    # NaN payloads and negative zeros, and a leaf that requires grad.
+    # Bits are kept: NaN payloads, negative zeros, and a leaf that requires grad.
     after, before = neighbors(ring)
     bits = torch.tensor([0x7FC12345, -0x80000000, 0x7F800001, ring.rank], dtype=torch.int32)
     sent = bits.view(torch.float32).clone().requires_grad_()
-    came = torch.zeros(4).requires_grad_()
-    ring.exchange([Message(after, sent)], [Message(before, came)]).wait()
-    assert came.detach().view(torch.int32).tolist() == [*bits[:3].tolist(), before]
+    received = torch.zeros(4).requires_grad_()
+    ring.exchange([Message(after, sent)], [Message(before, received)]).wait()
+    assert received.detach().view(torch.int32).tolist() == [*bits[:3].tolist(), before]
 
 
 def big_both_ways(ring: Transport) -> None:
@@ -157,9 +159,9 @@ def big_both_ways(ring: Transport) -> None:
     sent = torch.full((count,), float(ring.rank))
     memory = {peer: ring.allocate(4 * count) for peer in peers}
     assert all(m.dtype == torch.uint8 and m.shape == (4 * count,) for m in memory.values())
-    came = {peer: memory[peer].view(torch.float32) for peer in peers}
-    ring.exchange([Message(p, sent, "big") for p in peers], [Message(p, came[p], "big") for p in peers]).wait()
-    assert all(bool((came[peer] == peer).all()) for peer in peers)
+    received = {peer: memory[peer].view(torch.float32) for peer in peers}
+    ring.exchange([Message(p, sent, "big") for p in peers], [Message(p, received[p], "big") for p in peers]).wait()
+    assert all(bool((received[peer] == peer).all()) for peer in peers)
 
 
 def bad_messages_are_refused(ring: Transport) -> None:
@@ -175,10 +177,10 @@ def bad_messages_are_refused(ring: Transport) -> None:
         for sends, recvs in [([Message(after, good), bad], []), ([], [Message(after, good), bad])]:
             with pytest.raises(InputError, match=why):
                 ring.exchange(sends, recvs)
-    came = torch.zeros(16)
-    # Nothing of the refused exchanges is under way.
-    ring.exchange([Message(after, good)], [Message(before, came)]).wait()
-    assert came.tolist() == [float(before)] * 16
+    received = torch.zeros(16)
+    # Nothing of the refused exchanges is in flight.
+    ring.exchange([Message(after, good)], [Message(before, received)]).wait()
+    assert received.tolist() == [float(before)] * 16
 
 
 def collectives_agree(ring: Transport) -> None:
@@ -187,9 +189,9 @@ def collectives_agree(ring: Transport) -> None:
     assert ones[0].tolist() == [[float(ring.world_size)] * 3] * 2
     assert ones[1].tolist() == [sum(range(ring.world_size))] * 7
     assert ones[2].item() == 0.5 * ring.world_size
-    told = torch.full((4, 4), float(ring.rank))
-    broadcast(ring, [told.t()], 2)
-    assert told.tolist() == [[2.0] * 4] * 4
+    matrix = torch.full((4, 4), float(ring.rank))
+    broadcast(ring, [matrix.t()], 2)
+    assert matrix.tolist() == [[2.0] * 4] * 4
     barrier(ring)
 
 
@@ -200,29 +202,29 @@ def agree_is_in_order(ring: Transport) -> None:
     for size in (0, 3, 247, 248, 249, 4000):
         payload = bytes([ring.rank]) * (size + ring.rank)
         assert ring.all_gather_bytes(payload) == [bytes([rank]) * (size + rank) for rank in range(ring.world_size)]
-    # One payload needs more room than the others', and messages in flight are not disturbed.
+    # One payload is longer than the others, and messages in flight are not disturbed.
     after, before = neighbors(ring)
-    came = torch.zeros(16)
-    handle = ring.exchange([Message(after, torch.full((16,), 5.0))], [Message(before, came)])
+    received = torch.zeros(16)
+    handle = ring.exchange([Message(after, torch.full((16,), 5.0))], [Message(before, received)])
     sizes = (0, 9000, 248, 1)[: ring.world_size]
     assert ring.all_gather_bytes(bytes(sizes[ring.rank])) == [bytes(size) for size in sizes]
     handle.wait()
-    assert came.tolist() == [5.0] * 16
+    assert received.tolist() == [5.0] * 16
 
 
 def agree_passes_messages_by(ring: Transport) -> None:
-    # Receives of many sizes are posted before the all-gather, their sends after it.
+    # Receives of many sizes are posted before the all-gather, and their sends after it.
     after, before = neighbors(ring)
-    came = [torch.zeros(size, dtype=torch.uint8) for size in (8, 248, 256, 257, 512)]
-    handle = ring.exchange([], [Message(before, buffer) for buffer in came])
+    received = [torch.zeros(size, dtype=torch.uint8) for size in (8, 248, 256, 257, 512)]
+    handle = ring.exchange([], [Message(before, buffer) for buffer in received])
     assert ring.all_gather_bytes(bytes(512)) == [bytes(512)] * ring.world_size
-    ring.exchange([Message(after, torch.full_like(buffer, 7)) for buffer in came], []).wait()
+    ring.exchange([Message(after, torch.full_like(buffer, 7)) for buffer in received], []).wait()
     handle.wait()
-    assert all(bool((buffer == 7).all()) for buffer in came)
+    assert all(bool((buffer == 7).all()) for buffer in received)
 
 
 def missing_rank_is_named(ring: Transport) -> None:
-    ring.all_gather_bytes(b"from here on")  # on a busy machine ranks begin seconds apart
+    ring.all_gather_bytes(b"from here on")  # on a busy machine ranks start seconds apart
     if ring.rank == 1:
         time.sleep(SHORT_S + 4.0)
         with pytest.raises(PeerLostError, match=r"DeadlineError.*no answer from ranks \[1\]"):
@@ -241,7 +243,7 @@ def missing_rank_is_named(ring: Transport) -> None:
 def deadline_is_kept(ring: Transport) -> None:
     if ring.rank in (1, 3):
         time.sleep(SHORT_S + 2.5)
-        # A rank that was busy meanwhile hears of it at its next call.
+        # A rank that was busy in the meantime gets the error at its next call.
         with pytest.raises(PeerLostError, match="rank 0 failed first: DeadlineError"):
             send(ring, 0, 1.0)
     elif ring.rank == 0:
@@ -277,7 +279,7 @@ def first_cause_reaches_all(ring: Transport) -> None:
         ring.abort(caught.value)
         assert_dead(ring, "k has no heads")
     else:
-        # Rank 2 was busy, and then needs rank 0, which fell only because of rank 1.
+        # Rank 2 was busy, and then needs rank 0, which failed only because of rank 1.
         time.sleep(2.0)
         with pytest.raises(PeerLostError, match="rank 1 failed first: ValueError: k has no heads") as caught:
             receive(ring, 0)
@@ -299,7 +301,7 @@ def abort_wakes_agree(ring: Transport) -> None:
 
 
 def abort_ends_waits(ring: Transport) -> None:
-    # A ticket that was in flight when its own rank ended does not pretend to have arrived.
+    # A handle in flight when its own rank ended must not report an arrival.
     before = neighbors(ring)[1]
     handle = ring.exchange([], [Message(before, torch.zeros(16))])
 
@@ -343,13 +345,13 @@ def last_message_outlives_close(ring: Transport) -> None:
         time.sleep(0.5)
         handle.wait()
         assert bool((big == 3.0).all())
-        # Rank 0 has left; the other two go on.
+        # Rank 0 has left; the other two continue.
         send(ring, 2, 4.0)
     elif ring.rank == 2:
         assert receive(ring, 1).tolist() == [4.0] * 16
 
 
-# --- rings that are forked away or dropped ----------------------------------------------------------------------------
+# --- rings in forks, and dropped rings --------------------------------------------------------------------------------
 
 
 CHILD_S = 8
@@ -357,7 +359,7 @@ CHILD_S = 8
 
 
 def forked_child_is_refused(ring: Transport) -> None:
-    # Every rank forks while a message is under way. The parents finish it and exchange another.
+    # Every rank forks while a message is in flight. The parents complete it and exchange another.
     after, before = (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
     sent, received = torch.full((16,), float(ring.rank)), torch.zeros(16)
     hop = ring.bind([Message(after, sent)], [Message(before, received)])
@@ -374,7 +376,7 @@ def forked_child_is_refused(ring: Transport) -> None:
 
 
 def _count_refusals(ring: Transport, calls: list[Callable[[], object]]) -> int:
-    """How many of `calls` and of the calls of `ring` raise the error of a forked child; 99 if one does not."""
+    """Count the `calls` and calls of `ring` that raise the error of a forked child; 99 if one does not raise."""
     calls += [
         lambda: ring.allocate(8),
         lambda: ring.all_gather_bytes(b""),
@@ -440,4 +442,4 @@ CHECKS: list[Check] = [
 ONE_AFTER_ANOTHER: list[Check] = [
     check for check in CHECKS if check not in (ends_may_lie_apart, agree_passes_messages_by)
 ]
-"""For a transport whose exchanges run one after another: both ends of a message lie in the same exchange."""
+"""For a transport whose exchanges run one after another: both ends of a message are in the same exchange."""

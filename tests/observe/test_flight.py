@@ -1,4 +1,4 @@
-"""Flight records: what a rank keeps, what a failed ring leaves, and what `ringattn flight` makes of it."""
+"""Flight records: their content, the records of a failed ring, and the report of `ringattn flight` about them."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def pair() -> tuple[FlightRecord, FlightRecord]:
     return FlightRecord(0, 2, "gloo"), FlightRecord(1, 2, "gloo")
 
 
-def told(folder: Path, *records: FlightRecord) -> list[str]:
-    """What does not fit in the records, written one after another."""
+def mismatches(folder: Path, *records: FlightRecord) -> list[str]:
+    """Return the mismatches of the records, one line each."""
     for record in records:
         record.dump(folder, "broken")
     return divergences(read_records(folder))
@@ -81,7 +81,7 @@ def test_equal_records_do_not_diverge(tmp_path: Path, capsys: pytest.CaptureFixt
     for n in range(3):
         post(a, "send", 1, f"n {n}", 8 + n)
         post(b, "recv", 0, f"m {n}", 8 + n)
-    assert told(tmp_path, a, b) == []
+    assert mismatches(tmp_path, a, b) == []
     assert main([str(tmp_path)]) == 0
     assert "no divergence" in capsys.readouterr().out
 
@@ -91,7 +91,7 @@ def test_bytes_that_differ_name_both_ends(tmp_path: Path, capsys: pytest.Capture
     for n in range(3):
         post(a, "send", 1, f"n {n}", 8 if n else 4)
         post(b, "recv", 0, f"m {n}", 4 if n < 2 else 16, state=FAILED if n else DONE)
-    assert told(tmp_path, a, b) == [
+    assert mismatches(tmp_path, a, b) == [
         "bytes differ: rank 0 send to rank 1 'n 1' (8 bytes, exchange 1); "
         "rank 1 recv from rank 0 'm 1' (4 bytes, exchange 1)"
     ]
@@ -100,14 +100,14 @@ def test_bytes_that_differ_name_both_ends(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_rank_that_never_posted_is_named_before_those_that_wait(tmp_path: Path) -> None:
-    # 0 waits for 2, 2 waits for 1, and 1 is somewhere else.
+    # 0 waits for 2, 2 waits for 1, and 1 is not in an exchange.
     a, b, c = (FlightRecord(rank, 3, "gloo") for rank in range(3))
     for n in range(3):
         post(b, "recv", 2, f"step {n}")
         post(c, "send", 1, f"step {n}")
     post(c, "recv", 1, "step 3", state=FAILED)
     post(a, "recv", 2, "step 0", state=FAILED)
-    assert told(tmp_path, a, b, c) == [
+    assert mismatches(tmp_path, a, b, c) == [
         "no partner: rank 2 recv from rank 1 'step 3' (8 bytes, exchange 3); rank 1 never posted its send to rank 2; "
         "the last that it posted was exchange 2, 'step 2'",
         "no partner: rank 0 recv from rank 2 'step 0' (8 bytes, exchange 0); rank 2 never posted its send to rank 0; "
@@ -121,9 +121,9 @@ def test_a_rank_inside_a_launch_has_not_posted(tmp_path: Path) -> None:
     post(b, "recv", 0, "m 0")
     post(a, "send", 1, "n 1", state=RUNNING)
     post(b, "recv", 0, "m 1", state=LAUNCHING)
-    (words,) = told(tmp_path, a, b)
-    assert "rank 1 never posted its recv from rank 0; the last that it posted was exchange 0, 'm 0'" in words
-    assert words.endswith("it is inside the launch of exchange 1")
+    (mismatch,) = mismatches(tmp_path, a, b)
+    assert "rank 1 never posted its recv from rank 0; the last that it posted was exchange 0, 'm 0'" in mismatch
+    assert mismatch.endswith("it is inside the launch of exchange 1")
 
 
 def test_captured_exchanges_are_not_under_way(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_captured_exchanges_are_not_under_way(tmp_path: Path) -> None:
     post(a, "send", 1, "n 0", state=CAPTURED)
     post(b, "recv", 0, "m 0", state=CAPTURED)
     post(a, "send", 1, "n 1", state=RUNNING)
-    assert told(tmp_path, a, b)[0].startswith("no partner: rank 0 send to rank 1 'n 1'")
+    assert mismatches(tmp_path, a, b)[0].startswith("no partner: rank 0 send to rank 1 'n 1'")
     assert first_unfinished(read_records(tmp_path)[1]) is None
 
 
@@ -141,25 +141,25 @@ def test_what_is_posted_after_the_peer_gave_up_answers_nothing(tmp_path: Path) -
     a.dump(tmp_path, "broken")
     time.sleep(0.01)
     post(b, "send", 0, "step 0")
-    assert told(tmp_path, b) == [
+    assert mismatches(tmp_path, b) == [
         "no partner: rank 0 recv from rank 1 'step 0' (8 bytes, exchange 0); rank 1 never posted its send to rank 0; "
         "the last that it posted was no exchange at all"
     ]
 
 
 def test_lanes_do_not_meet(tmp_path: Path) -> None:
-    # A receive may be posted before an agreement whose partner's send comes after it.
+    # A receive may be posted before an all-gather whose partner's send comes after it.
     a, b = pair()
     post(a, "send", 1, "all-gather 0", 256, lane=CONTROL_LANE)
     post(a, "send", 1, "kv", 64)
     post(b, "recv", 0, "kv", 64)
     post(b, "recv", 0, "all-gather 0", 256, lane=CONTROL_LANE)
-    assert told(tmp_path, a, b) == []
+    assert mismatches(tmp_path, a, b) == []
 
 
 @pytest.mark.parametrize("extra", [0, 1])
 def test_dropped_messages_are_counted(tmp_path: Path, extra: int) -> None:
-    # Two lanes with messages of their own pace, so that an exchange number is no ordinal.
+    # Two lanes whose messages advance independently, so that an exchange number is not an ordinal.
     a, b = pair()
     for n in range(CAPACITY + 10):
         post(a, "send", 1, f"n {n}", n + 1)
@@ -169,8 +169,8 @@ def test_dropped_messages_are_counted(tmp_path: Path, extra: int) -> None:
             post(a, "recv", 1, "back", lane=1)
     for _ in range(extra):
         post(a, "send", 1, "one more", state=FAILED)
-    found = told(tmp_path, a, b)
-    assert found == [] if not extra else "rank 0 send to rank 1 'one more'" in found[0] and len(found) == 1
+    lines = mismatches(tmp_path, a, b)
+    assert lines == [] if not extra else "rank 0 send to rank 1 'one more'" in lines[0] and len(lines) == 1
 
 
 def test_a_partner_that_is_no_longer_held_is_said(tmp_path: Path) -> None:
@@ -179,16 +179,16 @@ def test_a_partner_that_is_no_longer_held_is_said(tmp_path: Path) -> None:
     post(b, "recv", 0, "n 0")
     for _ in range(CAPACITY + 1):
         post(a, "send", 1, "more")
-    (found,) = told(tmp_path, a, b)
-    assert "rank 0 has dropped the first of them, from before exchange 2" in found
-    assert "rank 1 never posted its recv from rank 0; the last that it posted was exchange 0, 'n 0'" in found
+    (lines,) = mismatches(tmp_path, a, b)
+    assert "rank 0 has dropped the first of them, from before exchange 2" in lines
+    assert "rank 1 never posted its recv from rank 0; the last that it posted was exchange 0, 'n 0'" in lines
 
 
 def test_ranks_without_a_record_are_named_first(tmp_path: Path) -> None:
     a, b = FlightRecord(0, 4, "gloo"), FlightRecord(2, 4, "gloo")
     post(a, "send", 2, "kv")
-    found = told(tmp_path, a, b)
-    assert [words.split(":")[0] for words in found] == [
+    lines = mismatches(tmp_path, a, b)
+    assert [line.split(":")[0] for line in lines] == [
         "rank 1 left no record", "rank 3 left no record", "no partner"
     ]  # fmt: skip
 
@@ -211,12 +211,12 @@ def test_the_table_says_how_far_each_rank_came(tmp_path: Path, capsys: pytest.Ca
         assert word in rows[1]
 
 
-def spoil(words: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / "flight-0.json").write_text(words)
+def spoil(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "flight-0.json").write_text(text)
 
 
 def odd(*path: str | int, value: object = None) -> Callable[[Path], object]:
-    """A record with one value exchanged."""
+    """Return a change of one value of a record."""
 
     def write(folder: Path) -> None:
         record = FlightRecord(0, 2, "gloo")
@@ -279,12 +279,12 @@ def test_bad_folders_are_refused(tmp_path: Path, prepare: Callable[[Path], objec
 def test_help_and_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["flight", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: ringattn flight DIR\n\nMerge")
-    for words in ([], ["one", "two"]):
-        assert cli.main(["flight", *words]) == 2
+    for arguments in ([], ["one", "two"]):
+        assert cli.main(["flight", *arguments]) == 2
         assert "ringattn flight: expected one folder" in capsys.readouterr().err
 
 
-# --- what gloo leaves ------------------------------------------------------------------------------------------------
+# --- records of gloo --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -299,12 +299,12 @@ def opened(rank: int, world_size: int, folder: Path | None) -> GlooTransport:
     ring = GlooTransport.open(Opening(store, rank, world_size, 20.0, folder))
     ring.all_gather_bytes(b"")
     store.set(f"gathered/{rank}", "1")
-    store.wait([f"gathered/{other}" for other in range(world_size)])
+    store.wait([f"gathered/{peer}" for peer in range(world_size)])
     return ring
 
 
 def never_sends(rank: int, world_size: int, folder: Path) -> str:
-    """Rank 1 takes part in step 0 and then in nothing."""
+    """Rank 1 takes part in step 0 and in nothing after it."""
     ring = opened(rank, world_size, folder)
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     kv = torch.zeros(16)
@@ -358,11 +358,11 @@ def test_only_failures_leave_a_record_and_only_where_asked(processes: Processes,
     processes.run(ends_otherwise, tmp_path)
 
 
-# --- what shared memory leaves ---------------------------------------------------------------------------------------
+# --- records of shared memory -----------------------------------------------------------------------------------------
 
 
 def leaves_early(rank: int, world_size: int, folder: Path) -> None:
-    """Answers of unlike lengths are gathered; then all end, or rank 1 ends before the second gathering."""
+    """Gather answers of different lengths; then all ranks end, or rank 1 ends before the second all-gather."""
     ring = ShmTransport.open(
         Opening(rendezvous_store(rank, world_size, 60.0), rank, world_size, 20.0, folder / "together")
     )
@@ -414,10 +414,10 @@ IN_PYTHON = "ready()\ntime.sleep(60)\n"
 
 
 def told_to_end(folder: Path, program: str, before: str = "") -> tuple[int, str]:
-    """Exit code and output of a process that gets SIGTERM once it is ready. `before`: what it does before its ring."""
+    """Return exit code and output of a process that gets SIGTERM when ready. `before`: its code before its ring."""
     begin = BEGIN.replace("record = opened()", before + "record = opened()")
-    words = [sys.executable, "-c", begin + program, str(folder)]
-    with subprocess.Popen(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+    command = [sys.executable, "-c", begin + program, str(folder)]
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
                           stdout=subprocess.PIPE) as running:  # fmt: skip
         assert running.stdout is not None and running.stdout.readline() == "ready\n"
         running.terminate()
@@ -429,9 +429,9 @@ def told_to_end(folder: Path, program: str, before: str = "") -> tuple[int, str]
 
 
 def left(folder: Path) -> dict[str, Any]:
-    """The record that the process left."""
-    found: dict[str, Any] = json.loads((folder / "flight-0.json").read_text())
-    return found
+    """Return the record that the process wrote."""
+    record: dict[str, Any] = json.loads((folder / "flight-0.json").read_text())
+    return record
 
 
 @pytest.mark.parametrize("program", [IN_C, IN_PYTHON], ids=["in C", "in Python"])
@@ -444,13 +444,13 @@ def test_the_record_is_left_and_the_process_ends_by_the_signal(program: str, tmp
 
 
 def test_a_handler_that_was_there_runs_after_the_record_is_left(tmp_path: Path) -> None:
-    own = """
+    handler = """
 def mine(number, frame):
     print("mine", (folder / "flight-0.json").exists(), flush=True)
     os._exit(7)
 signal.signal(signal.SIGTERM, mine)
 """
-    assert told_to_end(tmp_path, IN_PYTHON, own) == (7, "mine True\n")
+    assert told_to_end(tmp_path, IN_PYTHON, handler) == (7, "mine True\n")
 
 
 def test_what_was_written_or_closed_is_left_alone(tmp_path: Path) -> None:
@@ -461,8 +461,8 @@ def test_what_was_written_or_closed_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_of_two_rings_the_one_that_waits_is_left(tmp_path: Path) -> None:
-    other = "other = opened()\nother.last().state = 'done'\nother.transport = 'idle'\n"
-    told_to_end(tmp_path, other + IN_PYTHON)
+    idle_ring = "other = opened()\nother.last().state = 'done'\nother.transport = 'idle'\n"
+    told_to_end(tmp_path, idle_ring + IN_PYTHON)
     assert left(tmp_path)["transport"] == "gloo"
 
 
@@ -477,6 +477,8 @@ _, status = os.waitpid(child, 0)
 time.sleep(0.2)
 print(-os.WTERMSIG(status), (folder / "flight-0.json").exists(), flush=True)
 """
-    words = [sys.executable, "-c", BEGIN + fork, str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    command = [sys.executable, "-c", BEGIN + fork, str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (0, "-15 False\n"), done.stderr

@@ -1,4 +1,4 @@
-"""Readings, levels and actions: one process, threads and processes of a ring."""
+"""Readings, levels and actions, in one process, and in threads and processes of a ring."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def test_profiles_and_their_levels(name: str, bounds: tuple[float, ...]) -> None
 def test_a_reading_counts_tensors_once_and_the_pool_apart() -> None:
     monitor = alone()
     before = monitor.read()
-    held = torch.ones(64 * MIB, dtype=torch.uint8)  # too large for malloc to take from freed pages
-    views = [held[:MIB], held.view(2, -1)]
+    storage = torch.ones(64 * MIB, dtype=torch.uint8)  # too large for malloc to take from freed pages
+    views = [storage[:MIB], storage.view(2, -1)]
     monitor._pool.reserve(4 * MIB)
     after = monitor.read()
-    # What aligns the pool is counted with the tensors.
+    # The pool's alignment padding is counted with the tensors.
     assert 0 <= after.allocated_bytes - before.allocated_bytes - 64 * MIB <= 256
     assert (after.pool_bytes, before.pool_bytes) == (4 * MIB, 0)
     assert after.resident_bytes - before.resident_bytes >= 63 * MIB
     assert after.used_bytes == after.reserved_bytes == after.resident_bytes < after.capacity_bytes
     assert after.fragmentation is None and f"{after.used:.1%}" in str(after)
-    del held, views
+    del storage, views
     assert monitor.read().allocated_bytes <= before.allocated_bytes + 256
 
 
@@ -79,15 +79,15 @@ def test_cuda_figures_come_from_torch_and_count_the_pool_once(monkeypatch: pytes
     monitor = alone()
     monitor._device = torch.device("cuda")
     monitor._pool.reserve(300)
-    at = monitor._pool.view(0, 0).data_ptr()
+    pool_address = monitor._pool.view(0, 0).data_ptr()
     stats = {"allocated_bytes.all.current": 900, "reserved_bytes.all.current": 1200}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200, 2000))
-    found = []
-    for address in (at, at + 1):  # the pool in torch's allocator, and beside it
+    readings = []
+    for address in (pool_address, pool_address + 1):  # the pool inside torch's allocator, and outside it
         monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"address": address, "total_size": 300}])  # noqa: B023
-        found.append(monitor.read())
-    inside, outside = found
+        readings.append(monitor.read())
+    inside, outside = readings
     assert (inside.allocated_bytes, inside.reserved_bytes) == (600, 1200)
     assert (outside.allocated_bytes, outside.reserved_bytes) == (900, 1500)
     assert inside.used_bytes == outside.used_bytes == 1800 and inside.capacity_bytes == 2000
@@ -112,7 +112,7 @@ def test_unknown_profile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         *(({"capacity_bytes": bad}, rf"capacity_bytes={bad!r}: expected a whole number of bytes from 1 on")
           for bad in (0, -1, math.nan, math.inf, 1e9, True, "80GiB")),
@@ -129,8 +129,8 @@ def test_unknown_profile() -> None:
         ({"actions": {Level.CRITICAL: [log, None]}}, r"actions\[<Level.CRITICAL: 2>\] has None, which is not"),
     ],
 )  # fmt: skip
-def test_options_that_make_no_sense_are_refused_at_the_call(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match="rank 3: .*" + said):
+def test_options_that_make_no_sense_are_refused_at_the_call(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match="rank 3: .*" + message):
         alone(rank=3, **options)
 
 
@@ -174,12 +174,12 @@ def test_every_rank_sees_the_fullest_and_raises() -> None:
         full = ring.memory_monitor(actions={Level.EMERGENCY: [stop]}, capacity_bytes=1 if ring.rank == 2 else None)
         with pytest.raises(OutOfMemoryError, match="rank 2"):
             full.check()
-        ring.barrier()  # raised together, so the ring lives
+        ring.barrier()  # all ranks raised, so the ring is still usable
         return report, calm.report()
 
     for first, again in run_ranks(RANKS, body):
-        assert [one.rank for one in first] == list(range(RANKS))
-        assert largest(again)["pool_bytes"] == max(one.pool_bytes for one in again) > 0
+        assert [reading.rank for reading in first] == list(range(RANKS))
+        assert largest(again)["pool_bytes"] == max(reading.pool_bytes for reading in again) > 0
         assert "rank" not in largest(again) and "device" not in largest(again)
 
 

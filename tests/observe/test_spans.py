@@ -1,4 +1,4 @@
-"""Recordings: what a rank did and how long it stood still, on every schedule, on slow transports, and when off."""
+"""Recordings: what a rank did and how long it waited, on every schedule, on slow transports, and when off."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ TOKENS = 37
 
 
 def both_passes(ring: Ring, schedule: str = "auto") -> None:
-    """One small call, forward and backward."""
+    """Run one small call, forward and backward."""
     forward(ring, schedule).sum().backward()
 
 
 def forward(ring: Ring, schedule: str = "auto") -> torch.Tensor:
-    """One small call, ready for its backward."""
+    """Run one small call, ready for its backward."""
     seq = ring.sequence(TOKENS, layout="zigzag")
     q, k, v = (torch.ones(1, seq.counts[ring.rank], heads, 8).requires_grad_() for heads in (4, 4, 4))
     return ring.attention(q, k, v, seq, causal=True, schedule=schedule)
 
 
 def lane(spans: tuple[Span, ...], name: str) -> list[Span]:
-    """The spans of one lane, in order."""
+    """Return the spans of one lane, in order."""
     return sorted((span for span in spans if span.lane == name), key=lambda span: span.start_us)
 
 
-# --- what is hidden, from spans alone --------------------------------------------------------------------------------
+# --- hidden and exposed communication, from spans ---------------------------------------------------------------------
 
 
 bounds = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted)
@@ -59,9 +59,9 @@ def test_exposed_agrees_with_counting_microseconds(drawn: list[tuple[str, list[i
         {us for span in spans if span.lane == lane for us in range(int(span.start_us), int(span.end_us))}
         for lane in (COMPUTE, COMM)
     )
-    found = exposed(spans)
-    assert {us for start, end in found for us in range(int(start), int(end))} == sending - busy
-    assert total_us(found) == len(sending - busy) and total_us(under_way(spans)) == len(sending)
+    intervals = exposed(spans)
+    assert {us for start, end in intervals for us in range(int(start), int(end))} == sending - busy
+    assert total_us(intervals) == len(sending - busy) and total_us(under_way(spans)) == len(sending)
 
 
 # --- a pass ----------------------------------------------------------------------------------------------------------
@@ -79,20 +79,22 @@ def test_spans_of_a_pass(ranks: int, schedule: str) -> None:
 
     for rank, (recording, counters, plans) in enumerate(run_ranks(ranks, body)):
         assert (recording.rank, recording.world_size) == (rank, ranks)
-        assert [one.name for one in recording.passes] == ["forward", "backward"]
+        assert [recorded.name for recorded in recording.passes] == ["forward", "backward"]
         assert recording.bytes_sent == counters["bytes_sent"] and recording.messages == counters["messages"]
-        for one, plan in zip(recording.passes, plans, strict=True):
-            assert all(0 <= span.start_us <= span.end_us <= one.end_us - one.start_us for span in one.spans)
-            compute, comm = lane(one.spans, COMPUTE), lane(one.spans, COMM)
-            assert len(compute) + len(comm) == len(one.spans)
+        for recorded, plan in zip(recording.passes, plans, strict=True):
+            assert all(
+                0 <= span.start_us <= span.end_us <= recorded.end_us - recorded.start_us for span in recorded.spans
+            )
+            compute, comm = lane(recorded.spans, COMPUTE), lane(recorded.spans, COMM)
+            assert len(compute) + len(comm) == len(recorded.spans)
             for before, after in pairwise(compute):
                 assert before.end_us <= after.start_us
             travelling = [step for step in plan.steps if step.sends or step.recvs]
             assert [span.name for span in comm] == [f"step {step.number} exchange" for step in travelling]
             working = [f"step {step.number}" for step in plan.steps if step.work]
             named = [span.name.rpartition(" ") for span in compute]
-            assert [step for step, _, what in named if what in ("attend", "merge")] == working
-            assert sum(link.sends for link in one.links) == plan.messages
+            assert [step for step, _, phase in named if phase in ("attend", "merge")] == working
+            assert sum(link.sends for link in recorded.links) == plan.messages
         first, second = recording.passes
         assert 0 <= first.start_us < first.end_us <= second.start_us
         assert recording.arrivals_known and 0 <= recording.exposed_us <= recording.comm_us
@@ -132,8 +134,8 @@ def test_projecting_queries_while_keys_travel_is_work() -> None:
 # --- waiting ---------------------------------------------------------------------------------------------------------
 
 
-class Hours(threading.local):
-    """The time of a rank, which passes only where it is told to; in seconds."""
+class FakeClock(threading.local):
+    """The time of a rank in seconds, which advances only when a test advances it."""
 
     now_s = 0.0
 
@@ -142,10 +144,10 @@ class Hours(threading.local):
 
 
 class Slow:
-    """A local transport whose exchanges take `delay_s`, told of the time it holds the rank."""
+    """A local transport whose exchanges take `delay_s`, of which `reports_arrivals` says whether it reports them."""
 
-    def __init__(self, inner: Any, hours: Hours, delay_s: float, tells: bool) -> None:
-        self.inner, self.hours, self.delay_s, self.tells = inner, hours, delay_s, tells
+    def __init__(self, inner: Any, clock: FakeClock, delay_s: float, reports_arrivals: bool) -> None:
+        self.inner, self.clock, self.delay_s, self.reports_arrivals = inner, clock, delay_s, reports_arrivals
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -155,20 +157,20 @@ class Slow:
 
 
 class SlowHop:
-    """Its ticket, too: one exchange at a time."""
+    """A hop that is also its work handle: one exchange at a time."""
 
     def __init__(self, transport: Slow, hop: Any) -> None:
         self.transport, self.hop, self.arrived_s = transport, hop, None
 
     def start(self) -> SlowHop:
-        self.arrives_s = self.transport.hours.now_s + self.transport.delay_s
-        self.ticket = self.hop.start()
+        self.arrives_s = self.transport.clock.now_s + self.transport.delay_s
+        self.handle = self.hop.start()
         return self
 
     def wait(self) -> None:
-        self.ticket.wait()
-        self.transport.hours.now_s = max(self.transport.hours.now_s, self.arrives_s)
-        self.arrived_s = self.arrives_s if self.transport.tells else None
+        self.handle.wait()
+        self.transport.clock.now_s = max(self.transport.clock.now_s, self.arrives_s)
+        self.arrived_s = self.arrives_s if self.transport.reports_arrivals else None
 
 
 class SlowEngine:
@@ -176,43 +178,43 @@ class SlowEngine:
 
     name = "slow"
 
-    def __init__(self, hours: Hours, work_s: float) -> None:
-        self.inner, self.hours, self.work_s = PlainEngine(), hours, work_s
+    def __init__(self, clock: FakeClock, work_s: float) -> None:
+        self.inner, self.clock, self.work_s = PlainEngine(), clock, work_s
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def attend(self, *arguments: Any) -> None:
-        self.hours.now_s += self.work_s
+        self.clock.now_s += self.work_s
         self.inner.attend(*arguments)
 
 
-@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("reports_arrivals", [True, False])
 @pytest.mark.parametrize(
     ("delay_s", "work_s", "comm_s", "bound_s", "exposed_s"),
     [  # forward on two ranks: one exchange while the first of two steps of work runs
         (0.080, 0.0, 0.080, 0.080, 0.080),
         (0.100, 0.030, 0.100, 0.100, 0.070),
         (0.030, 0.030, 0.030, 0.030, 0.0),
-        (0.020, 0.080, 0.020, 0.080, 0.0),  # when it arrived meanwhile must be told; else the wait bounds it
+        (0.020, 0.080, 0.020, 0.080, 0.0),  # it arrived earlier; without a report the wait is the bound
     ],
 )
 def test_a_slow_transport_is_exposed_for_as_long_as_no_work_hides_it(
     monkeypatch: pytest.MonkeyPatch,
-    delay_s: float, work_s: float, comm_s: float, bound_s: float, exposed_s: float, tells: bool,
+    delay_s: float, work_s: float, comm_s: float, bound_s: float, exposed_s: float, reports_arrivals: bool,
 ) -> None:  # fmt: skip
-    hours = Hours()
-    monkeypatch.setattr(spans, "time", hours)
+    clock = FakeClock()
+    monkeypatch.setattr(spans, "time", clock)
 
     def body(transport: Any) -> Recording:
-        slow = Slow(transport, hours, delay_s, tells)
-        with Ring(transport=slow, engine=SlowEngine(hours, work_s)) as ring, ring.recording() as recording:  # type: ignore[arg-type]
+        slow = Slow(transport, clock, delay_s, reports_arrivals)
+        with Ring(transport=slow, engine=SlowEngine(clock, work_s)) as ring, ring.recording() as recording:  # type: ignore[arg-type]
             forward(ring)
         return recording
 
     for recording in on_threads(2, body):
-        assert recording.arrivals_known == tells
-        comm_us = 1e6 * (comm_s if tells else bound_s)
+        assert recording.arrivals_known == reports_arrivals
+        comm_us = 1e6 * (comm_s if reports_arrivals else bound_s)
         assert recording.comm_us == pytest.approx(comm_us)
         assert recording.exposed_us == pytest.approx(1e6 * exposed_s, abs=1e-6)
         assert recording.overlap == pytest.approx(1 - 1e6 * exposed_s / comm_us)
@@ -222,11 +224,11 @@ def test_a_slow_transport_is_exposed_for_as_long_as_no_work_hides_it(
 
 
 def test_off_makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
+    created: list[Any] = []
     make = PassProfiler.__init__
-    monkeypatch.setattr(PassProfiler, "__init__", lambda self, *args: made.append(args[1:]) or make(self, *args))
+    monkeypatch.setattr(PassProfiler, "__init__", lambda self, *args: created.append(args[1:]) or make(self, *args))
     run_ranks(2, lambda ring: both_passes(ring))
-    assert made and set(made) == {(None, None)}
+    assert created and set(created) == {(None, None)}
 
 
 def test_recordings_end_with_their_block_and_do_not_nest() -> None:
@@ -253,7 +255,7 @@ def test_a_pass_that_fails_is_left_out() -> None:
         def attend(self, *arguments: Any) -> None:
             raise ZeroDivisionError
 
-    with Ring(engine=Broken(Hours(), 0.0)) as ring, ring.recording() as recording:  # type: ignore[arg-type]
+    with Ring(engine=Broken(FakeClock(), 0.0)) as ring, ring.recording() as recording:  # type: ignore[arg-type]
         with pytest.raises(ZeroDivisionError):
             forward(ring)
         assert recording.passes == () and recording.overlap == 1.0
@@ -269,7 +271,7 @@ def test_backward_on_another_thread_is_recorded() -> None:
         return recording
 
     for recording in run_ranks(2, body):
-        assert [one.name for one in recording.passes] == ["forward", "backward"]
+        assert [recorded.name for recorded in recording.passes] == ["forward", "backward"]
 
 
 def names_of(profile: Any) -> set[str]:
@@ -288,8 +290,8 @@ def test_a_profiler_sees_our_steps_by_name(recorded: bool) -> None:
                 both_passes(ring, "ring")
         return names_of(profile)
 
-    (found,) = run_ranks(1, body)  # a profiler watches one thread
-    assert {"ringattn forward step 0 attend", "ringattn backward step 1 attend"} <= found
+    (names,) = run_ranks(1, body)  # a profiler watches one thread
+    assert {"ringattn forward step 0 attend", "ringattn backward step 1 attend"} <= names
 
 
 # --- what it costs ---------------------------------------------------------------------------------------------------
@@ -306,17 +308,20 @@ def test_the_benchmark_measures_both(tmp_path: Path) -> None:
 
 
 def test_the_verdict_trusts_times_only_where_they_tell() -> None:
-    def told(off_s: float, on_s: float, again_s: float, recorder_s: float) -> str:
+    def note(off_s: float, on_s: float, again_s: float, recorder_s: float) -> str:
         seconds = {"off": off_s, "on": on_s, "off, again": again_s}
-        found = {mode: {name: [Sample(one, one, 0.0)] * 3 for name in PASSES} for mode, one in seconds.items()}
+        samples = {
+            mode: {name: [Sample(measured_s, measured_s, 0.0)] * 3 for name in PASSES}
+            for mode, measured_s in seconds.items()
+        }
         alone = {name: {"steps": 4, "recorder_s": recorder_s, "off_s": 2e-7} for name in PASSES}
-        return bench_recording.cost_table(bench_recording.RecordingOptions(), found, alone).notes[-1]
+        return bench_recording.cost_table(bench_recording.RecordingOptions(), samples, alone).notes[-1]
 
-    assert ": met. Off, the profiler takes 0 us, 0.000% of the pass" in told(1.0, 1.01, 1.005, 1e-4)
-    assert ": MISSED." in told(1.0, 1.03, 1.005, 1e-4)
-    assert ": MISSED." in told(1.0, 1.01, 1.005, 0.03)
-    assert ": met by the recorder alone, undecided by times." in told(1.0, 1.2, 0.9, 1e-4)
-    assert ": MISSED." in told(1.0, 1.2, 0.9, 0.03)
+    assert ": met. Off, the profiler takes 0 us, 0.000% of the pass" in note(1.0, 1.01, 1.005, 1e-4)
+    assert ": MISSED." in note(1.0, 1.03, 1.005, 1e-4)
+    assert ": MISSED." in note(1.0, 1.01, 1.005, 0.03)
+    assert ": met by the recorder alone, undecided by times." in note(1.0, 1.2, 0.9, 1e-4)
+    assert ": MISSED." in note(1.0, 1.2, 0.9, 0.03)
 
 
 # --- NVTX, devices ---------------------------------------------------------------------------------------------------
@@ -324,17 +329,17 @@ def test_the_verdict_trusts_times_only_where_they_tell() -> None:
 
 @pytest.fixture
 def nvtx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stands in for NVTX and for a GPU that is not capturing; what was pushed and popped."""
-    told: list[str] = []
+    """Replace NVTX and a GPU that is not capturing; return the names pushed, and "pop" for each pop."""
+    calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("pop"))
-    return told
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
+    return calls
 
 
 def on_rank_0(body: Callable[[Ring], None]) -> Callable[[Ring], None]:
-    """`body` on rank 0, its passes on every rank."""
+    """Run `body` on rank 0, and its passes on every other rank."""
     return lambda ring: body(ring) if ring.rank == 0 else both_passes(ring)
 
 
@@ -354,11 +359,11 @@ def test_a_pass_that_fails_leaves_no_open_range(nvtx: list[str]) -> None:
             raise ZeroDivisionError
 
     def body(ring: Ring) -> None:
-        ring.engine = Broken(Hours(), 0.0)  # type: ignore[assignment]
+        ring.engine = Broken(FakeClock(), 0.0)  # type: ignore[assignment]
         with ring.recording(nvtx=True), pytest.raises(ZeroDivisionError):
             forward(ring)
 
-    with pytest.raises(PeerLostError):  # rank 1 hears of it
+    with pytest.raises(PeerLostError):  # rank 1 gets the error too
         run_ranks(2, on_rank_0(body), engine="plain")
     assert nvtx[-2:] == ["ringattn forward step 0 attend", "pop"]
 
@@ -383,14 +388,14 @@ def test_a_capture_is_refused_and_the_ring_lives(nvtx: list[str], monkeypatch: p
 
 
 class Stream:
-    """A queue of device work: so many microseconds of it have been put there."""
+    """A queue of device work, with the microseconds of work enqueued so far."""
 
     def __init__(self) -> None:
         self.us = 0.0
 
 
 class Event:
-    """A moment of a stream that may be read only when it has been waited for."""
+    """A point in a stream that may be read only after a wait for it."""
 
     waits = 0
 
@@ -420,7 +425,7 @@ def test_on_a_device_moments_are_events_that_are_read_behind_the_pass(
     waits: list[int] = []
 
     class DeviceHop:
-        """As on a device: posted at once; it takes 100 us on its stream, and the wait orders the compute stream."""
+        """A device's hop: posted at once, it takes 100 us on its stream, and the wait orders the compute stream."""
 
         arrived_s = None
 
@@ -428,12 +433,12 @@ def test_on_a_device_moments_are_events_that_are_read_behind_the_pass(
             self.hop = hop
 
         def start(self) -> DeviceHop:
-            self.ticket = self.hop.start()
+            self.handle = self.hop.start()
             lanes.us = compute.us + 100.0
             return self
 
         def wait(self) -> None:
-            self.ticket.wait()
+            self.handle.wait()
             compute.us = max(compute.us, lanes.us)
 
     class DeviceEngine(SlowEngine):
@@ -446,7 +451,7 @@ def test_on_a_device_moments_are_events_that_are_read_behind_the_pass(
             with Ring(transport=transport, engine="plain") as ring:
                 forward(ring)
             return None
-        with Ring(transport=transport, engine=DeviceEngine(Hours(), 0.0)) as ring:  # type: ignore[arg-type]
+        with Ring(transport=transport, engine=DeviceEngine(FakeClock(), 0.0)) as ring:  # type: ignore[arg-type]
             monkeypatch.setattr(transport, "bind", lambda *ends: DeviceHop(type(transport).bind(transport, *ends)))
             transport.stream, transport.device = lanes, torch.device("cuda")
             with ring.recording() as recorded:
@@ -456,11 +461,11 @@ def test_on_a_device_moments_are_events_that_are_read_behind_the_pass(
                 waits.append(Event.waits - before)
             return recorded
 
-    found = on_threads(2, body)[0]
-    assert found is not None and waits == [0]
-    (one,) = found.passes
-    assert [(span.name, span.end_us - span.start_us) for span in one.spans] == [
+    recording = on_threads(2, body)[0]
+    assert recording is not None and waits == [0]
+    (recorded,) = recording.passes
+    assert [(span.name, span.end_us - span.start_us) for span in recorded.spans] == [
         ("step 0 pack", 0.0), ("step 0 attend", 70.0), ("step 1 attend", 70.0), ("step 0 exchange", 100.0),
     ]  # fmt: skip
-    assert (one.exposed_us, one.comm_us) == (pytest.approx(30.0), pytest.approx(100.0))
-    assert found.overlap == pytest.approx(0.7) and found.arrivals_known
+    assert (recorded.exposed_us, recorded.comm_us) == (pytest.approx(30.0), pytest.approx(100.0))
+    assert recording.overlap == pytest.approx(0.7) and recording.arrivals_known

@@ -1,4 +1,4 @@
-"""What a rank observes of the others: in the store, in pages, in datagrams, and by its own clock; and its verdicts."""
+"""One rank's observations of the others, in the store, pages, datagrams and by its own clock, and its verdicts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LostStore:
 
 
 class Counted:
-    """Counts the requests to a store."""
+    """A store that counts its requests."""
 
     def __init__(self, store: Any, counts: list[int]) -> None:
         self._store, self._counts = store, counts
@@ -67,8 +67,8 @@ def test_only_a_beat_that_was_read_again_and_again_is_unchanged() -> None:
         feed.note(1, 7, now_s)
         feed.note(2, int(now_s * 10), now_s)
     assert feed.unchanged(1.0, 1.0) == {1} and feed.unchanged(2.0, 1.0) == set() and feed.new(1.0) == {2}
-    assert feed.unchanged(1.0, 2.0) == set()  # not read lately
-    feed.note(1, 7, 9.0)  # nothing was read meanwhile: this rank stood still, or the feed did not answer
+    assert feed.unchanged(1.0, 2.0) == set()  # not read recently
+    feed.note(1, 7, 9.0)  # nothing was read in between: this rank was stopped, or the feed did not answer
     assert feed.unchanged(1.0, 0.0) == set() and feed.new(8.0) == set()
     feed.keep({2})
     feed.note(1, 7, 9.1)
@@ -86,7 +86,7 @@ def test_a_rank_that_closed_in_one_feed_has_closed_whatever_another_feed_read_la
 
 
 class PagesOfAFailure:
-    """Pages of three ranks: rank 1 runs Python in call 6, rank 2 has failed because of that."""
+    """Pages of three ranks: rank 1 runs Python code in call 6, and rank 2 has failed because of that."""
 
     def __init__(self, cause: str | None) -> None:
         self.gone: set[int] = set()
@@ -106,9 +106,9 @@ def test_a_rank_that_failed_as_well_is_not_called_behind(cause: str | None) -> N
     health.pages = PagesOfAFailure(cause)
     health.attach(job := object(), lambda: Place("all-gather 6", 7, Waits.PEERS, frozenset({1, 2})))
     time.sleep(0.3)
-    said = health.explain({1}, waited_s=4.0)
+    explanation = health.explain({1}, waited_s=4.0)
     health.detach(job)
-    assert said == (cause or "rank 1 is behind, in 'idle' of call 6, others in call 7")
+    assert explanation == (cause or "rank 1 is behind, in 'idle' of call 6, others in call 7")
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_a_silent_rank_can_be_named_before_the_callers_are_told(ranks: int) -> N
 
 
 class Job:
-    """Ranks that only send heartbeats, all but one; the others look for it."""
+    """Ranks that only send heartbeats, except one, for which the others look."""
 
     def __init__(self, ranks: int, silent: int, place: Place = PLACE) -> None:
         self.store, self.ranks, self.requests = HashStore(), ranks, [0]
@@ -156,22 +156,22 @@ class Job:
 
 @pytest.fixture
 def job() -> Iterator[Job]:
-    made = Job(600, 7)
-    yield made
-    made.end()
+    job = Job(600, 7)
+    yield job
+    job.end()
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("lost", [False, True])
 def test_one_rank_reads_all_heartbeats_and_names_the_silent_one_of_six_hundred(job: Job, lost: bool) -> None:
-    said: dict[int, str] = {}
+    messages: dict[int, str] = {}
 
     def at_the_deadline(rank: int) -> None:
         health = job.health(rank)
         time.sleep(0.3)
         loss = (rank + 1, "reset") if lost and rank == 300 else None
-        said[rank] = health.explain({rank + 1}, lost=loss, waited_s=1.0)
-        health.publish(DeadlineError(f"no answer; {said[rank]}"))
+        messages[rank] = health.explain({rank + 1}, lost=loss, waited_s=1.0)
+        health.publish(DeadlineError(f"no answer; {messages[rank]}"))
         health.detach(job)
 
     start = time.monotonic()
@@ -181,9 +181,9 @@ def test_one_rank_reads_all_heartbeats_and_names_the_silent_one_of_six_hundred(j
     for thread in threads:
         thread.join(10.0)
     assert time.monotonic() - start < 4.0
-    assert [named_at_fault(said[rank]) for rank in (100, 200, 300)] == [{7}] * 3, said
-    # One of them reads all heartbeats, the others wait for its cause; no rank reads one after another.
-    assert sum("failed first: DeadlineError" in words for words in said.values()) == 2, said
+    assert [named_at_fault(messages[rank]) for rank in (100, 200, 300)] == [{7}] * 3, messages
+    # One of them reads all heartbeats and the others wait for its cause, so ranks do not read them one after another.
+    assert sum("failed first: DeadlineError" in message for message in messages.values()) == 2, messages
     assert job.requests[0] < 400
 
 
@@ -200,10 +200,10 @@ def test_the_neighbour_of_a_silent_rank_names_it_at_once(job: Job) -> None:
 def test_only_at_a_deadline_a_rank_is_behind(at_deadline: bool, named: set[int]) -> None:
     job = Job(3, 2, Place("idle", 0))
     health = job.health(2)
-    said = health.explain({1}, at_deadline=at_deadline)
+    text = health.explain({1}, at_deadline=at_deadline)
     health.detach(job)
     job.end()
-    assert named_at_fault(said) == named and ("rank 1 is alive" in said) != at_deadline, said
+    assert named_at_fault(text) == named and ("rank 1 is alive" in text) != at_deadline, text
 
 
 def test_who_was_heard_shortly_before_the_deadline_is_not_called_silent() -> None:
@@ -211,9 +211,9 @@ def test_who_was_heard_shortly_before_the_deadline_is_not_called_silent() -> Non
     health = job.health(0)
     job.store.set(heartbeat_key(1), Beat(2, PLACE).text())
     time.sleep(0.3)
-    said = health.explain({1}, waited_s=20.0)
-    assert said.startswith("rank 1 is not heard at the moment, last in") and named_at_fault(said) == set(), said
-    # The same silence is long enough after a short wait, and after a connection was lost.
+    text = health.explain({1}, waited_s=20.0)
+    assert text.startswith("rank 1 is not heard at the moment, last in") and named_at_fault(text) == set(), text
+    # The same silence is long enough after a short wait, and after a lost connection.
     assert named_at_fault(health.explain({1}, waited_s=1.0)) == {1}
     assert named_at_fault(health.explain({1}, waited_s=20.0, lost=(1, "reset"))) == {1}
     health.detach(job)
@@ -259,16 +259,16 @@ def test_a_lost_store_is_said_and_ends_no_thread(capfd: pytest.CaptureFixture[st
     health.attach(store, Place)
     until(lambda: health.store.gone)
     assert health._thread is not None and health._thread.is_alive()
-    said = health.explain({1}, lost=(1, "reset"))
-    assert said.startswith(
+    text = health.explain({1}, lost=(1, "reset"))
+    assert text.startswith(
         "the connection to rank 1 was lost (reset), and no first cause can be read; the store's host"
     )
-    assert said.endswith("is gone") and named_at_fault(said) == set()
+    assert text.endswith("is gone") and named_at_fault(text) == set()
     health.detach(store)
     assert capfd.readouterr().err == ""
 
 
-# --- own standstill --------------------------------------------------------------------------------------------------
+# --- stops of this rank itself ------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_stood_still_during_a_wait_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,22 +276,22 @@ def test_a_rank_that_stood_still_during_a_wait_blames_nobody(monkeypatch: pytest
     health = job.health(0)
     until(health.silent)
     assert named_at_fault(health.explain({1}, waited_s=1.0)) == {1}
-    hold, held = threading.Event(), threading.Event()
+    hold, is_held = threading.Event(), threading.Event()
 
     def stands_still() -> Place:
-        held.set()
+        is_held.set()
         hold.wait(10.0)
         return PLACE
 
     health._users[job] = stands_still, lambda cause: None
-    held.wait(10.0)
+    is_held.wait(10.0)
     time.sleep(2.5)
     hold.set()
-    said = health.explain({1}, waited_s=2.0)
-    assert said.startswith("rank 0 itself stood still for 2.") and named_at_fault(said) == set(), said
-    # One that was longer than the deadline is why the others failed, also if this rank waited only afterwards.
+    text = health.explain({1}, waited_s=2.0)
+    assert text.startswith("rank 0 itself stood still for 2.") and named_at_fault(text) == set(), text
+    # A stop longer than the deadline is why the others failed, even if this rank waited only afterwards.
     assert health.explain({1}, waited_s=0.0, timeout_s=2.0, lost=(1, "reset")).startswith("rank 0 itself stood still")
-    # A wait that began afterwards has nothing to do with a shorter one.
+    # A wait that began afterwards is unrelated to a shorter stop.
     assert "stood still" not in health.explain({1}, waited_s=0.0, timeout_s=20.0, lost=(1, "reset"))
     until(lambda: health.silent() == {1})
     assert named_at_fault(health.explain({1}, waited_s=0.0)) == {1}
@@ -299,24 +299,24 @@ def test_a_rank_that_stood_still_during_a_wait_blames_nobody(monkeypatch: pytest
     job.end()
 
 
-# --- told in time ----------------------------------------------------------------------------------------------------
+# --- in time ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.alone
 def test_a_caller_is_told_while_the_abort_goes_on() -> None:
     world = SimWorld(3, faults=[Stall(0, "abort")], limit_s=20.0)
-    told, took = threading.Barrier(3), dict[int, float]()
+    reported, took = threading.Barrier(3), dict[int, float]()
 
     def body(ring: Ring) -> None:
         if ring.rank == 1:
-            told.wait(15.0)
+            reported.wait(15.0)
             return
         start = time.monotonic()
         try:
             ring.barrier()
         finally:
             took[ring.rank] = time.monotonic() - start
-            told.wait(15.0)
+            reported.wait(15.0)
             world.release(0)
 
     outcomes = on_rings(world, body, deadline_s=0.6, hard_s=30.0)
@@ -351,14 +351,14 @@ CASES: list[tuple[str, Evidence, set[int]]] = [
     ("two silent", evidence(silent={1, 2}), {1, 2}),
     ("gone", evidence(gone={2}), {2}),
     ("gone and silent", evidence(gone={2}, silent={1, 2}), {1, 2}),
-    # In the first pass of `direct` others connect to the one that is gone.
+    # In the first pass of `direct`, other ranks connect to the dead one.
     ("silent before launches", evidence(RING | {0: (5, LAUNCH, {1}), 3: (5, LAUNCH, {1})}, silent={1}), {1}),
     ("silent before computing", evidence(RING | {0: (5, COMPUTE, {1})}, silent={1}), {1}),
     ("silent before behind", evidence(BEHIND, silent={2}), {2}),
     ("behind before launches", evidence(BEHIND | {0: (5, LAUNCH, {1}), 2: (5, LAUNCH, {1})}), {1}),
     ("computing", evidence(RING | {1: (5, COMPUTE, {2}), 0: (5, LAUNCH, {1})}), {1}),
     ("in a launch", evidence(RING | {1: (5, LAUNCH, {0, 2})}), {1}),
-    # Behind, but in an exchange: it waits as all do.
+    # Behind, but in an exchange: it waits like all ranks.
     ("behind in an exchange", evidence(RING | {1: (4, PEERS, {0})}), set()),
     ("behind without a deadline", evidence(BEHIND, at_deadline=False), set()),
     ("behind and closed", evidence(BEHIND, closed={1}), set()),
@@ -370,7 +370,7 @@ CASES: list[tuple[str, Evidence, set[int]]] = [
     ("cause before gone", evidence(cause=CAUSE, gone={1}), {3}),
     ("own standstill before all", evidence(stood_still_s=4.0, gone={1}, silent={2}, store=STORE), set()),
     ("own standstill and cause", evidence(stood_still_s=4.0, silent={2}, cause=CAUSE), {3}),
-    # What the store said of places is old where it does not answer.
+    # If the store does not answer, the places it reported are old.
     ("no store", evidence(BEHIND, store=STORE), set()),
     ("no store, silent for the neighbours", evidence(store=STORE, silent={0}), {0}),
     ("lost and silent", evidence(lost=(2, "reset"), silent={2}, at_deadline=False), {2}),
@@ -391,9 +391,9 @@ def test_only_ranks_that_nothing_else_explains_are_named(given: Evidence, named:
 @pytest.mark.parametrize("peers", [{1, 2, 3}, None])
 def test_of_ranks_that_connect_to_each_other_none_is_accused(peers: set[int] | None) -> None:
     both = RING | {1: (5, LAUNCH, {2} if peers else None), 2: (5, LAUNCH, {1} if peers else None)}
-    (words,) = at_fault(evidence(both))
-    assert words == "one of ranks [1, 2] is stuck in a launch, and the others of them wait for it there"
-    assert named_at_fault(words) == set()
+    (phrase,) = at_fault(evidence(both))
+    assert phrase == "one of ranks [1, 2] is stuck in a launch, and the others of them wait for it there"
+    assert named_at_fault(phrase) == set()
 
 
 def test_the_host_of_a_store_that_does_not_answer_is_named_beside_the_ranks() -> None:
@@ -453,9 +453,9 @@ class Side:
 @pytest.fixture
 def sides() -> Iterator[list[Side]]:
     store = HashStore()
-    made = [Side(rank, 6, store) for rank in range(6)]
-    yield made
-    for side in made:
+    all_sides = [Side(rank, 6, store) for rank in range(6)]
+    yield all_sides
+    for side in all_sides:
         side.neighbours.close(Beat(ENDED))
 
 
@@ -500,12 +500,12 @@ def test_ranks_bind_to_an_address_that_their_neighbours_reach(
 def test_what_one_rank_observes_all_ranks_learn_and_forget(sides: list[Side]) -> None:
     rounds(sides, [0.1 * n for n in range(8)])
     living = sides[1:]
-    # Rank 1 and rank 5 observe that rank 0 is silent; there is no way past it.
+    # Rank 1 and rank 5 observe that rank 0 is silent; no report can pass it.
     rounds(living, [0.8 + 0.1 * n for n in range(6)], {1: {0: "silent"}, 5: {0: "gone"}})
     for side in living[1:-1]:
         reports = {how: side.neighbours.reported(how, 1.3) for how in ("silent", "gone")}
         assert reports == {"silent": {0}, "gone": {0}}, side.rank
-    # Nobody repeats what nobody observes any more.
+    # A report ends when no rank observes it any more.
     rounds(sides, [1.4 + 0.1 * n for n in range(12)])
     assert not any(side.neighbours.reported(how, 2.5) for side in sides for how in ("silent", "gone"))
 
@@ -599,10 +599,10 @@ TIMEOUT
 
 
 class RasStub:
-    """A server that answers one request as RAS does, or only a part of it and then nothing more."""
+    """A server that answers one request as RAS does, or only part of it and then hangs."""
 
     def __init__(self, status: str, hangs: bool = False) -> None:
-        self.asked, self._status, self._hangs = b"", status, hangs
+        self.request, self._status, self._hangs = b"", status, hangs
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._ended = threading.Event()
@@ -612,7 +612,7 @@ class RasStub:
     def _serve(self) -> None:
         connection, _ = self._listener.accept()
         with connection:
-            self.asked = connection.recv(100)
+            self.request = connection.recv(100)
             connection.sendall(self._status.encode())
             if self._hangs:
                 self._ended.wait(10.0)
@@ -625,11 +625,11 @@ class RasStub:
 
 def test_what_ras_says_of_dead_ranks_is_one_line() -> None:
     stub = RasStub(RAS_STATUS)
-    said = ras_report(stub.address)
+    report = ras_report(stub.address)
     stub.end()
-    assert stub.asked == b"verbose status\n"
-    assert said.startswith("NCCL RAS reports: DEAD, 1 job process is considered dead")
-    assert "managing GPU 5" in said and said.endswith("The missing rank: 21") and "TIMEOUT" not in said
+    assert stub.request == b"verbose status\n"
+    assert report.startswith("NCCL RAS reports: DEAD, 1 job process is considered dead")
+    assert "managing GPU 5" in report and report.endswith("The missing rank: 21") and "TIMEOUT" not in report
 
 
 @pytest.mark.parametrize("status", ["", RAS_STATUS.partition("Errors")[0], "Errors\n======\n\nWarnings\n========\n"])
@@ -642,8 +642,8 @@ def test_without_errors_ras_adds_nothing(status: str) -> None:
 def test_ras_is_not_waited_for() -> None:
     stub = RasStub(RAS_STATUS, hangs=True)
     start = time.monotonic()
-    said = ras_report(stub.address)
-    assert "managing GPU 5" in said and WITHIN_S - 0.1 < time.monotonic() - start < WITHIN_S + 0.4
+    report = ras_report(stub.address)
+    assert "managing GPU 5" in report and WITHIN_S - 0.1 < time.monotonic() - start < WITHIN_S + 0.4
     stub.end()
     assert ras_report(stub.address) == ras_report("nowhere") == ras_report("127.0.0.1:port") == ""
 

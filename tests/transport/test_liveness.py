@@ -22,7 +22,7 @@ RANKS = 4
 TRANSPORTS = ("shm", "gloo", "shm+gloo", "peer")
 
 
-def suffer(rank: int, world_size: int, transport: str, case: str) -> contract.Told:
+def suffer(rank: int, world_size: int, transport: str, case: str) -> contract.Outcome:
     return contract.suffer(*meet(transport, rank, world_size, contract.DEADLINE_S), case)
 
 
@@ -43,7 +43,7 @@ CELLS: list[Any] = [
 @pytest.mark.parametrize(("transport", "case"), CELLS)
 def test_the_victim_is_named_and_no_other(processes: Processes, transport: str, case: str) -> None:
     told = processes.run(suffer, transport, case)
-    contract.assert_told(case, told)
+    contract.assert_victim_named(case, told)
     if case == "store's host stopped" and transport in ("gloo", "shm+gloo"):
         assert all(contract.STORE in told[rank].message for rank in (1, 2, 3)), told
 
@@ -53,7 +53,7 @@ def test_the_victim_is_named_and_no_other(processes: Processes, transport: str, 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_rank_is_named_and_no_other(transport: str) -> None:
     with Processes(RANKS) as mortals:
-        contract.assert_told("killed", mortals.run(suffer, transport, "killed", exits=contract.CASES["killed"]))
+        contract.assert_victim_named("killed", mortals.run(suffer, transport, "killed", exits=contract.CASES["killed"]))
 
 
 # --- NCCL, simulated (killed: `test_nccl_faults`; a hung store: `test_stopped_store`) ---------------------------------

@@ -1,4 +1,4 @@
-"""Where a rank runs, read from planted /proc and /sys trees and a stand-in for NVIDIA's library."""
+"""Locations of ranks, read from planted /proc and /sys trees and a replacement of NVIDIA's library."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from tests.transport.threads import on_each_rank
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:
-    """A tree of files below `root`."""
+    """Write a tree of files below `root`."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text + "\n")
@@ -59,7 +59,7 @@ def plant(root: Path, files: dict[str, str]) -> Path:
 
 
 def machine(root: Path, boot: str = "b00t", network: int = 4026531840, **files: str) -> Path:
-    """A machine that tells its boot and its network namespace."""
+    """A machine that reports its boot and its network namespace."""
     plant(root, {"proc/sys/kernel/random/boot_id": boot, **files})
     (root / "proc/self/ns").mkdir(parents=True)
     (root / "proc/self/ns/net").symlink_to(f"net:[{network}]")
@@ -107,16 +107,16 @@ def test_a_location_passes_through_the_store(tmp_path: Path) -> None:
     root = machine(tmp_path, **{"sys/class/net/eth0/operstate": "up"})
     links = (("GPU-b", LinkClass.NVLINK), ("GPU-c", LinkClass.UNKNOWN))
     gpu_of = lambda index: Gpu(f"gpu {index}", "0000:1b:00.0", "NVIDIA H200", 132)  # noqa: E731
-    mine = my_location(3, root=root, gpu_of=gpu_of, links=lambda uuid: links)
-    assert (mine.gpu, mine.bus, mine.links) == ("gpu 3", "0000:1b:00.0", links)
-    assert (mine.device, mine.sms, mine.calibration) == ("NVIDIA H200", 132, None)
-    mine = replace(mine, calibration='{"constants": 1}')
-    assert Location.parse(mine.text()) == mine
+    local = my_location(3, root=root, gpu_of=gpu_of, links=lambda uuid: links)
+    assert (local.gpu, local.bus, local.links) == ("gpu 3", "0000:1b:00.0", links)
+    assert (local.device, local.sms, local.calibration) == ("NVIDIA H200", 132, None)
+    local = replace(local, calibration='{"constants": 1}')
+    assert Location.parse(local.text()) == local
     on_cpu = my_location(root=root)
     assert on_cpu.gpu is None and on_cpu.links == () and on_cpu.nics == (Nic("eth0", None),)
-    for one in (on_cpu, replace(on_cpu, machine=None, uid=0)):
-        assert Location.parse(one.text()) == one
-    assert len(on_cpu.text()) < 400  # of 1,024 ranks, each reads all
+    for sample in (on_cpu, replace(on_cpu, machine=None, uid=0)):
+        assert Location.parse(sample.text()) == sample
+    assert len(on_cpu.text()) < 400  # every rank reads those of 1,024 ranks
 
 
 def test_a_gpu_as_torch_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +151,8 @@ def test_what_every_rank_reads_of_all_others_is_small() -> None:
         controls[0].add("opening/count")
     everyone = tuple(map(of, range(ranks)))
     assert gather_locations(controls[1], of(ranks - 1), Deadline(5)) == everyone
-    assert sum(len(one.text()) for one in everyone) > 64 * 500 > 5 * len(controls[1].get("opening/all"))
-    controls[0].add("opening/count", -ranks)  # for a rank that was not the last
+    assert sum(len(place.text()) for place in everyone) > 64 * 500 > 5 * len(controls[1].get("opening/all"))
+    controls[0].add("opening/count", -ranks)  # so that no rank counts as the last
     assert gather_locations(controls[0], of(0), Deadline(5)) == everyone
 
 
@@ -160,7 +160,7 @@ def test_what_every_rank_reads_of_all_others_is_small() -> None:
 
 
 class Library:
-    """NVIDIA's library as `gpu_links` calls it. `status`: of each pair, as NVML numbers it; None: the call fails."""
+    """NVIDIA's library as `gpu_links` calls it. `status`: NVML's number for each pair; None: the call fails."""
 
     def __init__(self, uuids: list[str], status: dict[frozenset[str], int | None], down: bool = False) -> None:
         self.uuids, self.status, self.down, self.users = uuids, status, down, 0
@@ -186,11 +186,11 @@ class Library:
         text.value = f"GPU-{self.uuids[handle.value - 1]}".encode()
         return 0
 
-    def nvmlDeviceGetP2PStatus(self, one: ctypes.c_void_p, other: ctypes.c_void_p, index: Any, status: Any) -> int:
-        assert index.value == 2 and one.value is not None and other.value is not None
-        found = self.status[frozenset((self.uuids[one.value - 1], self.uuids[other.value - 1]))]
-        status._obj.value = found or 0
-        return 999 if found is None else 0
+    def nvmlDeviceGetP2PStatus(self, gpu: ctypes.c_void_p, peer: ctypes.c_void_p, index: Any, status: Any) -> int:
+        assert index.value == 2 and gpu.value is not None and peer.value is not None
+        link_status = self.status[frozenset((self.uuids[gpu.value - 1], self.uuids[peer.value - 1]))]
+        status._obj.value = link_status or 0
+        return 999 if link_status is None else 0
 
 
 def test_links_of_a_gpu_are_what_the_driver_says() -> None:
@@ -205,15 +205,15 @@ def test_links_of_a_gpu_are_what_the_driver_says() -> None:
 
 def test_links_of_gpus_of_two_nodes() -> None:
     links = (("b", LinkClass.NVLINK), ("c", LinkClass.PCIE))
-    found = links_of([at("m", "a", links=links), at("m", "b"), at("n", "d"), at("m", "c"), at("m", "a", links=links)])
-    assert found.nodes == (0, 0, 1, 0, 0)
-    told = {(rank, peer): found.of(rank, peer) for rank in range(5) for peer in range(rank)}
-    assert told == {
+    links = links_of([at("m", "a", links=links), at("m", "b"), at("n", "d"), at("m", "c"), at("m", "a", links=links)])
+    assert links.nodes == (0, 0, 1, 0, 0)
+    classes = {(rank, peer): links.of(rank, peer) for rank in range(5) for peer in range(rank)}
+    assert classes == {
         (1, 0): LinkClass.NVLINK, (3, 0): LinkClass.PCIE, (4, 0): LinkClass.SAME_GPU, (4, 1): LinkClass.NVLINK,
-        (3, 1): LinkClass.UNKNOWN, (4, 3): LinkClass.PCIE,  # b told nothing, and c nothing of b
-        **{(max(2, other), min(2, other)): LinkClass.NETWORK for other in (0, 1, 3, 4)},
+        (3, 1): LinkClass.UNKNOWN, (4, 3): LinkClass.PCIE,  # b reported nothing, and c nothing about b
+        **{(max(2, peer), min(2, peer)): LinkClass.NETWORK for peer in (0, 1, 3, 4)},
     }  # fmt: skip
-    assert found.of(0, 1) is LinkClass.NVLINK
+    assert links.of(0, 1) is LinkClass.NVLINK
 
 
 @pytest.mark.parametrize(
@@ -225,12 +225,12 @@ def test_links_of_gpus_of_two_nodes() -> None:
     ],
 )  # fmt: skip
 def test_links_of_ranks_on_cpu(machines: Any, nodes: tuple[int, ...], inside: LinkClass, outside: LinkClass) -> None:
-    found = links_of([at(machine) for machine in machines])
-    assert (found.nodes, found.inside, found.outside, found.exceptions) == (nodes, inside, outside, ())
+    links = links_of([at(machine) for machine in machines])
+    assert (links.nodes, links.inside, links.outside, links.exceptions) == (nodes, inside, outside, ())
 
 
 def opened(stores: list[dist.Store], timeout_s: float, interface: str = "") -> list[Any]:
-    """Each rank's transport, or what it raised."""
+    """Return each rank's transport, or the error it raised."""
     ranks = len(stores)
     return on_each_rank(
         ranks, lambda rank: GlooTransport.open(Opening(stores[rank], rank, ranks, timeout_s, interface=interface))
@@ -275,8 +275,8 @@ def test_an_opening_that_cannot_connect_lists_the_addresses(monkeypatch: pytest.
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for rank, error in enumerate(opened([host.clone(), host.clone()], 5.0)):
         assert isinstance(error, DeadlineError)
-        said, advice = str(error).split("; ")
-        assert said == (
+        reason, advice = str(error).split("; ")
+        assert reason == (
             f"rank {rank} opened a ring of 2: all ranks arrived, but could not connect within 5.0 s "
             "(rank 0 at 127.0.0.1, rank 1 at 127.0.0.1)"
         )
@@ -302,7 +302,7 @@ CALIBRATION = json.dumps({"constants": asdict(OWN), "transport": "shm"})
 
 
 def gpus(nodes: Sequence[int], kind: LinkClass = LinkClass.NVLINK, **facts: Any) -> tuple[Location, ...]:
-    """A GPU a rank, on these nodes; on each all are joined by links of this class."""
+    """Return one GPU per rank, on these nodes; on each node all are connected by links of this class."""
     facts = {"device": H100, "sms": 132, "nics": RDMA, **facts}
     return tuple(
         Location(
@@ -327,22 +327,22 @@ def test_a_preset_is_recognised_by_the_names_of_its_gpus_and_their_links() -> No
         of(gpus([0] * 4, device="NVIDIA H200"))[1]
         == "recognised: 4 x NVIDIA H200 on 1 node, NVLink inside; preset h200"
     )
-    # A rank a node: nothing is inside.
+    # One rank per node: there are no links inside.
     assert of(gpus([0, 1]))[1] == "recognised: 2 x NVIDIA H100 80GB HBM3 on 2 nodes; preset h100"
     assert {DEVICES[name] for name in DEVICES} | {"cpu"} == set(CLUSTERS)
     for device, name in DEVICES.items():
-        found = of(gpus([0] * 4, device=device, sms=CLUSTERS[name].sms))
-        assert (found.cluster is None) == (name in OVER_PCIE), device
+        recognised = of(gpus([0] * 4, device=device, sms=CLUSTERS[name].sms))
+        assert (recognised.cluster is None) == (name in OVER_PCIE), device
 
 
 def test_slower_network_ports_are_counted_and_faster_ones_are_not() -> None:
     slow = of(gpus([0, 0, 1, 1], nics=(Nic("eth0", 100.0),)))
     assert slow.cluster is not None and slow.cluster.node_bandwidth == pytest.approx(100e9 / 8 / 2)
     assert slow.why.endswith("preset h100, but 6.25 GB/s a rank between nodes by the rates of their ports")
-    one = gpus([0, 0, 1, 1])
-    least = of((*one[:2], *(replace(other, nics=RDMA[:1]) for other in one[2:]))).cluster
+    locations = gpus([0, 0, 1, 1])
+    least = of((*locations[:2], *(replace(rank, nics=RDMA[:1]) for rank in locations[2:]))).cluster
     assert least is not None and least.node_bandwidth == pytest.approx(25e9)
-    first = of((*(replace(other, nics=RDMA[:1]) for other in one[:2]), *one[2:])).cluster
+    first = of((*(replace(rank, nics=RDMA[:1]) for rank in locations[:2]), *locations[2:])).cluster
     assert first is not None and first.node_bandwidth == least.node_bandwidth
 
 
@@ -357,7 +357,7 @@ def test_slower_network_ports_are_counted_and_faster_ones_are_not() -> None:
         (gpus([0] * 4 + [1] * 4, device="NVIDIA GB200", sms=148), "whether NVLink connects the nodes"),
         (gpus([0, 1], nics=()), "a node does not report the rate of its network ports"),
         (gpus([0, 1], nics=(Nic("eth0", None),)), "a node does not report the rate of its network ports"),
-        (tuple(replace(one, machine=None) for one in gpus([0, 1])), "a rank cannot determine which machine it is on"),
+        (tuple(replace(rank, machine=None) for rank in gpus([0, 1])), "a rank cannot determine which machine it is on"),
         (
             (*gpus([0] * 4)[:3], replace(gpus([0] * 4)[3], device="NVIDIA A100-SXM4-80GB", sms=108)),
             "rank 3 has NVIDIA A100-SXM4-80GB with 108 multiprocessors, and rank 0 has NVIDIA H100 80GB HBM3 with 132",
@@ -367,22 +367,22 @@ def test_slower_network_ports_are_counted_and_faster_ones_are_not() -> None:
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_not_recognised(locations: tuple[Location, ...], reason: str) -> None:
-    found = of(locations)
-    assert found.cluster is None and found.why.startswith("not recognised: ") and reason in found.why
+    recognised = of(locations)
+    assert recognised.cluster is None and recognised.why.startswith("not recognised: ") and reason in recognised.why
 
 
 def test_a_calibration_goes_before_a_preset_where_all_ranks_have_it() -> None:
-    here = tuple(replace(one, calibration=CALIBRATION) for one in gpus([0] * 3))
-    assert of(here, "shm") == (OWN, "calibrated: 4 cores (calibrated)")
+    ranks = tuple(replace(rank, calibration=CALIBRATION) for rank in gpus([0] * 3))
+    assert of(ranks, "shm") == (OWN, "calibrated: 4 cores (calibrated)")
     for others, transport, why in (
-        ((here[0], here[1], replace(here[2], calibration=None)), "shm", "rank 2 has another calibration than rank 0"),
-        (here, "gloo", "the calibration is for shm, but messages use gloo"),
-        ((*here[:2], replace(here[2], machine="boot/1")), "shm", "the ring has several"),
-        (tuple(replace(one, calibration='{"unfit": "of another"}') for one in here), "shm", "of another"),
+        ((ranks[0], ranks[1], replace(ranks[2], calibration=None)), "shm", "rank 2 has another calibration than rank"),
+        (ranks, "gloo", "the calibration is for shm, but messages use gloo"),
+        ((*ranks[:2], replace(ranks[2], machine="boot/1")), "shm", "the ring has several"),
+        (tuple(replace(rank, calibration='{"unfit": "of another"}') for rank in ranks), "shm", "of another"),
     ):
-        on_cpu = tuple(replace(one, device=None, sms=None) for one in others)
+        on_cpu = tuple(replace(rank, device=None, sms=None) for rank in others)
         assert of(on_cpu, transport).cluster is None and why in of(on_cpu, transport).why, why
-        # With GPUs their preset is left.
+        # With GPUs, their preset remains.
         preset = of(others, transport)
         assert preset.cluster is not None and preset.cluster.recognised and "preset h100" in preset.why
 
@@ -394,8 +394,8 @@ def test_the_file_of_calibrate_counts_for_such_a_machine(tmp_path: Path, monkeyp
         own_calibration("there.json")
     written = {"constants": asdict(OWN), "hardware": location.hardware(), "transport": "shm"}
     Path("calibrated.json").write_text(json.dumps(written))
-    found = json.loads(own_calibration(None) or "")
-    assert Cluster(**found["constants"]) == OWN and found["transport"] == "shm"
+    calibration = json.loads(own_calibration(None) or "")
+    assert Cluster(**calibration["constants"]) == OWN and calibration["transport"] == "shm"
     Path("calibrated.json").write_text(json.dumps({**written, "hardware": "8 x another GPU"}))
     assert "is for 8 x another GPU, but this is" in json.loads(own_calibration(None) or "")["unfit"]
     Path("calibrated.json").write_text("{")
@@ -408,7 +408,7 @@ Rings = Callable[..., list[Any]]
 
 @pytest.fixture
 def rings(monkeypatch: pytest.MonkeyPatch) -> Rings:
-    """`run_ranks` on these locations."""
+    """Run `run_ranks` on these locations."""
 
     def run(locations: tuple[Location, ...], body: Callable[[Ring], Any], **options: Any) -> list[Any]:
         monkeypatch.setattr(LocalTransport, "locations", locations)
@@ -422,17 +422,17 @@ def test_a_ring_chooses_for_its_transport_and_its_margin(rings: Rings, monkeypat
         seq = ring.sequence(256, layout="contiguous")
         return ring.machines, str(ring.explain(seq, q_heads=2, head_dim=64, dtype="float32"))
 
-    here = gpus([0, 0])
-    known = replace(CLUSTERS["h100"], recognised=True, links=links_of(here))
+    ranks = gpus([0, 0])
+    cluster = replace(CLUSTERS["h100"], recognised=True, links=links_of(ranks))
     monkeypatch.setattr(LocalTransport, "stream", "a queue of a device")
     for name, margin, machines, columns in (
-        ("nccl", 4, known.leaving(4), "nccl, 4 SMs  nccl, 8 SMs  nccl, 0 SMs   peer"),
-        ("peer", 0, known.by_copy_engines(), "peer  nccl, 8 SMs  nccl, 0 SMs"),
+        ("nccl", 4, cluster.leaving(4), "nccl, 4 SMs  nccl, 8 SMs  nccl, 0 SMs   peer"),
+        ("peer", 0, cluster.by_copy_engines(), "peer  nccl, 8 SMs  nccl, 0 SMs"),
     ):
         monkeypatch.setattr(LocalTransport, "name", name)
         monkeypatch.setattr(LocalTransport, "sm_margin", margin)
-        for found, text in rings(here, chooses):
-            assert found == machines
+        for cluster_used, text in rings(ranks, chooses):
+            assert cluster_used == machines
             assert f"  {columns}  staged MiB" in next(line for line in text.splitlines() if "staged MiB" in line)
 
 
@@ -441,16 +441,16 @@ def test_rings_recognise_what_nobody_named(rings: Rings) -> None:
         text = str(ring.explain(ring.sequence(4096), q_heads=8, head_dim=64, causal=True, schedule="ring"))
         return ring.cluster, next(line for line in text.splitlines() if line.startswith("machines "))
 
-    here = gpus([0, 0, 1, 1])
-    links = links_of(here)
+    ranks = gpus([0, 0, 1, 1])
+    links = links_of(ranks)
     expected = replace(CLUSTERS["h100"], recognised=True, links=links)
     line = "machines recognised: 4 x NVIDIA H100 80GB HBM3 on 2 nodes, NVLink inside; preset h100"
-    assert rings(here, told) == [(expected, line)] * 4
-    named = rings(here, told, cluster="b200")
+    assert rings(ranks, told) == [(expected, line)] * 4
+    named = rings(ranks, told, cluster="b200")
     assert named == [(replace(CLUSTERS["b200"], links=links), f"machines named: {CLUSTERS['b200'].name}")] * 4
     without = (REFERENCE.joined(links), "machines not looked for: cluster=None")
-    assert rings(here, told, cluster=None) == [without] * 4
-    odd = (*here[:3], replace(here[3], device="NVIDIA H200"))
+    assert rings(ranks, told, cluster=None) == [without] * 4
+    odd = (*ranks[:3], replace(ranks[3], device="NVIDIA H200"))
     (cluster, why), *others = rings(odd, told)
     assert cluster == REFERENCE.joined(links) and why.startswith("machines not recognised: rank 3 has NVIDIA H200")
     assert others == [(cluster, why)] * 3

@@ -1,4 +1,4 @@
-"""When the memory of an NCCL ring is given back: never under compute or an exchange, and always in the end.
+"""When the memory of an NCCL ring is freed: never under compute or an exchange, and always in the end.
 
 The real transport runs over simulated GPUs whose compute runs later than the host issues it.
 Not covered: CUDA's own allocator (`tests/gpu/test_lifetimes.py`).
@@ -32,11 +32,11 @@ from tests.transport.simulated.world import SimWorld, Stall
 
 MEMORY = pytest.mark.parametrize("register", [True, False], ids=["registered", "plain"])
 SOON_S = 30.0
-"""How long a busy machine may take to do what needs no time."""
+"""The time a busy machine may need for something that takes no time."""
 
 
 def until(what: Callable[[], bool]) -> bool:
-    """Whether it comes about soon. Garbage goes meanwhile: a traceback is a cycle."""
+    """Return whether the condition becomes true soon. Collects garbage meanwhile, because a traceback is a cycle."""
     end_s = time.monotonic() + SOON_S
     while not what():
         gc.collect()
@@ -47,7 +47,7 @@ def until(what: Callable[[], bool]) -> bool:
 
 
 def held_reader(ring: NcclTransport, slots: torch.Tensor, as_pass: bool = False) -> tuple[SimStream, Touch]:
-    """Compute on a stream of the user's that reads `slots` and runs only when it is told to; the stream."""
+    """Enqueue compute on a user's stream that reads `slots` and runs only on command; return the stream."""
     gpu: SimDevice = ring.gpu  # type: ignore[assignment]
     stream = gpu.user_stream()
     with gpu.on(stream):
@@ -59,9 +59,9 @@ def held_reader(ring: NcclTransport, slots: torch.Tensor, as_pass: bool = False)
     return stream, reader
 
 
-def gone(world: SimWorld, rank: int, there: tuple[int, int]) -> bool:
+def gone(world: SimWorld, rank: int, addresses: tuple[int, int]) -> bool:
     with world.changed:
-        return world.memory.gone(rank, *there)
+        return world.memory.gone(rank, *addresses)
 
 
 # --- at close --------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_close_waits_for_compute_that_still_reads(where: str, register: bool) ->
 
     def body(ring: NcclTransport) -> tuple[bool, bool]:
         slots = ring.allocate(1024).view(2, 512)
-        there = span(slots)
+        addresses = span(slots)
         around(ring, slots[0], slots[1]).start().wait()
         elsewhere = where == "on another"
         stream, reader = held_reader(ring, slots, as_pass=elsewhere)
@@ -82,13 +82,13 @@ def test_close_waits_for_compute_that_still_reads(where: str, register: bool) ->
         released: list[bool] = []
 
         def finish() -> None:
-            released.append(gone(world, ring.rank, there))
+            released.append(gone(world, ring.rank, addresses))
             world.finish(reader)
 
         threading.Timer(0.3, finish).start()
         with ring.gpu.on(ring.gpu.current_stream() if elsewhere else stream):  # type: ignore[attr-defined]
             ring.close()
-        return released == [False], gone(world, ring.rank, there)
+        return released == [False], gone(world, ring.rank, addresses)
 
     assert results(on_gpus(world, body, options=NcclOptions(register=register))) == [(True, True)] * 2
     assert world.violations == [] and world.memory.nccl_bytes(0) == 0
@@ -100,7 +100,7 @@ def test_close_leaves_memory_that_a_stuck_gpu_reads(register: bool, capsys: pyte
 
     def body(ring: NcclTransport) -> bool:
         slots = ring.allocate(1024).view(2, 512)
-        there = span(slots)
+        addresses = span(slots)
         around(ring, slots[0], slots[1]).start().wait()
         ring.drain()
         _, reader = held_reader(ring, slots, as_pass=True)
@@ -108,17 +108,17 @@ def test_close_leaves_memory_that_a_stuck_gpu_reads(register: bool, capsys: pyte
         began_s = time.monotonic()
         ring.close()
         assert time.monotonic() - began_s < SOON_S
-        readers.append((ring.rank, there, reader))
-        return not gone(world, ring.rank, there)
+        readers.append((ring.rank, addresses, reader))
+        return not gone(world, ring.rank, addresses)
 
     assert results(on_gpus(world, body, deadline_s=0.5, options=NcclOptions(register=register))) == [True, True]
-    gc.collect()  # also when nobody knows the ring any more
-    assert not any(gone(world, rank, there) for rank, there, _ in readers)
+    gc.collect()  # also when nothing refers to the ring any more
+    assert not any(gone(world, rank, addresses) for rank, addresses, _ in readers)
     for _, _, reader in readers:
         world.finish(reader)
     assert world.violations == []
-    said = capsys.readouterr().err
-    assert all(f"rank {rank}: the GPU was still computing after 0.5 s, so memory" in said for rank in range(2))
+    printed = capsys.readouterr().err
+    assert all(f"rank {rank}: the GPU was still computing after 0.5 s, so memory" in printed for rank in range(2))
 
 
 def test_an_executor_that_outlives_its_ring_keeps_no_memory() -> None:
@@ -139,15 +139,15 @@ def test_an_executor_that_outlives_its_ring_keeps_no_memory() -> None:
 
 
 def test_growth_never_holds_two_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, held, allocate = SimWorld(2), [], SimLibrary.mem_alloc
+    world, allocated, allocate = SimWorld(2), [], SimLibrary.mem_alloc
 
     def noted(library: SimLibrary, nbytes: int) -> int:
-        held.append(world.memory.nccl_bytes(library._rank))
+        allocated.append(world.memory.nccl_bytes(library._rank))
         return allocate(library, nbytes)
 
     monkeypatch.setattr(SimLibrary, "mem_alloc", noted)
     results(on_rings(world, lambda ring: [attend(ring, tokens) for tokens in (16, 64, 256)], ring={"engine": "plain"}))
-    assert len(held) >= 6 and not any(held) and world.violations == []
+    assert len(allocated) >= 6 and not any(allocated) and world.violations == []
     assert not any(world.memory.nccl_bytes(rank) for rank in range(2))
 
 
@@ -157,19 +157,19 @@ def test_growth_waits_for_compute_that_still_reads(register: bool) -> None:
 
     def body(ring: NcclTransport) -> tuple[bool, bool]:
         slots = ring.allocate(1024).view(2, 512)
-        there = span(slots)
+        addresses = span(slots)
         around(ring, slots[0], slots[1]).start().wait()
         _, reader = held_reader(ring, slots, as_pass=True)
         del slots
         released: list[bool] = []
 
         def finish() -> None:
-            released.append(gone(world, ring.rank, there))
+            released.append(gone(world, ring.rank, addresses))
             world.finish(reader)
 
         threading.Timer(0.3, finish).start()
         grown = ring.allocate(2048)
-        freed = gone(world, ring.rank, there)
+        freed = gone(world, ring.rank, addresses)
         return released == [False] and grown.nbytes == 2048, freed
 
     assert results(on_gpus(world, body, options=NcclOptions(register=register))) == [(True, True)] * 2
@@ -182,15 +182,15 @@ def test_growth_behind_a_stuck_gpu_leaves_the_old_memory(register: bool, capsys:
 
     def body(ring: NcclTransport) -> tuple[bool, bool]:
         slots = ring.allocate(1024).view(2, 512)
-        there = span(slots)
+        addresses = span(slots)
         _, reader = held_reader(ring, slots, as_pass=True)
         del slots
         grown = ring.allocate(2048)
-        left = not gone(world, ring.rank, there)
+        left = not gone(world, ring.rank, addresses)
         world.finish(reader)
         del grown
-        ring.allocate(4096)  # gives back what was left
-        return left, gone(world, ring.rank, there)
+        ring.allocate(4096)  # frees what was dropped
+        return left, gone(world, ring.rank, addresses)
 
     options = NcclOptions(register=register)
     assert results(on_gpus(world, body, deadline_s=0.4, options=options)) == [(True, True)] * 2
@@ -219,7 +219,7 @@ def test_a_failure_of_the_users_gives_all_memory_back(inside: bool) -> None:
     world, rings = SimWorld(2), []
 
     def body(ring: Ring) -> None:
-        rings.append(ring)  # kept, as by a program that goes on
+        rings.append(ring)  # kept, as by a program that continues
         if inside:
             ring.engine = Breaking(ring.rank)
         attend(ring)
@@ -239,21 +239,21 @@ def test_a_failure_of_the_users_gives_all_memory_back(inside: bool) -> None:
 
 @MEMORY
 def test_a_failure_gives_no_memory_back_under_compute(register: bool) -> None:
-    world, readers, found = SimWorld(2), [], []
+    world, readers, read_spans = SimWorld(2), [], []
 
     def body(ring: NcclTransport) -> None:
         slots = ring.allocate(1024).view(2, 512)
-        found.append((ring.rank, span(slots)))
+        read_spans.append((ring.rank, span(slots)))
         around(ring, slots[0], slots[1]).start().wait()
         readers.append(held_reader(ring, slots, as_pass=True)[1])
         ring.abort(ValueError("done"))
 
     on_gpus(world, body, options=NcclOptions(register=register))
     time.sleep(0.3)
-    assert not any(gone(world, rank, there) for rank, there in found) and world.violations == []
+    assert not any(gone(world, rank, addresses) for rank, addresses in read_spans) and world.violations == []
     for reader in readers:
         world.finish(reader)
-    assert until(lambda: all(gone(world, rank, there) for rank, there in found)) and world.violations == []
+    assert until(lambda: all(gone(world, rank, addresses) for rank, addresses in read_spans)) and world.violations == []
 
 
 def test_a_failure_lets_go_of_exchanges_that_do_not_arrive() -> None:
@@ -286,12 +286,12 @@ def test_an_abort_that_is_stuck_leaves_the_memory(
 
     on_gpus(world, body)
     assert until(lambda: not world.memory.nccl_bytes(1))
-    said = ""
+    printed = ""
     deadline = time.monotonic() + SOON_S
-    while "rank 0: a communicator does not end" not in said and time.monotonic() < deadline:
-        said += capsys.readouterr().err
+    while "rank 0: a communicator does not end" not in printed and time.monotonic() < deadline:
+        printed += capsys.readouterr().err
         time.sleep(0.05)
-    assert "rank 0: a communicator does not end, so memory of the ring is not freed" in said
+    assert "rank 0: a communicator does not end, so memory of the ring is not freed" in printed
     assert world.memory.nccl_bytes(0) == 1024 and world.violations == []
     world.release(0)
 
@@ -318,13 +318,13 @@ def test_a_shortage_is_tried_twice_and_no_other_error_is() -> None:
         with pytest.raises(NcclError) as caught:
             ring.allocate(8192)
         errors.append((caught.value, ring.gpu.emptied))  # type: ignore[attr-defined]
-        ring._memory._binding.mem_alloc = lambda nbytes: (_ for _ in ()).throw(other)  # type: ignore[method-assign]
+        ring._memory._binding.mem_alloc = lambda nbytes: (_ for _ in ()).throw(access)  # type: ignore[method-assign]
         with pytest.raises(NcclError) as caught:
             ring.allocate(1024)
         errors.append((caught.value, ring.gpu.emptied))  # type: ignore[attr-defined]
         del ring._memory._binding.mem_alloc
 
-    other = NcclError("ncclMemAlloc", Status.UNHANDLED_CUDA_ERROR, "Cuda failure 700 'an illegal memory access'")
+    access = NcclError("ncclMemAlloc", Status.UNHANDLED_CUDA_ERROR, "Cuda failure 700 'an illegal memory access'")
     results(on_gpus(world, body))
     assert [(is_shortage(error), emptied) for error, emptied in errors] == [(True, 1), (False, 1)]
 
@@ -348,7 +348,7 @@ def test_a_ring_without_room_tells_its_account_and_only_its_own() -> None:
     assert isinstance(lost.error, PeerLostError) and "rank 1 failed first: NcclError: ncclMemAlloc" in str(lost.error)
 
 
-@pytest.mark.parametrize("words", ["ncclMemAlloc: 'out of memory'", "CPUAllocator: can't allocate memory"])
-def test_a_shortage_of_another_rank_is_not_this_ranks_own(words: str) -> None:
-    assert not is_shortage(PeerLostError(f"rank 0: rank 1 failed first: RuntimeError: Default{words}"))
-    assert not is_shortage(NcclError("ncclCommRegister", Status.SYSTEM_ERROR, words))
+@pytest.mark.parametrize("message", ["ncclMemAlloc: 'out of memory'", "CPUAllocator: can't allocate memory"])
+def test_a_shortage_of_another_rank_is_not_this_ranks_own(message: str) -> None:
+    assert not is_shortage(PeerLostError(f"rank 0: rank 1 failed first: RuntimeError: Default{message}"))
+    assert not is_shortage(NcclError("ncclCommRegister", Status.SYSTEM_ERROR, message))

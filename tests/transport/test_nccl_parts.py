@@ -1,4 +1,4 @@
-"""The parts of the NCCL transport that need neither a GPU nor a library: meeting, comparing calls, advice, waiting."""
+"""Parts of the NCCL transport that need neither a GPU nor a library: meeting, comparing calls, advice, waiting."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.transport.simulated.world import SimWorld
 
 
 def arrival(rank: int, **changes: Any) -> Arrival:
-    made = Arrival(rank, "node", f"GPU-{rank}", 22809, "0.1.0", True, NcclOptions())
-    return replace(made, **changes)
+    arrival = Arrival(rank, "node", f"GPU-{rank}", 22809, "0.1.0", True, NcclOptions())
+    return replace(arrival, **changes)
 
 
 LOCATIONS = [Location("node", "node", 100 + rank, 0) for rank in range(3)]
@@ -49,7 +49,7 @@ def test_a_rank_that_makes_no_id_or_is_not_ready_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "words"),
+    ("changes", "kind", "message"),
     [
         ({"nccl_version": 22907}, DisagreementError, r"NCCL version: 2\.28\.9 on ranks .*2\.29\.7 on ranks \[1\]"),
         ({"ringattn_version": "0.2.0"}, DisagreementError, r"ringattn version: .*0\.2\.0 on ranks \[1\]"),
@@ -63,9 +63,9 @@ def test_a_rank_that_makes_no_id_or_is_not_ready_is_named() -> None:
         ({"gpu_uuid": "GPU-2"}, InputError, r"rank 1 \(process 101\), rank 2 \(process 102\) use the same GPU GPU-2"),
     ],
 )  # fmt: skip
-def test_ranks_that_do_not_fit_are_refused(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
+def test_ranks_that_do_not_fit_are_refused(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
     check_fit([arrival(rank) for rank in range(3)], LOCATIONS)
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=message):
         check_fit([arrival(0), arrival(1, **changes), arrival(2)], LOCATIONS)
 
 
@@ -77,18 +77,18 @@ def test_two_ranks_may_share_a_gpu_that_nccl_takes_for_two() -> None:
 
 
 def history(*digests: bytes, first: int = 1) -> CallHistory:
-    made = CallHistory()
+    calls_made = CallHistory()
     for number, digest in enumerate(digests, first):
-        made.announce(number, digest, f"words of {digest!r}")
-    return made
+        calls_made.announce(number, digest, f"words of {digest!r}")
+    return calls_made
 
 
 def test_the_first_call_that_differs_is_found() -> None:
-    mine, theirs = history(b"a", b"b", b"c"), history(b"a", b"x", b"c")
-    difference = mine.differs(theirs.report())
+    local, remote = history(b"a", b"b", b"c"), history(b"a", b"x", b"c")
+    difference = local.differs(remote.report())
     assert difference is not None and difference.startswith("call 2 differs")
     assert "that rank is now at 'words of b'c'', this rank at 'words of b'c''" in difference
-    assert mine.differs(history(b"a", b"b").report()) is None and mine.differs(CallHistory().report()) is None
+    assert local.differs(history(b"a", b"b").report()) is None and local.differs(CallHistory().report()) is None
 
 
 def test_a_difference_between_calls_that_are_told_of_is_bounded_by_them() -> None:
@@ -98,19 +98,19 @@ def test_a_difference_between_calls_that_are_told_of_is_bounded_by_them() -> Non
 
 
 def test_a_difference_shows_in_every_later_call() -> None:
-    # A heartbeat tells of a few calls only, and those that differed may be among none of them.
-    mine = history(b"a", *[b"same"] * 1000)
-    theirs = history(b"x", *[b"same"] * 1000)
-    assert mine.differs(theirs.report()) is not None
+    # A heartbeat reports only a few calls, and those that differed may be among none of them.
+    local = history(b"a", *[b"same"] * 1000)
+    remote = history(b"x", *[b"same"] * 1000)
+    assert local.differs(remote.report()) is not None
 
 
 @pytest.mark.parametrize("ahead", [1, 7, 64, 1280, 4000])
 def test_ranks_that_are_far_apart_are_compared(ahead: int) -> None:
     calls = [bytes([n % 250]) for n in range(5000)]
-    mine, theirs = history(*calls[:640]), history(*calls[: 640 + ahead])
-    assert mine.differs(theirs.report()) is None and theirs.differs(mine.report()) is None
-    other = history(b"other", *calls[1 : 640 + ahead])
-    assert mine.differs(other.report()) is not None and other.differs(mine.report()) is not None
+    local, remote = history(*calls[:640]), history(*calls[: 640 + ahead])
+    assert local.differs(remote.report()) is None and remote.differs(local.report()) is None
+    another = history(b"other", *calls[1 : 640 + ahead])
+    assert local.differs(another.report()) is not None and another.differs(local.report()) is not None
 
 
 def test_what_a_heartbeat_tells_is_small_and_what_a_rank_keeps_is_bounded() -> None:
@@ -138,14 +138,14 @@ def test_advice() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    for bad, words in (
+    for bad, part in (
         ({"binding": "nccl4py"}, "ctypes, cupy"),
         ({"sm_margin": -1}, "sm_margin must lie between 0 and 64, got -1"),
         ({"sm_margin": 65}, "between 0 and 64"),
         ({"cga_cluster_size": 9}, "cga_cluster_size must lie between 0 and 8"),
         ({"channels_per_net_peer": 0}, "channels_per_net_peer must lie between 1 and 64"),
     ):
-        with pytest.raises(InputError, match=words):
+        with pytest.raises(InputError, match=part):
             NcclOptions(**bad)
 
 
@@ -161,17 +161,17 @@ def test_bad_options_are_refused() -> None:
     ],
 )
 def test_the_margin_is_the_limit_of_thread_blocks_too(options: NcclOptions, config: CommConfig) -> None:
-    """NCCL alone takes clusters of four on Hopper, which find no place in a margin of a few multiprocessors."""
+    """NCCL's own choice on Hopper is clusters of four, which do not fit a margin of a few multiprocessors."""
     assert config_of(options, frozenset(Capability)) == config
     assert options.margin == (config.max_ctas or 0)
 
 
 def test_defaults_go_where_the_library_can_and_what_was_asked_for_always() -> None:
-    """A binding refuses what reaches it and it lacks."""
+    """A binding refuses options that it lacks."""
     assert config_of(NcclOptions(blocking=True), frozenset()) == CommConfig(True)
     assert NcclOptions(blocking=True).margin == 8
-    asked = config_of(NcclOptions(blocking=True, sm_margin=8, cga_cluster_size=1, channels_per_net_peer=2), frozenset())
-    assert asked.needs() == (Capability.MAX_CTAS, Capability.CGA, Capability.NET_CHANNELS)
+    full = config_of(NcclOptions(blocking=True, sm_margin=8, cga_cluster_size=1, channels_per_net_peer=2), frozenset())
+    assert full.needs() == (Capability.MAX_CTAS, Capability.CGA, Capability.NET_CHANNELS)
     assert config_of(NcclOptions(blocking=True, sm_margin=0), frozenset()).needs() == ()
 
 
@@ -180,8 +180,8 @@ def test_an_environment_that_undoes_the_margin_is_told() -> None:
     fine = {"NCCL_MAX_CTAS": "8", "NCCL_MIN_CTAS": "2", "NCCL_CGA_CLUSTER_SIZE": "1"}
     assert overlap_warnings({}, NcclOptions(), every) == overlap_warnings(fine, NcclOptions(), every) == []
     for variable, value in (("NCCL_MAX_CTAS", "16"), ("NCCL_MIN_CTAS", "9"), ("NCCL_CGA_CLUSTER_SIZE", "4")):
-        (told,) = overlap_warnings({**fine, variable: value}, NcclOptions(), every)
-        assert told.startswith(f"{variable}={value} overrides") and "sm_margin=8" in told
+        (warning,) = overlap_warnings({**fine, variable: value}, NcclOptions(), every)
+        assert warning.startswith(f"{variable}={value} overrides") and "sm_margin=8" in warning
         assert overlap_warnings({**fine, variable: value}, NcclOptions(sm_margin=0), every) == []
     assert overlap_warnings({"NCCL_CGA_CLUSTER_SIZE": "4"}, NcclOptions(cga_cluster_size=4), every) == []
     cupy = NcclOptions(binding="cupy", blocking=True)
@@ -194,16 +194,16 @@ def test_an_environment_that_undoes_the_margin_is_told() -> None:
 def test_engines_and_communicators_hear_of_one_margin(
     options: NcclOptions, margin: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[CommConfig] = []
+    configs: list[CommConfig] = []
     init = SimLibrary.init
 
     def noted(library: SimLibrary, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
-        made.append(config)
+        configs.append(config)
         return init(library, world_size, unique_id, rank, config)
 
     monkeypatch.setattr(SimLibrary, "init", noted)
     assert results(on_gpus(SimWorld(2), lambda ring: ring.sm_margin, options=options)) == [margin] * 2
-    assert [(config.max_ctas or 0, config.cga_cluster_size) for config in made] == [(margin, 1)] * 2
+    assert [(config.max_ctas or 0, config.cga_cluster_size) for config in configs] == [(margin, 1)] * 2
     assert results(on_gpus(SimWorld(1), lambda ring: ring.sm_margin, options=options)) == [0]
 
 
@@ -217,6 +217,6 @@ def test_wait_until() -> None:
     assert 0.2 <= time.monotonic() - start < 0.2 + 10 * LONGEST_NAP_S
     with pytest.raises(ValueError, match="the ring has failed"):
         wait_until(lambda: False, Deadline(5.0), lambda: (_ for _ in ()).throw(ValueError("the ring has failed")))
-    # What all waited for came, and then a rank that has seen it failed.
+    # What all waited for arrived, and then a rank that had seen it failed.
     answers = iter([False, True])
     assert wait_until(lambda: next(answers), Deadline(5.0), lambda: (_ for _ in ()).throw(ValueError("failed since")))

@@ -1,4 +1,4 @@
-"""A ring over two transports, in real processes on two nodes by their locations: shared memory inside, gloo between."""
+"""A ring over two transports, in real processes with locations on two nodes: shared memory inside, gloo between."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ from tests.transport.attribution import named_at_fault
 from tests.transport.process_rings import EVEN, LATE, locations, meet_nodes, on_node_threads
 
 
-def there(rank: int, world_size: int) -> None:
-    """Nothing: who answers has started, which takes four processes most of a minute on a busy machine."""
+def start_up(rank: int, world_size: int) -> None:
+    """Do nothing: a process that answers has started, which takes four of them most of a minute on a busy machine."""
 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Processes]:
     with Processes(4) as started:
-        started.run(there, hard_s=180.0)
+        started.run(start_up, hard_s=180.0)
         yield started
 
 
-# --- which way -------------------------------------------------------------------------------------------------------
+# --- routes ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_record_says_which_way_each_message_took(tmp_path: Path) -> None:
     def body(ring: HostNodesTransport) -> list[tuple[str, str, int]]:
-        """What the flight record says of one exchange with everybody: transport, direction and peer of each message."""
+        """Return the flight record of one exchange with all ranks: transport, direction and peer of each message."""
         peers = [peer for peer in range(4) if peer != ring.rank]
-        sent, came = ring.allocate(64), ring.allocate(64 * 4).view(4, 64)
+        sent, received = ring.allocate(64), ring.allocate(64 * 4).view(4, 64)
         sent.fill_(ring.rank)
-        hop = ring.bind([Message(p, sent, "k") for p in peers], [Message(p, came[p], "k") for p in peers])
+        hop = ring.bind([Message(p, sent, "k") for p in peers], [Message(p, received[p], "k") for p in peers])
         for _ in range(2):
             hop.start().wait()
-        assert [came[peer][0].item() for peer in peers] == peers
+        assert [received[peer][0].item() for peer in peers] == peers
         ring.all_gather_bytes(b"")
         record = ring.inside.record
         assert record is ring.between.record and record.transport == ring.name == "shm+gloo"
         left = json.loads(record.dump(tmp_path / str(ring.rank), "no cause").read_text())
-        assert {one["transport"] for one in left["flights"]} == {"shm", "gloo"}
-        return [(one.transport, part.op, part.peer) for one in record.entries() if one.lane == 0 for part in one.parts]
+        assert {row["transport"] for row in left["flights"]} == {"shm", "gloo"}
+        return [(row.transport, part.op, part.peer) for row in record.entries() if row.lane == 0 for part in row.parts]
 
-    for rank, found in enumerate(on_node_threads(EVEN, body)):
+    for rank, rows in enumerate(on_node_threads(EVEN, body)):
         peers = {peer: "shm" if EVEN[peer] == EVEN[rank] else "gloo" for peer in range(4) if peer != rank}
-        assert sorted(found) == sorted(2 * [(way, op, peer) for peer, way in peers.items() for op in ("recv", "send")])
+        assert sorted(rows) == sorted(2 * [(way, op, peer) for peer, way in peers.items() for op in ("recv", "send")])
 
 
 def crossed(ring: HostNodesTransport) -> None:
-    """Rank 0 waits inside for rank 1, which waits for rank 2, which waits for what rank 0 sends afterwards."""
+    """Rank 0 waits inside for rank 1, which waits for rank 2, which waits for a later send of rank 0."""
     buffer = torch.full((16,), float(ring.rank))
     ring.all_gather_bytes(b"")
     if ring.rank == 0:
@@ -84,7 +84,7 @@ def test_a_wait_between_nodes_holds_up_nobody_inside() -> None:
 
 
 def one_deadline(rank: int, world_size: int) -> tuple[float, str]:
-    """Rank 1 comes late, rank 2 never: the wait of rank 0 for both of them."""
+    """Rank 1 is late and rank 2 never arrives: rank 0 waits for both."""
     if rank == 3:
         rendezvous_store(rank, world_size, 60.0)
         return 0.0, ""
@@ -107,9 +107,9 @@ def one_deadline(rank: int, world_size: int) -> tuple[float, str]:
 @pytest.mark.alone
 @pytest.mark.slow
 def test_an_exchange_over_both_has_one_deadline(processes: Processes) -> None:
-    waited_s, said = processes.run(one_deadline)[0]
+    waited_s, error = processes.run(one_deadline)[0]
     assert 2.7 < waited_s < 3.0 + 2.0, waited_s
-    assert "no answer from ranks [2]" in said and "near" not in said, said
+    assert "no answer from ranks [2]" in error and "near" not in error, error
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------
@@ -120,17 +120,17 @@ def aborts_far_away(ring: HostNodesTransport) -> str:
     if ring.rank == 2:
         ring.abort(ValueError("k has no heads"))
         return ""
-    peer = {0: 2, 1: 0, 3: 2}[ring.rank]  # rank 1 waits for its own node only
+    peer = {0: 2, 1: 0, 3: 2}[ring.rank]  # rank 1 waits only for its own node
     with pytest.raises(TransportError) as caught:
         contract.receive(ring, peer)
     return str(caught.value)
 
 
 def test_the_first_cause_of_another_node_is_handed_on_as_it_is() -> None:
-    said = on_node_threads(EVEN, aborts_far_away)
+    error = on_node_threads(EVEN, aborts_far_away)
     for rank in (0, 1, 3):
-        assert "rank 2 failed first: ValueError: k has no heads" in said[rank] and named_at_fault(said[rank]) == {2}
-        assert said[rank].count("failed first") == 1, said[rank]
+        assert "rank 2 failed first: ValueError: k has no heads" in error[rank] and named_at_fault(error[rank]) == {2}
+        assert error[rank].count("failed first") == 1, error[rank]
 
 
 def unlike_labels(ring: HostNodesTransport) -> str:
@@ -144,19 +144,19 @@ def unlike_labels(ring: HostNodesTransport) -> str:
 
 
 def test_a_disagreement_inside_one_node_reaches_the_other() -> None:
-    for said in on_node_threads(EVEN, unlike_labels):
-        assert "two ends of one message do not match" in said and "'k'" in said and "'v'" in said
+    for error in on_node_threads(EVEN, unlike_labels):
+        assert "two ends of one message do not match" in error and "'k'" in error and "'v'" in error
 
 
-# --- told ------------------------------------------------------------------------------------------------------------
+# --- explained -------------------------------------------------------------------------------------------------------
 
 
 def test_explain_and_doctor_say_which_way() -> None:
     ways = "local inside a node and local between nodes"
     alone = [LocalWorld(1).transport(0) for _ in range(2)]
     with Ring(transport=NodesTransport(*alone, [0]), engine="plain") as ring:
-        told = ring.explain(ring.sequence(16), q_heads=2, head_dim=8)
-        assert told.ways == ways and f"\nmessages use {ways}" in str(told)
+        explained = ring.explain(ring.sequence(16), q_heads=2, head_dim=8)
+        assert explained.ways == ways and f"\nmessages use {ways}" in str(explained)
         assert examine(ring)["transport"] == ways
     with Ring(engine="plain") as ring:
         assert ring.explain(ring.sequence(16), q_heads=2, head_dim=8).ways == ""

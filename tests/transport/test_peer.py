@@ -26,7 +26,7 @@ OFFSETS = (0, 1, 7, 64)
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
-    """No power of two divides its period, so bytes that are shifted are seen."""
+    """Return a pattern whose period no power of two divides, so that shifted bytes are noticed."""
     period = torch.arange(251, dtype=torch.uint8).roll(seed)
     return period.repeat(-(-nbytes // 251))[:nbytes]
 
@@ -36,11 +36,11 @@ def around(ring: PeerTransport, sent: torch.Tensor, received: torch.Tensor, labe
     return ring.exchange([Message(after, sent, label)], [Message(before, received, label)])
 
 
-def sizes(rank: int, world_size: int, wanted: list[int], switches: dict[str, Any]) -> list[bool]:
-    """Bytes of every size, at odd offsets, into exchanged and into plain memory."""
+def sizes(rank: int, world_size: int, counts: list[int], switches: dict[str, Any]) -> list[bool]:
+    """Exchange bytes of every size, at odd offsets, into exportable and into plain memory."""
     ring, whole = meet_peer(rank, world_size, gpu=SimGpu(**switches)), []
     before = contract.neighbors(ring)[1]
-    for nbytes in wanted:
+    for nbytes in counts:
         for offset in OFFSETS:
             room = ring.allocate(2 * (nbytes + offset)).view(2, -1)
             plain = torch.zeros(nbytes + offset, dtype=torch.uint8)
@@ -55,7 +55,7 @@ def sizes(rank: int, world_size: int, wanted: list[int], switches: dict[str, Any
 
 
 def again_and_again(rank: int, world_size: int, times: int) -> tuple[list[dict[str, int]], list[int], list[int]]:
-    """Open and close: what the driver still has, open descriptors, and mappings after each time but the first."""
+    """Open and close repeatedly; return the driver's leftovers, open descriptors, and mappings after later times."""
     left, descriptors, mappings = [], [], []
     for number in range(times + 1):
         gpu = SimGpu()
@@ -74,7 +74,7 @@ def again_and_again(rank: int, world_size: int, times: int) -> tuple[list[dict[s
 
 
 def growing(rank: int, world_size: int) -> dict[str, Any]:
-    """Memory is let go of and taken anew in mid-run, on one rank more often than on the other."""
+    """Free and allocate memory in mid-run, on one rank more often than on the other."""
     gpu = SimGpu()
     ring = meet_peer(rank, world_size, gpu=gpu)
     before, whole, mapped = contract.neighbors(ring)[1], [], []
@@ -95,7 +95,7 @@ def growing(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def ahead(rank: int, world_size: int, count: int) -> list[bool]:
-    """The receiver starts many more messages than its log holds before the sender starts the first."""
+    """The receiver starts many more messages than its log has entries before the sender starts the first."""
     ring = meet_peer(rank, world_size)
     buffers = ring.allocate(64 * count).view(count, 64)
     ring.all_gather_bytes(b"")
@@ -119,18 +119,18 @@ def out_of_memory(rank: int, world_size: int) -> str:
     ring = meet_peer(rank, world_size, gpu=gpu, rounds=1)
     try:
         ring.allocate(1 << 30)
-        said = "nothing"
+        message = "nothing"
     except torch.OutOfMemoryError as error:
-        said = f"{gpu.driver.released} {error}"
+        message = f"{gpu.driver.released} {error}"
     room = ring.allocate(1 << 16).view(2, -1)
     around(ring, room[0], room[1]).wait()
     del room
     ring.close()
-    return said
+    return message
 
 
 def ended(gpu: SimGpu, kinds: Iterable[str]) -> dict[str, int]:
-    """What the driver still has once nothing of these kinds is left, or after five seconds."""
+    """Return the driver's leftovers once none of these kinds remain, or after five seconds."""
     until = time.monotonic() + 5.0
     while any(gpu.driver.leftovers()[kind] for kind in kinds) and time.monotonic() < until:
         time.sleep(0.01)
@@ -138,17 +138,17 @@ def ended(gpu: SimGpu, kinds: Iterable[str]) -> dict[str, int]:
 
 
 def kept_by_the_caller(rank: int, world_size: int) -> list[dict[str, int]]:
-    """After an abort the memory stays while it is viewed, and goes afterwards."""
+    """After an abort, memory stays while it is viewed, and is freed afterwards."""
     gpu = SimGpu()
     ring = meet_peer(rank, world_size, gpu=gpu)
     room = ring.allocate(1 << 16)
     around(ring, room[: 1 << 15], room[1 << 15 :]).wait()
     ring.all_gather_bytes(b"")
     ring.abort(ValueError("enough"))
-    found = [ended(gpu, ["registered"])]
+    values = [ended(gpu, ["registered"])]
     room[0] = 7  # still there
     del room
-    return [*found, ended(gpu, NOTHING)]
+    return [*values, ended(gpu, NOTHING)]
 
 
 def unlike_ends(rank: int, world_size: int, what: str) -> str:
@@ -171,7 +171,7 @@ def unlike_ends(rank: int, world_size: int, what: str) -> str:
 
 
 def overwritten(rank: int, world_size: int) -> dict[str, Any]:
-    """Rank 1 goes on to write small numbers over what rank 0 paints, for a while."""
+    """Rank 1 keeps writing small numbers over the words that rank 0 paints, for a while."""
     ring = meet_peer(rank, world_size)
     room = ring.allocate(64)
     page = ring.group.pages[0]
@@ -190,7 +190,7 @@ def overwritten(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def busy(rank: int, world_size: int) -> dict[str, float]:
-    """A failure while the device still computes: the caller is told at once, the abort ends when it can."""
+    """A failure during a computation: the caller gets the error at once, and the abort ends when it can."""
     gpu = SimGpu()
     ring = meet_peer(rank, world_size, gpu=gpu)
     room = ring.allocate(64)
@@ -206,7 +206,7 @@ def busy(rank: int, world_size: int) -> dict[str, float]:
 
 
 def spoiled(rank: int, world_size: int) -> dict[str, Any]:
-    """Rank 0 fails while rank 1 computes on a slot that rank 0's queued copy then runs into."""
+    """Rank 0 fails while rank 1 computes on a slot that rank 0's queued copy then overwrites."""
     gpu = SimGpu()
     ring = meet_peer(rank, world_size, gpu=gpu)
     caller = gpu.caller = gpu.new_stream()
@@ -216,8 +216,8 @@ def spoiled(rank: int, world_size: int) -> dict[str, Any]:
         slot.fill_(1)
         ring.exchange([Message(1, slot, "first")], []).wait()
         ring.drain()
-        other = torch.full((1 << 16,), 2, dtype=torch.uint8)
-        ring.exchange([Message(1, other, "second")], [])
+        computed = torch.full((1 << 16,), 2, dtype=torch.uint8)
+        ring.exchange([Message(1, computed, "second")], [])
         ring.all_gather_bytes(b"queued")
         ring.abort(ValueError("rank 0 gives up"))
         time.sleep(2.0)
@@ -236,10 +236,10 @@ def spoiled(rank: int, world_size: int) -> dict[str, Any]:
     release.set()
     try:
         ring.drain()
-        said = "success"
+        message = "success"
     except RingError as error:
-        said = f"{type(error).__name__}: {error}"
-    return {"said": said, "seen": seen[0]}
+        message = f"{type(error).__name__}: {error}"
+    return {"said": message, "seen": seen[0]}
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------
@@ -276,15 +276,15 @@ def test_a_receiver_may_be_far_ahead(two: Processes) -> None:
 
 
 def test_memory_grows_in_mid_run(two: Processes) -> None:
-    for found in two.run(growing).values():
-        assert all(found["whole"])
-        assert found["left"] == NOTHING
-        assert found["mapped"] <= 4, "memory that its owner has freed stays mapped"
+    for result in two.run(growing).values():
+        assert all(result["whole"])
+        assert result["left"] == NOTHING
+        assert result["mapped"] <= 4, "memory that its owner has freed stays mapped"
 
 
 def test_memory_that_runs_out_is_named_and_the_ring_goes_on(two: Processes) -> None:
-    for rank, said in two.run(out_of_memory).items():
-        assert said.startswith(f"1 rank {rank}: no {1 << 30} bytes") and "CUDA_ERROR_OUT_OF_MEMORY" in said
+    for rank, message in two.run(out_of_memory).items():
+        assert message.startswith(f"1 rank {rank}: no {1 << 30} bytes") and "CUDA_ERROR_OUT_OF_MEMORY" in message
 
 
 def test_memory_stays_while_it_is_viewed_after_an_abort(two: Processes) -> None:
@@ -295,17 +295,17 @@ def test_memory_stays_while_it_is_viewed_after_an_abort(two: Processes) -> None:
 
 @pytest.mark.parametrize("what", ["bytes", "label", "rank"])
 def test_unlike_ends_are_a_disagreement_on_both_ranks(two: Processes, what: str) -> None:
-    for said in two.run(unlike_ends, what).values():
-        assert said.startswith("DisagreementError")
-        assert ("k to rank 2" if what == "rank" else "k to rank 1") in said
-        assert {"bytes": "16 bytes", "label": "v from rank 0", "rank": "k from rank 0"}[what] in said
+    for message in two.run(unlike_ends, what).values():
+        assert message.startswith("DisagreementError")
+        assert ("k to rank 2" if what == "rank" else "k to rank 1") in message
+        assert {"bytes": "16 bytes", "label": "v from rank 0", "rank": "k from rank 0"}[what] in message
 
 
 def test_a_spoiled_result_is_never_called_good(two: Processes) -> None:
-    found = two.run(spoiled)[1]
-    assert 2 in found["seen"], "the stray copy did not run, so nothing was tested"
-    assert found["said"].startswith("PeerLostError")
-    assert "rank 0 failed first: ValueError: rank 0 gives up" in found["said"]
+    result = two.run(spoiled)[1]
+    assert 2 in result["seen"], "the stray copy did not run, so nothing was tested"
+    assert result["said"].startswith("PeerLostError")
+    assert "rank 0 failed first: ValueError: rank 0 gives up" in result["said"]
 
 
 def test_an_abort_paints_until_its_stream_is_empty(two: Processes) -> None:
@@ -314,6 +314,6 @@ def test_an_abort_paints_until_its_stream_is_empty(two: Processes) -> None:
 
 @pytest.mark.slow
 def test_a_caller_does_not_wait_for_what_the_device_computes(two: Processes) -> None:
-    for found in two.run(busy).values():
-        assert found["told_s"] < 1.5 < found["ended_s"]
-        assert found["registered"] == 0
+    for result in two.run(busy).values():
+        assert result["told_s"] < 1.5 < result["ended_s"]
+        assert result["registered"] == 0

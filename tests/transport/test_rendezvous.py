@@ -1,4 +1,4 @@
-"""Which transport a ring opens, and on which GPU: torch's CUDA calls are stood in for, the rest is real."""
+"""The transport that a ring opens, and its GPU: torch's CUDA calls are replaced, the rest is real."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.transport.threads import on_each_rank
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A machine of four simulated GPUs; the indices that were opened."""
+    """Simulate a machine of four GPUs; return the indices that were opened."""
     world, opened = SimWorld(1), []
 
     def device(index: int) -> SimDevice:
@@ -58,22 +58,22 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_wheels_that_do_not_fit_are_named(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    versions = []
 
     def unfit(build: str | None) -> str:
-        asked.append(build)
+        versions.append(build)
         return "installed: cupy-cuda12x 14.0; this torch has CUDA 13.0"
 
     monkeypatch.setattr(opening, "mismatch", unfit)
     with pytest.warns(UserWarning, match=r"^rank 0: installed: cupy-cuda12x 14\.0; this torch has CUDA 13\.0"):
         Ring(transport="nccl").close()
-    assert asked == [torch.version.cuda]
+    assert versions == [torch.version.cuda]
 
 
 def test_the_gpu_of_a_rank(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     Ring(transport="nccl").close()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)  # who has chosen is not overruled
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)  # the caller's own choice is kept
     Ring(transport="nccl").close()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -98,59 +98,59 @@ def test_nccl_groups_that_are_opened_after_the_ring_are_warned_of_once(
     gpus: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
-    with warnings.catch_warnings(record=True) as told, Ring(transport="nccl") as ring:
+    with warnings.catch_warnings(record=True) as warned, Ring(transport="nccl") as ring:
         warnings.simplefilter("always")
         calls = iter(range(1, 10))
 
         def call() -> int:
             ring.transport.announce(next(calls), b"", "a call")
-            return len(told)
+            return len(warned)
 
         assert call() == 0
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             assert call() == 0
             later = dist.new_group([0], backend="gloo")
-            # As FSDP does beside a default group of gloo; a machine without a GPU has no NCCL group to open.
+            # As with FSDP next to a default group of gloo; a machine without a GPU has no NCCL group to open.
             monkeypatch.setitem(nccl_options._world.pg_backend_config, later, "cuda:nccl")
             assert [call(), call()] == [1, 1]
         finally:
             dist.destroy_process_group()
-    assert "rank 0: torch's NCCL process groups and this ring launch on one GPU" in str(told[0].message)
+    assert "rank 0: torch's NCCL process groups and this ring launch on one GPU" in str(warned[0].message)
 
 
 def test_auto_takes_the_gpu_only_where_there_is_one(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    opened: list[str] = []
     monkeypatch.setattr(meeting, "group_store", lambda group, timeout_s: (dist.HashStore(), 0, 2))
-    here = replace(my_location(), host="one", machine="boot/1", uid=7)
-    places = [here, here]
+    location = replace(my_location(), host="one", machine="boot/1", uid=7)
+    places = [location, location]
     monkeypatch.setattr(opening, "_located", lambda *_: tuple(places))
-    monkeypatch.setattr(opening, "_open_nccl", lambda *facts: asked.append("nccl"))
+    monkeypatch.setattr(opening, "_open_nccl", lambda *facts: opened.append("nccl"))
     monkeypatch.setattr(
-        opening.GlooTransport, "open", lambda *facts, **more: (asked.append("gloo"), SimpleNamespace())[1]
+        opening.GlooTransport, "open", lambda *facts, **more: (opened.append("gloo"), SimpleNamespace())[1]
     )
     shm = opening.ShmTransport.open
     monkeypatch.setattr(
-        opening.ShmTransport, "open", lambda *facts, **more: (asked.append("shm"), SimpleNamespace())[1]
+        opening.ShmTransport, "open", lambda *facts, **more: (opened.append("shm"), SimpleNamespace())[1]
     )
     opening.open_transport(0, "auto", 1.0)
     opening.open_transport(0, "gloo", 1.0)
     opening.open_transport(0, "shm", 1.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     opening.open_transport(0, "auto", 1.0)
-    assert asked == ["nccl", "gloo", "shm", "shm"]
-    # What is known beforehand to prevent shared memory: auto takes gloo, and shm by name is refused on every rank.
+    assert opened == ["nccl", "gloo", "shm", "shm"]
+    # A known obstacle to shared memory: auto chooses gloo, and shm by name is refused on every rank.
     monkeypatch.setattr(opening.ShmTransport, "open", shm)
-    for other, words in (
-        (replace(here, machine="boot/2"), "no two ranks share a machine"),
-        (replace(here, machine=None), r"rank 1 cannot determine which machine it is on \(one\)"),
-        (replace(here, uid=8), "rank 0 belongs to user 7 and rank 1 to user 8"),
+    for peer_location, reason in (
+        (replace(location, machine="boot/2"), "no two ranks share a machine"),
+        (replace(location, machine=None), r"rank 1 cannot determine which machine it is on \(one\)"),
+        (replace(location, uid=8), "rank 0 belongs to user 7 and rank 1 to user 8"),
     ):
-        places[1] = other
-        asked.clear()
+        places[1] = peer_location
+        opened.clear()
         opening.open_transport(0, "auto", 1.0)
-        assert asked == ["gloo"]
-        with pytest.raises(UnsupportedError, match=f"{words}.*use gloo"):
+        assert opened == ["gloo"]
+        with pytest.raises(UnsupportedError, match=f"{reason}.*use gloo"):
             opening.open_transport(0, "shm", 1.0)
 
 
@@ -160,28 +160,28 @@ def test_what_auto_has_chosen_is_refused_and_not_replaced(gpus: list[int], monke
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("ringattn.transport.shared.group.Segment.create", missing)
-    here, store = my_location(), dist.HashStore()
-    monkeypatch.setattr(opening, "_located", lambda *_: (here, here))
+    location, store = my_location(), dist.HashStore()
+    monkeypatch.setattr(opening, "_located", lambda *_: (location, location))
     monkeypatch.setattr(meeting, "group_store", lambda group, timeout_s: (store, group, 2))
     failures = on_each_rank(2, lambda rank: opening.open_transport(rank, "auto", 10.0))
     assert [type(failure) for failure in failures] == [UnsupportedError] * 2
     errors = list(map(str, failures))
     assert errors[0] == errors[1]
-    for words in ("rank 0: OSError", "rank 1: OSError", "memfd_create", "use transport='gloo' instead"):
-        assert words in errors[0]
+    for part in ("rank 0: OSError", "rank 1: OSError", "memfd_create", "use transport='gloo' instead"):
+        assert part in errors[0]
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "words"),
+    ("options", "kind", "message"),
     [
         ({"transport": "nccl"}, UnsupportedError, "needs a CUDA device, and torch finds none; use gloo"),
         ({"transport": "gloo", "nccl": NcclOptions()}, InputError, "transport='gloo' takes no NCCL options"),
     ],
 )
-def test_refused_on_cpu(options: dict[str, Any], kind: type[Exception], words: str) -> None:
+def test_refused_on_cpu(options: dict[str, Any], kind: type[Exception], message: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=message):
         ringattn.Ring(**options)
 
 
@@ -213,7 +213,7 @@ def opened_on(
     timeout_s: float = 20.0,
     calibrated: bool = False,
 ) -> tuple[list[Any], list[str]]:
-    """What each rank got from opening gloo, a thread a rank, each on the node of its letter; then the warnings."""
+    """Return what opening gloo gave each rank, a thread per rank on the node of its letter, and the warnings."""
     store, placed = dist.HashStore(), threading.local()
 
     def here(gpu: int | None) -> Location:
@@ -246,14 +246,14 @@ def opened_on(
 def test_an_order_that_leaves_nodes_too_often_is_told_once(
     nodes: str, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rings, told = opened_on(nodes, monkeypatch)
+    rings, warned = opened_on(nodes, monkeypatch)
     for ring in rings:
-        assert [one.machine for one in ring.locations] == list(nodes)
+        assert [rank_location.machine for rank_location in ring.locations] == list(nodes)
         ring.close()
     if words is None:
-        assert told == []
+        assert warned == []
     else:
-        (warning,) = told
+        (warning,) = warned
         assert warning.startswith(f"rank 0: {words}") and "node 1 is host-b" in warning
         assert "Number the ranks of a node one after another" in warning
 
@@ -295,8 +295,8 @@ def test_what_calibrate_left_is_gathered_where_a_ring_looks_for_it(
     for calibrated in (True, False):
         transports, _ = opened_on("aa", monkeypatch, calibrated=calibrated)
         for transport in transports:
-            found = location.recognise(transport.locations, links_of(transport.locations), transport.name)
-            assert (found.cluster == Cluster(**constants)) == calibrated  # type: ignore[arg-type]
+            recognised = location.recognise(transport.locations, links_of(transport.locations), transport.name)
+            assert (recognised.cluster == Cluster(**constants)) == calibrated  # type: ignore[arg-type]
             transport.close()
     monkeypatch.setenv("RINGATTN_CALIBRATION", "none.json")
     failed, _ = opened_on("aa", monkeypatch, calibrated=True)
@@ -316,7 +316,7 @@ def test_each_rank_claims_its_number_in_each_ring() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "world_size", "run_id", "kind", "words"),
+    ("rank", "world_size", "run_id", "kind", "message"),
     [
         (0, 2, "job", InputError, rf"two processes claim rank 0, {PROCESS} and {PROCESS}"),
         (1, 3, "job", DisagreementError, SIZES),
@@ -325,7 +325,7 @@ def test_each_rank_claims_its_number_in_each_ring() -> None:
     ids=["number", "world size", "job"],
 )
 def test_a_process_that_does_not_fit_ends_the_ring(
-    rank: int, world_size: int, run_id: str, kind: type[InputError], words: str
+    rank: int, world_size: int, run_id: str, kind: type[InputError], message: str
 ) -> None:
     store = dist.HashStore()
     first = ControlStore(store, 0, 2)
@@ -333,5 +333,5 @@ def test_a_process_that_does_not_fit_ends_the_ring(
     with pytest.raises(kind) as caught:
         claim_rank(ControlStore(store, rank, world_size), run_id)
     cause = first.cause()
-    assert cause is not None and re.match(f"the ring of 2 ranks cannot go on: {words}; the store's host ", cause)
+    assert cause is not None and re.match(f"the ring of 2 ranks cannot go on: {message}; the store's host ", cause)
     assert str(caught.value) == f"rank {rank}: {cause}" and first_cause(1, caught.value) == cause

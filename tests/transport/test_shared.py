@@ -1,4 +1,4 @@
-"""What ranks of one machine share: segments, words, pages, descriptors, and the group that meets through them."""
+"""Memory and processes of one machine: segments, words, pages, descriptors, and the group that uses them."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def mappings(name: str = "") -> int:
 
 
 def descriptors() -> frozenset[tuple[str, str]]:
-    """Number and file of each open descriptor; those that earlier tests left may close at any time."""
-    found = set()
+    """Return number and file of each open descriptor. Those that earlier tests left may close at any time."""
+    descriptors = set()
     for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the listing's own, and what closes just now
-            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
-    return frozenset(found)
+        with suppress(FileNotFoundError):  # the listing's own descriptor, and those that are closing now
+            descriptors.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return frozenset(descriptors)
 
 
 def segments(name: str = "") -> int:
@@ -73,9 +73,9 @@ def test_a_segment_is_seen_by_who_attaches_it_and_cannot_change_its_size() -> No
     assert not os.get_inheritable(segment.fd)
     with pytest.raises(PermissionError):
         os.ftruncate(segment.fd, 4096)
-    other = Segment.attach(os.dup(segment.fd))
+    attached = Segment.attach(os.dup(segment.fd))
     segment.buffer()[4999] = 7
-    assert other.buffer()[4999] == 7 and other.nbytes == 8192
+    assert attached.buffer()[4999] == 7 and attached.nbytes == 8192
 
 
 def test_a_segment_that_could_shrink_is_refused() -> None:
@@ -122,7 +122,7 @@ def test_a_pause_ends_when_the_word_changes_and_not_later_than_a_slice() -> None
     page.store(BELL, 9)
     wait()
     assert ended == [0, 9]
-    # Who sleeps is woken: many slices would be long, so most of these end by the call.
+    # A sleeper is woken: sleeping through would take many slices, so most waits end by the call.
     start = time.monotonic()
     for n in range(9, 109):
         thread = threading.Thread(target=lambda n=n: (page.store(BELL, n + 1), wake(page.bell_address)))
@@ -171,7 +171,7 @@ def test_a_log_knows_the_last_messages_and_no_others() -> None:
 
 @pytest.fixture
 def served() -> Any:
-    """A service that hands out one segment, and a thread that serves."""
+    """A service that offers one segment, and a thread that serves requests."""
     service, segment, stop = Service(0), Segment.create("shared", 4096), threading.Event()
     service.share(segment)
 
@@ -206,7 +206,7 @@ def test_a_caller_that_does_not_know_the_ring_is_turned_away(served: Service) ->
     with pytest.raises(ConnectionError):
         stranger.pull(0, 0, time.monotonic() + 5.0)
     stranger.close()
-    # One that asks before it greets.
+    # A caller that requests before its greeting.
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rude:
         rude.settimeout(5.0)
         rude.connect(NAME + served.name)
@@ -224,13 +224,13 @@ def test_another_user_is_turned_away(served: Service, monkeypatch: pytest.Monkey
             other.send(ARENA.pack(0))
             assert other.recv(16) == b""
         except ConnectionError:
-            pass  # hung up on before it could ask
+            pass  # the listener hung up before the request
     with pytest.raises(RingError, match=f"rank 0's socket belongs to user {os.getuid() + 1}"):
         Service(2).connect(0, served.name, served.nonce, time.monotonic() + 5.0)
 
 
 def on_ranks(body: Callable[[SharedGroup], Any], world_size: int = 3, timeout_s: float = 10.0) -> dict[int, Any]:
-    """What `body(group)` returns or raises on each rank of a group of threads."""
+    """Return what `body(group)` returns or raises on each rank of a group of threads."""
     store = HashStore()
 
     def live(rank: int) -> Any:
@@ -311,7 +311,7 @@ def test_a_page_of_another_version_is_refused_on_all_ranks(monkeypatch: pytest.M
 
 
 def test_the_first_cause_is_told_by_all_however_many_fail() -> None:
-    through = threading.Barrier(3)  # no rank fails while another is still in this gathering
+    through = threading.Barrier(3)  # no rank fails while another is still in this all-gather
 
     def body(group: SharedGroup) -> str:
         gathered(group)
@@ -334,7 +334,7 @@ def test_the_first_cause_is_told_by_all_however_many_fail() -> None:
 def test_of_two_independent_causes_the_earlier_is_told() -> None:
     def body(group: SharedGroup) -> str | None:
         gathered(group)
-        if group.rank < 2:  # rank 0 finds its reason earlier, and tells it later
+        if group.rank < 2:  # rank 0 finds its cause earlier, and reports it later
             group.own_page.write_cause(100 + group.rank, f"rank {group.rank} failed first: of its own")
             for page in group.pages.values():
                 page.store(POISON, 1 + group.rank, group.rank)
@@ -346,7 +346,7 @@ def test_of_two_independent_causes_the_earlier_is_told() -> None:
 
 
 def test_a_disagreement_is_one_on_all_ranks() -> None:
-    through = threading.Barrier(3)  # no rank fails while another is still in this gathering
+    through = threading.Barrier(3)  # no rank fails while another is still in this all-gather
 
     def body(group: SharedGroup) -> type:
         gathered(group)
@@ -365,12 +365,12 @@ def test_who_closed_matters_only_to_who_waits_for_it() -> None:
         gathered(group)
         if group.rank == 1:
             return ""
-        other = 2 - group.rank
+        peer = 2 - group.rank
         while not group.own_page.load(CLOSED, 1):
             time.sleep(0.01)
-        group.tell(other, ARRIVAL, 5)
+        group.tell(peer, ARRIVAL, 5)
         until = time.monotonic() + 5.0
-        group.hold(lambda: group.own_page.load(ARRIVAL, other) == 5, lambda: [other], lambda: "waits", until)
+        group.hold(lambda: group.own_page.load(ARRIVAL, peer) == 5, lambda: [peer], lambda: "waits", until)
         with pytest.raises(PeerLostError) as caught:
             group.hold(lambda: False, lambda: [1], lambda: "waits", until)
         return str(caught.value)
@@ -380,7 +380,7 @@ def test_who_closed_matters_only_to_who_waits_for_it() -> None:
 
 
 def test_what_came_before_a_rank_closed_is_found() -> None:
-    # Looked for, then it comes, then its sender closes: all before the one who waits looks why it was rung.
+    # The wait checks; then the word arrives, then its sender closes: all before the waiter checks why it was woken.
     def body(group: SharedGroup) -> int:
         gathered(group)
         if group.rank == 1:
@@ -408,7 +408,7 @@ def test_what_came_before_a_rank_closed_is_found() -> None:
 
 
 def stop(group: SharedGroup) -> None:
-    """End all threads of this rank, as those of a process that is stopped."""
+    """End all threads of this rank, as if its process were stopped."""
     group._left = True
     group._service.wake()
     group.health._stopped.set()
@@ -460,6 +460,6 @@ def test_a_stopped_rank_that_hands_nothing_out_is_silent_and_not_gone() -> None:
         return str(caught.value)
 
     stopped = threading.Event()
-    told = on_ranks(body, world_size=2)[0]
-    assert told.startswith("recv 'kv': no answer from ranks [1] within 10 s") and "gone (" not in told
-    assert "rank 1 is silent (stopped, stuck, gone or out of reach), last heard in 'opening'" in told
+    outcome = on_ranks(body, world_size=2)[0]
+    assert outcome.startswith("recv 'kv': no answer from ranks [1] within 10 s") and "gone (" not in outcome
+    assert "rank 1 is silent (stopped, stuck, gone or out of reach), last heard in 'opening'" in outcome
