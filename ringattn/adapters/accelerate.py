@@ -1,9 +1,9 @@
-"""accelerate's context parallelism through a ring: a value of a configuration, and no class of a Trainer.
+"""accelerate's context parallelism through a ring: a configuration object instead of a Trainer subclass.
 
     TrainingArguments(..., parallelism_config=RingParallelismConfig(cp_size=2))
 
-A Trainer that makes its Accelerator with this configuration becomes a `RingTrainerMixin` before its own class, so that
-both routes are one, with the same guarantees and refusals.
+A Trainer that creates its Accelerator with this configuration gets `RingTrainerMixin` as its first base class. So it
+has the same guarantees and refusals as a Trainer written with the mixin.
 Checked with accelerate 1.15 and transformers 5.23.
 """
 
@@ -25,24 +25,24 @@ __all__ = ["RingParallelismConfig"]
 
 
 class RingParallelismConfig(ParallelismConfig):
-    """accelerate's ParallelismConfig, whose `cp_size` ranks are a ring.
+    """accelerate's ParallelismConfig in which `cp_size` ranks form a ring.
 
-    Ranks outside of a ring are replicas, unless `dp_shard_size` says otherwise.
+    The rings are replicas of each other, unless `dp_shard_size` is set.
 
     Args:
-        dp_replicate_size: Replicas. None: as many as there are rings.
-        dp_shard_size: Ranks that shard the weights, apart from those of a ring, with accelerate's FSDP2.
-        tp_size: 1.
-        cp_size: The ranks of a ring.
-        cp_backend: Left out.
-        sp_size: 1.
-        sp_backend: Left out.
-        tp_handler: Left out.
-        cp_handler: Left out.
-        sp_handler: Left out.
+        dp_replicate_size: The number of replicas. None: the number of rings.
+        dp_shard_size: The ranks that shard the weights in addition to a ring's ranks, with accelerate's FSDP2.
+        tp_size: Must be 1.
+        cp_size: The number of ranks of a ring.
+        cp_backend: Must not be set.
+        sp_size: Must be 1.
+        sp_backend: Must not be set.
+        tp_handler: Must not be set.
+        cp_handler: Must not be set.
+        sp_handler: Must not be set.
 
     Raises:
-        UnsupportedError: An option would not be honored. Where a Trainer gets it: what `RingTrainerMixin` refuses.
+        UnsupportedError: An option would have no effect. A Trainer that gets it raises what `RingTrainerMixin` refuses.
 
     Example:
         args = TrainingArguments(..., parallelism_config=RingParallelismConfig(cp_size=8))
@@ -53,58 +53,64 @@ class RingParallelismConfig(ParallelismConfig):
         require_checked("accelerate", "1.15")
         for name in ("cp_handler", "sp_handler", "tp_handler", "cp_backend", "sp_backend"):
             if getattr(self, name) is not None:
-                raise UnsupportedError(f"{name} is of another context parallelism than a ring; leave it out")
+                raise UnsupportedError(f"{name} belongs to another form of parallelism than a ring; leave it out")
         super().__post_init__()
         for name in ("sp_size", "tp_size"):
             if getattr(self, name) != 1:
                 raise UnsupportedError(
-                    f"{name}={getattr(self, name)} together with a ring; set cp_size, and leave it at 1"
+                    f"{name}={getattr(self, name)} cannot be combined with a ring; set cp_size, and leave it at 1"
                 )
-        self.cp_backend = "ringattn"  # accelerate and Trainer do for "torch" what they do for torch's attention
+        # For "torch", accelerate and Trainer would set up torch's context parallel attention.
+        self.cp_backend = "ringattn"
 
     def build_device_mesh(self, device_type: str) -> Any:
-        """The mesh of all ranks; those of a ring follow each other.
+        """Build the mesh of all ranks. The ranks of a ring are consecutive.
 
         Args:
-            device_type: Of the ranks' devices.
+            device_type: The type of the ranks' devices.
 
         Returns:
-            The mesh, or None of one rank.
+            The mesh, or None for one rank.
 
         Raises:
-            InputError: The ranks are no multiple of `cp_size`.
+            InputError: The number of ranks is not a multiple of `cp_size`.
         """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks % self.total_size:
-            raise InputError(f"{ranks} ranks are no multiple of cp_size and the other sizes, {self.total_size}")
+            raise InputError(f"{ranks} ranks are not a multiple of cp_size and the other sizes, {self.total_size}")
         if ranks > self.total_size:
             self._set_size("dp_replicate", self.dp_replicate_size * ranks // self.total_size)
         return super().build_device_mesh(device_type)
 
     def _validate_accelerator(self, accelerator: Any) -> None:
-        """Give the Trainer that makes this Accelerator a ring. accelerate calls it, with the Accelerator alone."""
+        """Give a ring to the Trainer that creates this Accelerator.
+
+        accelerate calls this method with the Accelerator only, so the Trainer is found on the call stack.
+        """
         if self.cp_size == 1:
             return
-        host = _trainer_in_the_making(sys._getframe())
+        host = _find_trainer(sys._getframe())
         if host is None:
             raise UnsupportedError(
-                "RingParallelismConfig is for a Trainer of transformers; in a loop of your own open ringattn.Ring() "
-                "and call shard_batch and ring.activate for each batch, see docs/embedding-transformers.md"
+                "RingParallelismConfig is for a Trainer of transformers; in your own loop, open ringattn.Ring() and "
+                "call shard_batch and ring.activate for each batch, see docs/embedding-transformers.md"
             )
-        accelerator._prepare_cp = _as_they_are  # in place of torch's context parallelism
+        accelerator._prepare_cp = _return_unchanged  # instead of setting up torch's context parallelism
         if not isinstance(host, RingTrainerMixin):
             kind = type(host)
+            # The object exists already, so the mixin can only be added by changing its class.
             host.__class__ = type(kind.__name__, (RingTrainerMixin, kind), {"__module__": kind.__module__})
         host.begin_ring(ring_of(accelerator.torch_device_mesh["cp"]))
 
 
-def _as_they_are(*prepared: Any) -> tuple[Any, ...]:
+def _return_unchanged(*prepared: Any) -> tuple[Any, ...]:
     return prepared
 
 
-def _trainer_in_the_making(frame: FrameType | None) -> Any:
-    """Return the Trainer whose `__init__` is making an Accelerator, the nearest on the stack, or None."""
-    from transformers import Trainer  # not above: transformers looks for packages by names that a checkout has, too
+def _find_trainer(frame: FrameType | None) -> Any:
+    """Return the nearest Trainer on the stack whose `__init__` is creating an Accelerator, or None."""
+    # Imported here: transformers probes for packages by names that also exist in a checkout of this project.
+    from transformers import Trainer
 
     while frame is not None:
         host = frame.f_locals.get("self")

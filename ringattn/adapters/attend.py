@@ -1,4 +1,4 @@
-"""One attention call of an adapter: over the sequence's ring, or on this process alone."""
+"""One attention call of an adapter: over the ring of the sequence, or local to this process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ringattn.transport.local import LocalWorld
 
 __all__ = ["attend"]
 
-UNTRACED = "attention over a ring is not traced; ringattn.adapters.torch_ops.ring_attention stands in one graph"
-"""What `torch.compile(fullgraph=True)` is told. Without fullgraph the graph ends here and another begins behind it."""
-_own = threading.local()
+UNTRACED = "attention over a ring is not traced; for fullgraph=True use ringattn.adapters.torch_ops.ring_attention"
+"""The reason that `torch.compile(fullgraph=True)` reports. Without fullgraph the graph breaks here."""
+_thread_local = threading.local()
 
 
 @torch.compiler.disable(reason=UNTRACED)
@@ -32,13 +32,13 @@ def attend(
     kv_seq: Sequence | None = None,
     **options: Unpack[AttentionKeywords],
 ) -> Tensor:
-    """Attention of this rank's shards over the ring of `seq`, or locally. All cast as `as_autocast` does.
+    """Compute attention of this rank's shards over the ring of `seq`, or locally. Inputs are cast by `as_autocast`.
 
-    Alone, a call without window, softcap, sinks and other lengths of q and k is torch's scaled_dot_product_attention;
-    any other runs through a ring of one rank.
+    A local call that torch's scaled_dot_product_attention can express (no window, softcap or sinks, and equal lengths
+    of q and k) is passed to that function. Any other local call runs through a ring of one rank.
 
     Args:
-        seq: The sequence whose shards q, k and v are. None: they are whole tensors, and attention is local.
+        seq: The sequence that q, k and v are shards of. None: they are whole tensors, and attention is local.
         q: Queries.
         k: Keys.
         v: Values.
@@ -52,7 +52,7 @@ def attend(
         sinks: (q_heads,)
 
     Returns:
-        (batch, tokens, q_heads, d_v) in q's dtype, under autocast in its.
+        (batch, tokens, q_heads, d_v) in q's dtype, or in autocast's dtype where autocast is on.
 
     Raises:
         RingError: What `Ring.attention` raises.
@@ -62,26 +62,29 @@ def attend(
     """
     q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     if seq is None:
-        return _alone(q, k, v, kv_seq, **options)
+        return _attend_locally(q, k, v, kv_seq, **options)
     return seq.ring.attention(q, k, v, seq, kv_seq=kv_seq, **options)
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """`x` as torch.autocast casts the inputs of scaled_dot_product_attention; differentiable.
+    """Cast `x` as torch.autocast casts the inputs of scaled_dot_product_attention; differentiable.
 
-    In autocast's dtype for x's device where that is on and x is floating point, but for float64; else as it is.
+    If autocast is on for x's device, floating-point tensors except float64 become its dtype. Others are unchanged.
     """
     kind = x.device.type
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # meta has none, and would raise
-    if not on or not x.is_floating_point() or x.dtype == torch.float64:
+    # The meta device has no autocast: `is_autocast_enabled` would raise there.
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if not is_on or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(kind))
 
 
-def _alone(q: Tensor, k: Tensor, v: Tensor, kv_seq: Sequence | None, **options: Unpack[AttentionKeywords]) -> Tensor:
-    """Return local attention: by torch if its function takes these options, else over a ring of one rank."""
-    others = {name for name, value in options.items() if value is not None} - {"causal", "scale", "schedule"}
-    if others or kv_seq is not None or q.shape[1] != k.shape[1]:
+def _attend_locally(
+    q: Tensor, k: Tensor, v: Tensor, kv_seq: Sequence | None, **options: Unpack[AttentionKeywords]
+) -> Tensor:
+    """Return local attention: by torch's function if it takes these options, else over a ring of one rank."""
+    beyond_torch = {name for name, value in options.items() if value is not None} - {"causal", "scale", "schedule"}
+    if beyond_torch or kv_seq is not None or q.shape[1] != k.shape[1]:
         seq = lone_sequence(q.shape[1])
         if kv_seq is None and q.shape[1] != k.shape[1]:
             kv_seq = lone_sequence(k.shape[1])
@@ -94,8 +97,11 @@ def _alone(q: Tensor, k: Tensor, v: Tensor, kv_seq: Sequence | None, **options: 
 
 
 def lone_sequence(length: int, cu_seqlens: tuple[int, ...] | None = None) -> Sequence:
-    """`length` tokens, or these documents, of this thread's own ring of one rank, which stays open."""
-    if not hasattr(_own, "ring"):
-        _own.ring = Ring(transport=LocalWorld(1).transport(0))
-    ring: Ring = _own.ring
+    """Return a sequence of `length` tokens, with these documents, on this thread's ring of one rank.
+
+    The ring is per thread because a ring is used by one thread at a time. It stays open.
+    """
+    if not hasattr(_thread_local, "ring"):
+        _thread_local.ring = Ring(transport=LocalWorld(1).transport(0))
+    ring: Ring = _thread_local.ring
     return ring.sequence(length, cu_seqlens=cu_seqlens, layout="contiguous")

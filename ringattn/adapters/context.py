@@ -1,8 +1,8 @@
-"""Which sequence an adapter's call attends over; modules that always attend locally; recomputation.
+"""The active sequence of an adapter's call, modules that always attend locally, and contexts for recomputation.
 
-In forward it is the sequence of the innermost `Ring.activate`. If nothing is active the call attends locally, but only
-while no ring of several ranks is open: a sharded model must never attend to its own shard by accident.
-During recomputation `runtime.activation` finds the sequence that the checkpointed region had in forward.
+In forward, a call attends over the sequence of the innermost `Ring.activate`. If nothing is active, the call is local,
+but only while no ring of several ranks is open: a sharded model must never attend to its own shard by accident.
+During recomputation, `runtime.activation` finds the sequence that the checkpointed region had in forward.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 @torch.compiler.disable
 def sequence_of() -> Sequence | None:
-    """Return the sequence that this rank's tokens belong to; None: attend locally.
+    """Return the sequence that this rank's tokens belong to, or None for local attention.
 
-    It is that of the innermost `Ring.activate`, during recomputation that of the region's forward run.
-    `Ring.attention` checks that the tensors have as many tokens as this rank owns, on all ranks.
+    This is the sequence of the innermost `Ring.activate`. During recomputation it is the one that the region had in
+    forward. `Ring.attention` checks on all ranks that the tensors have the number of tokens that the rank owns.
 
     Returns:
         The sequence, or None.
 
     Raises:
-        InputError: Nothing is active and a ring of several ranks is open; or backward recomputes a region that is not
-            known.
+        InputError: Nothing is active and a ring of several ranks is open; or backward recomputes a region whose
+            forward pass was not recorded.
 
     Example:
         out = attend(sequence_of(), q, k, v, causal=True)
@@ -57,13 +57,13 @@ def sequence_of() -> Sequence | None:
 
 
 def recompute_context() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The `context_fn` of a checkpoint that does not keep the active sequence by itself.
+    """Return the two contexts for the `context_fn` of a checkpoint that does not restore the active sequence.
 
-    `torch.utils.checkpoint.checkpoint` needs none. The region's recomputation begins with what is active when the
-    checkpoint is called; an `activate` inside the region wins over it.
+    `torch.utils.checkpoint.checkpoint` does not need it. The recomputation starts with the activation at the time of
+    this call. An `activate` inside the region takes precedence.
 
     Returns:
-        The context managers of the forward run and of the recomputation.
+        A context manager for the forward run and one for the recomputation.
 
     Example:
         with ring.activate(seq):
@@ -90,9 +90,9 @@ class Reentered(AbstractContextManager[None]):
 
 
 def attends_locally(module: _Module) -> _Module:
-    """Every call of `module` is made inside `Ring.activate(None)` from now on. Idempotent.
+    """Run every later call of `module` inside `Ring.activate(None)`. Idempotent.
 
-    For a tower, whose input every rank has whole; copies of the module keep it.
+    For towers (vision, audio), because every rank holds their whole input. Copies of the module keep the setting.
 
     Args:
         module: The module. It is changed in place.
@@ -115,6 +115,7 @@ def attends_locally(module: _Module) -> _Module:
 
 @torch.compiler.disable
 def _enter_tower(module: nn.Module, args: object) -> None:
+    # Hooks, not a replaced `forward`: they survive copies and pickles of the module.
     local = activate(None)
     local.__enter__()
     _towers.set((*_towers.get(), (module, local)))
@@ -123,6 +124,7 @@ def _enter_tower(module: nn.Module, args: object) -> None:
 @torch.compiler.disable
 def _leave_tower(module: nn.Module, args: object, out: object) -> None:
     *outer, (entered, local) = _towers.get() or ((None, nullcontext()),)
+    # `always_call` also runs this hook if an earlier pre-hook raised, before `_enter_tower` ran for this module.
     if entered is module:
         _towers.set(tuple(outer))
         local.__exit__(None, None, None)

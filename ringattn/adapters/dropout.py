@@ -1,11 +1,13 @@
-"""The seed of each attention call with dropout that a host makes, whose signature has a probability and no seed.
+"""Dropout seeds for attention calls of hosts whose signature has a probability but no seed.
 
-A sequence is activated with `dropout_seed`, and its calls draw their own from it by counting, so that all ranks know
-them without a word. In backward a checkpointed region has to find the seed that it had. The ranks count alike, but a
-second run begins anywhere. What a checkpoint does restore is torch's generator on the CPU, of each rank: a call takes a
-number from it, its mark, and by the same mark the second run finds the seed of the first.
-Guarantees: no two calls of a ring share a seed, in one step or in several, unless `DRAWN_SEEDS` other ones lie between;
-a second run has the seed of the first, or raises.
+A sequence is activated with `dropout_seed`. The n-th call with dropout derives its seed from that seed and n, so all
+ranks have the same seed without communication. Recomputation in backward has to use the seed of the forward call, but
+regions are recomputed in any order, so counting does not identify the call. A checkpoint does restore torch's CPU
+generator on each rank. Each call therefore draws a number from that generator, its mark. The recomputation draws the
+same mark and looks up the seed.
+
+Guarantees: no two calls of a ring share a seed, in one step or in several, unless `DRAWN_SEEDS` other activation seeds
+were used in between. A recomputation has the seed of its forward call, or raises.
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ from ringattn.runtime.activation import activation, unseen
 __all__ = ["seed_from"]
 
 DRAWN_SEEDS = KEPT_CALLS = 1 << 16
-"""Seeds of a ring of which it is known how often they were drawn from, and its calls whose second run may come."""
+"""Limits per ring: activation seeds whose call counts are kept, and calls whose recomputation may still follow."""
 
 ADVICE = (
-    "name a seed where the sequence becomes active, the same on all ranks and another one at each step: "
+    "pass a seed where the sequence is activated, the same on all ranks and a different one at each step: "
     "`with ring.activate(seq, dropout_seed=step):` (context_parallel and update_ring_flash_attn_params take it too)"
 )
 
 
 def seed_from(*numbers: int) -> int:
-    """One seed of several numbers: of an activation's `dropout_seed` and the number of a call in it, from 0.
+    """Derive one seed from several numbers, such as an activation's `dropout_seed` and the index of a call in it.
 
     Args:
         numbers: The numbers.
 
     Returns:
-        From 0 to 2**64 - 1: the first eight bytes, little endian, of SHA-256 of the numbers in decimal, with spaces
-        between.
+        A number from 0 to 2**64 - 1: the first eight bytes, little endian, of the SHA-256 of the numbers in decimal,
+        separated by spaces.
 
     Raises:
         Nothing.
@@ -53,33 +55,35 @@ def seed_from(*numbers: int) -> int:
 
 
 class _Draws:
-    """Of one ring: how many calls each seed has had, and by their marks the seeds of calls."""
+    """The draws of one ring: how many calls each activation seed had, and the seed of each call by its mark."""
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
-        self.kept: dict[int, int | None] = {}
+        self.seeds_by_mark: dict[int, int | None] = {}
+        """None marks an ambiguous entry: two calls drew the same mark."""
 
-    def fresh(self, dropout_seed: int, mark: int) -> int:
+    def draw(self, dropout_seed: int, mark: int) -> int:
+        """Return the seed of the next call of this activation seed, and record it under `mark`."""
         count = self.counts.pop(dropout_seed, 0)
-        self.counts[dropout_seed] = count + 1  # the last one now
+        self.counts[dropout_seed] = count + 1  # reinserted at the end, so the oldest entry is evicted first
         seed = seed_from(dropout_seed, count)
-        # Somebody has set the generator back: the second run of either call would have this mark.
-        self.kept[mark] = None if mark in self.kept else seed
-        for known, most in ((self.counts, DRAWN_SEEDS), (self.kept, KEPT_CALLS)):
-            if len(known) > most:
-                del known[next(iter(known))]
+        # A repeated mark means that the user reset the generator. Recomputations of both calls would draw this mark.
+        self.seeds_by_mark[mark] = None if mark in self.seeds_by_mark else seed
+        for table, limit in ((self.counts, DRAWN_SEEDS), (self.seeds_by_mark, KEPT_CALLS)):
+            if len(table) > limit:
+                del table[next(iter(table))]
         return seed
 
 
 _draws: WeakKeyDictionary[Ring, _Draws] = WeakKeyDictionary()
-_told: WeakKeyDictionary[Ring, int] = WeakKeyDictionary()
+_default_seeds: WeakKeyDictionary[Ring, int] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def refuse_without_seed(what: str, instead: str) -> None:
     """Raise `InputError` for dropout in a forward pass over a sequence that was activated without a seed.
 
-    `what`: the dropout. `instead`: how to do without it.
+    `what`: describes the dropout. `instead`: says how to disable it.
     """
     active = activation()
     if not _is_in_backward() and (active is None or active.dropout_seed is None):
@@ -87,12 +91,13 @@ def refuse_without_seed(what: str, instead: str) -> None:
 
 
 def drawn_seed(ring: Ring) -> int:
-    """The seed of the next call with dropout over the active sequence, or in backward that of the call's first run.
+    """Return the seed of the next call with dropout over the active sequence, or in backward the seed of forward.
 
-    Raises `InputError` where it cannot be told.
+    Raises `InputError` if there is no activation seed, or if the seed of forward cannot be determined.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise InputError("dropout in a CUDA graph would drop the same at each replay; capture the model without it")
+        raise InputError("dropout in a CUDA graph would drop the same weights at each replay; capture without dropout")
+    # On the CPU even for CUDA models: no device synchronisation, and a checkpoint restores this generator by default.
     with unseen():
         mark = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     active = activation()
@@ -101,36 +106,38 @@ def drawn_seed(ring: Ring) -> int:
         if not _is_in_backward():
             if active is None or active.dropout_seed is None:
                 raise InputError(f"attention with dropout, and the active sequence has no dropout_seed: {ADVICE}")
-            return draws.fresh(active.dropout_seed, mark)
-        seed = draws.kept.get(mark)
-        is_known = mark in draws.kept
+            return draws.draw(active.dropout_seed, mark)
+        seed = draws.seeds_by_mark.get(mark)
+        is_recorded = mark in draws.seeds_by_mark
     if seed is None:
-        found = (
-            "torch's generator on the CPU was in the same state at two calls; leave out the manual_seed between them"
-            if is_known else
-            "torch's generator on the CPU is not as it was at any call; checkpoint with preserve_rng_state=True, "
+        reason = (
+            "torch's CPU generator was in the same state at two calls; remove the manual_seed between them"
+            if is_recorded else
+            "torch's CPU generator is in a state that it had at no call; checkpoint with preserve_rng_state=True, "
             "which is torch's default"
         )  # fmt: skip
         raise InputError(
-            f"backward computes attention with dropout again, and what its first run dropped is not known: {found}"
+            f"backward recomputes attention with dropout, and the seed of its forward pass is not known: {reason}"
         )
     return seed
 
 
-def told_seed(ring: Ring) -> int:
-    """A seed for activations of `ring` whose host knows none: of its first rank's generator on the CPU, and that rank.
+def default_seed(ring: Ring) -> int:
+    """Return a seed for activations of `ring` whose host passes none. Always the same for one ring.
 
-    A collective call at its first use, on the host. It follows from the seed of a run, and is another one where a run
-    is resumed with the generator as it was. Nothing is drawn.
+    The seed is derived from the state of the first rank's CPU generator and that rank's number. So it follows from the
+    seed of the run, and differs if a run resumes with a restored generator. Nothing is drawn from the generator. A
+    collective call at its first use, on the host.
     """
-    if ring not in _told:
+    if ring not in _default_seeds:
         process = dist.get_rank() if dist.is_initialized() else 0
         with unseen():
             state = sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
         first = ring.all_gather_text(json.dumps([int(state, 16), process]))[0]
-        _told[ring] = seed_from(*json.loads(first))
-    return _told[ring]
+        _default_seeds[ring] = seed_from(*json.loads(first))
+    return _default_seeds[ring]
 
 
 def _is_in_backward() -> bool:
+    # Recomputation runs inside an autograd graph task; a plain forward pass does not.
     return torch._C._current_graph_task_id() != -1

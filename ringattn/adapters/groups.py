@@ -1,6 +1,6 @@
-"""Rings of process groups that a host made: each opened at its first use, and closed when its group is gone.
+"""Rings of process groups that a host made: each is opened at its first use and closed when its group is collected.
 
-Guarantees: one group has one ring in this process, whoever asks; no group is kept alive by being listed here.
+Guarantees: one group has one ring in this process; the table here holds groups by weak references only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ringattn.runtime.runtime import shared_ring_is_open
 
 
 class _Environment:
-    """Stands for the ranks of torchrun's environment, where no process group was made."""
+    """Key of the ring over torchrun's environment, used while no process group is initialized."""
 
 
 _ENVIRONMENT = _Environment()
@@ -24,19 +24,19 @@ _rings: WeakKeyDictionary[Any, Ring] = WeakKeyDictionary()
 
 
 def ring_of(group: Any = None) -> Ring:
-    """The ring of `group`. A collective call of the group's ranks at its first use.
+    """Return the ring of `group`. A collective call of the group's ranks at its first use.
 
-    A ring that has failed is returned as it is, and says so when it is used.
+    A ring that has failed is returned unchanged: it raises when it is used.
 
     Args:
-        group: A Ring itself, a ProcessGroup, a DeviceMesh (its dimension `cp`), or None, as for `Ring`.
+        group: A Ring, a ProcessGroup, a DeviceMesh (its dimension `cp`), or None, as for `Ring`.
 
     Returns:
         The ring, the same at every call.
 
     Raises:
-        InputError: A mesh of several dimensions has none called cp; or `group` is None, which is one rank here, while a
-            ring of several is open: its parts would each attend to themselves.
+        InputError: A mesh of several dimensions has no dimension `cp`; or `group` is None, which is one rank here,
+            while a ring of several ranks is open: each rank would attend to its own shard only.
         RingError: What `Ring` raises when it is opened.
 
     Example:
@@ -49,16 +49,16 @@ def ring_of(group: Any = None) -> Ring:
         if group.ndim != 1 and "cp" not in names:
             raise InputError(f"the mesh has dimensions {names}; context parallelism needs one called cp, or mesh[name]")
         group = group.get_group("cp" if "cp" in names else None)
-    asked = group
-    if group is None:
+    is_default = group is None
+    if is_default:
         group = dist.group.WORLD if dist.is_initialized() else _ENVIRONMENT
     if group not in _rings:
         ring = _rings[group] = Ring(None if group is _ENVIRONMENT else group)
         finalize(group, ring.close)
-    if asked is None and _rings[group].world_size == 1 and shared_ring_is_open():
+    if is_default and _rings[group].world_size == 1 and shared_ring_is_open():
         raise InputError(
-            "group=None is this process alone here, and a ring of several ranks is open, of which the tensors may be "
-            "parts: pass that ring as group"
+            "group=None is a ring of this process only, but a ring of several ranks is open and the tensors may be its "
+            "shards: pass that ring as group"
         )
     return _rings[group]
 

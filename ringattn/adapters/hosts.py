@@ -1,4 +1,4 @@
-"""What several adapters share: checked versions, batches of all ranks, heads of tensor parallelism."""
+"""Helpers of several adapters: version checks, comparison of batches across ranks, heads under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from ringattn.ring import Ring
 
 
 def require_checked(package: str, *checked: str) -> None:
-    """Raise `UnsupportedError` unless the installed `package` is of a minor version ("0.3") among `checked`."""
+    """Raise `UnsupportedError` unless the minor version ("0.3") of the installed `package` is among `checked`."""
     installed = version(package)
     if ".".join(installed.split(".")[:2]) not in checked:
         raise UnsupportedError(
-            f"this adapter was checked with {package} {', '.join(checked)} and {installed} is installed, whose tensors "
-            "may lie otherwise: install one of those, or run the adapter's tests with yours and add it to them"
+            f"this adapter was checked with {package} {', '.join(checked)}, but {installed} is installed and may lay "
+            "out tensors differently: install a checked version, or run the adapter's tests with yours and add it"
         )
 
 
-# --- What the ranks of a ring have in common --------------------------------------------------------------------------
+# --- Comparison of batches --------------------------------------------------------------------------------------------
 
 
 def check_alike(ring: Ring, batch: Mapping[str, Any], advice: str) -> None:
-    """Raise `DisagreementError`, which names what differs, on every rank unless all hold the same `batch`.
+    """Raise `DisagreementError` on every rank, naming the entries that differ, unless all ranks hold the same `batch`.
 
-    Tensors of any dtype are compared bit by bit, with shape and dtype; anything else by its `repr`. A collective call,
-    on the host. `advice`: what to do, the end of the message.
+    Tensors of any dtype are compared bit by bit, with shape and dtype. Anything else is compared by its `repr`. A
+    collective call, on the host. `advice`: the end of the message, which says what to do.
     """
     if ring.world_size == 1:
         return
+    # Hashes, not tensors, travel: the message stays small for any batch, and ranks may hold other names.
     digests = json.dumps({name: _digest(x) for name, x in batch.items()})
     ranks = [json.loads(text) for text in ring.all_gather_text(digests)]
     names = sorted({name for rank in ranks for name in rank})
@@ -54,57 +55,63 @@ def _digest(x: Any) -> str:
 
 
 # --- Tensor parallelism -----------------------------------------------------------------------------------------------
-# Queries, keys and values whose heads lie over ranks of tensor parallelism: attention needs only the local ones.
+# Heads of queries, keys and values may be sharded over ranks of tensor parallelism. Attention treats each head by
+# itself, so a rank computes its local heads only.
 
 
 def local_heads(
     tensors: tuple[Tensor, Tensor, Tensor], dim: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[Tensor], Tensor]]:
-    """q, k and v as this rank's tensors, and what makes a result of the same heads into what q was; differentiable.
+    """Return q, k and v as local tensors, and a function that turns a result into the kind of tensor that q was.
 
-    `dim`: the dimension of heads. Tensors pass as they are. Raises `InputError` for DTensors beside Tensors, of several
-    meshes, or with heads that their mesh does not divide, and `UnsupportedError` for placements other than Shard(dim).
+    Differentiable. `dim`: the dimension of heads. Plain tensors are returned unchanged. Raises `InputError` if DTensors
+    and plain tensors are mixed, if DTensors have different meshes, or if a mesh does not divide the heads. Raises
+    `UnsupportedError` for placements other than Shard(dim).
     """
-    if not any(isinstance(one, DTensor) for one in tensors):
+    if not any(isinstance(x, DTensor) for x in tensors):
         return tensors, lambda out: out
-    for name, one in zip("qkv", tensors, strict=True):
-        _check(name, one, tensors[0], dim)
+    for name, x in zip("qkv", tensors, strict=True):
+        _check(name, x, tensors[0], dim)
     mesh, placements = tensors[0].device_mesh, tensors[0].placements  # type: ignore[attr-defined]
-    q, k, v = (one.to_local() for one in tensors)  # type: ignore[attr-defined]
+    q, k, v = (x.to_local() for x in tensors)  # type: ignore[attr-defined]
     return (q, k, v), lambda out: DTensor.from_local(out, mesh, placements)
 
 
 def local_sinks(sinks: Tensor, heads: int, name: str = "sinks") -> Tensor:
-    """Sinks as this rank's tensor, of as many `heads` as its queries have; differentiable. Tensors pass as they are.
+    """Return sinks as a local tensor with one value per local query head; differentiable.
 
-    `name`: what errors call them; slopes of ALiBi are one for each query head, too.
+    Plain tensors are returned unchanged. `heads`: this rank's query heads. `name`: the option's name in errors, because
+    ALiBi slopes also have one value per query head.
 
-    Raises `InputError` for a DTensor of which this rank has another number of heads.
+    Raises `InputError` if this rank's part of a DTensor does not have `heads` values.
     """
     if not isinstance(sinks, DTensor):
         return sinks
     local: Tensor = sinks.to_local()
     if local.shape != (heads,) or any(placement.is_partial() for placement in sinks.placements):
         raise InputError(
-            f"{name} is a DTensor with placements {sinks.placements}, of which this rank has {tuple(local.shape)}, and "
-            f"its queries have {heads} heads; shard it as the heads of q are, or pass {name}.full_tensor()"
+            f"{name} is a DTensor with placements {sinks.placements}: this rank holds {tuple(local.shape)} of it, but "
+            f"has {heads} query heads; shard it like the heads of q, or pass {name}.full_tensor()"
         )
     return local
 
 
-def _check(name: str, one: Tensor, q: Tensor, dim: int) -> None:
-    if not isinstance(one, DTensor) or not isinstance(q, DTensor):
-        kind, other = type(one).__name__, type(q).__name__
-        raise InputError(f"{name} is a {kind} and q is a {other}; make all three DTensors, or none (x.to_local())")
-    if one.device_mesh != q.device_mesh:
-        raise InputError(f"{name} lies on {one.device_mesh} and q on {q.device_mesh}; all three need the same mesh")
-    if any(placement != Shard(dim) for placement in one.placements):
-        raise UnsupportedError(
-            f"{name} is a DTensor with placements {one.placements}; attention over a ring takes Shard({dim}), heads "
-            "over the ranks: redistribute it to that, and shard tokens with seq.shard and not as a DTensor"
-        )
-    if one.shape[dim] % one.device_mesh.size():
+def _check(name: str, x: Tensor, q: Tensor, dim: int) -> None:
+    if not isinstance(x, DTensor) or not isinstance(q, DTensor):
         raise InputError(
-            f"{name} has {one.shape[dim]} heads over {one.device_mesh.size()} ranks of tensor parallelism, which "
-            "does not come out even, and the heads of q, k and v would not belong together"
+            f"{name} is a {type(x).__name__} and q is a {type(q).__name__}; make all three DTensors, or all three "
+            "plain tensors with x.to_local()"
+        )
+    if x.device_mesh != q.device_mesh:
+        raise InputError(f"{name} is on {x.device_mesh} and q on {q.device_mesh}; all three need the same mesh")
+    if any(placement != Shard(dim) for placement in x.placements):
+        raise UnsupportedError(
+            f"{name} is a DTensor with placements {x.placements}; attention over a ring takes Shard({dim}), heads over "
+            "ranks: redistribute it, and shard tokens with seq.shard, not as a DTensor"
+        )
+    if x.shape[dim] % x.device_mesh.size():
+        # Uneven heads: this rank's query heads would not match its key heads.
+        raise InputError(
+            f"{name} has {x.shape[dim]} heads over {x.device_mesh.size()} ranks of tensor parallelism; the heads of q, "
+            "k and v must divide evenly"
         )

@@ -1,4 +1,4 @@
-"""Local attention on request: whole texts on one rank, while a ring of several ranks is open."""
+"""Local attention on request: a rank processes whole texts while a ring of several ranks is open."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["local_attention"]
 
 
 def local_attention() -> AbstractContextManager[None]:
-    """Let models attend within this process, whatever ring is open or active; `Ring.activate(None)` without a ring.
+    """Make models attend within this process, whatever ring is open or active. `Ring.activate(None)` without a ring.
 
-    For whole inputs: `generate`, a look at some text between two steps, a model that a Trainer has trained. Every rank
-    computes the same, and sharded weights (FSDP) need every rank to call.
+    For whole inputs: `generate`, evaluation of a text between two steps, or a model after training. Every rank computes
+    the same result. With sharded weights (FSDP) every rank has to make the call.
 
     Returns:
         A context manager.

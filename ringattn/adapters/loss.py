@@ -1,4 +1,4 @@
-"""The loss of a sharded step: its scale, and the comparison of a step with that of one process."""
+"""The loss of a sharded step: its scale, and a comparison of the step with the same step on one process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 
 # --- Scale of the loss ------------------------------------------------------------------------------------------------
-# What a rank's loss is multiplied by, so that the reduced gradients are those of the one-process mean.  A rank sums
-# its loss over its own labels. The mean of the whole batch divides that by the labels of *all* ranks, and a stack that
-# averages gradients (DDP, FSDP) divides once more by the number of ranks, which has to be undone. A mean of the ranks'
-# means is another loss, and looks fine in a log.
+# The factor of a rank's loss that makes the reduced gradients those of the mean loss on one process. A rank sums its
+# loss over its own labels. The mean over the whole batch divides this sum by the labels of *all* ranks. A stack that
+# averages gradients (DDP, FSDP) also divides by the number of ranks, which the factor has to undo. A mean of the ranks'
+# means is a different loss, and the log does not show it.
 
 __all__ = ["count_labels", "loss_scale", "parity"]
 
@@ -36,16 +36,17 @@ GradientReduction = Literal["mean", "sum"]
 def count_labels(
     labels: Tensor | Many[Tensor], ring: Ring, *, data_parallel: Any = None, ignore_index: int = -100
 ) -> int:
-    """Labels that count, over all ranks of the ring and of `data_parallel`. A collective call.
+    """Count the labels other than `ignore_index` on all ranks of the ring and of `data_parallel`. A collective call.
 
     Args:
-        labels: Integers of any shape, this rank's (`Sequence.shard_labels`), or those of all micro batches of a step.
+        labels: This rank's labels (`Sequence.shard_labels`), integers of any shape; or a list with the labels of each
+            micro batch of a step.
         ring: The ring.
-        data_parallel: The process group of the ranks that hold the same place in other rings. None: there are none.
-        ignore_index: The label that does not count.
+        data_parallel: The process group of the ranks with the same number in other rings. None: there is one ring.
+        ignore_index: Labels with this value are not counted.
 
     Returns:
-        Their number, the same on all ranks.
+        The number of labels, the same on all ranks.
 
     Raises:
         RingError: What `Ring.all_reduce` raises.
@@ -68,24 +69,26 @@ def loss_scale(
     data_parallel: Any = None,
     ignore_index: int = -100,
 ) -> float:
-    """The factor of a loss that is *summed* over this rank's labels. A collective call.
+    """Return the factor for a loss that is *summed* over this rank's labels. A collective call.
 
-    The scaled losses of all ranks have, by the same reduction, the mean loss of the whole batch as their value.
+    If the scaled losses of all ranks are reduced in the same way as gradients, the result is the mean loss of the
+    batch.
 
     Args:
-        labels: Integers of any shape, this rank's (`Sequence.shard_labels`), or those of all micro batches of a step.
+        labels: This rank's labels (`Sequence.shard_labels`), integers of any shape; or a list with the labels of each
+            micro batch of a step.
         ring: The ring.
-        gradients: What reduces gradients over the ranks of the ring and of `data_parallel` together: mean (DDP, FSDP as
-            they come) or sum (`Ring.all_reduce`, FSDP2 with `set_gradient_divide_factor(1.0)` and
+        gradients: How gradients are reduced over the ranks of the ring and of `data_parallel`: mean (the default of DDP
+            and FSDP) or sum (`Ring.all_reduce`, or FSDP2 with `set_gradient_divide_factor(1.0)` and
             `set_force_sum_reduction_for_comms(True)`).
-        data_parallel: The process group of the ranks that hold the same place in other rings. None: there are none.
-        ignore_index: The label that does not count.
+        data_parallel: The process group of the ranks with the same number in other rings. None: there is one ring.
+        ignore_index: Labels with this value are not counted.
 
     Returns:
-        The factor; finite where there are no labels at all.
+        The factor. It is finite even if no rank has labels.
 
     Raises:
-        InputError: `gradients` is not known.
+        InputError: `gradients` is neither mean nor sum.
         RingError: What `Ring.all_reduce` raises.
 
     Example:
@@ -99,13 +102,13 @@ def loss_scale(
 
 
 # --- Comparison with one process --------------------------------------------------------------------------------------
-# Whether a training step on shards is the step of one process: the same loss, the same gradients.  Most mistakes of
-# sharded training leave a loss that looks right: local positions move it in the sixth digit and the gradients by 0.3
-# percent. So the same step is run twice on copies of the model in float64, over a ring of this process alone and over
-# the ring at hand, and every parameter's gradient is compared, by its own norm.
+# Checks that a training step on shards has the loss and the gradients of the step on one process. Most mistakes in
+# sharded training leave a loss that looks right: local positions change it in the sixth digit and the gradients by 0.3
+# percent. So the same step runs twice on float64 copies of the model, over a ring of one rank and over the given ring.
+# Every parameter's gradient is then compared, relative to its norm.
 
 Step = Callable[[nn.Module, Sequence], Tensor]
-"""What a trainer does before `backward()`: a model, and the sequence whose shards it takes -> the loss, a scalar."""
+"""A trainer's step before `backward()`: takes a model and the sequence to shard by, and returns the scalar loss."""
 
 CAUSES = (
     "labels shifted on each rank (use seq.shard_labels), local position ids (use seq.positions), a mean over this "
@@ -116,28 +119,28 @@ CAUSES = (
 
 @dataclass(frozen=True)
 class Parity:
-    """How far the sharded step is from one process; the same on every rank."""
+    """The difference between the sharded step and the step on one process; the same on every rank."""
 
     loss: float
-    """Of one process."""
+    """The loss of one process."""
     loss_error: float
-    """The sharded loss, reduced like the gradients, minus it, relative to it."""
+    """The sharded loss, reduced like the gradients, minus `loss`, relative to `loss`."""
     grad_error: float
-    """Norm of the difference of all gradients over their norm."""
+    """Norm of the difference of all gradients, relative to their norm."""
     worst: str
-    """The parameter whose gradient is furthest off, relative to its own norm, of those that are judged."""
+    """Among the judged parameters, the one whose gradient differs most relative to its norm."""
     worst_error: float
     wrong: tuple[str, ...]
-    """The parameters whose own gradient differs."""
+    """Parameters whose gradient differs."""
     not_judged: tuple[str, ...]
-    """Those whose gradient is too small to be told from rounding: it may be zero, and it may be wrong."""
+    """Parameters whose difference is within rounding: the gradient may be zero, or it may be wrong."""
     ratio: float
     """The factor between the gradients that explains most of the difference."""
     advice: str
-    """Empty where the step is right."""
+    """Empty if the step is right."""
 
     def __str__(self) -> str:
-        """One line: the verdict, the figures, what to do."""
+        """Return one line with the verdict, the figures and advice."""
         verdict = "equal to one process" if not self.advice else f"NOT equal to one process: {self.advice}"
         return (
             f"{verdict} (loss {self.loss:.6f}, off by {self.loss_error:.1e}; gradients off by {self.grad_error:.1e}, "
@@ -158,26 +161,26 @@ def parity(
     """Compare `step` over `seq` with the same step over a ring of one rank. A collective call.
 
     The batch must fit one process. The models are float64 copies, without FSDP or DDP. Their hooks run, because a hook
-    may change the step. torch's random numbers continue as before the call. A parameter whose difference is
-    within rounding is not judged: that is eps of the coarsest dtype in the model, times the norms of what the ranks
-    add, times the root of the tokens.
+    may change the step. torch's random state is the same after the call as before. A parameter whose difference is
+    within rounding is not judged. The bound is eps of the coarsest dtype in the model, times the sum of the ranks'
+    gradient norms, times the square root of the tokens.
 
     Args:
-        model: The model; it stays as it is.
-        step: Shards its batch by the sequence it is given, which is active then, runs the model and returns the loss it
-            would call backward on; of rings it knows only the sequence's own.
+        model: The model; it is not changed.
+        step: Shards its batch by the given sequence, which is active, runs the model, and returns the loss that the
+            trainer would call backward on. It must use the ring of the sequence and no other.
         seq: The sequence of the batch.
-        gradients: "mean" or "sum", as for `loss_scale`; they are reduced here.
-        tolerance: Relative, of the loss, of all gradients together and of each parameter's own. float32 inside a model
-            leaves about 1e-6, the mistakes that `docs/embedding.md` lists 2e-3 and more.
-        raises: Raise where the two differ.
+        gradients: "mean" or "sum", as for `loss_scale`. This function does the reduction.
+        tolerance: The relative tolerance of the loss, of all gradients together and of each parameter's gradient.
+            float32 inside a model causes errors of about 1e-6; the mistakes in `docs/embedding.md` cause 2e-3 and more.
+        raises: Raise if the two steps differ.
 
     Returns:
-        How far they differ, the same on every rank.
+        The differences, the same on every rank.
 
     Raises:
-        InputError: `gradients` is not known.
-        RingError: The two differ and `raises` is True, on every rank; or what `step` and `Ring.all_reduce` raise.
+        InputError: `gradients` is neither mean nor sum.
+        RingError: On every rank: the steps differ and `raises` is True. Also what `step` and `Ring.all_reduce` raise.
 
     Example:
         print(parity(model, step, seq, gradients="mean"))
@@ -185,30 +188,33 @@ def parity(
     if gradients not in GRADIENTS:
         raise InputError(f"gradients={gradients!r} is not known; choose one of {', '.join(GRADIENTS)}")
     ring = seq.ring
-    alone, shared = (copy.deepcopy(model).double() for _ in range(2))
+    lone_model, sharded_model = (copy.deepcopy(model).double() for _ in range(2))
     with torch.random.fork_rng(sorted({x.device for x in model.parameters() if x.is_cuda}, key=str)):
-        expected, eps = _run(step, alone, lone_sequence(seq.length, seq.documents))
-        found, ours = _run(step, shared, seq)
+        expected, eps = _run(step, lone_model, lone_sequence(seq.length, seq.documents))
+        sharded_loss, sharded_eps = _run(step, sharded_model, seq)
     pairs = {}
-    for (name, one), other in zip(alone.named_parameters(), shared.parameters(), strict=True):
-        if one.requires_grad:
-            pairs[name] = _grad(one), _grad(other)
-    facts = torch.zeros(ring.world_size, 2, dtype=torch.float64, device=found.device)
-    facts[ring.rank, 0] = max(eps, ours)
+    for (name, parameter), sharded_parameter in zip(
+        lone_model.named_parameters(), sharded_model.parameters(), strict=True
+    ):
+        if parameter.requires_grad:
+            pairs[name] = _grad(parameter), _grad(sharded_parameter)
+    # One all-reduce carries everything. Each rank's eps and norm go to its own row, so that summing only collects them.
+    facts = torch.zeros(ring.world_size, 2, dtype=torch.float64, device=sharded_loss.device)
+    facts[ring.rank, 0] = max(eps, sharded_eps)
     facts[ring.rank, 1] = math.hypot(*(norm for _, grad in pairs.values() if math.isfinite(norm := float(grad.norm()))))
-    ring.all_reduce([facts, found, *(grad for _, grad in pairs.values())])
+    ring.all_reduce([facts, sharded_loss, *(grad for _, grad in pairs.values())])
     if gradients == "mean":
-        for value in (facts[:, 1], found, *(grad for _, grad in pairs.values())):
+        for value in (facts[:, 1], sharded_loss, *(grad for _, grad in pairs.values())):
             value /= ring.world_size
     rounding = float(facts[:, 0].max() * facts[:, 1].sum()) * math.sqrt(max(seq.length, 1))
-    result = _compared(expected, found, pairs, ring.world_size, tolerance, rounding)
+    result = _compared(expected, sharded_loss, pairs, ring.world_size, tolerance, rounding)
     if result.advice and raises:
         raise RingError(f"rank {ring.rank}: the sharded step is {result}")
     return result
 
 
 class _Coarsest(TorchDispatchMode):
-    """The eps of the coarsest floating point dtype that operators give inside, of compiled code as far as it shows."""
+    """Records the eps of the coarsest floating-point dtype among the operator results that compiled code shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,23 +222,23 @@ class _Coarsest(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled: what is compared is the step that will run.
+        """Keep compiled code compiled, because the step that will run is the one to compare.
 
-        Otherwise torch keeps in one flag of the process that such a mode is on. Modes of two threads that overlap leave
-        it set, and from then on every call of compiled code is compiled again.
+        Otherwise torch records in a process-wide flag that such a mode is on. Overlapping modes of two threads leave
+        the flag set, and every later call of compiled code recompiles.
         """
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for one in tree_leaves(out):
-            if isinstance(one, Tensor) and one.is_floating_point():
-                self.eps = max(self.eps, torch.finfo(one.dtype).eps)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(leaf.dtype).eps)
         return out
 
 
 def _run(step: Step, model: nn.Module, seq: Sequence) -> tuple[Tensor, float]:
-    """The loss, once its gradients are in the model, and the eps of the coarsest dtype on the way to it."""
+    """Run forward and backward. Return the loss, and the eps of the coarsest dtype in forward."""
     with _Coarsest() as seen, seq.ring.activate(seq):
         loss = step(model, seq)
     loss = loss.double()
@@ -245,34 +251,38 @@ def _grad(weight: Tensor) -> Tensor:
 
 
 def _compared(
-    expected: Tensor, found: Tensor, pairs: dict[str, tuple[Tensor, Tensor]], ranks: int, tolerance: float,
+    expected: Tensor, sharded_loss: Tensor, pairs: dict[str, tuple[Tensor, Tensor]], ranks: int, tolerance: float,
     rounding: float,
 ) -> Parity:  # fmt: skip
-    reference, ours = (torch.cat([pair[index].flatten() for pair in pairs.values()]) for index in range(2))
-    errors = {name: _share(other - one, one) for name, (one, other) in pairs.items()}
+    reference, sharded = (torch.cat([pair[index].flatten() for pair in pairs.values()]) for index in range(2))
+    errors = {
+        name: _share(sharded_grad - expected_grad, expected_grad)
+        for name, (expected_grad, sharded_grad) in pairs.items()
+    }
     off = [name for name, error in errors.items() if not error <= tolerance]  # NaN is no parity either
     not_judged = tuple(name for name in off if float((pairs[name][1] - pairs[name][0]).norm()) <= rounding)
     wrong = tuple(name for name in off if name not in not_judged)
     judged = {name: error for name, error in errors.items() if name not in not_judged} or {"no parameter": 0.0}
     worst = max(judged, key=lambda name: math.inf if math.isnan(judged[name]) else judged[name])
     square = reference.dot(reference)
-    ratio = float(reference.dot(ours) / square) if square > 0 else 1.0
-    loss_error, grad_error = _share(found - expected, expected), _share(ours - reference, reference)
+    ratio = float(reference.dot(sharded) / square) if square > 0 else 1.0
+    loss_error, grad_error = _share(sharded_loss - expected, expected), _share(sharded - reference, reference)
     advice = ""
-    is_rounding = float((ours - reference).norm()) <= rounding
+    is_rounding = float((sharded - reference).norm()) <= rounding
     if wrong or not (loss_error <= tolerance and (grad_error <= tolerance or is_rounding)):
         advice = f"usual causes: {CAUSES}"
         if wrong and len(wrong) < len(judged):
             advice = f"the gradients of {_listed(wrong)} differ, of {len(judged)} parameters; {advice}"
-        if _share(ours - ratio * reference, reference) <= tolerance and abs(ratio - 1) > tolerance:
+        # One factor for all gradients is a wrong scale of the loss, not a wrong computation.
+        if _share(sharded - ratio * reference, reference) <= tolerance and abs(ratio - 1) > tolerance:
             advice = f"everything is {ratio:.4g} times what it should be; scale the loss by loss_scale"
             if abs(ratio * ranks - 1) <= tolerance:
-                advice += f', gradients="mean" (an average over {ranks} ranks is to be undone)'
+                advice += f', gradients="mean" (it undoes the average over {ranks} ranks)'
     return Parity(float(expected), loss_error, grad_error, worst, judged[worst], wrong, not_judged, ratio, advice)
 
 
 def _share(part: Tensor, whole: Tensor) -> float:
-    """0 where both are; NaN or infinite where either is not finite."""
+    """Return |part| / |whole|: 0 if both are 0, NaN or infinite if either is not finite."""
     return float(part.norm() / whole.norm().clamp_min(torch.finfo(torch.float64).tiny))
 
 

@@ -1,10 +1,12 @@
 """Megatron Core: the `core_attention` of a layer spec, over a ring of the context parallel group.
 
-`RingCoreAttention` stands where `TEDotProductAttention` would; batches are cut by Megatron's own
-`get_batch_on_this_cp_rank` (zigzag) or, packed, by document (zigzag in each); see docs/embedding-megatron.md.
-Guarantees: gradients of what a rank owns, to be reduced over the data and context parallel group as Megatron does;
-padding between packed documents is seen by no document.
-Not covered: tensor parallelism, which leaves it fewer heads; cross attention; attention masks, which raise.
+`RingCoreAttention` replaces `TEDotProductAttention`. Batches are cut by Megatron's `get_batch_on_this_cp_rank`
+(zigzag), or if packed, document by document (zigzag in each); see docs/embedding-megatron.md.
+
+Guarantees: a rank's gradients are its part of the sum, for Megatron to reduce over the data and context parallel group.
+No document attends to the padding between packed documents.
+Not covered: tensor parallelism, which only reduces the number of heads here; cross attention; attention masks, which
+raise.
 """
 
 from __future__ import annotations
@@ -43,23 +45,23 @@ _SCHEDULES = {None: "auto", "p2p": "ring", "all_gather": "all_gather", "a2a": "u
 class RingCoreAttention(MegatronModule):
     """Self-attention of a layer over the ring of its context parallel group; see Megatron for the arguments.
 
-    The ring of `pg_collection.cp` is opened at the first forward and kept, see `groups.ring_of`.
+    The ring of `pg_collection.cp` is opened at the first forward and stays open, see `groups.ring_of`.
 
     Args:
         config: The config of the transformer.
-        layer_number: The number of the layer, which `window_attn_skip_freq` asks for.
-        attn_mask_type: The mask where forward is given none.
-        attention_type: "self".
-        attention_dropout: 0. None: that of the config, which must be 0.
+        layer_number: The number of the layer, for `window_attn_skip_freq`.
+        attn_mask_type: The mask type if forward gets none.
+        attention_type: Must be "self".
+        attention_dropout: Must be 0. None: the config's value, which must be 0.
         softmax_scale: Factor of the scores. None: 1 / sqrt(head_dim).
         cp_comm_type: None (the schedule auto), p2p (ring), all_gather, a2a (ulysses) or a2a+p2p
             (ulysses_ring).
         pg_collection: The groups `cp` and `tp`. None: Megatron's own.
-        k_channels: Not read; latent attention (MLA) passes it, and the dimensions are those of the tensors.
+        k_channels: Not read; latent attention (MLA) passes it, but the tensors have the dimensions.
         v_channels: Not read, like k_channels.
 
     Raises:
-        InputError: There is dropout, cross attention, another `cp_comm_type` or `softmax_type`, or the config has
+        InputError: There is dropout or cross attention, `cp_comm_type` or `softmax_type` is unknown, or the config has
             `qk_clip` or `log_max_attention_logit`.
 
     Example:
@@ -82,14 +84,14 @@ class RingCoreAttention(MegatronModule):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
-            raise InputError(f"attention_dropout={dropout}: this class has none; set attention_dropout=0.0")
+            raise InputError(f"attention_dropout={dropout}: this class has no dropout; set attention_dropout=0.0")
         if attention_type != "self":
             raise InputError(f"attention_type={attention_type!r}: RingCoreAttention is for self-attention")
         if cp_comm_type not in _SCHEDULES:
             raise InputError(f"cp_comm_type={cp_comm_type!r} is not known; choose None, p2p, all_gather or a2a")
-        if wanted := [name for name in ("qk_clip", "log_max_attention_logit") if getattr(config, name, False)]:
+        if options := [name for name in ("qk_clip", "log_max_attention_logit") if getattr(config, name, False)]:
             raise InputError(
-                f"{wanted[0]}: attention over a ring does not tell its greatest logit; set {wanted[0]}=False"
+                f"{options[0]}: attention over a ring does not report its largest logit; set {options[0]}=False"
             )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group, self.tp_group = groups.cp, groups.tp
@@ -100,7 +102,7 @@ class RingCoreAttention(MegatronModule):
         self.softmax_offset = self._sinks(config.num_attention_heads // self.tp_group.size())
 
     def _sinks(self, heads: int) -> Tensor | None:
-        """Logits that take weight and give no value, as the config's `softmax_type` has them, (heads,)."""
+        """Return the sinks of the config's `softmax_type`, (heads,): logits that take weight but add no value."""
         kind = self.config.softmax_type
         if kind == "vanilla":
             return None
@@ -115,7 +117,8 @@ class RingCoreAttention(MegatronModule):
             self.config.init_method(weight)
         return weight
 
-    sharded_state_dict = DotProductAttention.sharded_state_dict  # of the same parameter
+    # DotProductAttention has the same parameter, `softmax_offset`, so distributed checkpoints of the two match.
+    sharded_state_dict = DotProductAttention.sharded_state_dict
 
     @torch.compiler.disable(reason=UNTRACED)
     def forward(
@@ -128,17 +131,17 @@ class RingCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention of this rank's shards, zigzag; differentiable.
+        """Compute attention of this rank's zigzag shards; differentiable.
 
         Args:
             query: Queries.
             key: Keys; they may have fewer heads.
             value: Values, like keys.
-            attention_mask: None.
-            attn_mask_type: causal or no_mask, and packed (thd) also padding_causal or padding. None: that of the layer.
-            attention_bias: None.
-            packed_seq_params: The documents of the whole group. It may bring a `cp_group`, and `local_cp_size`, its
-                ranks; 1 without a group: this rank alone. None: a batch of sequences.
+            attention_mask: Must be None.
+            attn_mask_type: causal or no_mask; if packed (thd), also padding_causal or padding. None: the layer's type.
+            attention_bias: Must be None.
+            packed_seq_params: The documents of the whole group. It may have a `cp_group`, and the number of its ranks
+                as `local_cp_size`. Size 1 without a group means this rank only. None: a batch of sequences.
 
         Shape:
             query: (tokens, batch, heads, dim), or packed (tokens, heads, dim)
@@ -149,9 +152,9 @@ class RingCoreAttention(MegatronModule):
             (tokens, batch, heads * value_dim), or packed (tokens, heads * value_dim).
 
         Raises:
-            InputError: There is a mask or a bias, the mask type is another one, the group has not `local_cp_size`
-                ranks, or tokens or documents are not two equal chunks a rank; every rank raises.
-            RingError: What else `ring_of` and `Ring.attention` raise.
+            InputError: There is a mask or a bias, the mask type is not supported, the number of ranks of the group is
+                not `local_cp_size`, or tokens or documents do not form two equal chunks per rank; every rank raises.
+            RingError: Other errors of `ring_of` and `Ring.attention`.
         """
         mask = attn_mask_type or self.attn_mask_type
         params = packed_seq_params if packed_seq_params and packed_seq_params.qkv_format == "thd" else None
@@ -173,14 +176,14 @@ class RingCoreAttention(MegatronModule):
         q, k, v = (as_autocast(x[None] if packed else x.transpose(0, 1)) for x in (query, key, value))
         out = seq.ring.attention(
             q, k, v, seq, causal=causal,
-            # A causal window ends at the query, whatever its right side is, as in TransformerEngine.
+            # As in TransformerEngine, a causal window ends at the query, whatever its right side is.
             window=(left, 0 if causal else right), scale=self.softmax_scale, sinks=self._offset(query),
             schedule=self.schedule,
         )  # fmt: skip
         return out[0].flatten(1) if packed else out.transpose(0, 1).flatten(2)
 
     def _ring(self, params: PackedSeqParams | None) -> Ring:
-        """Of the group that the batch brings, whatever its format; a batch for one rank may bring none."""
+        """Return the ring of the batch's group, else of the layer's. A batch for one rank may have no group."""
         group = None if params is None else params.cp_group
         if params is not None and group is None and params.local_cp_size == 1:
             return lone_sequence(0).ring
@@ -191,27 +194,28 @@ class RingCoreAttention(MegatronModule):
 
 
 def _check_size(ring: Ring, params: PackedSeqParams | None) -> None:
-    """Raise `InputError` where the batch is for another number of ranks."""
+    """Raise `InputError` if the batch was cut for another number of ranks."""
     if params is not None and params.local_cp_size not in (None, ring.world_size):
         raise InputError(
             f"packed_seq_params is for local_cp_size={int(params.local_cp_size)} ranks and its group has "
-            f"{ring.world_size}: give it the cp_group that cut the batch (none is needed for local_cp_size=1)"
+            f"{ring.world_size}: set the cp_group that cut the batch (local_cp_size=1 needs no group)"
         )
 
 
 def _sequence(ring: Ring, tokens: int) -> Sequence:
     if ring.world_size > 1 and tokens % 2:
-        raise InputError(f"{tokens} local tokens are not two equal chunks; pad sequences to a multiple of 2 * cp")
+        raise InputError(f"{tokens} local tokens do not form two equal chunks; pad sequences to a multiple of 2 * cp")
     return ring.sequence(tokens * ring.world_size, layout="zigzag")
 
 
 def _packed_sequence(ring: Ring, params: PackedSeqParams) -> Sequence:
-    """The documents of the whole group, each with its padding behind it."""
+    """Return the sequence of all documents of the group, each followed by its padding."""
     real = check_documents(params.cu_seqlens_q, None)
     padded = real if params.cu_seqlens_q_padded is None else check_documents(params.cu_seqlens_q_padded, None)
     chunks = 2 * ring.world_size
     if ring.world_size > 1 and any(cut % chunks for cut in padded):
         raise InputError(f"packed documents {padded} must each be padded to a multiple of 2 * cp = {chunks} tokens")
     ends = [start + stop - begin for start, (begin, stop) in zip(padded, pairwise(real), strict=False)]
+    # Padding becomes documents of its own, so that no token of a text attends to it. The layout cuts at padded lengths.
     documents = tuple(sorted({*padded, *ends}))
     return Sequence(ring, Layout("per_document", padded[-1], ring.world_size, padded), documents)

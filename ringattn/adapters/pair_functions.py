@@ -23,39 +23,39 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ringattn.errors import UnsupportedError
 
 MOST_PAIRS = 1 << 30
-"""A function is evaluated on up to this many pairs of query and key, counted once for each head and row that it reads:
-all pairs of 32,768 tokens."""
+"""Limit of the pairs at which a function is evaluated, summed over the heads and rows that it reads: all pairs of
+32,768 tokens."""
 SAMPLED_PAIRS = 1 << 24
-"""With `trust=True`, the pairs of tiles drawn from more than `MOST_PAIRS`."""
+"""The number of pairs in the random sample of tiles that replaces more than `MOST_PAIRS` with `trust=True`."""
 TILE_TOKENS = 256
 """Side of the largest tile."""
 PIECE_PAIRS = 1 << 20
-"""Pairs that are evaluated at a time."""
+"""The number of pairs that are evaluated at a time."""
 
 Function = Callable[..., Tensor]
 
 
 class ReadError(BaseException):
-    """A function has used an argument that stands for any value. A function's own `except Exception` lets it pass."""
+    """A function has used an `Unread` argument. Not an Exception, so `except Exception` in the function misses it."""
 
 
 class Unread(Tensor):
-    """An integer of which no operation of torch makes use."""
+    """An integer that must not be used: every operation of torch on it raises."""
 
     @classmethod
     def __torch_function__(cls, *_: object) -> Any:
-        """Raise `ReadError`, whatever operation has it among its arguments."""
+        """Raise `ReadError` for any operation with this tensor among its arguments."""
         raise ReadError
 
 
 class PairFunction:
-    """A mask_mod or score_mod to evaluate. `refusal` makes the error for a function that cannot be evaluated."""
+    """A mask_mod or score_mod to evaluate. `refusal` returns the error for a function that cannot be evaluated."""
 
     def __init__(self, function: Function, device: torch.device, refusal: Callable[[str], UnsupportedError]) -> None:
         self.function, self.device, self.refusal = function, device, refusal
 
-    def at(self, *arguments: Tensor) -> Tensor:
-        """Return the function's value at each pair, (pairs,); each argument has an entry for each pair."""
+    def on_pairs(self, *arguments: Tensor) -> Tensor:
+        """Return the function's values at single pairs, (pairs,). Each argument has one entry per pair."""
         return self._evaluate(torch.vmap(self.function), arguments)
 
     def on_tiles(self, row: Tensor, heads: Tensor, q: Tensor, k: Tensor, *scores: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class PairFunction:
             heads: Query heads.
             q: Query positions of each tile.
             k: Key positions of each tile.
-            scores: Of a score_mod the scores, the same in each tile and head.
+            scores: For a score_mod, the scores, which are the same in every tile and head.
 
         Shape:
             row: ()
@@ -78,28 +78,28 @@ class PairFunction:
         Returns:
             (tiles, heads, queries, keys)
         """
-        function, score = self.function, (0,) * len(scores)
-        none: tuple[int | None, ...] = (None,) * len(scores)
-        # As torch evaluates it: each call gets a single pair, and vmap broadcasts keys, queries, heads and tiles.
-        for in_dims in ((*score, None, None, None, 0), (*score, None, None, 0, None)):
+        function, mapped = self.function, (0,) * len(scores)
+        fixed: tuple[int | None, ...] = (None,) * len(scores)
+        # Like in torch, the function gets a single pair, and vmap broadcasts over keys, queries, heads and tiles.
+        for in_dims in ((*mapped, None, None, None, 0), (*mapped, None, None, 0, None)):
             function = torch.vmap(function, in_dims=in_dims)
-        for in_dims in ((*none, None, 0, None, None), (*none, None, None, 0, 0)):
+        for in_dims in ((*fixed, None, 0, None, None), (*fixed, None, None, 0, 0)):
             function = torch.vmap(function, in_dims=in_dims)
         return self._evaluate(function, (*scores, row, heads, q, k))
 
     def reads(self, argument: int, *scores: Tensor) -> bool:
-        """Whether the function uses its row (argument 0) or head (argument 1). True if this cannot be determined."""
+        """Return whether the function uses its row (argument 0) or head (argument 1). True if this is not certain."""
         positions = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(3)]
         unread = torch.zeros((), dtype=torch.int64, device=self.device).as_subclass(Unread)
 
-        def without(*arguments: Tensor) -> Tensor:
-            some_scores, places = arguments[: len(scores)], list(arguments[len(scores) :])
-            places.insert(argument, unread)
-            return self.function(*some_scores, *places)
+        def call_with_unread(*arguments: Tensor) -> Tensor:
+            score_arguments, indices = arguments[: len(scores)], list(arguments[len(scores) :])
+            indices.insert(argument, unread)
+            return self.function(*score_arguments, *indices)
 
         try:
             with torch.no_grad(), TransformGetItemToIndex():
-                torch.vmap(without)(*scores, *positions)
+                torch.vmap(call_with_unread)(*scores, *positions)
         except (Exception, ReadError):
             return True
         return False
@@ -116,7 +116,7 @@ class PairFunction:
 
 
 class Tiles(NamedTuple):
-    """Tiles of one size: first query and key of each, (tiles, 2), and the last query and key that it may have."""
+    """Tiles of one size: the first query and key of each, (tiles, 2), and the last valid query and key of each."""
 
     starts: Tensor
     last: Tensor
@@ -124,28 +124,29 @@ class Tiles(NamedTuple):
 
     @property
     def pairs(self) -> int:
+        """The number of pairs in all tiles."""
         return len(self.starts) * self.size[0] * self.size[1]
 
-    def sample(self, most: int) -> Tiles:
-        """Draw tiles of about `most` pairs, the same ones on every rank."""
+    def sample(self, pairs: int) -> Tiles:
+        """Draw random tiles with about `pairs` pairs, the same ones on every rank."""
         order = torch.randperm(len(self.starts), generator=torch.Generator().manual_seed(0))
-        chosen = order[: max(1, most // (self.size[0] * self.size[1]))].to(self.starts.device)
+        chosen = order[: max(1, pairs // (self.size[0] * self.size[1]))].to(self.starts.device)
         return Tiles(self.starts[chosen], self.last[chosen], self.size)
 
     def pieces(self, heads: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield heads, queries (tiles, queries) and keys (tiles, keys) of at most `PIECE_PAIRS`, or of one tile."""
+        """Yield heads, queries (tiles, queries) and keys (tiles, keys): at most `PIECE_PAIRS` pairs, or one tile."""
         area = self.size[0] * self.size[1]
         within = [torch.arange(side, device=self.starts.device) for side in self.size]
-        for some_heads in heads.split(max(1, PIECE_PAIRS // area)):
-            count = max(1, PIECE_PAIRS // (area * len(some_heads)))
+        for head_group in heads.split(max(1, PIECE_PAIRS // area)):
+            count = max(1, PIECE_PAIRS // (area * len(head_group)))
             for starts, last in zip(self.starts.split(count), self.last.split(count), strict=True):
-                # A tile at an end has its last query or key several times.
+                # All tiles have one size. A tile at the end repeats its last query or key.
                 q, k = (torch.minimum(starts[:, i, None] + within[i], last[:, i, None]) for i in range(2))
-                yield some_heads, q, k
+                yield head_group, q, k
 
 
 def tiles_of(blocks: Tensor, size: tuple[int, int], length: int) -> Tiles:
-    """Cut the chosen blocks, (rows, columns) bool, of `size` queries and keys into tiles of at most `TILE_TOKENS`."""
+    """Cut the True blocks, (rows, columns) of `size` queries and keys, into tiles with sides of up to `TILE_TOKENS`."""
     block = torch.tensor(size, device=blocks.device)
     starts = blocks.nonzero() * block
     last = torch.minimum(starts + block, torch.tensor(length, device=blocks.device)) - 1
@@ -161,13 +162,13 @@ def tiles_of(blocks: Tensor, size: tuple[int, int], length: int) -> Tiles:
 
 
 def checked_tiles(tiles: dict[Any, Tiles], heads: int, trust: bool, subject: str) -> dict[Any, Tiles]:
-    """Return `tiles`, or with `trust` a sample of too many. Raises UnsupportedError for too many without it.
+    """Return `tiles`, or a sample if there are too many and `trust` is True. Raises UnsupportedError without `trust`.
 
     Args:
-        tiles: Tiles to evaluate in each row or mask.
-        heads: Heads in which each is evaluated.
-        trust: Whether the caller answers for the pairs that are not evaluated.
-        subject: The function, for the message.
+        tiles: The tiles to evaluate, for each row or mask.
+        heads: The number of heads for which each tile is evaluated.
+        trust: The caller vouches for the pairs that are not evaluated.
+        subject: The name of the function, for the message.
     """
     pairs = sum(part.pairs for part in tiles.values()) * heads
     if pairs <= MOST_PAIRS:
@@ -175,8 +176,8 @@ def checked_tiles(tiles: dict[Any, Tiles], heads: int, trust: bool, subject: str
     if not trust:
         raise UnsupportedError(
             f"{subject} would have to be evaluated at {pairs:,} pairs of query and key, the limit is {MOST_PAIRS:,}: "
-            "make block_mask with create_block_mask, which lists full blocks apart, or pass trust=True if you are sure "
-            "that no single pairs differ from the rest"
+            "make block_mask with create_block_mask, which lists full blocks separately, or pass trust=True if you are "
+            "sure that no single pairs differ from the rest"
         )
     return {key: part.sample(SAMPLED_PAIRS // (heads * len(tiles))) for key, part in tiles.items()}
 
@@ -185,27 +186,27 @@ def checked_tiles(tiles: dict[Any, Tiles], heads: int, trust: bool, subject: str
 
 
 class Recording(NamedTuple):
-    """Operations of torch with their arguments, and the contents of the tensors that the function brought along.
+    """The operators of torch that a function calls, their arguments, and the contents of the tensors that it captures.
 
-    A tensor that the function computed is "#" and a number, in the order in which they are made; a score_mod's score,
-    row, head, query and key are #0 to #4.
+    Computed tensors are encoded as "#" and a number, in the order of their creation. The arguments come first: a
+    score_mod's score, row, head, query and key are #0 to #4.
     """
 
     operations: list[Any]
     tensors: list[Tensor]
 
     def copied(self) -> Recording:
-        """Return a recording that later changes of the tensors do not reach."""
+        """Return a recording with copies of the tensors, which later in-place changes do not affect."""
         return Recording(self.operations, [x.clone() for x in self.tensors])
 
     def is_same(self, other: Recording) -> bool:
-        """Whether both recordings are of the same operations on tensors of the same contents."""
+        """Return whether both recordings have the same operations on tensors with the same contents."""
         return self.operations == other.operations and all(
             torch.equal(_bits(x), _bits(y)) for x, y in zip(self.tensors, other.tensors, strict=True)
         )
 
     def is_of_distance(self) -> bool:
-        """Whether a score_mod uses its query and key in differences and comparisons of the two only."""
+        """Return whether a score_mod uses query and key only in differences and comparisons of the two."""
         query, key = "#3", "#4"
         *operations, result = self.operations
         for name, inputs, _ in operations:
@@ -219,9 +220,9 @@ _OF_DISTANCE = ("sub", "rsub", "eq", "ne", "ge", "gt", "le", "lt")
 
 
 def record(function: Function, device: torch.device, is_score: bool, *more: object) -> Recording | None:
-    """Run a mask_mod or score_mod and return its recording; None if this says not all about the function.
+    """Run a mask_mod or score_mod and return its recording, or None if a recording does not determine the function.
 
-    `more` is recorded as well: numbers and tensors that belong to it.
+    `more`: numbers and tensors to record with it.
     """
     arguments = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
     if is_score:
@@ -235,27 +236,27 @@ def record(function: Function, device: torch.device, is_score: bool, *more: obje
         recorder.operations.append(recorder.encode(result))
         if more:
             recorder.operations.append(tree_map(recorder.encode, more))
-    except Exception:  # also what the function itself raises: its evaluation reports that
+    except Exception:  # including errors of the function itself, which its evaluation reports later
         return None
     return None if recorder.is_opaque else Recording(recorder.operations, recorder.tensors)
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down each operator of torch."""
+    """A dispatch mode that records each operator of torch. Below vmap it sees the batched operators."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Any] = []
         self.tensors: list[Tensor] = []
         self.numbers: dict[int, int] = {}
-        self.made: list[Tensor] = []  # kept, so that no other tensor takes the id of one that is gone
+        self.tensors_made: list[Tensor] = []  # kept alive, so that no other tensor reuses an id
         self.is_opaque = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave torch's flag alone, which modes of two threads that overlap would leave set: see `loss`.
+        """Keep torch's process-wide flag unset, which overlapping modes of two threads would leave set: see `loss`.
 
-        No operator stays hidden: under vmap, compiled functions run eagerly or by the backend "eager".
+        No operator is missed: under vmap, compiled functions run eagerly or with the backend "eager".
         """
         return True
 
@@ -264,27 +265,28 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         """Record and run an operator."""
         if not str(func).startswith("aten."):
-            self.is_opaque = True  # a user's, whose code runs unrecorded
+            self.is_opaque = True  # a custom operator, whose code is not recorded
         inputs = tree_map(self.encode, (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        # The dtype depends on the default dtype, which is no argument.
+        # Record the dtypes of results: they may depend on torch's default dtype, which is not an argument.
         self.operations.append((str(func), inputs, [self.number(x) for x in tree_leaves(result)]))
         return result
 
     def number(self, x: Any) -> str:
-        """Give a number to a tensor of a result, and return its dtype."""
+        """Number a tensor of a result, and return its dtype as text. Other values are returned as text."""
         if not isinstance(x, Tensor):
             return repr(x)
-        self.numbers[id(x)] = len(self.made)
-        self.made.append(x)
+        self.numbers[id(x)] = len(self.tensors_made)
+        self.tensors_made.append(x)
         return str(x.dtype)
 
     def encode(self, x: Any) -> str:
-        """Return what two equal arguments have in common."""
+        """Return a text that is equal for equal arguments. Tensors from outside are recorded with their contents."""
         if not isinstance(x, Tensor):
             return f"{type(x).__name__} {x!r}"
         if id(x) in self.numbers:
             return f"#{self.numbers[id(x)]}"
+        # Subclasses and sparse tensors may hide state that a comparison of contents would miss.
         self.is_opaque |= type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided
         self.number(x)
         self.tensors.append(x.detach())
@@ -292,4 +294,5 @@ class _Recorder(TorchDispatchMode):
 
 
 def _bits(x: Tensor) -> Tensor:
+    # Bytes, so that NaN equals NaN, and -0.0 differs from 0.0.
     return x.contiguous().flatten().view(torch.uint8)

@@ -1,6 +1,7 @@
 """Attention over a ring with the signature of `torch.nn.functional.scaled_dot_product_attention`.
 
-Guarantees: what a ring does not compute is refused by name, never dropped; local attention is torch's own function.
+Guarantees: an option that a ring does not compute is refused by name, never ignored; local attention is torch's
+function.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ def ring_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` over the active sequence; differentiable.
+    """Compute `torch.nn.functional.scaled_dot_product_attention` over the active sequence; differentiable.
 
-    Where local attention is asked for (see `adapters.context.sequence_of`) it is torch's function of these arguments;
-    inside torch.compile the refusals below hold then too.
+    If attention is local (see `adapters.context.sequence_of`), torch's function gets these arguments unchanged. Inside
+    torch.compile, local calls are subject to the refusals below as well.
 
     Args:
         query: This rank's shard of the active sequence, or a DTensor of it with sharded heads.
         key: Like query.
         value: Like query.
-        attn_mask: None; a ring takes no mask tensor.
-        dropout_p: Each weight is dropped with this probability, over a ring by a seed drawn from the activation's.
-        is_causal: A query meets the keys at its global position and before, within documents.
+        attn_mask: Must be None; a ring takes no mask tensor.
+        dropout_p: Probability of dropping each weight. Over a ring, the seed is derived from the activation's seed.
+        is_causal: A query attends to keys up to its global position, within its document.
         scale: Factor of the scores. None: 1 / sqrt(head_dim).
         enable_gqa: Key and value may have fewer heads.
 
@@ -50,10 +51,10 @@ def ring_sdpa(
         (batch, heads, tokens, value_dim).
 
     Raises:
-        UnsupportedError: A mask, other dimensions, or other keys than the queries' are given; or dropout inside
-            torch.compile.
-        InputError: Heads do not fit each other, or nothing is active while a ring of several ranks is open, or the
-            activation names no seed for dropout.
+        UnsupportedError: There is a mask tensor, tensors are not 4-dimensional, or keys and queries have different
+            lengths; or dropout is used inside torch.compile.
+        InputError: Head counts do not match, nothing is active while a ring of several ranks is open, or there is
+            dropout but the activation has no seed.
 
     Example:
         with ring.activate(seq):
@@ -61,6 +62,7 @@ def ring_sdpa(
     """
     (q, k, v), whole = local_heads((query, key, value), 1)
     seq = None
+    # A compiler must not bake the active sequence into its graph: the operator looks it up when it runs.
     if not torch.compiler.is_compiling():
         seq = sequence_of()
         if seq is None:
@@ -77,29 +79,29 @@ def ring_sdpa(
     out = ring_attention(q, k, v, seq, causal=is_causal, scale=scale, dropout_p=dropout_p, dropout_seed=seed).transpose(
         1, 2
     )
-    # Reentrant checkpointing calls this without gradients and returns the result from an autograd function of its own:
-    # a view could then not be changed in place, as torch's result can.
+    # Reentrant checkpointing calls this under no_grad and returns the result from its own autograd function. Autograd
+    # forbids in-place changes of a view returned there, but allows them on torch's result: so return no view.
     return whole(out if torch.is_grad_enabled() else out.detach())
 
 
 def _refuse(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool) -> None:
     if attn_mask is not None:
         raise UnsupportedError(
-            "attn_mask: a ring takes no mask tensor, which would need rows for all tokens; is_causal=True, documents "
-            "(ring.sequence(cu_seqlens=...)) and ring.attention(window=...) are computed without one, and a BlockMask "
-            "of them by ringattn.adapters.flex.flex_attention"
+            "attn_mask: a ring takes no mask tensor, which would need rows for all tokens. Use is_causal=True, "
+            "documents (ring.sequence(cu_seqlens=...)) or ring.attention(window=...); for a BlockMask of these use "
+            "ringattn.adapters.flex.flex_attention"
         )
     if dropout_p and torch.compiler.is_compiling():
         raise UnsupportedError(
-            f"dropout_p={dropout_p}: compiled code would keep one seed for all its calls; call "
-            "ringattn.adapters.torch_ops.ring_attention with dropout_p and a dropout_seed, which the compiled function "
-            "takes as an argument"
+            f"dropout_p={dropout_p}: compiled code would use one seed for all its calls; call "
+            "ringattn.adapters.torch_ops.ring_attention with dropout_p and dropout_seed, and make the seed an argument "
+            "of the compiled function"
         )
     check_heads_first(q, k, v, enable_gqa)
 
 
 def check_heads_first(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    """Refuse tensors that are not heads first, of one sequence, with heads that fit each other.
+    """Refuse tensors that are not (batch, heads, tokens, dim), of one sequence, with matching head counts.
 
     Args:
         q: Queries.
@@ -113,20 +115,20 @@ def check_heads_first(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None
         v: (batch, kv_heads, tokens, value_dim)
 
     Raises:
-        UnsupportedError: There are more or fewer dimensions, or other keys than queries.
-        InputError: Heads do not fit each other.
+        UnsupportedError: A tensor is not 4-dimensional, or keys and queries have different lengths.
+        InputError: The head counts do not match.
     """
     if not q.dim() == k.dim() == v.dim() == 4:
         raise UnsupportedError(
             f"query, key and value must be (batch, heads, tokens, head_dim), got {tuple(q.shape)}, {tuple(k.shape)}, "
-            f"{tuple(v.shape)}; join or add dimensions before"
+            f"{tuple(v.shape)}; reshape them first"
         )
     if k.shape[2] != q.shape[2]:
         raise UnsupportedError(
-            f"{q.shape[2]} queries and {k.shape[2]} keys a rank: attention between two sequences is "
+            f"{q.shape[2]} queries and {k.shape[2]} keys on this rank: for attention between two sequences call "
             "ring.attention(..., kv_seq=...)"
         )
     if k.shape[1] != q.shape[1] and not enable_gqa:
-        raise InputError(f"query has {q.shape[1]} heads and key {k.shape[1]}; enable_gqa=True groups them")
+        raise InputError(f"query has {q.shape[1]} heads and key has {k.shape[1]}; pass enable_gqa=True to group them")
     if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise InputError(f"enable_gqa: {q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
+        raise InputError(f"enable_gqa: {q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads")

@@ -1,9 +1,11 @@
-"""Attention over a ring as PyTorch operators, which compilers and checkpointing policies can name and leave alone.
+"""Attention over a ring as PyTorch operators, which compilers treat as opaque and checkpointing policies can name.
 
-Guarantees: `torch.compile(fullgraph=True)` traces it without a break and without running it; the operators
-`torch.ops.ringattn.attention` and `attention_backward` may stand in a policy of selective checkpointing.
-An operator takes tensors and numbers only. A number stands for the sequence, found when the operator runs, and one for
-the agreed call, from its forward to its backward pass (docs/internals/decisions/0012).
+An operator takes tensors, numbers and texts only. So a number (the handle) stands for the sequence and is resolved when
+the operator runs. Another number (the ticket) leads from the backward pass to the call that forward agreed on
+(docs/internals/decisions/0012).
+
+Guarantees: `torch.compile(fullgraph=True)` traces it without a break and without running it. A policy of selective
+checkpointing may name the operators `torch.ops.ringattn.attention` and `attention_backward`.
 """
 
 from __future__ import annotations
@@ -34,26 +36,26 @@ from ringattn.sequence import Sequence, sequence_with
 __all__ = ["ring_attention"]
 
 ACTIVE = 0
-"""The handle that stands for the sequence that `Ring.activate` names when the operator runs."""
+"""The handle for the sequence that is active when the operator runs."""
 
 TICKET = HALF = 1 << 32
 
 OPTIONS = tuple(
     (option.name, str(option.type), option.default) for option in fields(AttentionOptions) if option.name != "sinks"
 )
-"""Name, type and default of each option but sinks, which have a gradient and are an input of the operator."""
+"""Name, type and default of each option except sinks, which have a gradient and so are an input of the operator."""
 TENSORS = tuple(option.name for option in fields(AttentionOptions) if str(option.type).startswith("Tensor"))
 FORMS = {
     "bool": "bool {}", "float": "float {}", "float | None": "float? {}", "str": "str {}",
     "Tensor | None": "Tensor? {}", "Tensor | Many[float] | None": "Tensor? {}",
     # (left, right), -1 for unbounded, or twice None.
     "Window": "SymInt? {}_left, SymInt? {}_right",
-    # The text of the mask, empty for none.
+    # The text of the mask; empty: no mask.
     "AttentionMask | None": "str {}",
-    # A seed has 64 bits and no sign, a schema's number 63 and one: the seed is the first times `HALF` plus the second.
+    # A seed has 64 bits and no sign, but an int of a schema is signed. So a seed is passed as upper * HALF + lower.
     "int | None": "SymInt? {}_upper, SymInt? {}_lower",
 }  # fmt: skip
-"""The arguments of the operator for an option of each type."""
+"""For each type of option, the arguments of the operator that carry it."""
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, SymInt handle, str gradients, "
     + ", ".join(FORMS[kind].replace("{}", name) for name, kind, _ in OPTIONS)
@@ -63,7 +65,7 @@ SCHEMA = (
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """A call that ran forward; its ring keeps it, and it does not keep its ring."""
+    """A call that ran forward. Its ring keeps it alive; it refers to the ring weakly."""
 
     ticket: int
     ring: ref[Ring]
@@ -71,8 +73,9 @@ class _Kept:
 
 
 KEPT_CALLS = 1024
-"""Different calls of a ring, those made last, whose backward pass may still come; there is no end to documents."""
+"""Limit, per ring, of recent calls whose backward pass may still run. Calls differ, for example, in documents."""
 GRAPH = 2
+"""The index, in a ticket, of the flag that some rank needs gradients."""
 COMPILED_WITHOUT_GRAPH = "!its compiled code has no input that needs a gradient; call x.requires_grad_() on one"
 _tickets = itertools.count()
 _kept: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
@@ -87,21 +90,20 @@ def ring_attention(
     seq: Sequence | None = None,
     **options: Unpack[AttentionKeywords],
 ) -> Tensor:
-    """Attention of this rank's shards as one operator, compiled or not; differentiable.
+    """Compute attention of this rank's shards as one operator, compiled or not; differentiable.
 
-    Backward receives the blocks of other ranks again: forward keeps none of them. Under torch.autocast q, k and v are
-    cast as scaled_dot_product_attention casts its own.
+    Backward receives the blocks of other ranks again, because forward keeps none of them. Under torch.autocast, q, k
+    and v are cast as scaled_dot_product_attention casts its inputs.
 
-    Compiled code is compiled once more for a second sequence, a second mask or a second dropout_seed that is given as
-    an argument. Without a sequence (or a mask) it is not compiled again for another active sequence (or the mask of
-    that sequence) with the same number of local tokens. sinks and alibi_slopes may be DTensors with Shard(0), and
-    alibi_slopes must be a tensor.
+    Code is recompiled for a second sequence, mask or dropout_seed that is passed as an argument. Without these
+    arguments, it is not recompiled for another active sequence (or its mask) with the same number of local tokens.
+    sinks and alibi_slopes may be DTensors with Shard(0). alibi_slopes must be a tensor.
 
     Args:
         q: Queries, this rank's shard, or a DTensor of it with sharded heads.
         k: Keys, like q.
         v: Values, like q.
-        seq: The sequence. None: the active one, by the rule of `adapters.context.sequence_of`, found at run time.
+        seq: The sequence. None: the result of `adapters.context.sequence_of` when the operator runs.
         options: See `ringattn.options.AttentionOptions`.
 
     Shape:
@@ -112,12 +114,12 @@ def ring_attention(
         alibi_slopes: (q_heads,)
 
     Returns:
-        (batch, tokens, q_heads, d_v) in q's dtype, under autocast in its; a DTensor where q is one.
+        (batch, tokens, q_heads, d_v) in q's dtype, or autocast's where that is on; a DTensor if q is one.
 
     Raises:
-        InputError: What `Ring.attention` and `sequence_of` raise, or the heads of DTensors do not fit each other.
+        InputError: What `Ring.attention` and `sequence_of` raise, or the heads of DTensors do not match.
         UnsupportedError: A DTensor has other placements than sharded heads, or the engine does not compute this call.
-        RingError: What else `Ring.attention` raises.
+        RingError: Other errors of `Ring.attention`.
 
     Example:
         compiled = torch.compile(lambda q: ring_attention(q, q, q, causal=True), fullgraph=True)
@@ -127,23 +129,24 @@ def ring_attention(
     (q, k, v), whole = local_heads((q, k, v), 2)
     q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     check_names(options)
-    given: dict[str, Any] = {**options}
+    arguments: dict[str, Any] = {**options}
     if not torch.compiler.is_compiling():
         if seq is None:
             seq = sequence_of() or lone_sequence(q.shape[1])
         with seq.ring.refused_by_all():
             for name in TENSORS:
-                if given.get(name) is not None:
-                    given[name] = _local_tensor(name, given[name], q.shape[2])
-            # What the schema of the operator would refuse on this rank alone, or take for a number, is refused here.
-            AttentionOptions.of(given)
-    sinks = given.get("sinks")
+                if arguments.get(name) is not None:
+                    arguments[name] = _local_tensor(name, arguments[name], q.shape[2])
+            # Validate here, so that all ranks raise: the operator's schema would raise on this rank only, or convert.
+            AttentionOptions.of(arguments)
+    sinks = arguments.get("sinks")
     out, lse, ticket = attention(
-        q, k, v, sinks, ACTIVE if seq is None else seq.handle, _needs_text(q, k, v, sinks), *_serialised(given)
+        q, k, v, sinks, ACTIVE if seq is None else seq.handle, _needs_text(q, k, v, sinks), *_serialised(arguments)
     )
     if not torch.compiler.is_compiling():
-        attended()  # beneath the operator no mode can be left
+        attended()  # here and not in the operator: below it, no mode of the caller can be exited
         if torch.is_grad_enabled() and not out.requires_grad and ticket[GRAPH]:
+            # Only other ranks need gradients. This rank has to take part in their backward pass all the same.
             out = _Anchored.apply(anchor(True), q, k, v, sinks, out, lse, ticket)
     return whole(out)
 
@@ -156,9 +159,9 @@ def _local_tensor(name: str, value: object, heads: int) -> Tensor:
 
 
 def _serialised(options: Mapping[str, Any]) -> list[Any]:
-    """Return the options but sinks as the operator takes them: a tensor, numbers and texts, in the order of `OPTIONS`.
+    """Return the options except sinks in the order of `OPTIONS`, in the form that the operator takes (see `FORMS`).
 
-    A compiler traces this. See `SCHEMA` for the form of each type.
+    A compiler traces this function, so it must not look into tensors.
     """
     values: list[Any] = []
     for name, kind, default in OPTIONS:
@@ -175,7 +178,7 @@ def _serialised(options: Mapping[str, Any]) -> list[Any]:
 
 
 def _options_from(sinks: Tensor | None, values: tuple[Any, ...]) -> AttentionOptions:
-    """Return the options that `_serialised` gave, with the sinks. Raises InputError for wrong values."""
+    """Rebuild the options from the sinks and the values of `_serialised`. Raises InputError for wrong values."""
     rest = iter(values)
     options: dict[str, Any] = {"sinks": sinks}
     for name, kind, _ in OPTIONS:
@@ -193,7 +196,8 @@ def _options_from(sinks: Tensor | None, values: tuple[Any, ...]) -> AttentionOpt
 
 
 def _needs_text(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str:
-    """`GradientNeeds` as an operator takes it: names after each other, or "!" and the obstacle."""
+    """Return `GradientNeeds` as a text: the names of the inputs, or "!" and the obstacle."""
+    # Under a compiler, `requires_grad` is all that is known: the graph of this call does not exist yet.
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         inputs = [
             name for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if x is not None and x.requires_grad
@@ -207,13 +211,13 @@ def _needs_text(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, gradients: str, *values: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Out (batch, tokens, q_heads, d_v), lse (batch, q_heads, tokens) and the ticket of the call, int64 on the host.
+    """Return out (batch, tokens, q_heads, d_v), lse (batch, q_heads, tokens) and the call's ticket, int64 on the host.
 
-    The ticket is three numbers: that under which the call is kept here, times `TICKET`, plus its number on the ring;
-    the bits of the seed of its dropout; and, at `GRAPH`, whether any rank needs gradients.
+    The ticket is three numbers: the key of the kept call, times `TICKET`, plus the call's number on the ring; the bits
+    of its dropout seed; and, at index `GRAPH`, whether any rank needs gradients.
 
-    `handle`: of a living sequence, or `ACTIVE`. `gradients`: see `_needs_text`. `values`: see `_serialised`. Raises
-    what `Ring.attention` raises.
+    `handle`: the handle of a living sequence, or `ACTIVE`. `gradients`: see `_needs_text`. `values`: see `_serialised`.
+    Raises what `Ring.attention` raises.
     """
     if handle == ACTIVE:
         seq = sequence_of() or lone_sequence(q.shape[1])
@@ -225,13 +229,15 @@ def attention(
 
     def described() -> AttentionCall:
         call = calls.checked_call(ring, q, k, v, seq, None, options)
-        # What is kept for backward has a size that only the plan knows, and a compiler asks for sizes before.
+        # A compiler needs the sizes of all outputs while it traces, but only the plan knows how much is kept. Keep
+        # none.
         return replace(call, route=call.route.keeping_nothing())
 
     obstacle = gradients.removeprefix("!") if gradients.startswith("!") else ""
     needs = GradientNeeds(() if obstacle else tuple(gradients.split()), obstacle)
     call = calls.agreed(ring, described, sinks, needs)
     out, lse, _ = calls.forward_pass(ring, call, q, k, v, sinks, keep=False)
+    # int64 has no room for an unsigned 64-bit seed: store its two's complement.
     signed = call.dropout_seed - (HALF**2 if call.dropout_seed >= HALF**2 // 2 else 0)
     ticket = torch.tensor([_ticket(ring, call) * TICKET + call.number, signed, call.graph])
     return _row_first(out).detach(), lse.contiguous(), ticket
@@ -249,36 +255,41 @@ def attention_backward(
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and sinks, the last of no elements without sinks. Raises what backward raises."""
-    place_and_number, signed, _ = ticket.tolist()
-    place, number = divmod(place_and_number, TICKET)
-    kept = _kept.get(place)
+    """Return the gradients of q, k, v and sinks, the last one empty without sinks. Raises what backward raises."""
+    key_and_number, signed, _ = ticket.tolist()
+    key, number = divmod(key_and_number, TICKET)
+    kept = _kept.get(key)
     ring = None if kept is None else kept.ring()
     if kept is None or ring is None:
         raise ClosedError(
-            "the ring of this forward pass is gone; keep it open until backward is done, with fewer than "
-            f"{KEPT_CALLS} calls over other sequences in between"
+            "the ring of this forward pass no longer exists, or the call was evicted; keep the ring open until "
+            f"backward is done, with fewer than {KEPT_CALLS} calls over other sequences in between"
         )
-    # `_kept` has one for all calls that are alike but for their seeds.
+    # `_kept` has one entry for calls that differ only in their numbers and seeds. The ticket restores both.
     call = replace(kept.call, number=number, dropout_seed=signed % HALF**2)
     dq, dk, dv, dsinks = calls.backward_pass(ring, call, q, k, v, sinks, out, lse, None, dout, dlse)
     return _row_first(dq), dk.contiguous(), dv.contiguous(), q.new_empty(0) if dsinks is None else dsinks
 
 
 def _ticket(ring: Ring, call: AttentionCall) -> int:
+    """Keep the call for backward, and return its key. The least recently made call is evicted first."""
     calls, call = _kept_of.setdefault(ring, {}), replace(call, dropout_seed=0)
     kept = calls.pop(call, None)
     if kept is None:
         kept = _Kept(next(_tickets), ref(ring), call)
         _kept[kept.ticket] = kept
-    calls[call] = kept  # the last one now
+    calls[call] = kept  # reinserted at the end
     if len(calls) > KEPT_CALLS:
         del calls[next(iter(calls))]
     return kept.ticket
 
 
 def _row_first(x: Tensor) -> Tensor:
-    """With the memory of (tokens, batch, heads, dim), which the compiler is told; the engines' tensors have it."""
+    """Return `x` with tokens outermost in memory.
+
+    The fake operators below promise these strides to the compiler. The engines' tensors have them already, so this
+    rarely copies.
+    """
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
@@ -304,6 +315,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     q, k, v, sinks, *_ = inputs
     ctx.save_for_backward(q, k, v, sinks, *output)
     ctx.mark_non_differentiable(output[2])
+    # An absent gradient stays None, so that backward does not compute with zeros for lse.
     ctx.set_materialize_grads(False)
 
 
@@ -318,7 +330,7 @@ attention.register_autograd(_gradients, setup_context=_save)
 
 
 class _Anchored(torch.autograd.Function):
-    """The output of an eager call in which other ranks alone need gradients; see `anchor`."""
+    """The output of an eager call for which only other ranks need gradients; see `anchor`."""
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, *saved: Tensor | None) -> Tensor:

@@ -1,12 +1,12 @@
 """torchtitan: an inner attention over a ring, and the sharding of its inputs.
 
-`RingAttention` takes the place of torchtitan's inner attentions in a model's config, `RingTrainerMixin` shards batches
-in its Trainer and its Validator, `prepare_context_parallel_input` where there is neither; see
-docs/embedding-torchtitan.md. The sequences of a batch travel as the model's `attention_masks`, so recomputation finds
-them as it finds any argument.
-Guarantees: packed documents (positions that restart at 0) do not see each other; lengths need not divide by anything;
-masks of FlexAttention and of torchtitan's varlen attention raise, because what they hide is not known here.
-Not covered: the loss, which torchtitan counts over the `loss` mesh.
+`RingAttention` replaces torchtitan's inner attentions in a model's config. `RingTrainerMixin` shards batches in its
+Trainer and Validator; other loops call `prepare_context_parallel_input`. See docs/embedding-torchtitan.md. The
+sequences of a batch are passed as the model's `attention_masks`, so recomputation gets them like any other argument.
+
+Guarantees: packed documents (positions that restart at 0) do not attend to each other. Any length is allowed. Masks of
+FlexAttention and of torchtitan's varlen attention raise, because their content is not analysed here.
+Not covered: the loss, which torchtitan reduces over the `loss` mesh.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ CHECKED = ("0.3",)
 require_checked("torchtitan", *CHECKED)
 
 Rows = tuple[Sequence, ...]
-"""The sequence of each row of a batch, which may be cut into documents each in its own way."""
+"""The sequence of each row of a batch. Rows may be cut into different documents."""
 
 _LAYOUTS = {"headtail": "zigzag", None: "contiguous"}
 
 
 class RingAttention(Module):
-    """Causal attention over a ring, in place of torchtitan's inner attentions.
+    """Causal attention over a ring, which replaces torchtitan's inner attentions.
 
     Args:
         config: A `RingAttention.Config`.
@@ -61,42 +61,45 @@ class RingAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """`window_size`: (left, right) tokens besides the query, as in torchtitan's varlen attention; -1 unbounded."""
+        """`window_size`: tokens left and right of the query, as in torchtitan's varlen attention; -1: unbounded."""
 
         window_size: tuple[int, int] = (-1, 0)
 
     def __new__(cls, config: Config | None = None) -> RingAttention:
-        """Under `partial_dtensor` of a class that torchtitan's `apply_cp_to_forward` knows what to do with.
+        """Return a `ScaledDotProductAttention` under the backend `partial_dtensor`, and a plain module otherwise.
 
-        The other backends refuse that class, and do without this function.
+        `partial_dtensor` calls torchtitan's `apply_cp_to_forward`, which accepts certain classes only. The other
+        backends do not call it, and refuse those classes.
         """
         wrapped = cls is RingAttention and get_spmd_backend() == "partial_dtensor"
-        made: RingAttention = super().__new__(_WrappedRingAttention if wrapped else cls)
-        return made
+        module: RingAttention = super().__new__(_WrappedRingAttention if wrapped else cls)
+        return module
 
     def __init__(self, config: Config) -> None:
-        nn.Module.__init__(self)  # ScaledDotProductAttention's sets only what its own forward reads
+        nn.Module.__init__(self)  # ScaledDotProductAttention's `__init__` only sets attributes of its forward
         self.window_size = config.window_size
         self._cp_ranks = 1
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """As torchtitan's modules do, but that keys and values stay this rank's: torchtitan would gather them.
+        """Set up sharding like torchtitan's modules, except that keys and values stay sharded over `cp`.
+
+        torchtitan gathers keys and values over `cp` before its attentions. A ring needs this rank's shard.
 
         Args:
             parallel_dims: torchtitan's ParallelDims.
 
         Raises:
-            UnsupportedError: The backend is `full_dtensor`; or what torchtitan declares of the inputs does not say how
-                keys and values are sharded.
+            UnsupportedError: The backend is `full_dtensor`, or torchtitan's sharding config does not say how the inputs
+                are sharded.
         """
         if parallel_dims.spmd_backend == "full_dtensor":
             raise UnsupportedError(
-                "spmd_backend='full_dtensor': a ring takes each rank's own tokens, set --parallelism.spmd_backend to "
-                "spmd_types (torchtitan's default) or partial_dtensor"
+                "spmd_backend='full_dtensor': a ring takes each rank's shard of tokens, set "
+                "--parallelism.spmd_backend to spmd_types (torchtitan's default) or partial_dtensor"
             )
         self._cp_ranks = parallel_dims.cp
         if self._sharding_config is not None:
-            self._sharding_config = _of_own_tokens(self._sharding_config)
+            self._sharding_config = _keeping_shards(self._sharding_config)
         super().parallelize(parallel_dims)
 
     def forward(
@@ -111,19 +114,20 @@ class RingAttention(Module):
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Attention of this rank's shards; differentiable.
+        """Compute attention of this rank's shards; differentiable.
 
-        DTensors over `cp` that hold this rank's tokens, as torchtitan declares them, are taken at this rank. Those with
-        sharded heads too, and results are DTensors then; see `local_heads` for other ones.
+        DTensors whose tokens are sharded over `cp`, as torchtitan declares them, are replaced by their local tensors.
+        DTensors with sharded heads are accepted too, and the results are then DTensors; see `local_heads` for others.
 
         Args:
             q_BLNH: Queries.
             k_BLNH: Keys; they may have fewer heads.
             v_BLNH: Values, like keys.
-            attention_masks: What `prepare_context_parallel_input` made. None: the active sequence, see `sequence_of`.
+            attention_masks: The sequences from `prepare_context_parallel_input`. None: the active sequence, see
+                `sequence_of`.
             scale: Factor of the scores. None: 1 / sqrt(head_dim).
-            enable_gqa: Not read; fewer heads of keys and values are taken as they are.
-            out_transform: Makes the result of out and lse. None: the result is out.
+            enable_gqa: Ignored: keys and values may always have fewer heads.
+            out_transform: Computes the result from out and lse. None: the result is out.
             kwargs: Refused.
 
         Shape:
@@ -133,28 +137,30 @@ class RingAttention(Module):
             lse: (batch, tokens, q_heads)
 
         Returns:
-            (batch, tokens, q_heads, value_dim), or what `out_transform` makes of it and lse.
+            (batch, tokens, q_heads, value_dim), or the result of `out_transform`.
 
         Raises:
-            InputError: The mask is another one or has other rows, an argument is not known, DTensors are over several
-                ranks of `cp` and nothing names the sequence, or what `sequence_of` raises.
+            InputError: The mask has another type or number of rows, an argument is unknown, or the tensors are shards
+                over several ranks of `cp` but no sequence is given or active. Also what `sequence_of` raises.
             RingError: What `Ring.attention` raises.
         """
         if kwargs:
             raise InputError(f"RingAttention does not know {', '.join(kwargs)}")
-        (q, k, v), whole = local_heads((_own_tokens(q_BLNH), _own_tokens(k_BLNH), _own_tokens(v_BLNH)), 2)
+        (q, k, v), whole = local_heads((_local_tokens(q_BLNH), _local_tokens(k_BLNH), _local_tokens(v_BLNH)), 2)
         q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
         if attention_masks is None:
-            _check_named(q_BLNH, self._cp_ranks)
+            _check_has_sequence(q_BLNH, self._cp_ranks)
             rows: Rows = (sequence_of() or lone_sequence(q.shape[1]),) * len(q)
         else:
             rows = _checked(attention_masks, len(q))
         left, right = self.window_size
         options: dict[str, Any] = {"causal": right == 0, "window": (left, right), "scale": scale, "return_lse": True}
-        with spmd_types.no_typecheck():  # what comes out is declared in the sharding config, as that of a kernel is
+        # The checker cannot follow the ring's communication. The sharding config declares the result, as for a kernel.
+        with spmd_types.no_typecheck():
             if len(set(rows)) == 1:
                 out, lse = rows[0].ring.attention(q, k, v, rows[0], **options)
             else:
+                # Rows with different documents have different plans, so each row is a call of its own.
                 each = [seq.ring.attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], seq, **options)
                         for i, seq in enumerate(rows)]  # fmt: skip
                 out, lse = (torch.cat(parts) for parts in zip(*each, strict=True))
@@ -163,48 +169,50 @@ class RingAttention(Module):
 
 
 class _WrappedRingAttention(RingAttention, ScaledDotProductAttention):
-    """What `RingAttention` makes under `partial_dtensor`."""
+    """The class of `RingAttention` objects under `partial_dtensor`."""
 
 
-def _of_own_tokens(config: ShardingConfig) -> ShardingConfig:
-    """The same layouts of queries, keys and values inside as they arrive with, and of their gradients."""
+def _keeping_shards(config: ShardingConfig) -> ShardingConfig:
+    """Return a config that keeps the layouts in which queries, keys and values arrive, for gradients too."""
     names, arriving = ("q_BLNH", "k_BLNH", "v_BLNH"), config.in_src_shardings or {}
     if missing := [name for name in names if name not in arriving]:
         raise UnsupportedError(
             f"torchtitan's sharding_config of RingAttention has no in_src_shardings of {', '.join(missing)}: a ring "
-            "takes tokens as they lie on the ranks of cp, see torchtitan's set_gqa_inner_attention_local_map"
+            "needs the layout of tokens over cp, see torchtitan's set_gqa_inner_attention_local_map"
         )
     gradients = LocalMapConfig(in_grad_placements=tuple(arriving[name] for name in names))
     return replace(config, in_dst_shardings=arriving, local_map=gradients)
 
 
-def _own_tokens(x: Tensor) -> Tensor:
-    """The tokens of this rank, where torchtitan has declared that the mesh `cp` shards them."""
+def _local_tokens(x: Tensor) -> Tensor:
+    """Return this rank's tokens if torchtitan has declared that the mesh `cp` shards them, else `x`."""
     return x.to_local() if _is_declared(x) else x
 
 
 def _is_declared(x: Tensor) -> TypeGuard[DTensor]:
-    """Whether torchtitan has declared that the mesh `cp` shards the tokens."""
+    """Return whether torchtitan has declared that the mesh `cp` shards the tokens."""
     return isinstance(x, DTensor) and x.device_mesh.mesh_dim_names == ("cp",) and x.placements == (Shard(1),)
 
 
-def _check_named(q: Tensor, cp_ranks: int) -> None:
-    """Raise `InputError` where these are shards and no sequence is active: no ring is open yet that would say so."""
+def _check_has_sequence(q: Tensor, cp_ranks: int) -> None:
+    """Raise `InputError` if q is a shard and no sequence is active.
+
+    `sequence_of` cannot detect this case: it refuses only while a ring is open, and here none may be open yet.
+    """
     ranks = q.device_mesh.size() if _is_declared(q) else cp_ranks
-    is_in_backward = torch._C._current_graph_task_id() != -1  # which attends over what its forward pass had
+    is_in_backward = torch._C._current_graph_task_id() != -1  # recomputation uses the sequence of its forward pass
     if ranks > 1 and activation() is None and not is_in_backward:
         raise InputError(
             f"attention_masks is None and q is a shard over the {ranks} ranks of cp, which would attend to itself "
-            "alone: put ringattn.adapters.torchtitan.RingTrainerMixin before torchtitan's Trainer and its Validator, "
+            "only: put ringattn.adapters.torchtitan.RingTrainerMixin before torchtitan's Trainer and its Validator, "
             "or shard batches with ringattn.adapters.torchtitan.prepare_context_parallel_input, not torchtitan's own"
         )
 
 
 class RingTrainerMixin:
-    """Stands before torchtitan's Trainer, and before its Validator: their batches are sharded for `RingAttention`.
+    """Mixin for torchtitan's Trainer and its Validator that shards their batches for `RingAttention`.
 
-    With one rank too, where packed documents are then as far from each other as over many. The backends are
-    `spmd_types` and `partial_dtensor`.
+    It also works with one rank, where it keeps packed documents apart. Backends: `spmd_types` and `partial_dtensor`.
 
     Example:
         class RingTrainer(RingTrainerMixin, Trainer):
@@ -221,12 +229,12 @@ class RingTrainerMixin:
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor, model_parts: list[nn.Module] | None = None
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """This rank's tokens of a batch, in place of torchtitan's method. A collective call, on the host.
+        """Return this rank's tokens of a batch; overrides torchtitan's method. A collective call, on the host.
 
         Args:
-            input_dict: The batch: "input", "positions" and what else the model gets.
-            labels: Its labels.
-            model_parts: Of the Validator; not read. None: this is the Trainer, which counts tokens.
+            input_dict: The batch: "input", "positions" and the model's other arguments.
+            labels: The labels of the batch.
+            model_parts: Passed by the Validator; not read. None: this is the Trainer, which counts tokens.
 
         Shape:
             labels: (batch, tokens)
@@ -237,7 +245,7 @@ class RingTrainerMixin:
         Raises:
             UnsupportedError: The trainer compiles the model, or captures CUDA graphs.
             InputError: What `prepare_context_parallel_input` raises.
-            RingError: What else `ring_of` raises.
+            RingError: Other errors of `ring_of`.
         """
         is_trainer = model_parts is None
         parallelism = self.config.parallelism if is_trainer else self.parallelism
@@ -257,7 +265,7 @@ class RingTrainerMixin:
         return inputs, labels, extra
 
     def close(self) -> None:
-        """Close the rings, then what the Trainer closes; torchtitan destroys its process groups afterwards.
+        """Close the rings, then the Trainer. The order matters, because torchtitan destroys process groups afterwards.
 
         Raises:
             RingError: What `Ring.close` raises.
@@ -267,16 +275,16 @@ class RingTrainerMixin:
 
 
 def _refuse(config: Any, inputs: Tensor) -> None:
-    """Raise `UnsupportedError` for what a config asks of the attention that a ring does not do; all ranks have one."""
+    """Raise `UnsupportedError` for options that a ring does not support. All ranks have the same config."""
     if config.compile.enable and "model" in config.compile.components:
         raise UnsupportedError(
-            "compile.enable with component 'model': torchtitan compiles each layer as one graph, in which a ring's "
-            "sequences have no place; leave it out, or set --compile.components loss"
+            "compile.enable with component 'model': torchtitan compiles each layer as one graph, but attention "
+            "over a ring breaks the graph; leave it out, or set --compile.components loss"
         )
     if inputs.is_cuda and not config.training.disable_cuda_graphs:
         raise UnsupportedError(
-            "CUDA graphs of the whole step: a ring's ranks agree on the host before each call, which a graph does not "
-            "repeat; set --training.disable_cuda_graphs"
+            "CUDA graphs of the whole step: ranks compare each call on the host first, which the replay of a graph "
+            "does not repeat; set --training.disable_cuda_graphs"
         )
 
 
@@ -289,14 +297,14 @@ def prepare_context_parallel_input(
     load_balancer_type: str | None = "headtail",
     ptrr_mask_key: str | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """This rank's tokens of a batch. A collective call, on the host.
+    """Return this rank's tokens of a batch. A collective call, on the host.
 
-    Documents begin where positions are 0.
+    A document begins at each position 0.
 
     Args:
         inputs: Tokens of the whole batch.
-        labels: Labels of the whole batch; torchtitan's, shifted already.
-        extra_kwargs: What else the model gets; "positions" is needed, of the shape of inputs.
+        labels: Labels of the whole batch, already shifted, as torchtitan provides them.
+        extra_kwargs: The model's other arguments. "positions" is required, in the shape of inputs.
         cp_mesh: A DeviceMesh, or a Ring.
         device: Not read.
         load_balancer_type: headtail (zigzag), or None (contiguous).
@@ -310,10 +318,10 @@ def prepare_context_parallel_input(
         This rank's inputs, labels and `extra_kwargs`, in which "attention_masks" is the sequence of each row.
 
     Raises:
-        InputError: There are no positions, there are attention masks already, or the load balancer is not known; every
-            rank raises.
-        DisagreementError: Batches have other shapes on other ranks.
-        RingError: What else `ring_of` raises.
+        InputError: Positions are missing, attention masks are present, or the load balancer is unknown; every rank
+            raises.
+        DisagreementError: The shapes of the batch differ between ranks.
+        RingError: Other errors of `ring_of`.
 
     Example:
         inputs, labels, extra = prepare_context_parallel_input(inputs, labels, extra, mesh, inputs.device)
@@ -321,11 +329,11 @@ def prepare_context_parallel_input(
     ring = ring_of(cp_mesh)
     with ring.refused_by_all():
         if load_balancer_type not in _LAYOUTS:
-            raise InputError(f"load_balancer_type={load_balancer_type!r}: a ring knows 'headtail' and None")
+            raise InputError(f"load_balancer_type={load_balancer_type!r}: a ring supports 'headtail' and None")
         if extra_kwargs.get("attention_masks") is not None:
-            raise InputError("attention_masks were made already: take RingAttention.Config as inner_attention")
+            raise InputError("extra_kwargs has attention_masks: use RingAttention.Config as inner_attention")
         if extra_kwargs.get("positions") is None:
-            raise InputError("extra_kwargs['positions'] is missing: rotary positions of shards are not known without")
+            raise InputError("extra_kwargs['positions'] is missing; the rotary positions of shards depend on it")
         positions = extra_kwargs["positions"]
         seq = ring.sequence(inputs.shape[1], layout=_LAYOUTS[load_balancer_type])
         rows = tuple(
@@ -333,21 +341,21 @@ def prepare_context_parallel_input(
         )
         shards = {"positions": seq.shard(positions), "attention_masks": rows}
         prepared = seq.shard(inputs), seq.shard(labels), {**extra_kwargs, **shards}
-    # The next thing that ranks do is to gather weights, which would wait for a rank that was refused.
+    # Next, the ranks gather weights. A rank that raised above would leave the others waiting there, so check now.
     ring.check_consistency(f"batch of {tuple(inputs.shape)} tokens, {seq.layout.name}", always=True)
     return prepared
 
 
 def _starts(positions: Tensor) -> list[list[int]]:
-    """Where documents begin, row by row."""
+    """Return the first tokens of the documents of each row."""
     return [(row == 0).nonzero()[:, 0].tolist() for row in positions]
 
 
 def _checked(masks: Any, batch: int) -> Rows:
     if not (isinstance(masks, tuple) and masks and all(isinstance(row, Sequence) for row in masks)):
         raise InputError(
-            f"attention_masks is a {type(masks).__name__}; RingAttention takes what "
-            "ringattn.adapters.torchtitan.prepare_context_parallel_input made"
+            f"attention_masks is a {type(masks).__name__}; RingAttention takes the sequences that "
+            "ringattn.adapters.torchtitan.prepare_context_parallel_input returns"
         )
     if len(masks) != batch:
         with masks[0].ring.refused_by_all():

@@ -1,8 +1,9 @@
-"""Attention layers for models whose tokens lie over a ring.
+"""Attention layers for models whose tokens are sharded over a ring.
 
-A layer is given this rank's tokens and the `Sequence` that says which they are; the ring comes from the sequence, so
-the same layer trains alone and on many ranks.
-Guarantees: weights are plain parameters, alike on every rank; gradients are this rank's part, to be summed over the
+A layer gets this rank's tokens and their `Sequence`. The ring belongs to the sequence, so the same layer trains on one
+rank or on many.
+
+Guarantees: weights are plain parameters, the same on every rank. Gradients are this rank's part, to be summed over
 ranks (`ring.all_reduce`).
 """
 
@@ -23,16 +24,16 @@ from ringattn.options import AttentionOptions, LayerKeywords, takes_options
 from ringattn.sequence import Sequence
 
 REFUSED = {
-    "sinks": "they are a parameter of this layer; give sink_heads",
-    "dropout_seed": "it belongs to a call, for each needs another one; give it there",
+    "sinks": "they are a parameter of this layer; pass sink_heads",
+    "dropout_seed": "every call needs a different seed; pass it to the call",
 }
-"""Options of attention that `RingAttention` does not take."""
-MULTIHEAD_REFUSED = REFUSED | {"dropout_p": "this layer calls it dropout, as torch's does"}
-"""Options of attention that `RingMultiheadAttention` does not take by these names."""
+"""Options of attention that `RingAttention` refuses."""
+MULTIHEAD_REFUSED = REFUSED | {"dropout_p": "in this layer it is called dropout, as in torch"}
+"""Options of attention that `RingMultiheadAttention` refuses under these names."""
 
 
 class RingAttention(Layer):
-    """`Ring.attention` as a module that keeps the mask and the softmax's options.
+    """`Ring.attention` as a module that stores the mask and the softmax options.
 
     Example:
         layer = ringattn.RingAttention(causal=True, window=(4095, 0))
@@ -41,31 +42,31 @@ class RingAttention(Layer):
 
     @takes_options(REFUSED)
     def __init__(self, *, sink_heads: int | None = None, **options: Unpack[LayerKeywords]) -> None:
-        """Keeps the options; a call checks `schedule`.
+        """Store the options. `schedule` is checked by the first call.
 
         Args:
-            sink_heads: The number of query heads, for learned sinks (parameter `sinks`, zeros at first). None: no
+            sink_heads: The number of query heads, for learned sinks (parameter `sinks`, initially zeros). None: no
                 sinks.
-            options: See `ringattn.options.AttentionOptions`. Dropout applies in training mode, and then each call needs
-                a seed.
+            options: See `ringattn.options.AttentionOptions`. Dropout applies in training mode, where each call needs a
+                seed.
 
         Raises:
-            InputError: An option is wrong or is not an option of layers.
+            InputError: An option is invalid or not supported by layers.
         """
         super().__init__()
         self.options = AttentionOptions.of(options, REFUSED)
         self.sinks = None if sink_heads is None else nn.Parameter(torch.zeros(sink_heads))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, dropout_seed: int | None = None) -> Tensor:
-        """Attention of this rank's queries to the keys of all ranks. A collective call.
+        """Compute attention of this rank's queries over the keys of all ranks. A collective call.
 
         Args:
             q: Queries, this rank's shard of `seq`.
             k: Keys, this rank's shard of `seq`.
             v: Values, this rank's shard of `seq`.
-            seq: The sequence, which brings the ring.
-            dropout_seed: With dropout in training mode: from 0 to 2**64 - 1, the same on all ranks, another one for
-                each layer and step.
+            seq: The sequence, with its ring.
+            dropout_seed: Required for dropout in training mode: from 0 to 2**64 - 1, the same on all ranks, different
+                for each layer and step.
 
         Shape:
             q: (batch, tokens, q_heads, d_k)
@@ -77,12 +78,12 @@ class RingAttention(Layer):
             out in q's dtype.
 
         Raises:
-            InputError: A tensor or an option is wrong, on any rank; every rank raises.
+            InputError: A tensor or an option is invalid on any rank; every rank raises.
             UnsupportedError: The engine does not compute this call.
-            DisagreementError: The ranks do not make the same call.
+            DisagreementError: The ranks make different calls.
             ClosedError: The ring was closed or has failed.
             TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
-            OutOfMemoryError: A rank had no memory for the pass.
+            OutOfMemoryError: A rank had not enough memory for the pass.
         """
         check_sequence(seq)
         with seq.ring.refused_by_all():
@@ -90,16 +91,16 @@ class RingAttention(Layer):
         return attend(seq.ring, q, k, v, seq, None, options)[0]
 
     def options_of_call(self, dropout_seed: int | None) -> AttentionOptions:
-        """Return the options of one call: those of the layer with its sinks, and with dropout in training mode only.
+        """Return the options of one call: the layer's options and sinks, with dropout in training mode only.
 
         Args:
-            dropout_seed: The seed of the call. None: it has none.
+            dropout_seed: The seed of the call, or None.
 
         Returns:
             The options.
 
         Raises:
-            InputError: It is not a seed.
+            InputError: `dropout_seed` is not a seed.
         """
         dropout_p = self.options.dropout_p if self.training else 0.0
         return replace(self.options, sinks=self.sinks, dropout_p=dropout_p, dropout_seed=dropout_seed)
@@ -114,11 +115,11 @@ class RingAttention(Layer):
 
 
 class RingMultiheadAttention(Projections):
-    """Self-attention with its projections: x to queries, keys and values by one weight, attention, output projection.
+    """Self-attention with its projections: one weight for queries, keys and values, attention, output projection.
 
     The parameters have the names and, for equal heads, the shapes of `torch.nn.MultiheadAttention`, so its state
-    dictionaries load, and its options are known by their names: those that a ring does not compute are refused.
-    Weights are alike on all ranks; gradients are this rank's part, to be summed (`Ring.all_reduce`).
+    dictionaries load. Its options have the same names; those that a ring does not support are refused. Weights must be
+    the same on all ranks. Gradients are this rank's part, to be summed (`Ring.all_reduce`).
 
     Example:
         layer = ringattn.RingMultiheadAttention(4096, 32, num_kv_heads=8, bias=False, rope="neox", causal=True)
@@ -149,33 +150,33 @@ class RingMultiheadAttention(Projections):
         sinks: bool = False,
         **options: Unpack[LayerKeywords],
     ) -> None:
-        """Makes the weights; a call checks `schedule`.
+        """Create the weights. `schedule` is checked by the first call.
 
         Args:
             embed_dim: Elements of a token.
             num_heads: Query heads.
-            num_kv_heads: Key and value heads (GQA); they divide `num_heads`. None: as many.
+            num_kv_heads: Key and value heads (GQA), a divisor of `num_heads`. None: `num_heads`.
             head_dim: Elements of a head. None: embed_dim / num_heads.
-            dropout: Weights are dropped with this probability in training mode; then each call needs a seed.
-            bias: The projections have biases.
-            add_bias_kv: False; no key is added to the tokens'.
-            add_zero_attn: False; the same.
-            kdim: None or `embed_dim`; keys are made of the tokens.
+            dropout: Probability of dropping each weight in training mode, where each call needs a seed.
+            bias: Give the projections biases.
+            add_bias_kv: Must be False; no key is added to those of the tokens.
+            add_zero_attn: Must be False, for the same reason.
+            kdim: None or `embed_dim`; keys are projected from the tokens.
             vdim: None or `embed_dim`.
-            batch_first: True; tensors are (batch, tokens, embed_dim).
-            device: Of the weights. None: torch's default.
-            dtype: Of the weights. None: torch's default.
+            batch_first: Must be True; tensors are (batch, tokens, embed_dim).
+            device: Device of the weights. None: torch's default.
+            dtype: Dtype of the weights. None: torch's default.
             qk_norm: RMS normalization of each query and key head, with learned weights `q_norm` and `k_norm`.
             norm_eps: Added to the mean square in that normalization.
-            rope: Rotary positions, which are global ones: neox or interleaved. None: no rotation.
+            rope: Rotary embedding by global positions: neox or interleaved. None: no rotation.
             rope_base: Base of the rotary angles.
-            sinks: One learned logit per query head that takes weight and gives no value.
+            sinks: One learned logit per query head that takes weight but adds no value.
             options: See `ringattn.options.AttentionOptions`.
 
         Raises:
-            InputError: Heads do not fit each other, `rope` is not known or does not fit heads, or an option is wrong
-                or is not an option of layers.
-            UnsupportedError: An option of `torch.nn.MultiheadAttention` is not what a ring computes.
+            InputError: Head counts do not match, `rope` is unknown or does not match the heads, or an option is invalid
+                or not supported by layers.
+            UnsupportedError: An option of `torch.nn.MultiheadAttention` is not supported over a ring.
         """
         _refuse_options({
             "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn,
@@ -205,18 +206,18 @@ class RingMultiheadAttention(Projections):
         is_causal: bool = False,
         dropout_seed: int | None = None,
     ) -> Tensor:
-        """Self-attention of this rank's tokens to those of all ranks. A collective call.
+        """Compute self-attention of this rank's tokens over those of all ranks. A collective call.
 
         Args:
             x: This rank's shard of `seq`.
-            seq: The sequence, which brings the ring.
-            key_padding_mask: None; padding is a document of its own (`Sequence.with_documents`).
-            need_weights: False; a ring never holds the weights.
-            attn_mask: None; masks are the layer's options and the documents of `seq`.
-            average_attn_weights: Only beside need_weights=True.
-            is_causal: True: causal in this call, whether or not the layer is.
-            dropout_seed: With dropout in training mode: from 0 to 2**64 - 1, the same on all ranks, another one for
-                each layer and step.
+            seq: The sequence, with its ring.
+            key_padding_mask: Must be None; make padding a separate document (`Sequence.with_documents`).
+            need_weights: Must be False; a ring never stores the weights.
+            attn_mask: Must be None; masks are set by the layer's options and the documents of `seq`.
+            average_attn_weights: Ignored; it only matters with need_weights=True.
+            is_causal: True: causal in this call, even if the layer is not.
+            dropout_seed: Required for dropout in training mode: from 0 to 2**64 - 1, the same on all ranks, different
+                for each layer and step.
 
         Shape:
             x: (batch, tokens, embed_dim)
@@ -225,18 +226,18 @@ class RingMultiheadAttention(Projections):
             (batch, tokens, embed_dim).
 
         Raises:
-            InputError: A tensor or an option is wrong, on any rank; every rank raises.
+            InputError: A tensor or an option is invalid on any rank; every rank raises.
             UnsupportedError: The engine does not compute this call, or an option of `torch.nn.MultiheadAttention` is
-                not what a ring computes.
-            DisagreementError: The ranks do not make the same call.
+                not supported over a ring.
+            DisagreementError: The ranks make different calls.
             ClosedError: The ring was closed or has failed.
             TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
-            OutOfMemoryError: A rank had no memory for the pass.
+            OutOfMemoryError: A rank had not enough memory for the pass.
         """
         if not isinstance(seq, Sequence):
             raise InputError(
-                f"seq: the second argument is a {type(seq).__name__}; this layer makes queries, keys and values of x "
-                "itself and is called with (x, seq), seq being ring.sequence(...)"
+                f"seq: the second argument is a {type(seq).__name__}; this layer projects queries, keys and values "
+                "from x itself: call it with (x, seq), where seq is ring.sequence(...)"
             )
         with seq.ring.refused_by_all():
             options = self.attention.options_of_call(dropout_seed)
@@ -252,22 +253,23 @@ class RingMultiheadAttention(Projections):
 
 
 _INSTEAD = {
-    "add_bias_kv": "no key is added to the tokens'; leave it out",
-    "add_zero_attn": "no key is added to the tokens'; sinks=True has a learned logit for each head, zero at first",
-    "kdim": "keys are made of the tokens, with embed_dim numbers; for keys of another sequence call ring.attention("
-    "q, k, v, seq, kv_seq=...)",
-    "vdim": "values are made of the tokens, with embed_dim numbers; project them, and call ring.attention",
+    "add_bias_kv": "no key is added to those of the tokens; leave it out",
+    "add_zero_attn": "no key is added to those of the tokens; sinks=True adds a learned logit per head, initially zero",
+    "kdim": "keys are projected from the tokens, with embed_dim numbers; for keys of another sequence call "
+    "ring.attention(q, k, v, seq, kv_seq=...)",
+    "vdim": "values are projected from the tokens, with embed_dim numbers; project them yourself, and call "
+    "ring.attention",
     "batch_first": "tensors are (batch, tokens, embed_dim) here; pass batch_first=True and transpose before and after",
-    "key_padding_mask": "a ring takes no mask tensors; make padding a document of its own, with "
-    "ring.sequence(cu_seqlens=...) for all rows alike, or seq.with_documents(...)",
-    "need_weights": "the weights are never held; pass need_weights=False",
-    "attn_mask": "a ring takes no mask tensors; causal=, window= of the layer and documents of the sequence say masks",
+    "key_padding_mask": "a ring takes no mask tensors; make padding a separate document, with "
+    "ring.sequence(cu_seqlens=...) for all rows, or seq.with_documents(...)",
+    "need_weights": "a ring never stores the weights; pass need_weights=False",
+    "attn_mask": "a ring takes no mask tensors; use causal= and window= of the layer, and documents of the sequence",
 }
-"""What to do instead of an option of `torch.nn.MultiheadAttention`."""
+"""Advice for each refused option of `torch.nn.MultiheadAttention`."""
 
 
-def _refuse_options(given: dict[str, Any]) -> None:
-    """Raise `UnsupportedError` for the first option that is on."""
-    for name, value in given.items():
+def _refuse_options(options: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` for the first option that is set."""
+    for name, value in options.items():
         if value:
             raise UnsupportedError(f"{name}: {_INSTEAD[name]}")

@@ -1,8 +1,11 @@
-"""What the layers share: printed options, memory, and the weights of projections, which overlap with messages.
+"""Base classes of the layers: printed options, memory, and projections that overlap with messages.
 
-If all K and V of a rank leave in one message, they are projected straight into it, and copied out of it for the rank's
-own use while it travels. Queries are projected meanwhile. If queries travel too, they are made before anything leaves.
-Guarantees: the results and gradients of projecting first and attending then; refusals before anything is sent.
+If all K and V of a rank are sent in one message, they are projected directly into its buffer, and copied from there for
+local use while the message is sent. Queries are projected in the meantime. If queries are sent too, they are projected
+before anything is sent.
+
+Guarantees: results and gradients equal those of projecting first and attending afterwards. Refusals come before
+anything is sent.
 """
 
 from __future__ import annotations
@@ -26,37 +29,37 @@ from ringattn.sequence import Sequence
 
 
 def check_sequence(seq: object) -> None:
-    """Raise `InputError` unless `seq` is a sequence, which brings the ring of a call."""
+    """Raise `InputError` unless `seq` is a sequence, which has the ring of a call."""
     if not isinstance(seq, Sequence):
         raise InputError(f"seq must come from ring.sequence(...), got {type(seq).__name__}")
 
 
 def shown(options: AttentionOptions, **others: object) -> str:
-    """Return the layer's line of a printed model: `others`, and options that differ from their defaults."""
+    """Return a layer's line in a printed model: `others`, and the options that differ from their defaults."""
     facts = others | options.changed()
     texts = {name: value.text if isinstance(value, AttentionMask) else value for name, value in facts.items()}
     return ", ".join(f"{name}={value!r}" for name, value in texts.items())
 
 
 class Layer(nn.Module):
-    """What each layer reports about its memory."""
+    """Base of all layers: reports of memory."""
 
     def own_memory(self) -> dict[str, int]:
-        """Bytes of the layer's weights.
+        """Return the bytes of the layer's weights.
 
         Returns:
-            Nothing for layers without projections.
+            The figures by name; empty for layers without projections.
         """
         return {}
 
     def get_memory_info(self, seq: Sequence | None = None) -> dict[str, int]:
-        """The layer's own bytes, and its ring's memory. Local.
+        """Return the layer's bytes, and the memory of its ring. Not a collective call.
 
         Args:
-            seq: A sequence of the ring to ask, whose memory all layers share. None: the layer's own bytes only.
+            seq: A sequence of the ring, whose memory all layers share. None: the layer's bytes only.
 
         Returns:
-            The figures of `own_memory`, and with `seq` those of `Ring.memory_info`.
+            The figures of `own_memory`, and with `seq` also those of `Ring.memory_info`.
 
         Raises:
             Nothing.
@@ -81,15 +84,15 @@ class Projections(Layer):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """Raises `InputError` for heads that do not fit each other, and rotary positions that do not fit heads."""
+        """Raise `InputError` if head counts do not match, or rotary positions do not match the heads."""
         super().__init__()
         if num_kv_heads is not None and not hasattr(num_kv_heads, "__index__"):
-            raise InputError(f"num_kv_heads must be a number of heads, got {num_kv_heads!r}; give options by name")
+            raise InputError(f"num_kv_heads must be a number of heads, got {num_kv_heads!r}; pass options by name")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise InputError(f"num_kv_heads must divide num_heads; got {num_kv_heads} and {num_heads}")
         if head_dim is None and embed_dim % num_heads:
-            raise InputError(f"embed_dim {embed_dim} is no multiple of num_heads {num_heads}; give head_dim")
+            raise InputError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}; pass head_dim")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.norm_eps, self.rope = norm_eps, rope
@@ -107,7 +110,7 @@ class Projections(Layer):
         self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draws new weights, as `torch.nn.MultiheadAttention` does; biases 0, norms 1."""
+        """Draw new weights like `torch.nn.MultiheadAttention`; biases are 0, norms 1."""
         nn.init.xavier_uniform_(self.in_proj_weight)
         self.out_proj.reset_parameters()
         for biases in (self.in_proj_bias, self.out_proj.bias):
@@ -118,10 +121,10 @@ class Projections(Layer):
                 nn.init.ones_(norm)
 
     def own_memory(self) -> dict[str, int]:
-        """Bytes of the layer's weights, and of what a token adds to K and V.
+        """Return the bytes of the layer's weights, and of K and V per token.
 
         Returns:
-            `parameter_bytes`, and `kv_bytes_per_token`, keys and values of one token.
+            `parameter_bytes`, and `kv_bytes_per_token` for the keys and values of one token.
         """
         kv_bytes = 2 * self.num_kv_heads * self.head_dim * self.in_proj_weight.element_size()
         parameter_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters())
@@ -130,7 +133,7 @@ class Projections(Layer):
     def _attended(self, x: Tensor, seq: Sequence, options: AttentionOptions, dilated: Dilated | None = None) -> Tensor:
         """Return the heads' outputs, (batch, tokens, q_heads, head_dim). A collective call.
 
-        Keys and values are projected first, and travel while queries are projected. `dilated`: the branches of dilated
+        Keys and values are projected first, and sent while queries are projected. `dilated`: the branches of dilated
         attention. Raises what `project_qkv` and `Ring.attention` raise.
         """
         ring, weight, bias, norms = seq.ring, self.in_proj_weight, self.in_proj_bias, (self.q_norm, self.k_norm)
@@ -152,10 +155,10 @@ class Projections(Layer):
             sizes = x.shape[0], self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim
             return call_of(ring, seq, None, sizes, dtype, x.device, options, dilated)
 
-        # What q, k and v are made of, after the first message has left.
+        # q, k and v do not exist yet, so the gradients that ranks need follow from the inputs of their projections.
         inputs = {"x": x, "weight": weight, "bias": bias, "q_norm": self.q_norm, "k_norm": self.k_norm}
         call = agreed(ring, described, options.sinks, inputs | {"sinks": options.sinks})
-        # One split, so that the two gradients are put together by one copy.
+        # One split per tensor, so that autograd joins the two gradients by one copy.
         (q_weight, kv_weight), (q_bias, kv_bias) = weight.split(cut), (None, None) if bias is None else bias.split(cut)
         finish: dict[str, Any] = {"norms": norms, "norm_eps": self.norm_eps, "turns": turns}
         keys_values: tuple[Tensor, ...] = ()
@@ -173,11 +176,11 @@ class Projections(Layer):
         else:
             make(None)
         (q,) = project(x, q_weight, q_bias, self.num_heads, 0, self.head_dim, **finish)
-        k, v = (part.clone() for part in keys_values) if in_message else keys_values  # the message is the ring's memory
+        k, v = (part.clone() for part in keys_values) if in_message else keys_values  # the buffer belongs to the ring
         return apply_attention(ring, call, q, k, v, options.sinks)[0]
 
     def _projected(self, x: Tensor, seq: Sequence) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, before anything travels. Raises `InputError` unless x is this rank's shard."""
+        """Return queries, keys and values. Raises `InputError` unless x is this rank's shard."""
         check_shard(x, seq, self.embed_dim)
         return project_qkv(
             x, self.in_proj_weight, self.in_proj_bias, self.num_heads, self.num_kv_heads, self.head_dim,

@@ -1,8 +1,8 @@
-"""Dilated attention as layers, each in two forms: of whole sequences on one device, and over a ring.
+"""Dilated attention as layers, each in two forms: for whole sequences on one device, and over a ring.
 
-Guarantees: the two forms of a layer have the same parameters, so that state dictionaries load either way; on one device
-a layer needs no ring of the caller's, and its copies and pickles carry none along; branches that cannot reach every
-query are warned of once per layer.
+Guarantees: the two forms of a layer have the same parameters, so state dictionaries are interchangeable. On one device,
+a layer needs no ring from the caller, and its copies and pickles contain none. Each layer warns once of branches that
+cannot reach every query.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ REFUSED = NOT_OF_DILATED | {
     "dropout_p": "this layer has no dropout; call ring.dilated_attention with dropout_p and dropout_seed",
     "dropout_seed": "this layer has no dropout; call ring.dilated_attention with dropout_p and dropout_seed",
 }
-"""Options of attention that the layers of dilated attention do not take."""
+"""Options of attention that dilated layers refuse."""
 
 
 class Alone(Layer):
-    """What a layer on one device has besides: a ring of its own, of one rank whatever other processes there are."""
+    """Mixin for layers on one device: a private ring of one rank, whatever other processes exist."""
 
     _ring: Ring | None = None
 
@@ -47,10 +47,10 @@ class Alone(Layer):
         return self._ring
 
     def get_memory_info(self, seq: Sequence | None = None) -> dict[str, int]:
-        """The layer's own bytes and the memory that it keeps between calls.
+        """Return the bytes of the layer's weights, and the memory that it keeps between calls.
 
         Args:
-            seq: Of its own ring; not needed.
+            seq: Ignored; the layer's ring is known.
 
         Returns:
             The figures of `own_memory` and of `Ring.memory_info`.
@@ -61,7 +61,7 @@ class Alone(Layer):
         return self.own_memory() | self.ring.memory_info()
 
     def whole(self, x: Tensor) -> Sequence:
-        """The sequence that is all of dimension 1 of `x`, of the layer's own ring.
+        """Return the sequence of all tokens in dimension 1 of `x`, on the layer's ring.
 
         Args:
             x: (batch, tokens, ...).
@@ -70,7 +70,7 @@ class Alone(Layer):
             The sequence.
 
         Raises:
-            InputError: `x` has no such dimension.
+            InputError: `x` is not (batch, tokens, ...).
         """
         if not isinstance(x, Tensor) or x.dim() < 3:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -78,11 +78,12 @@ class Alone(Layer):
         return self.ring.sequence(x.shape[1])
 
     def __getstate__(self) -> dict[str, Any]:
+        # A ring cannot be copied or pickled. A copy of the layer opens its own at its first use.
         return {name: value for name, value in self.__dict__.items() if name != "_ring"}
 
 
 class Dilation(Layer):
-    """The branches and the options of `Ring.dilated_attention`, kept; see there for their meaning."""
+    """Stores the branches and options of `Ring.dilated_attention`; see there for their meaning."""
 
     @takes_options(REFUSED)
     def __init__(
@@ -96,20 +97,20 @@ class Dilation(Layer):
         layer: int | None = None,
         **options: Unpack[LayerKeywords],
     ) -> None:
-        """Keeps the branches and options; a call checks `grad`, `tail` and `schedule`.
+        """Store the branches and options. `grad`, `tail` and `schedule` are checked by the first call.
 
         Args:
-            segment_lengths: Tokens of a segment, for each branch; positive.
-            dilation_rates: Of so many tokens a head keeps one, for each branch; positive.
-            offset: Which of the tokens a head keeps: mod, block, kv_head or layer_rotated; see
+            segment_lengths: Tokens per segment, for each branch; positive.
+            dilation_rates: A head keeps one of this number of tokens, for each branch; positive.
+            offset: Selects the token that a head keeps: mod, block, kv_head or layer_rotated; see
                 `Ring.dilated_attention`.
-            grad: exact; detached takes the branches' shares as constants, as torchscale does.
-            tail: ragged; zero_pad lets queries meet the zero keys with which torchscale fills short segments.
-            layer: Index of the layer from 0 on, with offset="layer_rotated"; None otherwise.
+            grad: exact, or detached to treat the weights of the branches as constants, like torchscale.
+            tail: ragged, or zero_pad to attend to zero keys that fill short segments, like torchscale.
+            layer: Index of the layer, from 0, with offset="layer_rotated"; None otherwise.
             options: See `ringattn.options.AttentionOptions`.
 
         Raises:
-            InputError: Branches, the offset or the layer are wrong.
+            InputError: Branches, the offset or the layer are invalid.
         """
         super().__init__()
         self.options = AttentionOptions.of(options, REFUSED)
@@ -118,14 +119,14 @@ class Dilation(Layer):
         self.grad, self.tail, self.warned = grad, tail, False
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
-        """`Ring.dilated_attention` with the layer's options."""
+        """Call `Ring.dilated_attention` with the layer's options."""
         check_sequence(seq)
         out, _ = attend_dilated(seq.ring, q, k, v, seq, self.pairs, self.options, self.grad, self.tail)
         self.warn_once(q.shape[2], k.shape[2])  # after the call, which has checked the shapes
         return out
 
     def warn_once(self, q_heads: int, kv_heads: int) -> None:
-        """Warns of branches that cannot reach every query; a second time it does nothing.
+        """Warn of branches that cannot reach every query. Later calls do nothing.
 
         Args:
             q_heads: Query heads.
@@ -134,10 +135,10 @@ class Dilation(Layer):
         Raises:
             Nothing.
         """
-        found = () if self.warned else coverage_warnings(self.branches, q_heads, self.pairs.offset, kv_heads)
+        messages = () if self.warned else coverage_warnings(self.branches, q_heads, self.pairs.offset, kv_heads)
         self.warned = True
-        for warning in found:
-            warnings.warn(warning, stacklevel=3)
+        for message in messages:
+            warnings.warn(message, stacklevel=3)
 
     def extra_repr(self) -> str:
         """Describe the layer in a printed model.
@@ -145,7 +146,7 @@ class Dilation(Layer):
         Returns:
             The branches, and the options that differ from their defaults.
         """
-        options = replace(self.options, causal=False)  # which the branches show
+        options = replace(self.options, causal=False)  # shown with the branches
         return shown(options, **asdict(self.pairs), grad=self.grad, tail=self.tail)
 
 
@@ -158,13 +159,13 @@ class RingDilatedAttention(Dilation):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence) -> Tensor:
-        """Dilated attention of this rank's queries to the keys of all ranks. A collective call.
+        """Compute dilated attention of this rank's queries over the keys of all ranks. A collective call.
 
         Args:
             q: Queries, this rank's shard of `seq`.
             k: Keys, this rank's shard of `seq`.
             v: Values, this rank's shard of `seq`.
-            seq: The sequence, which brings the ring.
+            seq: The sequence, with its ring.
 
         Shape:
             q: (batch, tokens, q_heads, d_k)
@@ -176,8 +177,8 @@ class RingDilatedAttention(Dilation):
             out in q's dtype.
 
         Raises:
-            InputError: A tensor or an option is wrong, on any rank; every rank raises.
-            RingError: What else `Ring.dilated_attention` raises.
+            InputError: A tensor or an option is invalid on any rank; every rank raises.
+            RingError: Other errors of `Ring.dilated_attention`.
         """
         return self._attend(q, k, v, seq)
 
@@ -186,7 +187,7 @@ class DilatedAttention(Alone, Dilation):
     """`RingDilatedAttention` on one device."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Dilated attention of whole sequences on one device.
+        """Compute dilated attention of whole sequences on one device.
 
         Args:
             q: Queries, whole sequences.
@@ -203,8 +204,8 @@ class DilatedAttention(Alone, Dilation):
             out in q's dtype.
 
         Raises:
-            InputError: A tensor or an option is wrong.
-            RingError: What else `Ring.dilated_attention` raises.
+            InputError: A tensor or an option is invalid.
+            RingError: Other errors of `Ring.dilated_attention`.
         """
         return self._attend(q, k, v, self.whole(q))
 
@@ -237,34 +238,34 @@ class MultiheadDilation(Projections):
         dtype: torch.dtype | None = None,
         **options: Unpack[LayerKeywords],
     ) -> None:
-        """Makes the weights; a call checks `grad`, `tail` and `schedule`.
+        """Create the weights. `grad`, `tail` and `schedule` are checked by the first call.
 
         Args:
             embed_dim: Elements of a token.
             num_heads: Query heads.
-            segment_lengths: Tokens of a segment, for each branch; positive.
-            dilation_rates: Of so many tokens a head keeps one, for each branch; positive.
-            num_kv_heads: Key and value heads (GQA); they divide `num_heads`. None: as many.
+            segment_lengths: Tokens per segment, for each branch; positive.
+            dilation_rates: A head keeps one of this number of tokens, for each branch; positive.
+            num_kv_heads: Key and value heads (GQA), a divisor of `num_heads`. None: `num_heads`.
             head_dim: Elements of a head. None: embed_dim / num_heads.
-            bias: The projections have biases.
+            bias: Give the projections biases.
             qk_norm: RMS normalization of each query and key head, with learned weights `q_norm` and `k_norm`.
             norm_eps: Added to the mean square in that normalization.
-            rope: Rotary positions, which are global ones: neox or interleaved. None: no rotation.
+            rope: Rotary embedding by global positions: neox or interleaved. None: no rotation.
             rope_base: Base of the rotary angles.
-            xpos_scale: Tokens; the rotary positions are then XPos with this scale, see `Rope`. None: no XPos.
+            xpos_scale: The scale of XPos in tokens, see `Rope`. None: no XPos.
             layer_norm: Normalize the heads together before the output projection, as LongNet does (the sub-layer norm
                 of MAGNETO, arXiv:2210.06423).
-            offset: Which of the tokens a head keeps: mod, block, kv_head or layer_rotated; see
+            offset: Selects the token that a head keeps: mod, block, kv_head or layer_rotated; see
                 `Ring.dilated_attention`.
-            grad: exact; detached takes the branches' shares as constants, as torchscale does.
-            tail: ragged; zero_pad lets queries meet the zero keys with which torchscale fills short segments.
-            layer: Index of the layer from 0 on, with offset="layer_rotated"; None otherwise.
-            device: Of the weights. None: torch's default.
-            dtype: Of the weights. None: torch's default.
+            grad: exact, or detached to treat the weights of the branches as constants, like torchscale.
+            tail: ragged, or zero_pad to attend to zero keys that fill short segments, like torchscale.
+            layer: Index of the layer, from 0, with offset="layer_rotated"; None otherwise.
+            device: Device of the weights. None: torch's default.
+            dtype: Dtype of the weights. None: torch's default.
             options: See `ringattn.options.AttentionOptions`.
 
         Raises:
-            InputError: Heads, branches, the offset, the layer or rotary positions are unknown or do not fit each other.
+            InputError: Heads, branches, the offset, the layer or rotary options are invalid or do not match.
         """
         if rope is None and xpos_scale is not None:
             raise InputError(f"xpos_scale={xpos_scale} needs rotary positions; give rope='interleaved' or 'neox'")
@@ -282,19 +283,19 @@ class MultiheadDilation(Projections):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws new weights, as `torch.nn.MultiheadAttention` does; biases 0, norms 1."""
+        """Draw new weights like `torch.nn.MultiheadAttention`; biases are 0, norms 1."""
         super().reset_parameters()
         if self.layer_norm is not None:
             self.layer_norm.reset_parameters()
 
     def _attend(self, x: Tensor, seq: Sequence) -> Tensor:
-        """Dilated self-attention with the layer's weights."""
+        """Compute dilated self-attention with the layer's weights."""
         check_sequence(seq)
         attention = self.attention
         if (attention.grad, attention.tail) == ("exact", "ragged"):
             heads = self._attended(x, seq, attention.options, attention.pairs)
-        else:  # several calls, none of which takes projections
-            with seq.ring.refused_by_all():  # the others are about to agree on their call, and hear of it there
+        else:  # several attention calls share the projections, so they are made first
+            with seq.ring.refused_by_all():  # the other ranks learn of an error when they compare their calls
                 q, k, v = self._projected(x, seq)
             heads = attention(q, k, v, seq)
         heads = heads.flatten(2)
@@ -305,7 +306,7 @@ class MultiheadDilation(Projections):
 class RingMultiheadDilatedAttention(MultiheadDilation):
     """Multi-head dilated attention over a ring.
 
-    Weights are alike on all ranks; gradients are this rank's part, to be summed over the ranks (`Ring.all_reduce`).
+    Weights must be the same on all ranks. Gradients are this rank's part, to be summed over ranks (`Ring.all_reduce`).
 
     Example:
         layer = ringattn.RingMultiheadDilatedAttention(768, 12, [2048, 8192], [1, 4], causal=True)
@@ -313,27 +314,27 @@ class RingMultiheadDilatedAttention(MultiheadDilation):
     """
 
     def forward(self, x: Tensor, seq: Sequence) -> Tensor:
-        """Dilated self-attention of this rank's tokens to those of all ranks. A collective call.
+        """Compute dilated self-attention of this rank's tokens over those of all ranks. A collective call.
 
         Args:
             x: This rank's shard of `seq`, (batch, tokens, embed_dim).
-            seq: The sequence, which brings the ring.
+            seq: The sequence, with its ring.
 
         Returns:
             (batch, tokens, embed_dim).
 
         Raises:
-            InputError: A tensor or an option is wrong, on any rank; every rank raises.
-            RingError: What else `Ring.dilated_attention` raises.
+            InputError: A tensor or an option is invalid on any rank; every rank raises.
+            RingError: Other errors of `Ring.dilated_attention`.
         """
         return self._attend(x, seq)
 
 
 class MultiheadDilatedAttention(Alone, MultiheadDilation):
-    """Multi-head dilated attention of whole sequences on one device."""
+    """Multi-head dilated attention for whole sequences on one device."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Dilated self-attention of whole sequences.
+        """Compute dilated self-attention of whole sequences.
 
         Args:
             x: Whole sequences, (batch, tokens, embed_dim).
@@ -342,7 +343,7 @@ class MultiheadDilatedAttention(Alone, MultiheadDilation):
             (batch, tokens, embed_dim).
 
         Raises:
-            InputError: A tensor or an option is wrong.
-            RingError: What else `Ring.dilated_attention` raises.
+            InputError: A tensor or an option is invalid.
+            RingError: Other errors of `Ring.dilated_attention`.
         """
         return self._attend(x, self.whole(x))

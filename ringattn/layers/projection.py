@@ -1,10 +1,11 @@
-"""Projects tokens to queries, keys and values: one weight, optional bias, QK normalization and rotary positions.
+"""Projection of tokens to queries, keys and values: one weight, optional bias, QK normalization and rotary positions.
 
-Keys and values can be made first and straight into a message, so that an exchange runs while the queries are made.
-The Triton kernels are imported when they are first used, because Triton is optional. The matrix products of their
-backward pass are torch's.
-Guarantees: norm and rotation are computed in float32 (float64 for float64 inputs) whatever the dtype; rotations follow
-*global* positions, so any layout is right; every backend is differentiable, once.
+Keys and values can be projected first, directly into a message buffer, so that an exchange runs while queries are
+projected. The Triton kernels are imported at their first use, because Triton is optional. Their backward pass uses
+torch's matrix products.
+
+Guarantees: norm and rotation are computed in float32 (float64 for float64 inputs) for every dtype. Rotations follow
+*global* positions, so every layout is correct. Every backend is differentiable once.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ def project_qkv(
     length: int | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q (batch, tokens, heads, head_dim), k and v (batch, tokens, kv_heads, head_dim) of x (batch, tokens, model).
+    """Project x (batch, tokens, model). Return q (batch, tokens, heads, head_dim), k and v (batch, tokens, kv_heads,
+    ...).
 
-    `weight`: ((heads + 2 * kv_heads) * head_dim, model) as in `F.linear`, queries first, then keys, then values;
-    `bias`: its rows, or None. `q_norm`, `k_norm`: (head_dim,) weights of an RMS normalization of each head, before the
-    rotation. `positions`: (tokens,) global positions, with `rope`; with XPos also the `length` of the whole sequence in
-    tokens. Raises `InputError` for sizes that do not fit, and like `Rope.turns`.
+    `weight`: ((heads + 2 * kv_heads) * head_dim, model) as in `F.linear`, with the rows of queries first, then keys,
+    then values. `bias`: (rows of weight,), or None. `q_norm`, `k_norm`: (head_dim,) weights of an RMS normalization of
+    each head, before the rotation. `positions`: (tokens,) global positions, required with `rope`. `length`: the tokens
+    of the whole sequence, required with XPos. Raises `InputError` for sizes that do not match, and like `Rope.turns`.
     """
     if (rope is None) != (positions is None):
-        raise InputError("rope and positions come together: give both, or neither")
+        raise InputError("rope and positions belong together: pass both, or neither")
     turns: tuple[Rotation | None, Rotation | None] = (None, None)
     if rope is not None and positions is not None:
         turns = rope.turns(positions, head_dim, stored_dtype(x), length)
@@ -76,9 +78,9 @@ def project(
 ) -> tuple[Tensor, ...]:
     """Return q, k and v; with 0 `heads` only k and v, with 0 `kv_heads` only q. See `project_qkv`.
 
-    `norms`, `turns`: of queries and of keys. `into`: where K and V are written, two row-first views (rows, batch,
-    kv_heads, head_dim) of x's dtype, of any strides except the last, which is 1. The returned tensors are then views of
-    them, (batch, rows, kv_heads, head_dim). Writing there again before the backward pass changes no gradient.
+    `norms`, `turns`: for queries and for keys. `into`: buffers for K and V, two row-first views (rows, batch, kv_heads,
+    head_dim) of x's dtype. The last stride must be 1, others are arbitrary. The returned tensors are then views of the
+    buffers, (batch, rows, kv_heads, head_dim). Overwriting the buffers before backward does not change gradients.
     """
     spec = _Spec(heads, kv_heads, head_dim, norm_eps, *turns, into)
     norms = norms[0] if heads else None, norms[1] if kv_heads else None
@@ -86,7 +88,7 @@ def project(
     if _is_cast(x):
         dtype = stored_dtype(x)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    _check_places(x, spec)
+    _check_buffers(x, spec)
     if backend == "auto":
         backend = backend_for(x, head_dim)
     if backend == "plain":
@@ -95,24 +97,24 @@ def project(
 
 
 def stored_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of what is projected from x: its own, or that of autocast."""
+    """Return the dtype of projections of x: x's dtype, or autocast's if that applies."""
     return torch.get_autocast_dtype(x.device.type) if _is_cast(x) else x.dtype
 
 
 def _is_cast(x: Tensor) -> bool:
-    """Whether autocast casts x: float64 stays, as in torch's own layers."""
+    """Return whether autocast casts x. float64 is not cast, as in torch's layers."""
     return torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
 
 
 def backend_for(x: Tensor, head_dim: int) -> Backend:
-    """What "auto" means for x (batch, tokens, model): "epilogue" wherever its kernel can run, else "plain"."""
+    """Return the backend of "auto" for x (batch, tokens, model): "epilogue" if its kernel can run, else "plain"."""
     if x.device.type != "cuda" or x.dtype == torch.float64 or head_dim % 2 or find_spec("triton") is None:
         return "plain"
     return "epilogue"
 
 
 class _Spec(NamedTuple):
-    """What is not differentiated of a projection. 0 `heads` leaves the queries out, 0 `kv_heads` keys and values."""
+    """The arguments of a projection without gradients. 0 `heads` omits queries, 0 `kv_heads` omits keys and values."""
 
     heads: int
     kv_heads: int
@@ -127,9 +129,10 @@ class _Spec(NamedTuple):
         """Columns of the projection."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
-    def places(self) -> tuple[Tensor, ...]:
-        """The memory of `into` as (batch, tokens, kv_heads, head_dim) tensors."""
-        # No views: these share a version with their whole message, and autograd refuses what was changed beside them.
+    def buffers(self) -> tuple[Tensor, ...]:
+        """Return the memory of `into` as (batch, tokens, kv_heads, head_dim) tensors."""
+        # Not as views: views share a version counter with the whole message, so autograd would report later writes to
+        # other parts of the message as in-place changes.
         views = [view.transpose(0, 1) for view in self.into or ()]
         return tuple(
             view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
@@ -146,28 +149,28 @@ def check_projection(
     head_dim: int,
     backend: str = "auto",
 ) -> None:
-    """Raise `InputError` unless x can be projected to so many columns. Dtypes need not be alike under autocast."""
+    """Raise `InputError` unless x can be projected to `columns`. Under autocast, dtypes may differ."""
     if x.dim() != 3 or weight.shape != (columns, x.shape[2]):
         raise InputError(
             f"x must be (batch, tokens, model), got {tuple(x.shape)}; {columns // head_dim} heads of {head_dim}, "
-            f"keys' and values' counted each, need a weight ({columns}, model), got {tuple(weight.shape)}"
+            f"counting those of keys and of values, need a weight ({columns}, model), got {tuple(weight.shape)}"
         )
     alike = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
     if not alike and not _is_cast(x):
-        raise InputError(f"x is {x.dtype}, the weight is {weight.dtype}; they and the bias must be alike")
+        raise InputError(f"x is {x.dtype}, the weight is {weight.dtype}; these and the bias must have one dtype")
     if bias is not None and bias.shape != (columns,):
-        raise InputError(f"bias must have the weight's {columns} rows, got {tuple(bias.shape)}")
+        raise InputError(f"bias must have shape ({columns},), the rows of the weight, got {tuple(bias.shape)}")
     for norm in norms:
         if norm is not None and norm.shape != (head_dim,):
             raise InputError(f"a norm's weight must have shape ({head_dim},), got {tuple(norm.shape)}")
     if backend not in BACKENDS:
         raise InputError(f"backend={backend!r} is not known; choose one of {', '.join(BACKENDS)}")
     if backend in ("epilogue", "fused") and (x.dtype == torch.float64 or head_dim % 2):
-        raise InputError(f"backend={backend!r} has neither float64 nor an odd head_dim; use backend='plain'")
+        raise InputError(f"backend={backend!r} supports neither float64 nor an odd head_dim; use backend='plain'")
 
 
-def _check_places(x: Tensor, spec: _Spec) -> None:
-    """Raise `InputError` unless the rotations and the places fit the tokens of x."""
+def _check_buffers(x: Tensor, spec: _Spec) -> None:
+    """Raise `InputError` unless the rotations and the buffers match the tokens of x."""
     batch, tokens, _ = x.shape
     for turn in (spec.q_turn, spec.k_turn):
         if turn is not None and turn.cos.shape != (tokens, spec.head_dim // 2):
@@ -175,11 +178,11 @@ def _check_places(x: Tensor, spec: _Spec) -> None:
                 f"{tokens} tokens with heads of {spec.head_dim} need a rotation of shape "
                 f"({tokens}, {spec.head_dim // 2}), got {tuple(turn.cos.shape)}"
             )
-    place = (tokens, batch, spec.kv_heads, spec.head_dim)
+    shape = (tokens, batch, spec.kv_heads, spec.head_dim)
     for view in spec.into or ():
-        if view.shape != place or view.dtype != x.dtype or view.stride(3) != 1:
+        if view.shape != shape or view.dtype != x.dtype or view.stride(3) != 1:
             raise InputError(
-                f"into must be two {place} views of {x.dtype} with a contiguous last dimension, "
+                f"into must be two {shape} views of {x.dtype} with a contiguous last dimension, "
                 f"got {tuple(view.shape)}, {view.dtype}, strides {view.stride()}"
             )
 
@@ -190,17 +193,17 @@ def _check_places(x: Tensor, spec: _Spec) -> None:
 def _plain(
     x: Tensor, weight: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, spec: _Spec
 ) -> tuple[Tensor, ...]:
-    """The reference, in plain torch."""
+    """Compute the reference in plain torch."""
     raw = F.linear(x, weight, bias).unflatten(-1, (-1, spec.head_dim))
     q, k, v = raw.split((spec.heads, spec.kv_heads, spec.kv_heads), 2)
     q, k = _turned(q, q_norm, spec.eps, spec.q_turn), _turned(k, k_norm, spec.eps, spec.k_turn)
     if spec.into is not None:
-        k, v = (_Put.apply(heads, place) for heads, place in zip((k, v), spec.places(), strict=True))
+        k, v = (_Put.apply(heads, buffer) for heads, buffer in zip((k, v), spec.buffers(), strict=True))
     return (q, k, v)[0 if spec.heads else 1 : 3 if spec.kv_heads else 1]
 
 
 def _turned(heads: Tensor, norm: Tensor | None, eps: float, turn: Rotation | None) -> Tensor:
-    """Heads (batch, tokens, heads, head_dim), normalized and rotated."""
+    """Normalize and rotate heads (batch, tokens, heads, head_dim)."""
     wide = heads.to(accumulator_dtype(heads.dtype))
     if norm is not None:
         wide = F.rms_norm(wide, heads.shape[3:], norm.to(wide.dtype), eps)
@@ -210,12 +213,12 @@ def _turned(heads: Tensor, norm: Tensor | None, eps: float, turn: Rotation | Non
 
 
 class _Put(torch.autograd.Function):
-    """Copy heads to their place and return the place instead."""
+    """Copies heads into a buffer and returns the buffer."""
 
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, place: Tensor) -> Tensor:
-        ctx.mark_dirty(place)
-        return place.copy_(heads)
+    def forward(ctx: Any, heads: Tensor, buffer: Tensor) -> Tensor:
+        ctx.mark_dirty(buffer)
+        return buffer.copy_(heads)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -223,12 +226,12 @@ class _Put(torch.autograd.Function):
 
 
 # --- Triton kernels --------------------------------------------------------------------------------------------------
-# Keys and values are launched before the queries. A norm keeps its product for the backward pass, or computes it again
-# where the kernel never wrote one.
+# Keys and values are launched before queries. For a norm, backward needs the product before normalization: it is saved,
+# or recomputed if a fused kernel never stored it.
 
 
 class _KernelProjection(torch.autograd.Function):
-    """The projection by kernels; `spec` holds the sizes, `backend` is "epilogue" or "fused"."""
+    """The projection by kernels. `spec` has the sizes; `backend` is "epilogue" or "fused"."""
 
     @staticmethod
     def forward(
@@ -244,23 +247,23 @@ class _KernelProjection(torch.autograd.Function):
         from ringattn.kernels.qkv import epilogue_call, projection_call
 
         size = x.shape[:2]
-        places: tuple[Tensor, ...] = (x.new_empty(*size, spec.heads, spec.head_dim),) if spec.heads else ()
+        buffers: tuple[Tensor, ...] = (x.new_empty(*size, spec.heads, spec.head_dim),) if spec.heads else ()
         if spec.into is not None:
-            places += spec.places()
+            buffers += spec.buffers()
         elif spec.kv_heads:
-            places += tuple(x.new_empty(*size, spec.kv_heads, spec.head_dim) for _ in range(2))
+            buffers += tuple(x.new_empty(*size, spec.kv_heads, spec.head_dim) for _ in range(2))
         raws = []
-        for rows, finish in _groups(places, q_norm, k_norm, spec):
-            raw, b = None, None if bias is None else bias[rows]
+        for rows, finish in _groups(buffers, q_norm, k_norm, spec):
+            raw, row_bias = None, None if bias is None else bias[rows]
             if backend == "fused":
-                projection_call(_dense(x), _dense(weight[rows]), b, finish).run()
+                projection_call(_dense(x), _dense(weight[rows]), row_bias, finish).run()
             else:
-                raw = F.linear(x, weight[rows], b)
+                raw = F.linear(x, weight[rows], row_bias)
                 epilogue_call(raw, finish).run()
             raws.append(raw if finish.norm is not None else None)
         ctx.spec = spec
         ctx.save_for_backward(x, weight, bias, q_norm, k_norm, *raws)
-        return places
+        return buffers
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -268,6 +271,7 @@ class _KernelProjection(torch.autograd.Function):
         from ringattn.kernels.qkv import epilogue_grad_call, norm_parts
 
         x, weight, bias, q_norm, k_norm, *raws = ctx.saved_tensors
+        # The kernels write gradients of all columns into one buffer, so that one product each gives dx and dweight.
         draw = x.new_empty(*x.shape[:2], ctx.spec.columns)
         dnorms = []
         groups = _groups(tuple(_dense(grad) for grad in grads), q_norm, k_norm, ctx.spec)
@@ -286,20 +290,20 @@ class _KernelProjection(torch.autograd.Function):
 
 
 def _groups(
-    places: tuple[Tensor, ...], q_norm: Tensor | None, k_norm: Tensor | None, spec: _Spec
+    buffers: tuple[Tensor, ...], q_norm: Tensor | None, k_norm: Tensor | None, spec: _Spec
 ) -> list[tuple[slice, Any]]:
-    """What is made by one launch each, in order: rows of the weight, and their `Finish`."""
+    """Return the launches in order: the rows of the weight, and the `Finish` of each."""
     from ringattn.kernels.qkv import Finish
 
     cut = spec.heads * spec.head_dim
     groups = []
     if spec.kv_heads:
-        groups.append((slice(cut, None), Finish(places[-2], places[-1], k_norm, spec.eps, *(spec.k_turn or ()))))
+        groups.append((slice(cut, None), Finish(buffers[-2], buffers[-1], k_norm, spec.eps, *(spec.k_turn or ()))))
     if spec.heads:
-        groups.append((slice(0, cut), Finish(places[0], None, q_norm, spec.eps, *(spec.q_turn or ()))))
+        groups.append((slice(0, cut), Finish(buffers[0], None, q_norm, spec.eps, *(spec.q_turn or ()))))
     return groups
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension."""
+    """Return x with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -18,15 +18,15 @@ STYLES = ("neox", "interleaved")
 RopeStyle = Literal["neox", "interleaved"]
 
 XPOS_GAMMA = 0.4
-"""The paper's; it keeps the fastest fading element pair from vanishing at once."""
+"""The value of the paper. It keeps the fastest-decaying element pair from vanishing at once."""
 
 
 class Rope(NamedTuple):
-    """Rotary positions (RoFormer, arXiv:2104.09864), with XPos (arXiv:2212.10554) where there is an `xpos_scale`.
+    """Rotary positions (RoFormer, arXiv:2104.09864), with XPos (arXiv:2212.10554) if `xpos_scale` is set.
 
-    `style`: "neox" rotates the halves of a head against each other, "interleaved" its even and odd elements.
-    `xpos_scale`: tokens. Scores of element pair j fade by zeta_j ** (distance / xpos_scale), zeta_j = (2j / head_dim +
-    0.4) / 1.4; for causal attention, because they grow towards later keys. The paper's is 512.
+    `style`: "neox" pairs elements of the two halves of a head, "interleaved" even with odd elements. `xpos_scale`: in
+    tokens. The scores of element pair j decay by zeta_j ** (distance / xpos_scale), with zeta_j = (2j / head_dim + 0.4)
+    / 1.4. Use it with causal attention only, because scores grow towards later keys. The paper uses 512.
     """
 
     style: RopeStyle = "neox"
@@ -34,7 +34,7 @@ class Rope(NamedTuple):
     xpos_scale: float | None = None
 
     def check(self, head_dim: int) -> None:
-        """Raise `InputError` unless style and scale are known and heads of `head_dim` elements can rotate."""
+        """Raise `InputError` unless style and scale are valid and heads of `head_dim` elements can be rotated."""
         if self.style not in STYLES:
             raise InputError(f"rope={self.style!r} is not known; use neox or interleaved")
         if head_dim % 2:
@@ -46,12 +46,13 @@ class Rope(NamedTuple):
     def turns(
         self, positions: Tensor, head_dim: int, dtype: torch.dtype, length: int | None = None
     ) -> tuple[Rotation, Rotation]:
-        """The rotations of queries and of keys at global `positions`, (tokens,) integers.
+        """Return the rotations of queries and of keys at global `positions`, (tokens,) integers.
 
-        `dtype`: what queries and keys are stored in; the rotations are in its accumulator dtype. The two are one where
-        there is no XPos. With it a query's holds the factors zeta_j ** ((position - center) / xpos_scale) and a key's
-        their inverses; the center is that of the `length` tokens of the whole sequence, and cancels in scores.
-        Raises `InputError` like `check`, where XPos is not given a length, and where its factors would overflow.
+        `dtype`: the dtype of queries and keys. The rotations have its accumulator dtype. Without XPos the two rotations
+        are the same object. With XPos, the rotation of queries includes the factors zeta_j ** ((position - center) /
+        xpos_scale), and that of keys their inverses. The center is the middle of the `length` tokens of the whole
+        sequence; it cancels in scores and keeps the factors small. Raises `InputError` like `check`, if XPos gets no
+        length, and if its factors would overflow.
         """
         self.check(head_dim)
         wide, interleaved = accumulator_dtype(dtype), self.style == "interleaved"
@@ -59,13 +60,13 @@ class Rope(NamedTuple):
             turn = rotation(positions, head_dim, self.base, wide, interleaved)
             return turn, turn
         if length is None:
-            raise InputError("XPos is centered in the whole sequence: give its length in tokens")
+            raise InputError("XPos is centered in the whole sequence: pass its length in tokens")
         center = (length - 1) / 2
-        bits = 10 if dtype == torch.float16 else 60  # float16 overflows at 2**16, and queries and keys are not all 1
+        bits = 10 if dtype == torch.float16 else 60  # float16 overflows at 2**16, and elements exceed 1
         needed = center * math.log2((1 + XPOS_GAMMA) / XPOS_GAMMA) / bits
         if self.xpos_scale < needed:
             raise InputError(
-                f"xpos_scale={self.xpos_scale:g} lets factors of {length} tokens leave 2**-{bits} .. 2**{bits}, the "
+                f"xpos_scale={self.xpos_scale:g}: the factors of {length} tokens exceed 2**-{bits} .. 2**{bits}, the "
                 f"range for {dtype}; use an xpos_scale of at least {math.ceil(needed)}"
             )
         cos, sin, _ = rotation(positions, head_dim, self.base, torch.float64, interleaved)
@@ -88,9 +89,9 @@ class Rotation(NamedTuple):
 
 
 def rotation(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype, interleaved: bool = False) -> Rotation:
-    """The rotation of tokens at global `positions`, (tokens,) integers, in `dtype`.
+    """Return the rotation of tokens at global `positions`, (tokens,) integers, in `dtype`.
 
-    Angles are taken in float64: at a million tokens a float32 angle is off by 0.03.
+    Angles are computed in float64, because at a million tokens a float32 angle is off by 0.03.
     """
     inverse = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
     angles = positions.to(torch.float64)[:, None] * inverse

@@ -1,11 +1,12 @@
-"""Less memory for activations: functions of single tokens over tiles of them, and inputs of checkpoints on the host.
+"""Less memory for activations: token-wise functions over tiles, and inputs of checkpoints in host memory.
 
-A function of single tokens runs on one tile at a time, so what it computes in between exists for one tile. Forward
-keeps the function's input alone; backward computes each tile again, writes the input's gradient in place and sums those
-of the weights in the accumulator's dtype. So a feed-forward of any length takes the memory of a tile (TiledMLP of
-Arctic Long Sequence Training, arXiv:2506.13996), and so does the loss with its logits.
-Guarantees: the function's values and gradients up to rounding; random numbers that it draws are the same in backward;
-what waits in host memory comes back bit by bit.
+A token-wise function runs on one tile of tokens at a time, so its intermediate tensors exist for one tile only. Forward
+keeps only the function's input. Backward recomputes each tile, writes the input's gradient in place, and sums the
+gradients of weights in the accumulator's dtype. So a feed-forward of any length takes the memory of one tile (TiledMLP
+of Arctic Long Sequence Training, arXiv:2506.13996), and so does the loss with its logits.
+
+Guarantees: values and gradients equal those of the function up to rounding. Backward sees the same random numbers.
+Tensors return from host memory bit by bit.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ Function = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Tiling:
-    """What is computed, over how many rows at once; `summed`: a number of each tile, else rows of it.
+    """A function and the rows that it gets at a time.
 
-    `draws`: whether it may draw random numbers.
+    `summed`: it returns one number per tile, to be added; otherwise one output row per row. `draws`: it may draw random
+    numbers.
     """
 
     function: Function
@@ -42,39 +44,39 @@ class Tiling:
 
 @torch.compiler.disable
 def tiled(tiling: Tiling, x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor] = ()) -> Tensor:
-    """`tiling.function` of the rows of `x`, tile by tile.
+    """Apply `tiling.function` to the rows of `x`, tile by tile.
 
     Args:
-        tiling: The function; it takes (rows, dim) of x, and as many rows of each of `others`. Of each row it makes one,
-            or of all of them one number.
-        x: Any leading dimensions are rows.
-        weights: Every tensor beside x through which gradients flow, as they are while the function runs.
-        others: Integers, such as labels, of as many rows.
+        tiling: The function. It takes (rows, dim) of x and the same rows of each of `others`, and returns one output
+            row per row, or one number.
+        x: The input. All dimensions but the last are rows.
+        weights: Every tensor other than x through which gradients flow, in its state while the function runs.
+        others: Integers for each row, such as labels.
 
     Shape:
         x: (..., dim)
         others: (...)
 
     Returns:
-        (..., of one row), or the sum of the tiles' numbers.
+        (..., dimensions of an output row), or the sum of the tiles' numbers.
 
     Raises:
-        What the function raises.
+        Exception: Errors of the function.
     """
-    wanted = tuple(weight for weight in weights if weight.requires_grad)
-    call = _Call(tiling, tuple(other.flatten() for other in others), wanted, x)
-    # Saved by an operation of its own, before the function runs: where a checkpoint computes all this again, it stops
-    # behind the last thing saved, and so does not run the function a time more.
-    rows = _Keep.apply(call, x.flatten(0, -2), *wanted)
-    out: Tensor = _Tiled.apply(call, rows, *wanted)
+    trained = tuple(weight for weight in weights if weight.requires_grad)
+    call = _Call(tiling, tuple(integers.flatten() for integers in others), trained, x)
+    # A separate operation saves the rows before the function runs. Recomputation of a checkpoint stops after the last
+    # saved tensor, so it does not run the function an additional time.
+    rows = _Keep.apply(call, x.flatten(0, -2), *trained)
+    out: Tensor = _Tiled.apply(call, rows, *trained)
     return out if tiling.summed else out.view(*x.shape[:-1], *out.shape[1:])
 
 
 class _Call:
-    """One call: what is computed, and what its values depend on besides the rows. `kept`: the context that saves these.
+    """One call: its function, and all inputs other than the rows. `kept`: the autograd context that saves the rows.
 
-    Weights are not saved, for hooks may give back copies, which the function does not use; that they are still the same
-    is checked as autograd does.
+    Weights are not saved, because hooks may return copies of saved tensors, but the function uses the originals. Their
+    version counters are compared instead, like in autograd.
     """
 
     def __init__(self, tiling: Tiling, others: tuple[Tensor, ...], weights: tuple[Tensor, ...], x: Tensor) -> None:
@@ -82,7 +84,7 @@ class _Call:
         self.versions = [weight._version for weight in weights]
         self.kept: Any = None
         kind = x.device.type
-        # Without its cache, in which casts made under no_grad would lose their gradient.
+        # No cache: it would return casts made under no_grad, which have no gradient.
         self.autocast = partial(
             torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
         )
@@ -91,18 +93,18 @@ class _Call:
             self.states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(x.device)] if x.is_cuda else ())]
 
     def tiles(self, rows: Tensor) -> list[slice]:
-        """Cut the rows. One tile if there are none, so that the function runs on every rank."""
+        """Cut the rows into tiles. Without rows there is one empty tile, so that the function runs on every rank."""
         step = self.tiling.tile_rows
         return [slice(start, start + step) for start in range(0, max(1, len(rows)), step)]
 
     def run(self, part: Tensor, tile: slice) -> Tensor:
         """Return the function of a tile."""
         with self.autocast():
-            return self.tiling.function(part, *(other[tile] for other in self.others))
+            return self.tiling.function(part, *(integers[tile] for integers in self.others))
 
     @contextmanager
     def generators(self, device: torch.device) -> Iterator[None]:
-        """Inside, the generators begin where they began in forward; afterwards they are where they were."""
+        """Return a context in which random generators start in the state of forward. They are restored afterwards."""
         if not self.states:
             yield
             return
@@ -114,7 +116,7 @@ class _Call:
 
 
 class _Keep(torch.autograd.Function):
-    """Saves the rows for `_Tiled`."""
+    """Saves the rows for the backward of `_Tiled`."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, rows: Tensor, *weights: Tensor) -> Tensor:
@@ -165,20 +167,21 @@ class _Tiled(torch.autograd.Function):
                     drows[tile] = 0 if grads[0] is None else grads[0]
                     grads = grads[1:]
                 del out, part
+                # Added tile by tile: gradients of all tiles at once would take the memory that tiling saves.
                 sums = [_added(total, dweight) for total, dweight in zip(sums, grads, strict=True)]
         pairs = zip(sums, call.weights, strict=True)
         return None, drows, *(None if total is None else total.to(weight.dtype) for total, weight in pairs)
 
 
 def _gradients(out: Tensor, inputs: list[Tensor], grad: Tensor) -> list[Tensor | None]:
-    """Those of a tile; None for what it does not depend on, as a loss without labels on nothing."""
+    """Return the gradients of a tile, or None for inputs that it does not depend on, as in a loss without labels."""
     if not out.requires_grad:
         return [None] * len(inputs)
     return list(torch.autograd.grad(out, inputs, grad, allow_unused=True))
 
 
 def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """Sums of many tiles are kept as wide as an accumulator of attention: in 16 bits each addition would round."""
+    """Add a gradient to the total. The total has an accumulator dtype, because in 16 bits each addition would round."""
     if gradient is None:
         return total
     if total is None:
@@ -187,13 +190,13 @@ def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
 
 
 # --- inputs of checkpoints on the host -------------------------------------------------------------------------------
-# A checkpoint keeps the input of a layer until its backward. Saved-tensor hooks around the checkpoint move nothing but
-# its inputs, because the hooks inside, which forget what the layer saves, are the checkpoint's own. Copies to the host
-# run on their own stream, next to the work of the following layer.
+# A checkpoint keeps the input of a layer until backward. Saved-tensor hooks around a checkpoint see only its inputs,
+# because the checkpoint's inner hooks discard the tensors that the layer saves. Copies to the host run on a separate
+# stream, in parallel to the next layer.
 
 
 class Waiting(NamedTuple):
-    """A tensor in host memory, the device it came from, and the event after which the copy is whole."""
+    """A tensor in host memory, its original device, and the event that marks the end of the copy."""
 
     host: Tensor
     device: torch.device
@@ -204,28 +207,28 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def inputs_on_host() -> saved_tensors_hooks:
-    """Floating tensors of rows that are saved inside wait in host memory, pinned where they come from CUDA.
+    """Return a context in which saved floating-point tensors of rows move to host memory, pinned for CUDA tensors.
 
-    For the call of a checkpoint: `with inputs_on_host(): checkpoint(layer, x)`.
+    Use it around the call of a checkpoint: `with inputs_on_host(): checkpoint(layer, x)`.
     """
     return saved_tensors_hooks(_pack, lambda saved: saved if isinstance(saved, Tensor) else from_host(saved))
 
 
 def check_device(device: torch.device | str, option: str) -> None:
-    """Raise `InputError` where there is no memory but the host's."""
+    """Raise `InputError` if the device is the CPU, because nothing can be moved to the host."""
     if torch.device(device).type == "cpu":
         raise InputError(
-            f"{option}: moves inputs of layers from a GPU to host memory, and this model is on a CPU; leave it out"
+            f"{option}: this moves inputs of layers from a GPU to host memory, but the model is on a CPU; leave it out"
         )
 
 
 def _pack(x: Tensor) -> Tensor | Waiting:
-    # Numbers and positions that layers share are not theirs; they would be copied once for each.
+    # Not for numbers, masks and positions: all layers share them, so each layer would copy them again.
     return to_host(x) if x.is_floating_point() and x.dim() >= 2 and not isinstance(x, torch.nn.Parameter) else x
 
 
 def to_host(x: Tensor) -> Waiting:
-    """A copy of `x` in host memory; the device works on meanwhile."""
+    """Copy `x` to host memory, without blocking the device."""
     x = x.detach()
     if not x.is_cuda:
         return Waiting(x.to("cpu", copy=True), x.device, None)
@@ -236,14 +239,14 @@ def to_host(x: Tensor) -> Waiting:
     stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(stream):
         host.copy_(x, non_blocking=True)
-        x.record_stream(stream)
+        x.record_stream(stream)  # keeps x's memory from being reused before the copy is done
         arrived = torch.cuda.Event()
         arrived.record(stream)
     return Waiting(host, x.device, arrived)
 
 
 def from_host(waiting: Waiting) -> Tensor:
-    """The tensor on its device again."""
+    """Copy the tensor back to its device."""
     if waiting.arrived is not None:
         waiting.arrived.wait(torch.cuda.current_stream(waiting.device))
     return waiting.host.to(waiting.device, non_blocking=True)

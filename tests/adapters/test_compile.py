@@ -303,7 +303,7 @@ def test_what_cannot_be_known_is_refused() -> None:
     torch.autograd.grad(out.sum(), x, retain_graph=True)
     del ring
     gc.collect()
-    with pytest.raises(ClosedError, match="keep it open until backward is done"):
+    with pytest.raises(ClosedError, match="keep the ring open until backward is done"):
         out.sum().backward()
 
 

@@ -18,7 +18,7 @@ from ringattn.adapters import dropout
 from ringattn.adapters.context import recompute_context
 from ringattn.adapters.context_parallel import context_parallel
 from ringattn.adapters.context_parallel import recompute_context as redirected
-from ringattn.adapters.dropout import seed_from, told_seed
+from ringattn.adapters.dropout import default_seed, seed_from
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.testing import run_ranks
 from tests import oracle, philox
@@ -95,17 +95,17 @@ def test_seeds_that_are_forgotten_and_marks_that_are_kept(monkeypatch: pytest.Mo
     monkeypatch.setattr(dropout, "DRAWN_SEEDS", 2)
     monkeypatch.setattr(dropout, "KEPT_CALLS", 3)
     draws = dropout._Draws()
-    assert [draws.fresh(seed, mark) for mark, seed in enumerate((1, 2, 1, 3, 1, 2))] == [
+    assert [draws.draw(seed, mark) for mark, seed in enumerate((1, 2, 1, 3, 1, 2))] == [
         seed_from(*call) for call in ((1, 0), (2, 0), (1, 1), (3, 0), (1, 2), (2, 0))
     ]
-    assert [*draws.kept] == [3, 4, 5]
+    assert [*draws.seeds_by_mark] == [3, 4, 5]
 
 
-def test_a_seed_that_the_first_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, whatever the generators of the others say; and none of them goes on by it."""
+def test_default_seed_comes_from_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is derived once, whatever the state of the other ranks' generators, and no generator advances."""
 
     def body(ring: Ring) -> tuple[int, int]:
-        return told_seed(ring), told_seed(ring)
+        return default_seed(ring), default_seed(ring)
 
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -115,8 +115,8 @@ def test_a_seed_that_the_first_rank_tells(monkeypatch: pytest.MonkeyPatch) -> No
     assert run_ranks(2, body) != first
     states = itertools.count()
     monkeypatch.setattr(torch, "get_rng_state", lambda: torch.tensor([next(states)]))
-    (one, again), other = run_ranks(2, body)
-    assert one == again and other == (one, one)
+    (seed, repeated), peer_seeds = run_ranks(2, body)
+    assert seed == repeated and peer_seeds == (seed, seed)
 
 
 # --- recomputation ---------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_a_region_whose_generator_was_not_kept() -> None:
             out = checkpoint(layer, given().requires_grad_(), use_reentrant=False, preserve_rng_state=False)
             out.sum().backward()
 
-    refused("what its first run dropped is not known: .* checkpoint with preserve_rng_state=True", call)
+    refused("the seed of its forward pass is not known: .* checkpoint with preserve_rng_state=True", call)
 
 
 def test_two_calls_from_the_same_state_of_the_generator() -> None:
@@ -212,7 +212,7 @@ def test_two_calls_from_the_same_state_of_the_generator() -> None:
             assert not torch.equal(*outs)
             outs[0].sum().backward()
 
-    refused("was in the same state at two calls; leave out the manual_seed", call)
+    refused("was in the same state at two calls; remove the manual_seed", call)
 
 
 def test_no_seed_and_seeds_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_no_seed_and_seeds_that_are_none(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    refused("would drop the same at each replay", captured)
+    refused("would drop the same weights at each replay", captured)
 
 
 def test_one_rank_with_another_seed_or_none() -> None:

@@ -197,7 +197,7 @@ def test_no_group_inside_of_a_ring_of_threads() -> None:
     q = torch.ones(1, 4, 1, 8)
 
     def body(ring: Ring) -> None:
-        with pytest.raises(InputError, match=r"group=None is this process alone here.*pass that ring as group"):
+        with pytest.raises(InputError, match=r"group=None is a ring of this process only.*pass that ring as group"):
             told("ring_flash_attn")(q, q, q)
         ring.barrier()  # open until all have asked
 

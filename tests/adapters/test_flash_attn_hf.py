@@ -156,7 +156,7 @@ def test_calls_out_of_order() -> None:
                 substitute_hf_flash_attn(ring, stride)  # type: ignore[arg-type]
         substitute_hf_flash_attn(ring, 1)
         model = flash_model("llama")
-        with pytest.raises(InputError, match="no documents are known: call update_ring_flash_attn_params"):
+        with pytest.raises(InputError, match="the documents of the batch are not set: call update_ring"):
             run(ring, model)
         with pytest.raises(InputError, match="27 tokens do not divide by 2 ranks"):
             told(ring, [0, 27])

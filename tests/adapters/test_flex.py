@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import flex_attention as torchs_own
 from ringattn import InputError, Ring, UnsupportedError
 from ringattn.adapters import flex, pair_functions
 from ringattn.adapters.context_parallel import context_parallel
-from ringattn.adapters.flex import FoundMask, FoundScore, flex_attention, found_masks, found_score
+from ringattn.adapters.flex import FoundMask, FoundScore, flex_attention, recognise_masks, recognise_score
 from ringattn.adapters.pair_functions import PairFunction, record
 from ringattn.testing import run_ranks
 
@@ -152,7 +152,7 @@ def test_masks_are_recognized(name: str) -> None:
     mod, wanted = MASKS[name]
     for block, separate in ((BLOCK, True), ((3, 5), True), (64, False), (1, True)):
         mask = block_mask(mod, BLOCK_SIZE=block, separate_full_blocks=separate)
-        assert found_masks(mask, TOKENS, 2, 4) == (wanted, wanted)
+        assert recognise_masks(mask, TOKENS, 2, 4) == (wanted, wanted)
 
 
 def test_exact() -> None:
@@ -204,23 +204,23 @@ def interleaved(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("mod", "told"),
     [
-        (sink_tokens, r"would be a causal window \(7, 0\), which has no pair in block \(2, 0\)"),
+        (sink_tokens, r"could only be a causal window \(7, 0\), which has no pair in block \(2, 0\)"),
         (
             lambda b, h, q, k: (q >= k) | (k < 4) & (q != 1),
-            "at query 1, key 2 .* would else be causal after a prefix of 4 tokens",
+            "at query 1, key 2 .* could only be causal after a prefix of 4 tokens",
         ),
         (lambda b, h, q, k: (q >= k) | (k < 4) | (k - q == 9) & (q > 5), "causal after a prefix of 4 tokens"),
-        (per_head, r"at query 9, key 0 of row 0, head 3, and would else be causal"),
-        (padded, "query 30 of row 0 does not see its own key"),
+        (per_head, r"at query 9, key 0 of row 0, head 3, but could only be causal"),
+        (padded, "query 30 of row 0 does not attend to its own key"),
         (scattered, "window"),
-        (almost, r"says False at query 30, key 17 of row 0, head 0"),
+        (almost, r"returns False at query 30, key 17 of row 0, head 0"),
         (interleaved, "documents cut at 5, 10"),
         (lambda b, h, q, k: ((q - k) % 4 == 0) | (q - k == 1), "window"),
     ],
 )
 def test_other_masks_are_refused(mod: Mod, told: str) -> None:
     with pytest.raises(UnsupportedError, match=told) as raised:
-        found_masks(block_mask(mod), TOKENS, 2, 4)
+        recognise_masks(block_mask(mod), TOKENS, 2, 4)
     assert "full, causal and sliding-window masks" in str(raised.value)
 
 
@@ -231,13 +231,13 @@ def test_a_long_mask_is_compared_in_partial_blocks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pair_functions, "TILE_TOKENS", tile)
     monkeypatch.setattr(pair_functions, "PIECE_PAIRS", 300)
     for mod, wanted in MASKS.values():
-        assert found_masks(block_mask(mod), TOKENS, 1, 4) == (wanted,)
+        assert recognise_masks(block_mask(mod), TOKENS, 1, 4) == (wanted,)
 
     def a_row_shorter(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return window(b, h, q, k) & ~((q == 20) & (k == 14))
 
     with pytest.raises(UnsupportedError, match="at query 20, key 14"):
-        found_masks(block_mask(a_row_shorter), TOKENS, 1, 4)
+        recognise_masks(block_mask(a_row_shorter), TOKENS, 1, 4)
 
 
 def test_tables_that_say_otherwise_are_refused() -> None:
@@ -246,26 +246,26 @@ def test_tables_that_say_otherwise_are_refused() -> None:
     without = BlockMask.from_kv_blocks(good.kv_num_blocks, good.kv_indices, BLOCK_SIZE=BLOCK, mask_mod=causal,
                                        seq_lengths=(TOKENS, TOKENS))  # fmt: skip
     with pytest.raises(UnsupportedError, match=r"in block \(1, 0\) of 8 queries"):
-        found_masks(without, TOKENS, 1, 1)
+        recognise_masks(without, TOKENS, 1, 1)
     full = BlockMask.from_kv_blocks(
         torch.zeros_like(good.kv_num_blocks), good.kv_indices, good.kv_num_blocks, good.kv_indices, BLOCK, causal,
         (TOKENS, TOKENS),
     )  # fmt: skip
     with pytest.raises(UnsupportedError, match=r"some pairs in block \(0, 0\)"):
-        found_masks(full, TOKENS, 1, 1)
+        recognise_masks(full, TOKENS, 1, 1)
     twice = BlockMask.from_kv_blocks(
         good.kv_num_blocks, good.kv_indices, good.kv_num_blocks, good.kv_indices, BLOCK, noop_mask, (TOKENS, TOKENS)
     )
-    with pytest.raises(UnsupportedError, match="tables of row 0, head 0 say otherwise"):
-        found_masks(twice, TOKENS, 1, 1)
+    with pytest.raises(UnsupportedError, match="tables of row 0, head 0 differ"):
+        recognise_masks(twice, TOKENS, 1, 1)
     backward = block_mask(causal)
     assert backward.q_num_blocks is not None
     backward.q_num_blocks -= 1
     with pytest.raises(UnsupportedError, match="tables of row 0"):
-        found_masks(backward, TOKENS, 1, 1)
+        recognise_masks(backward, TOKENS, 1, 1)
     with pytest.raises(UnsupportedError, match="sliced"):
-        found_masks(good[:, :, torch.arange(5)], TOKENS, 1, 1)
-    assert found_masks(block_mask(causal, 40)._adjust(TOKENS, TOKENS), TOKENS, 1, 1)[0].causal
+        recognise_masks(good[:, :, torch.arange(5)], TOKENS, 1, 1)
+    assert recognise_masks(block_mask(causal, 40)._adjust(TOKENS, TOKENS), TOKENS, 1, 1)[0].causal
 
 
 def test_calls_are_refused_on_all_ranks() -> None:
@@ -277,20 +277,20 @@ def test_calls_are_refused_on_all_ranks() -> None:
         cut = ring.sequence(cu_seqlens=list(CUTS), layout="zigzag")
         odd: list[tuple[dict[str, Any], Any, str]] = [
             ({"block_mask": block_mask(sink_tokens)}, seq, "block_mask"),
-            ({"block_mask": block_mask(causal, 19)}, seq, r"of 19 queries and 19 keys, the active sequence has 37 tok"),
+            ({"block_mask": block_mask(causal, 19)}, seq, r"has 19 queries and 19 keys, the active sequence has 37"),
             ({"block_mask": block_mask(causal, batch=3)}, seq, "the batch has 2 rows"),
-            ({"block_mask": block_mask(causal, heads=2)}, seq, "of 2 heads, there are 4"),
+            ({"block_mask": block_mask(causal, heads=2)}, seq, "has 2 heads, but there are 4"),
             ({"block_mask": causal}, seq, "block_mask is a function"),
             ({"score_mod": lambda s, b, h, q, k: s * 2}, seq, "score_mod '<lambda>'"),
             ({"kernel_options": {"BLOCK_M": 64}}, seq, "kernel_options"),
             ({"return_aux": AuxRequest(max_scores=True)}, seq, "max_scores"),
-            ({"block_mask": block_mask(causal)}, cut, "block_mask lets them meet"),
-            ({}, cut, "block_mask lets them meet"),
+            ({"block_mask": block_mask(causal)}, cut, "block_mask connects them"),
+            ({}, cut, "block_mask connects them"),
         ]
         for options, over, told in odd:
             with ring.activate(over), pytest.raises(InputError, match=told):
                 flex_attention(q, k, v, **options if ring.rank == 1 else {"block_mask": block_mask(documents(CUTS))})
-        with ring.activate(seq), pytest.raises(InputError, match="enable_gqa=True groups them"):
+        with ring.activate(seq), pytest.raises(InputError, match="pass enable_gqa=True to group them"):
             flex_attention(q, k[:, :2], v[:, :2])
         with pytest.raises(InputError, match="no sequence is active"):
             flex_attention(q, k, v)
@@ -355,17 +355,17 @@ FULL, CAUSAL = FoundMask(False, None, None), FoundMask(True, None, None)
 
 
 def found(mod: Mod | None, *masks: FoundMask, length: int = TOKENS, heads: int = HEADS) -> FoundScore:
-    return found_score(mod, masks or (CAUSAL,), length, heads, CPU)
+    return recognise_score(mod, masks or (CAUSAL,), length, heads, CPU)
 
 
 @pytest.mark.parametrize(
     ("mod", "told"),
     [
-        (lambda s, b, h, q, k: s + 0.5 * q * k, "query 1, key 1 .*with its slope between neighbors, 0, makes"),
-        (lambda s, b, h, q, k: torch.where(q >= k, s, -torch.inf), "makes -inf at .* Masks go into block_mask"),
+        (lambda s, b, h, q, k: s + 0.5 * q * k, "query 1, key 1 .*with its slope between neighbors, 0, would give"),
+        (lambda s, b, h, q, k: torch.where(q >= k, s, -torch.inf), "into -inf at .* Put masks into block_mask"),
         (lambda s, b, h, q, k: 2 * s, "neither the score itself"),
         (lambda s, b, h, q, k: s.clamp(max=100.0) + 0 * q, "neither the score itself"),
-        (lambda s, b, h, q, k: torch.where(q > 0, s.clamp(max=100.0), s), "where ALiBi"),
+        (lambda s, b, h, q, k: torch.where(q > 0, s.clamp(max=100.0), s), "but ALiBi"),
         (lambda s, b, h, q, k: 3.0 * torch.tanh(s / 2.0), "neither the score itself"),
         (lambda s, b, h, q, k: s + torch.ones(8)[h], "neither the score itself"),
         (lambda s, b, h, q, k: 2 * s if int(q) else s, "could not be evaluated"),
@@ -373,14 +373,14 @@ def found(mod: Mod | None, *masks: FoundMask, length: int = TOKENS, heads: int =
         (lambda s, b, h, q, k: s + LEARNED * (k - q), "learned parameter"),
         (lambda s, b, h, q, k: s if s > 0 else 2 * s, "could not be evaluated"),
         (lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs() * (b + 1), "row 1 of the batch has other slopes"),
-        (lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs() * (1 + (b == 1) * (q == 20)), "of row 1, head 0, where"),
+        (lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs() * (1 + (b == 1) * (q == 20)), "of row 1, head 0, but"),
         (lambda s, b, h, q, k: torch.where(q == k, s, -torch.inf), "its slope between neighbors, inf"),
-        (lambda s, b, h, q, k: s - SLOPES[h] * (q - k), "query 0, key 1 of row .*, head 0, where ALiBi"),
+        (lambda s, b, h, q, k: s - SLOPES[h] * (q - k), "query 0, key 1 of row .*, head 0, but ALiBi"),
         (lambda s, b, h, q, k: s + SLOPES[h] * k, "at query 0, key 1"),
         (lambda s, b, h, q, k: s - (SLOPES[h].bfloat16() * (q - k).abs()), "slope between neighbors, 0.30"),
-        (lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs().clamp(max=30), "distance|where ALiBi"),
-        (lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs() - (s > 5.9) * 1e-9 * (q > 0), "where ALiBi"),
-        (lambda s, b, h, q, k: 2.5 * torch.tanh((s - SLOPES[h] * (q - k).abs()) / 2.5), "where ALiBi"),
+        (lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs().clamp(max=30), "distance|but ALiBi"),
+        (lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs() - (s > 5.9) * 1e-9 * (q > 0), "but ALiBi"),
+        (lambda s, b, h, q, k: 2.5 * torch.tanh((s - SLOPES[h] * (q - k).abs()) / 2.5), "but ALiBi"),
     ],
 )  # fmt: skip
 def test_other_score_mods_are_refused(mod: Mod, told: str) -> None:
@@ -464,7 +464,7 @@ def test_all_pairs_are_compared(monkeypatch: pytest.MonkeyPatch, exception: str)
     if exception == "distance":
         for mod, mask in ALIBI.values():
             assert found(mod, mask).alibi_slopes == tuple(SLOPES.double().tolist())
-    with pytest.raises(UnsupportedError, match="where ALiBi with its slope"):
+    with pytest.raises(UnsupportedError, match="but ALiBi with its slope"):
         found(almost)
 
 
@@ -474,9 +474,9 @@ def test_what_was_found_is_kept_for_each_mask_until_the_slopes_change(monkeypatc
 
     def counted(*args: Any) -> FoundScore:
         calls.append(args)
-        return found_score(*args)
+        return recognise_score(*args)
 
-    monkeypatch.setattr(flex, "found_score", counted)
+    monkeypatch.setattr(flex, "recognise_score", counted)
 
     def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return s - slopes[h] * (q - k).abs()
@@ -491,7 +491,7 @@ def test_what_was_found_is_kept_for_each_mask_until_the_slopes_change(monkeypatc
         out = flex_attention(q, k, v, mod, masks[0])
         assert len(calls) == 3
     torch.testing.assert_close(out, dense(q, k, v, causal, mod)[0], rtol=1e-12, atol=1e-12)
-    assert found_score(mod, (CAUSAL,), 0, HEADS, q.device) == FoundScore()
+    assert recognise_score(mod, (CAUSAL,), 0, HEADS, q.device) == FoundScore()
 
 
 Variable = tuple[Callable[[], Any], Callable[[float], None]]
@@ -544,7 +544,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        for name in ("found_masks", "found_score"):
+        for name in ("recognise_masks", "recognise_score"):
             monkeypatch.setattr(flex, name, self.counted(getattr(flex, name)))
 
     def counted(self, analyse: Callable[..., Any]) -> Callable[..., Any]:
@@ -715,10 +715,10 @@ def with_hole(mod: Mod, query: int, key: int, queries: int = 8) -> Mod:
 def test_a_hole_is_refused(tokens: int, query: int, key: int, how: dict[str, Any]) -> None:
     """One key hidden from eight queries, in a block that would be full, on the diagonal, and in one block of all."""
     mask = create_block_mask(with_hole(causal, query, key), None, None, tokens, tokens, device="cpu", **how)
-    with pytest.raises(UnsupportedError, match=rf"says False at query {query}, key {key} of row 0, head 0"):
-        found_masks(mask, tokens, 1, 4)
+    with pytest.raises(UnsupportedError, match=rf"returns False at query {query}, key {key} of row 0, head 0"):
+        recognise_masks(mask, tokens, 1, 4)
     mask = create_block_mask(causal, None, None, tokens, tokens, device="cpu", **how)
-    assert found_masks(mask, tokens, 1, 4) == (CAUSAL,)
+    assert recognise_masks(mask, tokens, 1, 4) == (CAUSAL,)
 
 
 @pytest.mark.parametrize("where", ["row", "head"])
@@ -732,8 +732,8 @@ def test_a_hole_in_a_single_row_or_head_is_refused(where: str, has_tables: bool)
     batch, heads = (3, 4) if has_tables else (None, None)
     mask = create_block_mask(mod, batch, heads, 1500, 1500, device="cpu", BLOCK_SIZE=1500)
     at = "row 2, head 0" if where == "row" else "row 0, head 2"
-    with pytest.raises(UnsupportedError, match=f"says False at query 1400, key 1200 of {at}"):
-        found_masks(mask, 1500, 3, 4)
+    with pytest.raises(UnsupportedError, match=f"returns False at query 1400, key 1200 of {at}"):
+        recognise_masks(mask, 1500, 3, 4)
 
 
 POSITIONS = torch.arange(4096)
@@ -749,8 +749,8 @@ def test_a_hole_in_a_bias_is_refused() -> None:
         return by_table(s, b, h, q, k) + 0.01 * ((h == 3) & (q == 1403) & (k == 77))
 
     with pytest.raises(UnsupportedError, match="at query 1403, key 77 of row 0, head 3"):
-        found_score(mod, (CAUSAL,), 1500, 4, CPU)
-    assert found_score(mod, (FoundMask(True, (1000, 0), None),), 1500, 4, CPU).alibi_slopes is not None
+        recognise_score(mod, (CAUSAL,), 1500, 4, CPU)
+    assert recognise_score(mod, (FoundMask(True, (1000, 0), None),), 1500, 4, CPU).alibi_slopes is not None
 
 
 # --- too many pairs --------------------------------------------------------------------------------------------------
@@ -761,14 +761,14 @@ def test_distances_are_enough_where_nothing_else_is_read() -> None:
         return torch.where(q >= k, s - OTHER_SLOPES[h] * (q - k), -torch.inf)
 
     wanted = FoundScore(None, tuple(OTHER_SLOPES.tolist()))
-    assert found_score(alibi, (CAUSAL, FoundMask(True, None, (0, 700, 100_000))), 100_000, 4, CPU) == wanted
+    assert recognise_score(alibi, (CAUSAL, FoundMask(True, None, (0, 700, 100_000))), 100_000, 4, CPU) == wanted
     others: list[Mod] = [
         lambda s, b, h, q, k: alibi(s, b, h, q, k) - 1.0 * (q - k == 99_999),
         lambda s, b, h, q, k: alibi(s, b, h, q, k) - 1.0 * (q - k == 70_001) * (h == 3),
     ]
     for mod in others:
-        with pytest.raises(UnsupportedError, match="where ALiBi"):
-            found_score(mod, (CAUSAL,), 100_000, 4, CPU)
+        with pytest.raises(UnsupportedError, match="but ALiBi"):
+            recognise_score(mod, (CAUSAL,), 100_000, 4, CPU)
     read_more: list[Mod] = [
         lambda s, b, h, q, k: s - torch.sub(q, k, alpha=2),
         lambda s, b, h, q, k: s - (q - k) * (q > 5),
@@ -808,5 +808,5 @@ def test_more_pairs_than_the_limit_need_trust(monkeypatch: pytest.MonkeyPatch) -
         flex_attention(q, k, v, by_table)
     out = flex_attention(q, k, v, by_table, mask, trust=True)
     torch.testing.assert_close(out, dense(q, k, v, causal, by_table)[0], rtol=1e-12, atol=1e-12)
-    with pytest.raises(UnsupportedError, match="where ALiBi"):
+    with pytest.raises(UnsupportedError, match="but ALiBi"):
         flex_attention(q, k, v, lambda s, b, h, q, k: s - q * k, trust=True)

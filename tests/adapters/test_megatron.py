@@ -259,7 +259,7 @@ def test_padding_is_hidden_from_documents_both_ways() -> None:
         uneven = PackedSeqParams("thd", real, real)
         with pytest.raises(InputError, match=r"\(0, 3, 12\) must each be padded to a multiple of 2 \* cp = 4"):
             module(*mine, None, packed_seq_params=uneven)
-        with pytest.raises(InputError, match="3 local tokens are not two equal chunks"):
+        with pytest.raises(InputError, match="3 local tokens do not form two equal chunks"):
             module(*(x[:3, None] for x in mine), None)
 
     run_ranks(2, body)
@@ -293,7 +293,7 @@ def test_a_group_of_another_size_than_the_batch_is_for(kind: str) -> None:
         mine = [x[0] if kind == "thd" else x.transpose(0, 1) for x in qkv(1, 8)]
         for group in (ring, None):
             params = PackedSeqParams(kind, cuts, cuts, local_cp_size=2 + 2 * ring.rank, cp_group=group)
-            with pytest.raises(InputError, match="for local_cp_size=4 ranks and its group has 2: give it the cp_group"):
+            with pytest.raises(InputError, match="for local_cp_size=4 ranks and its group has 2: set the cp_group"):
                 core(ring)(*mine, None, packed_seq_params=params)
 
     run_ranks(2, body, timeout_s=10.0)
@@ -346,7 +346,7 @@ def test_what_is_refused() -> None:
             core(ring, "cross")
         with pytest.raises(InputError, match=r"cp_comm_type='p2p\+a2a' is not known"):
             core(ring, cp_comm_type="p2p+a2a")
-        with pytest.raises(InputError, match=r"qk_clip: attention over a ring does not tell .* set qk_clip=False"):
+        with pytest.raises(InputError, match=r"qk_clip: attention over a ring does not report .* set qk_clip=False"):
             core(ring, qk_clip=True)
         with pytest.raises(InputError, match="set log_max_attention_logit=False"):
             core(ring, log_max_attention_logit=True)
@@ -362,7 +362,7 @@ def test_what_one_rank_alone_gets_wrong() -> None:
 
     def body(ring: Ring) -> None:
         x, mask = torch.zeros(4 - ring.rank, 1, 4, 8, dtype=torch.float64), torch.ones(4, 4, dtype=torch.bool)
-        with pytest.raises(InputError, match="3 local tokens are not two equal chunks"):
+        with pytest.raises(InputError, match="3 local tokens do not form two equal chunks"):
             core(ring)(x, x[:, :, :2], x[:, :, :2], None)
         x = torch.zeros(4, 1, 4, 8, dtype=torch.float64)
         with pytest.raises(InputError, match="attention_mask and attention_bias must be None"):

@@ -266,7 +266,7 @@ def test_gradients_are_those_of_one_process(answers: list[dict[str, Any]], case:
         ("tokens", ("UnsupportedError", "Shard(dim=2)", "takes Shard(1)")),
         ("mixed", ("InputError", "k is a Tensor and q is a DTensor")),
         ("uneven", ("InputError", "k has 3 heads over 2 ranks")),
-        ("meshes", ("InputError", "k lies on", "all three need the same mesh")),
+        ("meshes", ("InputError", "k is on", "all three need the same mesh")),
         ("mesh", ("InputError", "('dp', 'ring')", "needs one called cp")),
     ],
 )

@@ -146,15 +146,15 @@ def test_a_step_over_two_ranks_equals_one_process(packed: bool) -> None:
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with Ring() as ring:
         model, whole = nemo.prepare(tiny_model("mistral", "sdpa"), ring), batch(False)
-        with pytest.raises(InputError, match="how qkv_format, seq_lens lies over ranks is not known"):
+        with pytest.raises(InputError, match="cannot shard the inputs qkv_format, seq_lens"):
             resolved(model, whole).shard({**whole, "qkv_format": "thd", "seq_lens": torch.tensor([[TOKENS]])})
         with pytest.raises(InputError, match="the batch has no labels"):
             resolved(model, whole).shard({"input_ids": whole["input_ids"]})
         sharder = resolved(model, whole)
         sharder.loss_mask = whole["labels"]
-        with pytest.raises(InputError, match="loss_mask: over a ring labels say what is learned"):
+        with pytest.raises(InputError, match="loss_mask is not supported over a ring"):
             sharder.shard(whole)
-        with pytest.raises(InputError, match=r"a sequence of 20 and no batch was sharded yet"):
+        with pytest.raises(InputError, match=r"a sequence of 20 tokens, but no batch was sharded yet"):
             sharder.indices(None, 20)
         with pytest.raises(UnsupportedError, match=r"num_chunks=2"):
             model.prepare_model_inputs_for_cp(whole, num_chunks=2)
@@ -165,10 +165,10 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
                 nemo.prepare(compiled, ring)
         own = tiny_model("mistral", "sdpa")
         own.prepare_model_inputs_for_cp = lambda batch, *, num_chunks=1: {}
-        with pytest.raises(UnsupportedError, match=r"one of NeMo's own models .*force_hf=True"):
+        with pytest.raises(UnsupportedError, match=r"a custom model of NeMo .*force_hf=True"):
             nemo.prepare(own, ring)
         monkeypatch.setattr(hosts, "version", lambda package: "0.8.1" if "nemo" in package else version(package))
-        with pytest.raises(UnsupportedError, match=r"checked with nemo-automodel 0\.7 and 0\.8\.1 is installed"):
+        with pytest.raises(UnsupportedError, match=r"checked with nemo-automodel 0\.7, but 0\.8\.1 is installed"):
             nemo.prepare(own, ring)
 
 

@@ -244,9 +244,9 @@ def test_what_is_refused() -> None:
         return adapter.prepare_context_parallel_input(tokens, labels, extra, ring, ring.device, *rest)
 
     with Ring() as ring:
-        with pytest.raises(InputError, match="load_balancer_type='ptrr': a ring knows 'headtail' and None"):
+        with pytest.raises(InputError, match="load_balancer_type='ptrr': a ring supports 'headtail' and None"):
             prepare(ring, {"positions": positions}, "ptrr")
-        with pytest.raises(InputError, match="attention_masks were made already"):
+        with pytest.raises(InputError, match="has attention_masks"):
             prepare(ring, {"positions": positions, "attention_masks": object()})
         with pytest.raises(InputError, match=r"positions.* is missing"):
             prepare(ring, {})
@@ -283,7 +283,7 @@ def test_keys_stay_where_they_are_and_shards_are_known() -> None:
     set_gqa_inner_attention_local_map(config)
     module, x = config.build(), torch.zeros(1, 5, 1, 8)
     assert not isinstance(module, ScaledDotProductAttention)  # which spmd_types refuses over cp
-    kept = adapter._of_own_tokens(config.sharding_config)
+    kept = adapter._keeping_shards(config.sharding_config)
     assert kept.in_dst_shardings == kept.in_src_shardings == config.sharding_config.in_src_shardings
     assert kept.local_map.in_grad_placements == tuple(kept.in_src_shardings.values())
     module = adapter.RingAttention.Config().build()
@@ -291,7 +291,7 @@ def test_keys_stay_where_they_are_and_shards_are_known() -> None:
     with pytest.raises(InputError, match=r"shard over the 2 ranks of cp, .*RingTrainerMixin before torchtitan's"):
         module(x, x, x)
     with pytest.raises(UnsupportedError, match="no in_src_shardings of k_BLNH, v_BLNH"):
-        adapter._of_own_tokens(replace(config.sharding_config, in_src_shardings={"q_BLNH": None}))
+        adapter._keeping_shards(replace(config.sharding_config, in_src_shardings={"q_BLNH": None}))
 
 
 def test_what_the_trainer_may_not_ask_for() -> None:
@@ -332,7 +332,7 @@ def test_heads_over_ranks_of_tensor_parallelism() -> None:
         reference, lse = dense_attention(q, k, v, causal=True)
         expected = reference * lse.transpose(1, 2)[..., None]
         torch.testing.assert_close(out.to_local(), expected, rtol=1e-10, atol=1e-10)
-        with pytest.raises(InputError, match=r"attention over a ring takes Shard\(2\), heads over the ranks"):
+        with pytest.raises(InputError, match=r"attention over a ring takes Shard\(2\), heads over ranks"):
             module(*(DTensor.from_local(x, mesh, [Shard(1)]) for x in (q, k, v)))
     finally:
         dist.destroy_process_group()

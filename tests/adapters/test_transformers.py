@@ -185,7 +185,7 @@ def test_prefill_goes_through_the_ring_and_decoding_is_refused() -> None:
     def body(ring: Ring) -> float:
         model, seq = llama().eval(), ring.sequence(TOKENS, layout="contiguous")
         out = forward(seq, model, use_cache=True)
-        with pytest.raises(UnsupportedError, match=r"decoding on a cache that lies over ranks.*ring\.activate\(None\)"):
+        with pytest.raises(UnsupportedError, match=r"a cache that is sharded over ranks.*ring\.activate\(None\)"):
             forward(seq, model, input_ids=torch.tensor([[5]]), position_ids=torch.tensor([[TOKENS]]),
                     past_key_values=out.past_key_values, use_cache=True)  # fmt: skip
         static = transformers.StaticCache(config=model.config, max_cache_len=64)

@@ -65,16 +65,16 @@ def test_ways_to_tell_of_documents() -> None:
     ("match", "batch"),
     [
         ("neither those of whole rows nor of documents", {"input_ids": ROWS, "position_ids": PLACES.repeat(2, 1)}),
-        ("how pixels lies over ranks", {"pixels": IDS}),
-        ("position_ids beside an attention_mask with", {"position_ids": PLACES, "attention_mask": RIGHT}),
-        ("several ways to cut it", {"position_ids": PLACES, "seq_idx": ONES.cumsum(1) // 4}),
-        ("several ways to cut it", {"position_ids": PLACES, "cu_seq_lens_q": torch.tensor([0, 12])}),
-        ("several ways to cut it", {"position_ids": PLACES, "seq_idx": torch.zeros_like(IDS)}),
-        (re.escape("labels of shape (2,)"), {"input_ids": ROWS, "labels": torch.tensor([0, 1])}),
-        (re.escape("labels of shape (2, 3)"), {"input_ids": ROWS, "labels": ROWS[:, :3]}),
-        (re.escape("input_ids of shape (2, 3, 4)"), {"input_ids": ROWS.reshape(2, 3, 4)}),
-        (re.escape("attention_mask of shape (2, 13)"), {"input_ids": ROWS, "attention_mask": torch.ones(2, 13)}),
-        (re.escape("position_ids of shape (1, 11)"), {"input_ids": ROWS, "position_ids": torch.arange(11)[None]}),
+        ("cannot shard the inputs pixels", {"pixels": IDS}),
+        ("position_ids with a padded attention_mask", {"position_ids": PLACES, "attention_mask": RIGHT}),
+        ("define different documents", {"position_ids": PLACES, "seq_idx": ONES.cumsum(1) // 4}),
+        ("define different documents", {"position_ids": PLACES, "cu_seq_lens_q": torch.tensor([0, 12])}),
+        ("define different documents", {"position_ids": PLACES, "seq_idx": torch.zeros_like(IDS)}),
+        (re.escape("labels has shape (2,)"), {"input_ids": ROWS, "labels": torch.tensor([0, 1])}),
+        (re.escape("labels has shape (2, 3)"), {"input_ids": ROWS, "labels": ROWS[:, :3]}),
+        (re.escape("input_ids has shape (2, 3, 4)"), {"input_ids": ROWS.reshape(2, 3, 4)}),
+        (re.escape("attention_mask has shape (2, 13)"), {"input_ids": ROWS, "attention_mask": torch.ones(2, 13)}),
+        (re.escape("position_ids has shape (1, 11)"), {"input_ids": ROWS, "position_ids": torch.arange(11)[None]}),
         (r"documents begin with labels, at \[5\]: .* set these labels to -100", {"labels": IDS, "seq_idx": MARKS}),
         ("begin with labels, at", {"labels": IDS, "position_ids": PLACES}),
     ],
@@ -85,7 +85,7 @@ def test_batches_that_cannot_be_sharded(match: str, batch: dict[str, Tensor]) ->
 
 def test_embeddings_without_numbers() -> None:
     wrong = {"inputs_embeds": ROWS.double()}
-    refused(lambda seq: shard_batch(seq.ring, wrong), r"inputs_embeds of shape \(2, 12\)")
+    refused(lambda seq: shard_batch(seq.ring, wrong), r"inputs_embeds has shape \(2, 12\)")
 
 
 def test_batches_that_differ_between_ranks() -> None:

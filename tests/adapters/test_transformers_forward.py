@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from ringattn import InputError, Ring, UnsupportedError
 from ringattn.adapters import hosts
 from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers.calls import _refuse_replaced, around_forward, stands_around
+from ringattn.adapters.transformers.calls import _refuse_replaced, around_forward, is_wrapped
 from ringattn.testing import run_ranks
 from tests.adapters.environments import environment
 from tests.adapters.models import tiny_model
@@ -62,7 +62,7 @@ def test_a_forward_that_was_replaced_is_missed() -> None:
 
     for told in run_ranks(2, body):
         assert "the forward of LlamaForCausalLM was replaced after prepare(model)" in told
-    assert not stands_around(model) and stands_around(prepare(model))
+    assert not is_wrapped(model) and is_wrapped(prepare(model))
     assert all("position_ids are missing" in told for told in run_ranks(2, lambda ring: refused(ring, model)))
 
 

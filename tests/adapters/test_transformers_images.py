@@ -131,17 +131,17 @@ def test_positions_of_a_text_beside_images() -> None:
 
 
 def test_positions_of_images_without_images() -> None:
-    refused("in the 3 rows, and not .* of a text without images", pixel_values=lambda seq, mine: None,
+    refused("first of 3 rows., not .* of a text without images", pixel_values=lambda seq, mine: None,
             image_grid_thw=lambda seq, mine: None)  # fmt: skip
 
 
 def test_images_in_another_form() -> None:
     refused("takes images as pixel_values, .* without input_ids", InputError, input_ids=lambda seq, mine: None,
             inputs_embeds=lambda seq, mine: torch.zeros(2, 14, 32, dtype=torch.float64))  # fmt: skip
-    refused("finds no positions of whole rows with 9 tokens of images", image_grid_thw=lambda seq, mine: (
+    refused("cannot compute positions for whole rows with 9 image", image_grid_thw=lambda seq, mine: (
         mine["image_grid_thw"][:1]))  # fmt: skip
     more = [[1, 4, 4], [1, 2, 6], [1, 2, 4], [1, 4, 4]]
-    refused("13 features of images for 9 tokens in the whole batch", pixel_values=lambda seq, mine: pixels(more),
+    refused("13 image features for 9 tokens in the whole batch", pixel_values=lambda seq, mine: pixels(more),
             image_grid_thw=lambda seq, mine: torch.tensor(more))  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def test_batches_that_cannot_be_placed() -> None:
         whole, ours = batch("qwen2_vl"), prepare(model("qwen2_vl"))
         with pytest.raises(InputError, match="a batch with images needs input_ids and model="):
             shard_batch(ring, whole)
-        with pytest.raises(InputError, match="position_ids beside images: leave them out"):
+        with pytest.raises(InputError, match="position_ids with images: leave them out"):
             shard_batch(ring, {**whole, "position_ids": torch.arange(27).expand(2, -1)}, model=ours)
 
     run_ranks(2, body, timeout_s=20.0)
@@ -168,7 +168,7 @@ def test_other_models_with_images_in_their_text() -> None:
     def body(ring: Ring) -> None:
         ours = prepare(filled(transformers.LlavaForConditionalGeneration(config)))
         seq, mine = shard_batch(ring, {"input_ids": batch("qwen2_vl", videos=False)["input_ids"]})
-        told = r"LlavaModel puts images .*seq\.shard\(inputs_embeds\)"
+        told = r"LlavaModel inserts images .*seq\.shard\(inputs_embeds\)"
         with pytest.raises(InputError, match=told), ring.activate(seq):
             ours(**mine, pixel_values=torch.zeros(1, 3, 8, 8, dtype=torch.float64) if ring.rank else None)
         ring.barrier()

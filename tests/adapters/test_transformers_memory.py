@@ -173,9 +173,9 @@ def test_experts_are_refused_and_the_model_stays_as_it_was(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tiled_mlp": 0}, "tiled_mlp=0: is a number of tokens"),
-        ({"tiled_mlp": True}, "tiled_mlp=True: is a number of tokens"),
-        ({"chunked_loss": -1}, "chunked_loss=-1: is a number of tokens"),
+        ({"tiled_mlp": 0}, "tiled_mlp=0: it must be a number of tokens"),
+        ({"tiled_mlp": True}, "tiled_mlp=True: it must be a number of tokens"),
+        ({"chunked_loss": -1}, "chunked_loss=-1: it must be a number of tokens"),
     ],
 )
 def test_numbers_of_tokens(options: dict[str, Any], said: str) -> None:
@@ -224,7 +224,7 @@ def test_logits_that_are_looked_at_are_refused() -> None:
     logits = model.lm_head(torch.zeros(1, 2, 32))
     for look in (lambda: logits[..., 0], lambda: logits.argmax(-1), lambda: torch.softmax(logits, -1),
                  lambda: logits * torch.ones(64)):  # fmt: skip
-        with pytest.raises(UnsupportedError, match=r"^chunked_loss: .* of them is asked for"):
+        with pytest.raises(UnsupportedError, match=r"^chunked_loss: .* the model uses them"):
             chunks(look(), PLAIN["labels"], 64)
     assert not hasattr(logits, "dtype")
 

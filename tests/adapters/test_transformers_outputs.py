@@ -63,7 +63,7 @@ def refuses(make: Callable[[], Any], match: str, **inputs: Any) -> None:
 def test_outputs_of_whole_rows(of: str, config: str, options: dict[str, Any], named: str) -> None:
     """Also with as many classes as a rank has tokens."""
 
-    refuses(lambda: made(of, config, **options), rf"{of} makes {named} of a whole row")
+    refuses(lambda: made(of, config, **options), rf"{of} computes {named} from a whole row")
 
 
 def test_outputs_of_several_choices() -> None:
@@ -74,7 +74,9 @@ def test_outputs_of_several_choices() -> None:
             model(input_ids=ids, position_ids=places, mc_token_ids=torch.zeros(2, 1, dtype=torch.int64))
 
     refused(
-        lambda seq: body(seq.ring.sequence(TOKENS)), "GPT2DoubleHeadsModel makes mc_logits of a whole row", InputError
+        lambda seq: body(seq.ring.sequence(TOKENS)),
+        "GPT2DoubleHeadsModel computes mc_logits from a whole",
+        InputError,
     )
 
 
@@ -91,7 +93,7 @@ def test_outputs_of_tokens(of: str, config: str) -> None:
 def test_losses_that_other_inputs_than_labels_ask_for() -> None:
     spans = {"start_positions": torch.tensor([3, 20]), "end_positions": torch.tensor([9, 27])}
     refuses(lambda: made("BertForQuestionAnswering", "BertConfig", **BERT),
-            r"BertForQuestionAnswering made its loss by itself, .*start_positions", **spans)  # fmt: skip
+            r"BertForQuestionAnswering computed a loss in its own way, .*start_positions", **spans)  # fmt: skip
 
 
 def test_a_loss_of_routers_beside_logits_is_left_out() -> None:
@@ -113,7 +115,7 @@ def test_a_cache_that_was_filled_under_a_sequence() -> None:
         more = {"input_ids": ROWS[:, :1], "position_ids": torch.full((2, 1), TOKENS)}
         with ring.activate(None), torch.no_grad():
             for kept in (cache, given):
-                with pytest.raises(InputError, match="cache holds this rank's tokens"):
+                with pytest.raises(InputError, match="cache holds only this rank's tokens"):
                     model(**more, past_key_values=kept)
             cache.reset() if hasattr(cache, "reset") else None
             whole = model(input_ids=ROWS).past_key_values
@@ -126,7 +128,7 @@ def test_a_cache_that_was_filled_under_a_sequence() -> None:
 
 @pytest.mark.parametrize("kept", [1, torch.tensor([0, 3])])
 def test_logits_of_some_tokens(kept: Any) -> None:
-    refuses(llama, "logits_to_keep would keep logits of each rank's own tokens", logits_to_keep=kept)
+    refuses(llama, "logits_to_keep would keep the last logits of each rank's shard", logits_to_keep=kept)
 
 
 def test_logits_of_all_tokens() -> None:
@@ -239,7 +241,7 @@ def test_sinks_that_lie_over_ranks_of_tensor_parallelism() -> None:
     try:
         mesh, q = init_device_mesh("cpu", (1,)), torch.zeros(1, 6, 4, 8)
         fewer = distribute_tensor(torch.zeros(3), mesh, [Shard(0)])
-        with pytest.raises(InputError, match=r"sinks is a DTensor with placements .* \(3,\), .* queries have 4 heads"):
+        with pytest.raises(InputError, match=r"sinks is a DTensor with placements .* \(3,\) .* has 4 query heads"):
             ring_attention(q, q, q, sinks=fewer)
         model = tiny_model("gpt_oss", "ringattn")
         true = model(input_ids=ROWS).logits

@@ -25,7 +25,7 @@ import transformers
 from ringattn import InputError, Ring
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers import shard_batch
-from ringattn.adapters.transformers.positions import counts_by_itself
+from ringattn.adapters.transformers.positions import computes_positions
 from ringattn.testing import run_ranks
 from tests.adapters.models import ROTARY_TOKENS, filled, rotary, tiny_model
 from tests.adapters.ranks import DOCUMENTS, InDouble, far_off, forward, refused, restarting
@@ -92,7 +92,7 @@ def test_rotary_embeddings_of_a_checkpointed_model(reentrant: bool) -> None:
             out = checkpoint(lambda x: model(inputs_embeds=x, **given).logits, embeds, use_reentrant=reentrant)
             out.sum().backward()
 
-    refused(call, r"Phi3RotaryEmbedding again, .* checkpoint layers")
+    refused(call, r"recomputes Phi3RotaryEmbedding, .* checkpoint layers")
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
@@ -204,10 +204,10 @@ def test_places_from_0_where_the_model_counts_others(name: str, prepared: bool) 
 
     if prepared:
         refused(
-            call, r"position_ids are .* by itself would count .* shard_batch\(ring, batch, model=model\)", InputError
+            call, r"position_ids are .* for whole rows .* counts .* shard_batch\(ring, batch, model=model\)", InputError
         )
     else:
-        refused(call, r"may count places by their padding or mask, .*prepare\(model\)")
+        refused(call, r"may count positions from padding or the mask, .*prepare\(model\)")
 
 
 def test_places_on_one_rank() -> None:
@@ -218,7 +218,7 @@ def test_places_on_one_rank() -> None:
         seq, mine = shard_batch(ring, padded(), model=model)
         with ring.activate(seq):
             found = model(**mine).last_hidden_state
-            with pytest.raises(InputError, match=r"by itself would count .* model=model"):
+            with pytest.raises(InputError, match=r"for whole rows .* counts .* model=model"):
                 model(**{**mine, "position_ids": mine["position_ids"] + 1})
     real = padded()["attention_mask"].bool()
     torch.testing.assert_close(found[real], true[real], rtol=0, atol=1e-6)  # eager rounds to float32
@@ -235,7 +235,7 @@ def test_a_model_that_cannot_be_asked_for_its_places() -> None:
         model = adapter.prepare(filled(Asking(transformers.RobertaConfig(**HEADS))))
         return forward(seq, model, more=torch.zeros(64, dtype=torch.int64))
 
-    refused(call, "Asking may count places by its padding or mask, and cannot be asked")
+    refused(call, "Asking may count positions from padding or the mask, and cannot be probed")
 
 
 def test_a_model_of_sharded_embeddings_is_asked_without_their_hooks() -> None:
@@ -247,7 +247,7 @@ def test_a_model_of_sharded_embeddings_is_asked_without_their_hooks() -> None:
         mesh = init_device_mesh("cpu", (1,))
         fully_shard(model.model.embed_tokens, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        assert not counts_by_itself(model)
+        assert not computes_positions(model)
         assert torch.equal(model(input_ids=ids(9)).logits, expected)
         assert isinstance(model.model.embed_tokens.weight, DTensor)  # its hooks are there again
     finally:

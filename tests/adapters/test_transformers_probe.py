@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from ringattn import Ring
 from ringattn.adapters.transformers import positions, prepare
-from ringattn.adapters.transformers.positions import counts_by_itself, image_places, own_places, probe_copy
+from ringattn.adapters.transformers.positions import computes_positions, image_positions, model_positions, probe_copy
 from ringattn.runtime.activation import activate
 from ringattn.testing import run_ranks
 from tests.adapters import test_transformers_images as images
@@ -94,11 +94,11 @@ def test_a_probe_leaves_a_model_as_it_was(name: str) -> None:
     every = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: calls.update(["every module"]))
     before = state_of(model)
     try:
-        counts_by_itself(model)
-        own_places(model, padded())
-        own_places(model, {"inputs_embeds": torch.zeros(2, 5, 32, dtype=torch.float64)})
+        computes_positions(model)
+        model_positions(model, padded())
+        model_positions(model, {"inputs_embeds": torch.zeros(2, 5, 32, dtype=torch.float64)})
         if name in images.MODELS:
-            assert image_places(model, images.batch(name)) is not None
+            assert image_positions(model, images.batch(name)) is not None
     finally:
         every.remove()
     assert state_of(model) == before
@@ -146,7 +146,7 @@ def test_a_probe_copies_what_a_forward_may_change_and_shares_the_weights() -> No
     assert copied.notes["lengths"] is not model.notes["lengths"]
     assert inner.layers[0].self_attn.config is copied.config and not inner.layers[:1][0].training
     assert inner.rotary_emb.forward.__func__ is type(theirs.rotary_emb).forward
-    assert not counts_by_itself(model)
+    assert not computes_positions(model)
 
 
 def test_threads_that_share_a_model_probe_it_while_another_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_threads_that_share_a_model_probe_it_while_another_runs_it(monkeypatch: 
         return lookups(*given)
 
     monkeypatch.setattr(positions, "_lookups", slowly)
-    probe = threading.Thread(target=counts_by_itself, args=(model,))
+    probe = threading.Thread(target=computes_positions, args=(model,))
     probe.start()
     assert probing.wait(20.0)
     assert torch.equal(model(input_ids=ids(9)).logits, expected)

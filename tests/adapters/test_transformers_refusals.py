@@ -71,7 +71,7 @@ def two_berts() -> Any:
 # --- models ----------------------------------------------------------------------------------------------------------
 
 MIXING: dict[str, tuple[Callable[[], Any], str]] = {
-    "no attention": (fnet, "no attention of FNet.* went through the ring"),
+    "no attention": (fnet, "no attention of FNet.* used the ring"),
     "a state": (partial(made, "MambaForCausalLM", "MambaConfig", **SMALL, state_size=8, use_cache=False),
                 "MambaConfig has layers that carry a state"),
     "layers with a state": (partial(tiny_model, "qwen3_next", "ringattn"), "linear_attention"),
@@ -89,10 +89,10 @@ MIXING: dict[str, tuple[Callable[[], Any], str]] = {
                           "models of BartAttention take no position_ids"),
     "a picked token": (
         partial(made, "SplinterForQuestionAnswering", "SplinterConfig", **HEADS, **CALM, question_token_id=5),
-        r"SplinterForQuestionAnswering takes question_positions.* pick .*seq\.gather",
+        r"SplinterForQuestionAnswering takes question_positions.* select .*seq\.gather",
     ),
     "classes": (partial(made, "LlamaForSequenceClassification", "LlamaConfig", **HEADS, pad_token_id=0),
-                r"ForSequenceClassification makes logits of a whole row, .* pool seq\.gather"),
+                r"ForSequenceClassification computes logits from a whole row, .* pool seq\.gather"),
 }  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_models_that_are_not_prepared() -> None:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("bloom", "BloomForCausalLM adds ALiBi to its scores inside of its own attention modules; "),
+        ("bloom", "BloomForCausalLM adds ALiBi to its scores inside its attention modules; "),
         ("mpt", "MptForCausalLM adds ALiBi"),
         ("falcon", "FalconForCausalLM adds ALiBi .* and rounds its biases to bfloat16"),
     ],
@@ -135,7 +135,7 @@ def test_models_that_add_alibi_by_themselves(kind: str, told: str) -> None:
 def test_a_model_whose_attention_cannot_be_set() -> None:
     model = tiny_model("llama", "eager")
     model.set_attn_implementation = lambda *_: None  # what it does, beside a warning, for such a model
-    with pytest.raises(UnsupportedError, match="LlamaForCausalLM did not let its attention be set"):
+    with pytest.raises(UnsupportedError, match="attention of LlamaForCausalLM cannot be set"):
         prepare(model)
 
 
@@ -195,7 +195,7 @@ def test_positions_that_attention_does_not_get() -> None:
         forward(seq, prepare(models[0]))
         forward(seq, models[1])
 
-    refused(call, r"no position_ids came to Llama4TextAttention.*prepare\(model\)")
+    refused(call, r"Llama4TextAttention got no position_ids.*prepare\(model\)")
 
 
 def test_documents_that_the_sequence_does_not_know() -> None:
@@ -247,14 +247,14 @@ def test_labels_of_which_the_model_would_make_another_loss() -> None:
 
     wanted = ["shift_labels", "num_items_in_batch"]
     refused(lambda seq: call(seq, llama(), *wanted), r"labels without shift_labels.*seq\.shard_labels")
-    refused(lambda seq: call(seq, llama(), *wanted[1:]), "labels without num_items_in_batch make a mean")
-    routers = "output_router_logits beside labels: Mixtral"
+    refused(lambda seq: call(seq, llama(), *wanted[1:]), "labels without num_items_in_batch give a mean")
+    routers = "output_router_logits with labels: Mixtral"
     refused(lambda seq: call(seq, experts(True)), routers)
     refused(lambda seq: call(seq, experts(False), output_router_logits=True), routers)
     whisper = partial(made, "WhisperForCausalLM", "WhisperConfig", **BART, num_mel_bins=8, max_target_positions=64,
                       decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)  # fmt: skip
-    refused(lambda seq: call(seq, whisper()), "WhisperForCausalLM made its loss by itself, .*leave labels out")
-    alone = "would make its loss of this rank's tokens alone"
+    refused(lambda seq: call(seq, whisper()), "WhisperForCausalLM computed a loss in its own way, .*leave labels out")
+    alone = "would compute its loss from this rank's tokens only"
     refused(lambda seq: call(seq, transformers.BertForMaskedLM(bert_config())), f"BertForMaskedLM {alone}")
     refused(lambda seq: call(seq, MIXING["classes"][0]()), alone)
 
@@ -268,13 +268,13 @@ def test_what_one_rank_alone_gets_wrong() -> None:
 
     refused(lambda seq: forward(seq, prepare(llama()), **({"position_ids": None} if seq.ring.rank else {})),
             "position_ids are missing")  # fmt: skip
-    refused(masked, "a mask of its own")
+    refused(masked, "a Tensor as its mask")
     refused(lambda seq: forward(seq, llama(attention_dropout=0.1 * seq.ring.rank)), r"attention dropout is 0\.1")
 
 
 def test_options_that_attention_over_ranks_has_not() -> None:
     refused(lambda seq: forward(seq, llama(), output_attentions=True), "output_attentions")
-    refused(lambda seq: forward(seq, llama(), position_bias=torch.zeros(1, 4, 14, 14)), "adds a bias")
+    refused(lambda seq: forward(seq, llama(), position_bias=torch.zeros(1, 4, 14, 14)), "adds a position bias")
 
 
 @pytest.mark.parametrize(
@@ -351,8 +351,8 @@ def test_masks_that_have_no_form_here() -> None:
     holes, whole = torch.ones(1, TOKENS, dtype=torch.int64), torch.ones(1, TOKENS, dtype=torch.int64)
     holes[:, 5] = 0
     refused(lambda seq: forward(seq, llama(), attention_mask=seq.shard(holes)), "row 0 has holes")
-    refused(lambda seq: forward(seq, llama(), attention_mask=whole), "14 queries meet 27 keys|13 queries meet 27")
-    refused(lambda seq: forward(seq, llama(), attention_mask=torch.zeros(1, 1, 14, 14)), "a mask of its own")
+    refused(lambda seq: forward(seq, llama(), attention_mask=whole), "14 queries and 27 keys|13 queries and 27")
+    refused(lambda seq: forward(seq, llama(), attention_mask=torch.zeros(1, 1, 14, 14)), "a Tensor as its mask")
 
     def one_alone(seq: Sequence) -> None:
         forward(seq, llama(), attention_mask=seq.shard(whole) if seq.ring.rank == 0 else None)

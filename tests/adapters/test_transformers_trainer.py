@@ -88,7 +88,7 @@ def test_a_trainer_of_another_form(monkeypatch: pytest.MonkeyPatch, ring: Ring) 
     with pytest.raises(UnsupportedError, match=r"must inherit from RingTrainerMixin and then"):
         check_trainer(RingTrainerMixin)
     monkeypatch.setattr(transformers.Trainer, "_prepare_context_parallel_inputs", lambda self, inputs: None)
-    other = r"in another way than those of 5\.18 to 5\.23.*shard_batch"
+    other = r"in another way than the checked versions 5\.18 to 5\.23.*shard_batch"
     with pytest.raises(UnsupportedError, match=other):
         RingTrainer(ring=ring)
     monkeypatch.undo()
@@ -156,12 +156,12 @@ def test_a_configuration_that_shards_too(tmp_path: Path, ring: Ring, monkeypatch
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("DPOTrainer", "makes its loss of the probabilities of whole texts"),
-        ("GRPOTrainer", "generates texts and weighs whole ones"),
+        ("DPOTrainer", "comparing probabilities of whole texts"),
+        ("GRPOTrainer", "generates texts and weights whole texts"),
         ("KTOTrainer", "of the whole batch"),
-        ("RewardTrainer", "takes one token of each text"),
-        ("ORPOTrainer", "has a loss of its own, which was not compared with one process"),
-        ("SFTTrainer", r"take ringattn\.adapters\.trl\.RingSFTTrainer"),
+        ("RewardTrainer", "uses one token of each text"),
+        ("ORPOTrainer", "has a custom loss, which was not compared with one process"),
+        ("SFTTrainer", r"use ringattn\.adapters\.trl\.RingSFTTrainer"),
     ],
 )
 def test_trainers_of_trl(name: str, reason: str) -> None:
@@ -230,7 +230,7 @@ def test_metrics_beside_a_loss_of_the_users(tmp_path: Path, ring: Ring) -> None:
 
 
 def test_a_model_that_is_not_of_transformers(tmp_path: Path, ring: Ring) -> None:
-    with pytest.raises(UnsupportedError, match="Linear is no model of transformers; shard its batches in a loop"):
+    with pytest.raises(UnsupportedError, match="Linear is not a transformers model; shard its batches in"):
         made(tmp_path, ring, model=torch.nn.Linear(2, 2))
 
 
@@ -246,7 +246,7 @@ def test_a_model_that_was_not_prepared(tmp_path: Path, ring: Ring) -> None:
     trainer = made(tmp_path, ring)
     trainer.train()
     trainer.model = trainer.model_wrapped = tiny_model("llama", "eager")
-    with pytest.raises(InputError, match=r"LlamaForCausalLM, .* would attend to this rank's tokens alone; .*prepare"):
+    with pytest.raises(InputError, match=r"LlamaForCausalLM is not the model .* this rank's tokens only; .*prepare"):
         trainer.train()
     trainer = made(tmp_path, ring, model=None, model_init=lambda: tiny_model("llama", "eager"))
     first = trainer.model
@@ -259,7 +259,7 @@ def test_outputs_that_are_not_of_tokens(tmp_path: Path, ring: Ring) -> None:
         tmp_path, ring, eval_dataset=texts(), compute_metrics=lambda found: {"texts": len(found.predictions)}
     )
     assert trainer.evaluate()["eval_texts"] == len(texts())
-    with pytest.raises(UnsupportedError, match=r"the model returns \(3, 5\) beside logits, .*name it in ignore_keys"):
+    with pytest.raises(UnsupportedError, match=r"the model returns a \(3, 5\), .*name it in ignore_keys"):
         trainer._gather_tokens([torch.zeros(3, 5)])
 
 
@@ -279,9 +279,9 @@ def test_streams(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(UnsupportedError, match=cut):
             call()
     for name in ("dispatch_batches", "split_batches"):
-        with pytest.raises(UnsupportedError, match=f"{name} would cut batches among the ranks of a ring"):
+        with pytest.raises(UnsupportedError, match=f"{name} would split batches among the ranks of a ring"):
             made(tmp_path, ring, args={"accelerator_config": {name: True}})
-    with pytest.raises(UnsupportedError, match="batch_rebalance' deals texts to processes, also those of one ring"):
+    with pytest.raises(UnsupportedError, match="batch_rebalance' distributes texts over the processes of a ring"):
         made(tmp_path, ring, args={"train_sampling_strategy": "batch_rebalance"})
 
     trainer = made(tmp_path, ring, args={"accelerator_config": {"dispatch_batches": False}}, train_dataset=stream)
@@ -293,7 +293,7 @@ def test_streams(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(trainer, "_rings", lambda: (1, 0))
     monkeypatch.setattr(type(trainer.args), "world_size", 4)
     stream.n_shards = 4  # as data sets of Hugging Face say
-    with pytest.raises(UnsupportedError, match="accelerate deals the 4 shards of Stream to processes, also those of"):
+    with pytest.raises(UnsupportedError, match="accelerate distributes the 4 shards of Stream over the processes"):
         trainer.evaluate(stream)
 
 
@@ -302,16 +302,16 @@ def test_streams(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", ["sp_size", "tp_size"])
 def test_other_sizes(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{name}=2 together with a ring; set cp_size"):
+    with pytest.raises(UnsupportedError, match=f"{name}=2 cannot be combined with a ring; set cp_size"):
         RingParallelismConfig(cp_size=1, **{name: 2})
 
 
 def test_ways_to_send() -> None:
-    with pytest.raises(UnsupportedError, match="cp_backend is of another context parallelism"):
+    with pytest.raises(UnsupportedError, match="cp_backend belongs to another form of parallelism"):
         RingParallelismConfig(cp_size=2, cp_backend="torch")
     config = RingParallelismConfig(cp_size=3)
     assert config.cp_enabled and config.cp_backend != "torch"  # which Trainer and accelerate act upon
-    with pytest.raises(InputError, match="1 ranks are no multiple of cp_size and the other sizes, 3"):
+    with pytest.raises(InputError, match="1 ranks are not a multiple of cp_size and the other sizes, 3"):
         config.build_device_mesh("cpu")
 
 
@@ -359,5 +359,5 @@ def test_what_is_refused_when_the_trainer_is_made(
 
 
 def test_loops_of_ones_own(config: RingParallelismConfig) -> None:
-    with pytest.raises(UnsupportedError, match="RingParallelismConfig is for a Trainer of transformers; in a loop of"):
+    with pytest.raises(UnsupportedError, match="RingParallelismConfig is for a Trainer of transformers; in your own"):
         Accelerator(cpu=True, parallelism_config=config)

@@ -156,7 +156,7 @@ def test_logits_of_a_model_that_makes_none() -> None:
         with whole_calls(ring, model, model, "auto", 0):
             outputs = model(**BATCH)
         assert outputs.loss > 0
-        with pytest.raises(UnsupportedError, match="logits of a model over a ring is not made whole"):
+        with pytest.raises(UnsupportedError, match="logits of a model over a ring is not gathered"):
             outputs.logits.float()
 
     run_ranks(2, body, timeout_s=20.0)
@@ -168,7 +168,7 @@ def test_calls_that_cannot_be_made_whole() -> None:
     def body(ring: Ring) -> None:
         model = models[ring.rank]
         with whole_calls(ring, model, model, "auto", 0):
-            with pytest.raises(InputError, match="inputs without names: call the model with keywords"):
+            with pytest.raises(InputError, match="positional inputs: call the model with keywords"):
                 model(TOKENS)
             with pytest.raises(InputError, match="return_dict=False"):
                 model(**BATCH, return_dict=False)

@@ -19,12 +19,12 @@ TOLERANCE = 1e-9
 REFUSED = {
     "ADALORA": "PEFT's ADALORA adds its regularization to every rank's loss",
     "ADALORA, later": "PEFT's ADALORA adds its regularization to every rank's loss",
-    "PROMPT_TUNING": "PEFT's PROMPT_TUNING puts tokens of its own before those of the text",
+    "PROMPT_TUNING": "PEFT's PROMPT_TUNING puts additional tokens before the text",
     "PROMPT_TUNING, later": "position_ids are missing",
-    "PREFIX_TUNING": "PEFT's PREFIX_TUNING puts tokens of its own before those of the text",
-    "PREFIX_TUNING, later": "13 queries meet 16 keys",
-    "alora": "alora_invocation_tokens: activated LoRA looks for these tokens in the texts",
-    "alora, later": "alora_invocation_tokens: activated LoRA looks for these tokens in the texts",
+    "PREFIX_TUNING": "PEFT's PREFIX_TUNING puts additional tokens before the text",
+    "PREFIX_TUNING, later": "13 queries and 16 keys",
+    "alora": "alora_invocation_tokens: activated LoRA searches whole texts for these tokens",
+    "alora, later": "alora_invocation_tokens: activated LoRA searches whole texts for these tokens",
 }
 OF_LOGGED_LOSSES = 1e-6  # Trainer adds the losses of steps up in float32
 

@@ -64,8 +64,8 @@ def test_an_exact_class(name: str) -> None:
     ("name", "reason", "verdicts_"),
     [
         ("MambaForCausalLM", "carry a state", {"refused"}),
-        ("BertForSequenceClassification", "of a whole row", {"refused"}),
-        ("T5GemmaModel", "configuration of its own", set()),
+        ("BertForSequenceClassification", "from a whole row", {"refused"}),
+        ("T5GemmaModel", "a separate configuration", set()),
         ("BloomModel", "adds ALiBi", set()),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_class_that_cannot_be_built_or_takes_no_text() -> None:
 
 
 def _heads(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(calls, "_refuse_picking", lambda model: None)
+    patch.setattr(calls, "_refuse_token_selection", lambda model: None)
 
 
 def _towers(patch: pytest.MonkeyPatch) -> None:

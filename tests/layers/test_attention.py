@@ -262,14 +262,14 @@ def test_options_of_torchs_layer_are_refused_by_name(options: dict[str, Any], to
     with pytest.raises(UnsupportedError, match=told):
         RingMultiheadAttention(EMBED, HEADS, **options)
     RingMultiheadAttention(EMBED, HEADS, dropout=0.0, kdim=EMBED, vdim=EMBED, add_bias_kv=False, add_zero_attn=False)
-    with pytest.raises(InputError, match=r"num_kv_heads must be a number of heads, got 0\.1; give options by name"):
+    with pytest.raises(InputError, match=r"num_kv_heads must be a number of heads, got 0\.1; pass options by name"):
         RingMultiheadAttention(EMBED, HEADS, 0.1)  # type: ignore[arg-type]  # where torch's layer has dropout
 
 
 @pytest.mark.parametrize(
     ("called", "told"),
     [
-        ({"key_padding_mask": torch.zeros(2, 12, dtype=torch.bool)}, "key_padding_mask: .* document of its own"),
+        ({"key_padding_mask": torch.zeros(2, 12, dtype=torch.bool)}, "key_padding_mask: .* separate document"),
         ({"attn_mask": torch.zeros(12, 12)}, "attn_mask: .* causal="),
         ({"need_weights": True}, "need_weights: .* need_weights=False"),
         ({"is_causal": "no"}, "causal must be True or False"),
@@ -343,11 +343,11 @@ def test_a_layer_refuses_wrong_options_when_it_is_made(options: dict[str, Any], 
 
 
 def test_options_that_belong_elsewhere() -> None:
-    with pytest.raises(InputError, match="sinks: they are a parameter of this layer; give sink_heads"):
+    with pytest.raises(InputError, match="sinks: they are a parameter of this layer; pass sink_heads"):
         RingAttention(sinks=torch.ones(2))  # type: ignore[call-arg]
-    with pytest.raises(InputError, match="dropout_seed: it belongs to a call"):
+    with pytest.raises(InputError, match="dropout_seed: every call needs a different seed"):
         RingAttention(dropout_p=0.1, dropout_seed=1)
-    with pytest.raises(InputError, match="this layer calls it dropout"):
+    with pytest.raises(InputError, match="in this layer it is called dropout"):
         RingMultiheadAttention(EMBED, HEADS, dropout_p=0.1)
     with pytest.raises(InputError, match=r"this layer has no dropout; call ring\.dilated_attention"):
         RingDilatedAttention([4], [1], dropout_p=0.1)
@@ -398,7 +398,7 @@ def test_dropout_in_training_mode_with_the_seed_of_the_call() -> None:
     [
         ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads; got 3 and 4"),
         ({"num_kv_heads": 0}, "num_kv_heads must divide"),
-        ({"num_heads": 5}, "embed_dim 24 is no multiple of num_heads 5"),
+        ({"num_heads": 5}, "embed_dim 24 is not a multiple of num_heads 5"),
         ({"rope": "gptj"}, "use neox or interleaved"),
         ({"rope": "neox", "head_dim": 5}, "even head_dim, got 5"),
     ],

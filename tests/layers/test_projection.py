@@ -126,13 +126,13 @@ GOOD: dict[str, Any] = {"x": X, "weight": W, "bias": None, "heads": 2, "kv_heads
         ({"heads": 3}, r"a weight \(40, model\), got \(32, 8\)"),
         ({"x": X[0]}, r"x must be \(batch, tokens, model\)"),
         ({"x": X[..., :5]}, "got \\(1, 3, 5\\)"),
-        ({"x": X.half()}, "must be alike"),
-        ({"bias": torch.zeros(32).half()}, "must be alike"),
-        ({"bias": torch.zeros(1)}, "32 rows, got \\(1,\\)"),
+        ({"x": X.half()}, "must have one dtype"),
+        ({"bias": torch.zeros(32).half()}, "must have one dtype"),
+        ({"bias": torch.zeros(1)}, r"shape \(32,\), .* got \(1,\)"),
         ({"q_norm": torch.zeros(1)}, r"shape \(8,\), got \(1,\)"),
         ({"k_norm": torch.zeros(2, 8)}, r"shape \(8,\)"),
-        ({"rope": Rope()}, "rope and positions come together"),
-        ({"positions": torch.arange(3)}, "rope and positions come together"),
+        ({"rope": Rope()}, "rope and positions belong together"),
+        ({"positions": torch.arange(3)}, "rope and positions belong together"),
         ({"rope": Rope("gptj"), "positions": torch.arange(3)}, "use neox or interleaved"),
         ({"rope": Rope(), "positions": torch.arange(1)}, "3 tokens .* need a rotation"),
         ({"rope": Rope(), "positions": torch.arange(3), "head_dim": 1, "heads": 30}, "even head_dim"),
@@ -164,7 +164,7 @@ def test_xpos_refuses_factors_that_overflow(dtype: torch.dtype, bits: int, told:
     length, positions = 4095, torch.tensor([0, 4094])
     bound = 2047 * math.log2(3.5) / bits  # scale at which the first pair's factor is 2**bits at both ends
     assert math.ceil(bound) == told
-    with pytest.raises(InputError, match=rf"4095 tokens leave 2\*\*-{bits} .*use an xpos_scale of at least {told}"):
+    with pytest.raises(InputError, match=rf"4095 tokens exceed 2\*\*-{bits} .*use an xpos_scale of at least {told}"):
         Rope(xpos_scale=bound * 0.999).turns(positions, DIM, dtype, length)
     for turn in Rope("neox", xpos_scale=bound * 1.001).turns(positions, DIM, dtype, length):
         factors = torch.hypot(turn.cos, turn.sin)
@@ -174,7 +174,7 @@ def test_xpos_refuses_factors_that_overflow(dtype: torch.dtype, bits: int, told:
 
 
 def test_xpos_needs_the_length() -> None:
-    with pytest.raises(InputError, match="give its length in tokens"):
+    with pytest.raises(InputError, match="pass its length in tokens"):
         Rope(xpos_scale=64.0).turns(POSITIONS, DIM, torch.float64)
 
 

@@ -12,7 +12,7 @@ refusals, `positions` the token positions that models compute themselves, `batch
 
 Guarantees: results equal those of one process with `attn_implementation="eager"`, or an error says what to do. Masks,
 windows, softcap, sinks and documents are computed or refused, and positions are compared with those of the sequence.
-Without an active sequence, attention is local, as with `sdpa`, where `context.sequence_of` allows it.
+Without an active sequence, attention is local, as with `sdpa`, if `context.sequence_of` allows it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 from ringattn.adapters.transformers.attention import attention_forward, mask_spec, require_known
 from ringattn.adapters.transformers.batches import shard_batch
 from ringattn.adapters.transformers.calls import mark_parts, refuse_text_towers, watch, watch_rotary
-from ringattn.adapters.transformers.checks import base_of, know_liger, refuse_alibi
+from ringattn.adapters.transformers.checks import accept_liger_loss, base_of, refuse_alibi
 from ringattn.adapters.transformers.memory import save_memory
 from ringattn.adapters.transformers.positions import watch_images
 from ringattn.errors import UnsupportedError
@@ -33,7 +33,7 @@ from ringattn.errors import UnsupportedError
 __all__ = ["prepare", "register", "shard_batch"]
 
 NAME = "ringattn"
-"""What `attn_implementation` has to be."""
+"""The value of `attn_implementation`."""
 
 prepared_models: WeakSet[nn.Module] = WeakSet()
 
@@ -42,7 +42,7 @@ def register() -> None:
     """Make `attn_implementation="ringattn"` known to transformers: attention and masks. Idempotent.
 
     Raises:
-        UnsupportedError: The installed transformers is none of those that this adapter was checked with.
+        UnsupportedError: This adapter was not checked with the installed version of transformers.
 
     Example:
         register()
@@ -58,27 +58,27 @@ def register() -> None:
 def prepare(
     model: Any, *, tiled_mlp: int | None = None, chunked_loss: int | None = None, offload_checkpoints: bool = False
 ) -> Any:
-    """Lets the text part of a model attend through the ring, and checks the inputs of its every call.
+    """Make the text part of a model attend through the ring, and check the inputs of every later call.
 
-    Towers for images and sound, which have configurations of their own, keep their attention: they are not sharded.
-    Under an active sequence of several ranks a call needs the position_ids of this rank's tokens, and beside labels
-    shift_labels and num_items_in_batch, and no loss of routers; else the call raises `InputError`.
+    Towers for images and sound, which have a separate configuration, keep their attention and are not sharded. Under an
+    active sequence of several ranks, a call needs the position_ids of this rank's tokens. A call with labels also needs
+    shift_labels and num_items_in_batch, and must not add a router loss. Other calls raise `InputError`.
 
     Args:
         model: A PreTrainedModel of transformers, or a PeftModel around one. It is changed in place.
-        tiled_mlp: Tokens in a feed-forward at once, computed again in backward. None: all, kept.
-        chunked_loss: Tokens whose logits exist at once where there are labels; no logits are returned then. None: all.
-        offload_checkpoints: Layers are checkpointed, and their inputs wait in host memory.
+        tiled_mlp: Tokens that a feed-forward computes at a time, and recomputes in backward. None: all, kept.
+        chunked_loss: With labels, the number of tokens whose logits exist at a time; no logits are returned. None: all.
+        offload_checkpoints: Checkpoint the layers and keep their inputs in host memory.
 
     Returns:
         The model.
 
     Raises:
-        InputError: One of the numbers is below 1, or another than the model was prepared with.
-        UnsupportedError: The model's attention cannot be set, or adds ALiBi by itself, or it has a text encoder with a
-            configuration of its own, or adapters of PEFT that do not work on one token at a time;
-            its feed-forwards are experts, or its loss is another than transformers' causal one; the installed
-            transformers is none of those that this adapter was checked with.
+        InputError: A number is below 1, or differs from the one that the model was prepared with.
+        UnsupportedError: The model's attention cannot be set or adds ALiBi itself, the model has a text encoder with a
+            separate configuration, or its PEFT adapters do not work on one token at a time. With `tiled_mlp`: its
+            feed-forwards are experts. With `chunked_loss`: its loss is not transformers' causal one. Or this adapter
+            was not checked with the installed version of transformers.
 
     Example:
         model = prepare(AutoModelForCausalLM.from_pretrained(name))
@@ -89,6 +89,7 @@ def prepare(
     whole, model = model, base_of(model)
     text = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
     refuse_alibi(model, text)
+    # A composite model (with towers) gets the implementation for its text part only.
     if text is model.config:
         model.set_attn_implementation(NAME)
     else:
@@ -96,13 +97,13 @@ def prepare(
         model.set_attn_implementation(dict.fromkeys(names, NAME))
     if text._attn_implementation != NAME:
         raise UnsupportedError(
-            f"{type(model).__name__} did not let its attention be set to {NAME!r}; only models whose attention goes "
-            "through transformers' AttentionInterface can attend through a ring"
+            f"the attention of {type(model).__name__} cannot be set to {NAME!r}; only models whose attention uses "
+            "transformers' AttentionInterface can attend through a ring"
         )
     mark_parts(model, text)
     refuse_text_towers(model)
-    know_liger(model)
-    watch(model)  # a model that was prepared before may have got another forward since
+    accept_liger_loss(model)
+    watch(model)  # again for a prepared model: a patch may have replaced its forward since
     if model not in prepared_models:
         watch_rotary(model)
         watch_images(model)

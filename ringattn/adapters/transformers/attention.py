@@ -23,12 +23,12 @@ from ringattn.adapters.attend import as_autocast, attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.dropout import drawn_seed, refuse_without_seed, seed_from
 from ringattn.adapters.hosts import local_sinks, require_checked
-from ringattn.adapters.transformers.calls import PART, ModelCall, attending
+from ringattn.adapters.transformers.calls import PART, ModelCall, attending_call
 from ringattn.adapters.transformers.checks import (
     check_encoder,
     check_tokens,
     depends_on_length,
-    may_count_by_itself,
+    may_compute_positions,
     refuse_layers,
     short,
     takes_positions,
@@ -38,31 +38,30 @@ from ringattn.runtime.activation import activate, active_sequence, attended
 from ringattn.sequence import Sequence
 
 # --- Versions of transformers -----------------------------------------------------------------------------------------
-# 4.57 and 5.18 to 5.23. Code outside this section uses no version number, and no name that one of these versions
-# lacks.
+# 4.57 and 5.18 to 5.23. Code outside this section uses no version number, and only names that all these versions have.
 
 CHECKED = ("4.57", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23")
-"""Minor versions; docs/embedding-transformers.md has a table of what was tried with each."""
+"""Minor versions; docs/embedding-transformers.md has a table of what was tested with each."""
 
 
 def require_known() -> None:
-    """Raise `UnsupportedError` unless the installed transformers is one of these."""
+    """Raise `UnsupportedError` unless the installed version of transformers was checked."""
     require_checked("transformers", *CHECKED)
 
 
-def query_places(arguments: Mapping[str, Any]) -> tuple[int, int | Tensor]:
-    """How many queries a mask function is asked for, and where the first of them is.
+def query_range(arguments: Mapping[str, Any]) -> tuple[int, int | Tensor]:
+    """Return the number of queries that a mask is made for, and the position of the first one.
 
-    4.57 gives the places of all of them instead of the two numbers.
+    4.57 passes the positions of all queries instead of these two numbers.
     """
-    places = arguments.get("cache_position")
-    if places is None:
+    positions = arguments.get("cache_position")
+    if positions is None:
         return arguments["q_length"], arguments.get("q_offset", 0)
-    return len(places), int(places[0])
+    return len(positions), int(positions[0])
 
 
 def mask_functions() -> Mapping[Callable[..., Any], str]:
-    """The functions that masks are made of, and what each means. Documents are those of the sequence."""
+    """Return the functions that masks are built from, and the meaning of each. Documents come from the sequence."""
     from transformers import masking_utils as host
 
     nothing: Any = None
@@ -73,7 +72,7 @@ def mask_functions() -> Mapping[Callable[..., Any], str]:
         host.packed_sequence_mask_function(nothing): "documents",
         host.and_masks(): "and",
     }
-    # Not of 4.57, whose encoders make their masks by themselves.
+    # 4.57 lacks these: its encoders make their masks themselves.
     if hasattr(host, "bidirectional_mask_function"):
         meanings[host.bidirectional_mask_function] = "full"
     if hasattr(host, "sliding_window_bidirectional_overlay"):
@@ -84,7 +83,7 @@ def mask_functions() -> Mapping[Callable[..., Any], str]:
 
 
 def chunks_begin_with_documents() -> bool:
-    """Whether chunks of packed documents are counted from the start of each. Before 5.23: from that of the row."""
+    """Return whether the chunks of packed documents start at each document. Before 5.23 they start at the row."""
     from transformers import masking_utils as host
 
     return hasattr(host, "remap_positions_for_packed_sequence")
@@ -97,23 +96,23 @@ Rows = tuple[tuple[Sequence, tuple[int, ...]], ...]
 
 
 _NO_TABLE = (
-    "this model reads its mask as a table by itself, to choose tokens, and here a mask is a few numbers; only models "
-    "that hand it to their attention function can attend through a ring: keep its own attn_implementation"
+    "this model reads its mask as a table of tokens, but over a ring a mask is a few numbers; only models that just "
+    "pass the mask to their attention function can attend through a ring: keep this model's attn_implementation"
 )
 
 
 class _NoTableError(UnsupportedError, AttributeError):
-    """Also what `hasattr` expects."""
+    """Also an AttributeError, because `hasattr` expects one."""
 
 
 @dataclass(frozen=True, eq=False)
 class MaskSpec:
-    """The mask of some layers in one forward pass; what a model hands from the mask function to the attention function.
+    """The mask of some layers in one forward pass. Models pass it from the mask function to the attention function.
 
-    `window`: (left, right) tokens besides the query. `chunk_tokens`: causal attention inside of chunks of so many.
-    `padding`: (batch, keys) bool, True for real tokens of this rank, or None where none was given. `unknown`: functions
-    of the mask that have no meaning here. `keys`: tokens of K and V, more than `queries` beside a cache.
-    `arguments`: what transformers' own mask functions take.
+    `window`: tokens left and right of the query. `chunk_tokens`: the length of chunks with causal attention inside.
+    `padding`: (batch, keys) bool, True for this rank's real tokens, or None. `unknown`: functions in the mask whose
+    meaning is unknown. `keys`: tokens of K and V, more than `queries` with a cache. `arguments`: the arguments of
+    transformers' mask functions.
     """
 
     causal: bool
@@ -128,54 +127,55 @@ class MaskSpec:
     arguments: Mapping[str, Any]
     _rows: dict[Sequence, Rows] = field(default_factory=dict, repr=False)
 
-    def _is_no_table(self, *_: object) -> Any:
+    # A model that indexes, combines or compares the mask wants a table. Every such operator raises with the reason.
+    def _refuse_table(self, *_: object) -> Any:
         raise _NoTableError(_NO_TABLE)
 
-    __getitem__ = __len__ = __bool__ = __invert__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = _is_no_table
-    __rmul__ = __and__ = __rand__ = __or__ = __ror__ = _is_no_table
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _is_no_table
+    __getitem__ = __len__ = __bool__ = __invert__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = _refuse_table
+    __rmul__ = __and__ = __rand__ = __or__ = __ror__ = _refuse_table
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse_table
     __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(cls, *_: object) -> Any:
-        """Of every function of torch that gets one among its arguments, also in a list."""
+        """Raise for every torch function that gets a mask among its arguments, also in a list."""
         raise _NoTableError(_NO_TABLE)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name) if name.startswith("__") else _NoTableError(_NO_TABLE)
 
     def contiguous(self) -> Tensor | None:
-        """The table that `generate` hands to a compiled model beside a static cache, where attention is local."""
+        """Return the table that `generate` passes to a compiled model with a static cache. Local attention only."""
         if active_sequence() is not None:
             raise _NoTableError(
-                "generate() makes the table of a mask for a static cache, which does not lie over ranks; generate from "
+                "generate() makes a mask table for a static cache, which cannot be sharded over ranks; generate from "
                 "whole prompts inside `with ring.activate(None):`"
             )
         return self.local(may_be_none=False)
 
     def rows(self, seq: Sequence, check: Callable[[Rows], None]) -> Rows:
-        """Which rows of the batch attend over which documents of `seq`: those of `seq`, padding apart, chunks apart.
+        """Group the rows of the batch by their documents: those of `seq`, further cut at padding and at chunks.
 
-        At the first use of this mask a collective call where there is padding, then `check` of what was found. Raises
-        `InputError` alike on every rank, as `check` has to.
+        At the first use of this mask, the result is passed to `check`. If there is padding, this first use is a
+        collective call. Raises `InputError` on every rank; `check` must do the same.
         """
         if seq not in self._rows:
             self.refuse()
-            starts_stops = [None] if self.padding is None else _real_runs(seq, self.padding)
+            real_ranges = [None] if self.padding is None else _real_ranges(seq, self.padding)
             batch: int = self.arguments["batch_size"]
             by_cuts: dict[tuple[int, ...] | None, list[int]] = {}
-            for row, real in enumerate(starts_stops * (batch if self.padding is None else 1)):
+            for row, real in enumerate(real_ranges * (batch if self.padding is None else 1)):
                 by_cuts.setdefault(self._cuts(seq, real), []).append(row)
-            found = tuple((seq.with_documents(cuts), tuple(rows)) for cuts, rows in by_cuts.items())
-            check(found)
-            self._rows[seq] = found
+            groups = tuple((seq.with_documents(cuts), tuple(rows)) for cuts, rows in by_cuts.items())
+            check(groups)
+            self._rows[seq] = groups
         return self._rows[seq]
 
     def refuse(self) -> None:
         """Raise `UnsupportedError` for a mask that ranks cannot share."""
         if self.queries != self.keys or self.is_offset:
             raise UnsupportedError(
-                f"{self.queries} queries meet {self.keys} keys: decoding on a cache that lies over ranks is not "
+                f"{self.queries} queries and {self.keys} keys: decoding with a cache that is sharded over ranks is not "
                 "supported, nor are a static cache and cross attention; for generate() pass the whole prompt "
                 "inside `with ring.activate(None):`"
             )
@@ -186,9 +186,13 @@ class MaskSpec:
             )
 
     def _cuts(self, seq: Sequence, real: tuple[int, int] | None) -> tuple[int, ...] | None:
+        """Return the cuts of one row, whose real tokens are the range `real`. None: one document.
+
+        Padding and chunks become documents of their own, which is all that a ring needs to keep them apart.
+        """
         edges = set(seq.documents or (0, seq.length))
         if real is not None and real[0] < real[1]:
-            edges |= {real[0]} if self.causal else set(real)  # causal: real tokens do not see what follows them
+            edges |= {real[0]} if self.causal else set(real)  # causal: real tokens never attend to later padding
         if self.chunk_tokens is not None:
             first = real[0] if real is not None and real[0] < real[1] else 0
             parts = sorted(edges) if chunks_begin_with_documents() else [first, seq.length]
@@ -197,9 +201,9 @@ class MaskSpec:
         return None if edges <= {0, seq.length} else tuple(sorted(edges))
 
     def local(self, may_be_none: bool) -> Tensor | None:
-        """The mask for attention on this process alone, (batch, 1, queries, keys) bool; transformers' own.
+        """Return transformers' mask for local attention, (batch, 1, queries, keys) bool.
 
-        `may_be_none`: None where the plain causal or the full mask says as much.
+        `may_be_none`: return None if the plain causal or the full mask is equivalent.
         """
         from transformers.masking_utils import sdpa_mask
 
@@ -218,9 +222,10 @@ def mask_spec(
     config: Any = None,
     **others: Any,
 ) -> MaskSpec:
-    """A mask function for transformers' `AttentionMaskInterface`; refuses nothing yet, attention may be local."""
-    known, found = _known_functions(), _names(mask_function)
-    meanings = {known[name] for name in found if name in known}
+    """Mask function for transformers' `AttentionMaskInterface`. It refuses nothing, because attention may be local."""
+    known, names = _known_functions(), _names(mask_function)
+    meanings = {known[name] for name in names if name in known}
+    # transformers passes the size of windows and chunks apart from the functions. A causal window includes the query.
     window = chunk = None
     if local_size is not None:
         if "window" in meanings:
@@ -229,20 +234,20 @@ def mask_spec(
             window = (local_size, local_size)
         elif "chunks" in meanings:
             chunk = local_size
-    queries, offset = query_places(others)
+    queries, offset = query_range(others)
     arguments = {
         "kv_length": kv_length, "mask_function": mask_function, "attention_mask": attention_mask,
         "local_size": local_size, "config": config, **others,
     }  # fmt: skip
     return MaskSpec(
-        "causal" in meanings, window, chunk, attention_mask, tuple(sorted(found - set(known))), queries, kv_length,
+        "causal" in meanings, window, chunk, attention_mask, tuple(sorted(names - set(known))), queries, kv_length,
         isinstance(offset, Tensor) or offset != 0, config, arguments,
     )  # fmt: skip
 
 
 @cache
 def _known_functions() -> Mapping[str, str]:
-    """What the host's functions mean, by name."""
+    """Return the meanings of transformers' mask functions by name."""
     return {_name(function): meaning for function, meaning in mask_functions().items()}
 
 
@@ -251,26 +256,27 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _names(function: Callable[..., Any]) -> set[str]:
-    """The functions that a mask function is made of, itself included."""
-    found = {_name(function)}
+    """Return the names of a mask function and of the functions that it is composed of."""
+    names = {_name(function)}
+    # transformers composes masks by closures (`and_masks` and others), so the parts are in the closure's cells.
     for cell in getattr(function, "__closure__", None) or ():
-        held = cell.cell_contents
-        for one in held if isinstance(held, tuple) else (held,):
-            if callable(one):
-                found |= _names(one)
-    return found
+        content = cell.cell_contents
+        for part in content if isinstance(content, tuple) else (content,):
+            if callable(part):
+                names |= _names(part)
+    return names
 
 
-def _real_runs(seq: Sequence, padding: Tensor) -> list[tuple[int, int] | None]:
-    """Where the real tokens of each row start and stop, of all ranks."""
+def _real_ranges(seq: Sequence, padding: Tensor) -> list[tuple[int, int] | None]:
+    """Return the range of real tokens of each row, over all ranks. Raises InputError for padding between them."""
     full = seq.gather(padding.to(torch.uint8), dim=1).bool()
     counts, starts = full.sum(1), full.to(torch.uint8).argmax(1)
-    places = torch.arange(seq.length, device=full.device)
-    runs = (places >= starts[:, None]) & (places < (starts + counts)[:, None])
-    for row in (full != runs).any(1).nonzero().flatten().tolist():
+    positions = torch.arange(seq.length, device=full.device)
+    ranges = (positions >= starts[:, None]) & (positions < (starts + counts)[:, None])
+    for row in (full != ranges).any(1).nonzero().flatten().tolist():
         raise InputError(
-            f"attention_mask of row {row} has holes: {int(counts[row])} real tokens that are not one run; ring "
-            "attention takes padding before and after a row's tokens. Pack several texts as documents, "
+            f"attention_mask of row {row} has holes: its {int(counts[row])} real tokens are not contiguous; ring "
+            "attention allows padding before and after a row's tokens. Pack several texts as documents, "
             "ring.sequence(cu_seqlens=...)"
         )
     return list(zip(starts.tolist(), (starts + counts).tolist(), strict=True))
@@ -290,17 +296,17 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function for transformers' `AttentionInterface`, over the active sequence or locally.
+    """Attention function for transformers' `AttentionInterface`, over the active sequence or local.
 
     Args:
         module: The attention module of the model.
         query: This rank's shard of the active sequence.
         key: Like query.
         value: Like query.
-        attention_mask: What `mask_spec` made, or a mask tensor of local attention.
-        dropout: Each weight is dropped with this probability, over a ring by a seed drawn from the activation's.
+        attention_mask: The result of `mask_spec`, or for local attention a mask tensor.
+        dropout: Probability of dropping each weight. Over a ring, the seed is derived from the activation's seed.
         scaling: Factor of the scores. None: 1 / sqrt(d_k).
-        kwargs: What else transformers passes: softcap, s_aux, position_ids and others. Unknown ones are refused.
+        kwargs: Other arguments from transformers: softcap, s_aux, position_ids and others.
 
     Shape:
         query: (batch, q_heads, tokens, d_k)
@@ -308,62 +314,63 @@ def attention_forward(
         value: (batch, kv_heads, tokens, d_v)
 
     Returns:
-        (batch, tokens, q_heads, d_v) in query's dtype, under autocast in its, and None for the weights.
+        (batch, tokens, q_heads, d_v) in query's dtype, or autocast's where that is on, and None for the weights.
 
     Raises:
-        InputError: A mask, an option or a number of tokens is refused, on every rank; or nothing is active while a ring
-            of several ranks is open.
+        InputError: A mask, an option or the number of tokens is refused, on every rank; or nothing is active while a
+            ring of several ranks is open.
     """
     if is_tower(module, query, attention_mask):
         attended()
         with activate(None):
-            return _locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
+            return _attend_locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     active = active_sequence()
     if active is not None and isinstance(attention_mask, MaskSpec):
         with active.ring.refused_by_all():
-            attention_mask.refuse()  # before the number of tokens of a decoding step is called wrong
+            attention_mask.refuse()  # first: for a decoding step, the check of token counts would give a wrong reason
     seq = sequence_of()
     if seq is None:
-        return _locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
+        return _attend_locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     with seq.ring.refused_by_all():
-        spec = known_mask(module, attention_mask)
+        spec = check_mask(module, attention_mask)
         refuse_options(module, dropout, kwargs)
         check_tokens(seq, query.shape[2])
         if is_cross_attention(module):
             check_encoder(seq, spec.padding)
         seed = drawn_seed(seq.ring) if dropout else None
-    call = attending()
+    call = attending_call()
     q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
     sinks = kwargs.get("s_aux")
     options = {"causal": spec.causal, "window": spec.window, "scale": scaling, "softcap": kwargs.get("softcap"),
                "sinks": None if sinks is None else local_sinks(sinks, q.shape[2]).to(q.dtype),
                "dropout_p": dropout}  # fmt: skip
-    ids = kwargs.get("position_ids")  # some models hand on None
+    ids = kwargs.get("position_ids")  # some models pass None to attention
     if ids is None and call is not None:
-        ids = call.given.get("position_ids")
-    rows = spec.rows(seq, lambda found: refuse_inputs(spec, found, seq, module, ids, kwargs, call))
+        ids = call.arguments.get("position_ids")
+    # The inputs are checked once for each mask, which all layers of one kind share.
+    rows = spec.rows(seq, lambda groups: refuse_inputs(spec, groups, seq, module, ids, kwargs, call))
     return _by_rows(rows, q, k, v, seed, options).contiguous(), None
 
 
 def _by_rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, seed: int | None, options: dict[str, Any]) -> Tensor:
-    """Rows with other documents are attended one after the other.
+    """Attend to each group of rows with equal documents in turn, and put the rows back in order.
 
-    `seed`: of dropout; each part has its own, for its rows count from 0.
+    `seed`: the dropout seed. Each group gets a seed derived from it, because its rows are numbered from 0 again.
     """
     if len(rows) == 1:
         return attend(rows[0][0], q, k, v, dropout_seed=seed, **options)
     seeds = [None if seed is None else seed_from(seed, part) for part in range(len(rows))]
-    parts = [attend(cut, *(x[list(mine)] for x in (q, k, v)), dropout_seed=one, **options)
-             for (cut, mine), one in zip(rows, seeds, strict=True)]  # fmt: skip
-    order = torch.tensor([row for _, mine in rows for row in mine], device=q.device)
+    parts = [attend(group_seq, *(x[list(members)] for x in (q, k, v)), dropout_seed=group_seed, **options)
+             for (group_seq, members), group_seed in zip(rows, seeds, strict=True)]  # fmt: skip
+    order = torch.tensor([row for _, members in rows for row in members], device=q.device)
     return torch.cat(parts)[order.argsort()]
 
 
-def _locally(
+def _attend_locally(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float, scaling: float | None,
     kwargs: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """Attention of this process alone, (batch, tokens, heads, dim): `sdpa`, or by the definition where it cannot."""
+    """Return local attention, (batch, tokens, heads, dim): by `sdpa`, or written out for softcap and sinks."""
     from transformers import AttentionInterface
 
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
@@ -371,7 +378,8 @@ def _locally(
     if isinstance(mask, MaskSpec):
         is_causal = mask.causal
         mask = mask.local(may_be_none=plain)
-        # Some versions hand it to torch as it is, which takes no mask beside it, and shows a lone query the first key.
+        # Some versions pass is_causal to torch unchanged. torch allows no mask with it, and gives a single query after
+        # a cache the first key only. So set it only where it is right.
         kwargs = {**kwargs, "is_causal": is_causal and mask is None and q.shape[2] > 1}
     if plain:
         sdpa = cast(Any, AttentionInterface()["sdpa"])
@@ -395,26 +403,26 @@ def _locally(
 
 
 def is_tower(module: nn.Module, query: Tensor, mask: object) -> bool:
-    """Whether it attends over an image or sound, of which every rank has the whole.
+    """Return whether an attention module belongs to a tower (images, sound), whose whole input every rank has.
 
-    Known of modules that `prepare` has marked. Of others only what looks like a tower and gets other numbers of tokens
-    than a shard has is one: raises `InputError` on all ranks where it gets as many.
+    `prepare` marks the modules of a model. An unmarked module is a tower if it looks like one and its number of tokens
+    differs from this rank's shard. Raises `InputError` on all ranks if it looks like one and the numbers are equal.
     """
     if (part := getattr(module, PART, None)) is not None:
         return bool(part == "tower")
     if not _looks_like_tower(module, mask):
         return False
-    if torch._C._current_graph_task_id() != -1:  # inside backward, of a forward pass that was checked
+    if torch._C._current_graph_task_id() != -1:  # recomputation of a forward pass that was checked
         return True
     seq = active_sequence()
     if seq is None:
-        return False  # attention is local where `sequence_of` allows that
+        return False  # `sequence_of` decides whether attention may be local
     if seq.ring.world_size > 1 and query.shape[2] == seq.counts[seq.ring.rank]:
         with seq.ring.refused_by_all():
             raise InputError(
-                f"rank {seq.ring.rank}: {type(module).__name__} may be a tower that sees a whole image, or text of "
-                f"which the {query.shape[2]} tokens are this rank's: call ringattn.adapters.transformers.prepare("
-                "model) once, which tells them apart, or call a tower inside `with ring.activate(None):`"
+                f"rank {seq.ring.rank}: {type(module).__name__} may be a tower with a whole image, or text with this "
+                f"rank's {query.shape[2]} tokens: call ringattn.adapters.transformers.prepare(model) once, which "
+                "distinguishes them, or call a tower inside `with ring.activate(None):`"
             )
     return True
 
@@ -424,42 +432,44 @@ def _looks_like_tower(module: nn.Module, mask: object) -> bool:
         return False
     config: Any = getattr(module, "config", None)
     kind = str(getattr(config, "model_type", ""))
-    seen = any(hasattr(config, name) for name in ("patch_size", "image_size", "num_mel_bins"))
-    return seen or any(word in kind for word in ("vision", "audio", "siglip", "clip_vision"))
+    has_input_size = any(hasattr(config, name) for name in ("patch_size", "image_size", "num_mel_bins"))
+    return has_input_size or any(word in kind for word in ("vision", "audio", "siglip", "clip_vision"))
 
 
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-def known_mask(module: nn.Module, mask: object) -> MaskSpec:
+def check_mask(module: nn.Module, mask: object) -> MaskSpec:
+    """Return the mask. Raises UnsupportedError unless `mask_spec` made it."""
     if not isinstance(mask, MaskSpec):
         raise UnsupportedError(
-            f"{type(module).__name__} got {'no mask' if mask is None else 'a mask of its own'}, not one that "
-            "transformers made for the attention implementation; its meaning over ranks is not known"
+            f"{type(module).__name__} got {'no mask' if mask is None else f'a {type(mask).__name__} as its mask'}, "
+            "not one that transformers made for the attention implementation; its meaning over ranks is not known"
         )
     return mask
 
 
 def refuse_options(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raise for dropout without a seed, for attention weights, and for a bias of the scores."""
     if dropout:
         refuse_without_seed(f"attention dropout is {dropout}", _without_dropout(module, dropout))
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
-        raise UnsupportedError("output_attentions: ring attention never holds attention weights; leave it out")
+        raise UnsupportedError("output_attentions: ring attention never stores attention weights; leave it out")
     if kwargs.get("position_bias") is not None:
-        raise UnsupportedError("this model adds a bias to its scores, which ring attention cannot")
+        raise UnsupportedError("this model adds a position bias to its scores, which ring attention does not support")
 
 
 def _without_dropout(module: nn.Module, dropout: float) -> str:
-    """What to set, by the names that configurations have for it."""
+    """Return advice that names the entry of the configuration that sets this dropout."""
     config = getattr(module, "config", None)
-    known = {} if config is None else vars(config)
-    same = [name for name, value in known.items() if "drop" in name and value == dropout]
-    names = [name for name in same if "att" in name] or same or ["attention_dropout"]
+    entries = {} if config is None else vars(config)
+    matches = [name for name, value in entries.items() if "drop" in name and value == dropout]
+    names = [name for name in matches if "att" in name] or matches or ["attention_dropout"]
     return f"make the model with {' or '.join(f'config.{name}=0.0' for name in names)}, or call model.eval()"
 
 
 def is_cross_attention(module: nn.Module) -> bool:
-    """Whether its keys are an encoder's, by what transformers' modules say of themselves."""
+    """Return whether the module's keys come from an encoder, by its attribute or its class name."""
     return bool(getattr(module, "is_cross_attention", "CrossAttention" in type(module).__name__))
 
 
@@ -467,55 +477,64 @@ def refuse_inputs(
     spec: MaskSpec, rows: Rows, seq: Sequence, module: nn.Module, ids: Tensor | None, kwargs: dict[str, Any],
     call: ModelCall | None,
 ) -> None:  # fmt: skip
-    """What may be wrong on one rank alone, once for each mask; all ranks raise. `call`: of a prepared model."""
+    """Check everything that may be wrong on one rank only, once for each mask. If it is, all ranks raise.
+
+    `call`: the forward pass of a prepared model, or None.
+    """
     refusal = None
     try:
         refuse_layers(getattr(module, "config", None))
         if not takes_positions(type(module).__mro__):
             raise UnsupportedError(
-                f"the models of {type(module).__name__} take no position_ids, so they count places from 0 on every rank"
+                f"the models of {type(module).__name__} take no position_ids, so they count positions from 0 on every "
+                "rank"
             )
         _check_documents(seq, kwargs)
         if seq.ring.world_size > 1:
-            _check_rotary(module, call is not None and call.has_chosen)
-        if call is None and (ids is not None or seq.ring.world_size > 1) and may_count_by_itself(type(module).__mro__):
+            _check_rotary(module, call is not None and call.has_whole_length)
+        if (
+            call is None
+            and (ids is not None or seq.ring.world_size > 1)
+            and may_compute_positions(type(module).__mro__)
+        ):
             raise UnsupportedError(
-                f"the models of {type(module).__name__} may count places by their padding or mask, which is not known "
-                "here: call ringattn.adapters.transformers.prepare(model) once"
+                f"the models of {type(module).__name__} may count positions from padding or the mask, which cannot be "
+                "checked here: call ringattn.adapters.transformers.prepare(model) once"
             )
-        if call is not None and call.is_placed:
+        if call is not None and call.has_checked_positions:
             pass
         elif ids is not None:
             _check_positions(ids, spec, rows, seq)
         elif seq.ring.world_size > 1:
             raise InputError(
-                f"no position_ids came to {type(module).__name__}: pass position_ids=seq.positions()[None], and if the "
-                "model does not hand them to attention, call ringattn.adapters.transformers.prepare(model) once"
+                f"{type(module).__name__} got no position_ids: pass position_ids=seq.positions()[None], and if the "
+                "model does not pass them to attention, call ringattn.adapters.transformers.prepare(model) once"
             )
     except InputError as error:
         refusal = error
+    # Not `refused_by_all`: this exchange also compares the module and the sequence of all ranks.
     seq.ring.check_consistency(f"forward of {type(module).__name__} over {seq!r}", refusal)
 
 
-def _check_rotary(module: nn.Module, is_chosen: bool) -> None:
-    """Raise `UnsupportedError` where an attention module's rotary embedding was chosen by this rank's tokens alone."""
+def _check_rotary(module: nn.Module, has_whole_length: bool) -> None:
+    """Raise `UnsupportedError` if the rotary frequencies were chosen from the length of this rank's shard."""
     config: Any = getattr(module, "config", None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    ropes: list[dict[str, Any]] = [rope, *(one for one in rope.values() if isinstance(one, dict))]
-    kinds = sorted({str(one.get("rope_type", one.get("type", ""))) for one in ropes} - {""})
-    if not is_chosen and depends_on_length(kinds):
+    ropes: list[dict[str, Any]] = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    kinds = sorted({str(entry.get("rope_type", entry.get("type", ""))) for entry in ropes} - {""})
+    if not has_whole_length and depends_on_length(kinds):
         raise UnsupportedError(
             f"{type(config).__name__} has rotary embeddings of type {', '.join(kinds)}, whose frequencies depend on "
-            "the length, and this rank chose them by its own tokens: call ringattn.adapters.transformers.prepare("
-            "model) once, before the model is copied or compiled, or take another rope_type"
+            "the length, and this rank chose them from its shard only: call ringattn.adapters.transformers.prepare("
+            "model) once, before the model is copied or compiled, or use another rope_type"
         )
 
 
 def _check_documents(seq: Sequence, kwargs: dict[str, Any]) -> None:
-    """Raise `InputError` unless the cu_seq_lens given to the model, if any, are the documents of the sequence."""
+    """Raise `InputError` if the model got cu_seq_lens that differ from the documents of the sequence."""
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if (given := kwargs.get(name)) is not None:
-            cuts = tuple(sorted(set(given.flatten().tolist())))
+        if (cu_seqlens := kwargs.get(name)) is not None:
+            cuts = tuple(sorted(set(cu_seqlens.flatten().tolist())))
             if cuts != tuple(sorted(set(seq.documents or (0, seq.length)))):
                 raise InputError(
                     f"rank {seq.ring.rank}: {name} cuts at {cuts[:8]}, the active sequence at {seq.documents}; make "
@@ -526,23 +545,24 @@ def _check_documents(seq: Sequence, kwargs: dict[str, Any]) -> None:
 def _check_positions(ids: Tensor, spec: MaskSpec, rows: Rows, seq: Sequence) -> None:
     """Raise `InputError` unless `ids`, (batch or 1, tokens), are positions of this rank's tokens.
 
-    Global ones, or counted from the start of the token's document, or of its row's real tokens. Rotary positions with
-    more dimensions (of images) are left unchecked.
+    Positions may be global, or counted from the start of the token's document or of the row's real tokens. Rotary
+    positions with more dimensions (for images) are not checked here.
     """
     if ids.dim() != 2:
         return
-    places, starts = (seq.positions(per_document).to(ids.device) for per_document in (False, True))
-    if any(torch.equal(ids, one.expand_as(ids)) for one in (places, starts)):
+    global_ids, document_ids = (seq.positions(per_document).to(ids.device) for per_document in (False, True))
+    if any(torch.equal(ids, expected.expand_as(ids)) for expected in (global_ids, document_ids)):
         return
     if spec.padding is not None:
-        wanted = torch.empty_like(spec.padding, dtype=torch.int64)
-        for cut, mine in rows:
-            wanted[list(mine)] = cut.positions(per_document=True).to(wanted.device)
-        if torch.equal(ids.expand_as(wanted)[spec.padding], wanted[spec.padding]):
+        expected_ids = torch.empty_like(spec.padding, dtype=torch.int64)
+        for group_seq, members in rows:
+            expected_ids[list(members)] = group_seq.positions(per_document=True).to(expected_ids.device)
+        if torch.equal(ids.expand_as(expected_ids)[spec.padding], expected_ids[spec.padding]):
             return
     raise InputError(
-        f"rank {seq.ring.rank}: position_ids are {short(ids[0])}, this rank's tokens of {seq!r} have {short(places)}"
-        + ("" if seq.documents is None else f" or, in their documents, {short(starts)}")
+        f"rank {seq.ring.rank}: position_ids are {short(ids[0])}, this rank's tokens of {seq!r} have "
+        f"{short(global_ids)}"
+        + ("" if seq.documents is None else f" or, in their documents, {short(document_ids)}")
         + "; pass position_ids=seq.positions()[None], or seq.positions(per_document=True)[None] for packed documents, "
         "which the sequence must know too: ring.sequence(cu_seqlens=...)"
     )
