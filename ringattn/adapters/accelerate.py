@@ -79,6 +79,7 @@ class RingParallelismConfig(ParallelismConfig):
         if ranks % self.total_size:
             raise InputError(f"{ranks} ranks are not a multiple of cp_size and the other sizes, {self.total_size}")
         if ranks > self.total_size:
+            # The rest of the ranks are replicas, so that the user need not compute their number.
             self._set_size("dp_replicate", self.dp_replicate_size * ranks // self.total_size)
         return super().build_device_mesh(device_type)
 

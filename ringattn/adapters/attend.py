@@ -83,6 +83,7 @@ def _attend_locally(
     q: Tensor, k: Tensor, v: Tensor, kv_seq: Sequence | None, **options: Unpack[AttentionKeywords]
 ) -> Tensor:
     """Return local attention: by torch's function if it takes these options, else over a ring of one rank."""
+    # `schedule` has no meaning on one rank, so it does not keep a call from torch's function.
     beyond_torch = {name for name, value in options.items() if value is not None} - {"causal", "scale", "schedule"}
     if beyond_torch or kv_seq is not None or q.shape[1] != k.shape[1]:
         seq = lone_sequence(q.shape[1])

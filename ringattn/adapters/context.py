@@ -69,6 +69,7 @@ def recompute_context() -> tuple[AbstractContextManager[None], AbstractContextMa
         with ring.activate(seq):
             out = checkpoint(layer, x, use_reentrant=False, context_fn=recompute_context)
     """
+    # Captured now, in forward: in backward this thread may have another activation, or none.
     active = activation()
     return nullcontext(), nullcontext() if active is None else Reentered(lambda: entered(active))
 

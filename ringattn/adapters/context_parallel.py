@@ -82,6 +82,7 @@ def context_parallel(
     check_dropout_seed(dropout_seed)
     ring = ring_of(mesh)
     seq = ring.sequence(buffers[0].shape[dims[0]], cu_seqlens=cu_seqlens)
+    # For `context_parallel_unshard` after the `with`, like torch's function, which needs no sequence either.
     _last[ring] = seq.layout, seq.documents
     # All shards are made before any buffer changes, so a failure leaves every buffer whole.
     with torch.no_grad():
@@ -91,6 +92,7 @@ def context_parallel(
             _set_memory(buffer, shard)
     try:
         ranges = _LocalRanges(seq, buffers, dims) if ring.world_size > 1 else None
+        # `throughout`: watch the whole region for attention that would stay local, and not only up to the first call.
         with activate(seq, dropout_seed=dropout_seed, throughout=True), _Redirected(torch.is_grad_enabled(), ranges):
             yield seq
     except RuntimeError as error:
@@ -180,6 +182,7 @@ class _Redirected(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Under a compiler the active sequence is unknown, so refuse there in any case.
         if func in _ATTEND_THEMSELVES and (torch.compiler.is_compiling() or active_sequence() is not None):
             if func is torch.ops.higher_order.flex_attention:
                 raise UnsupportedError(_FLEX)

@@ -56,6 +56,8 @@ class JointSequence(Sequence):
         Raises:
             Nothing.
         """
+        # A contiguous layout of two "documents": each stream is cut into equal parts by itself. `documents=None` below
+        # lets the two streams attend to each other all the same.
         total = text_tokens + image_tokens
         super().__init__(ring, Layout("contiguous", total, ring.world_size, (0, text_tokens, total)), None)
         self.text_tokens, self.image_tokens = text_tokens, image_tokens
@@ -159,6 +161,7 @@ class RingFluxAttnProcessor:
             # Text first, as in diffusers and in `JointSequence`.
             q, k, v = (torch.cat(pair, 1) for pair in ((tq, q), (tk, k), (tv, v)))
         if image_rotary_emb is not None:
+            # image_rotary_emb covers text and image tokens of this rank, because the caller shards the ids of both.
             q, k = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (q, k))
         out = attend(sequence_of(), q, k, v).flatten(2)
         if encoder_hidden_states is None:
@@ -198,6 +201,7 @@ class RingAttnProcessor(AttnProcessor2_0):
             with seq.ring.refused_by_all():
                 _refuse(attn, attention_mask, kv_seq if is_cross else seq, is_whole)
         if seq is None or is_whole:
+            # diffusers' processor calls torch's SDPA, which an active sequence would refuse as attention to a shard.
             with activate(None):
                 local: Tensor = super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
             return local
@@ -209,6 +213,7 @@ class RingAttnProcessor(AttnProcessor2_0):
         q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (q, k, v))
         q = q if attn.norm_q is None else attn.norm_q(q)
         k = k if attn.norm_k is None else attn.norm_k(k)
+        # As in AttnProcessor2_0: the output projection, then its dropout.
         out = attn.to_out[1](attn.to_out[0](attend(seq, q, k, v, kv_seq=source_seq).flatten(2)))
         return (out + hidden_states if attn.residual_connection else out) / attn.rescale_output_factor
 

@@ -64,6 +64,7 @@ class _Draws:
 
     def draw(self, dropout_seed: int, mark: int) -> int:
         """Return the seed of the next call of this activation seed, and record it under `mark`."""
+        # The count continues if the same seed is activated again, so a user who passes one seed gets no repeated mask.
         count = self.counts.pop(dropout_seed, 0)
         self.counts[dropout_seed] = count + 1  # reinserted at the end, so the oldest entry is evicted first
         seed = seed_from(dropout_seed, count)
@@ -101,6 +102,7 @@ def drawn_seed(ring: Ring) -> int:
     with unseen():
         mark = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     active = activation()
+    # Backward runs in autograd's threads, so the tables are shared between threads.
     with _lock:
         draws = _draws.setdefault(ring, _Draws())
         if not _is_in_backward():

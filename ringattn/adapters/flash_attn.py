@@ -123,6 +123,7 @@ def _local_cuts(
     count = cuts[-1] // world_size
     start, stop = rank * count, (rank + 1) * count
     inner = [cut for cut in cuts if start < cut < stop]
+    # Keys start with the document of the first query, because earlier documents are never attended to.
     first = max(cut for cut in cuts if cut <= start)
     last = stop if causal else min(cut for cut in cuts if cut >= stop)
     q, k = [0, *(cut - start for cut in inner), count], [cut - first for cut in (first, *inner, last)]
@@ -242,6 +243,7 @@ def _function(name: str, sequence: Callable[..., Sequence], tensors: str) -> Fun
         arguments = signature.bind(*args, **kwargs).arguments
         stacked = {p.name: arguments.pop(p.name) for p in stacks}
         specific_values = [arguments.pop(p.name) for p in specific]
+        # Only varlen functions have specific arguments, and only they take packed tokens.
         ring, is_packed = ring_of(arguments.get("group")), bool(specific)
         with ring.refused_by_all():
             q, k, v = (x for p, stack in stacked.items() for x in _unstacked(name, p, stack, is_packed))
@@ -338,6 +340,7 @@ def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int) -> None:
 
     if isinstance(heads_k_stride, bool) or not isinstance(heads_k_stride, int) or heads_k_stride < 1:
         raise InputError(f"heads_k_stride must be a number of heads, at least 1, got {heads_k_stride!r}")
+    # `register` checks the version of transformers first. The two names below replace transformers' own entries.
     adapter.register()
     _ring.set(ring_of(process_group))
     _activation.set(None)

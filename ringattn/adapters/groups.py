@@ -53,6 +53,7 @@ def ring_of(group: Any = None) -> Ring:
     if is_default:
         group = dist.group.WORLD if dist.is_initialized() else _ENVIRONMENT
     if group not in _rings:
+        # `finalize` closes the ring when Python collects the group.
         ring = _rings[group] = Ring(None if group is _ENVIRONMENT else group)
         finalize(group, ring.close)
     if is_default and _rings[group].world_size == 1 and shared_ring_is_open():
@@ -73,5 +74,6 @@ def close_rings() -> None:
         close_rings()
         torch.distributed.destroy_process_group()
     """
+    # Popped one by one: closing a ring may collect a group, which changes the table.
     while _rings:
         _rings.popitem()[1].close()

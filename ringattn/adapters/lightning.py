@@ -86,10 +86,12 @@ class RingMixin:
         size = self.ring_size or world
         if world % size:
             raise InputError(f"ring_size={size} does not divide the trainer's {world} ranks")
+        # Every rank creates the groups of all rings, in the same order: `new_group` is collective over all ranks.
         group = None
         for first in range(0, world, size) if dist.is_initialized() else ():
-            ring_group = dist.new_group(range(first, first + size))  # collective over all ranks, members or not
+            ring_group = dist.new_group(range(first, first + size))
             group = ring_group if first <= rank < first + size else group
+        # `setup` runs once per stage (fit, validate, test), but the callback is needed once.
         if not any(isinstance(callback, _OnException) for callback in self.trainer.callbacks):
             self.trainer.callbacks.append(_OnException())
         self.ring = Ring(group)

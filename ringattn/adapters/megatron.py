@@ -93,6 +93,7 @@ class RingCoreAttention(MegatronModule):
             raise InputError(
                 f"{options[0]}: attention over a ring does not report its largest logit; set {options[0]}=False"
             )
+        # Without groups for this layer, Megatron's global state has them.
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group, self.tp_group = groups.cp, groups.tp
         self.attn_mask_type, self.softmax_scale = attn_mask_type, softmax_scale
@@ -106,6 +107,7 @@ class RingCoreAttention(MegatronModule):
         kind = self.config.softmax_type
         if kind == "vanilla":
             return None
+        # Like Megatron's own parameters, on the current GPU if there is one.
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         sinks = torch.zeros(heads, dtype=self.config.params_dtype, device=device)
         if kind == "off-by-one":
@@ -173,6 +175,7 @@ class RingCoreAttention(MegatronModule):
                 )
             seq = _sequence(ring, query.shape[0]) if params is None else _packed_sequence(ring, params)
         causal, (left, right) = _CAUSAL[mask], self.window_size
+        # Megatron has tokens first, and packed batches have no batch dimension.
         q, k, v = (as_autocast(x[None] if packed else x.transpose(0, 1)) for x in (query, key, value))
         out = seq.ring.attention(
             q, k, v, seq, causal=causal,
@@ -212,10 +215,11 @@ def _packed_sequence(ring: Ring, params: PackedSeqParams) -> Sequence:
     """Return the sequence of all documents of the group, each followed by its padding."""
     real = check_documents(params.cu_seqlens_q, None)
     padded = real if params.cu_seqlens_q_padded is None else check_documents(params.cu_seqlens_q_padded, None)
+    # Megatron cuts every document into 2 * cp chunks, and gives rank r the chunks r and 2 * cp - 1 - r.
     chunks = 2 * ring.world_size
     if ring.world_size > 1 and any(cut % chunks for cut in padded):
         raise InputError(f"packed documents {padded} must each be padded to a multiple of 2 * cp = {chunks} tokens")
     ends = [start + stop - begin for start, (begin, stop) in zip(padded, pairwise(real), strict=False)]
-    # Padding becomes documents of its own, so that no token of a text attends to it. The layout cuts at padded lengths.
+    # Padding becomes separate documents, so that no token of a text attends to it. The layout cuts at padded lengths.
     documents = tuple(sorted({*padded, *ends}))
     return Sequence(ring, Layout("per_document", padded[-1], ring.world_size, padded), documents)

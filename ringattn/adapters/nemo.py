@@ -70,6 +70,7 @@ def prepare(model: Any, device_mesh: DeviceMesh | Ring) -> Any:
             raise UnsupportedError(f"num_chunks={num_chunks}: a ring does not support chunks for pipeline stages")
         return {"cp_sharder": _BatchSharder(device_mesh, model).sharder()}
 
+    # NeMo finds the method by name on the model, as it does for its custom models.
     prepared.prepare_model_inputs_for_cp = prepare_model_inputs_for_cp
     return prepared
 
@@ -110,6 +111,7 @@ class _BatchSharder:
         seq, shards = shard_batch(ring, inputs | {"shift_labels": batch["labels"]}, model=self._model)
         del shards["shift_labels"]  # equal to labels, which NeMo removes before it calls the model
         self._seq, seed = seq, default_seed(ring)
+        # The ring pads nothing, so both lengths are equal. NeMo uses them to gather tokens.
         layout = ShardLayout(original_seq_len=seq.length, padded_seq_len=seq.length)
         return lambda: ring.activate(seq, dropout_seed=seed), shards, layout
 

@@ -140,6 +140,7 @@ def ring_attention(
             # Validate here, so that all ranks raise: the operator's schema would raise on this rank only, or convert.
             AttentionOptions.of(arguments)
     sinks = arguments.get("sinks")
+    # An operator takes no objects, so the sequence, the mask and other options are passed as plain values.
     out, lse, ticket = attention(
         q, k, v, sinks, ACTIVE if seq is None else seq.handle, _needs_text(q, k, v, sinks), *_serialised(arguments)
     )
@@ -235,6 +236,7 @@ def attention(
 
     obstacle = gradients.removeprefix("!") if gradients.startswith("!") else ""
     needs = GradientNeeds(() if obstacle else tuple(gradients.split()), obstacle)
+    # All ranks compare their calls here, on the host, before any tensor moves.
     call = calls.agreed(ring, described, sinks, needs)
     out, lse, _ = calls.forward_pass(ring, call, q, k, v, sinks, keep=False)
     # int64 has no room for an unsigned 64-bit seed: store its two's complement.
@@ -273,6 +275,7 @@ def attention_backward(
 
 def _ticket(ring: Ring, call: AttentionCall) -> int:
     """Keep the call for backward, and return its key. The least recently made call is evicted first."""
+    # Seeds differ at every call but plans do not, so calls are kept without their seeds.
     calls, call = _kept_of.setdefault(ring, {}), replace(call, dropout_seed=0)
     kept = calls.pop(call, None)
     if kept is None:

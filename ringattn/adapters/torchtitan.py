@@ -97,6 +97,7 @@ class RingAttention(Module):
                 "spmd_backend='full_dtensor': a ring takes each rank's shard of tokens, set "
                 "--parallelism.spmd_backend to spmd_types (torchtitan's default) or partial_dtensor"
             )
+        # Kept for `_check_has_sequence`: later, q alone does not show that it is a shard.
         self._cp_ranks = parallel_dims.cp
         if self._sharding_config is not None:
             self._sharding_config = _keeping_shards(self._sharding_config)
@@ -153,6 +154,7 @@ class RingAttention(Module):
             rows: Rows = (sequence_of() or lone_sequence(q.shape[1]),) * len(q)
         else:
             rows = _checked(attention_masks, len(q))
+        # torchtitan's window has no separate causal flag: a right side of 0 means causal.
         left, right = self.window_size
         options: dict[str, Any] = {"causal": right == 0, "window": (left, right), "scale": scale, "return_lse": True}
         # The checker cannot follow the ring's communication. The sharding config declares the result, as for a kernel.
@@ -160,10 +162,11 @@ class RingAttention(Module):
             if len(set(rows)) == 1:
                 out, lse = rows[0].ring.attention(q, k, v, rows[0], **options)
             else:
-                # Rows with different documents have different plans, so each row is a call of its own.
+                # Rows with different documents have different plans, so each row is a separate call.
                 each = [seq.ring.attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], seq, **options)
                         for i, seq in enumerate(rows)]  # fmt: skip
                 out, lse = (torch.cat(parts) for parts in zip(*each, strict=True))
+        # lse as torchtitan expects it, (batch, tokens, heads).
         out, lse = whole(out), whole(lse.transpose(1, 2))
         return out if out_transform is None else out_transform(out, lse)
 
@@ -255,7 +258,7 @@ class RingTrainerMixin:
         inputs, balancer = input_dict["input"], parallelism.context_parallel_load_balancer
         if self.parallel_dims.cp_enabled:
             ring = ring_of(self.parallel_dims.get_mesh("cp"))
-        else:
+        else:  # one rank still needs sequences, because positions define the documents
             ring = lone_sequence(inputs.shape[1]).ring
         inputs, labels, extra = prepare_context_parallel_input(inputs, labels, extra, ring, inputs.device, balancer)
         if is_trainer:

@@ -86,6 +86,8 @@ class RingSFTTrainer(RingTrainerMixin, SFTTrainer):
                     f"{type(host.model).__name__} takes no num_items_in_batch, so the labels of all ranks are not "
                     "counted; train another model"
                 )
+            # In evaluation, Trainer passes no count. Divided by the ranks, because the losses of ranks are averaged
+            # later.
             num_items_in_batch = self._summed((inputs["shift_labels"] != -100).sum()) / self.ring.world_size
         # Also among the inputs: a fused head computes the loss inside the model, and it has to be this rank's part.
         inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
@@ -102,7 +104,7 @@ class RingSFTTrainer(RingTrainerMixin, SFTTrainer):
         accelerate's gather_for_metrics would take each count for one entry per text, and drop some in a last batch.
         """
         accelerator: Any = self.accelerator
-        accelerator.gather_for_metrics = gather
+        accelerator.gather_for_metrics = gather  # an instance attribute hides the method, and is deleted afterwards
         try:
             yield
         finally:

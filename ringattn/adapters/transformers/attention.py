@@ -188,7 +188,7 @@ class MaskSpec:
     def _cuts(self, seq: Sequence, real: tuple[int, int] | None) -> tuple[int, ...] | None:
         """Return the cuts of one row, whose real tokens are the range `real`. None: one document.
 
-        Padding and chunks become documents of their own, which is all that a ring needs to keep them apart.
+        Padding and chunks become separate documents, because a ring keeps documents apart without any mask tensor.
         """
         edges = set(seq.documents or (0, seq.length))
         if real is not None and real[0] < real[1]:
@@ -321,6 +321,7 @@ def attention_forward(
             ring of several ranks is open.
     """
     if is_tower(module, query, attention_mask):
+        # Local on purpose: without this, the activation would report that nothing attended over the ring.
         attended()
         with activate(None):
             return _attend_locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
@@ -339,6 +340,7 @@ def attention_forward(
             check_encoder(seq, spec.padding)
         seed = drawn_seed(seq.ring) if dropout else None
     call = attending_call()
+    # transformers has heads before tokens; a ring has tokens first.
     q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
     sinks = kwargs.get("s_aux")
     options = {"causal": spec.causal, "window": spec.window, "scale": scaling, "softcap": kwargs.get("softcap"),
@@ -385,6 +387,7 @@ def _attend_locally(
         sdpa = cast(Any, AttentionInterface()["sdpa"])
         return sdpa(module, q, k, v, mask, dropout=dropout, scaling=scaling, **kwargs)[0]
     sinks = None if sinks is None else local_sinks(sinks, q.shape[1])
+    # Written out like transformers' eager attention: grouped heads repeated, softcap, mask, sinks as one more column.
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:

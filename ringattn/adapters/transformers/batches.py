@@ -88,6 +88,7 @@ def shard_batch(
     _check_shapes(batch, tokens)
     with_images = image_positions(model, batch)
     position_ids = batch.get("position_ids")
+    # First without position_ids: whether those define documents depends on what the model computes itself.
     cuts = _documents({name: x for name, x in batch.items() if name != "position_ids"})
     computed = _computed_positions(model, batch, cuts)
     # The model's own positions may restart for reasons other than documents, so they do not define documents.
@@ -134,6 +135,7 @@ def _computed_positions(model: Any, batch: Mapping[str, Any], cuts: list[int] | 
 
 def _refuse_first_labels(labels: Tensor, documents: tuple[int, ...] | None) -> None:
     """Raise `InputError` if a document other than the first begins with a label. `labels`: (rows, tokens)."""
+    # Shifting moves the first label of a document to the last token of the document before.
     starts = torch.tensor((documents or ())[1:-1], dtype=torch.int64, device=labels.device)
     wrong = starts[(labels[:, starts] != -100).any(0)].tolist()
     if wrong:
@@ -248,6 +250,7 @@ class _WholeTuple(tuple[Any, ...]):
 class WholeOutput(OrderedDict[str, Any]):
     """Mixin for a class of outputs: outputs of the whole batch, each gathered when it is first read."""
 
+    # transformers' outputs can be read as attributes, keys and sequences. Every way of access has to gather.
     def __getattribute__(self, name: str) -> Any:
         return _read(super().__getattribute__(name))
 
@@ -276,6 +279,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ring: Ring) -> Tensor:
+        # Backward sums too: every rank has a copy of the user's loss, and DDP averages over ranks afterwards.
         ctx.ring = ring
         return _summed(part, ring)
 
@@ -311,6 +315,7 @@ class NotWhole:
         tree_map_only(cls, cls._refuse, (args, kwargs))
 
 
+# Python looks up operators on the class, not through `__getattr__`.
 for _operator in (
     "add radd sub rsub mul rmul truediv rtruediv pow matmul rmatmul neg abs getitem iter len bool float int lt le gt ge"
 ).split():
@@ -331,6 +336,7 @@ def _whole_outputs(seq: Sequence, out: Any) -> Any:
 def _whole_output(name: str, seq: Sequence, x: Any) -> Any:
     if isinstance(x, tuple | list):
         return _WholeTuple(_whole_output(name, seq, part) for part in x)
+    # The model's loss is this rank's part of the mean, so the sum is the whole loss.
     if isinstance(x, Tensor) and name == "loss" and x.dim() == 0:
         return _Sum.apply(x, seq.ring)
     if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == seq.counts[seq.ring.rank]:
@@ -367,6 +373,7 @@ class WholeCalls:
         """End the activation, and make the outputs whole. A collective call."""
         if torch._C._current_graph_task_id() != -1:
             return None
+        # `always_call` runs this hook after a failure too, without an output.
         failure = sys.exc_info() if out is None else (None, None, None)
         self.active.__exit__(*failure)
         self.active = ExitStack()

@@ -177,6 +177,7 @@ def _after(model: nn.Module, args: object, out: Any) -> Any:
     call = _call.get()
     if call is None or call.model is not model:
         return None
+    # Models call models, such as an encoder-decoder its decoder, so calls form a stack.
     _call.set(call.outer)
     if out is None or call.seq.ring.world_size == 1:  # no output: the call failed
         return None
@@ -184,6 +185,7 @@ def _after(model: nn.Module, args: object, out: Any) -> Any:
         call.outer.has_attended |= call.has_attended
     _mark_caches(call, out)
     with call.seq.ring.refused_by_all():
+        # A model with its own attention kernels would attend to its shard without an error.
         if not call.has_attended:
             raise UnsupportedError(
                 f"no attention of {type(model).__name__} used the ring, so its layers mixed only the tokens of this "
@@ -226,6 +228,7 @@ def _has_own_positions(model: nn.Module, seq: Sequence, arguments: Mapping[str, 
     if mask is not None:
         whole["attention_mask"] = seq.gather(mask)
     position_ids: Tensor = arguments["position_ids"]
+    # Whole rows and packed documents are both valid, and differ for models that count from each document.
     candidates = [
         seq.shard(positions)
         for cuts in {None, seq.documents}
@@ -332,6 +335,7 @@ def around_forward(model: nn.Module, before: Before, after: After) -> None:
     The result of `after` replaces the output, unless it is None. If the forward pass fails, `after` runs with None as
     the output. Copies of the model keep both steps. A model that is already wrapped is not changed.
     """
+    # An instance attribute, not a subclass: `type(model)` and saved checkpoints stay the same.
     inner: Any = model.forward
     if is_wrapped(model):
         return
@@ -413,6 +417,7 @@ def _append_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict
             raise InputError(
                 f"{type(module).__name__} got positions {tuple(ids.shape)}, not those of this rank's tokens"
             )
+    # Gathered instead of `seq.length - 1`: position_ids may start elsewhere or restart per document.
     last = call.seq.gather(ids, dim=ids.dim() - 1).max()
     bound.arguments["position_ids"] = torch.cat([ids, last.expand(*ids.shape[:-1], 1)], -1)
     setattr(module, USED, True)
@@ -437,6 +442,7 @@ PART = "ringattn_part"
 
 def mark_parts(model: nn.Module, text: Any) -> None:
     """Mark modules as text if they have the text's configuration, and as tower if they have another sub-model's."""
+    # By identity, because configurations of equal sub-models compare equal.
     towers = _parts_of(model.config) - _parts_of(text)
     for module in model.modules():
         config = getattr(module, "config", None)

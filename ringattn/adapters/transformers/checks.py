@@ -83,6 +83,7 @@ def check_encoder(seq: Sequence, mask: Tensor | None) -> None:
 def refuse_layers(config: Any) -> None:
     """Raise `UnsupportedError` for configurations whose layers mix tokens in other ways than by softmax attention."""
     others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    # Some hybrid models have no layer_types, but these entries show state-space layers.
     others |= {name for name in ("mamba_d_state", "mamba_d_conv", "ssm_state_size") if hasattr(config, name)}
     if others:
         raise UnsupportedError(
@@ -212,6 +213,7 @@ def check_output(model: nn.Module, out: Any, tokens: tuple[int, ...], makes_loss
             f"{name} computed a loss in its own way, from labels, start_positions or similar, and {OF_THIS_RANK}: "
             f"{LEAVE_OUT}"
         )
+    # Many models compute a pooled output that is rarely used. It is left out unless the output class requires it.
     left_out = {"pooler_output"} - _required(type(out))
     for entry, x in out.items():
         if not isinstance(x, Tensor) or not x.is_floating_point() or entry in left_out | declared | {"loss"}:
@@ -244,6 +246,7 @@ def _is_of_rows(model: nn.Module, x: Tensor, tokens: tuple[int, ...]) -> bool:
 
 def _features(model: Any) -> set[int]:
     """Return the numbers of output features of a model's heads."""
+    # The last linear layer of each part outside the base model gives the number of features.
     heads = [child for child in model.children() if child is not model.base_model]
     linear = [[part for part in head.modules() if isinstance(part, nn.Linear)] for head in heads]
     return {parts[-1].out_features for parts in linear if parts}

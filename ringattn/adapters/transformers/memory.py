@@ -96,6 +96,7 @@ class TiledForward:
                 f"tiled_mlp: {type(self.part).__name__} takes more arguments than hidden states, which cannot be "
                 "tiled; leave tiled_mlp out"
             )
+        # A feed-forward of transformers expects a batch dimension.
         tiling = Tiling(lambda rows: self.forward(rows[None])[0], self.tokens, draws=self.part.training)
         return tiled(tiling, hidden_states, list(self.part.parameters()))
 
@@ -269,6 +270,7 @@ class ChunkedLoss:
             raise _refused("a loss outside the model's call")
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        # Nothing was computed yet: the head runs below, on one chunk of hidden states at a time.
         hidden, rows = logits.hidden, shift_labels.numel()
         if hidden.shape[:-1].numel() != rows:
             raise InputError(f"chunked_loss: {rows} labels for {hidden.shape[:-1].numel()} tokens; pass one for each")

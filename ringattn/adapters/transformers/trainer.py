@@ -268,6 +268,8 @@ class RingTrainerMixin:
         if labels is not None:
             labels = whole["labels"]
         if loss is not None:
+            # Each rank divides its sum by the labels per rank (see `_get_num_items_in_batch`), so the loss is an
+            # average.
             loss = loss.clone()
             self.ring.all_reduce([loss])
             loss /= self.ring.world_size
@@ -337,6 +339,7 @@ class RingTrainerMixin:
         rows = rows.unflatten(0, (rings, self.ring.world_size, -1))[:, 0].flatten(0, 1)
         if not has_length(loader.dataset):
             return rows
+        # The last turn may contain repeated batches: only `rest` texts of it are new.
         texts, size = len(loader.dataset), host.args.eval_batch_size
         if host.args.dataloader_drop_last:
             texts -= texts % size
@@ -350,6 +353,7 @@ class RingTrainerMixin:
 
         The inputs are this rank's shard, or for a loss of the user the whole batch.
         """
+        # Trainer may pass the model wrapped by DDP, FSDP or a compiler.
         prepared = next((part for part in model.modules() if part in prepared_models), None)
         if prepared is None:
             host: Any = self
