@@ -44,21 +44,21 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 def layer(**options: Any) -> RingMultiheadAttention:
     """A float64 layer, the same at each call, in which no parameter is 0 or 1."""
-    made = RingMultiheadAttention(EMBED, HEADS, **options).double()
+    module = RingMultiheadAttention(EMBED, HEADS, **options).double()
     generator = torch.Generator().manual_seed(5)
-    for weight in made.parameters():
+    for weight in module.parameters():
         nn.init.normal_(weight, std=0.3, generator=generator)
-    return made
+    return module
 
 
 def trained(ring: Ring, options: dict[str, Any], layout: str, tokens: int) -> dict[str, Tensor]:
     """The whole output, the gradient of the whole input and, summed over the ranks, those of the parameters."""
-    made = layer(**options)
+    module = layer(**options)
     seq = ring.sequence(tokens, layout=layout)
     x = X[:, :tokens].clone().requires_grad_()
-    out = made(seq.shard(x), seq)
+    out = module(seq.shard(x), seq)
     out.backward(seq.shard(SEED[:, :tokens]))
-    grads = {name: weight.grad for name, weight in made.named_parameters()}
+    grads = {name: weight.grad for name, weight in module.named_parameters()}
     assert x.grad is not None and all(grad is not None for grad in grads.values())
     ring.all_reduce([x.grad, *(grad for grad in grads.values() if grad is not None)])
     return {"out": seq.gather(out.detach()), "x": x.grad, **{k: grad for k, grad in grads.items() if grad is not None}}
@@ -81,13 +81,13 @@ def test_many_ranks_are_one(name: str, world_size: int, layout: str, tokens: int
 # --- projections while keys travel -----------------------------------------------------------------------------------
 
 
-def projected_before(made: RingMultiheadAttention, x: Tensor, seq: Any, rope: Rope) -> Tensor:
+def projected_before(module: RingMultiheadAttention, x: Tensor, seq: Any, rope: Rope) -> Tensor:
     """The heads' outputs of a causal layer, projected first."""
     q, k, v = project_qkv(
-        x, made.in_proj_weight, made.in_proj_bias, HEADS, made.num_kv_heads, made.head_dim, q_norm=made.q_norm,
-        k_norm=made.k_norm, rope=rope, positions=seq.positions(), length=seq.length,
+        x, module.in_proj_weight, module.in_proj_bias, HEADS, module.num_kv_heads, module.head_dim,
+        q_norm=module.q_norm, k_norm=module.k_norm, rope=rope, positions=seq.positions(), length=seq.length,
     )  # fmt: skip
-    schedule, sinks = made.attention.options.schedule, made.attention.sinks
+    schedule, sinks = module.attention.options.schedule, module.attention.sinks
     return seq.ring.attention(q, k, v, seq, causal=True, sinks=sinks, schedule=schedule)
 
 
@@ -100,19 +100,19 @@ def test_as_if_projected_before(ranks: int, layout: str, tokens: int, schedule: 
     rope = Rope(xpos_scale=16.0)
 
     def body(ring: Ring) -> list[list[Tensor]]:
-        made = layer(num_kv_heads=2, qk_norm=True, sinks=True, causal=True, rope="neox", schedule=schedule)
-        made.rope = rope
+        module = layer(num_kv_heads=2, qk_norm=True, sinks=True, causal=True, rope="neox", schedule=schedule)
+        module.rope = rope
         seq, results = ring.sequence(tokens, layout=layout), []
         for on_the_way in (True, False, True):
             x = seq.shard(X[:, :tokens]).clone().requires_grad_()
-            out = made(x, seq) if on_the_way else made.out_proj(projected_before(made, x, seq, rope).flatten(2))
-            results.append([out.detach(), *torch.autograd.grad(out.sum(), [x, *made.parameters()])])
+            out = module(x, seq) if on_the_way else module.out_proj(projected_before(module, x, seq, rope).flatten(2))
+            results.append([out.detach(), *torch.autograd.grad(out.sum(), [x, *module.parameters()])])
         return results
 
-    for found, expected, again in run_ranks(ranks, body, engine="plain", poison=True):
-        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
-        for mine, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+    for actual, expected, repeated in run_ranks(ranks, body, engine="plain", poison=True):
+        assert all(torch.equal(x, y) for x, y in zip(actual, repeated, strict=True))
+        for value, reference in zip(actual, expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -172,34 +172,34 @@ def test_keys_that_cannot_be_made_end_the_ring_on_all_ranks(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("weight", "told"),
+    ("weight", "message"),
     [("in_proj_weight", "need a weight"), ("in_proj_bias", "bias must have"), ("k_norm", "norm's weight")],
 )
-def test_weights_that_do_not_fit_are_refused_on_all_ranks(weight: str, told: str) -> None:
+def test_weights_that_do_not_fit_are_refused_on_all_ranks(weight: str, message: str) -> None:
     def body(ring: Ring) -> str:
-        made, seq = layer(qk_norm=True), ring.sequence(TOKENS)
+        module, seq = layer(qk_norm=True), ring.sequence(TOKENS)
         if ring.rank == 1:
-            setattr(made, weight, nn.Parameter(getattr(made, weight)[1:].detach()))
+            setattr(module, weight, nn.Parameter(getattr(module, weight)[1:].detach()))
         with pytest.raises(InputError) as caught:
-            made(seq.shard(X), seq)
+            module(seq.shard(X), seq)
         ring.barrier()  # it lives on
         return str(caught.value)
 
-    assert all("rank 1" in error and told in error for error in run_ranks(3, body, engine="plain"))
+    assert all("rank 1" in error and message in error for error in run_ranks(3, body, engine="plain"))
 
 
 def test_autocast_leaves_float64_as_torchs_layers_do() -> None:
-    made = layer(**LAYERS["llm"])
+    module = layer(**LAYERS["llm"])
 
     def autocast(ring: Ring, enabled: bool) -> Tensor:
         seq = ring.sequence(TOKENS)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             assert nn.Linear(EMBED, 2).double()(X).dtype == torch.float64
-            out: Tensor = made(seq.shard(X), seq)
+            out: Tensor = module(seq.shard(X), seq)
             return out
 
-    found, wanted = (run_ranks(2, lambda ring, on=on: autocast(ring, on)) for on in (True, False))
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    with_autocast, without = (run_ranks(2, lambda ring, on=on: autocast(ring, on)) for on in (True, False))
+    assert all(torch.equal(x, y) for x, y in zip(with_autocast, without, strict=True))
 
 
 # --- next to torch.nn.MultiheadAttention ------------------------------------------------------------------------------
@@ -224,32 +224,36 @@ MASKS: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor | None]] = {
 def test_torchs_own_layer(name: str, bias: dict[str, Any]) -> None:
     """The same defaults: its state loads; output and every gradient, over two ranks."""
     options, called, attn_mask = MASKS[name]
-    other = nn.MultiheadAttention(EMBED, HEADS, batch_first=True, dtype=torch.float64, **bias)
-    for weight in other.parameters():
+    torch_layer = nn.MultiheadAttention(EMBED, HEADS, batch_first=True, dtype=torch.float64, **bias)
+    for weight in torch_layer.parameters():
         nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(weight.numel()))
     x = X.clone().requires_grad_()
-    true = other(x, x, x, attn_mask=attn_mask, need_weights=False)[0]
+    true = torch_layer(x, x, x, attn_mask=attn_mask, need_weights=False)[0]
     true.backward(SEED)
 
     def body(ring: Ring) -> dict[str, Tensor]:
-        made = RingMultiheadAttention(EMBED, HEADS, batch_first=True, dtype=torch.float64, **bias, **options)
-        made.load_state_dict(other.state_dict())
-        seq, mine = ring.sequence(TOKENS), X.clone().requires_grad_()
-        out = made(seq.shard(mine), seq, **called)
+        module = RingMultiheadAttention(EMBED, HEADS, batch_first=True, dtype=torch.float64, **bias, **options)
+        module.load_state_dict(torch_layer.state_dict())
+        seq, x = ring.sequence(TOKENS), X.clone().requires_grad_()
+        out = module(seq.shard(x), seq, **called)
         out.backward(seq.shard(SEED))
-        grads = {key: weight.grad for key, weight in made.named_parameters()} | {"x": mine.grad}
+        grads = {key: weight.grad for key, weight in module.named_parameters()} | {"x": x.grad}
         ring.all_reduce([grad for grad in grads.values() if grad is not None])
         return {"out": seq.gather(out.detach()), **{key: grad for key, grad in grads.items() if grad is not None}}
 
-    expected = {"out": true.detach(), "x": x.grad, **{key: weight.grad for key, weight in other.named_parameters()}}
-    for found in run_ranks(2, body):
-        assert found.keys() == expected.keys()
+    expected = {
+        "out": true.detach(),
+        "x": x.grad,
+        **{key: weight.grad for key, weight in torch_layer.named_parameters()},
+    }
+    for actual in run_ranks(2, body):
+        assert actual.keys() == expected.keys()
         for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(actual[key], value, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"add_bias_kv": True}, "add_bias_kv: .* leave it out"),
         ({"add_zero_attn": True}, "add_zero_attn: .* sinks=True"),
@@ -258,8 +262,8 @@ def test_torchs_own_layer(name: str, bias: dict[str, Any]) -> None:
         ({"batch_first": False}, "batch_first: .* transpose"),
     ],
 )
-def test_options_of_torchs_layer_are_refused_by_name(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(UnsupportedError, match=told):
+def test_options_of_torchs_layer_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
         RingMultiheadAttention(EMBED, HEADS, **options)
     RingMultiheadAttention(EMBED, HEADS, dropout=0.0, kdim=EMBED, vdim=EMBED, add_bias_kv=False, add_zero_attn=False)
     with pytest.raises(InputError, match=r"num_kv_heads must be a number of heads, got 0\.1; pass options by name"):
@@ -267,7 +271,7 @@ def test_options_of_torchs_layer_are_refused_by_name(options: dict[str, Any], to
 
 
 @pytest.mark.parametrize(
-    ("called", "told"),
+    ("called", "message"),
     [
         ({"key_padding_mask": torch.zeros(2, 12, dtype=torch.bool)}, "key_padding_mask: .* separate document"),
         ({"attn_mask": torch.zeros(12, 12)}, "attn_mask: .* causal="),
@@ -275,27 +279,27 @@ def test_options_of_torchs_layer_are_refused_by_name(options: dict[str, Any], to
         ({"is_causal": "no"}, "causal must be True or False"),
     ],
 )
-def test_what_a_call_of_torchs_layer_takes_is_refused_on_all(called: dict[str, Any], told: str) -> None:
+def test_what_a_call_of_torchs_layer_takes_is_refused_on_all(called: dict[str, Any], message: str) -> None:
     def body(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)
         layer()(seq.shard(X), seq, **called if ring.rank else {"average_attn_weights": False})
 
     for error in errors(body):
-        assert isinstance(error, InputError) and re.search(told, str(error))
+        assert isinstance(error, InputError) and re.search(message, str(error))
     with pytest.raises(InputError, match=r"second argument is a Tensor; .*\(x, seq\)"):
         layer()(X, X)
 
 
 def test_state_is_plain_and_new_layers_are_drawn_well() -> None:
-    made = RingMultiheadAttention(EMBED, HEADS, 2, bias=True, qk_norm=True, sinks=True)
-    shapes = {name: tuple(weight.shape) for name, weight in made.state_dict().items()}
+    module = RingMultiheadAttention(EMBED, HEADS, 2, bias=True, qk_norm=True, sinks=True)
+    shapes = {name: tuple(weight.shape) for name, weight in module.state_dict().items()}
     assert shapes == {
         "in_proj_weight": (48, EMBED), "in_proj_bias": (48,), "q_norm": (6,), "k_norm": (6,),
         "attention.sinks": (HEADS,), "out_proj.weight": (EMBED, EMBED), "out_proj.bias": (EMBED,),
     }  # fmt: skip
-    assert made.in_proj_weight.std().item() == pytest.approx((2 / (48 + EMBED)) ** 0.5, rel=0.1)
-    assert all(made.get_parameter(name).unique().tolist() == [1.0] for name in ("q_norm", "k_norm"))
-    assert not any(made.get_parameter(name).any() for name in ("in_proj_bias", "out_proj.bias", "attention.sinks"))
+    assert module.in_proj_weight.std().item() == pytest.approx((2 / (48 + EMBED)) ** 0.5, rel=0.1)
+    assert all(module.get_parameter(name).unique().tolist() == [1.0] for name in ("q_norm", "k_norm"))
+    assert not any(module.get_parameter(name).any() for name in ("in_proj_bias", "out_proj.bias", "attention.sinks"))
     assert set(RingMultiheadAttention(EMBED, HEADS, bias=False).state_dict()) == {"in_proj_weight", "out_proj.weight"}
     placed = RingMultiheadAttention(EMBED, HEADS, sinks=True, qk_norm=True, device="meta", dtype=torch.bfloat16)
     assert {(weight.device.type, weight.dtype) for weight in placed.parameters()} == {("meta", torch.bfloat16)}
@@ -322,9 +326,9 @@ def test_a_wrong_input_of_one_rank_is_refused_on_all(spoil: Any) -> None:
         x = seq.shard(X)
         layer(rope="neox")(spoil(x) if ring.rank == 1 else x, seq)
 
-    found = errors(body)
-    assert all(isinstance(error, InputError) for error in found)
-    assert "pass seq.shard(x)" in str(found[1]) and "rank 1 refused" in str(found[0])
+    raised = errors(body)
+    assert all(isinstance(error, InputError) for error in raised)
+    assert "pass seq.shard(x)" in str(raised[1]) and "rank 1 refused" in str(raised[0])
 
 
 @pytest.mark.parametrize(
@@ -359,42 +363,42 @@ def test_a_seed_or_sinks_of_one_rank_are_refused_on_all() -> None:
         layer(dropout=0.1)(seq.shard(X), seq, dropout_seed="1" if ring.rank == 1 else 1)  # type: ignore[arg-type]
 
     def with_sinks(ring: Ring) -> None:
-        made, seq = layer(sinks=True), ring.sequence(TOKENS)
+        module, seq = layer(sinks=True), ring.sequence(TOKENS)
         if ring.rank == 1:
-            made.attention.sinks = nn.Parameter(torch.zeros(HEADS, dtype=torch.int64), requires_grad=False)
-        made(seq.shard(X), seq)
+            module.attention.sinks = nn.Parameter(torch.zeros(HEADS, dtype=torch.int64), requires_grad=False)
+        module(seq.shard(X), seq)
 
-    for body, told in ((seeded, "dropout_seed must be a whole number"), (with_sinks, "sinks are torch.int64")):
-        assert all(isinstance(error, InputError) and told in str(error) for error in errors(body))
+    for body, message in ((seeded, "dropout_seed must be a whole number"), (with_sinks, "sinks are torch.int64")):
+        assert all(isinstance(error, InputError) and message in str(error) for error in errors(body))
 
 
 def test_dropout_in_training_mode_with_the_seed_of_the_call() -> None:
     # Made once: ranks are threads here, and draw from one generator.
-    made = layer(dropout=0.4, causal=True)
+    module = layer(dropout=0.4, causal=True)
 
     def body(ring: Ring) -> list[Tensor]:
-        seq, drops = ring.sequence(TOKENS), deepcopy(made)
-        mine = seq.shard(X)
-        found = [drops(mine, seq, dropout_seed=seed) for seed in (5, 5, 6)]
+        seq, drops = ring.sequence(TOKENS), deepcopy(module)
+        shard = seq.shard(X)
+        outs = [drops(shard, seq, dropout_seed=seed) for seed in (5, 5, 6)]
         with pytest.raises(InputError, match=r"dropout_p=0\.4 needs a dropout_seed, the same on all ranks"):
-            drops(mine, seq)
-        core, q = RingAttention(causal=True, dropout_p=0.4), mine.unflatten(2, (HEADS, -1))
+            drops(shard, seq)
+        core, q = RingAttention(causal=True, dropout_p=0.4), shard.unflatten(2, (HEADS, -1))
         dropping = {"causal": True, "dropout_p": 0.4, "dropout_seed": 5}
-        found += [core(q, q, q, seq, dropout_seed=5), ring.attention(q, q, q, seq, **dropping)]
+        outs += [core(q, q, q, seq, dropout_seed=5), ring.attention(q, q, q, seq, **dropping)]
         drops.eval(), core.eval()
-        found += [drops(mine, seq), core(q, q, q, seq), ring.attention(q, q, q, seq, causal=True)]
-        return [seq.gather(one.detach().flatten(2)) for one in found]
+        outs += [drops(shard, seq), core(q, q, q, seq), ring.attention(q, q, q, seq, causal=True)]
+        return [seq.gather(out.detach().flatten(2)) for out in outs]
 
     alone, shared = run_ranks(1, body)[0], run_ranks(3, body)[0]
-    for one, other in zip(alone, shared, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    for out, reference in zip(alone, shared, strict=True):
+        torch.testing.assert_close(out, reference, rtol=0, atol=1e-12)
     first, again, another, core, call, off, core_off, call_off = alone
     assert torch.equal(first, again) and not torch.allclose(first, another) and not torch.allclose(first, off)
     assert torch.equal(core, call) and torch.equal(core_off, call_off) and not torch.allclose(core, core_off)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads; got 3 and 4"),
         ({"num_kv_heads": 0}, "num_kv_heads must divide"),
@@ -403,8 +407,8 @@ def test_dropout_in_training_mode_with_the_seed_of_the_call() -> None:
         ({"rope": "neox", "head_dim": 5}, "even head_dim, got 5"),
     ],
 )
-def test_options_that_do_not_fit(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         RingMultiheadAttention(**{"embed_dim": EMBED, "num_heads": HEADS, **options})
 
 
@@ -423,16 +427,16 @@ def test_what_is_no_sequence_is_refused_by_the_name_of_its_argument(name: str) -
 
 
 def test_memory_info() -> None:
-    made = RingMultiheadAttention(EMBED, HEADS, 2, bias=False, qk_norm=True).bfloat16()
-    own = {"parameter_bytes": 2 * (48 * EMBED + EMBED * EMBED + 12), "kv_bytes_per_token": 2 * 2 * 6 * 2}
-    assert made.get_memory_info() == own
+    module = RingMultiheadAttention(EMBED, HEADS, 2, bias=False, qk_norm=True).bfloat16()
+    layer_bytes = {"parameter_bytes": 2 * (48 * EMBED + EMBED * EMBED + 12), "kv_bytes_per_token": 2 * 2 * 6 * 2}
+    assert module.get_memory_info() == layer_bytes
 
     def after_a_call(ring: Ring) -> dict[str, int]:
         seq = ring.sequence(TOKENS)
-        made(seq.shard(X.bfloat16()), seq)
-        assert made.get_memory_info(seq) == {**own, **ring.memory_info()}
+        module(seq.shard(X.bfloat16()), seq)
+        assert module.get_memory_info(seq) == {**layer_bytes, **ring.memory_info()}
         assert RingAttention().get_memory_info(seq) == ring.memory_info()
-        return made.get_memory_info(seq)
+        return module.get_memory_info(seq)
 
     assert all(info["pool_bytes"] > 0 and info["plans"] == 1 for info in run_ranks(2, after_a_call))
 

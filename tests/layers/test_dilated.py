@@ -57,12 +57,12 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-def drawn(made: nn.Module) -> nn.Module:
+def drawn(module: nn.Module) -> nn.Module:
     """The same numbers at each call, none of them 0 or 1."""
     generator = torch.Generator().manual_seed(5)
-    for weight in made.parameters():
+    for weight in module.parameters():
         nn.init.normal_(weight, std=0.3, generator=generator)
-    return made
+    return module
 
 
 def single(**options: Any) -> MultiheadDilatedAttention:
@@ -75,8 +75,8 @@ def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.detach().clone().requires_grad_() for x in tensors)
 
 
-def close(mine: Any, reference: Any) -> None:
-    torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-10)
+def close(leaf_tensors: Any, reference: Any) -> None:
+    torch.testing.assert_close(leaf_tensors, reference, rtol=1e-10, atol=1e-10)
 
 
 # --- the attention alone ---------------------------------------------------------------------------------------------
@@ -86,11 +86,11 @@ def close(mine: Any, reference: Any) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_arrive(name: str) -> None:
     q, k, v = random(2, TOKENS, 4, 6, seed=3), random(2, TOKENS, 2, 6, seed=4), random(2, TOKENS, 2, 6, seed=5)
-    dout, mine, reference = random(2, TOKENS, 4, 6, seed=6), leaves(q, k, v), leaves(q, k, v)
-    out = DilatedAttention(LENGTHS, RATES, **OPTIONS[name])(*mine)
+    dout, inputs, reference = random(2, TOKENS, 4, 6, seed=6), leaves(q, k, v), leaves(q, k, v)
+    out = DilatedAttention(LENGTHS, RATES, **OPTIONS[name])(*inputs)
     expected, _ = dilated_reference(*reference, segment_lengths=LENGTHS, dilation_rates=RATES, **OPTIONS[name])
     close(out, expected)
-    close(torch.autograd.grad(out, mine, dout), torch.autograd.grad(expected, reference, dout))
+    close(torch.autograd.grad(out, inputs, dout), torch.autograd.grad(expected, reference, dout))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -126,8 +126,8 @@ def test_a_layer_is_the_call_between_its_projections(name: str) -> None:
     layer, options = single(**LAYERS[name]), dict(LAYERS[name])
     norm_eps, rope, xpos = options.pop("norm_eps", 1e-6), options.pop("rope", None), options.pop("xpos_scale", None)
     base = options.pop("rope_base", 10_000.0)
-    for other in ("num_kv_heads", "head_dim", "bias", "qk_norm", "layer_norm"):
-        options.pop(other, None)
+    for option in ("num_kv_heads", "head_dim", "bias", "qk_norm", "layer_norm"):
+        options.pop(option, None)
 
     def by_hand(ring: Ring) -> Tensor:
         q, k, v = project_qkv(
@@ -160,19 +160,19 @@ def test_the_layer_over_ranks_is_the_layer_alone(name: str, world_size: int, lay
         layer = RingMultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, dtype=torch.float64, **LAYERS[name])
         layer.load_state_dict(alone.state_dict(), strict=True)
         seq = ring.sequence(TOKENS, layout=layout)
-        (mine,) = leaves(X)
-        attended = layer(seq.shard(mine), seq)
+        (x,) = leaves(X)
+        attended = layer(seq.shard(x), seq)
         attended.backward(seq.shard(SEED))
-        grads = {key: weight.grad for key, weight in layer.named_parameters()} | {"x": mine.grad}
-        found = {key: grad for key, grad in grads.items() if grad is not None}
-        ring.all_reduce(list(found.values()))
-        return {**found, "out": seq.gather(attended.detach())}
+        grads = {key: weight.grad for key, weight in layer.named_parameters()} | {"x": x.grad}
+        actual = {key: grad for key, grad in grads.items() if grad is not None}
+        ring.all_reduce(list(actual.values()))
+        return {**actual, "out": seq.gather(attended.detach())}
 
     reference = {key: weight.grad for key, weight in alone.named_parameters()} | {"x": x.grad, "out": out.detach()}
-    for found in run_ranks(world_size, body):
-        assert found.keys() == reference.keys()
+    for actual in run_ranks(world_size, body):
+        assert actual.keys() == reference.keys()
         for key, value in reference.items():
-            close(found[key], value)
+            close(actual[key], value)
 
 
 def test_state_loads_both_ways_and_from_other_layers() -> None:
@@ -191,11 +191,11 @@ def test_state_loads_both_ways_and_from_other_layers() -> None:
 
 
 def test_new_layers_are_drawn_well() -> None:
-    made = MultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, num_kv_heads=2, qk_norm=True, layer_norm=True)
-    drawn(made)
-    made.reset_parameters()
-    assert made.in_proj_weight.std().item() == pytest.approx((2 / (48 + EMBED)) ** 0.5, rel=0.1)
-    assert made.layer_norm.weight.unique().tolist() == [1] and not made.layer_norm.bias.any()
+    module = MultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, num_kv_heads=2, qk_norm=True, layer_norm=True)
+    drawn(module)
+    module.reset_parameters()
+    assert module.in_proj_weight.std().item() == pytest.approx((2 / (48 + EMBED)) ** 0.5, rel=0.1)
+    assert module.layer_norm.weight.unique().tolist() == [1] and not module.layer_norm.bias.any()
 
 
 def test_xpos_too_short_for_the_sequence_is_refused_on_all() -> None:
@@ -212,13 +212,16 @@ def test_xpos_too_short_for_the_sequence_is_refused_on_all() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_copies_work_and_carry_no_ring(copied: Callable[[Any], Any]) -> None:
-    for layer, given in ((single(causal=True), (X,)), (DilatedAttention(LENGTHS, RATES), [X.unflatten(2, (4, 6))] * 3)):
-        out = layer(*given)
-        other = copied(layer)
-        assert torch.equal(other(*given), out)
-        assert other.ring is not layer.ring and other.ring.memory_info()["plans"] == 1
+    for layer, inputs in (
+        (single(causal=True), (X,)),
+        (DilatedAttention(LENGTHS, RATES), [X.unflatten(2, (4, 6))] * 3),
+    ):
+        out = layer(*inputs)
+        duplicate = copied(layer)
+        assert torch.equal(duplicate(*inputs), out)
+        assert duplicate.ring is not layer.ring and duplicate.ring.memory_info()["plans"] == 1
         layer.ring.close()
-        assert torch.equal(copied(layer)(*given), out), "a copy opens a ring of its own"
+        assert torch.equal(copied(layer)(*inputs), out), "a copy opens a ring of its own"
 
 
 def test_a_layer_alone_joins_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,10 +231,15 @@ def test_a_layer_alone_joins_no_other_process(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_info() -> None:
-    own = {"parameter_bytes": 2 * (48 * EMBED + EMBED * EMBED + 48 + EMBED), "kv_bytes_per_token": 2 * 2 * 6 * 2}
+    layer_bytes = {
+        "parameter_bytes": 2 * (48 * EMBED + EMBED * EMBED + 48 + EMBED),
+        "kv_bytes_per_token": 2 * 2 * 6 * 2,
+    }
     layer = MultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, num_kv_heads=2, dtype=torch.bfloat16)
     layer(X.bfloat16())
-    assert layer.get_memory_info() == {**own, **layer.ring.memory_info()} and layer.get_memory_info()["plans"] == 1
+    assert (
+        layer.get_memory_info() == {**layer_bytes, **layer.ring.memory_info()} and layer.get_memory_info()["plans"] == 1
+    )
     with Ring() as ring:
         seq = ring.sequence(TOKENS)
         assert RingDilatedAttention(LENGTHS, RATES).get_memory_info(seq) == ring.memory_info()
@@ -264,7 +272,7 @@ def test_a_wrong_input_of_one_rank_is_refused_on_all(options: dict[str, Any]) ->
         (lambda x: x[0], r"rank 1: x must be \(batch, 8, 24\), .* got \(8, 24\)"),
         (lambda x: x.half(), "x is torch.float16, the weight is torch.float32"),
     ]
-    for spoil, told in wrong:
+    for spoil, message in wrong:
 
         def body(ring: Ring, spoil: Callable[[Tensor], Tensor] = spoil) -> None:
             layer = RingMultiheadDilatedAttention(EMBED, HEADS, LENGTHS, RATES, **options)
@@ -272,13 +280,13 @@ def test_a_wrong_input_of_one_rank_is_refused_on_all(options: dict[str, Any]) ->
             x = seq.shard(X.float())
             layer(spoil(x) if ring.rank == 1 else x, seq)
 
-        found = errors(body)
-        assert all(isinstance(error, InputError) for error in found)
-        assert "rank 1 refused" in str(found[0]) and re.search(told, str(found[1]))
+        raised = errors(body)
+        assert all(isinstance(error, InputError) for error in raised)
+        assert "rank 1 refused" in str(raised[0]) and re.search(message, str(raised[1]))
 
 
 @pytest.mark.parametrize(
-    ("x", "told"),
+    ("x", "message"),
     [
         (X[0], r"takes \(batch, tokens, ...\) tensors, got \(23, 24\)"),
         (X[..., 1:], r"x must be \(batch, 23, 24\), .* got \(2, 23, 23\)"),
@@ -286,13 +294,13 @@ def test_a_wrong_input_of_one_rank_is_refused_on_all(options: dict[str, Any]) ->
         (X[None], r"x must be \(batch, 2, 24\)"),
     ],
 )
-def test_a_wrong_input_of_a_layer_alone(x: Any, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_a_wrong_input_of_a_layer_alone(x: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         single()(x)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"xpos_scale": 512.0}, "xpos_scale=512.0 needs rotary positions"),
         ({"rope": "neox", "xpos_scale": -1.0}, "xpos_scale must be a positive number"),
@@ -302,7 +310,7 @@ def test_a_wrong_input_of_a_layer_alone(x: Any, told: str) -> None:
         ({"causal": "no"}, "causal must be True or False, got 'no'"),
     ],
 )
-def test_options_that_do_not_fit(options: dict[str, Any], told: str) -> None:
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     fitting = {"embed_dim": EMBED, "num_heads": HEADS, "segment_lengths": LENGTHS, "dilation_rates": RATES}
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         MultiheadDilatedAttention(**{**fitting, **options})

@@ -37,27 +37,27 @@ def by_definition(
     x: Tensor, weight: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, rope: Rope | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Head by head; a rotation is a product of complex numbers."""
-    made = []
+    outputs = []
     for head in range(HEADS + 2 * KV_HEADS):
-        at = slice(head * DIM, (head + 1) * DIM)
-        y = x @ weight[at].T + (0 if bias is None else bias[at])
+        rows = slice(head * DIM, (head + 1) * DIM)
+        y = x @ weight[rows].T + (0 if bias is None else bias[rows])
         norm = q_norm if head < HEADS else k_norm
         if head < HEADS + KV_HEADS:
             if norm is not None:
                 y = norm * y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()
             if rope is not None:
                 pairs = [(i, i + DIM // 2) if rope.style == "neox" else (2 * i, 2 * i + 1) for i in range(DIM // 2)]
-                columns: dict[int, Tensor] = {}
+                elements: dict[int, Tensor] = {}
                 for i, (low, high) in enumerate(pairs):
                     angle, radius = POSITIONS.double() * rope.base ** (-2 * i / DIM), torch.ones(TOKENS).double()
                     if rope.xpos_scale is not None:
                         power = (POSITIONS.double() - 999 / 2) / rope.xpos_scale * (1 if head < HEADS else -1)
                         radius = ((2 * i / DIM + 0.4) / 1.4) ** power
                     turned = torch.complex(y[..., low], y[..., high]) * torch.polar(radius, angle)
-                    columns[low], columns[high] = turned.real, turned.imag
-                y = torch.stack([columns[i] for i in range(DIM)], -1)
-        made.append(y)
-    heads = torch.stack(made, 2)
+                    elements[low], elements[high] = turned.real, turned.imag
+                y = torch.stack([elements[i] for i in range(DIM)], -1)
+        outputs.append(y)
+    heads = torch.stack(outputs, 2)
     return heads[:, :, :HEADS], heads[:, :, HEADS : HEADS + KV_HEADS], heads[:, :, HEADS + KV_HEADS :]
 
 
@@ -65,16 +65,16 @@ def by_definition(
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_like_its_definition(bias: bool, norm: bool, rope: Rope | None) -> None:
-    given = weights(bias, norm)
+    parameters = weights(bias, norm)
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
-    mine = project_qkv(**given, **sizes, rope=rope, **({} if rope is None else PLACED))
-    reference = by_definition(**given, rope=rope)
-    leaves = [one for one in given.values() if one is not None]
-    seeds = [leaf(*one.shape, seed=7).detach() for one in reference]
-    mine += torch.autograd.grad(mine, leaves, seeds)
+    actual = project_qkv(**parameters, **sizes, rope=rope, **({} if rope is None else PLACED))
+    reference = by_definition(**parameters, rope=rope)
+    leaves = [x for x in parameters.values() if x is not None]
+    seeds = [leaf(*x.shape, seed=7).detach() for x in reference]
+    actual += torch.autograd.grad(actual, leaves, seeds)
     reference += torch.autograd.grad(reference, leaves, seeds)
-    for one, other in zip(mine, reference, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    for x, y in zip(actual, reference, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
 def test_a_message_is_written_and_later_used_again() -> None:
@@ -86,9 +86,9 @@ def test_a_message_is_written_and_later_used_again() -> None:
     fresh = project(x, weight, None, 0, KV_HEADS, DIM)
     assert torch.equal(record.transpose(0, 1), torch.cat(fresh, -1))
     record.zero_()  # the next layer's message
-    mine = torch.autograd.grad((k, v), (x, weight), [torch.ones_like(k)] * 2)
+    actual = torch.autograd.grad((k, v), (x, weight), [torch.ones_like(k)] * 2)
     reference = torch.autograd.grad(fresh, (x, weight), [torch.ones_like(k)] * 2)
-    assert all(torch.equal(one, other) for one, other in zip(mine, reference, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(actual, reference, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -121,7 +121,7 @@ GOOD: dict[str, Any] = {"x": X, "weight": W, "bias": None, "heads": 2, "kv_heads
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"heads": 3}, r"a weight \(40, model\), got \(32, 8\)"),
         ({"x": X[0]}, r"x must be \(batch, tokens, model\)"),
@@ -139,9 +139,9 @@ GOOD: dict[str, Any] = {"x": X, "weight": W, "bias": None, "heads": 2, "kv_heads
         ({"backend": "cublas"}, "choose one of auto, plain, epilogue, fused"),
     ],
 )
-def test_refusals(change: dict[str, Any], told: str) -> None:
+def test_refusals(change: dict[str, Any], message: str) -> None:
     project_qkv(**GOOD)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         project_qkv(**{**GOOD, **change})
 
 
@@ -158,19 +158,19 @@ def test_places_that_do_not_fit(view: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bits", "told"), [(torch.float64, 60, 62), (torch.bfloat16, 60, 62), (torch.float16, 10, 370)]
+    ("dtype", "bits", "scale"), [(torch.float64, 60, 62), (torch.bfloat16, 60, 62), (torch.float16, 10, 370)]
 )
-def test_xpos_refuses_factors_that_overflow(dtype: torch.dtype, bits: int, told: int) -> None:
+def test_xpos_refuses_factors_that_overflow(dtype: torch.dtype, bits: int, scale: int) -> None:
     length, positions = 4095, torch.tensor([0, 4094])
     bound = 2047 * math.log2(3.5) / bits  # scale at which the first pair's factor is 2**bits at both ends
-    assert math.ceil(bound) == told
-    with pytest.raises(InputError, match=rf"4095 tokens exceed 2\*\*-{bits} .*use an xpos_scale of at least {told}"):
+    assert math.ceil(bound) == scale
+    with pytest.raises(InputError, match=rf"4095 tokens exceed 2\*\*-{bits} .*use an xpos_scale of at least {scale}"):
         Rope(xpos_scale=bound * 0.999).turns(positions, DIM, dtype, length)
     for turn in Rope("neox", xpos_scale=bound * 1.001).turns(positions, DIM, dtype, length):
         factors = torch.hypot(turn.cos, turn.sin)
         assert turn.cos.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert factors.log2().abs().max().item() == pytest.approx(bits / 1.001, rel=1e-5)
-    Rope(xpos_scale=told).turns(positions, DIM, dtype, length)
+    Rope(xpos_scale=scale).turns(positions, DIM, dtype, length)
 
 
 def test_xpos_needs_the_length() -> None:

@@ -45,29 +45,29 @@ def gradients(part: nn.Module, x: Tensor, out: Tensor) -> list[Tensor | None]:
 @pytest.mark.parametrize("again", [False, True])
 def test_tiles_change_nothing(tokens: int, again: bool) -> None:
     part, x = FeedForward(), drawn(2, 7, 8).requires_grad_()
-    other = copy.deepcopy(part)
+    tiled_part = copy.deepcopy(part)
     expected = part(x)
-    wanted = gradients(part, x, expected)
+    reference = gradients(part, x, expected)
 
     def run(x: Tensor) -> Tensor:
-        return tiled(Tiling(other, tokens), x, list(other.parameters()))
+        return tiled(Tiling(tiled_part, tokens), x, list(tiled_part.parameters()))
 
-    found = checkpoint(run, x, use_reentrant=False) if again else run(x)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-    for one, of in zip(gradients(other, x, found), wanted, strict=True):
-        torch.testing.assert_close(one, of, rtol=1e-12, atol=1e-13)
+    actual = checkpoint(run, x, use_reentrant=False) if again else run(x)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+    for grad, true_grad in zip(gradients(tiled_part, x, actual), reference, strict=True):
+        torch.testing.assert_close(grad, true_grad, rtol=1e-12, atol=1e-13)
     # Once forward and once backward: a checkpoint around it stops before it would run the function a time more.
-    assert other.calls == 2 * -(-14 // tokens)
+    assert tiled_part.calls == 2 * -(-14 // tokens)
 
 
 def test_frozen_weights_and_inputs_get_no_gradient() -> None:
     part, x = FeedForward(), drawn(9, 8)
     part.up.weight.requires_grad_(False)
-    wanted = gradients(part, x, part(x))
-    found = gradients(part, x, tiled(Tiling(part, 4), x, list(part.parameters())))
-    assert found[0] is None and found[2] is None
-    for one, of in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, of, rtol=1e-12, atol=1e-13)
+    reference = gradients(part, x, part(x))
+    actual = gradients(part, x, tiled(Tiling(part, 4), x, list(part.parameters())))
+    assert actual[0] is None and actual[2] is None
+    for grad, true_grad in zip(actual, reference, strict=True):
+        torch.testing.assert_close(grad, true_grad, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("rows", [0, 3, 11])
@@ -79,36 +79,38 @@ def test_sums_of_tiles(rows: int) -> None:
         return F.cross_entropy(head(rows), labels, reduction="sum")
 
     expected = loss(x, labels)
-    wanted = torch.autograd.grad(expected, [x, *head.parameters()])
-    found = tiled(Tiling(loss, 3, summed=True), x, list(head.parameters()), [labels])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    for one, of in zip(torch.autograd.grad(found, [x, *head.parameters()]), wanted, strict=True):
-        torch.testing.assert_close(one, of, rtol=1e-12, atol=1e-14)
+    reference = torch.autograd.grad(expected, [x, *head.parameters()])
+    actual = tiled(Tiling(loss, 3, summed=True), x, list(head.parameters()), [labels])
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    for grad, true_grad in zip(torch.autograd.grad(actual, [x, *head.parameters()]), reference, strict=True):
+        torch.testing.assert_close(grad, true_grad, rtol=1e-12, atol=1e-14)
 
 
 def test_backward_draws_what_forward_drew() -> None:
     part, x = FeedForward(dropout=0.5), drawn(11, 8).requires_grad_()
-    found = tiled(Tiling(part, 4, draws=True), x, list(part.parameters()))
+    actual = tiled(Tiling(part, 4, draws=True), x, list(part.parameters()))
     state = torch.get_rng_state()
-    got = gradients(part, x, found)
+    got = gradients(part, x, actual)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(0)
     FeedForward(dropout=0.5)  # draws weights as the first did, so that the generator is where it was
-    expected = torch.cat([part(one) for one in x.split(4)])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-    for one, of in zip(got, gradients(part, x, expected), strict=True):
-        torch.testing.assert_close(one, of, rtol=1e-12, atol=1e-13)
+    expected = torch.cat([part(rows) for rows in x.split(4)])
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+    for grad, true_grad in zip(got, gradients(part, x, expected), strict=True):
+        torch.testing.assert_close(grad, true_grad, rtol=1e-12, atol=1e-13)
 
 
 def test_autocast_is_that_of_the_forward() -> None:
     part, x = FeedForward(dtype=torch.float32), drawn(11, 8, dtype=torch.float32).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rows = x * 1  # the cast of a leaf would be cached, and gradients of its two uses added in bfloat16
-        expected, found = part(rows), tiled(Tiling(part, 16), rows, list(part.parameters()))
-    assert found.dtype == expected.dtype == torch.bfloat16 and torch.equal(found, expected)
-    wanted = gradients(part, x, expected)
-    for one, of in zip(gradients(part, x, found), [w.clone() for w in wanted if w is not None], strict=True):
-        torch.testing.assert_close(one, of, rtol=1e-6, atol=1e-6)
+        expected, actual = part(rows), tiled(Tiling(part, 16), rows, list(part.parameters()))
+    assert actual.dtype == expected.dtype == torch.bfloat16 and torch.equal(actual, expected)
+    reference = gradients(part, x, expected)
+    for grad, true_grad in zip(
+        gradients(part, x, actual), [w.clone() for w in reference if w is not None], strict=True
+    ):
+        torch.testing.assert_close(grad, true_grad, rtol=1e-6, atol=1e-6)
 
 
 def test_sums_of_many_tiles_are_rounded_once() -> None:
