@@ -26,11 +26,11 @@ def environment(*requirements: str) -> Path:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1",
                    "--no-compile", "--no-deps", "--target", str(target), *requirements]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
-        said = done.stderr.strip()
-        if done.returncode and any(word in said.lower() for word in _UNREACHABLE):
-            pytest.skip(f"no package index can be reached for {', '.join(requirements)}: {said[-300:]}")
+        message = done.stderr.strip()
+        if done.returncode and any(word in message.lower() for word in _UNREACHABLE):
+            pytest.skip(f"no package index can be reached for {', '.join(requirements)}: {message[-300:]}")
         if done.returncode:
-            raise RuntimeError(f"pip cannot install {', '.join(requirements)}: {said}")
+            raise RuntimeError(f"pip cannot install {', '.join(requirements)}: {message}")
         if not folder.exists():  # another process may have made it meanwhile
             target.rename(folder)
     return folder

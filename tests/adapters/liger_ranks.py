@@ -75,23 +75,25 @@ def compute_errors() -> dict[str, Any]:
     apply_liger_kernel_to_llama(rope=True, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True, model=plain)
     layer = plain.model.layers[0]
     changed = (plain.forward, plain.model.norm.forward, layer.mlp.forward, modeling_llama.apply_rotary_pos_emb)
-    told: dict[str, Any] = {"Liger's": [one.__name__ for one in changed if one.__module__.startswith("liger_kernel.")]}
+    answers: dict[str, Any] = {
+        "Liger's": [function.__name__ for function in changed if function.__module__.startswith("liger_kernel.")]
+    }
 
     def body(ring: Ring, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         model = prepare(copy.deepcopy(plain))
         labels = int((batch["labels"][:, 1:] != -100).sum())
-        seq, mine = shard_batch(ring, batch, model=model)
+        seq, shards = shard_batch(ring, batch, model=model)
         with ring.activate(seq):
-            out = model(**mine, num_items_in_batch=labels, return_token_accuracy=True)
+            out = model(**shards, num_items_in_batch=labels, return_token_accuracy=True)
         # The fused loss makes no logits, and the accuracy of one rank's tokens is left out.
         assert out.logits is None and out.token_accuracy is None
-        found = result(model, out.loss)
-        ring.all_reduce(list(found.values()))
-        return found
+        actual = result(model, out.loss)
+        ring.all_reduce(list(actual.values()))
+        return actual
 
     for name, batch in BATCHES.items():
         true = truths[name]
-        errors = [((found[of] - true[of]).abs().max() / true[of].abs().max()).item()
-                  for found in run_ranks(2, partial(body, batch=batch), timeout_s=60.0) for of in true]  # fmt: skip
-        told[name] = max(errors)
-    return told
+        errors = [((actual[of] - true[of]).abs().max() / true[of].abs().max()).item()
+                  for actual in run_ranks(2, partial(body, batch=batch), timeout_s=60.0) for of in true]  # fmt: skip
+        answers[name] = max(errors)
+    return answers

@@ -62,16 +62,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 """Models that are refused as they stand."""
 
 
-def tiny_model(name: str, attention: str, **other: Any) -> Any:
+def tiny_model(name: str, attention: str, **options: Any) -> Any:
     """A causal language model with the same random float64 weights for every `attention`, in training mode.
 
     Weights are drawn wide, so that attention is far from uniform and every parameter matters.
     """
     kind, differs = (MODELS | REFUSED)[name]
-    config = AutoConfig.for_model(kind, **{**_SMALL, **differs, **other})
+    config = AutoConfig.for_model(kind, **{**_SMALL, **differs, **options})
     # The grouped experts take no float64; transformers 4.57 has no others than the eager ones.
-    options = {"experts_implementation": "eager"} if hasattr(config, "_experts_implementation") else {}
-    return filled(AutoModelForCausalLM.from_config(config, attn_implementation=attention, **options))
+    eager = {"experts_implementation": "eager"} if hasattr(config, "_experts_implementation") else {}
+    return filled(AutoModelForCausalLM.from_config(config, attn_implementation=attention, **eager))
 
 
 def filled(model: Any) -> Any:
@@ -97,11 +97,11 @@ def with_lora(model: Any) -> Any:
     return wrapped
 
 
-def bert_config(**other: Any) -> BertConfig:
+def bert_config(**options: Any) -> BertConfig:
     """A small encoder without dropout."""
     return BertConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **other,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **options,
     )  # fmt: skip
 
 

@@ -224,12 +224,12 @@ def refused(batch: dict[str, Tensor]) -> dict[str, str]:
         "PREFIX_TUNING": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
         "alora": peft.LoraConfig(**to, alora_invocation_tokens=[5, 6]),
     }
-    found = {}
+    messages = {}
     for kind, config in configs.items():
         try:
             prepare(get_peft_model(tiny_model("llama", "eager"), config))
         except UnsupportedError as error:
-            found[kind] = str(error)
+            messages[kind] = str(error)
         model = get_peft_model(prepare(tiny_model("llama", "eager")), config)  # nothing has seen the adapter yet
 
         def body(ring: Ring, model: Any = model) -> str:
@@ -241,9 +241,9 @@ def refused(batch: dict[str, Tensor]) -> dict[str, str]:
                 return str(error)
             return ""
 
-        found[f"{kind}, later"] = run_ranks(RANKS, body, timeout_s=20.0)[0]
+        messages[f"{kind}, later"] = run_ranks(RANKS, body, timeout_s=20.0)[0]
     assert prepare(get_peft_model(tiny_model("llama", "eager"), lora)).peft_config
-    return found
+    return messages
 
 
 def modes(folder: str) -> dict[str, float]:

@@ -90,10 +90,10 @@ def reference(x: Tensor, documents: list[int] | None = None, **options: Any) -> 
     return [out.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected) == 4
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected) == 4
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
 
 
 # Thread ranks share dynamo's caches: its counters count both, and each rank compiles a model of its own.
@@ -181,8 +181,8 @@ def test_operators_keep_their_word_to_compilers(dtype: torch.dtype, window: tupl
         torch.library.opcheck(attention, arguments)
         with torch.no_grad():
             out, lse, ticket = attention(*arguments)
-            given = (*arguments[:4], out, lse, ticket, torch.randn_like(out), torch.randn_like(lse))
-            torch.library.opcheck(attention_backward, given)
+            backward_arguments = (*arguments[:4], out, lse, ticket, torch.randn_like(out), torch.randn_like(lse))
+            torch.library.opcheck(attention_backward, backward_arguments)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

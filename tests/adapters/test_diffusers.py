@@ -57,15 +57,15 @@ def block() -> nn.Module:
 
 def gradients(model: nn.Module, out: Tensor) -> list[Tensor]:
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    found = torch.autograd.grad(out.square().sum(), weights, allow_unused=True)
-    return [torch.zeros_like(weight) if grad is None else grad for weight, grad in zip(weights, found, strict=True)]
+    grads = torch.autograd.grad(out.square().sum(), weights, allow_unused=True)
+    return [torch.zeros_like(weight) if grad is None else grad for weight, grad in zip(weights, grads, strict=True)]
 
 
 def check(ring: Ring, model: nn.Module, out: Tensor, expected: list[Tensor]) -> float:
     """Gradients of the ranks' parts sum to those of one process; the largest relative error."""
-    found = gradients(model, out)
-    ring.all_reduce(found)
-    worst = worst_error(zip(found, expected, strict=True))
+    actual = gradients(model, out)
+    ring.all_reduce(actual)
+    worst = worst_error(zip(actual, expected, strict=True))
     assert worst < 1e-10
     return worst
 

@@ -53,9 +53,9 @@ def dense_steps(*seeds: int) -> tuple[Tensor, Tensor]:
     return out.detach(), torch.autograd.grad(out.sin().sum(), x)[0]
 
 
-def close(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+def close(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
 # --- seeds -----------------------------------------------------------------------------------------------------------
@@ -174,20 +174,20 @@ def test_context_parallel() -> None:
 
     w = torch.ones(4, dtype=torch.float64, requires_grad=True)
     expected = dense(given() * w, seed_from(2**64 - 1, 0))
-    grad = torch.autograd.grad(expected.sin().sum(), w)[0]
+    expected_grad = torch.autograd.grad(expected.sin().sum(), w)[0]
     with Ring() as ring:
         x = given()
         with context_parallel(ring, buffers=[x], buffer_seq_dims=[2], dropout_seed=2**64 - 1):
             out = checkpoint(attend, x, w, use_reentrant=False, context_fn=redirected)
-            found = torch.autograd.grad(out.sin().sum(), w)[0]
-    close((out.detach(), found), (expected.detach(), grad))
+            grad = torch.autograd.grad(out.sin().sum(), w)[0]
+    close((out.detach(), grad), (expected.detach(), expected_grad))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def refused(words: str, call: Callable[[Ring, Sequence], Any], kind: type[Exception] = InputError) -> None:
-    with Ring() as ring, pytest.raises(kind, match=words):
+def refused(message: str, call: Callable[[Ring, Sequence], Any], kind: type[Exception] = InputError) -> None:
+    with Ring() as ring, pytest.raises(kind, match=message):
         call(ring, ring.sequence(TOKENS))
 
 

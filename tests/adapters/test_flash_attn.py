@@ -60,20 +60,20 @@ def test_probabilities_and_slopes() -> None:
     """What that package returns besides out; ALiBi; on one rank, which fuzz compares with several."""
     (q, k, v), cuts, slopes = inputs(), torch.tensor([0, 2, 5]), torch.linspace(0.1, 0.5, 4)
     with Ring() as ring:
-        found = told("ring_flash_attn")(q, k, v, causal=True, return_attn_probs=True, group=ring)
+        ring_result = told("ring_flash_attn")(q, k, v, causal=True, return_attn_probs=True, group=ring)
         flat = [x[0] for x in (q, k, v)]
         packed = told("ring_flash_attn_varlen")(*flat, cuts, 3, causal=True, return_attn_probs=True, group=ring)
         biased = told("stripe_flash_attn")(q, k, v, causal=True, alibi_slopes=slopes, group=ring)
-    assert found[2] is None and packed[2] is None
+    assert ring_result[2] is None and packed[2] is None
     mask = oracle.allowed_mask(5, 5, causal=True)
-    wanted, _ = oracle.attention(q, k, v, mask, 8**-0.5, bias=oracle.alibi(slopes.tolist(), 5, 5))
-    torch.testing.assert_close(biased, wanted, rtol=1e-12, atol=1e-12)
-    for mine, true in (
-        (found, dense_attention(q, k, v, causal=True)),
+    reference, _ = oracle.attention(q, k, v, mask, 8**-0.5, bias=oracle.alibi(slopes.tolist(), 5, 5))
+    torch.testing.assert_close(biased, reference, rtol=1e-12, atol=1e-12)
+    for actual, true in (
+        (ring_result, dense_attention(q, k, v, causal=True)),
         ([x[None] for x in packed[:2]], dense_attention(q, k, v, causal=True, cu_seqlens=[0, 2, 5])),
     ):
-        for one, other in zip(mine[:2], true, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        for x, y in zip(actual[:2], true, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 def test_llama3_preparation_as_that_package_has_it() -> None:

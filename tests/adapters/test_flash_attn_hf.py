@@ -32,15 +32,15 @@ TOKENS = torch.randint(3, 64, (1, 28), generator=torch.Generator().manual_seed(1
 @pytest.fixture(autouse=True)
 def _registries() -> Iterator[None]:
     """They are the process's."""
-    kept = [(one, one._global_mapping[NAME]) for one in (AttentionInterface, AttentionMaskInterface)]
+    kept = [(interface, interface._global_mapping[NAME]) for interface in (AttentionInterface, AttentionMaskInterface)]
     yield
-    for one, function in kept:
-        one.register(NAME, function)
+    for interface, function in kept:
+        interface.register(NAME, function)
 
 
-def flash_model(name: str, **other: Any) -> Any:
+def flash_model(name: str, **options: Any) -> Any:
     """As `from_pretrained(..., attn_implementation="flash_attention_2")` leaves it where flash-attn is installed."""
-    model = tiny_model(name, "eager", **other)
+    model = tiny_model(name, "eager", **options)
     model.config._attn_implementation = NAME
     return model
 
@@ -96,9 +96,9 @@ def refused(call: Callable[[Ring, Any], Any], match: str, kind: type[Exception] 
     run_ranks(2, body, timeout_s=20.0)
 
 
-def run(ring: Ring, model: Any, **other: Any) -> Any:
-    given = {"input_ids": part(TOKENS, ring), "position_ids": part(restarting(CUTS), ring), **other}
-    return model(**given)
+def run(ring: Ring, model: Any, **inputs: Any) -> Any:
+    arguments = {"input_ids": part(TOKENS, ring), "position_ids": part(restarting(CUTS), ring), **inputs}
+    return model(**arguments)
 
 
 def test_positions_that_are_not_those_of_the_part() -> None:
@@ -127,24 +127,24 @@ def test_dropout_is_that_of_the_same_seed_elsewhere() -> None:
 
     def body(ring: Ring) -> list[Tensor]:
         substitute_hf_flash_attn(ring, 1)
-        model, found = flash_model("llama", attention_dropout=0.4), []
+        model, actual = flash_model("llama", attention_dropout=0.4), []
         for _ in range(2):
             update_ring_flash_attn_params(torch.tensor(CUTS, dtype=torch.int32), ring, dropout_seed=6)
-            found.append(run(ring, model).logits)
+            actual.append(run(ring, model).logits)
         told(ring)
         with pytest.raises(InputError, match="no dropout_seed"):
             run(ring, model)
-        return found
+        return actual
 
     def prepared(ring: Ring) -> list[Tensor]:
         model = adapter.prepare(tiny_model("llama", "eager", attention_dropout=0.4))
         with ring.activate(ring.sequence(cu_seqlens=CUTS, layout="contiguous"), dropout_seed=6):
             return [run(ring, model).logits for _ in range(2)]
 
-    for found, expected in zip(run_ranks(2, body), run_ranks(2, prepared), strict=True):
-        assert not torch.equal(*found)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other)
+    for actual, expected in zip(run_ranks(2, body), run_ranks(2, prepared), strict=True):
+        assert not torch.equal(*actual)
+        for x, y in zip(actual, expected, strict=True):
+            assert torch.equal(x, y)
 
 
 def test_calls_out_of_order() -> None:

@@ -99,25 +99,25 @@ def check(
     scale: float | None = None, seq_cuts: list[int] | None = None,
 ) -> float:  # fmt: skip
     """The greatest error of out, lse, dq, dk and dv over `ranks` (see tests/fuzz/test_fuzz_hosts.py for many more)."""
-    given = drawn()
-    leaves = [x.clone().requires_grad_() for x in given[:3]]
+    tensors = drawn()
+    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
     out, lse = dense(leaves[0], leaves[1], leaves[2], mod, score_mod, scale)
-    true = [out, lse, *torch.autograd.grad(out, leaves, given[3])]
+    true = [out, lse, *torch.autograd.grad(out, leaves, tensors[3])]
     mask = block_mask(mod, batch=2 if batched else None)
 
     def body(ring: Ring) -> list[Tensor]:
         seq = ring.sequence(TOKENS, layout=layout, cu_seqlens=seq_cuts)
-        mine = [x.clone().requires_grad_() for x in given[:3]]
+        leaf_tensors = [x.clone().requires_grad_() for x in tensors[:3]]
         with ring.activate(seq):
             out, aux = flex_attention(
-                *(seq.shard(x, 2) for x in mine), score_mod, mask, scale, True, return_aux=AuxRequest(lse=True)
+                *(seq.shard(x, 2) for x in leaf_tensors), score_mod, mask, scale, True, return_aux=AuxRequest(lse=True)
             )
-        grads = torch.autograd.grad(out, mine, seq.shard(given[3], 2))
+        grads = torch.autograd.grad(out, leaf_tensors, seq.shard(tensors[3], 2))
         ring.all_reduce(list(grads))
         return [seq.gather(out.detach(), 2), seq.gather(aux.lse.detach(), 2), *grads]
 
-    found = run_ranks(ranks, body)
-    return max(float((x - y).detach().abs().max()) for one in found for x, y in zip(one, true, strict=True))
+    by_rank = run_ranks(ranks, body)
+    return max(float((x - y).detach().abs().max()) for results in by_rank for x, y in zip(results, true, strict=True))
 
 
 MASKS: dict[str, tuple[Mod, FoundMask]] = {
@@ -149,10 +149,10 @@ MASKS: dict[str, tuple[Mod, FoundMask]] = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_recognized(name: str) -> None:
-    mod, wanted = MASKS[name]
+    mod, expected = MASKS[name]
     for block, separate in ((BLOCK, True), ((3, 5), True), (64, False), (1, True)):
         mask = block_mask(mod, BLOCK_SIZE=block, separate_full_blocks=separate)
-        assert recognise_masks(mask, TOKENS, 2, 4) == (wanted, wanted)
+        assert recognise_masks(mask, TOKENS, 2, 4) == (expected, expected)
 
 
 def test_exact() -> None:
@@ -162,7 +162,12 @@ def test_exact() -> None:
     assert check(prefixes, 3, "zigzag", seq_cuts=[0, 5, 37]) < 1e-12
     assert check(causal, 2, "zigzag", score_mod=capped, scale=0.7) < 1e-12
     packed = and_masks(causal, documents(CUTS))
-    assert check(packed, 3, "contiguous", score_mod=lambda s, *at: capped(s, *at) - (at[2] - at[3]) / 8) < 1e-12
+    assert (
+        check(
+            packed, 3, "contiguous", score_mod=lambda s, *indices: capped(s, *indices) - (indices[2] - indices[3]) / 8
+        )
+        < 1e-12
+    )
 
 
 def test_rows_with_documents_of_their_own() -> None:
@@ -202,7 +207,7 @@ def interleaved(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("mod", "told"),
+    ("mod", "message"),
     [
         (sink_tokens, r"could only be a causal window \(7, 0\), which has no pair in block \(2, 0\)"),
         (
@@ -218,8 +223,8 @@ def interleaved(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         (lambda b, h, q, k: ((q - k) % 4 == 0) | (q - k == 1), "window"),
     ],
 )
-def test_other_masks_are_refused(mod: Mod, told: str) -> None:
-    with pytest.raises(UnsupportedError, match=told) as raised:
+def test_other_masks_are_refused(mod: Mod, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message) as raised:
         recognise_masks(block_mask(mod), TOKENS, 2, 4)
     assert "full, causal and sliding-window masks" in str(raised.value)
 
@@ -230,8 +235,8 @@ def test_a_long_mask_is_compared_in_partial_blocks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(flex, "ALL_BLOCKS_TOKENS", 0)
     monkeypatch.setattr(pair_functions, "TILE_TOKENS", tile)
     monkeypatch.setattr(pair_functions, "PIECE_PAIRS", 300)
-    for mod, wanted in MASKS.values():
-        assert recognise_masks(block_mask(mod), TOKENS, 1, 4) == (wanted,)
+    for mod, expected in MASKS.values():
+        assert recognise_masks(block_mask(mod), TOKENS, 1, 4) == (expected,)
 
     def a_row_shorter(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return window(b, h, q, k) & ~((q == 20) & (k == 14))
@@ -359,7 +364,7 @@ def found(mod: Mod | None, *masks: FoundMask, length: int = TOKENS, heads: int =
 
 
 @pytest.mark.parametrize(
-    ("mod", "told"),
+    ("mod", "message"),
     [
         (lambda s, b, h, q, k: s + 0.5 * q * k, "query 1, key 1 .*with its slope between neighbors, 0, would give"),
         (lambda s, b, h, q, k: torch.where(q >= k, s, -torch.inf), "into -inf at .* Put masks into block_mask"),
@@ -383,8 +388,8 @@ def found(mod: Mod | None, *masks: FoundMask, length: int = TOKENS, heads: int =
         (lambda s, b, h, q, k: 2.5 * torch.tanh((s - SLOPES[h] * (q - k).abs()) / 2.5), "but ALiBi"),
     ],
 )  # fmt: skip
-def test_other_score_mods_are_refused(mod: Mod, told: str) -> None:
-    with pytest.raises(UnsupportedError, match=told) as raised:
+def test_other_score_mods_are_refused(mod: Mod, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message) as raised:
         found(mod, FULL, FULL)
     assert r"ALiBi, - slope[head] * abs(query - key)" in str(raised.value)
 
@@ -428,13 +433,13 @@ WITHIN = torch.cat([torch.arange(stop - start) for start, stop in pairwise(CUTS)
 @pytest.mark.parametrize("name", ALIBI)
 def test_alibi_is_recognized(name: str) -> None:
     mod, mask = ALIBI[name]
-    wanted = tuple(SLOPES.double().tolist())
-    assert found(mod, mask, mask) == FoundScore(None, wanted)
+    expected = tuple(SLOPES.double().tolist())
+    assert found(mod, mask, mask) == FoundScore(None, expected)
 
     def both(s: Tensor, *place: Tensor) -> Tensor:
         return mod(capped(s, *place), *place)
 
-    assert found(both, mask) == FoundScore(2.5, wanted)
+    assert found(both, mask) == FoundScore(2.5, expected)
 
 
 def test_alibi_by_the_formula_of_the_paper_and_without_neighbors() -> None:
@@ -481,11 +486,11 @@ def test_what_was_found_is_kept_for_each_mask_until_the_slopes_change(monkeypatc
     def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return s - slopes[h] * (q - k).abs()
 
-    masks = [block_mask(one) for one in (causal, noop_mask)]
+    masks = [block_mask(mask) for mask in (causal, noop_mask)]
     with Ring() as ring, ring.activate(ring.sequence(TOKENS)):
         for _ in range(2):
-            for one in masks:
-                flex_attention(q, k, v, mod, one)
+            for mask in masks:
+                flex_attention(q, k, v, mod, mask)
         assert len(calls) == 2
         slopes *= 2
         out = flex_attention(q, k, v, mod, masks[0])
@@ -655,7 +660,7 @@ def test_compiled_code_that_a_function_calls_is_recorded() -> None:
         compiled(table)
         recordings.append(record(lambda s, b, h, q, k, compiled=compiled: s * compiled(table)[q], CPU, True))
         recordings.append(record(torch.compile(lambda s, b, h, q, k, factor=factor: s * factor), CPU, True))
-    closure_2, function_2, closure_3, function_3 = (found for found in recordings if found is not None)
+    closure_2, function_2, closure_3, function_3 = (recording for recording in recordings if recording is not None)
     assert closure_2.is_same(closure_2) and not closure_2.is_same(closure_3)
     assert function_2.is_same(function_2) and not function_2.is_same(function_3)
 
@@ -731,8 +736,8 @@ def test_a_hole_in_a_single_row_or_head_is_refused(where: str, has_tables: bool)
 
     batch, heads = (3, 4) if has_tables else (None, None)
     mask = create_block_mask(mod, batch, heads, 1500, 1500, device="cpu", BLOCK_SIZE=1500)
-    at = "row 2, head 0" if where == "row" else "row 0, head 2"
-    with pytest.raises(UnsupportedError, match=f"returns False at query 1400, key 1200 of {at}"):
+    place = "row 2, head 0" if where == "row" else "row 0, head 2"
+    with pytest.raises(UnsupportedError, match=f"returns False at query 1400, key 1200 of {place}"):
         recognise_masks(mask, 1500, 3, 4)
 
 
@@ -760,8 +765,8 @@ def test_distances_are_enough_where_nothing_else_is_read() -> None:
     def alibi(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return torch.where(q >= k, s - OTHER_SLOPES[h] * (q - k), -torch.inf)
 
-    wanted = FoundScore(None, tuple(OTHER_SLOPES.tolist()))
-    assert recognise_score(alibi, (CAUSAL, FoundMask(True, None, (0, 700, 100_000))), 100_000, 4, CPU) == wanted
+    expected = FoundScore(None, tuple(OTHER_SLOPES.tolist()))
+    assert recognise_score(alibi, (CAUSAL, FoundMask(True, None, (0, 700, 100_000))), 100_000, 4, CPU) == expected
     others: list[Mod] = [
         lambda s, b, h, q, k: alibi(s, b, h, q, k) - 1.0 * (q - k == 99_999),
         lambda s, b, h, q, k: alibi(s, b, h, q, k) - 1.0 * (q - k == 70_001) * (h == 3),
@@ -792,11 +797,11 @@ def test_more_pairs_than_the_limit_need_trust(monkeypatch: pytest.MonkeyPatch) -
         return (q >= k) & (h >= 0)
 
     mask = block_mask(of_all_heads, BLOCK_SIZE=64)
-    wanted = dense(q, k, v, causal)[0]
+    expected = dense(q, k, v, causal)[0]
     for trust in (False, True, False):  # what is taken on trust is not kept for calls without
         if trust:
             out = flex_attention(q, k, v, block_mask=mask, trust=True)
-            torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
             continue
         with pytest.raises(
             UnsupportedError, match=r"at 6,400 pairs of query and key, the limit is 4,107: .*trust=True"

@@ -55,10 +55,10 @@ def test_the_adapter_of_contributing_is_exact_and_refuses_what_it_cannot() -> No
 
 
 def test_a_nan_is_infinitely_far_off() -> None:
-    one, nan, zero = torch.ones(2), torch.tensor([1.0, torch.nan]), torch.zeros(2)
-    assert worst_error([(1.5 * one, one), (one, one), (zero, zero)]) == 0.5
-    assert worst_error([(one, one), (nan, one)]) == worst_error([(one, zero)]) == torch.inf
-    assert worst_error([(one, zero)], floor=4.0) == 0.25
+    ones, nan, zero = torch.ones(2), torch.tensor([1.0, torch.nan]), torch.zeros(2)
+    assert worst_error([(1.5 * ones, ones), (ones, ones), (zero, zero)]) == 0.5
+    assert worst_error([(ones, ones), (nan, ones)]) == worst_error([(ones, zero)]) == torch.inf
+    assert worst_error([(ones, zero)], floor=4.0) == 0.25
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ _NUMBER = re.compile(r"\d+\.\d+")
 
 def said(printed: str) -> list[tuple[str, list[float]]]:
     """Words and numbers of each line that a page prints."""
-    return [(_NUMBER.sub("#", line), [float(one) for one in _NUMBER.findall(line)]) for line in _LINE.findall(printed)]
+    return [(_NUMBER.sub("#", line), [*map(float, _NUMBER.findall(line))]) for line in _LINE.findall(printed)]
 
 
 @pytest.mark.parametrize(
@@ -115,5 +115,5 @@ def test_two_processes_print_what_one_does(
     both = said(run_page_under_torchrun(page, tmp_path, 2))
     assert len(alone) == lines and len(both) == 2 * lines, (alone, both)
     expected = dict(alone)
-    for words, numbers in both:
-        assert numbers == pytest.approx(expected[words], rel=1e-5, abs=1e-5)  # float32, five digits printed
+    for texts, numbers in both:
+        assert numbers == pytest.approx(expected[texts], rel=1e-5, abs=1e-5)  # float32, five digits printed

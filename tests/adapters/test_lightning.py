@@ -121,8 +121,8 @@ def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
         run = trainer(devices=2, strategy=strategy or DDPStrategy(process_group_backend="gloo"))
         run.fit(model)
         weights = [whole(weight) for weight in model.parameters()]
-        found = {"weights": [weight.tolist() for weight in weights], "open": model.ring.is_open}
-        return {**found, "loss": float(run.callback_metrics["loss"])}
+        answer = {"weights": [weight.tolist() for weight in weights], "open": model.ring.is_open}
+        return {**answer, "loss": float(run.callback_metrics["loss"])}
 
     def sharded(data_parallel: int) -> Strategy:
         return ModelParallelStrategy(data_parallel, 2 // data_parallel, process_group_backend="gloo")
@@ -202,11 +202,11 @@ def test_a_mean_over_ranks_of_which_some_have_no_target() -> None:
     def body(ring: Ring) -> tuple[float, float]:
         mixin = RingMixin()
         mixin.ring = ring
-        some = mixin.ring_mean(torch.tensor(3.0 * ring.rank), 2 * ring.rank)
-        return float(some), float(mixin.ring_mean(torch.tensor(0.0), 0))
+        loss = mixin.ring_mean(torch.tensor(3.0 * ring.rank), 2 * ring.rank)
+        return float(loss), float(mixin.ring_mean(torch.tensor(0.0), 0))
 
-    found = run_ranks(3, body)
-    assert sum(some for some, _ in found) / 3 == pytest.approx(9 / 6) and {none for _, none in found} == {0.0}
+    by_rank = run_ranks(3, body)
+    assert sum(loss for loss, _ in by_rank) / 3 == pytest.approx(9 / 6) and {none for _, none in by_rank} == {0.0}
 
 
 def test_given_labels_are_compared_too() -> None:
@@ -233,7 +233,7 @@ def test_an_exception_ends_the_ring() -> None:
         assert not model.ring.is_open
     with pytest.raises(ClosedError, match="it was aborted: planted"):
         model.ring.barrier()
-    assert len([one for one in run.callbacks if type(one).__module__ == "ringattn.adapters.lightning"]) == 1
+    assert len([x for x in run.callbacks if type(x).__module__ == "ringattn.adapters.lightning"]) == 1
 
 
 def test_rings_that_do_not_fit_are_refused() -> None:

@@ -111,11 +111,11 @@ def results(model: GPTModel, loss: Tensor) -> list[Tensor]:
     return [*map(whole, grads), loss.detach()]
 
 
-def error(found: list[Tensor], wanted: list[Tensor]) -> float:
+def error(actual: list[Tensor], expected: list[Tensor]) -> float:
     """The greatest relative error of what is found, summed over ranks."""
-    for grad in found:
+    for grad in actual:
         torch.distributed.all_reduce(grad)
-    return worst_error(zip(found, wanted, strict=True))
+    return worst_error(zip(actual, expected, strict=True))
 
 
 def of_processes(spec: dict[str, Any]) -> dict[str, float]:
@@ -238,8 +238,8 @@ def test_autocast_casts_as_megatrons_own_products() -> None:
     with Ring() as ring:
         expected = core(ring)(q, k, v, None)
         with torch.autocast("cpu", torch.bfloat16):
-            for given in ((q.float(), k.float(), v.bfloat16()), (q.float(), k.float(), v.float())):
-                out = core(ring)(*given, None)
+            for tensors in ((q.float(), k.float(), v.bfloat16()), (q.float(), k.float(), v.float())):
+                out = core(ring)(*tensors, None)
                 torch.testing.assert_close(out, expected.bfloat16(), rtol=0.02, atol=0.02)
             assert core(ring)(q, k, v, None).dtype == torch.float64
 
@@ -304,8 +304,8 @@ def test_arguments_are_those_of_megatron() -> None:
         theirs, ours = (
             inspect.signature(getattr(of, method)).parameters for of in (DotProductAttention, RingCoreAttention)
         )
-        own = [(p.name, p.default) for p in ours.values() if p.name not in ("k_channels", "v_channels")]
-        assert [(p.name, p.default) for p in theirs.values()] == own
+        ours_without_mla = [(p.name, p.default) for p in ours.values() if p.name not in ("k_channels", "v_channels")]
+        assert [(p.name, p.default) for p in theirs.values()] == ours_without_mla
 
 
 def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,15 +322,15 @@ def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     try:
-        found = []
+        by_core = []
         for kind in (DenseCore, RingCoreAttention):
             spec = get_gpt_layer_local_spec(multi_latent_attention=True)
             spec.submodules.self_attention.submodules.core_attention = kind
             torch.manual_seed(4)
             model = GPTModel(latent, spec, VOCABULARY, 64, position_embedding_type="rope")
-            found.append(results(model, model(tokens[:, :-1], places, None, labels=tokens[:, 1:]).sum()))
-        for mine, wanted in zip(found[1], found[0], strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
+            by_core.append(results(model, model(tokens[:, :-1], places, None, labels=tokens[:, 1:]).sum()))
+        for actual, expected in zip(by_core[1], by_core[0], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     finally:
         close_rings()
         parallel_state.destroy_model_parallel()

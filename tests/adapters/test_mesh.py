@@ -95,12 +95,12 @@ def reference() -> dict[str, Tensor]:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """By name, whole, without what wrappers add to names."""
-    found = {}
+    grads = {}
     for name, weight in model.named_parameters():
         grad = weight.grad
         assert grad is not None, name
-        found[name.removeprefix("module.")] = whole(grad)
-    return found
+        grads[name.removeprefix("module.")] = whole(grad)
+    return grads
 
 
 def step(model: nn.Module, ring: Ring, rows: slice, world: int) -> dict[str, Tensor]:
@@ -188,7 +188,7 @@ CASES = (with_fsdp, with_ddp, with_tensor_parallel, with_context_parallel)
 
 def refusals() -> dict[str, str]:
     """What is said to DTensors that are not heads over ranks, and to a mesh without a dimension for the ring."""
-    both, said = mesh_of(("cp", "tp")), dict[str, str]()
+    both, messages = mesh_of(("cp", "tp")), dict[str, str]()
     mesh = both["tp"]
     x = torch.zeros(1, 6, 4, 8)
 
@@ -206,12 +206,12 @@ def refusals() -> dict[str, str]:
         try:
             ring_sdpa(*tensors, enable_gqa=True)
         except InputError as error:
-            said[name] = f"{type(error).__name__}: {error}"
+            messages[name] = f"{type(error).__name__}: {error}"
     try:
         context_parallel(mesh_of(("dp", "ring")), buffers=[x], buffer_seq_dims=[2]).__enter__()
     except InputError as error:
-        said["mesh"] = f"{type(error).__name__}: {error}"
-    return said
+        messages["mesh"] = f"{type(error).__name__}: {error}"
+    return messages
 
 
 def everything(_: dict[str, Any]) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def test_gradients_are_those_of_one_process(answers: list[dict[str, Any]], case:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("case", "parts"),
     [
         ("replicated", ("UnsupportedError", "Replicate()", "takes Shard(1)")),
         ("tokens", ("UnsupportedError", "Shard(dim=2)", "takes Shard(1)")),
@@ -271,10 +271,10 @@ def test_gradients_are_those_of_one_process(answers: list[dict[str, Any]], case:
     ],
 )
 def test_other_meshes_and_placements_are_refused_by_name(
-    answers: list[dict[str, Any]], given: str, words: tuple[str, ...]
+    answers: list[dict[str, Any]], case: str, parts: tuple[str, ...]
 ) -> None:
     for answer in answers:
-        assert all(word in answer["said"][given] for word in words), answer["said"]
+        assert all(word in answer["said"][case] for word in parts), answer["said"]
 
 
 def test_a_ring_that_context_parallel_opened_ends_with_the_process_group(answers: list[dict[str, Any]]) -> None:

@@ -88,7 +88,7 @@ def over(ranks: int, layout: str, step: Callable[..., Tensor], gradients: str = 
         return parity(model(), step, ring.sequence(37, layout=layout), gradients=gradients, **options)
 
     first, *others = run_ranks(ranks, body)
-    assert all(str(other) == str(first) for other in others)
+    assert all(str(result) == str(first) for result in others)
     return first
 
 
@@ -96,9 +96,9 @@ def over(ranks: int, layout: str, step: Callable[..., Tensor], gradients: str = 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_right_step_is_the_step_of_one_process(ranks: int, layout: str, gradients: str) -> None:
-    found = over(ranks, layout, lambda net, seq: right(net, seq, gradients), gradients)
-    assert found.advice == "" and found.loss_error < 1e-13 and found.grad_error < 1e-12
-    assert found.loss == pytest.approx(5.55, abs=0.2) and str(found).startswith("equal to one process (loss 5.")
+    result = over(ranks, layout, lambda net, seq: right(net, seq, gradients), gradients)
+    assert result.advice == "" and result.loss_error < 1e-13 and result.grad_error < 1e-12
+    assert result.loss == pytest.approx(5.55, abs=0.2) and str(result).startswith("equal to one process (loss 5.")
 
 
 @pytest.mark.parametrize(
@@ -112,16 +112,16 @@ def test_the_right_step_is_the_step_of_one_process(ranks: int, layout: str, grad
     ],
 )
 def test_a_mistake_is_found(step: Callable[..., Tensor], layout: str, least: float) -> None:
-    found = over(2, layout, step, raises=False)
-    assert found.grad_error > least and "usual causes: labels shifted on each rank" in found.advice
+    result = over(2, layout, step, raises=False)
+    assert result.grad_error > least and "usual causes: labels shifted on each rank" in result.advice
     with pytest.raises(RingError, match=r"the sharded step is NOT equal to one process.*use seq\.positions"):
         over(2, layout, step)
 
 
 def test_a_factor_is_named() -> None:
-    found = over(4, "zigzag", without_the_ranks, raises=False)
-    assert found.ratio == pytest.approx(0.25, rel=1e-12) and found.grad_error == pytest.approx(0.75, rel=1e-12)
-    assert 'everything is 0.25 times what it should be; scale the loss by loss_scale, gradients="mean"' in found.advice
+    result = over(4, "zigzag", without_the_ranks, raises=False)
+    assert result.ratio == pytest.approx(0.25, rel=1e-12) and result.grad_error == pytest.approx(0.75, rel=1e-12)
+    assert 'everything is 0.25 times what it should be; scale the loss by loss_scale, gradients="mean"' in result.advice
     twice = over(2, "zigzag", lambda net, seq: right(net, seq, "mean"), "sum", raises=False)
     assert "everything is 2 times what it should be; scale the loss by loss_scale" in twice.advice
 
@@ -186,10 +186,10 @@ def scaled(name: str, factor: float) -> Callable[[nn.Module, Ring], None]:
 
 def test_a_small_gradient_is_judged_by_its_own_norm() -> None:
     """A hundred millionth of the others', and 110 percent off; where rounding is as large it is not judged."""
-    found = faintly(scaled("faint", 2.1))
-    assert found.wrong == ("faint",) == (found.worst,) and found.worst_error == pytest.approx(1.1, rel=1e-6)
-    assert found.grad_error < 1e-5 and "the gradients of faint differ, of " in found.advice
-    assert str(found).startswith("NOT equal to one process")
+    result = faintly(scaled("faint", 2.1))
+    assert result.wrong == ("faint",) == (result.worst,) and result.worst_error == pytest.approx(1.1, rel=1e-6)
+    assert result.grad_error < 1e-5 and "the gradients of faint differ, of " in result.advice
+    assert str(result).startswith("NOT equal to one process")
     for factor, names in ((2.1, ("faint", "key_bias")), (1.0, ("key_bias",))):
         coarse = faintly(scaled("faint", factor), single=True)
         assert coarse.advice == "" and coarse.wrong == () and coarse.not_judged == names, coarse
@@ -197,16 +197,16 @@ def test_a_small_gradient_is_judged_by_its_own_norm() -> None:
 
 
 def test_a_gradient_of_zero_is_equal_or_not_judged() -> None:
-    found = faintly(lambda net, ring: None)
-    assert found.advice == "" and found.not_judged == ("key_bias",) and found.worst_error < 1e-6
-    assert "; not judged, as small as rounding: key_bias" in str(found)
+    result = faintly(lambda net, ring: None)
+    assert result.advice == "" and result.not_judged == ("key_bias",) and result.worst_error < 1e-6
+    assert "; not judged, as small as rounding: key_bias" in str(result)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["faint", "net.norm.weight"])
 def test_a_gradient_that_is_not_finite_differs(name: str, value: float) -> None:
-    found = faintly(scaled(name, value))
-    assert found.wrong == (name,) == (found.worst,) and name in found.advice and name not in found.not_judged
+    result = faintly(scaled(name, value))
+    assert result.wrong == (name,) == (result.worst,) and name in result.advice and name not in result.not_judged
 
 
 def test_ranks_without_a_label_take_part() -> None:
@@ -233,13 +233,13 @@ def test_overlapping_modes_of_two_threads_leave_compiled_code_compiled(make: Cal
     """torch keeps whether a mode is on in flags of the process, saved at entry and restored at exit."""
     ran = [threading.Event() for _ in range(3)]
 
-    def other() -> None:
+    def overlapping() -> None:
         ran[0].wait()
         with StorageMeter() if make is _Coarsest else make():
             ran[1].set()
             ran[2].wait()
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=overlapping)
     thread.start()
     with make():
         ran[0].set()

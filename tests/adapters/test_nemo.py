@@ -82,16 +82,16 @@ def attach_cp_sdpa_hooks(model: nn.Module) -> None:
 
 def step(model: Any, sharder: Any, whole: dict[str, Tensor]) -> list[Tensor]:
     """As NeMo's recipe for language models does it: loss and gradients of this rank."""
-    context, mine = sharder.shard(whole)
+    context, shards = sharder.shard(whole)
     with context():
-        labels = mine.pop("labels")
-        loss = loss_of(model(**mine).logits, labels)
+        labels = shards.pop("labels")
+        loss = loss_of(model(**shards).logits, labels)
         grads = torch.autograd.grad(loss, list(model.parameters()))
     return [*grads, loss.detach()]
 
 
-def worst(found: list[Tensor], wanted: list[Tensor]) -> float:
-    return worst_error(zip(found, wanted, strict=True))
+def worst(actual: list[Tensor], expected: list[Tensor]) -> float:
+    return worst_error(zip(actual, expected, strict=True))
 
 
 # --- stand-ins, ranks as threads -------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ class ContextParallelSharder:
         self.shard_batch, self.indices, self.loss_mask = shard_batch, local_token_global_indices, None
 
     def shard(self, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        context, mine, self.layout = self.shard_batch(None, None, batch, loss_mask=self.loss_mask, padding_token_id=0)
-        return context, mine
+        context, shards, self.layout = self.shard_batch(None, None, batch, loss_mask=self.loss_mask, padding_token_id=0)
+        return context, shards
 
 
 @pytest.fixture
@@ -163,13 +163,13 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             compile_(compiled)
             with pytest.raises(UnsupportedError, match=r"enable_compile: .* set it to false"):
                 nemo.prepare(compiled, ring)
-        own = tiny_model("mistral", "sdpa")
-        own.prepare_model_inputs_for_cp = lambda batch, *, num_chunks=1: {}
+        nemo_model = tiny_model("mistral", "sdpa")
+        nemo_model.prepare_model_inputs_for_cp = lambda batch, *, num_chunks=1: {}
         with pytest.raises(UnsupportedError, match=r"a custom model of NeMo .*force_hf=True"):
-            nemo.prepare(own, ring)
+            nemo.prepare(nemo_model, ring)
         monkeypatch.setattr(hosts, "version", lambda package: "0.8.1" if "nemo" in package else version(package))
         with pytest.raises(UnsupportedError, match=r"checked with nemo-automodel 0\.7, but 0\.8\.1 is installed"):
-            nemo.prepare(own, ring)
+            nemo.prepare(nemo_model, ring)
 
 
 @pytest.mark.usefixtures("_stand_ins")
@@ -232,22 +232,22 @@ def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
         model, whole = change(base(tiny_model("mistral", "sdpa"))), batch(packed)
         utils.attach_context_parallel_hooks(model)
         nemo.prepare(model, mesh)
-        wanted, kept = reference(packed, base), whole["input_ids"].clone()
+        expected, kept = reference(packed, base), whole["input_ids"].clone()
         sharder = ContextParallelSharder(model, mesh, whole)
-        context, mine = sharder.shard(whole)
+        context, shards = sharder.shard(whole)
         with context():
-            labels = mine.pop("labels")
-            loss = criterion(logits=model(**mine).logits, labels=labels, num_label_tokens=TOKENS - 3)
+            labels = shards.pop("labels")
+            loss = criterion(logits=model(**shards).logits, labels=labels, num_label_tokens=TOKENS - 3)
             loss.backward()
         grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
         # FSDP2 takes the mean over ranks, of which the sum over ranks is the sum.
-        found = [*map(whole_tensor, grads), loss.detach()]
-        for one in found:
-            torch.distributed.all_reduce(one)
+        actual = [*map(whole_tensor, grads), loss.detach()]
+        for x in actual:
+            torch.distributed.all_reduce(x)
         shard = sharder.shard_token_tensor(kept)
-        assert torch.equal(shard, mine["input_ids"])
+        assert torch.equal(shard, shards["input_ids"])
         assert torch.equal(sharder.gather_token_tensor(shard, trim=True), kept)
-        return worst(found, wanted)
+        return worst(actual, expected)
 
     answers["errors"] = {
         "plain": checked(False),
@@ -267,5 +267,5 @@ def test_the_package_over_two_processes_equals_one(package: Path, monkeypatch: p
     monkeypatch.syspath_prepend(str(package))
     answers = run_ranks_in_processes("tests.adapters.test_nemo:of_processes", {}, 2, 200, 1)
     assert {answer["transformers"] for answer in answers} == {PINNED}
-    found = {case: max(answer["errors"][case] for answer in answers) for case in answers[0]["errors"]}
-    assert len(found) == 6 and max(found.values()) < 1e-10, found
+    errors = {case: max(answer["errors"][case] for answer in answers) for case in answers[0]["errors"]}
+    assert len(errors) == 6 and max(errors.values()) < 1e-10, errors

@@ -33,15 +33,15 @@ def reference(*qkv: Tensor, **options: Any) -> Tensor:
     return dense_attention(*(x.transpose(1, 2) for x in qkv), **options)[0].transpose(1, 2)
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
 # --- ring_sdpa -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("shapes", "options", "error", "words"),
+    ("shapes", "options", "error", "message"),
     [
         ([4, 4], {"attn_mask": torch.ones(6, 6, dtype=torch.bool)}, UnsupportedError, "attn_mask: .*cu_seqlens"),
         ([4, 4], {"dropout_p": 0.1}, InputError, r"dropout_p=0\.1, and .* no dropout_seed"),
@@ -49,11 +49,11 @@ def close(found: Tensor, expected: Tensor) -> None:
         ([4, 3], {"enable_gqa": True}, InputError, "4 query heads are not a multiple of 3"),
     ],
 )
-def test_sdpa_refuses_by_name(shapes: list[int], options: Any, error: type[Exception], words: str) -> None:
+def test_sdpa_refuses_by_name(shapes: list[int], options: Any, error: type[Exception], message: str) -> None:
     def body(ring: Ring) -> None:
         q, k = (whole(0, heads, 6) for heads in shapes)
         with ring.activate(ring.sequence(12)):
-            with pytest.raises(error, match=words):
+            with pytest.raises(error, match=message):
                 ring_sdpa(q, k, k, **options)
             with pytest.raises(UnsupportedError, match=r"6 queries and 5 keys on this rank: .*kv_seq"):
                 ring_sdpa(q, q[:, :, 1:], q[:, :, 1:])
@@ -213,13 +213,13 @@ def refusals() -> list[tuple[Callable[[], dict[str, Any]], str]]:
     ]
 
 
-@pytest.mark.parametrize(("make", "words"), refusals())
-def test_buffers_are_refused_before_anything_changes(make: Callable[[], dict[str, Any]], words: str) -> None:
+@pytest.mark.parametrize(("make", "message"), refusals())
+def test_buffers_are_refused_before_anything_changes(make: Callable[[], dict[str, Any]], message: str) -> None:
     with Ring() as ring:
         options = make()
-        with pytest.raises(InputError, match=words), context_parallel(ring, **options):
+        with pytest.raises(InputError, match=message), context_parallel(ring, **options):
             pass
-        assert all(len(one) == TOKENS for one in options["buffers"][:1])
+        assert all(len(buffer) == TOKENS for buffer in options["buffers"][:1])
 
 
 # --- autocast --------------------------------------------------------------------------------------------------------
@@ -232,25 +232,25 @@ def test_autocast_casts_like_sdpa(compiled: bool) -> None:
     torch._dynamo.reset()
     run = torch.compile(ring_sdpa, backend="aot_eager", fullgraph=True) if compiled else ring_sdpa
     for dtypes in (rotary, single, double):
-        given = [whole(seed).to(dtype) for seed, dtype in enumerate(dtypes)]
-        alone = [x.clone().requires_grad_() for x in given]
+        tensors = [whole(seed).to(dtype) for seed, dtype in enumerate(dtypes)]
+        alone = [x.clone().requires_grad_() for x in tensors]
         with torch.autocast("cpu", torch.bfloat16):
             expected = F.scaled_dot_product_attention(*alone, is_causal=True)
         expected.sin().sum().backward()
 
-        def body(ring: Ring, given: list[Tensor] = given) -> list[Tensor]:
+        def body(ring: Ring, tensors: list[Tensor] = tensors) -> list[Tensor]:
             seq = ring.sequence(TOKENS)
-            shards = [seq.shard(x, 2).requires_grad_() for x in given]
+            shards = [seq.shard(x, 2).requires_grad_() for x in tensors]
             with ring.activate(seq), torch.autocast("cpu", torch.bfloat16):
                 out = run(*shards, is_causal=True)
             out.sin().sum().backward()
             return [seq.gather(x, 2) for x in (out.detach(), *(x.grad for x in shards if x.grad is not None))]
 
         bound = 1e-11 if dtypes is double else 0.05
-        for found in run_ranks(2, body):
-            for one, other in zip(found, (expected.detach(), *(x.grad for x in alone)), strict=True):
-                assert other is not None
-                torch.testing.assert_close(one, other, rtol=bound, atol=bound)  # and dtypes
+        for actual in run_ranks(2, body):
+            for x, y in zip(actual, (expected.detach(), *(x.grad for x in alone)), strict=True):
+                assert y is not None
+                torch.testing.assert_close(x, y, rtol=bound, atol=bound)  # and dtypes
 
 
 # --- other ways to attend --------------------------------------------------------------------------------------------
@@ -321,8 +321,8 @@ def test_kernels_and_scripts_are_refused_inside(run: Callable[[Tensor], Tensor],
         return str(raised.value), seq.gather(out.detach()).transpose(1, 2)
 
     x = whole(0)
-    for words, out in run_ranks(2, body, engine="aten", timeout_s=20.0):
-        assert name in words and "under an active sequence attends to this rank's tokens only" in words
+    for message, out in run_ranks(2, body, engine="aten", timeout_s=20.0):
+        assert name in message and "under an active sequence attends to this rank's tokens only" in message
         close(out, reference(x, x, x, causal=True))
 
 

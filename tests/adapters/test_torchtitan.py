@@ -131,8 +131,8 @@ def of_a_model(mesh: DeviceMesh) -> dict[str, float]:
         context_parallel.apply_cp_to_forward([b.attention.inner_attention for b in sharded.layers.values()], mesh)
         expected_loss, expected = reference(adapters)
         extra = {"positions": positions}
-        mine, targets, extra = adapter.prepare_context_parallel_input(tokens, labels, extra, mesh, device, balancer)
-        loss = loss_of(sharded(mine, **extra), targets)
+        inputs, targets, extra = adapter.prepare_context_parallel_input(tokens, labels, extra, mesh, device, balancer)
+        loss = loss_of(sharded(inputs, **extra), targets)
         grads = [*torch.autograd.grad(loss, learned(sharded)), loss.detach()]
         for grad in grads:
             torch.distributed.all_reduce(grad)
@@ -152,25 +152,25 @@ def of_half_a_recipe(mesh: DeviceMesh) -> list[str]:
     set_spmd_backend("partial_dtensor")
     half, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
     context_parallel.apply_cp_to_forward([b.attention.inner_attention for b in half.layers.values()], mesh)
-    words = []
+    messages = []
     even = tokens[:, :20], labels[:, :20], {"positions": positions[:, :20]}
-    mine, _, extra = context_parallel.prepare_context_parallel_input(*even, mesh, torch.device("cpu"), "headtail")
+    inputs, _, extra = context_parallel.prepare_context_parallel_input(*even, mesh, torch.device("cpu"), "headtail")
     for _ in range(2):  # before a ring is open, and after
         try:
-            half(mine, **extra)
-            words.append("attended")
+            half(inputs, **extra)
+            messages.append("attended")
         except InputError as error:
-            words.append(str(error))
+            messages.append(str(error))
         ring = adapter.ring_of(mesh)
     with ring.activate(None):  # who asks for local attention has it
-        alone = half(mine, **extra)
+        alone = half(inputs, **extra)
     for block in half.layers.values():
         block.forward = lambda *args, run=block.forward: checkpoint(run, *args, use_reentrant=False)
     with ring.activate(None):
-        again = half(mine, **extra)
+        again = half(inputs, **extra)
     again.sum().backward()
-    words.append(str(torch.equal(again, alone)))
-    return words
+    messages.append(str(torch.equal(again, alone)))
+    return messages
 
 
 @pytest.mark.slow
@@ -219,20 +219,20 @@ def test_windows_and_what_is_made_of_lse() -> None:
 
 
 def test_autocast_casts_like_torchtitans_own() -> None:
-    own, x = ScaledDotProductAttention(ScaledDotProductAttention.Config()), torch.randn(1, 8, 2, 16)
+    torchtitans, x = ScaledDotProductAttention(ScaledDotProductAttention.Config()), torch.randn(1, 8, 2, 16)
     with Ring() as ring, torch.autocast("cpu", torch.bfloat16):
-        for given in ((x, x, x.bfloat16()), (x, x, x), (x.double(),) * 3):
+        for tensors in ((x, x, x.bfloat16()), (x, x, x), (x.double(),) * 3):
             with ring.activate(ring.sequence(8)):
-                out = adapter.RingAttention(adapter.RingAttention.Config())(*given)
-            torch.testing.assert_close(out, own(*given), rtol=0.02, atol=0.02)  # and dtypes
+                out = adapter.RingAttention(adapter.RingAttention.Config())(*tensors)
+            torch.testing.assert_close(out, torchtitans(*tensors), rtol=0.02, atol=0.02)  # and dtypes
 
 
 def test_arguments_are_those_of_torchtitan() -> None:
     theirs = inspect.signature(context_parallel.prepare_context_parallel_input).parameters
     ours = inspect.signature(adapter.prepare_context_parallel_input).parameters
     assert [(p.name, p.default) for p in theirs.values()] == [(p.name, p.default) for p in ours.values()]
-    known = set(inspect.signature(adapter.RingAttention.forward).parameters)
-    assert set(inspect.signature(ScaledDotProductAttention.forward).parameters) - known == {"is_causal"}
+    accepted = set(inspect.signature(adapter.RingAttention.forward).parameters)
+    assert set(inspect.signature(ScaledDotProductAttention.forward).parameters) - accepted == {"is_causal"}
 
 
 def test_what_is_refused() -> None:
@@ -350,8 +350,8 @@ def trained(folder: Path, ranks: int, *cases: str) -> dict[str, Any]:
     script = [str(ROOT / "tests" / "adapters" / "torchtitan_train.py"), str(file), *cases]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     run_program(*torchrun, *script, folder=folder)
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    losses: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return losses
 
 
 @pytest.fixture(scope="module")

@@ -128,15 +128,15 @@ def test_labels_that_padding_predicts(side: str) -> None:
     )
     refuses(says, input_ids=ids, attention_mask=mask, labels=labels)
     shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-    given = {"input_ids": ids, "attention_mask": mask, "shift_labels": shifted}
-    refuses(says, **given)
+    inputs = {"input_ids": ids, "attention_mask": mask, "shift_labels": shifted}
+    refuses(says, **inputs)
 
     def call(seq: Sequence) -> Any:
         seq = seq.ring.sequence(12)
-        mine = {name: seq.shard(x) for name, x in given.items()}
-        mine |= {"labels": mine["shift_labels"], "position_ids": seq.positions()[None].expand(2, -1)}
+        shards = {name: seq.shard(x) for name, x in inputs.items()}
+        shards |= {"labels": shards["shift_labels"], "position_ids": seq.positions()[None].expand(2, -1)}
         with seq.ring.activate(seq):
-            return prepare(tiny_model("llama", "eager"))(**mine, num_items_in_batch=20)
+            return prepare(tiny_model("llama", "eager"))(**shards, num_items_in_batch=20)
 
     refused(call, "shift_labels has labels at padded positions of attention_mask")
     labels[:, 1:][mask[:, :-1] == 0] = -100

@@ -36,21 +36,21 @@ class Tuner(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, **given: Any) -> Any:
-        return self.model.forward(**given)
+    def forward(self, **arguments: Any) -> Any:
+        return self.model.forward(**arguments)
 
 
-def refused(ring: Ring, model: Any, **given: Any) -> str:
+def refused(ring: Ring, model: Any, **arguments: Any) -> str:
     """What every rank is told of a call without labels, of its own tokens."""
     seq = ring.sequence(TOKENS.shape[1])
-    with pytest.raises(InputError) as told, ring.activate(seq):
-        model(input_ids=seq.shard(TOKENS), **given)
-    return str(told.value)
+    with pytest.raises(InputError) as raised, ring.activate(seq):
+        model(input_ids=seq.shard(TOKENS), **arguments)
+    return str(raised.value)
 
 
 def test_a_wrapper_that_calls_forward_is_checked() -> None:
     model = Tuner(prepare(tiny_model("llama", "eager")))
-    assert all("position_ids are missing" in told for told in run_ranks(2, lambda ring: refused(ring, model)))
+    assert all("position_ids are missing" in message for message in run_ranks(2, lambda ring: refused(ring, model)))
 
 
 def test_a_forward_that_was_replaced_is_missed() -> None:
@@ -60,10 +60,10 @@ def test_a_forward_that_was_replaced_is_missed() -> None:
     def body(ring: Ring) -> str:
         return refused(ring, model, position_ids=ring.sequence(TOKENS.shape[1]).positions()[None])
 
-    for told in run_ranks(2, body):
-        assert "the forward of LlamaForCausalLM was replaced after prepare(model)" in told
+    for message in run_ranks(2, body):
+        assert "the forward of LlamaForCausalLM was replaced after prepare(model)" in message
     assert not is_wrapped(model) and is_wrapped(prepare(model))
-    assert all("position_ids are missing" in told for told in run_ranks(2, lambda ring: refused(ring, model)))
+    assert all("position_ids are missing" in message for message in run_ranks(2, lambda ring: refused(ring, model)))
 
 
 class Doubling(nn.Module):
@@ -73,32 +73,32 @@ class Doubling(nn.Module):
         return 2 * x
 
 
-def test_what_stands_around_a_forward() -> None:
+def test_steps_around_a_forward() -> None:
     seen: list[Any] = []
     model = Doubling()
     for _ in range(2):  # the second time changes nothing
-        around_forward(model, lambda *told: seen.append(told[1:]), lambda *told: seen.append(told[1:]))
+        around_forward(model, lambda *x: seen.append(x[1:]), lambda *x: seen.append(x[1:]))
     copied = copy.deepcopy(model)
-    one = torch.ones(())
-    assert model.forward(one) == copied(one) == 2 and copied.forward.__self__ is copied
-    assert seen == [((one,), {}), ((one,), 2)] * 2
+    ones = torch.ones(())
+    assert model.forward(ones) == copied(ones) == 2 and copied.forward.__self__ is copied
+    assert seen == [((ones,), {}), ((ones,), 2)] * 2
     with pytest.raises(ValueError, match="twice"):
-        model(one, twice=True)
-    assert seen[-1] == ((one,), None)
+        model(ones, twice=True)
+    assert seen[-1] == ((ones,), None)
     assert list(inspect.signature(model.forward).parameters) == ["x", "twice"]
     assert not hasattr(model.forward, "__wrapped__")  # accelerate's unwrapping ends here
     around_forward(changed := Doubling(), lambda *_: None, lambda *_: "other")
-    assert changed(one) == "other"
+    assert changed(ones) == "other"
 
 
-def lce_forward(self: Any, **given: Any) -> Any:
+def lce_forward(self: Any, **arguments: Any) -> Any:
     """As Liger's: a loss of its own, of labels that are shifted already."""
     out = self.base_model(
-        **{name: x for name, x in given.items() if "label" not in name and name != "num_items_in_batch"}
+        **{name: x for name, x in arguments.items() if "label" not in name and name != "num_items_in_batch"}
     )
     logits = self.lm_head(out.last_hidden_state).flatten(0, 1)
-    loss = nn.functional.cross_entropy(logits, given["shift_labels"].flatten(), reduction="sum")
-    out.loss = loss / given["num_items_in_batch"]
+    loss = nn.functional.cross_entropy(logits, arguments["shift_labels"].flatten(), reduction="sum")
+    out.loss = loss / arguments["num_items_in_batch"]
     return out
 
 
@@ -146,10 +146,10 @@ def test_the_kernels_of_liger_over_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     path = os.pathsep.join([str(environment(f"liger-kernel=={LIGER}")), str(ROOT)])
     env = {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    told = call_in_program("tests.adapters.liger_ranks:compute_errors", **env)
-    assert told.pop("Liger's") == ["lce_forward", "forward", "forward", "liger_rotary_pos_emb"]
-    assert told.keys() == {"plain", "packed"}
-    assert max(told.values()) <= 1e-5, told
+    answers = call_in_program("tests.adapters.liger_ranks:compute_errors", **env)
+    assert answers.pop("Liger's") == ["lce_forward", "forward", "forward", "liger_rotary_pos_emb"]
+    assert answers.keys() == {"plain", "packed"}
+    assert max(answers.values()) <= 1e-5, answers
 
 
 def test_the_check_of_a_replaced_forward_does_not_break_compiled_graphs() -> None:

@@ -50,8 +50,8 @@ def model(name: str, of: str = "ForConditionalGeneration") -> Any:
         text_config={**TEXT, **text}, vision_config={**TOWER, **tower}, image_token_id=IMAGE, video_token_id=VIDEO,
         vision_start_token_id=62, vision_end_token_id=63,
     )  # fmt: skip
-    made = getattr(transformers, f"{classes}{of}")._from_config(config, experts_implementation="eager")
-    return filled(made)
+    instance = getattr(transformers, f"{classes}{of}")._from_config(config, experts_implementation="eager")
+    return filled(instance)
 
 
 def batch(name: str, videos: bool = True) -> dict[str, Tensor]:
@@ -59,13 +59,13 @@ def batch(name: str, videos: bool = True) -> dict[str, Tensor]:
     ids = torch.randint(3, 59, (2, 27), generator=torch.Generator().manual_seed(1))
     ids[0, 5:9] = ids[0, 12:15] = ids[1, 3:5] = IMAGE
     grids = [[1, 4, 4], [1, 2, 6], [1, 2, 4]]
-    given = {"input_ids": ids, "image_grid_thw": torch.tensor(grids), "pixel_values": pixels(grids)}
+    inputs = {"input_ids": ids, "image_grid_thw": torch.tensor(grids), "pixel_values": pixels(grids)}
     if videos:
         for start in (10, 13) if "qwen3" in name else (10, 12):  # Qwen3 has text between the frames
             ids[1, start : start + 2] = VIDEO
-        given |= {"video_grid_thw": torch.tensor([[2, 2, 4]]), "pixel_values_videos": pixels([[2, 2, 4]])}
-    given["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
-    return given
+        inputs |= {"video_grid_thw": torch.tensor([[2, 2, 4]]), "pixel_values_videos": pixels([[2, 2, 4]])}
+    inputs["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    return inputs
 
 
 def pixels(grids: list[list[int]]) -> Tensor:
@@ -74,8 +74,8 @@ def pixels(grids: list[list[int]]) -> Tensor:
 
 
 def logits(out: Any) -> Tensor:
-    found: Tensor = out.logits
-    return found
+    local: Tensor = out.logits
+    return local
 
 
 @pytest.mark.parametrize(("name", "layout"), [
@@ -109,15 +109,15 @@ def test_padding_and_loss() -> None:
         torch.testing.assert_close(loss, true, rtol=1e-5, atol=1e-5)  # rotary positions in float32
 
 
-def refused(match: str, error: type[Exception] = InputError, name: str = "qwen2_vl", **other: Any) -> None:
+def refused(match: str, error: type[Exception] = InputError, name: str = "qwen2_vl", **changes: Any) -> None:
     """On all ranks, where one of them is given this."""
 
     def body(ring: Ring) -> None:
         ours = prepare(model(name))
-        seq, mine = shard_batch(ring, batch(name, videos=False), model=ours)
-        mine |= {key: make(seq, mine) for key, make in other.items()} if ring.rank == 1 else {}
+        seq, shards = shard_batch(ring, batch(name, videos=False), model=ours)
+        shards |= {key: make(seq, shards) for key, make in changes.items()} if ring.rank == 1 else {}
         with pytest.raises(error, match=match), ring.activate(seq):
-            ours(**{key: x for key, x in mine.items() if x is not None})
+            ours(**{key: x for key, x in shards.items() if x is not None})
         ring.barrier()
 
     run_ranks(2, body, timeout_s=20.0)
@@ -125,24 +125,24 @@ def refused(match: str, error: type[Exception] = InputError, name: str = "qwen2_
 
 def test_positions_of_a_text_beside_images() -> None:
     """The model would take them, and rotate images as if they were text."""
-    refused(r"rank 1: position_ids \(2, 14\) are not the \(3, rows, tokens\)", position_ids=lambda seq, mine: (
+    refused(r"rank 1: position_ids \(2, 14\) are not the \(3, rows, tokens\)", position_ids=lambda seq, shards: (
         seq.positions()[None].expand(2, -1)))  # fmt: skip
-    refused(r"rank 1: position_ids \(3, 2, 14\) are not", position_ids=lambda seq, mine: mine["position_ids"] + 1)
+    refused(r"rank 1: position_ids \(3, 2, 14\) are not", position_ids=lambda seq, shards: shards["position_ids"] + 1)
 
 
 def test_positions_of_images_without_images() -> None:
-    refused("first of 3 rows., not .* of a text without images", pixel_values=lambda seq, mine: None,
-            image_grid_thw=lambda seq, mine: None)  # fmt: skip
+    refused("first of 3 rows., not .* of a text without images", pixel_values=lambda seq, shards: None,
+            image_grid_thw=lambda seq, shards: None)  # fmt: skip
 
 
 def test_images_in_another_form() -> None:
-    refused("takes images as pixel_values, .* without input_ids", InputError, input_ids=lambda seq, mine: None,
-            inputs_embeds=lambda seq, mine: torch.zeros(2, 14, 32, dtype=torch.float64))  # fmt: skip
-    refused("cannot compute positions for whole rows with 9 image", image_grid_thw=lambda seq, mine: (
-        mine["image_grid_thw"][:1]))  # fmt: skip
+    refused("takes images as pixel_values, .* without input_ids", InputError, input_ids=lambda seq, shards: None,
+            inputs_embeds=lambda seq, shards: torch.zeros(2, 14, 32, dtype=torch.float64))  # fmt: skip
+    refused("cannot compute positions for whole rows with 9 image", image_grid_thw=lambda seq, shards: (
+        shards["image_grid_thw"][:1]))  # fmt: skip
     more = [[1, 4, 4], [1, 2, 6], [1, 2, 4], [1, 4, 4]]
-    refused("13 image features for 9 tokens in the whole batch", pixel_values=lambda seq, mine: pixels(more),
-            image_grid_thw=lambda seq, mine: torch.tensor(more))  # fmt: skip
+    refused("13 image features for 9 tokens in the whole batch", pixel_values=lambda seq, shards: pixels(more),
+            image_grid_thw=lambda seq, shards: torch.tensor(more))  # fmt: skip
 
 
 def test_batches_that_cannot_be_placed() -> None:
@@ -167,10 +167,10 @@ def test_other_models_with_images_in_their_text() -> None:
 
     def body(ring: Ring) -> None:
         ours = prepare(filled(transformers.LlavaForConditionalGeneration(config)))
-        seq, mine = shard_batch(ring, {"input_ids": batch("qwen2_vl", videos=False)["input_ids"]})
-        told = r"LlavaModel inserts images .*seq\.shard\(inputs_embeds\)"
-        with pytest.raises(InputError, match=told), ring.activate(seq):
-            ours(**mine, pixel_values=torch.zeros(1, 3, 8, 8, dtype=torch.float64) if ring.rank else None)
+        seq, shards = shard_batch(ring, {"input_ids": batch("qwen2_vl", videos=False)["input_ids"]})
+        message = r"LlavaModel inserts images .*seq\.shard\(inputs_embeds\)"
+        with pytest.raises(InputError, match=message), ring.activate(seq):
+            ours(**shards, pixel_values=torch.zeros(1, 3, 8, 8, dtype=torch.float64) if ring.rank else None)
         ring.barrier()
 
     run_ranks(2, body, timeout_s=20.0)

@@ -51,9 +51,9 @@ def called(model: Any, **changes: Any) -> tuple[Any, dict[str, Tensor]]:
     return out, gradients(model, out.loss)
 
 
-def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+def worst(actual: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     """The greatest relative error."""
-    return worst_error(((found[name], true[name]) for name in true), floor=1.0)
+    return worst_error(((actual[name], true[name]) for name in true), floor=1.0)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2", "granite", "phi3"])  # softcap, scales, one gate_up
@@ -61,31 +61,31 @@ def test_one_process_has_the_same_loss_and_gradients(name: str) -> None:
     with InDouble():
         true, _ = called(adapter.prepare(tiny_model(name, "ringattn")))
         model = adapter.prepare(tiny_model(name, "ringattn"), **ALL).train()
-        for given in ({}, {"num_items_in_batch": None}):  # a sum over all ranks' labels, and transformers' own mean
-            wanted = called(adapter.prepare(tiny_model(name, "ringattn")), **given)
-            out, found = called(model, **given)
-            torch.testing.assert_close(out.loss, wanted[0].loss, rtol=EXACT, atol=0)
-            assert worst(found, wanted[1]) < EXACT
+        for counts in ({}, {"num_items_in_batch": None}):  # a sum over all ranks' labels, and transformers' own mean
+            expected = called(adapter.prepare(tiny_model(name, "ringattn")), **counts)
+            out, grads = called(model, **counts)
+            torch.testing.assert_close(out.loss, expected[0].loss, rtol=EXACT, atol=0)
+            assert worst(grads, expected[1]) < EXACT
             assert out.logits is None and "logits" not in out
         without = model(input_ids=PLAIN["input_ids"])
         torch.testing.assert_close(without.logits, true.logits, rtol=EXACT, atol=EXACT)
 
 
 def test_checkpoints_on_the_host_change_no_bit(host: list[int]) -> None:
-    true, grads = called(adapter.prepare(tiny_model("llama", "ringattn")).train())
+    true, expected = called(adapter.prepare(tiny_model("llama", "ringattn")).train())
     model = adapter.prepare(tiny_model("llama", "ringattn"), offload_checkpoints=True).train()
-    out, found = called(model)
-    assert torch.equal(out.loss, true.loss) and all(torch.equal(found[of], grads[of]) for of in grads)
+    out, grads = called(model)
+    assert torch.equal(out.loss, true.loss) and all(torch.equal(grads[of], expected[of]) for of in expected)
     assert host == [PLAIN["input_ids"].numel() * model.config.hidden_size] * model.config.num_hidden_layers
     again = adapter.prepare(tiny_model("llama", "ringattn"), **ALL, offload_checkpoints=True).train()
-    assert worst(called(again)[1], grads) < 1e-6  # transformers' own loss is rounded to float32
+    assert worst(called(again)[1], expected) < 1e-6  # transformers' own loss is rounded to float32
 
 
 def loss_over(ring: Ring, model: Any) -> Tensor:
     """This rank's part of the loss."""
-    seq, mine = shard_batch(ring, PLAIN, layout="zigzag")
+    seq, shards = shard_batch(ring, PLAIN, layout="zigzag")
     with ring.activate(seq):
-        loss: Tensor = model(**mine, num_items_in_batch=labels_of(PLAIN)).loss
+        loss: Tensor = model(**shards, num_items_in_batch=labels_of(PLAIN)).loss
     return loss
 
 
@@ -123,19 +123,19 @@ def test_sharded_weights_learn_the_same() -> None:
 
 def test_float32_and_bfloat16_stay_within_their_rounding() -> None:
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
-        true, grads = called(adapter.prepare(tiny_model("llama", "ringattn").to(dtype)))
-        out, found = called(adapter.prepare(tiny_model("llama", "ringattn").to(dtype), **ALL))
-        assert abs(out.loss.item() / true.loss.item() - 1) < bound and worst(found, grads) < bound
+        true, expected = called(adapter.prepare(tiny_model("llama", "ringattn").to(dtype)))
+        out, grads = called(adapter.prepare(tiny_model("llama", "ringattn").to(dtype), **ALL))
+        assert abs(out.loss.item() / true.loss.item() - 1) < bound and worst(grads, expected) < bound
 
 
 def test_lora_beneath_learns_the_same() -> None:
     model = adapter.prepare(tiny_model("llama", "ringattn").double(), **ALL)
     plain = adapter.prepare(tiny_model("llama", "ringattn").double())
-    for one in (model, plain):
-        for name, weight in one.named_parameters():
+    for module in (model, plain):
+        for name, weight in module.named_parameters():
             weight.requires_grad_("down_proj" in name)
-    (_, found), (_, true) = called(model), called(plain)
-    assert worst(found, true) < 1e-6 and all(x.abs().max() > 0 for of, x in found.items() if "down_proj" in of)
+    (_, actual), (_, true) = called(model), called(plain)
+    assert worst(actual, true) < 1e-6 and all(x.abs().max() > 0 for of, x in actual.items() if "down_proj" in of)
 
 
 def test_each_option_takes_less(host: list[int]) -> None:
@@ -171,15 +171,15 @@ def test_experts_are_refused_and_the_model_stays_as_it_was(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"tiled_mlp": 0}, "tiled_mlp=0: it must be a number of tokens"),
         ({"tiled_mlp": True}, "tiled_mlp=True: it must be a number of tokens"),
         ({"chunked_loss": -1}, "chunked_loss=-1: it must be a number of tokens"),
     ],
 )
-def test_numbers_of_tokens(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_numbers_of_tokens(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         adapter.prepare(tiny_model("llama", "ringattn"), **options)
 
 

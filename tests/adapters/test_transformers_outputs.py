@@ -36,9 +36,9 @@ CLIP = {**HEADS, "max_position_embeddings": 64, "projection_dim": 24}
 
 
 def call(seq: Sequence, model: Any, **inputs: Any) -> Any:
-    given = {"input_ids": seq.shard(ROWS), "position_ids": seq.positions()[None].expand(2, -1), **inputs}
+    arguments = {"input_ids": seq.shard(ROWS), "position_ids": seq.positions()[None].expand(2, -1), **inputs}
     with seq.ring.activate(seq):
-        return adapter.prepare(model)(**given)
+        return adapter.prepare(model)(**arguments)
 
 
 def refuses(make: Callable[[], Any], match: str, **inputs: Any) -> None:

@@ -64,9 +64,9 @@ def test_rotary_embeddings_of_packed_documents(kind: str, cuts: list[int]) -> No
 def test_rotary_embeddings_after_a_longer_text() -> None:
     """`dynamic` keeps what it chose for a longer text; a text that is short again takes it back."""
 
-    def twice(model: Any, given: dict[str, Any]) -> Any:
-        model(**given)
-        return model(**given)
+    def twice(model: Any, inputs: dict[str, Any]) -> Any:
+        model(**inputs)
+        return model(**inputs)
 
     assert far_off(lambda: rotary("dynamic"), {"input_ids": ids(40)}, call=twice) < 1e-9
 
@@ -119,8 +119,8 @@ COUNTING: dict[str, dict[str, Any]] = {
 """Names of models that put their real tokens at pad + 1, pad + 2, ..."""
 
 
-def counting(name: str, of: str = "Model", **other: Any) -> Any:
-    config = getattr(transformers, f"{name}Config")(**{**HEADS, **COUNTING[name], **other})
+def counting(name: str, of: str = "Model", **options: Any) -> Any:
+    config = getattr(transformers, f"{name}Config")(**{**HEADS, **COUNTING[name], **options})
     return filled(getattr(transformers, name + of)(config))
 
 
@@ -215,13 +215,13 @@ def test_places_on_one_rank() -> None:
     true = counting("Roberta")(**padded()).last_hidden_state
     with Ring() as ring:
         model = adapter.prepare(counting("Roberta"))
-        seq, mine = shard_batch(ring, padded(), model=model)
+        seq, shards = shard_batch(ring, padded(), model=model)
         with ring.activate(seq):
-            found = model(**mine).last_hidden_state
+            actual = model(**shards).last_hidden_state
             with pytest.raises(InputError, match=r"for whole rows .* counts .* model=model"):
-                model(**{**mine, "position_ids": mine["position_ids"] + 1})
+                model(**{**shards, "position_ids": shards["position_ids"] + 1})
     real = padded()["attention_mask"].bool()
-    torch.testing.assert_close(found[real], true[real], rtol=0, atol=1e-6)  # eager rounds to float32
+    torch.testing.assert_close(actual[real], true[real], rtol=0, atol=1e-6)  # eager rounds to float32
 
 
 def test_a_model_that_cannot_be_asked_for_its_places() -> None:

@@ -109,10 +109,10 @@ def test_a_probe_leaves_a_model_as_it_was(name: str) -> None:
 def test_rotary_embeddings_after_a_longer_text_elsewhere(kind: str) -> None:
     """One process has seen 40 tokens, and `dynamic` keeps their frequencies for the 27 of the first ring call."""
 
-    def after_longer(model: Any, given: dict[str, Any]) -> Any:
+    def after_longer(model: Any, inputs: dict[str, Any]) -> Any:
         with torch.no_grad(), activate(None):
             model(input_ids=ids(40))
-        return model(**given)
+        return model(**inputs)
 
     whole = {"input_ids": ids(27)}
     assert far_off(lambda: rotary(kind), whole, call=after_longer, told=False) < 1e-9
@@ -154,10 +154,10 @@ def test_threads_that_share_a_model_probe_it_while_another_runs_it(monkeypatch: 
     expected = model(input_ids=ids(9)).logits
     lookups = positions._lookups
 
-    def slowly(*given: Any) -> Any:
+    def slowly(*arguments: Any) -> Any:
         probing.set()
         assert done.wait(20.0)
-        return lookups(*given)
+        return lookups(*arguments)
 
     monkeypatch.setattr(positions, "_lookups", slowly)
     probe = threading.Thread(target=computes_positions, args=(model,))

@@ -112,20 +112,20 @@ def test_models_that_are_not_prepared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("bloom", "BloomForCausalLM adds ALiBi to its scores inside its attention modules; "),
         ("mpt", "MptForCausalLM adds ALiBi"),
         ("falcon", "FalconForCausalLM adds ALiBi .* and rounds its biases to bfloat16"),
     ],
 )
-def test_models_that_add_alibi_by_themselves(kind: str, told: str) -> None:
+def test_models_that_add_alibi_by_themselves(kind: str, message: str) -> None:
     """Also Bloom that was made with our name, which it takes, and which does not reach its attention."""
     alibi = {"alibi": True} if kind == "falcon" else {}
     attention = "ringattn" if kind == "bloom" else "eager"
     config = transformers.AutoConfig.for_model(kind, **SMALL, num_attention_heads=4, **alibi)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    with pytest.raises(UnsupportedError, match=told + r".*alibi_slopes=\.\.\."):
+    with pytest.raises(UnsupportedError, match=message + r".*alibi_slopes=\.\.\."):
         prepare(model)
     assert model.config._attn_implementation == attention  # as it was
     others = "reads its mask as a table" if attention == "ringattn" else "computed no attention over the ring"
@@ -141,10 +141,10 @@ def test_a_model_whose_attention_cannot_be_set() -> None:
 
 def test_encoder_and_decoder_by_themselves() -> None:
     """What the refusal of such a model advises."""
-    wanted = ROW.flip(1)
+    targets = ROW.flip(1)
 
     def alone(model: Any) -> Tensor:
-        logits: Tensor = model(input_ids=ROW, decoder_input_ids=wanted).logits
+        logits: Tensor = model(input_ids=ROW, decoder_input_ids=targets).logits
         return logits.sin().sum()
 
     def over_ring(ring: Ring, model: Any) -> Tensor:
@@ -155,7 +155,7 @@ def test_encoder_and_decoder_by_themselves() -> None:
         with ring.activate(seq):
             states = model.encoder(input_ids=seq.shard(ROW), **places).last_hidden_state
             seen = {"encoder_hidden_states": states, "encoder_attention_mask": torch.ones(states.shape[:2])}
-            logits: Tensor = model.decoder(input_ids=seq.shard(wanted), **places, **seen).logits
+            logits: Tensor = model.decoder(input_ids=seq.shard(targets), **places, **seen).logits
         return logits.sin().sum()
 
     with pytest.raises(UnsupportedError, match=r"reads its text with BertModel, .* as encoder_hidden_states"):
@@ -242,12 +242,12 @@ def test_a_text_shorter_than_the_ring(prepared: bool) -> None:
 def test_labels_of_which_the_model_would_make_another_loss() -> None:
     def call(seq: Sequence, model: Any, *without: str, **others: Any) -> None:
         shifted = seq.shard_labels(ROW)
-        given = {"labels": shifted, "shift_labels": shifted, "num_items_in_batch": 26, **others}
-        forward(seq, prepare(model), **{name: x for name, x in given.items() if name not in without})
+        arguments = {"labels": shifted, "shift_labels": shifted, "num_items_in_batch": 26, **others}
+        forward(seq, prepare(model), **{name: x for name, x in arguments.items() if name not in without})
 
-    wanted = ["shift_labels", "num_items_in_batch"]
-    refused(lambda seq: call(seq, llama(), *wanted), r"labels without shift_labels.*seq\.shard_labels")
-    refused(lambda seq: call(seq, llama(), *wanted[1:]), "labels without num_items_in_batch give a mean")
+    needed = ["shift_labels", "num_items_in_batch"]
+    refused(lambda seq: call(seq, llama(), *needed), r"labels without shift_labels.*seq\.shard_labels")
+    refused(lambda seq: call(seq, llama(), *needed[1:]), "labels without num_items_in_batch give a mean")
     routers = "output_router_logits with labels: Mixtral"
     refused(lambda seq: call(seq, experts(True)), routers)
     refused(lambda seq: call(seq, experts(False), output_router_logits=True), routers)
@@ -278,7 +278,7 @@ def test_options_that_attention_over_ranks_has_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "dropout", "told"),
+    ("config", "dropout", "advice"),
     [
         (transformers.LlamaConfig(attention_dropout=0.2), 0.2, r"config\.attention_dropout=0\.0, or call model"),
         (transformers.GPT2Config(attn_pdrop=0.1), 0.1, r"config\.attn_pdrop=0\.0, or call model\.eval\(\)"),
@@ -286,10 +286,10 @@ def test_options_that_attention_over_ranks_has_not() -> None:
         (None, 0.5, r"config\.attention_dropout=0\.0"),
     ],
 )
-def test_the_refusal_of_attention_dropout_says_what_to_set(config: Any, dropout: float, told: str) -> None:
+def test_the_refusal_of_attention_dropout_says_what_to_set(config: Any, dropout: float, advice: str) -> None:
     module = torch.nn.Module()
     module.config = config
-    says = rf"attention dropout is {dropout}, .*activate\(seq, dropout_seed=step\).*; or make the .*{told}"
+    says = rf"attention dropout is {dropout}, .*activate\(seq, dropout_seed=step\).*; or make the .*{advice}"
     with pytest.raises(InputError, match=says):
         refuse_options(module, dropout, {})
 
@@ -407,8 +407,10 @@ def test_a_table_as_mask_where_attention_is_local(name: str, kind: str) -> None:
     seen = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril().triu(-3)
     added = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
     true = tiny_model(name, "eager")(input_ids=ROW[:, :9], attention_mask=added).logits
-    mine = tiny_model(name, "ringattn")(input_ids=ROW[:, :9], attention_mask=added if kind == "added" else seen).logits
-    assert (mine - true).abs().max() < 1e-5 * true.abs().max()  # eager attention rounds to float32
+    actual = tiny_model(name, "ringattn")(
+        input_ids=ROW[:, :9], attention_mask=added if kind == "added" else seen
+    ).logits
+    assert (actual - true).abs().max() < 1e-5 * true.abs().max()  # eager attention rounds to float32
 
 
 # --- compiled --------------------------------------------------------------------------------------------------------

@@ -37,12 +37,12 @@ TOLERANCE = 1e-9
 def check_trained(folder: Path, world_size: int, cases: tuple[str, ...]) -> None:
     """Weights, losses of steps and of evaluations are those of one process."""
     entry = "tests.adapters.trainer:compute_errors"
-    found: dict[str, Any] = call_in_program(entry, str(folder), world_size, cases, timeout_s=560.0)
-    assert tuple(found) == cases
-    for case, errors in found.items():
+    answers: dict[str, Any] = call_in_program(entry, str(folder), world_size, cases, timeout_s=560.0)
+    assert tuple(answers) == cases
+    for case, errors in answers.items():
         assert errors["weights"] and max(errors["weights"].values()) <= TOLERANCE, case
-        (*mine, evaluated), (*true, truly) = errors["losses"]
-        assert len(mine) >= 2 and mine == pytest.approx(true, rel=1e-6), case  # Trainer adds these up in float32
+        (*losses, evaluated), (*true, truly) = errors["losses"]
+        assert len(losses) >= 2 and losses == pytest.approx(true, rel=1e-6), case  # Trainer adds these up in float32
         assert evaluated == pytest.approx(truly, rel=TOLERANCE), case
         counted, truly_counted = errors["counted"]
         for name in ("right", "called"):
@@ -88,12 +88,12 @@ def test_a_trainer_of_another_form(monkeypatch: pytest.MonkeyPatch, ring: Ring) 
     with pytest.raises(UnsupportedError, match=r"must inherit from RingTrainerMixin and then"):
         check_trainer(RingTrainerMixin)
     monkeypatch.setattr(transformers.Trainer, "_prepare_context_parallel_inputs", lambda self, inputs: None)
-    other = r"in another way than the checked versions 5\.18 to 5\.23.*shard_batch"
-    with pytest.raises(UnsupportedError, match=other):
+    message = r"in another way than the checked versions 5\.18 to 5\.23.*shard_batch"
+    with pytest.raises(UnsupportedError, match=message):
         RingTrainer(ring=ring)
     monkeypatch.undo()
     monkeypatch.delattr(transformers.Trainer, "get_cp_size")  # as 4.57's, which counts the labels of every process
-    with pytest.raises(UnsupportedError, match=other):
+    with pytest.raises(UnsupportedError, match=message):
         RingTrainer(ring=ring)
 
 
@@ -102,7 +102,7 @@ def test_what_needs_logits_of_a_model_that_makes_none(tmp_path: Path, ring: Ring
     plain = made(tmp_path, ring, model=tiny_model("llama", "ringattn"), args={"seed": 3}).train().training_loss
     assert made(tmp_path, ring, model=model, args={"seed": 3}).train().training_loss == pytest.approx(plain, rel=1e-6)
     with pytest.raises(UnsupportedError, match=r"^compute_metrics needs logits, .* chunked_loss"):
-        made(tmp_path, ring, model=model, compute_metrics=lambda found: {})
+        made(tmp_path, ring, model=model, compute_metrics=lambda evaluation: {})
     with pytest.raises(UnsupportedError, match=r"^prediction needs logits, .* chunked_loss"):
         made(tmp_path, ring, model=model, eval_dataset=texts()).predict(texts())
 
@@ -187,7 +187,7 @@ def own_function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> A
 
 
 @pytest.mark.parametrize(
-    ("bases", "given"),
+    ("bases", "options"),
     [
         ((OwnLoss, RingTrainer), {}),
         ((RingTrainerMixin, Between), {}),
@@ -195,10 +195,10 @@ def own_function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> A
     ],
 )
 def test_a_loss_of_the_users_beside_another_scale(
-    bases: tuple[type, ...], given: dict[str, Any], tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch
+    bases: tuple[type, ...], options: dict[str, Any], tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = type("Ours", bases, {})
-    made(tmp_path, ring, kind, **given).train()
+    made(tmp_path, ring, kind, **options).train()
 
     def compute_loss(self: Any, model: Any, inputs: Any, *others: Any, **options: Any) -> Any:
         return model(**inputs).loss * self.accelerator.num_processes  # as in transformers 5.18
@@ -206,7 +206,7 @@ def test_a_loss_of_the_users_beside_another_scale(
     monkeypatch.setattr(transformers.Trainer, "compute_loss", compute_loss)
     made(tmp_path, ring)
     with pytest.raises(UnsupportedError, match=r"compute_loss of Ours, or compute_loss_func: .* transformers 5\.20"):
-        made(tmp_path, ring, kind, **given)
+        made(tmp_path, ring, kind, **options)
 
 
 def test_a_loss_that_is_set_later(tmp_path: Path, ring: Ring) -> None:
@@ -224,7 +224,10 @@ def test_a_loss_that_is_set_later(tmp_path: Path, ring: Ring) -> None:
 
 
 def test_metrics_beside_a_loss_of_the_users(tmp_path: Path, ring: Ring) -> None:
-    metrics = {"compute_metrics": lambda found: {"shape": found.predictions.shape}, "eval_dataset": texts()[:2]}
+    metrics = {
+        "compute_metrics": lambda evaluation: {"shape": evaluation.predictions.shape},
+        "eval_dataset": texts()[:2],
+    }
     trainer = made(tmp_path, ring, compute_loss_func=own_function, **metrics)
     assert tuple(trainer.evaluate()["eval_shape"]) == (2, 11, 64)
 
@@ -256,7 +259,7 @@ def test_a_model_that_was_not_prepared(tmp_path: Path, ring: Ring) -> None:
 
 def test_outputs_that_are_not_of_tokens(tmp_path: Path, ring: Ring) -> None:
     trainer = made(
-        tmp_path, ring, eval_dataset=texts(), compute_metrics=lambda found: {"texts": len(found.predictions)}
+        tmp_path, ring, eval_dataset=texts(), compute_metrics=lambda evaluation: {"texts": len(evaluation.predictions)}
     )
     assert trainer.evaluate()["eval_texts"] == len(texts())
     with pytest.raises(UnsupportedError, match=r"the model returns a \(3, 5\), .*name it in ignore_keys"):
@@ -268,9 +271,9 @@ def test_streams(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) ->
         Stream(texts()),
         r"Stream is an IterableDataset.*\{\"dispatch_batches\": False\}.*a data set with a le",
     )
-    for given in ({"train_dataset": stream}, {"eval_dataset": stream}, {"eval_dataset": {"a": texts(), "b": stream}}):
+    for options in ({"train_dataset": stream}, {"eval_dataset": stream}, {"eval_dataset": {"a": texts(), "b": stream}}):
         with pytest.raises(UnsupportedError, match=cut):
-            made(tmp_path, ring, **given)
+            made(tmp_path, ring, **options)
     with pytest.raises(UnsupportedError, match=cut):
         made(tmp_path, ring).evaluate(stream)
     trainer = made(tmp_path, ring)

@@ -36,12 +36,12 @@ WHOLE = VERSIONS if os.environ.get(EVERY_CELL) else ("4.57.6", "5.18.0")
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_version_in_an_environment_of_its_own(version: str, tmp_path: Path) -> None:
-    found = cells(version, tmp_path, *(() if version in WHOLE else OTHERS))
-    assert not {name: x for name, x in found.items() if isinstance(x, float) and not x <= TOLERANCE}
-    said = documented(version)
-    assert len(found) == len(said if version in WHOLE else OTHERS)
-    assert {name: "refused" if isinstance(x, str) else "exact" for name, x in found.items()} == {
-        name: said[name] for name in found
+    actual = cells(version, tmp_path, *(() if version in WHOLE else OTHERS))
+    assert not {name: x for name, x in actual.items() if isinstance(x, float) and not x <= TOLERANCE}
+    claimed = documented(version)
+    assert len(actual) == len(claimed if version in WHOLE else OTHERS)
+    assert {name: "refused" if isinstance(x, str) else "exact" for name, x in actual.items()} == {
+        name: claimed[name] for name in actual
     }
 
 
@@ -82,8 +82,8 @@ def test_chunks_of_packed_documents(by_document: bool, cuts: list[int], monkeypa
     function = chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64))
     spec = mask_spec(batch_size=1, q_length=17, kv_length=17, mask_function=function, local_size=5)
     with Ring() as ring:
-        ((found, rows),) = spec.rows(ring.sequence(cu_seqlens=[0, 4, 17]), lambda rows: None)
-    assert list(found.documents or ()) == cuts and rows == (0,)
+        ((row_seq, rows),) = spec.rows(ring.sequence(cu_seqlens=[0, 4, 17]), lambda rows: None)
+    assert list(row_seq.documents or ()) == cuts and rows == (0,)
 
 
 def test_every_version_has_a_column() -> None:

@@ -40,15 +40,15 @@ def with_trl() -> dict[str, str]:
 def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
     """Weights after three steps, every metric that SFTTrainer logs, and gradients of every kind of adapter."""
     answers = call_in_program("tests.adapters.sft:compute_errors", str(tmp_path), timeout_s=560.0, **with_trl())
-    found, adapters, with_lora = answers["sft"], answers["adapters"], answers["modes"]
-    assert len(found) >= 14
-    for case, errors in found.items():
+    trainings, adapters, with_lora = answers["sft"], answers["adapters"], answers["modes"]
+    assert len(trainings) >= 14
+    for case, errors in trainings.items():
         assert errors["weights"] <= TOLERANCE, case
         logged, truly = errors["logged"]
-        assert len(logged) == len(truly) == 4 and {len(one) for one in truly} == {4}, case
-        for mine, true in zip(logged, truly, strict=True):
-            assert mine[0] == pytest.approx(true[0], rel=OF_LOGGED_LOSSES), case
-            assert mine[1:] == pytest.approx(true[1:], rel=TOLERANCE), case
+        assert len(logged) == len(truly) == 4 and {len(values) for values in truly} == {4}, case
+        for actual, true in zip(logged, truly, strict=True):
+            assert actual[0] == pytest.approx(true[0], rel=OF_LOGGED_LOSSES), case
+            assert actual[1:] == pytest.approx(true[1:], rel=TOLERANCE), case
     assert len(adapters["off by"]) == 18 and max(adapters["off by"].values()) <= TOLERANCE, adapters
     assert adapters["saved"] <= TOLERANCE < 1e-3 < adapters["changed"]
     for kind, says in REFUSED.items():
@@ -61,13 +61,13 @@ def test_the_page_of_trainers_runs_on_two_ranks(tmp_path: Path) -> None:
     page = tmp_path / "page.py"
     page.write_text(code_of("embedding-trainers.md"), encoding="utf-8")
     printed = run_under_torchrun([str(page)], tmp_path, 2, 560.0, tmp_path, **with_trl())
-    for words in ("SFTTrainer: [", "\nTrainer: ", "\ngenerated: 6", "configuration: "):
-        assert printed.count(words) == 2, printed
+    for text in ("SFTTrainer: [", "\nTrainer: ", "\ngenerated: 6", "configuration: "):
+        assert printed.count(text) == 2, printed
 
 
 @pytest.mark.slow
 def test_every_other_trainer_of_trl_is_refused() -> None:
-    said = call_in_program("tests.adapters.sft:refused_trainers", **with_trl())
-    assert {"DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"} <= set(said)
-    for name, words in said.items():
-        assert words.startswith(f"TRL's {name} "), (name, words)
+    messages = call_in_program("tests.adapters.sft:refused_trainers", **with_trl())
+    assert {"DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"} <= set(messages)
+    for name, message in messages.items():
+        assert message.startswith(f"TRL's {name} "), (name, message)

@@ -89,10 +89,10 @@ def real(inputs: dict[str, Tensor]) -> Tensor:
 # --- losses and metrics of users -------------------------------------------------------------------------------------
 
 
-def accuracy(found: EvalPrediction) -> dict[str, float]:
+def accuracy(evaluation: EvalPrediction) -> dict[str, float]:
     """How many of the labels are what the model would say next."""
-    said, labels = found.predictions[:, :-1], found.label_ids[:, 1:]
-    return {"accuracy": float((said == labels)[labels != -100].mean())}
+    predicted, labels = evaluation.predictions[:, :-1], evaluation.label_ids[:, 1:]
+    return {"accuracy": float((predicted == labels)[labels != -100].mean())}
 
 
 def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
@@ -317,15 +317,15 @@ def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict
 @in_double()
 def trained(folder: str, case: str, rings: int = 0) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
     """Weights after a few steps, all losses, of the steps and of evaluations, and whatever else was counted."""
-    kind, options, given = settings(case, rings)
+    kind, options, data = settings(case, rings)
     args = TrainingArguments(output_dir=folder, **options)
     if args.fsdp:
         as_on_accelerators()
     if rings and not case.endswith(BY_CONFIGURATION):
         mesh = init_device_mesh("cpu", (rings, args.world_size // rings), mesh_dim_names=("dp", "cp"))
         with Ring(mesh, timeout_s=60.0) as ring:
-            return run(type("Ours", (RingTrainerMixin, kind), {})(args=args, ring=ring, **given))
-    return run(kind(args=args, **given))
+            return run(type("Ours", (RingTrainerMixin, kind), {})(args=args, ring=ring, **data))
+    return run(kind(args=args, **data))
 
 
 def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:

@@ -42,13 +42,13 @@ def flattened() -> dict[str, Any]:
     """The same documents as the host's collator packs them, with their cumulative lengths."""
     row = batches()["packed"]["input_ids"][0].tolist()
     texts = [{"input_ids": row[start:stop]} for start, stop in pairwise(DOCUMENTS)]
-    made: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(texts)
-    return made
+    batch: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(texts)
+    return batch
 
 
-def eager(name: str, **other: Any) -> Callable[[], Any]:
+def eager(name: str, **options: Any) -> Callable[[], Any]:
     """How a model with eager attention is made."""
-    return lambda: tiny_model(name, "eager", **other)
+    return lambda: tiny_model(name, "eager", **options)
 
 
 # --- exact ----------------------------------------------------------------------------------------------------------

@@ -43,14 +43,14 @@ def packages(version: str) -> Path:
 
 def cells(version: str, folder: Path, *names: str) -> dict[str, Verdict]:
     """What this version does, by cell, of these or of all; `folder` is for files. Raises where the script fails."""
-    besides = [str(environment(*some)) for some in (BEFORE_TRL.get(version, ()), WITH_TRL) if some]
+    besides = [str(environment(*extra)) for extra in (BEFORE_TRL.get(version, ()), WITH_TRL) if extra]
     path = os.pathsep.join([str(packages(version)), *besides, str(ROOT)])
     variables = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     variables["PYTHONDONTWRITEBYTECODE"] = ""  # pip has not compiled these packages
-    found: dict[str, Verdict] = call_in_program(
+    verdicts: dict[str, Verdict] = call_in_program(
         "tests.adapters.version_cells:verdicts", str(folder), *names, **variables
     )
-    return found
+    return verdicts
 
 
 def documented(version: str) -> dict[str, str]:
