@@ -48,7 +48,7 @@ CELLS = [Cell(*values) for values in product(KINDS, COMPILED, DATA, (1, 2, 3))]
 
 
 def make_batch(data: str, number: int) -> dict[str, Tensor]:
-    """Return batch `number`, of one row. Packed ones have as many tokens as each other, and different documents."""
+    """Return batch `number`, of one row. Packed batches have equal numbers of tokens, and different documents."""
     if data == "packed":
         cuts = [0, 2 + number % 7, 12 + number % 5, 24]
     else:

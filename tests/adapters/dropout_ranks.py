@@ -31,7 +31,7 @@ CASES = (("gpt2", "plain"), ("gpt2", "packed"), ("gpt2", "padded"), ("llama", "p
 """Models and batches; the number of a case is its step."""
 
 
-def made(name: str, attention: str) -> Any:
+def build(name: str, attention: str) -> Any:
     """In training mode, with attention dropout alone."""
     if name == "llama":
         return tiny_model("llama", attention, attention_dropout=P)
@@ -61,19 +61,19 @@ class KnownDropout:
         if self.is_padded:
             parts = [(part, seed_from(seed, number)) for number, part in enumerate(PARTS)]
         kept = torch.empty(rows, heads, tokens, tokens, dtype=torch.float64)
-        for part, own in parts:
-            kept[part] = philox.kept(len(part), heads, tokens, tokens, own, dropout)
+        for part, part_seed in parts:
+            kept[part] = philox.kept(len(part), heads, tokens, tokens, part_seed, dropout)
         assert dropout == P
         scores = q @ k.mT * (dim**-0.5 if scaling is None else scaling) + mask
         return (scores.softmax(-1) * kept @ v).transpose(1, 2).contiguous(), None
 
 
-def known(name: str, batch: Batch, step: int) -> dict[str, Tensor]:
+def reference_values(name: str, batch: Batch, step: int) -> dict[str, Tensor]:
     """Logits, loss and gradients of one process."""
     AttentionInterface.register(NAME, KnownDropout(batch, step))
     AttentionMaskInterface.register(NAME, AttentionMaskInterface()["eager"])
     with InDouble():
-        return one_process(made(name, NAME), batch)
+        return one_process(build(name, NAME), batch)
 
 
 def rank(expected: list[dict[str, Tensor]], number: int) -> list[float]:
@@ -82,7 +82,7 @@ def rank(expected: list[dict[str, Tensor]], number: int) -> list[float]:
     errors = []
     with Ring(timeout_s=60.0) as ring, in_double():  # no mode reaches what is computed again
         for step, (name, kind) in enumerate(CASES):
-            model = prepare(made(name, "eager"))
+            model = prepare(build(name, "eager"))
             model.gradient_checkpointing_enable(HOW[(step + ring.world_size // 2) % 2])
             model.enable_input_require_grads()  # a reentrant checkpoint has no gradients without
             errors.append(over_ranks(ring, model, batches()[kind], expected[step], dropout_seed=step))
@@ -92,6 +92,8 @@ def rank(expected: list[dict[str, Tensor]], number: int) -> list[float]:
 def compute_errors() -> list[list[float]]:
     """Return the errors on the first of 2 ranks and of 4, by case."""
     for name in ("gpt2", "llama"):
-        made(name, "eager")  # imported here, so that no process that is forked has to
-    (expected,) = forked(lambda: [known(name, batches()[kind], step) for step, (name, kind) in enumerate(CASES)])
+        build(name, "eager")  # imported here, so that no process that is forked has to
+    (expected,) = forked(
+        lambda: [reference_values(name, batches()[kind], step) for step, (name, kind) in enumerate(CASES)]
+    )
     return [forked_ranks(world_size, partial(rank, expected))[0] for world_size in (2, 4)]

@@ -1,7 +1,7 @@
 """Liger's own kernels in a Llama over two ranks (threads) against one process without Liger, on the CPU.
 
-For a process with liger-kernel importable and TRITON_INTERPRET=1. Triton's interpreter is told three things that its
-compiler does by itself.
+For a process with liger-kernel importable and TRITON_INTERPRET=1. Triton's interpreter needs three settings that its
+compiler does not.
 """
 
 from __future__ import annotations

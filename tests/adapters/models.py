@@ -1,7 +1,7 @@
 """Tiny configurations of language models from transformers, one for each architecture that the adapter is tested with.
 
-Windows are shorter than a shard of the tests and longer than one token, heads are grouped, and whatever marks an
-architecture is on: softcap, sinks, values of another size, experts, layers without rotary positions.
+Windows are shorter than a shard in the tests and longer than one token, heads are grouped, and the special features of
+an architecture are on: softcap, sinks, values of another size, experts, layers without rotary positions.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_model(name: str, attention: str, **options: Any) -> Any:
-    """A causal language model with the same random float64 weights for every `attention`, in training mode.
+    """Return a causal language model with the same random float64 weights for every `attention`, in training mode.
 
     Weights are drawn wide, so that attention is far from uniform and every parameter matters.
     """
@@ -75,7 +75,7 @@ def tiny_model(name: str, attention: str, **options: Any) -> Any:
 
 
 def filled(model: Any) -> Any:
-    """The model with random float64 weights that depend on nothing but their shapes and order."""
+    """Return the model with random float64 weights that depend only on their shapes and order."""
     model = model.double().train()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def filled(model: Any) -> Any:
 
 
 def with_lora(model: Any) -> Any:
-    """Adapters beside two projections, with random weights, since theirs begin as zeros."""
+    """Add LoRA adapters to two projections, with random weights, because LoRA starts with zeros."""
     from peft import LoraConfig, get_peft_model
 
     wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
@@ -105,8 +105,8 @@ def bert_config(**options: Any) -> BertConfig:
     )  # fmt: skip
 
 
-def made(of: str, config: str, **options: Any) -> Any:
-    """A model of transformers by the names of its class and of its configuration."""
+def build_model(of: str, config: str, **options: Any) -> Any:
+    """Build a transformers model from the names of its class and of its configuration."""
     return filled(getattr(transformers, of)(getattr(transformers, config)(**options)))
 
 

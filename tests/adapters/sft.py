@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: the data, and what differs of SFTConfig."""
 OVER_RANKS = "fsdp", "fsdp_config", "torch_compile", "torch_compile_backend"
-"""Options that one process does without."""
+"""Options that the reference process does not need."""
 METRICS = ("loss", "entropy", "mean_token_accuracy", "num_tokens")
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}w1 {% generation %}{{ m.content }} w2{% endgeneration %}"
@@ -74,28 +74,32 @@ TEMPLATE = (
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A word for each of 64 tokens: w0, w1, ..."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w3"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    vocabulary = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w3"))
+    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="w0", bos_token="w1", eos_token="w2", chat_template=TEMPLATE
+        tokenizer_object=vocabulary, pad_token="w0", bos_token="w1", eos_token="w2", chat_template=TEMPLATE
     )
 
 
 def data(kind: str) -> Dataset:
-    """Fourteen texts of other lengths."""
+    """Return fourteen texts of different lengths."""
     generator = torch.Generator().manual_seed(3)
 
-    def words(count: int) -> str:
+    def random_words(count: int) -> str:
         return " ".join(f"w{i}" for i in torch.randint(4, 64, (count,), generator=generator).tolist())
 
     counts = [5 + 7 * i % 23 for i in range(14)]
     if kind == "text":
-        return Dataset.from_list([{"text": words(n) + " w2"} for n in counts])
+        return Dataset.from_list([{"text": random_words(n) + " w2"} for n in counts])
     if kind == "completions":
-        return Dataset.from_list([{"prompt": words(n // 2), "completion": f" {words(n)} w2"} for n in counts])
-    said = [("user", 3), ("assistant", 5), ("user", 2)]
-    turns = [[{"role": role, "content": words(n % 7 + more)} for role, more in said] for n in counts]
-    return Dataset.from_list([{"messages": [*turn, {"role": "assistant", "content": words(4)}]} for turn in turns])
+        return Dataset.from_list(
+            [{"prompt": random_words(n // 2), "completion": f" {random_words(n)} w2"} for n in counts]
+        )
+    roles = [("user", 3), ("assistant", 5), ("user", 2)]
+    turns = [[{"role": role, "content": random_words(n % 7 + more)} for role, more in roles] for n in counts]
+    return Dataset.from_list(
+        [{"messages": [*turn, {"role": "assistant", "content": random_words(4)}]} for turn in turns]
+    )
 
 
 def trained(folder: str, case: str, ring: Ring | None) -> tuple[dict[str, Tensor], list[list[float]]]:
@@ -109,25 +113,27 @@ def trained(folder: str, case: str, ring: Ring | None) -> tuple[dict[str, Tensor
         "disable_tqdm": True, "optim": "sgd", "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
         "max_length": 40, "lr_scheduler_type": "constant",
     }  # fmt: skip
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "model": tiny_model("llama", "eager"), "processing_class": tokenizer(),
         "train_dataset": data(kind), "eval_dataset": data(kind).select(range(5)),
         "args": SFTConfig(output_dir=f"{folder}/{case}", **{**settings, **differs}),
     }  # fmt: skip
     if "LoRA" in case:
         torch.manual_seed(7)
-        given["peft_config"] = LoraConfig(**LORA)
-    if given["args"].fsdp:
+        arguments["peft_config"] = LoraConfig(**LORA)
+    if arguments["args"].fsdp:
         as_on_accelerators()
-    trainer = SFTTrainer(**given) if ring is None else RingSFTTrainer(ring=ring, **given)
+    trainer = SFTTrainer(**arguments) if ring is None else RingSFTTrainer(ring=ring, **arguments)
     trainer.train()
-    if given["args"].fsdp:
+    if arguments["args"].fsdp:
         assert all(isinstance(weight, DTensor) for weight in trainer.model.parameters())
     weights = {name: whole(p.detach()) for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.evaluate()
-    logged = [[one[name] for name in METRICS if name in one] for one in trainer.state.log_history if "loss" in one]
-    found = [one for one in trainer.state.log_history if "eval_loss" in one]
-    logged += [[one[f"eval_{name}"] for name in METRICS if f"eval_{name}" in one] for one in found]
+    logged = [
+        [entry[name] for name in METRICS if name in entry] for entry in trainer.state.log_history if "loss" in entry
+    ]
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    logged += [[entry[f"eval_{name}"] for name in METRICS if f"eval_{name}" in entry] for entry in evaluations]
     if case == "LoRA" and (ring is None or ring.rank == 0):
         trainer.save_model(f"{folder}/adapter-{0 if ring is None else RANKS}")
     return weights, logged
@@ -160,7 +166,7 @@ def train_errors(folder: str, *cases: str) -> dict[str, Any]:
 @in_double()
 def adapters(folder: str) -> dict[str, Any]:
     """PeftModels prepared before and after, by threads, and adapters saved by a ring."""
-    found: dict[str, Any] = {"off by": {}, "saved": 0.0}
+    answers: dict[str, Any] = {"off by": {}, "saved": 0.0}
     tokens = torch.randint(3, 64, (2, 27), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens.clone()}
     kinds = {
@@ -183,25 +189,25 @@ def adapters(folder: str) -> dict[str, Any]:
 
             def body(ring: Ring, models_made: list[Any] = models_made) -> dict[str, Tensor]:
                 model = models_made[ring.rank]
-                seq, mine = shard_batch(ring, batch)
+                seq, shards = shard_batch(ring, batch)
                 with ring.activate(seq):
-                    loss = model(**mine, num_items_in_batch=(tokens.shape[1] - 1) * 2).loss
+                    loss = model(**shards, num_items_in_batch=(tokens.shape[1] - 1) * 2).loss
                 return summed_gradients(ring, model, loss)
 
             grads = run_ranks(RANKS, body, timeout_s=20.0)[0]
             learned = [name for name, grad in true.items() if grad.any()]
-            found["off by"][f"{kind}: {order}"] = worst_error((grads[name], true[name]) for name in learned)
+            answers["off by"][f"{kind}: {order}"] = worst_error((grads[name], true[name]) for name in learned)
     one, two = (
         PeftModel.from_pretrained(tiny_model("llama", "eager"), f"{folder}/adapter-{n}").double() for n in (0, RANKS)
     )
-    found["saved"] = (one(tokens).logits - two(tokens).logits).abs().max().item()
-    found["changed"] = (one(tokens).logits - tiny_model("llama", "eager")(tokens).logits).abs().max().item()
-    found["refused"] = refused(batch)
-    return found
+    answers["saved"] = (one(tokens).logits - two(tokens).logits).abs().max().item()
+    answers["changed"] = (one(tokens).logits - tiny_model("llama", "eager")(tokens).logits).abs().max().item()
+    answers["refused"] = refused(batch)
+    return answers
 
 
 def other_adapters(tokens: list[int]) -> dict[str, Any]:
-    """The other kinds that are let through; one of them learns these tokens."""
+    """Return the other supported kinds; one of them trains these tokens."""
     to = {"target_modules": ["q_proj", "v_proj", "up_proj"], "task_type": "CAUSAL_LM"}
     return {
         "IA3": peft.IA3Config(**to, feedforward_modules=["up_proj"], init_ia3_weights=False),
@@ -215,7 +221,7 @@ def other_adapters(tokens: list[int]) -> dict[str, Any]:
 
 
 def refused(batch: dict[str, Tensor]) -> dict[str, str]:
-    """What is said of kinds of adapters that look at more than one token."""
+    """Return the refusals of adapters that use more than one token."""
     to = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
     lora = peft.LoraConfig(**to)
     configs = {
@@ -233,10 +239,10 @@ def refused(batch: dict[str, Tensor]) -> dict[str, str]:
         model = get_peft_model(prepare(tiny_model("llama", "eager")), config)  # nothing has seen the adapter yet
 
         def body(ring: Ring, model: Any = model) -> str:
-            seq, mine = shard_batch(ring, batch)
+            seq, shards = shard_batch(ring, batch)
             try:
                 with ring.activate(seq):
-                    model(**mine, num_items_in_batch=9)
+                    model(**shards, num_items_in_batch=9)
             except InputError as error:
                 return str(error)
             return ""
@@ -250,33 +256,33 @@ def modes(folder: str) -> dict[str, float]:
     """How far a model with LoRA is from one process, by mode of the table of hosts."""
     trainers = ("packed, LoRA", "packed, LoRA by configuration")
     trained = plain_trainer.compute_errors(folder, RANKS, list(trainers))
-    found = {name: max(trained[name]["weights"].values()) for name in trainers}
+    errors = {name: max(trained[name]["weights"].values()) for name in trainers}
     make, packed = eager("llama"), batches()["packed"]
-    found["FSDP2"] = far_off_sharded(lambda: with_lora(make()), packed)
-    found["plain"] = far_from_one(make, batches()["plain"], train=with_lora)
-    found["packed"] = far_from_one(make, packed, train=with_lora)
-    found["checkpointing"] = far_from_one(make, packed, train=lambda model: checkpointed(with_lora(model)))
-    found["compile"] = far_off_compiled(
+    errors["FSDP2"] = far_off_sharded(lambda: with_lora(make()), packed)
+    errors["plain"] = far_from_one(make, batches()["plain"], train=with_lora)
+    errors["packed"] = far_from_one(make, packed, train=with_lora)
+    errors["checkpointing"] = far_from_one(make, packed, train=lambda model: checkpointed(with_lora(model)))
+    errors["compile"] = far_off_compiled(
         lambda attention: with_lora(tiny_model("llama", attention, num_hidden_layers=1)),
         packed["input_ids"][:, :24], [*DOCUMENTS[:-1], 24],
     )  # fmt: skip
-    return found
+    return errors
 
 
 def compute_errors(folder: str) -> dict[str, Any]:
     """Return the errors of every case, kind of adapter and mode."""
     trained = train_errors(folder, *CASES)
-    (found,) = forked(partial(adapters, folder))
-    return {"sft": trained, "adapters": found, "modes": modes(folder)}
+    (answers,) = forked(partial(adapters, folder))
+    return {"sft": trained, "adapters": answers, "modes": modes(folder)}
 
 
 def refused_trainers() -> dict[str, str]:
     """By the name of each trainer of TRL, how it is refused before it is made, or "taken"."""
-    found = {}
+    messages = {}
     for name in sorted(name for name in dir(trl) if name.endswith("Trainer")):
         try:
             check_trainer(type("Ours", (RingTrainerMixin, getattr(trl, name)), {}))
-            found[name] = "taken"
+            messages[name] = "taken"
         except UnsupportedError as error:
-            found[name] = str(error)
-    return found
+            messages[name] = str(error)
+    return messages

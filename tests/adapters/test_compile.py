@@ -53,7 +53,7 @@ class Layers(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No compiled code of other tests, and no processes that compile beside this one.
+    """Start without compiled code of other tests, and without parallel compile processes.
 
     Inductor's cache on disk knows neither an operator's fake shapes nor ATEN_CPU_CAPABILITY.
     """
@@ -96,7 +96,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
 
 
-# Thread ranks share dynamo's caches: its counters count both, and each rank compiles a model of its own.
+# Thread ranks share dynamo's caches: its counters count all ranks, and each rank compiles a separate model.
 
 
 def test_layers_compile_into_one_graph() -> None:
@@ -199,8 +199,8 @@ def test_wrong_options_are_those_of_the_ring() -> None:
     def body(ring: Ring) -> None:
         seq = ring.sequence(cu_seqlens=DOCUMENTS, layout="striped")
         q, k = (seq.shard(torch.zeros(2, TOKENS, heads, 8)) for heads in (4, 2))
-        for wrong, told in WRONG:
-            with pytest.raises(InputError, match=told):
+        for wrong, message in WRONG:
+            with pytest.raises(InputError, match=message):
                 ring_attention(q, k, k, seq, causal=True, **wrong)
         with pytest.raises(InputError, match="needs a window"):  # by the operator itself, as compiled code calls it
             attention(q, k, k, None, seq.handle, "", True, None, None, "global_tokens:1", None, None, None, 0.0, None,
@@ -227,11 +227,11 @@ def test_compiled_calls_take_every_mask_and_other_seeds_without_compiling_again(
             run = torch.compile(lambda x, seed: attend(x, x, x, dropout_seed=seed), backend=counter, fullgraph=True)
             for seed in seeds:
                 with ring.activate(seq):
-                    found = run(seq.shard(x), seed)
+                    compiled_out = run(seq.shard(x), seed)
                 local = seq.shard(x)
                 expected = ring.attention(local, local, local, seq, dropout_seed=seed, **options, **more)
-                torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
-                grads = [torch.autograd.grad(out.sin().sum(), x)[0] for out in (found, expected)]
+                torch.testing.assert_close(compiled_out, expected, rtol=1e-13, atol=1e-13)
+                grads = [torch.autograd.grad(out.sin().sum(), x)[0] for out in (compiled_out, expected)]
                 torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
             assert counter.frame_count <= most_graphs
 
@@ -244,7 +244,7 @@ def test_compiled_calls_take_every_mask_and_other_seeds_without_compiling_again(
 
 
 def test_sinks_of_sharded_heads() -> None:
-    """As a DTensor beside DTensors; the ring itself refuses any DTensor by name."""
+    """Sinks may be a DTensor if q, k and v are. `Ring.attention` refuses any DTensor by name."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))

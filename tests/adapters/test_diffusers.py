@@ -197,18 +197,18 @@ def test_a_joint_sequence_deals_out_both_streams() -> None:
 
 @pytest.mark.parametrize("text", ["sharded", "whole"])
 def test_a_block_with_cross_attention_equals_one_process(text: str) -> None:
-    image, words = randn(2, 11, DIM), randn(2, 6, 12, seed=1)
+    image, prompt = randn(2, 11, DIM), randn(2, 6, 12, seed=1)
     alone = block()
-    reference = alone(image, encoder_hidden_states=words)
+    reference = alone(image, encoder_hidden_states=prompt)
     expected = gradients(alone, reference)
 
     def body(ring: Ring) -> None:
         model, seq, text_seq = block(), ring.sequence(11, layout="contiguous"), ring.sequence(6)
         for attention in (model.attn1, model.attn2):
             attention.set_processor(RingAttnProcessor())
-        mine, kv_seq = (text_seq.shard(words), text_seq) if text == "sharded" else (words, "whole")
+        shard, kv_seq = (text_seq.shard(prompt), text_seq) if text == "sharded" else (prompt, "whole")
         with ring.activate(seq):
-            out = model(seq.shard(image), encoder_hidden_states=mine, cross_attention_kwargs={"kv_seq": kv_seq})
+            out = model(seq.shard(image), encoder_hidden_states=shard, cross_attention_kwargs={"kv_seq": kv_seq})
         torch.testing.assert_close(seq.gather(out), reference, rtol=1e-10, atol=1e-10)
         check(ring, model, out, expected)
 
@@ -216,18 +216,18 @@ def test_a_block_with_cross_attention_equals_one_process(text: str) -> None:
 
 
 def test_without_a_ring_a_block_is_that_of_diffusers() -> None:
-    image, words, mask = randn(2, 11, DIM), randn(2, 6, 12, seed=1), torch.zeros(2, 1, 6, dtype=torch.float64)
+    image, prompt, mask = randn(2, 11, DIM), randn(2, 6, 12, seed=1), torch.zeros(2, 1, 6, dtype=torch.float64)
     mask[0, :, 4:] = -1e9
     model = block()
-    reference = model(image, encoder_hidden_states=words, encoder_attention_mask=mask)
-    assert not torch.allclose(reference, model(image, encoder_hidden_states=words), atol=1e-3)
+    reference = model(image, encoder_hidden_states=prompt, encoder_attention_mask=mask)
+    assert not torch.allclose(reference, model(image, encoder_hidden_states=prompt), atol=1e-3)
     for attention in (model.attn1, model.attn2):
         attention.set_processor(RingAttnProcessor())
-    assert torch.equal(model(image, encoder_hidden_states=words, encoder_attention_mask=mask), reference)
+    assert torch.equal(model(image, encoder_hidden_states=prompt, encoder_attention_mask=mask), reference)
 
 
 def test_what_is_refused() -> None:
-    x, words = randn(1, 4, DIM), randn(1, 6, 12)
+    x, prompt = randn(1, 4, DIM), randn(1, 6, 12)
     model, image = block(), flux()
     for attention in (model.attn1, model.attn2):
         attention.set_processor(RingAttnProcessor())
@@ -235,15 +235,15 @@ def test_what_is_refused() -> None:
     def body(ring: Ring) -> None:
         seq = ring.sequence(8)
         with pytest.raises(InputError, match="no sequence is active"):
-            model(x, encoder_hidden_states=words)
+            model(x, encoder_hidden_states=prompt)
         with ring.activate(seq), pytest.raises(InputError, match=r"kv_seq.*its Sequence or .whole."):
-            model.attn2(x, encoder_hidden_states=words)
+            model.attn2(x, encoder_hidden_states=prompt)
 
     run_ranks(2, body)
     with Ring() as ring, ring.activate(ring.sequence(4)):
         model.attn1.group_norm = nn.GroupNorm(2, DIM)
         model.attn2.group_norm = nn.GroupNorm(2, DIM)
-        for call in (lambda: model.attn1(x), lambda: model.attn2(x, encoder_hidden_states=words, kv_seq="whole")):
+        for call in (lambda: model.attn1(x), lambda: model.attn2(x, encoder_hidden_states=prompt, kv_seq="whole")):
             with pytest.raises(InputError, match="group_norm and spatial_norm normalize over all tokens"):
                 call()
         image.set_attn_processor(RingFluxAttnProcessor())

@@ -1,4 +1,4 @@
-"""Dropout where hosts name no seed: each call draws its own from the activation's, and finds it again in backward."""
+"""Dropout in hosts without seeds: each call derives a seed from the activation's, and recomputation finds it again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests import oracle, philox
 TOKENS, HEADS, P = 23, 2, 0.4
 
 
-def given(seed: int = 0) -> Tensor:
+def make_input(seed: int = 0) -> Tensor:
     """(batch, heads, tokens, head_dim), the same on every rank."""
     return torch.randn(2, HEADS, TOKENS, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
@@ -46,7 +46,7 @@ def dense(x: Tensor, seed: int) -> Tensor:
 
 def dense_steps(*seeds: int) -> tuple[Tensor, Tensor]:
     """Two layers, one after the other, and the gradient of their input; `seeds`: of their calls."""
-    x = given().requires_grad_()
+    x = make_input().requires_grad_()
     out = x
     for seed in seeds:
         out = dense(out, seed)
@@ -62,7 +62,7 @@ def close(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> Non
 
 
 def test_a_seed_of_several_numbers() -> None:
-    """As its docstring defines it, so that somebody else can say what a call dropped."""
+    """The docstring defines the seeds, so that others can reproduce what a call dropped."""
     assert seed_from(7, 0).to_bytes(8, "little").hex() == "9fc5a7d9f8ce0cd9"  # printf "7 0" | sha256sum
     seeds = {seed_from(step, call) for step in range(100) for call in range(100)} | {seed_from(1, 2, 3), seed_from(123)}
     assert len(seeds) == 10_002 and all(0 <= seed < 2**64 for seed in seeds)
@@ -73,22 +73,22 @@ def test_layers_and_steps_have_seeds_of_their_own(ranks: int) -> None:
     """The same on any number of ranks: two layers a step, a seed that is given twice, and another one."""
 
     def body(ring: Ring) -> list[tuple[Tensor, Tensor]]:
-        seq, found = ring.sequence(TOKENS), []
+        seq, actual = ring.sequence(TOKENS), []
         for step in (5, 5, 6):
-            x = given().requires_grad_()
+            x = make_input().requires_grad_()
             with ring.activate(seq, dropout_seed=step):
                 out = layer(layer(seq.shard(x, 2)))
             out.sin().sum().backward()
             assert x.grad is not None
             ring.all_reduce([x.grad])
-            found.append((seq.gather(out.detach(), 2), x.grad))
-        return found
+            actual.append((seq.gather(out.detach(), 2), x.grad))
+        return actual
 
     expected = [dense_steps(*(seed_from(*call) for call in calls))
                 for calls in (((5, 0), (5, 1)), ((5, 2), (5, 3)), ((6, 0), (6, 1)))]  # fmt: skip
-    for found in run_ranks(ranks, body):
-        for one, other in zip(found, expected, strict=True):
-            close(one, other)
+    for actual in run_ranks(ranks, body):
+        for x, y in zip(actual, expected, strict=True):
+            close(x, y)
 
 
 def test_seeds_that_are_forgotten_and_marks_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_region_drops_the_same_when_it_is_computed_again(how: dict[str, Any]) 
     with Ring() as ring:
         seq, steps = ring.sequence(TOKENS), []
         for step in (8, 9):
-            x = given().requires_grad_()
+            x = make_input().requires_grad_()
             with ring.activate(seq, dropout_seed=step):
                 out = checkpoint(layer, x, **how)
                 out = checkpoint(lambda x: layer(layer(x)), out, **how)
@@ -159,7 +159,7 @@ def test_hidden_dropout_stays_as_it_was_in_the_first_run() -> None:
 
     def grad(again: bool) -> Tensor:
         torch.manual_seed(2)
-        x = given().requires_grad_()
+        x = make_input().requires_grad_()
         with Ring() as ring, ring.activate(ring.sequence(TOKENS), dropout_seed=1):
             out = checkpoint(block, x, use_reentrant=False) if again else block(x)
             return torch.autograd.grad(out.sin().sum(), x)[0]
@@ -173,10 +173,10 @@ def test_context_parallel() -> None:
         return F.scaled_dot_product_attention(y.sin(), y, y, dropout_p=P, is_causal=True)
 
     w = torch.ones(4, dtype=torch.float64, requires_grad=True)
-    expected = dense(given() * w, seed_from(2**64 - 1, 0))
+    expected = dense(make_input() * w, seed_from(2**64 - 1, 0))
     expected_grad = torch.autograd.grad(expected.sin().sum(), w)[0]
     with Ring() as ring:
-        x = given()
+        x = make_input()
         with context_parallel(ring, buffers=[x], buffer_seq_dims=[2], dropout_seed=2**64 - 1):
             out = checkpoint(attend, x, w, use_reentrant=False, context_fn=redirected)
             grad = torch.autograd.grad(out.sin().sum(), w)[0]
@@ -194,7 +194,7 @@ def refused(message: str, call: Callable[[Ring, Sequence], Any], kind: type[Exce
 def test_a_region_whose_generator_was_not_kept() -> None:
     def call(ring: Ring, seq: Sequence) -> None:
         with ring.activate(seq, dropout_seed=1):
-            out = checkpoint(layer, given().requires_grad_(), use_reentrant=False, preserve_rng_state=False)
+            out = checkpoint(layer, make_input().requires_grad_(), use_reentrant=False, preserve_rng_state=False)
             out.sum().backward()
 
     refused("the seed of its forward pass is not known: .* checkpoint with preserve_rng_state=True", call)
@@ -208,7 +208,7 @@ def test_two_calls_from_the_same_state_of_the_generator() -> None:
             outs = []
             for _ in range(2):
                 torch.manual_seed(0)
-                outs.append(checkpoint(layer, given().requires_grad_(), use_reentrant=False))
+                outs.append(checkpoint(layer, make_input().requires_grad_(), use_reentrant=False))
             assert not torch.equal(*outs)
             outs[0].sum().backward()
 
@@ -218,12 +218,12 @@ def test_two_calls_from_the_same_state_of_the_generator() -> None:
 def test_no_seed_and_seeds_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def drop(ring: Ring, seq: Sequence) -> None:
         with ring.activate(seq):
-            layer(given())
+            layer(make_input())
 
     refused(r"dropout_p=0\.4, and .* no dropout_seed: .*`with ring\.activate\(seq, dropout_seed=step\):`", drop)
 
     def shard(ring: Ring, seed: Any) -> None:
-        context_parallel(ring, buffers=[given()], buffer_seq_dims=[2], dropout_seed=seed).__enter__()
+        context_parallel(ring, buffers=[make_input()], buffer_seq_dims=[2], dropout_seed=seed).__enter__()
 
     for seed in (-1, 2**64, True, 0.5):
         refused("dropout_seed must be a whole number", lambda ring, seq, s=seed: ring.activate(seq, dropout_seed=s))  # type: ignore[misc]
@@ -232,7 +232,7 @@ def test_no_seed_and_seeds_that_are_none(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def captured(ring: Ring, seq: Sequence) -> None:
         with ring.activate(seq, dropout_seed=1):
-            layer(given())
+            layer(make_input())
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -245,9 +245,9 @@ def test_one_rank_with_another_seed_or_none() -> None:
     def body(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)
         with ring.activate(seq, dropout_seed=None if ring.rank else 1), pytest.raises(InputError, match="dropout_seed"):
-            layer(seq.shard(given(), 2))
+            layer(seq.shard(make_input(), 2))
         with ring.activate(seq, dropout_seed=ring.rank), pytest.raises(Exception, match="do not ask for the same"):
-            layer(seq.shard(given(), 2))
+            layer(seq.shard(make_input(), 2))
 
     run_ranks(2, body, timeout_s=10.0)
 
@@ -256,5 +256,5 @@ def test_compiled_sdpa() -> None:
     """Its seed would be a number of the compiled code."""
     with Ring() as ring, ring.activate(ring.sequence(TOKENS), dropout_seed=1):
         with pytest.raises(Exception, match="one seed for all its calls") as raised:
-            torch.compile(layer, backend="eager", fullgraph=True)(given())
+            torch.compile(layer, backend="eager", fullgraph=True)(make_input())
         assert UnsupportedError.__name__ in str(raised.value)

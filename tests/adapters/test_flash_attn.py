@@ -24,7 +24,7 @@ BATCHED = ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn")
 VARLEN = ("ring_flash_attn_varlen", "zigzag_ring_flash_attn_varlen", "llama3_flash_attn_varlen")
 
 
-def told(name: str) -> Callable[..., Any]:
+def function_named(name: str) -> Callable[..., Any]:
     function: Callable[..., Any] = getattr(flash_attn, f"{name}_func")
     return function
 
@@ -36,7 +36,7 @@ def told(name: str) -> Callable[..., Any]:
 def test_arguments_stand_in_the_order_of_that_package(family: str) -> None:
     middle = LLAMA3 if "llama3" in family else ["cu_seqlens", "max_seqlen"] if "varlen" in family else []
     for form, tensors in (("", ["q", "k", "v"]), ("_kvpacked", ["q", "kv"]), ("_qkvpacked", ["qkv"])):
-        function = told(family + form)
+        function = function_named(family + form)
         parameters = inspect.signature(function).parameters
         assert list(parameters) == [*tensors, *middle, *TAIL]
         assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in TAIL[-2:])
@@ -57,13 +57,15 @@ def inputs() -> list[Tensor]:
 
 
 def test_probabilities_and_slopes() -> None:
-    """What that package returns besides out; ALiBi; on one rank, which fuzz compares with several."""
+    """The other results of the package, and ALiBi, on one rank; fuzz tests compare one rank with several."""
     (q, k, v), cuts, slopes = inputs(), torch.tensor([0, 2, 5]), torch.linspace(0.1, 0.5, 4)
     with Ring() as ring:
-        ring_result = told("ring_flash_attn")(q, k, v, causal=True, return_attn_probs=True, group=ring)
+        ring_result = function_named("ring_flash_attn")(q, k, v, causal=True, return_attn_probs=True, group=ring)
         flat = [x[0] for x in (q, k, v)]
-        packed = told("ring_flash_attn_varlen")(*flat, cuts, 3, causal=True, return_attn_probs=True, group=ring)
-        biased = told("stripe_flash_attn")(q, k, v, causal=True, alibi_slopes=slopes, group=ring)
+        packed = function_named("ring_flash_attn_varlen")(
+            *flat, cuts, 3, causal=True, return_attn_probs=True, group=ring
+        )
+        biased = function_named("stripe_flash_attn")(q, k, v, causal=True, alibi_slopes=slopes, group=ring)
     assert ring_result[2] is None and packed[2] is None
     mask = oracle.allowed_mask(5, 5, causal=True)
     reference, _ = oracle.attention(q, k, v, mask, 8**-0.5, bias=oracle.alibi(slopes.tolist(), 5, 5))
@@ -103,13 +105,13 @@ def test_what_is_refused() -> None:
     flat = q[0]
     with Ring() as ring:
         with pytest.raises(InputError, match=r"dropout_p=0\.1: pass dropout_seed=\.\.\., a number"):
-            told("ring_flash_attn")(q, q, q, 0.1, group=ring)
+            function_named("ring_flash_attn")(q, q, q, 0.1, group=ring)
         with pytest.raises(InputError, match=r"alibi_slopes must be a tensor of shape \(q_heads,\) .* alike for all"):
-            told("ring_flash_attn")(q, q, q, alibi_slopes=torch.ones(1, 1), group=ring)
+            function_named("ring_flash_attn")(q, q, q, alibi_slopes=torch.ones(1, 1), group=ring)
         with pytest.raises(InputError, match="cu_seqlens ends at 4, the sequence has 5 tokens"):
-            told("ring_flash_attn_varlen")(flat, flat, flat, torch.tensor([0, 4]), 4, group=ring)
+            function_named("ring_flash_attn_varlen")(flat, flat, flat, torch.tensor([0, 4]), 4, group=ring)
         with pytest.raises(InputError, match="must come from llama3_flash_attn_prepare_cu_seqlens"):
-            told("llama3_flash_attn_varlen")(flat, flat, flat, None, None, 5, 5, 1, slice(0, 5), group=ring)
+            function_named("llama3_flash_attn_varlen")(flat, flat, flat, None, None, 5, 5, 1, slice(0, 5), group=ring)
 
 
 def test_zigzag_parts_of_odd_lengths() -> None:
@@ -117,16 +119,16 @@ def test_zigzag_parts_of_odd_lengths() -> None:
     q, k, v = inputs()
     flat, cuts = [x[0] for x in (q, k, v)], torch.tensor([0, 2, 5])
     with Ring() as ring:
-        out = told("zigzag_ring_flash_attn")(q, k, v, causal=True, group=ring)
+        out = function_named("zigzag_ring_flash_attn")(q, k, v, causal=True, group=ring)
         assert torch.allclose(out, dense_attention(q, k, v, causal=True)[0], atol=1e-12)
-        out = told("zigzag_ring_flash_attn_varlen")(*flat, cuts, 3, causal=True, group=ring)
+        out = function_named("zigzag_ring_flash_attn_varlen")(*flat, cuts, 3, causal=True, group=ring)
         assert torch.allclose(out, dense_attention(q, k, v, causal=True, cu_seqlens=[0, 2, 5])[0][0], atol=1e-12)
 
     def body(ring: Ring) -> None:
         with pytest.raises(InputError, match=r"two equal chunks, got parts of \[5\] tokens"):
-            told("zigzag_ring_flash_attn")(q, k, v, group=ring)
+            function_named("zigzag_ring_flash_attn")(q, k, v, group=ring)
         with pytest.raises(InputError, match=r"two equal chunks, got parts of \[2, 3\] tokens"):
-            told("zigzag_ring_flash_attn_varlen")(*flat, cuts, 3, group=ring)
+            function_named("zigzag_ring_flash_attn_varlen")(*flat, cuts, 3, group=ring)
 
     run_ranks(2, body, timeout_s=10.0)
 
@@ -143,7 +145,7 @@ def test_varlen_functions_take_no_batch_dimension(family: str, form: str) -> Non
         stack = f"{len(names[0])}, " if len(names[0]) > 1 else ""
         message = rf"rank 1: {family}{form}_func: {names[0]} must be \(tokens, {stack}heads, head_dim\), got \(1, 6, "
         with pytest.raises(InputError, match=message + ".*takes packed tokens without a batch dimension"):
-            told(f"{family}{form}")(*tensors, torch.tensor([0, 2, 6]), 4, group=ring)
+            function_named(f"{family}{form}")(*tensors, torch.tensor([0, 2, 6]), 4, group=ring)
 
     run_ranks(2, body, timeout_s=10.0)
 
@@ -152,13 +154,13 @@ def test_other_dimensions_are_refused_by_name() -> None:
     with Ring() as ring:
         flat, stacked = torch.zeros(6, 1, 8), torch.zeros(1, 6, 3, 1, 8)
         with pytest.raises(InputError, match=r"ring_flash_attn_func: q must be \(batch, tokens, heads, head_dim\)"):
-            told("ring_flash_attn")(flat, flat, flat, group=ring)
+            function_named("ring_flash_attn")(flat, flat, flat, group=ring)
         with pytest.raises(
             InputError, match=r"kv must be \(batch, tokens, 2, heads, head_dim\), got \(1, 6, 3, 1, 8\)"
         ):
-            told("ring_flash_attn_kvpacked")(flat[None], stacked, group=ring)
+            function_named("ring_flash_attn_kvpacked")(flat[None], stacked, group=ring)
         with pytest.raises(InputError, match=r"k must be \(batch, tokens, heads, head_dim\), got a list"):
-            told("ring_flash_attn")(flat[None], [1.0], flat[None], group=ring)
+            function_named("ring_flash_attn")(flat[None], [1.0], flat[None], group=ring)
 
 
 def test_what_one_rank_alone_gets_wrong() -> None:
@@ -168,11 +170,11 @@ def test_what_one_rank_alone_gets_wrong() -> None:
         cuts = torch.tensor([0, 2, 6 if ring.rank else 5])
         flat, batch = torch.zeros(6, 1, 8), torch.zeros(1, 5 + ring.rank, 1, 8)
         with pytest.raises(InputError, match="cu_seqlens ends at 5"):
-            told("ring_flash_attn_varlen")(flat, flat, flat, cuts, 4, group=ring)
+            function_named("ring_flash_attn_varlen")(flat, flat, flat, cuts, 4, group=ring)
         with pytest.raises(InputError, match="two equal chunks"):
-            told("zigzag_ring_flash_attn")(batch, batch, batch, group=ring)
+            function_named("zigzag_ring_flash_attn")(batch, batch, batch, group=ring)
         with pytest.raises(InputError, match="dropout_p"):
-            told("ring_flash_attn")(flat[None], flat[None], flat[None], 0.1 * ring.rank, group=ring)
+            function_named("ring_flash_attn")(flat[None], flat[None], flat[None], 0.1 * ring.rank, group=ring)
 
     run_ranks(2, body, timeout_s=10.0)
 
@@ -186,7 +188,7 @@ def test_llama3_cuts_that_are_not_those_of_the_slice() -> None:
         others = prepare(torch.tensor([0, 4, 12]), True, 1 - ring.rank, 2)[-1]
         for wrong in ((torch.tensor([0, 6]), torch.tensor([0, 6]), keys), (q, k, others), (q, None, keys)):
             with pytest.raises(InputError, match="are not those of this rank's part of documents"):
-                told("llama3_flash_attn_varlen")(
+                function_named("llama3_flash_attn_varlen")(
                     flat, flat, flat, *wrong[:2], *longest, 1, wrong[2], causal=True, group=ring
                 )
 
@@ -198,11 +200,11 @@ def test_no_group_inside_of_a_ring_of_threads() -> None:
 
     def body(ring: Ring) -> None:
         with pytest.raises(InputError, match=r"group=None is a ring of this process only.*pass that ring as group"):
-            told("ring_flash_attn")(q, q, q)
+            function_named("ring_flash_attn")(q, q, q)
         ring.barrier()  # open until all have asked
 
     run_ranks(2, body, timeout_s=10.0)
-    told("ring_flash_attn")(q, q, q)
+    function_named("ring_flash_attn")(q, q, q)
     ring = ring_of()
     assert ring_of() is ring and ring_of(ring) is ring and ring.is_open
     close_rings()

@@ -50,7 +50,7 @@ def part(x: Tensor, ring: Ring, dim: int = 1) -> Tensor:
     return x.chunk(ring.world_size, dim)[ring.rank]
 
 
-def told(ring: Ring, cuts: list[int] | None = None) -> None:
+def set_documents(ring: Ring, cuts: list[int] | None = None) -> None:
     update_ring_flash_attn_params(torch.tensor(cuts or CUTS, dtype=torch.int32), ring)
 
 
@@ -72,9 +72,9 @@ def test_packed_documents(name: str, again: bool) -> None:
             ours = flash_model(name)
             if again:
                 ours.gradient_checkpointing_enable({"use_reentrant": False})
-            told(ring)
+            set_documents(ring)
             out = ours(input_ids=part(TOKENS, ring), position_ids=part(restarting(CUTS), ring)).logits
-            told(ring, [0, 28])
+            set_documents(ring, [0, 28])
             grads = gradients(ours, (out * part(weights, ring)).sum())
         ring.all_reduce(list(grads.values()))
         return grads
@@ -88,7 +88,7 @@ def test_packed_documents(name: str, again: bool) -> None:
 def refused(call: Callable[[Ring, Any], Any], match: str, kind: type[Exception] = InputError) -> None:
     def body(ring: Ring) -> None:
         substitute_hf_flash_attn(ring, 1)
-        told(ring)
+        set_documents(ring)
         with pytest.raises(kind, match=match):
             call(ring, flash_model("llama"))
         ring.barrier()
@@ -131,7 +131,7 @@ def test_dropout_is_that_of_the_same_seed_elsewhere() -> None:
         for _ in range(2):
             update_ring_flash_attn_params(torch.tensor(CUTS, dtype=torch.int32), ring, dropout_seed=6)
             actual.append(run(ring, model).logits)
-        told(ring)
+        set_documents(ring)
         with pytest.raises(InputError, match="no dropout_seed"):
             run(ring, model)
         return actual
@@ -150,7 +150,7 @@ def test_dropout_is_that_of_the_same_seed_elsewhere() -> None:
 def test_calls_out_of_order() -> None:
     def body(ring: Ring) -> None:
         with pytest.raises(InputError, match="not the process_group of substitute_hf_flash_attn"):
-            told(ring)
+            set_documents(ring)
         for stride in (0, True, "2"):
             with pytest.raises(InputError, match="heads_k_stride must be a number of heads"):
                 substitute_hf_flash_attn(ring, stride)  # type: ignore[arg-type]
@@ -159,12 +159,12 @@ def test_calls_out_of_order() -> None:
         with pytest.raises(InputError, match="the documents of the batch are not set: call update_ring"):
             run(ring, model)
         with pytest.raises(InputError, match="27 tokens do not divide by 2 ranks"):
-            told(ring, [0, 27])
+            set_documents(ring, [0, 27])
         use_ring_attn(False)
         whole = model(input_ids=TOKENS).logits
         use_ring_attn(True)
         torch.testing.assert_close(whole, tiny_model("llama", "eager")(input_ids=TOKENS).logits, rtol=1e-5, atol=1e-5)
-        told(ring)
+        set_documents(ring)
         assert run(ring, model).logits.shape == (1, 14, 64)
 
     run_ranks(2, body, timeout_s=20.0)

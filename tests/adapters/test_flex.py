@@ -142,7 +142,7 @@ MASKS: dict[str, tuple[Mod, FoundMask]] = {
     "a window ahead": (lambda b, h, q, k: k - q <= 5, FoundMask(False, (None, 5), None)),
     "itself": (lambda b, h, q, k: q == k, FoundMask(False, (0, 0), None)),
     "what follows": (lambda b, h, q, k: q <= k, FoundMask(False, (0, None), None)),
-    "once more": (or_masks(causal, and_masks(causal, window)), FoundMask(True, None, None)),
+    "joined twice": (or_masks(causal, and_masks(causal, window)), FoundMask(True, None, None)),
     "partial": (partial(window, left=2, right=0), FoundMask(True, (2, 0), None)),
 }
 
@@ -246,7 +246,7 @@ def test_a_long_mask_is_compared_in_partial_blocks(monkeypatch: pytest.MonkeyPat
 
 
 def test_tables_that_say_otherwise_are_refused() -> None:
-    """mask_mod alone is not the mask: torch's kernels skip it in full blocks, and blocks that are not listed."""
+    """mask_mod is not the whole mask: torch's kernels skip it in full blocks, and blocks that are not listed."""
     good = block_mask(causal)
     without = BlockMask.from_kv_blocks(good.kv_num_blocks, good.kv_indices, BLOCK_SIZE=BLOCK, mask_mod=causal,
                                        seq_lengths=(TOKENS, TOKENS))  # fmt: skip
@@ -292,8 +292,8 @@ def test_calls_are_refused_on_all_ranks() -> None:
             ({"block_mask": block_mask(causal)}, cut, "block_mask connects them"),
             ({}, cut, "block_mask connects them"),
         ]
-        for options, over, told in odd:
-            with ring.activate(over), pytest.raises(InputError, match=told):
+        for options, over, message in odd:
+            with ring.activate(over), pytest.raises(InputError, match=message):
                 flex_attention(q, k, v, **options if ring.rank == 1 else {"block_mask": block_mask(documents(CUTS))})
         with ring.activate(seq), pytest.raises(InputError, match="pass enable_gqa=True to group them"):
             flex_attention(q, k[:, :2], v[:, :2])
@@ -621,7 +621,7 @@ def test_methods_objects_and_compiled_functions(monkeypatch: pytest.MonkeyPatch)
                 check_local(causal, mod, mask)
     # The mask; of each method, object and compiled function its first slope, and the other one of the first layer. The
     # two layers' methods are one function. Dynamo may compile a method again, with the slope as an input: its operators
-    # are others then, and each of the two compiled functions is analysed once more.
+    # are others then, and each of the two compiled functions is analysed again.
     assert 1 + 3 * 3 <= counted.count <= 1 + 3 * 3 + 2
 
 

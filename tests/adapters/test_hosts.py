@@ -18,7 +18,7 @@ from tests.doc_code import example, run_page, run_page_under_torchrun
 
 
 def test_each_cell_of_the_table_has_a_test_or_a_reason() -> None:
-    """hosts.json: by host and version, and by mode, the cell, and the test that shows it or why there is none."""
+    """hosts.json: by host and version, and by mode, the cell, and the test for it or the reason for its absence."""
     page = (ROOT / "docs" / "embedding.md").read_text(encoding="utf-8")
     head, _, *rows = (line.strip("| ").split(" | ") for line in TABLE.search(page)[0].splitlines())
     cells = {f"{host} {version}": dict(zip(head[2:], row, strict=True)) for host, version, *row in rows}
@@ -68,7 +68,7 @@ _LINE = re.compile(r"^(?:loss|image|block|gradients) .*\d$", re.MULTILINE)
 _NUMBER = re.compile(r"\d+\.\d+")
 
 
-def said(printed: str) -> list[tuple[str, list[float]]]:
+def parse_output(printed: str) -> list[tuple[str, list[float]]]:
     """Words and numbers of each line that a page prints."""
     return [(_NUMBER.sub("#", line), [*map(float, _NUMBER.findall(line))]) for line in _LINE.findall(printed)]
 
@@ -111,8 +111,8 @@ def test_two_processes_print_what_one_does(
             monkeypatch.setenv(name, value)
     run_page(page)
     monkeypatch.undo()
-    alone = said(capsys.readouterr().out)
-    both = said(run_page_under_torchrun(page, tmp_path, 2))
+    alone = parse_output(capsys.readouterr().out)
+    both = parse_output(run_page_under_torchrun(page, tmp_path, 2))
     assert len(alone) == lines and len(both) == 2 * lines, (alone, both)
     expected = dict(alone)
     for texts, numbers in both:

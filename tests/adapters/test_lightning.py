@@ -94,7 +94,7 @@ class Model(RingMixin, LightningModule):
 
 
 class Sharded(Model):
-    """Whose weights lie over the ranks."""
+    """A model whose weights are sharded over the ranks."""
 
     def configure_model(self) -> None:
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
@@ -188,14 +188,14 @@ def test_training_goes_the_way_of_one_process_or_is_refused() -> None:
     for answers in run_ranks_in_processes("tests.adapters.test_lightning:of_processes", {}, 2, 120, 1):
         for case, (weights, loss) in expected.items():
             answer = answers[case]
-            for found, wanted in zip(answer["weights"], weights, strict=True):
-                weight = torch.tensor(found, dtype=torch.float64)
-                torch.testing.assert_close(weight, wanted, rtol=1e-10, atol=1e-10)
+            for actual, reference in zip(answer["weights"], weights, strict=True):
+                weight = torch.tensor(actual, dtype=torch.float64)
+                torch.testing.assert_close(weight, reference, rtol=1e-10, atol=1e-10)
             assert answer["loss"] == pytest.approx(loss, rel=1e-6)  # which Lightning logs in float32
             assert not answer["open"]
         assert answers["after a fault"] == [False, False]
-        for words, refusal in zip(REFUSALS, answers["refusals"], strict=True):
-            assert re.search(words, refusal), refusal
+        for pattern, refusal in zip(REFUSALS, answers["refusals"], strict=True):
+            assert re.search(pattern, refusal), refusal
 
 
 def test_a_mean_over_ranks_of_which_some_have_no_target() -> None:

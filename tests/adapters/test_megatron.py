@@ -20,7 +20,7 @@ from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.testing import dense_attention, run_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
-pytestmark = pytest.mark.filterwarnings("ignore")  # of what is not installed beside it
+pytestmark = pytest.mark.filterwarnings("ignore")  # about packages that are not installed
 
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -71,7 +71,7 @@ OF_MODES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def on_a_cpu() -> Iterator[None]:
-    """Megatron keeps a GPU's random numbers beside a checkpoint, and shards over a mesh of GPUs; here there is none."""
+    """Megatron saves a GPU's random state with a checkpoint, and shards over GPUs. The tests have none."""
     mesh = SimpleNamespace(from_group=lambda group, _: DeviceMesh.from_group(group, "cpu"))
     with (
         mock.patch.object(torch.cuda.random, "get_rng_state", return_value=torch.zeros(1)),
@@ -131,29 +131,29 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
     whole = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": places}
     errors: dict[str, float] = {}
 
-    wanted = results(alone, alone(whole["tokens"], places, None, labels=whole["labels"]).sum())
+    reference = results(alone, alone(whole["tokens"], places, None, labels=whole["labels"]).sum())
     for kind in (None, "p2p", "all_gather", "a2a", "a2a+p2p"):
         model = gpt(RingCoreAttention, groups, context_parallel_size=2, cp_comm_type=kind)
-        mine = get_batch_on_this_cp_rank(dict(whole))
-        loss = model(mine["tokens"], mine["position_ids"], None, labels=mine["labels"]).sum()
-        errors[f"batch, {kind}"] = error(results(model, loss), wanted)
+        shards = get_batch_on_this_cp_rank(dict(whole))
+        loss = model(shards["tokens"], shards["position_ids"], None, labels=shards["labels"]).sum()
+        errors[f"batch, {kind}"] = error(results(model, loss), reference)
 
     def step(run: Any, model: GPTModel) -> list[Tensor]:
-        mine = get_batch_on_this_cp_rank(dict(whole))
-        return results(model, run(mine["tokens"], mine["position_ids"], None, labels=mine["labels"]).sum())
+        shards = get_batch_on_this_cp_rank(dict(whole))
+        return results(model, run(shards["tokens"], shards["position_ids"], None, labels=shards["labels"]).sum())
 
     for name, options in OF_MODES.items():
         model = gpt(RingCoreAttention, groups, context_parallel_size=2, **options)
         with on_a_cpu():
             if name == "FSDP2":  # the mean over two ranks, of which each has the whole
                 sharded = TorchFullyShardedDataParallel(model.config, DistributedDataParallelConfig(), model)
-                errors[name] = error(step(sharded, model), wanted)
+                errors[name] = error(step(sharded, model), reference)
             elif name == "compile":
                 model.decoder.layers[0].compile(backend="eager")
-                errors[name] = max(error(step(model, model), wanted) for _ in range(2))
+                errors[name] = max(error(step(model, model), reference) for _ in range(2))
             else:
                 passes = ring_of(groups.cp).counters()["passes"]
-                errors[name] = error(step(model, model), wanted)
+                errors[name] = error(step(model, model), reference)
                 assert ring_of(groups.cp).counters()["passes"] - passes == 2 * 3, name  # forward, again, and backward
 
     rank, packed = torch.distributed.get_rank(), {name: x[:1] for name, x in whole.items()}
@@ -169,8 +169,8 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
     real, padded = torch.tensor(REAL, dtype=torch.int32), torch.tensor(CUTS, dtype=torch.int32)
     params = PackedSeqParams("thd", real, real, padded, padded, 12, 12)
     model = gpt(RingCoreAttention, groups, context_parallel_size=2)
-    mine = {name: x[:, rows] for name, x in packed.items()}
-    losses = model(mine["tokens"], mine["position_ids"], None, labels=mine["labels"], packed_seq_params=params)
+    shards = {name: x[:, rows] for name, x in packed.items()}
+    losses = model(shards["tokens"], shards["position_ids"], None, labels=shards["labels"], packed_seq_params=params)
     errors["packed"] = error(results(model, (losses * keep[:, rows]).sum()), results(alone, expected))
     torch.distributed.destroy_process_group()
     return errors
@@ -207,8 +207,8 @@ def test_windows_of_the_layers_that_have_one(kind: AttnMaskType) -> None:
 
     def body(ring: Ring) -> None:
         seq = ring.sequence(12, layout="zigzag")
-        mine = [seq.shard(x).transpose(0, 1) for x in tensors]
-        out = core(ring, window_size=(3, 2))(*mine, None, attn_mask_type=kind)
+        shards = [seq.shard(x).transpose(0, 1) for x in tensors]
+        out = core(ring, window_size=(3, 2))(*shards, None, attn_mask_type=kind)
         assert out.shape == (6, 2, 32)
         torch.testing.assert_close(out, seq.shard(reference).transpose(0, 1).flatten(2), rtol=1e-10, atol=1e-10)
 
@@ -252,15 +252,15 @@ def test_padding_is_hidden_from_documents_both_ways() -> None:
 
     def body(ring: Ring) -> None:
         rows = ring.sequence(cu_seqlens=CUTS, layout="per_document").positions()
-        mine = [x[rows] for x in tensors]
+        shards = [x[rows] for x in tensors]
         module = core(ring)
-        out = module(*mine, None, attn_mask_type=AttnMaskType.padding, packed_seq_params=params)
+        out = module(*shards, None, attn_mask_type=AttnMaskType.padding, packed_seq_params=params)
         torch.testing.assert_close(out, reference[rows].flatten(1), rtol=1e-10, atol=1e-10)
         uneven = PackedSeqParams("thd", real, real)
         with pytest.raises(InputError, match=r"\(0, 3, 12\) must each be padded to a multiple of 2 \* cp = 4"):
-            module(*mine, None, packed_seq_params=uneven)
+            module(*shards, None, packed_seq_params=uneven)
         with pytest.raises(InputError, match="3 local tokens do not form two equal chunks"):
-            module(*(x[:3, None] for x in mine), None)
+            module(*(x[:3, None] for x in shards), None)
 
     run_ranks(2, body)
 
@@ -268,16 +268,16 @@ def test_padding_is_hidden_from_documents_both_ways() -> None:
 @pytest.mark.parametrize("kind", ["sbhd", "thd"])
 @pytest.mark.parametrize(("size", "brings"), [(None, True), (1, True), (1, False)])
 def test_a_batch_may_bring_its_own_group(kind: str, size: int | None, brings: bool) -> None:
-    """Of one rank, inside of a context parallel group of two, each rank with tokens of its own."""
+    """Batches of one rank inside a context parallel group of two, where each rank has different tokens."""
     cuts = torch.tensor([0, 15])
 
     def body(ring: Ring) -> None:
         tensors = [x + ring.rank for x in qkv(1, 15)]  # not two equal chunks, which one rank does not need
         reference = dense_attention(*tensors, causal=True)[0][0].flatten(1)
         with Ring(transport="local") as other:
-            mine = [x[0] if kind == "thd" else x.transpose(0, 1) for x in tensors]
+            shards = [x[0] if kind == "thd" else x.transpose(0, 1) for x in tensors]
             params = PackedSeqParams(kind, cuts, cuts, local_cp_size=size, cp_group=other if brings else None)
-            out = core(ring)(*mine, None, packed_seq_params=params)
+            out = core(ring)(*shards, None, packed_seq_params=params)
             assert other.counters()["passes"] == brings
         assert ring.counters()["passes"] == 0
         torch.testing.assert_close(out if kind == "thd" else out[:, 0], reference, rtol=1e-10, atol=1e-10)
@@ -290,11 +290,11 @@ def test_a_group_of_another_size_than_the_batch_is_for(kind: str) -> None:
     cuts = torch.tensor([0, 16])
 
     def body(ring: Ring) -> None:
-        mine = [x[0] if kind == "thd" else x.transpose(0, 1) for x in qkv(1, 8)]
+        shards = [x[0] if kind == "thd" else x.transpose(0, 1) for x in qkv(1, 8)]
         for group in (ring, None):
             params = PackedSeqParams(kind, cuts, cuts, local_cp_size=2 + 2 * ring.rank, cp_group=group)
             with pytest.raises(InputError, match="for local_cp_size=4 ranks and its group has 2: set the cp_group"):
-                core(ring)(*mine, None, packed_seq_params=params)
+                core(ring)(*shards, None, packed_seq_params=params)
 
     run_ranks(2, body, timeout_s=10.0)
 

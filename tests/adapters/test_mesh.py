@@ -1,4 +1,4 @@
-"""A ring on the `cp` dimension of a DeviceMesh beside FSDP2, DDP, tensor parallelism and activation checkpointing.
+"""A ring on the `cp` dimension of a DeviceMesh with FSDP2, DDP, tensor parallelism and activation checkpointing.
 
 Four processes run every case in one process group, and compare gradients with one process.
 """

@@ -145,7 +145,7 @@ def test_only_one_parameter_is_wrong() -> None:
 
 
 class Faint(nn.Module):
-    """A model beside parameters whose gradients are small, zero by the softmax's symmetry, or none at all."""
+    """A model with extra parameters whose gradients are small, zero by the symmetry of softmax, or absent."""
 
     def __init__(self, single: bool = False) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Faint(nn.Module):
 
 
 def faintly(gradients: Callable[[nn.Module, Ring], None], single: bool = False) -> Parity:
-    """`parity` of a right step, but for what `gradients` does to the parameters of a ring of several ranks."""
+    """Return `parity` of a right step, after `gradients` has changed the gradients on a ring of several ranks."""
 
     def step(net: nn.Module, seq: Sequence) -> Tensor:
         if seq.ring.world_size > 1:

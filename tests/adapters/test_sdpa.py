@@ -112,7 +112,7 @@ def test_context_parallel_shards_redirects_and_restores() -> None:
 
 
 def test_unshard_outside_takes_the_last_sequence() -> None:
-    """Also one that is laid otherwise, with as many tokens a rank."""
+    """Also for a sequence with another layout and equal tokens per rank."""
 
     def body(ring: Ring) -> Tensor:
         x = whole(0)
@@ -142,16 +142,16 @@ def test_checkpointed_regions_attend_over_the_ring_again_or_raise() -> None:
             q = whole(0).requires_grad_()
             with context_parallel(ring, buffers=[x], buffer_seq_dims=[2]) as seq:
                 shard = seq.shard(q, 2)
-                told = checkpoint(attend, shard, use_reentrant=False, context_fn=recompute_context).sin().sum()
+                total = checkpoint(attend, shard, use_reentrant=False, context_fn=recompute_context).sin().sum()
                 silent = checkpoint(attend, x.clone().requires_grad_(), use_reentrant=False).sum()
                 with pytest.raises(UnsupportedError, match="under no_grad inside context_parallel"):
                     checkpoint(attend, q, use_reentrant=True)
                 if not late:
-                    told.backward()
+                    total.backward()
                     with pytest.raises(CheckpointError):
                         silent.backward()
             if late:
-                told.backward()
+                total.backward()
                 with pytest.raises(CheckpointError):
                     silent.backward()
             assert q.grad is not None
@@ -173,7 +173,7 @@ def test_checkpointed_regions_attend_over_the_ring_again_or_raise() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_that_attend_by_themselves_are_refused(training: bool) -> None:
-    """In evaluation torch has operators of its own for whole layers."""
+    """In evaluation, torch uses fused operators for whole layers."""
     layer = torch.nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True).train(training)
     x = torch.zeros(1, TOKENS, 8)
     for module, arguments in ((layer, (x,)), (layer.self_attn, (x, x, x))):
@@ -227,7 +227,7 @@ def test_buffers_are_refused_before_anything_changes(make: Callable[[], dict[str
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_autocast_casts_like_sdpa(compiled: bool) -> None:
-    """Out and gradients, of rotary embeddings' float32 beside a projection's bfloat16 too; float64 stays."""
+    """Out and gradients, also for float32 rotary embeddings mixed with bfloat16 projections; float64 is kept."""
     rotary, single, double = [torch.float32] * 2 + [torch.bfloat16], [torch.float32] * 3, [torch.float64] * 3
     torch._dynamo.reset()
     run = torch.compile(ring_sdpa, backend="aot_eager", fullgraph=True) if compiled else ring_sdpa

@@ -148,7 +148,7 @@ def test_a_model_over_two_processes_equals_one(answers: list[dict[str, Any]]) ->
 
 
 def of_half_a_recipe(mesh: DeviceMesh) -> list[str]:
-    """What is said where torchtitan's own function, or none, made the shards; then what is not."""
+    """Return the messages if torchtitan's function, or none, made the shards; then check calls that are allowed."""
     set_spmd_backend("partial_dtensor")
     half, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
     context_parallel.apply_cp_to_forward([b.attention.inner_attention for b in half.layers.values()], mesh)
@@ -162,7 +162,7 @@ def of_half_a_recipe(mesh: DeviceMesh) -> list[str]:
         except InputError as error:
             messages.append(str(error))
         ring = adapter.ring_of(mesh)
-    with ring.activate(None):  # who asks for local attention has it
+    with ring.activate(None):  # explicitly local attention is allowed
         alone = half(inputs, **extra)
     for block in half.layers.values():
         block.forward = lambda *args, run=block.forward: checkpoint(run, *args, use_reentrant=False)
@@ -365,11 +365,11 @@ def alone_trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_ten_steps_over_a_ring_equal_one_process(
     alone_trained: dict[str, Any], tmp_path: Path, ranks: int, cases: tuple[str, ...]
 ) -> None:
-    found = trained(tmp_path, ranks, *cases)
+    losses = trained(tmp_path, ranks, *cases)
     worst = {}
-    for case, steps in found.items():
+    for case, steps in losses.items():
         expected = alone_trained["torchtitan" if case == "plain" else "dense, packed"]
         assert len(steps) == len(expected) == STEPS
         pairs = [pair for step in zip(steps, expected, strict=True) for pair in zip(*step, strict=True)]
-        worst[case] = max(abs(mine - theirs) / theirs for mine, theirs in pairs)
+        worst[case] = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
     assert max(worst.values()) < 1e-5, worst  # of float32

@@ -17,7 +17,7 @@ from ringattn.adapters import transformers as adapter
 from ringattn.adapters.context import recompute_context
 from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
-from tests.adapters.dropout_ranks import CASES, known, made
+from tests.adapters.dropout_ranks import CASES, build, reference_values
 from tests.adapters.models import MODELS, bert_config, filled, tiny_model
 from tests.adapters.processes import call_in_program
 from tests.adapters.ranks import (
@@ -105,7 +105,7 @@ def test_an_encoder_sees_both_ways_and_no_padding() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "ringattn"])
 def test_an_image_is_seen_by_a_tower_that_is_not_sharded(attention: str) -> None:
-    """Text of a multimodal model lies over ranks; its vision tower sees whole images, also under our name."""
+    """The text of a multimodal model is sharded; its vision tower gets whole images, even with our implementation."""
     config = transformers.CLIPVisionConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
     )
@@ -125,7 +125,7 @@ def test_an_image_is_seen_by_a_tower_that_is_not_sharded(attention: str) -> None
     assert model.config.vision_config._attn_implementation == attention
 
     def body(ring: Ring) -> float:
-        seq = ring.sequence(2 * true.shape[1])  # as many tokens a rank as the tower has patches
+        seq = ring.sequence(2 * true.shape[1])  # tokens per rank equal the patches of the tower
         with ring.activate(seq), torch.no_grad():
             return (tower(pixels)[0] - true).abs().max().item()
 
@@ -156,13 +156,13 @@ def test_the_page_of_the_docs_runs() -> None:
 def test_gpt2_that_drops_over_three_ranks() -> None:
     """A step in training mode, and the next call in evaluation, which drops nothing."""
     batch, step = batches()["packed"], 2**64 - 1
-    true = known("gpt2", batch, step)
+    true = reference_values("gpt2", batch, step)
     with InDouble():
-        calm = one_process(made("gpt2", "eager").eval(), batch)
+        calm = one_process(build("gpt2", "eager").eval(), batch)
 
     def body(ring: Ring) -> float:
         with InDouble():
-            model = adapter.prepare(made("gpt2", "eager"))
+            model = adapter.prepare(build("gpt2", "eager"))
             dropped = over_ranks(ring, model, batch, true, dropout_seed=step)
             return max(dropped, over_ranks(ring, model.eval(), batch, calm))
 

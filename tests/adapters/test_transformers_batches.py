@@ -1,4 +1,4 @@
-"""Batches for models of transformers: how they lie over a ring, and which are refused on all ranks."""
+"""Batches for models of transformers: how they are sharded over a ring, and which are refused on all ranks."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_a_batch_is_sharded_with_its_documents_and_labels() -> None:
     whole = {"input_ids": IDS, "position_ids": PLACES, "labels": labels, "max_length_q": 7}
 
     def body(ring: Ring) -> None:
-        seq, mine = shard_batch(ring, whole, layout="zigzag")
-        assert seq.documents == tuple(CUTS) and mine["max_length_q"] == 7
-        assert torch.equal(mine["position_ids"], seq.shard(PLACES))
+        seq, shards = shard_batch(ring, whole, layout="zigzag")
+        assert seq.documents == tuple(CUTS) and shards["max_length_q"] == 7
+        assert torch.equal(shards["position_ids"], seq.shard(PLACES))
         following = torch.tensor([[2, 3, 4, 5, -100, 7, 8, 9, 10, 11, 12, -100]])
-        assert torch.equal(seq.gather(mine["shift_labels"]), following)
-        assert mine["labels"] is mine["shift_labels"]
+        assert torch.equal(seq.gather(shards["shift_labels"]), following)
+        assert shards["labels"] is shards["shift_labels"]
         rows = {"input_ids": IDS.repeat(2, 1), "position_ids": torch.arange(12).repeat(2, 1)}
         assert shard_batch(ring, rows)[0].documents is None
 
@@ -50,13 +50,13 @@ def test_ways_to_tell_of_documents() -> None:
     left[:, :2] = 0
 
     def body(ring: Ring) -> None:
-        for given in ({"cu_seq_lens_q": torch.tensor(CUTS)}, {"position_ids": PLACES, "attention_mask": ONES},
+        for inputs in ({"cu_seq_lens_q": torch.tensor(CUTS)}, {"position_ids": PLACES, "attention_mask": ONES},
                       {"seq_idx": MARKS}, {"position_ids": PLACES, "seq_idx": MARKS}):  # fmt: skip
-            seq, mine = shard_batch(ring, {"input_ids": IDS, **given})
-            assert seq.documents == tuple(CUTS) and torch.equal(mine["position_ids"], seq.shard(PLACES))
+            seq, shards = shard_batch(ring, {"input_ids": IDS, **inputs})
+            assert seq.documents == tuple(CUTS) and torch.equal(shards["position_ids"], seq.shard(PLACES))
         counted = torch.arange(12)[None] - 2
-        seq, mine = shard_batch(ring, {"input_ids": IDS, "position_ids": counted, "attention_mask": left})
-        assert seq.documents is None and torch.equal(mine["position_ids"], seq.shard(counted))
+        seq, shards = shard_batch(ring, {"input_ids": IDS, "position_ids": counted, "attention_mask": left})
+        assert seq.documents is None and torch.equal(shards["position_ids"], seq.shard(counted))
 
     run_ranks(2, body)
 
@@ -109,7 +109,7 @@ def test_documents_that_begin_without_a_label() -> None:
 
 
 def test_fewer_tokens_than_ranks() -> None:
-    """Nobody waits for a rank that has no token."""
+    """No rank waits for a rank without tokens."""
     refuses("rank 1 has no token of Sequence.1 tokens", input_ids=torch.ones(2, 1, dtype=torch.int64))
     pair = {"input_ids": torch.ones(2, 2, dtype=torch.int64)}
     assert run_ranks(2, lambda ring: shard_batch(ring, pair)[0].counts) == [(1, 1)] * 2

@@ -1,4 +1,4 @@
-"""Checks stand around a prepared model's forward, whoever calls it, and are missed where it was replaced."""
+"""Checks run around every call of a prepared model's forward, and a replaced forward is detected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIGER = "0.8.5"
 
 
 class Tuner(nn.Module):
-    """Calls the model's forward itself, as those of PEFT do."""
+    """Calls the model's forward directly, like PEFT's tuners."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Tuner(nn.Module):
 
 
 def refused(ring: Ring, model: Any, **arguments: Any) -> str:
-    """What every rank is told of a call without labels, of its own tokens."""
+    """Return the error of a call without labels, with this rank's tokens."""
     seq = ring.sequence(TOKENS.shape[1])
     with pytest.raises(InputError) as raised, ring.activate(seq):
         model(input_ids=seq.shard(TOKENS), **arguments)
@@ -92,7 +92,7 @@ def test_steps_around_a_forward() -> None:
 
 
 def lce_forward(self: Any, **arguments: Any) -> Any:
-    """As Liger's: a loss of its own, of labels that are shifted already."""
+    """Like Liger's: computes the loss itself, from shifted labels."""
     out = self.base_model(
         **{name: x for name, x in arguments.items() if "label" not in name and name != "num_items_in_batch"}
     )
@@ -140,9 +140,9 @@ def test_the_loss_of_liger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # some 8 s where nothing runs beside it
+@pytest.mark.timeout(300)  # about 8 s on an idle machine
 def test_the_kernels_of_liger_over_two_ranks(tmp_path: Path) -> None:
-    """Its fused loss, RMS norm, rotary positions and SwiGLU, in Triton's interpreter, in float32."""
+    """The fused loss, RMS norm, rotary positions and SwiGLU, in Triton's interpreter, in float32."""
     pytest.importorskip("triton", reason="triton is not installed")
     path = os.pathsep.join([str(environment(f"liger-kernel=={LIGER}")), str(ROOT)])
     env = {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}

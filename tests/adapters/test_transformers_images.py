@@ -110,7 +110,7 @@ def test_padding_and_loss() -> None:
 
 
 def refused(match: str, error: type[Exception] = InputError, name: str = "qwen2_vl", **changes: Any) -> None:
-    """On all ranks, where one of them is given this."""
+    """Assert that all ranks refuse a batch in which one rank has these changes."""
 
     def body(ring: Ring) -> None:
         ours = prepare(model(name))
@@ -123,7 +123,7 @@ def refused(match: str, error: type[Exception] = InputError, name: str = "qwen2_
     run_ranks(2, body, timeout_s=20.0)
 
 
-def test_positions_of_a_text_beside_images() -> None:
+def test_positions_of_a_text_with_images() -> None:
     """The model would take them, and rotate images as if they were text."""
     refused(r"rank 1: position_ids \(2, 14\) are not the \(3, rows, tokens\)", position_ids=lambda seq, shards: (
         seq.positions()[None].expand(2, -1)))  # fmt: skip
@@ -157,7 +157,7 @@ def test_batches_that_cannot_be_placed() -> None:
 
 
 def test_other_models_with_images_in_their_text() -> None:
-    """Their tokens lie over ranks, the images do not: one rank would find too few features, or too many."""
+    """Their tokens are sharded but their images are not: a rank would have too few features, or too many."""
     config = transformers.LlavaConfig(
         text_config={**TEXT, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         vision_config={"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "image_size": 8,

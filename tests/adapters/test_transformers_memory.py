@@ -29,7 +29,7 @@ ALL = {"tiled_mlp": 5, "chunked_loss": 7}
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A GPU's host memory: what waits there is no tensor. The elements of what was moved."""
+    """Fake a GPU's host memory by arrays, and return the numbers of elements that were moved."""
     moved: list[int] = []
 
     def to_host(x: Tensor) -> Any:
@@ -106,7 +106,7 @@ def test_two_ranks_have_the_loss_and_gradients_of_one(name: str) -> None:
 
 
 def sharded_errors() -> list[float]:
-    """For a process of its own: errors under FSDP2, with the head among the model's weights and in a group alone."""
+    """For a separate process: errors under FSDP2, with the head in the root's group and in a separate group."""
 
     def make() -> Any:
         model = adapter.prepare(tiny_model("llama", "ringattn"), **ALL)

@@ -1,4 +1,4 @@
-"""What calls of a transformers model give and keep: outputs of whole rows, other losses, caches, encoders."""
+"""Results of calls of a transformers model: outputs of whole rows, other losses, caches, encoders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ringattn.adapters import transformers as adapter
 from ringattn.adapters.torch_ops import ring_attention
 from ringattn.testing import run_ranks
 from tests.adapters import test_transformers_images as images
-from tests.adapters.models import made, tiny_model
+from tests.adapters.models import build_model, tiny_model
 from tests.adapters.ranks import far_off, gradient_error, llama, refused
 from tests.adapters.test_transformers_refusals import HEADS, experts
 
@@ -61,14 +61,14 @@ def refuses(make: Callable[[], Any], match: str, **inputs: Any) -> None:
     ],
 )
 def test_outputs_of_whole_rows(of: str, config: str, options: dict[str, Any], named: str) -> None:
-    """Also with as many classes as a rank has tokens."""
+    """Also if the number of classes equals the tokens of a rank."""
 
-    refuses(lambda: made(of, config, **options), rf"{of} computes {named} from a whole row")
+    refuses(lambda: build_model(of, config, **options), rf"{of} computes {named} from a whole row")
 
 
 def test_outputs_of_several_choices() -> None:
     def body(seq: Sequence) -> None:
-        model = adapter.prepare(made("GPT2DoubleHeadsModel", "GPT2Config", **GPT2))
+        model = adapter.prepare(build_model("GPT2DoubleHeadsModel", "GPT2Config", **GPT2))
         ids, places = seq.shard(ROWS[:, None], 2), seq.positions()[None]
         with seq.ring.activate(seq):
             model(input_ids=ids, position_ids=places, mc_token_ids=torch.zeros(2, 1, dtype=torch.int64))
@@ -87,16 +87,16 @@ def test_outputs_of_several_choices() -> None:
 )  # fmt: skip
 def test_outputs_of_tokens(of: str, config: str) -> None:
     """(rows, tokens) too."""
-    assert far_off(lambda: made(of, config, **BERT), {"input_ids": ROWS}) < 1e-9
+    assert far_off(lambda: build_model(of, config, **BERT), {"input_ids": ROWS}) < 1e-9
 
 
 def test_losses_that_other_inputs_than_labels_ask_for() -> None:
     spans = {"start_positions": torch.tensor([3, 20]), "end_positions": torch.tensor([9, 27])}
-    refuses(lambda: made("BertForQuestionAnswering", "BertConfig", **BERT),
+    refuses(lambda: build_model("BertForQuestionAnswering", "BertConfig", **BERT),
             r"BertForQuestionAnswering computed a loss in its own way, .*start_positions", **spans)  # fmt: skip
 
 
-def test_a_loss_of_routers_beside_logits_is_left_out() -> None:
+def test_a_router_loss_with_logits_is_left_out() -> None:
     def body(ring: Ring) -> None:
         out = call(ring.sequence(TOKENS), experts(True))
         assert "aux_loss" not in out and out.logits.shape == (2, 14, 64) and len(out.router_logits) == 1
@@ -142,7 +142,7 @@ def test_logits_of_all_tokens() -> None:
 @pytest.mark.parametrize("cache", ["static", "static, compiled", "dynamic"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_generation_on_every_rank_alike(name: str, cache: str) -> None:
-    """Of a model that was called over a ring before; prompts are whole. A GPU compiles beside a static cache."""
+    """After a call over a ring, with whole prompts. On a GPU, a static cache makes transformers compile."""
     prompt, mask = ROWS[:, :9], torch.ones(2, 9, dtype=torch.int64)
     mask[0, :3] = 0
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "attention_mask": mask, "use_cache": True,
@@ -169,8 +169,10 @@ def test_generation_on_every_rank_alike(name: str, cache: str) -> None:
 
 def crossing(name: str) -> Any:
     if name == "Bert":
-        return made("BertModel", "BertConfig", **BERT, is_decoder=True, add_cross_attention=True, use_cache=False)
-    return made("GPT2LMHeadModel", "GPT2Config", **GPT2, add_cross_attention=True)
+        return build_model(
+            "BertModel", "BertConfig", **BERT, is_decoder=True, add_cross_attention=True, use_cache=False
+        )
+    return build_model("GPT2LMHeadModel", "GPT2Config", **GPT2, add_cross_attention=True)
 
 
 STATES = torch.randn(2, TOKENS, 32, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
@@ -191,7 +193,7 @@ def test_cross_attention_to_as_many_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "prepared"), [("Bert", True), ("Bert", False), ("GPT2", True)])
-def test_cross_attention_beside_padding_of_the_encoder(name: str, prepared: bool) -> None:
+def test_cross_attention_with_padding_of_the_encoder(name: str, prepared: bool) -> None:
     mask = torch.ones(2, TOKENS, dtype=torch.int64)
     mask[0, -3:] = 0  # of one rank alone
 

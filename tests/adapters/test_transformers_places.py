@@ -71,7 +71,7 @@ def test_rotary_embeddings_after_a_longer_text() -> None:
     assert far_off(lambda: rotary("dynamic"), {"input_ids": ids(40)}, call=twice) < 1e-9
 
 
-def test_rotary_embeddings_beside_checkpointed_layers() -> None:
+def test_rotary_embeddings_with_checkpointed_layers() -> None:
     def make() -> Any:
         model = rotary("longrope")
         again = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), InDouble())}
@@ -86,10 +86,10 @@ def test_rotary_embeddings_of_a_checkpointed_model(reentrant: bool) -> None:
     """Computed again in backward it would choose by this rank's tokens."""
 
     def call(seq: Any) -> None:
-        model, given = adapter.prepare(rotary("longrope")), {"position_ids": seq.positions()[None]}
+        model, inputs = adapter.prepare(rotary("longrope")), {"position_ids": seq.positions()[None]}
         embeds = model.get_input_embeddings()(seq.shard(ids(27)))
         with seq.ring.activate(seq):
-            out = checkpoint(lambda x: model(inputs_embeds=x, **given).logits, embeds, use_reentrant=reentrant)
+            out = checkpoint(lambda x: model(inputs_embeds=x, **inputs).logits, embeds, use_reentrant=reentrant)
             out.sum().backward()
 
     refused(call, r"recomputes Phi3RotaryEmbedding, .* checkpoint layers")
@@ -179,7 +179,7 @@ def test_embeddings_that_hold_their_places_already(kind: str) -> None:
     embeds = torch.randn(3, 27, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     for batch in ({"inputs_embeds": embeds}, {"inputs_embeds": embeds, "attention_mask": padded()["attention_mask"]}):
         assert far_off(make, batch) < 1e-9
-        assert far_off(make, batch, layout="contiguous", told=False) < 1e-9
+        assert far_off(make, batch, layout="contiguous", pass_model=False) < 1e-9
 
     def shifted(seq: Any) -> Any:
         with seq.ring.activate(seq):

@@ -115,8 +115,8 @@ def test_rotary_embeddings_after_a_longer_text_elsewhere(kind: str) -> None:
         return model(**inputs)
 
     whole = {"input_ids": ids(27)}
-    assert far_off(lambda: rotary(kind), whole, call=after_longer, told=False) < 1e-9
-    assert far_off(lambda: rotary(kind), {"input_ids": ids(12)}, call=after_longer, told=False) < 1e-9
+    assert far_off(lambda: rotary(kind), whole, call=after_longer, pass_model=False) < 1e-9
+    assert far_off(lambda: rotary(kind), {"input_ids": ids(12)}, call=after_longer, pass_model=False) < 1e-9
 
 
 def test_hooks_of_the_first_ring_call_run_once() -> None:

@@ -21,7 +21,7 @@ from ringattn.adapters.transformers import prepare
 from ringattn.adapters.transformers.attention import mask_spec, refuse_options
 from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
-from tests.adapters.models import bert_config, filled, made, tiny_model
+from tests.adapters.models import bert_config, build_model, filled, tiny_model
 from tests.adapters.ranks import (
     ROW,
     TOKENS,
@@ -53,11 +53,11 @@ ESM = {"pad_token_id": 1, "mask_token_id": 62, "token_dropout": True, "position_
 
 
 def fnet() -> Any:
-    return made("FNetForMaskedLM", "FNetConfig", **SMALL, intermediate_size=48)
+    return build_model("FNetForMaskedLM", "FNetConfig", **SMALL, intermediate_size=48)
 
 
 def experts(routed: bool) -> Any:
-    return made("MixtralForCausalLM", "MixtralConfig", vocab_size=64, hidden_size=32, intermediate_size=24,
+    return build_model("MixtralForCausalLM", "MixtralConfig", vocab_size=64, hidden_size=32, intermediate_size=24,
                 num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
                 output_router_logits=routed, pad_token_id=0, experts_implementation="eager")  # fmt: skip
 
@@ -72,26 +72,28 @@ def two_berts() -> Any:
 
 MIXING: dict[str, tuple[Callable[[], Any], str]] = {
     "no attention": (fnet, "no attention of FNet.* used the ring"),
-    "a state": (partial(made, "MambaForCausalLM", "MambaConfig", **SMALL, state_size=8, use_cache=False),
+    "a state": (partial(build_model, "MambaForCausalLM", "MambaConfig", **SMALL, state_size=8, use_cache=False),
                 "MambaConfig has layers that carry a state"),
     "layers with a state": (partial(tiny_model, "qwen3_next", "ringattn"), "linear_attention"),
     "a state before attention": (
         partial(tiny_model, "qwen3_next", "ringattn", layer_types=["linear_attention", "full_attention"]),
         "Qwen3NextConfig has layers that carry a state .*linear_attention",
     ),
-    "chosen tokens": (partial(made, "DeepseekV32ForCausalLM", "DeepseekV32Config", **HEADS, **LATENT),
+    "chosen tokens": (partial(build_model, "DeepseekV32ForCausalLM", "DeepseekV32Config", **HEADS, **LATENT),
                       r"choose tokens \(indexed_attention\)"),
-    "mask tokens": (partial(made, "EsmForMaskedLM", "EsmConfig", **HEADS, **ESM), r"config\.token_dropout=False"),
-    "neighbors": (partial(made, "MobileBertModel", "MobileBertConfig", **HEADS, **CALM, intra_bottleneck_size=32),
+    "mask tokens": (partial(build_model, "EsmForMaskedLM", "EsmConfig", **HEADS, **ESM),
+                    r"config\.token_dropout=False"),
+    "neighbors": (partial(build_model, "MobileBertModel", "MobileBertConfig", **HEADS, **CALM,
+                          intra_bottleneck_size=32),
                   r"config\.trigram_input=False"),
     "scaled queries": (partial(tiny_model, "llama4_text", "ringattn"), "attn_temperature_tuning=False"),
-    "places of a shard": (partial(made, "BartForCausalLM", "BartConfig", **BART),
+    "places of a shard": (partial(build_model, "BartForCausalLM", "BartConfig", **BART),
                           "models of BartAttention take no position_ids"),
     "a picked token": (
-        partial(made, "SplinterForQuestionAnswering", "SplinterConfig", **HEADS, **CALM, question_token_id=5),
+        partial(build_model, "SplinterForQuestionAnswering", "SplinterConfig", **HEADS, **CALM, question_token_id=5),
         r"SplinterForQuestionAnswering takes question_positions.* select .*seq\.gather",
     ),
-    "classes": (partial(made, "LlamaForSequenceClassification", "LlamaConfig", **HEADS, pad_token_id=0),
+    "classes": (partial(build_model, "LlamaForSequenceClassification", "LlamaConfig", **HEADS, pad_token_id=0),
                 r"ForSequenceClassification computes logits from a whole row, .* pool seq\.gather"),
 }  # fmt: skip
 
@@ -120,7 +122,7 @@ def test_models_that_are_not_prepared() -> None:
     ],
 )
 def test_models_that_add_alibi_by_themselves(kind: str, message: str) -> None:
-    """Also Bloom that was made with our name, which it takes, and which does not reach its attention."""
+    """Also Bloom created with our implementation, which it accepts but ignores."""
     alibi = {"alibi": True} if kind == "falcon" else {}
     attention = "ringattn" if kind == "bloom" else "eager"
     config = transformers.AutoConfig.for_model(kind, **SMALL, num_attention_heads=4, **alibi)
@@ -134,7 +136,7 @@ def test_models_that_add_alibi_by_themselves(kind: str, message: str) -> None:
 
 def test_a_model_whose_attention_cannot_be_set() -> None:
     model = tiny_model("llama", "eager")
-    model.set_attn_implementation = lambda *_: None  # what it does, beside a warning, for such a model
+    model.set_attn_implementation = lambda *_: None  # for such a model, transformers only warns
     with pytest.raises(UnsupportedError, match="attention of LlamaForCausalLM cannot be set"):
         prepare(model)
 
@@ -251,8 +253,9 @@ def test_labels_of_which_the_model_would_make_another_loss() -> None:
     routers = "output_router_logits with labels: Mixtral"
     refused(lambda seq: call(seq, experts(True)), routers)
     refused(lambda seq: call(seq, experts(False), output_router_logits=True), routers)
-    whisper = partial(made, "WhisperForCausalLM", "WhisperConfig", **BART, num_mel_bins=8, max_target_positions=64,
-                      decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)  # fmt: skip
+    whisper = partial(build_model, "WhisperForCausalLM", "WhisperConfig", **BART, num_mel_bins=8,
+                      max_target_positions=64, decoder_start_token_id=1, suppress_tokens=None,
+                      begin_suppress_tokens=None)  # fmt: skip
     refused(lambda seq: call(seq, whisper()), "WhisperForCausalLM computed a loss in its own way, .*leave labels out")
     alone = "would compute its loss from this rank's tokens only"
     refused(lambda seq: call(seq, transformers.BertForMaskedLM(bert_config())), f"BertForMaskedLM {alone}")
@@ -260,7 +263,7 @@ def test_labels_of_which_the_model_would_make_another_loss() -> None:
 
 
 def test_what_one_rank_alone_gets_wrong() -> None:
-    """All ranks raise, none waits for the deadline."""
+    """All ranks raise, and no rank waits for the deadline."""
 
     def masked(seq: Sequence) -> None:
         tokens = seq.counts[seq.ring.rank]
@@ -315,7 +318,7 @@ def test_what_was_pooled_of_one_rank_is_left_out() -> None:
 
 
 def text_of_siglip(attention: str) -> Any:
-    model = made("SiglipTextModel", "SiglipTextConfig", **HEADS, max_position_embeddings=32, projection_size=32)
+    model = build_model("SiglipTextModel", "SiglipTextConfig", **HEADS, max_position_embeddings=32, projection_size=32)
     model.set_attn_implementation(attention)
     return model
 
@@ -392,13 +395,15 @@ def test_functions_of_a_mask_that_are_not_known() -> None:
     assert any("blockwise_overlay" in name for name in blocks.unknown)
 
 
-def test_a_window_to_both_sides_beside_padding() -> None:
+def test_a_window_to_both_sides_with_padding() -> None:
     rope = {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     rope["full_attention"] = rope["sliding_attention"]
     options = {**HEADS, "local_attention": 8, "pad_token_id": 0, "rope_parameters": rope,
                "layer_types": ["sliding_attention"] * 2}  # fmt: skip
     padded = {name: batches()["padded"][name] for name in ("input_ids", "attention_mask")}
-    assert far_off(partial(made, "ModernBertModel", "ModernBertConfig", **options), padded, layout="striped") < 1e-9
+    assert (
+        far_off(partial(build_model, "ModernBertModel", "ModernBertConfig", **options), padded, layout="striped") < 1e-9
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])

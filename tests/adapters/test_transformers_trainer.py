@@ -72,7 +72,7 @@ def ring() -> Iterator[Ring]:
         yield ring
 
 
-def made(
+def build_trainer(
     folder: Path, ring: Ring | None, kind: type = RingTrainer, args: dict[str, Any] | None = None, **given: Any
 ) -> Any:
     """A Trainer of one process, with this ring or with that of a configuration."""
@@ -99,12 +99,14 @@ def test_a_trainer_of_another_form(monkeypatch: pytest.MonkeyPatch, ring: Ring) 
 
 def test_what_needs_logits_of_a_model_that_makes_none(tmp_path: Path, ring: Ring) -> None:
     model = adapter.prepare(tiny_model("llama", "ringattn"), chunked_loss=7, tiled_mlp=5)
-    plain = made(tmp_path, ring, model=tiny_model("llama", "ringattn"), args={"seed": 3}).train().training_loss
-    assert made(tmp_path, ring, model=model, args={"seed": 3}).train().training_loss == pytest.approx(plain, rel=1e-6)
+    plain = build_trainer(tmp_path, ring, model=tiny_model("llama", "ringattn"), args={"seed": 3}).train().training_loss
+    assert build_trainer(tmp_path, ring, model=model, args={"seed": 3}).train().training_loss == pytest.approx(
+        plain, rel=1e-6
+    )
     with pytest.raises(UnsupportedError, match=r"^compute_metrics needs logits, .* chunked_loss"):
-        made(tmp_path, ring, model=model, compute_metrics=lambda evaluation: {})
+        build_trainer(tmp_path, ring, model=model, compute_metrics=lambda evaluation: {})
     with pytest.raises(UnsupportedError, match=r"^prediction needs logits, .* chunked_loss"):
-        made(tmp_path, ring, model=model, eval_dataset=texts()).predict(texts())
+        build_trainer(tmp_path, ring, model=model, eval_dataset=texts()).predict(texts())
 
 
 def test_a_step_drops_by_its_number(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +121,7 @@ def test_a_step_drops_by_its_number(tmp_path: Path, ring: Ring, monkeypatch: pyt
     monkeypatch.setattr(RingTrainer, "_rings", lambda self: (3, 2))
     args = {"seed": 5, "max_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
     model = tiny_model("llama", "eager", attention_dropout=0.4)
-    made(tmp_path, ring, model=model, args=args).train()
+    build_trainer(tmp_path, ring, model=model, args=args).train()
     assert seeds == [seed_from(5, 2, step) for step in (0, 0, 1, 1)]
 
 
@@ -127,19 +129,19 @@ def test_streams_evaluated_over_several_rings(tmp_path: Path, ring: Ring, monkey
     """Refused when the trainer is made, and not at the first evaluation."""
     monkeypatch.setattr(RingTrainer, "_rings", lambda self: (2, 0))
     args, stream = {"accelerator_config": {"dispatch_batches": False}}, Stream(texts())
-    made(tmp_path, ring, args=args, train_dataset=stream, eval_dataset=texts())
+    build_trainer(tmp_path, ring, args=args, train_dataset=stream, eval_dataset=texts())
     for data in (stream, {"a": texts(), "b": stream}):
         with pytest.raises(UnsupportedError, match=r"Stream .* cannot be evaluated over several rings"):
-            made(tmp_path, ring, args=args, eval_dataset=data)
+            build_trainer(tmp_path, ring, args=args, eval_dataset=data)
 
 
 def test_smoothed_labels_are_counted_on_all_ranks(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = made(tmp_path, ring, args={"label_smoothing_factor": 0.1})
+    trainer = build_trainer(tmp_path, ring, args={"label_smoothing_factor": 0.1})
     with pytest.raises(UnsupportedError, match="num_items_in_batch is missing"):
         trainer.label_smoother({"logits": None}, None, shift_labels=True)
     monkeypatch.setattr(type(trainer.model), "accepts_loss_kwargs", False, raising=False)
     with pytest.raises(UnsupportedError, match="label_smoothing_factor: LlamaForCausalLM takes no num_items_in_batch"):
-        made(tmp_path, ring, args={"label_smoothing_factor": 0.1})
+        build_trainer(tmp_path, ring, args={"label_smoothing_factor": 0.1})
 
 
 def test_a_configuration_that_shards_too(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +173,7 @@ def test_trainers_of_trl(name: str, reason: str) -> None:
 
 
 class OwnLoss:
-    """Makes a loss of its own."""
+    """Computes a custom loss."""
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
         return super().compute_loss(*args, **options)  # type: ignore[misc]
@@ -194,24 +196,24 @@ def own_function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> A
         ((RingTrainer,), {"compute_loss_func": own_function}),
     ],
 )
-def test_a_loss_of_the_users_beside_another_scale(
+def test_a_custom_loss_with_another_scale_is_refused(
     bases: tuple[type, ...], options: dict[str, Any], tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = type("Ours", bases, {})
-    made(tmp_path, ring, kind, **options).train()
+    build_trainer(tmp_path, ring, kind, **options).train()
 
     def compute_loss(self: Any, model: Any, inputs: Any, *others: Any, **options: Any) -> Any:
         return model(**inputs).loss * self.accelerator.num_processes  # as in transformers 5.18
 
     monkeypatch.setattr(transformers.Trainer, "compute_loss", compute_loss)
-    made(tmp_path, ring)
+    build_trainer(tmp_path, ring)
     with pytest.raises(UnsupportedError, match=r"compute_loss of Ours, or compute_loss_func: .* transformers 5\.20"):
-        made(tmp_path, ring, kind, **options)
+        build_trainer(tmp_path, ring, kind, **options)
 
 
 def test_a_loss_that_is_set_later(tmp_path: Path, ring: Ring) -> None:
     """Also on the trainer itself."""
-    trainer, seen = made(tmp_path, ring), []
+    trainer, seen = build_trainer(tmp_path, ring), []
 
     def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         outputs = model(**inputs)
@@ -223,18 +225,18 @@ def test_a_loss_that_is_set_later(tmp_path: Path, ring: Ring) -> None:
     assert all(isinstance(outputs, WholeOutput) for outputs in seen) and seen
 
 
-def test_metrics_beside_a_loss_of_the_users(tmp_path: Path, ring: Ring) -> None:
+def test_metrics_with_a_custom_loss(tmp_path: Path, ring: Ring) -> None:
     metrics = {
         "compute_metrics": lambda evaluation: {"shape": evaluation.predictions.shape},
         "eval_dataset": texts()[:2],
     }
-    trainer = made(tmp_path, ring, compute_loss_func=own_function, **metrics)
+    trainer = build_trainer(tmp_path, ring, compute_loss_func=own_function, **metrics)
     assert tuple(trainer.evaluate()["eval_shape"]) == (2, 11, 64)
 
 
 def test_a_model_that_is_not_of_transformers(tmp_path: Path, ring: Ring) -> None:
     with pytest.raises(UnsupportedError, match="Linear is not a transformers model; shard its batches in"):
-        made(tmp_path, ring, model=torch.nn.Linear(2, 2))
+        build_trainer(tmp_path, ring, model=torch.nn.Linear(2, 2))
 
 
 def test_an_overridden_loss_of_sfttrainer() -> None:
@@ -246,19 +248,19 @@ def test_an_overridden_loss_of_sfttrainer() -> None:
 
 
 def test_a_model_that_was_not_prepared(tmp_path: Path, ring: Ring) -> None:
-    trainer = made(tmp_path, ring)
+    trainer = build_trainer(tmp_path, ring)
     trainer.train()
     trainer.model = trainer.model_wrapped = tiny_model("llama", "eager")
     with pytest.raises(InputError, match=r"LlamaForCausalLM is not the model .* this rank's tokens only; .*prepare"):
         trainer.train()
-    trainer = made(tmp_path, ring, model=None, model_init=lambda: tiny_model("llama", "eager"))
+    trainer = build_trainer(tmp_path, ring, model=None, model_init=lambda: tiny_model("llama", "eager"))
     first = trainer.model
     trainer.train()
     assert trainer.model is not first and trainer.model.config._attn_implementation == "ringattn"
 
 
 def test_outputs_that_are_not_of_tokens(tmp_path: Path, ring: Ring) -> None:
-    trainer = made(
+    trainer = build_trainer(
         tmp_path, ring, eval_dataset=texts(), compute_metrics=lambda evaluation: {"texts": len(evaluation.predictions)}
     )
     assert trainer.evaluate()["eval_texts"] == len(texts())
@@ -273,21 +275,23 @@ def test_streams(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) ->
     )
     for options in ({"train_dataset": stream}, {"eval_dataset": stream}, {"eval_dataset": {"a": texts(), "b": stream}}):
         with pytest.raises(UnsupportedError, match=cut):
-            made(tmp_path, ring, **options)
+            build_trainer(tmp_path, ring, **options)
     with pytest.raises(UnsupportedError, match=cut):
-        made(tmp_path, ring).evaluate(stream)
-    trainer = made(tmp_path, ring)
+        build_trainer(tmp_path, ring).evaluate(stream)
+    trainer = build_trainer(tmp_path, ring)
     trainer.train_dataset = trainer.eval_dataset = stream
     for call in (trainer.train, trainer.evaluate):
         with pytest.raises(UnsupportedError, match=cut):
             call()
     for name in ("dispatch_batches", "split_batches"):
         with pytest.raises(UnsupportedError, match=f"{name} would split batches among the ranks of a ring"):
-            made(tmp_path, ring, args={"accelerator_config": {name: True}})
+            build_trainer(tmp_path, ring, args={"accelerator_config": {name: True}})
     with pytest.raises(UnsupportedError, match="batch_rebalance' distributes texts over the processes of a ring"):
-        made(tmp_path, ring, args={"train_sampling_strategy": "batch_rebalance"})
+        build_trainer(tmp_path, ring, args={"train_sampling_strategy": "batch_rebalance"})
 
-    trainer = made(tmp_path, ring, args={"accelerator_config": {"dispatch_batches": False}}, train_dataset=stream)
+    trainer = build_trainer(
+        tmp_path, ring, args={"accelerator_config": {"dispatch_batches": False}}, train_dataset=stream
+    )
     shard = IterableDatasetShard(stream, batch_size=3, num_processes=4)
     monkeypatch.setattr(transformers.Trainer, "get_eval_dataloader", lambda *_: SimpleNamespace(dataset=shard))
     monkeypatch.setattr(trainer, "_rings", lambda: (2, 0))
@@ -340,7 +344,7 @@ def test_a_trainer_gets_the_ring(tmp_path: Path, config: RingParallelismConfig) 
     class Theirs(transformers.Trainer):
         pass
 
-    trainer = made(tmp_path, None, Theirs, {"parallelism_config": config})
+    trainer = build_trainer(tmp_path, None, Theirs, {"parallelism_config": config})
     assert isinstance(trainer, RingTrainerMixin) and isinstance(trainer, Theirs) and type(trainer).__name__ == "Theirs"
     assert not issubclass(Theirs, RingTrainerMixin) and trainer.ring.world_size == 1
     assert trainer.train().training_loss > 0
@@ -358,7 +362,7 @@ def test_what_is_refused_when_the_trainer_is_made(
 ) -> None:
     args = options.get("args", {}) | {"parallelism_config": config}
     with pytest.raises(UnsupportedError, match=says):
-        made(tmp_path, None, transformers.Trainer, **{**options, "args": args})
+        build_trainer(tmp_path, None, transformers.Trainer, **{**options, "args": args})
 
 
 def test_loops_of_ones_own(config: RingParallelismConfig) -> None:

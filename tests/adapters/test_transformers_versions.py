@@ -64,15 +64,15 @@ def test_other_versions_are_refused_by_name(version: str, monkeypatch: pytest.Mo
 
 
 def test_a_mask_of_4_57_tells_the_places_of_its_queries() -> None:
-    def made(first: int) -> MaskSpec:
+    def spec_at(first: int) -> MaskSpec:
         return mask_spec(
             batch_size=1, cache_position=torch.arange(first, 9), kv_length=9, mask_function=causal_mask_function
         )
 
-    assert (made(0).queries, made(0).keys, made(0).is_offset) == (9, 9, False)
-    assert (made(8).queries, made(8).keys, made(8).is_offset) == (1, 9, True)
+    assert (spec_at(0).queries, spec_at(0).keys, spec_at(0).is_offset) == (9, 9, False)
+    assert (spec_at(8).queries, spec_at(8).keys, spec_at(8).is_offset) == (1, 9, True)
     with pytest.raises(UnsupportedError, match="1 queries and 9 keys"):
-        made(8).refuse()
+        spec_at(8).refuse()
 
 
 @pytest.mark.parametrize(("by_document", "cuts"), [(True, [0, 4, 9, 14, 17]), (False, [0, 4, 5, 10, 15, 17])])

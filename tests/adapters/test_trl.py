@@ -36,7 +36,7 @@ def with_trl() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # some 60 s where nothing runs beside it
+@pytest.mark.timeout(600)  # about 60 s on an idle machine
 def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
     """Weights after three steps, every metric that SFTTrainer logs, and gradients of every kind of adapter."""
     answers = call_in_program("tests.adapters.sft:compute_errors", str(tmp_path), timeout_s=560.0, **with_trl())

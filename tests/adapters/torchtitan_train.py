@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class Device(ModuleType):
-    """torch.cpu, with what torchtitan asks of torch.cuda besides."""
+    """torch.cpu, with the additional attributes of torch.cuda that torchtitan uses."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -53,12 +53,12 @@ class Device(ModuleType):
 
 
 def stand_in(name: str, **names: Any) -> None:
-    """An importable module with these names, where there is none."""
+    """Add an importable module with these names if it does not exist."""
     try:
-        there = find_spec(name) is not None
+        exists = find_spec(name) is not None
     except (ModuleNotFoundError, ValueError):
-        there = False
-    if not there:
+        exists = False
+    if not exists:
         module = ModuleType(name)
         module.__dict__.update(names, __spec__=ModuleSpec(name, None), __path__=[])
         sys.modules[name] = module

@@ -1,4 +1,4 @@
-"""What one version of transformers does over two ranks.
+"""Results of one version of transformers over two ranks.
 
 For a process with that version first on the path, see tests.adapters.versions. Each cell is the worst error against one
 process, in float64 throughout, or the words of the refusal.
@@ -75,24 +75,24 @@ def trained(folder: str) -> float:
     """Trainer's weights, and the loss of its evaluation; losses of steps are rounded to float32 by it."""
     check_trainer(RingTrainer)  # what a process raises is lost
     errors = []
-    for found in compute_errors(folder, 2, ["packed", "packed, labels of each process"]).values():
-        (*steps, evaluated), (*true_steps, truly) = found["losses"]
+    for answer in compute_errors(folder, 2, ["packed", "packed, labels of each process"]).values():
+        (*steps, evaluated), (*true_steps, truly) = answer["losses"]
         assert len(steps) == 3
         rounded = [abs(a / b - 1) for a, b in zip(steps, true_steps, strict=True)]
-        errors += [*found["weights"].values(), abs(evaluated / truly - 1), *(x for x in rounded if x > 1e-6)]
+        errors += [*answer["weights"].values(), abs(evaluated / truly - 1), *(x for x in rounded if x > 1e-6)]
     return max(errors)
 
 
 def fine_tuned(folder: str) -> float:
-    """SFTTrainer's weights, and what it logs besides losses, which are rounded to float32."""
+    """Return the error of SFTTrainer's weights and logged metrics, without losses, which are rounded to float32."""
     from ringattn.adapters.trl import RingSFTTrainer
 
     check_trainer(RingSFTTrainer)
     from tests.adapters import sft
 
-    (found,) = sft.train_errors(folder, "packed").values()
-    errors = [found["weights"]]
-    for (loss, *others), (true_loss, *truly) in zip(*found["logged"], strict=True):
+    (answer,) = sft.train_errors(folder, "packed").values()
+    errors = [answer["weights"]]
+    for (loss, *others), (true_loss, *truly) in zip(*answer["logged"], strict=True):
         assert len(others) == 3
         errors += [abs(a - b) / max(1.0, abs(b)) for a, b in zip(others, truly, strict=True)]
         errors += [x for x in [abs(loss / true_loss - 1)] if x > 1e-6]
@@ -108,7 +108,7 @@ def preferred(folder: str) -> float:
 
 
 def compiled() -> float:
-    """Of a model of one layer; the ranks have as many tokens, so that nothing is compiled for two lengths."""
+    """Return the error of a compiled model of one layer. The ranks have equal tokens, so one length is compiled."""
     return far_off_compiled(partial(tiny_model, "llama", num_hidden_layers=1), PACKED["input_ids"][:, :24],
                             [*DOCUMENTS[:-1], 24])  # fmt: skip
 
@@ -168,11 +168,11 @@ def refused(call: Callable[[Ring], Any]) -> float:
             return error
         return None
 
-    found = run_ranks(2, body, timeout_s=20.0)
-    for error in found:
+    raised = run_ranks(2, body, timeout_s=20.0)
+    for error in raised:
         if error is None:
             return 1.0
-    raise found[0] or AssertionError
+    raise raised[0] or AssertionError
 
 
 def unprepared(ring: Ring) -> None:
@@ -207,5 +207,5 @@ def verdict(cell: Cell) -> float | str:
 
 def verdicts(folder: str, *names: str) -> dict[str, float | str]:
     """Return the verdicts of these cells, or of all."""
-    made: dict[str, Cell] = {name: partial(cell, folder) for name, cell in FORKED.items()} | EXACT | REFUSED
-    return {name: verdict(cell) for name, cell in made.items() if not names or name in names}
+    by_name: dict[str, Cell] = {name: partial(cell, folder) for name, cell in FORKED.items()} | EXACT | REFUSED
+    return {name: verdict(cell) for name, cell in by_name.items() if not names or name in names}

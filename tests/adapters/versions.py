@@ -1,4 +1,4 @@
-"""Versions of transformers, each in an environment of its own, and what the page says of them."""
+"""Versions of transformers, each in a separate environment, and the claims of the documentation about them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VERSIONS: dict[str, tuple[str, ...]] = {
     "5.22.2": (),
     "5.23.0": (),
 }
-"""The newest patch of each minor version, and what of its requirements the tests' own environment does not meet."""
+"""The newest patch of each minor version, and its requirements that the tests' environment does not satisfy."""
 Verdict = float | str
 """The worst error, or the words of a refusal."""
 

@@ -72,10 +72,10 @@ def trained(ring: Ring, options: dict[str, Any], layout: str, tokens: int) -> di
 def test_many_ranks_are_one(name: str, world_size: int, layout: str, tokens: int) -> None:
     """Also where a rank has no token, or no key that another rank reads."""
     (reference,) = run_ranks(1, lambda ring: trained(ring, LAYERS[name], "contiguous", tokens))
-    for mine in run_ranks(world_size, lambda ring: trained(ring, LAYERS[name], layout, tokens), poison=True):
-        assert mine.keys() == reference.keys()
+    for actual in run_ranks(world_size, lambda ring: trained(ring, LAYERS[name], layout, tokens), poison=True):
+        assert actual.keys() == reference.keys()
         for key, value in reference.items():
-            torch.testing.assert_close(mine[key], value, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(actual[key], value, rtol=1e-10, atol=1e-10)
 
 
 # --- projections while keys travel -----------------------------------------------------------------------------------
@@ -138,8 +138,8 @@ def test_keys_leave_before_queries_are_made(
     def body(ring: Ring) -> list[str]:
         seq = ring.sequence(30, layout="contiguous")
         ring.transport.exchange = noted(ring.transport.exchange, "leave")  # type: ignore[method-assign]
-        made = RingMultiheadAttention(16, 2, causal=True, window=window, schedule="ring")
-        made(torch.ones(1, 10, 16), seq)
+        module = RingMultiheadAttention(16, 2, causal=True, window=window, schedule="ring")
+        module(torch.ones(1, 10, 16), seq)
         return events[threading.get_ident()]
 
     for rank, order in enumerate(run_ranks(3, body, engine="plain", kv_wire_dtype=wire)):
@@ -150,12 +150,12 @@ def test_keys_leave_before_queries_are_made(
 
 
 def test_keys_that_cannot_be_made_end_the_ring_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank's projection breaks after the ranks have agreed: nobody waits."""
+    """One rank's projection fails after the ranks have compared their calls: no rank waits."""
 
-    def broken(x: Tensor, *given: Any, **options: Any) -> tuple[Tensor, ...]:
+    def broken(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
         if not x.any():
             raise MemoryError("no room for the keys")
-        return project(x, *given, **options)
+        return project(x, *arguments, **options)
 
     monkeypatch.setattr(base, "project", broken)
 
@@ -450,18 +450,18 @@ def test_an_empty_batch_between_others(options: dict[str, Any] | None) -> None:
 
     def body(ring: Ring) -> list[Tensor]:
         if options is None:
-            made: nn.Module = layer(rope="neox", qk_norm=True, sinks=True)
+            module: nn.Module = layer(rope="neox", qk_norm=True, sinks=True)
         else:
-            made = RingMultiheadDilatedAttention(EMBED, HEADS, [8], [1], dtype=torch.float64, **options)
-            for weight in made.parameters():
+            module = RingMultiheadDilatedAttention(EMBED, HEADS, [8], [1], dtype=torch.float64, **options)
+            for weight in module.parameters():
                 nn.init.constant_(weight, 0.1)
         seq, grads = ring.sequence(TOKENS), []
         for batch in (2, 0, 2, 0):
-            made.zero_grad()
-            out = made(seq.shard(X[:batch]), seq)
+            module.zero_grad()
+            out = module(seq.shard(X[:batch]), seq)
             assert out.shape == (batch, len(seq.positions()), EMBED)
             out.square().sum().backward()
-            grads.append(torch.cat([weight.grad.flatten() for weight in made.parameters()]))
+            grads.append(torch.cat([weight.grad.flatten() for weight in module.parameters()]))
         return grads
 
     for full, empty, again, last in run_ranks(2, body, poison=True):

@@ -221,7 +221,7 @@ def test_copies_work_and_carry_no_ring(copied: Callable[[Any], Any]) -> None:
         assert torch.equal(duplicate(*inputs), out)
         assert duplicate.ring is not layer.ring and duplicate.ring.memory_info()["plans"] == 1
         layer.ring.close()
-        assert torch.equal(copied(layer)(*inputs), out), "a copy opens a ring of its own"
+        assert torch.equal(copied(layer)(*inputs), out), "a copy opens its ring"
 
 
 def test_a_layer_alone_joins_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
