@@ -214,7 +214,7 @@ def parity(
 
 
 class _Coarsest(TorchDispatchMode):
-    """Records the eps of the coarsest floating-point dtype among the operator results that compiled code shows."""
+    """Collects the eps of the coarsest floating-point dtype among the operator results that compiled code shows."""
 
     def __init__(self) -> None:
         super().__init__()
