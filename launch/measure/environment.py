@@ -13,9 +13,12 @@ import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringattn.planner.cluster import CALIBRATED, Cluster
+
+if TYPE_CHECKING:
+    from ringattn.ring import Ring
 
 PACKAGES = ("torch", "numpy", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "hydra-core")
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -114,6 +117,16 @@ def cluster_over(transport: str) -> tuple[Cluster | None, str]:
             f"run `ringattn calibrate transport={transport}`"
         )
     return Cluster(**calibration["constants"]), ""
+
+
+def cluster_for(ring: Ring) -> tuple[Cluster | None, str]:
+    """Return this machine's constants for the messages of `ring`, or None and the reason, as `cluster_over` does.
+
+    Nothing is returned for a ring on several nodes: a calibration covers one machine.
+    """
+    if ring.links is not None and max(ring.links.nodes):
+        return None, "none: a calibration covers one machine, and these ranks run on several; name cluster="
+    return cluster_over(ring.transport.name if ring.world_size > 1 else "")
 
 
 def hardware() -> str:

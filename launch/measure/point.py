@@ -18,7 +18,7 @@ from torch import Tensor
 from ringattn.errors import OutOfMemoryError, RingError
 from ringattn.explain import Explanation
 from ringattn.launch.calls import RunConfig
-from ringattn.launch.measure.environment import environment, own_cluster
+from ringattn.launch.measure.environment import cluster_for, environment
 from ringattn.launch.measure.exactness import (
     DTYPES,
     absolute_error,
@@ -177,9 +177,9 @@ def _exposed(
 
 
 def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
-    """Return the allowed pairs times heads, the prediction (or None), and what `auto` took."""
+    """Return the allowed pairs times heads, the prediction (or why there is none), and what `auto` took."""
     options = config.options(seq.length, ring.device)
-    cluster = cluster_named(config.cluster) if config.cluster else own_cluster()
+    cluster, reason = (cluster_named(config.cluster), "") if config.cluster else cluster_for(ring)
     explained = ring.explain(
         seq, batch=config.batch, q_heads=config.heads, kv_heads=config.kv_heads,
         head_dim=config.head_dim, dtype=DTYPES[config.dtype], backward=config.backward,
@@ -193,7 +193,7 @@ def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
         "transport": ring.transport.name,
         "sm_margin": explained.sm_margin,
     }
-    return {"pairs": sum(explained.pairs), "predicted": predicted, "resolved": resolved}
+    return {"pairs": sum(explained.pairs), "predicted": predicted, "not_predicted": reason, "resolved": resolved}
 
 
 def _predicted(explained: Explanation, cluster: Cluster) -> dict[str, Any]:
@@ -237,6 +237,7 @@ def _facts(config: RunConfig, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         "overlap": min(waits["overlap"] for waits in exposed),
         "arrivals_known": all(waits["arrivals_known"] for waits in exposed),
         "predicted": planned["predicted"],
+        "not_predicted": planned["not_predicted"],
         "resolved": planned["resolved"],
         "environment": by_rank[0]["environment"],
     }

@@ -44,6 +44,7 @@ MEASURED = {
     "pool_bytes": "most bytes of the memory pool in use, by rank",
     "error": "largest absolute difference of `out`, `dq`, `dk`, `dv` from the reference, at the size of the check",
     "predicted": "times and staging buffers by the plans, for `cluster` or a calibrated machine; otherwise null",
+    "not_predicted": "why `predicted` is null; empty if it is not",
     "resolved": "schedule with its number, layout, engine, transport and SM margin that ran",
 }
 """Keys that a point has only after it ran, with their meaning; null in a record of a failure."""

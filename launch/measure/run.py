@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import InputError, RingError
-from ringattn.launch.calls import AUTOMATIC, RunConfig, load_run, resolved, words_of
+from ringattn.launch.calls import AUTOMATIC, RunConfig, check_nodes, load_run, resolved, words_of
 from ringattn.launch.config import composed_as, is_for_hydra, keys_of, run_application, swept
 from ringattn.launch.folders import STANDARD_OUTPUT, json_output
-from ringattn.launch.measure.environment import NOT_CALIBRATED
 from ringattn.launch.measure.points import Folder, leave, make_record
 from ringattn.launch.nodes import Nodes
 from ringattn.launch.options import help_text, spelled
@@ -100,7 +99,7 @@ def load_here(words: Sequence[str], place: Place | None) -> RunConfig:
         return config
     named = any(word.startswith(("ranks=", "nnodes=")) for word in words)
     ranks = agreed_ranks(config.world_size if named else None, "ranks")
-    return load_run([*words, f"ranks={ranks}", "nnodes=1", "node_rank=null"])
+    return load_run([*words, f"ranks={ranks}", "nnodes=1", "node_rank=null", "rdzv_endpoint="])
 
 
 def measured(composed: DictConfig) -> float:
@@ -109,12 +108,13 @@ def measured(composed: DictConfig) -> float:
     from hydra.types import RunMode
 
     config, place = composed_as(RunConfig, composed), place_in_torchrun()
+    check_nodes(config)
     if place is not None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise InputError("--multirun: started by torchrun, so every rank would run all points; leave torchrun out")
         named = config.ranks is not None or config.nnodes > 1
         ranks = agreed_ranks((config.ranks or 1) * config.nnodes if named else None, "ranks")
-        config = replace(config, ranks=ranks, nnodes=1, node_rank=None)
+        config = replace(config, ranks=ranks, nnodes=1, node_rank=None, rdzv_endpoint="")
     elif config.nnodes > 1 and not config.rdzv_endpoint and in_job():
         config = met_in_job(config)
     config = resolved(config)
@@ -238,7 +238,7 @@ def table(config: RunConfig, facts: Mapping[str, Any]) -> str:
             if predicted := facts["predicted"]:
                 rows.append(("  predicted", f"{predicted[f'{name}_ms']:.3g} ms on {predicted['cluster']}"))
     if not facts["predicted"]:
-        rows.append(("predicted", NOT_CALIBRATED))
+        rows.append(("predicted", facts["not_predicted"]))
     rows += [
         (
             "tokens/s",

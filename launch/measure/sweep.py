@@ -114,6 +114,8 @@ def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
             raise no_such_key(override.key_or_group, known)
         if override.key_or_group == "json":
             raise InputError("json: a sweep writes the records of its points into out; `ringattn run` has json")
+        if override.key_or_group in ("node_rank", "rdzv_endpoint"):
+            raise InputError(f"{override.key_or_group}: the launcher of a sweep sets it on each node; leave it out")
         (of_sweep if override.key_or_group in keys else of_points).append(str(override.input_line))
     options = load(of_sweep, SweepConfig)
     of_points = [*_preset_words(options.preset, of_points), *of_points]

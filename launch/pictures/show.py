@@ -13,7 +13,7 @@ from ringattn.core.dilation import OFFSETS
 from ringattn.errors import InputError
 from ringattn.launch.calls import TORCH_DTYPES, MaskedCallConfig, tokens_option
 from ringattn.launch.folders import json_output, writing
-from ringattn.launch.measure.environment import NOT_CALIBRATED, own_cluster
+from ringattn.launch.measure.environment import cluster_over
 from ringattn.launch.options import DTYPES, MOST, help_text, json_option, option
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, cluster_named
 from ringattn.schedule.text import to_text
@@ -76,7 +76,8 @@ def show(explanation: Explanation, config: ExplainConfig) -> None:
     """Print the explanation, and draw the pictures that the options name."""
     print(explanation.text(config.all_ranks))
     if explanation.predicted_us is None:
-        print(f"predicted: {NOT_CALIBRATED}")
+        _, reason = cluster_over("")
+        print(f"predicted: {reason}")
     if config.operations:
         passes = (explanation.forward, explanation.backward)
         print("\n" + "\n\n".join(to_text(schedule) for schedule in passes if schedule is not None))
@@ -100,7 +101,8 @@ def explanation_of(config: ExplainConfig) -> Explanation:
 
     from ringattn.testing import run_ranks
 
-    cluster = cluster_named(config.cluster) if config.cluster else own_cluster()
+    # The call names no transport, so the prediction is for the transport that was calibrated.
+    cluster = cluster_named(config.cluster) if config.cluster else cluster_over("")[0]
     if cluster is None and config.sm_margin:
         raise InputError(
             f"sm_margin={config.sm_margin}: has no effect without a prediction; name machines, as cluster=h100"

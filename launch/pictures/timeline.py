@@ -20,7 +20,7 @@ from ringattn.core.span import COMM, Span
 from ringattn.errors import InputError
 from ringattn.launch.calls import TORCH_DTYPES, TRANSPORT_NAMES, MaskedCallConfig
 from ringattn.launch.folders import writing
-from ringattn.launch.measure.environment import cluster_over, own_cluster
+from ringattn.launch.measure.environment import cluster_for, own_cluster
 from ringattn.launch.options import help_text, option
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.observe.files import write_file
@@ -138,7 +138,7 @@ def predict(ring: Ring, config: TimelineConfig) -> Prediction:
     if config.cluster:
         cluster, basis = named_cluster(config.cluster)
     else:
-        calibrated, reason = cluster_over(ring.transport.name if ring.world_size > 1 else "")
+        calibrated, reason = cluster_for(ring)
         if calibrated is None:
             return Prediction([], "", reason)
         cluster, basis = calibrated, f"for this machine, by the constants of its calibration: {calibrated.name}"

@@ -118,9 +118,12 @@ class Checkpoints:
         """
         done = len(curve.losses)
         if not all_finite(self.everyone, model, optimizer):
+            outlook = "no checkpoint exists yet: lower learning_rate and start again"
+            if self._has_checkpoints():
+                outlook = "the checkpoints before it stay: lower learning_rate and resume from the last"
             raise NonFiniteError(
                 f"step {done} of {self.config.steps}: the weights or the optimizer's state after it are not finite, so "
-                "they are not saved; the checkpoints before stay: lower learning_rate and resume from the last"
+                f"they are not saved; {outlook}"
             )
         path = self.folder / f"step-{done:08d}"
         partial = path.with_suffix(".partial")
@@ -175,8 +178,15 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
             self.everyone.barrier()
             of_rank = f" (rank {failed[0][0]})" if self.everyone.world_size > 1 else ""
-            raise RingError(f"{failed[0][1]}; the checkpoints before stay, and resume=auto goes on from them{of_rank}")
+            outlook = "no checkpoint exists yet"
+            if self._has_checkpoints():
+                outlook = "the checkpoints before it stay, and resume=auto goes on from them"
+            raise RingError(f"{failed[0][1]}; {outlook}{of_rank}")
         return [answer for answer, _ in answers]
+
+    def _has_checkpoints(self) -> bool:
+        """Return whether rank 0 sees any checkpoint of this run. All ranks call it together."""
+        return bool(json.loads(self.everyone.all_gather_text(json.dumps(bool(named(self.folder))))[0]))
 
     def _keep_good_ones(self, new: Path) -> None:
         """Remove checkpoints older than the last `KEPT` good ones; a damaged one does not count as one of them."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from ringattn.launch.measure.environment import hardware
+from ringattn.planner.cluster import CLUSTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -89,3 +94,10 @@ def soon(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
 def all_end(pids: list[int]) -> bool:
     """Whether all processes end within moments: one that was killed still shows as running while it is torn down."""
     return soon(lambda: not any(map(runs, pids)), 5.0)
+
+
+def write_calibration(folder: Path, transport: str) -> None:
+    """Write a calibration of this machine for `transport` into the folder."""
+    constants = asdict(replace(CLUSTERS["cpu"], name="this machine", calibrated=True))
+    content = {"constants": constants, "hardware": hardware(), "transport": transport}
+    (folder / "calibrated.json").write_text(json.dumps(content))

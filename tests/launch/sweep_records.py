@@ -36,7 +36,8 @@ def record(
         "command": f"ringattn run ranks={ranks} tokens={tokens} schedule={schedule} layout={layout} dtype={dtype}",
     }  # fmt: skip
     unknown = ("forward_ms", "backward_ms", "tokens_per_s", "tflops", "bytes_sent", "messages", "exposed_ms", "overlap",
-               "arrivals_known", "pass_ms", "peak_bytes", "pool_bytes", "error", "predicted")  # fmt: skip
+               "arrivals_known", "pass_ms", "peak_bytes", "pool_bytes", "error", "predicted",
+               "not_predicted")  # fmt: skip
     if status != "ok":
         return {**shared, **dict.fromkeys(unknown)}
     return {**shared, **_results(ranks, tokens, schedule, layout, dtype, seed, backward)}
@@ -69,6 +70,7 @@ def _results(ranks: int, tokens: int, schedule: str, layout: str, dtype: str, se
             "cluster": "cpu-core", "calibrated": True, "forward_ms": ideal_ms + wait_ms,
             "backward_ms": 2.5 * ideal_ms + wait_ms, "exposed_ms": wait_ms, "pool_bytes": shard_bytes * 2.75,
         },
+        "not_predicted": "",
     }  # fmt: skip
 
 

@@ -109,6 +109,6 @@ def test_every_key_has_a_case() -> None:
 def test_a_key_without_effect_is_refused(
     words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringattn.launch.pictures.show.own_cluster", lambda: None)
+    monkeypatch.setattr("ringattn.launch.pictures.show.cluster_over", lambda transport: (None, "none"))
     assert main(words.split()) == 2
     assert message in capsys.readouterr().err

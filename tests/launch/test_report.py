@@ -19,7 +19,7 @@ from matplotlib.colors import to_rgb
 from ringattn.cli import main
 from ringattn.errors import InputError
 from ringattn.launch.report import page as page_module
-from ringattn.launch.report.page import COLORS, Line, charts_of, line_chart, page_of, simulated_panel
+from ringattn.launch.report.page import COLORS, Line, charts_of, line_chart, metrics_of, page_of, simulated_panel
 from ringattn.launch.report.points import LINES, SINGLE, STRONG, panels_of, read_sweep, scaling, series_of
 from ringattn.launch.report.report import summary_of, title_of
 from ringattn.launch.report.tables import BEST, UNKNOWN, Table, results, shared_options
@@ -228,6 +228,8 @@ def test_an_upper_bound_of_the_overlap_is_called_so(tmp_path: Path) -> None:
     assert "overlap" in results(known).columns
     bound = read_sweep(folder(tmp_path, [{**record(2, 4096), "arrivals_known": False}]))
     assert "overlap, at most" in results(bound).columns
+    note = metrics_of(bound)[-1].note  # names no transport: a record may come from any
+    assert "An upper bound" in note and not any(name in note for name in ("gloo", "shm", "nccl"))
 
 
 def test_options_that_a_point_does_not_have_are_not_listed(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from ringattn.launch.measure.check import Case, CheckConfig
 from ringattn.launch.measure.environment import code_version, environment
 from ringattn.launch.measure.points import MEASURED
 from ringattn.launch.measure.run import load_here, main
+from ringattn.launch.measure.run import table as table_of_point
 from ringattn.launch.measure.sweep import SweepConfig
 from ringattn.launch.options import leaves, presets_of
 from ringattn.launch.pictures import timeline
@@ -45,10 +46,12 @@ from ringattn.options import AttentionOptions
 from ringattn.ring import Ring
 from ringattn.schedule.routes import NUMBERED, ROUTES
 from ringattn.testing import run_ranks
+from ringattn.transport.local import LocalTransport
+from ringattn.transport.location import VARIABLE, Location
 from tests.contract.processes import free_port
 from tests.covering import parts
 from tests.launch.commands import environment as environment_of
-from tests.launch.commands import process_of_rank, ringattn, started, wait_for_line
+from tests.launch.commands import process_of_rank, ringattn, started, wait_for_line, write_calibration
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["shape=small", "tokens=120", "warmup=1", "repeats=2"]
@@ -107,9 +110,10 @@ def test_no_key_has_the_name_of_a_folder_of_presets(schema: Any) -> None:
 
 def test_words_give_the_same_run_again() -> None:
     words = ["segment_lengths=[64,128]", "dilation_rates=[1,2]", "shape=llama8b", "tokens_per_rank=40", "ranks=3",
-             "backward=false", "engine=plain", "threads_per_rank=2", "rdzv_endpoint=node0:29400"]  # fmt: skip
+             "backward=false", "engine=plain", "threads_per_rank=2", "nnodes=2",
+             "rdzv_endpoint=node0:29400"]  # fmt: skip
     config = load_run(words)
-    assert config.tokens == 120
+    assert config.tokens == 240
     assert load_run(words_of(config)) == config
 
 
@@ -147,7 +151,9 @@ def test_words_give_the_same_run_again() -> None:
             "node the same command with node_rank=1",
         ),
         ("nnodes=3 rdzv_endpoint=a:1", "with node_rank=1 to node_rank=2"),
-        ("rdzv_endpoint=node0", "rdzv_endpoint=node0: write host:port"),
+        ("nnodes=2 rdzv_endpoint=node0", "rdzv_endpoint=node0: write host:port"),
+        ("rdzv_endpoint=a:1", "rdzv_endpoint=a:1: has no effect on one node; add nnodes="),
+        ("node_rank=0", "node_rank=0: has no effect on one node; add nnodes="),
         ("cluster=h1000", "cluster=h1000: "),
         ("tokens=8,16", "tokens: one value at a time; run `ringattn sweep` instead"),
     ],
@@ -163,6 +169,10 @@ def test_torchrun_says_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     place = point_place()
     assert load_here(["tokens_per_rank=10"], place).tokens == 40
     assert load_here(["ranks=2", "nnodes=2", "tokens=40"], place).world_size == 4
+    two_nodes = ["ranks=2", "nnodes=2", "node_rank=1", "rdzv_endpoint=a:1", "tokens=40"]  # as --dry-run prints them
+    assert load_here(two_nodes, place).rdzv_endpoint == ""
+    with pytest.raises(InputError, match=r"^rdzv_endpoint=a:1: has no effect on one node"):
+        load_here(["rdzv_endpoint=a:1"], place)
     with pytest.raises(InputError, match="ranks=2: torchrun started 4"):
         load_here(["ranks=2"], place)
     with pytest.raises(InputError, match="without torchrun, for it starts its own ranks"):
@@ -229,6 +239,33 @@ def test_no_backward_is_asked_for() -> None:
     assert all(mine < both for mine, both in zip(found["bytes_sent"], with_backward["bytes_sent"], strict=True))
 
 
+def test_a_calibration_predicts_only_the_transport_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    write_calibration(tmp_path, "shm")
+    facts = measured([], 2)[0]  # ranks are threads, whose transport is "local"
+    assert facts["predicted"] is None
+    assert "calibrated for shm, and messages go over local; run `ringattn calibrate" in facts["not_predicted"]
+    table = table_of_point(load_run([*TINY, "ranks=2"]), facts)
+    assert f"predicted     {facts['not_predicted']}" in table
+    write_calibration(tmp_path, "local")
+    facts = measured([], 2)[0]
+    assert facts["predicted"]["cluster"] == "this machine" and facts["not_predicted"] == ""
+    single = measured(["schedule=ring"], 1)[0]  # sends no messages, so that any transport fits
+    assert single["predicted"]["cluster"] == "this machine"
+
+
+def test_a_calibration_predicts_no_ring_on_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    write_calibration(tmp_path, "local")
+    locations = tuple(Location(f"host-{rank}", f"boot/{rank}", rank, 0) for rank in range(2))
+    monkeypatch.setattr(LocalTransport, "locations", locations)
+    facts = measured([], 2)[0]
+    assert facts["predicted"] is None
+    assert facts["not_predicted"].startswith("none: a calibration covers one machine, and these ranks run on several")
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -251,7 +288,7 @@ def test_other_calls_are_measured_too(words: list[str]) -> None:
 
 
 def test_times_are_of_the_slowest_rank() -> None:
-    planned = {"pairs": 1, "predicted": {}, "resolved": {}}
+    planned = {"pairs": 1, "predicted": {}, "not_predicted": "", "resolved": {}}
     exposed = {"forward": 0.0, "backward": 0.0, "overlap": 1.0, "arrivals_known": True}
     rank = {"exposed": exposed, "planned": planned, "environment": {}, "bytes_sent": 0, "messages": 0, "peak_bytes": 0,
             "pool_bytes": 0}  # fmt: skip

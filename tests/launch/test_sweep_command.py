@@ -178,8 +178,9 @@ def test_a_rank_has_as_many_threads_in_every_point(monkeypatch: pytest.MonkeyPat
 
 def test_the_hash_is_of_what_may_change_the_result() -> None:
     base = load_run(["tokens=64"])
-    for word in ("limit_s=9", "rdzv_endpoint=a:1"):
-        assert hash_of(load_run(["tokens=64", word])) == hash_of(base)
+    assert hash_of(load_run(["tokens=64", "limit_s=9"])) == hash_of(base)
+    two_nodes = ["tokens=64", "nnodes=2"]
+    assert hash_of(load_run([*two_nodes, "rdzv_endpoint=a:1"])) == hash_of(load_run(two_nodes))
     for word in ("seed=1", "causal=false", "timeout_s=9", "nnodes=2", "repeats=3"):
         assert hash_of(load_run(["tokens=64", word])) != hash_of(base)
     assert len(hash_of(base)) == 12 and hash_of(load_run(["tokens_per_rank=64"])) != hash_of(base)
@@ -399,6 +400,8 @@ def test_lines_are_appended_whole(tmp_path: Path) -> None:
         ("ranks=1,2 launcher=local,slurm", "launcher: one value at a time"),
         ("preset=string", "preset=string: choose one of strong, weak"),
         ("ranks=1,9 tokens=8", "ranks=9: 9 ranks are more than tokens=8 (in the point ranks=9)"),
+        ("nnodes=2 launcher=slurm rdzv_endpoint=a:1", "rdzv_endpoint: the launcher of a sweep sets it on each node"),
+        ("nnodes=2 launcher=slurm node_rank=0", "node_rank: the launcher of a sweep sets it on each node"),
         ("nnodes=1,2", "nnodes=2: launcher=local knows this machine alone; use launcher=slurm"),
         ("schedule=ring,rign", "choose one of auto, ring"),
         (

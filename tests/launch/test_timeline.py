@@ -7,7 +7,7 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from matplotlib.colors import to_rgb
 from ringattn import InputError, Ring
 from ringattn.cli import main
 from ringattn.core.span import COMM, COMPUTE, Span
-from ringattn.launch.measure.environment import NOT_CALIBRATED, hardware
+from ringattn.launch.measure.environment import NOT_CALIBRATED
 from ringattn.launch.pictures import trace as pictures_trace
 from ringattn.launch.pictures.charts import ATTEND, EXPOSED, MESSAGES, draw_timeline, timeline_figure
 from ringattn.launch.pictures.timeline import (
@@ -43,6 +43,7 @@ from ringattn.planner.cluster import CLUSTERS
 from ringattn.planner.simulate import simulate
 from ringattn.testing import run_ranks
 from ringattn.transport.location import VARIABLE
+from tests.launch.commands import write_calibration
 
 
 def scripted(ranks: int, exposed: bool = True, arrivals_known: bool = True) -> list[Track]:
@@ -238,13 +239,6 @@ def test_a_prediction_of_something_else_is_refused(kept: Path, words: list[str],
     assert message in capsys.readouterr().err
 
 
-def calibrate(folder: Path, transport: str) -> None:
-    """Write a calibration of this machine for `transport` into the folder."""
-    constants = asdict(replace(CLUSTERS["cpu"], name="this machine", calibrated=True))
-    content = {"constants": constants, "hardware": hardware(), "transport": transport}
-    (folder / "calibrated.json").write_text(json.dumps(content))
-
-
 def test_the_calibration_of_this_machine_predicts_its_own_transport_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,10 +250,10 @@ def test_the_calibration_of_this_machine_predicts_its_own_transport_only(
         return run_ranks(2, lambda ring: predict(ring, config))[0]
 
     assert prediction() == ([], "", NOT_CALIBRATED)
-    calibrate(tmp_path, "shm")
+    write_calibration(tmp_path, "shm")
     without = prediction()
     assert without.passes == [] and "calibrated for shm, and messages go over local; run `ringattn" in without.basis
-    calibrate(tmp_path, "local")
+    write_calibration(tmp_path, "local")
     passes, cluster, basis = prediction()
     plans = run_ranks(2, lambda ring: explanation_on(ring, config))[0].plans
     assert passes == [simulate(each, CLUSTERS["cpu"]).spans for each in plans]
@@ -283,7 +277,7 @@ def test_the_prediction_is_of_the_plans_that_ran(tmp_path: Path, monkeypatch: py
         assert answers[0][1].basis.startswith("by the constants of a preset")
         messages.add(tracks[0].passes[1].messages)
         if machines is not None:
-            calibrate(tmp_path, "shm")
+            write_calibration(tmp_path, "shm")
         # Recordings do not say for which machines their ring planned.
         assert predicted_spans(config, CLUSTERS["a100"], tracks) == answers[0][1].passes
     assert len(messages) == 2
@@ -301,7 +295,7 @@ def test_the_basis_of_a_prediction_is_printed(
     kept: Path, tmp_path: Path, words: list[str], basis: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    calibrate(tmp_path, "shm")
+    write_calibration(tmp_path, "shm")
     assert main(["timeline", f"recorded={kept}", "trace=", "picture=", *words]) == 0
     printed = capsys.readouterr().out
     assert basis in printed and "recorded over local" in printed

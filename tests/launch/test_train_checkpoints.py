@@ -452,6 +452,25 @@ def test_a_full_disk_is_told_and_leaves_the_old_checkpoints(
     assert run(saved_twice)["first_step"] == 4
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_failed_first_save_promises_no_earlier_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    folder = tmp_path / "checkpoints"
+
+    def fail(ring: Ring) -> str:
+        store = object.__new__(Checkpoints)
+        store.everyone, store.folder = ring, folder
+        with pytest.raises(RingError) as raised:
+            store._on_all_ranks(folder / "step-00000002.partial", 1, full if ring.rank == 0 else None)
+        return str(raised.value)
+
+    messages = run_ranks(ranks, fail)
+    assert all("no checkpoint exists yet" in message and "resume=auto" not in message for message in messages)
+    (folder / "step-00000001").mkdir(parents=True)
+    assert all("resume=auto goes on from them" in message for message in run_ranks(ranks, fail))
+
+
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_in_a_save_is_not_a_full_disk(
     saved_twice: TrainConfig, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, error: type[BaseException]
