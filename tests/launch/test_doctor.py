@@ -413,7 +413,8 @@ def test_this_machine(ranks: int, tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     found = {one["topic"]: one for one in document["findings"]}
     assert found["torch"]["text"] == torch.__version__ and found["parity"]["level"] == OK
-    assert "2 ranks connected over shm: " in found["ranks"]["text"] and found["exchange"]["text"].startswith("over shm: ")
+    assert "2 ranks connected over shm: " in found["ranks"]["text"]
+    assert found["exchange"]["text"].startswith("over shm: ")
     assert found["parity"]["text"].startswith("attention on 2 ranks over shm differs from float64 by ")
     assert [one["rank"] for one in document["ranks"]] == [0, 1]
     assert document["passed"] and document["system"]["torch_version"] == torch.__version__
