@@ -1,7 +1,7 @@
 """`ringattn check`: every schedule x layout x mask against a dense float64 reference, forward and all gradients.
 
-Rank 0 prints a line as soon as a schedule is done, so the summary is also the progress. The table of all cases is
-printed with verbose=true, and where one is over its bound.
+Rank 0 prints a line as soon as a schedule is done, so the summary also shows the progress. The table of all cases is
+printed with verbose=true, and for a schedule with a case over its bound.
 """
 
 from __future__ import annotations
@@ -90,15 +90,15 @@ MASKS = ("full", "causal", "window", "causal window", "documents", "causal docum
 
 
 def cases() -> Iterator[Case]:
-    """Every mask x layout x schedule that makes sense together, schedule by schedule."""
+    """Yield every valid combination of mask, layout and schedule, schedule by schedule."""
     for schedule, mask in product(ROUTES, MASKS):
         if schedule != "sub_rings" or "documents" in mask or "dilated" in mask:
             yield from (Case(mask, layout, schedule) for layout in layouts_for(mask))
 
 
 def paired_cases() -> Iterator[Case]:
-    """Few of them, with every mask and schedule, mask and layout, and layout and schedule that they have together."""
-    # Each mask meets each schedule once, in the layout after the one of the schedule before and of the mask before.
+    """Yield a subset of `cases` that covers every pair of mask and schedule, mask and layout, layout and schedule."""
+    # Each mask occurs once with each schedule. The layout advances by one with each schedule and each mask.
     for case in cases():
         layouts, turn = layouts_for(case.mask), list(ROUTES).index(case.schedule) + MASKS.index(case.mask)
         if case.layout == layouts[turn % len(layouts)]:
@@ -106,16 +106,16 @@ def paired_cases() -> Iterator[Case]:
 
 
 def layouts_for(mask: str) -> list[str]:
-    """The layouts that make sense with a mask."""
+    """Return the layouts that are valid with a mask."""
     return [layout for layout in LAYOUTS if layout not in OF_DOCUMENTS or "documents" in mask]
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command: 0 if every error is within its bound, 1 if not. Raises `InputError` for bad options."""
+    """Run the command. Return 0 if every error is within its bound, else 1. Raises `InputError` for bad options."""
     if "--help" in argv or "-h" in argv:
         print(help_text("check", "Compare schedules, layouts and masks with a dense float64 reference.", CheckConfig))
         return 0
-    from ringattn.launch.config import load  # Hydra, which those who call `worker` need not have
+    from ringattn.launch.config import load  # imports Hydra, which callers of `worker` do not need
 
     config = load(argv, CheckConfig)
     if config.heads % config.kv_heads:
@@ -144,13 +144,13 @@ def checked(config: CheckConfig, place: Place | None) -> dict[str, Any]:
 
 
 def worker(spec: dict[str, Any]) -> dict[str, Any]:
-    """One process of the check."""
+    """Run one process of the check."""
     import torch
 
     import ringattn
 
     torch.set_num_threads(1)
-    # Threads of one process cannot be asked for where processes are there already.
+    # These ranks are processes already, so they cannot be threads of one process.
     transport = "shm" if spec["transport"] == "local" else spec["transport"]
     with ringattn.Ring(transport=transport, **_ring_options(spec)) as ring:
         return check_rank(ring, spec)
@@ -222,7 +222,7 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused_schedules(ring: Ring) -> dict[str, str]:
-    """The schedules that this ring refuses by name, each with the reason."""
+    """Return the schedules that this ring refuses, by name, with the reason."""
     from ringattn.schedule.route import grid_of
 
     refused = {}
@@ -235,7 +235,7 @@ def refused_schedules(ring: Ring) -> dict[str, str]:
 
 
 class Result(NamedTuple):
-    """How far one case is from the reference: an error and its bound for each of `NAMES`."""
+    """The difference of a case from the reference: an error and its bound for each of `NAMES`."""
 
     case: Case
     errors: list[float]
@@ -252,7 +252,7 @@ class Result(NamedTuple):
         return {**self.case._asdict(), "errors": errors, "bounds": bounds, "exact": self.exact}
 
     def row(self) -> str:
-        """The case's line of the table."""
+        """Return the case's line of the table."""
         marks = "".join(f"{error:>10.1e}" for error in self.errors)
         return (
             f"{self.case.mask:<26}{self.case.layout:<14}{self.case.schedule:<12}{marks}{'' if self.exact else '  OVER'}"
@@ -266,14 +266,14 @@ SUMMARY_HEADING = f"{'schedule':<12}{'masks':>6}{'layouts':>9}{'cases':>7}  larg
 
 
 def summary(results: Sequence[Result]) -> str:
-    """One line for the cases of a schedule: how many, and the largest error of each of `NAMES`."""
-    masks, layouts = ({getattr(one.case, name) for one in results} for name in ("mask", "layout"))
-    # `max` passes over numbers that are not; `nan` must stand in the line.
+    """Return one line for the cases of a schedule: their numbers, and the largest error of each of `NAMES`."""
+    masks, layouts = ({getattr(result.case, name) for result in results} for name in ("mask", "layout"))
+    # `max` alone ignores NaN, which must be shown.
     largest = (
         max(errors, key=lambda error: (error != error, error))
-        for errors in zip(*(one.errors for one in results), strict=True)
+        for errors in zip(*(result.errors for result in results), strict=True)
     )
-    over = sum(not one.exact for one in results)
+    over = sum(not result.exact for result in results)
     counts = f"{results[0].case.schedule:<12}{len(masks):>6}{len(layouts):>9}{len(results):>7}"
     verdict = f"  {over} OVER THEIR BOUND" if over else "  exact"
     return f"{counts}{'':<19}" + "".join(f"{error:>10.1e}" for error in largest) + verdict

@@ -1,7 +1,7 @@
-"""The machine at hand: its class, the versions of packages, the commit of this package, and the calibrated constants.
+"""This machine: its class, the versions of packages, the commit of this package, and the calibrated constants.
 
-Guarantees: no machine, user or path is named. A prediction for which no cluster was named is for this machine, or there
-is no prediction.
+Guarantees: no host, user or path appears in the result. If no cluster is named, a prediction is for this machine, or
+there is none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, Any]:
-    """What may change a measurement, as JSON: processors, memory, GPU, versions, variables of NCCL and threads."""
+    """Return what may change a measurement, for JSON: processors, memory, GPU, versions, NCCL and OMP variables."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -46,19 +46,19 @@ def environment() -> dict[str, Any]:
 
 @cache
 def code_version() -> str:
-    """The commit of the checkout that runs, `-dirty` after it where files differ; else the package's version.
+    """Return the commit of the running checkout (`-dirty` if files differ); without one, the version of the package.
 
-    As it was when this process first asked.
+    The result is that of the first call in this process.
     """
     try:
-        _git("ls-files", "--error-unmatch", "launch/measure/environment.py")  # else it is another project's checkout
+        _git("ls-files", "--error-unmatch", "launch/measure/environment.py")  # fails in another project's checkout
         return _git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return _version("ringattn") or "unknown"
 
 
-def _git(*words: str) -> str:
-    done = subprocess.run(["git", "-C", str(PACKAGE), *words], capture_output=True, text=True, check=True)
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(PACKAGE), *arguments], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
@@ -81,28 +81,28 @@ def _version(package: str) -> str | None:
 
 
 CALIBRATION_FILE = CALIBRATED
-"""What `ringattn calibrate` writes if it is not told otherwise."""
+"""Default output file of `ringattn calibrate`."""
 NOT_CALIBRATED = (
     "none: this machine is not calibrated; run `ringattn calibrate` here, or name other machines, as cluster=h100"
 )
 
 
 def own_cluster() -> Cluster | None:
-    """This machine's constants; None where it was not calibrated, or where the file is of another kind of machine.
+    """Return this machine's constants, or None if it is not calibrated or the file is of another kind of machine.
 
-    Raises `InputError` for a file that `RINGATTN_CALIBRATION` names and that cannot be read.
+    Raises `InputError` if `RINGATTN_CALIBRATION` names a file that cannot be read.
     """
     from ringattn.transport.location import VARIABLE, own_calibration  # imports torch
 
-    found = json.loads(own_calibration(os.environ.get(VARIABLE)) or "{}")
-    return Cluster(**found["constants"]) if "constants" in found else None
+    calibration = json.loads(own_calibration(os.environ.get(VARIABLE)) or "{}")
+    return Cluster(**calibration["constants"]) if "constants" in calibration else None
 
 
 def cluster_over(transport: str) -> tuple[Cluster | None, str]:
     """Return this machine's constants for messages over `transport`, or None and the reason as a sentence.
 
-    The constants of messages belong to the transport that was calibrated, so they predict no other. An empty
-    `transport`: no messages are sent. Raises `InputError` as `own_cluster` does.
+    The constants of messages belong to the transport that was calibrated, so they predict no other. If `transport` is
+    empty, no messages are sent. Raises `InputError` as `own_cluster` does.
     """
     from ringattn.transport.location import VARIABLE, own_calibration  # imports torch
 
@@ -130,7 +130,7 @@ def cluster_for(ring: Ring) -> tuple[Cluster | None, str]:
 
 
 def hardware() -> str:
-    """The class of this machine, without its name."""
+    """Return the class of this machine, without its name."""
     from ringattn.transport import location  # imports torch
 
     return location.hardware()

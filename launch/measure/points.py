@@ -1,9 +1,9 @@
-"""The folder of a sweep: one JSON line for each point that ended, and what makes two sweeps the same.
+"""The folder of a sweep: one JSON line for each point that ended, and the identity of the sweep.
 
-`points.jsonl` has a line for each point, appended at once and whole; of several with one `hash` the last counts.
+`points.jsonl` has a line for each point, appended in one write; of several with the same `hash` the last counts.
 `environments.json` holds each environment once, by id; `sweep.json` says which sweep owns the folder. Jobs on other
-machines leave their records in the folder `jobs`, where the sweep collects them, also after it was killed meanwhile.
-Guarantees: a process killed at any moment leaves every line but perhaps the last readable, and that line is skipped;
+machines write their records to the folder `jobs`, where the sweep collects them, also after it was killed meanwhile.
+Guarantees: if a process is killed at any moment, every line except perhaps the last is readable, and that is skipped;
 one sweep at a time writes, and no record twice; points of another sweep or of other code are never added.
 """
 
@@ -71,7 +71,7 @@ OTHER = "give this sweep a folder of its own with out="
 
 
 def hash_of(config: RunConfig) -> str:
-    """12 hex digits that differ where any option differs that may change the result."""
+    """Return 12 hex digits that depend on every option that may change the result."""
     return _digest({key: value for key, value in asdict(config).items() if key not in BESIDE})
 
 
@@ -84,7 +84,7 @@ def make_record(
     took. Its `environment` is the environment itself; `Folder.append` replaces it by an id.
     """
     resolved = with_resolved(config, facts.get("resolved") or {})
-    # On several nodes, the command that repeats the point does not say where they meet.
+    # On several nodes, the command that repeats the point does not name their address.
     command = ["ringattn", "run", *words_of(replace(resolved, node_rank=None, rdzv_endpoint="", json=""))]
     return {
         "hash": hash_of(config),
@@ -191,14 +191,14 @@ class Folder:
             yield record
 
     def claim(self, words: Sequence[str], hashes: Sequence[str], code: str) -> None:
-        """Make this folder the sweep's that has these points and this code. Raises `InputError` if it is another's."""
-        mine = {"words": list(words), "points": sorted(hashes), "code": code}
+        """Assign this folder to the sweep of these points and this code. Raises `InputError` if another has it."""
+        sweep = {"words": list(words), "points": sorted(hashes), "code": code}
         owner = _read_json(self.path / SWEEP)
         if owner is None:
             if (self.path / POINTS).exists():
                 raise InputError(f"out={self.path}: holds points, and no {SWEEP} says whose they are; {OTHER}")
-            write_json(self.path / SWEEP, mine, indent=1)
-        elif owner["points"] != mine["points"]:
+            write_json(self.path / SWEEP, sweep, indent=1)
+        elif owner["points"] != sweep["points"]:
             raise InputError(
                 f"out={self.path}: holds the points of another sweep ({' '.join(owner['words'])}); "
                 f"give the same options to resume that one, or {OTHER}"
@@ -212,9 +212,9 @@ class Folder:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Folder]:
-    """Yield the folder at `path`, made if need be, for this process alone until the end of the block.
+    """Yield the folder at `path`, created if missing and locked by this process until the end of the block.
 
-    Raises `InputError` where it cannot be written, or while another process has it.
+    Raises `InputError` if it cannot be written, or while another process has locked it.
     """
     with locked(path, "out", "sweep", OTHER):
         yield Folder(path)
@@ -226,7 +226,7 @@ def _append_line(path: Path, line: bytes) -> None:
     try:
         before_bytes = os.fstat(file).st_size
         try:
-            if os.write(file, line) < len(line):  # a disk that fills up takes a part, without an error
+            if os.write(file, line) < len(line):  # a disk that fills up accepts part of it, without an error
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             os.fsync(file)
         except OSError:

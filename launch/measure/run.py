@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 PURPOSE = """\
 Measures one attention call behind its exactness gate: times of the slowest rank, bytes, memory, error, prediction.
-Starts the ranks as processes of this machine; under torchrun it takes part in place. --dry-run prints the command.
+Starts the ranks as processes of this machine, or uses the ranks of torchrun. --dry-run prints the command.
 Example: ringattn run ranks=4 tokens=16384 schedule=ring window=[511,0]
 Nodes:   ringattn run ranks=8 nnodes=2 node_rank=0 rdzv_endpoint=node0:29400    (on the other one node_rank=1)
 Hydra:   ringattn run -m tokens=4096,8192; --cfg job, --config-dir DIR, hydra/launcher=..., +, ++, ~ (--hydra-help)"""
@@ -48,62 +48,62 @@ ENTRY = "ringattn.launch.measure.point:on_rank"
 DRY_RUN = "--dry-run"
 OOM_KINDS = ("OutOfMemoryError", "MemoryError")
 FIRST_PORT, PORTS = 20_000, 12_000
-"""Ports where the nodes of a Slurm job meet, below those that Linux assigns (net.ipv4.ip_local_port_range)."""
+"""Ports where the nodes of a Slurm job connect, below those that Linux assigns (net.ipv4.ip_local_port_range)."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure as the overrides `argv` (key=value) say, or print the command with --dry-run."""
-    words = [word for word in argv if word != DRY_RUN]
-    if any(word in ("-h", "--help") for word in words):
+    """Measure the point that the overrides `argv` (key=value) describe, or print the command with --dry-run."""
+    overrides = [word for word in argv if word != DRY_RUN]
+    if any(word in ("-h", "--help") for word in overrides):
         print(help_text("run", PURPOSE, RunConfig))
         return 0
     place = place_in_torchrun()
     leads = place is None or place.rank == 0
     try:
-        if is_for_hydra(words):
-            if len(words) < len(argv):
+        if is_for_hydra(overrides):
+            if len(overrides) < len(argv):
                 raise InputError(f"{DRY_RUN}: does not go with Hydra's own words; --cfg job shows what would be run")
             from ringattn.launch.measure.multirun import print_multirun
 
             try:
-                run_application(words, RunConfig, "run", measured)
+                run_application(overrides, RunConfig, "run", measured)
             finally:
                 print_multirun()
             return 0
-        config = load_here(words, place)
-        if len(words) < len(argv):
+        config = load_here(overrides, place)
+        if len(overrides) < len(argv):
             print(command_of(config))
             return 0
         run_and_print(config, place)
     except RingError as error:
-        if leads or not isinstance(error, InputError):  # what every rank refuses is said once
+        if leads or not isinstance(error, InputError):  # all ranks refuse bad options; only the first prints it
             print(f"ringattn run: {error}", file=sys.stderr)
         refused = isinstance(error, InputError) or (isinstance(error, RanksError) and error.refused)
         return 2 if refused else 1
     return 0
 
 
-def load_here(words: Sequence[str], place: Place | None) -> RunConfig:
-    """The run that `words` describe; under torchrun with the number of ranks that it started."""
-    words = spelled(words, RunConfig)
-    if keys := swept(words, keys_of(RunConfig)):
+def load_here(overrides: Sequence[str], place: Place | None) -> RunConfig:
+    """Return the run that `overrides` describe; under torchrun with the number of ranks that it started."""
+    overrides = spelled(overrides, RunConfig)
+    if keys := swept(overrides, keys_of(RunConfig)):
         how = (
             "run `ringattn sweep` instead, or give -m"
             if place is None
             else ("run `ringattn sweep` instead, without torchrun, for it starts its own ranks")
         )
         raise InputError(f"{keys[0]}: one value at a time; {how}")
-    config = load_run(words)
+    config = load_run(overrides)
     if place is None:
         _check_meeting(config)
         return config
-    named = any(word.startswith(("ranks=", "nnodes=")) for word in words)
+    named = any(word.startswith(("ranks=", "nnodes=")) for word in overrides)
     ranks = agreed_ranks(config.world_size if named else None, "ranks")
-    return load_run([*words, f"ranks={ranks}", "nnodes=1", "node_rank=null", "rdzv_endpoint="])
+    return load_run([*overrides, f"ranks={ranks}", "nnodes=1", "node_rank=null", "rdzv_endpoint="])
 
 
 def measured(composed: DictConfig) -> float:
-    """Hydra's task: measure a point and print it; the milliseconds of its passes, for a sweeper to minimise."""
+    """Measure a point for Hydra and print it. Return the milliseconds of its passes, which a sweeper can minimise."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -167,7 +167,7 @@ def attempted(config: RunConfig, run: Callable[[], dict[str, Any]]) -> tuple[dic
 
 
 def _check_meeting(config: RunConfig) -> None:
-    """Raise `InputError` if this is one of several nodes, and the options do not say which one or where they meet."""
+    """Raise `InputError` if there are several nodes and `node_rank` or `rdzv_endpoint` is missing."""
     missing = [key for key, value in (("node_rank", config.node_rank), ("rdzv_endpoint", config.rdzv_endpoint))
                if value in (None, "")]  # fmt: skip
     if config.nnodes == 1 or not missing:
@@ -205,10 +205,10 @@ def met_in_job(config: RunConfig) -> RunConfig:
 
 
 def run_here(config: RunConfig, place: Place | None, quiet: bool = False) -> dict[str, Any]:
-    """The facts of a point, see `point.measure`: in place under torchrun, else on processes that end with this call."""
+    """Return the facts of a point (see `point.measure`): from this process under torchrun, else from new processes."""
     spec = {"config": asdict(config), "quiet": quiet}
     if place is not None:
-        from ringattn.launch.measure.point import on_rank  # which needs torch's kernels, and a parent does not
+        from ringattn.launch.measure.point import on_rank  # imports torch, which a parent process does not need
 
         return on_rank(spec)
     assert config.ranks is not None
@@ -218,19 +218,19 @@ def run_here(config: RunConfig, place: Place | None, quiet: bool = False) -> dic
 
 
 def nodes_of(config: RunConfig) -> Nodes:
-    """Where the nodes of a run meet."""
+    """Return the nodes of a run and the address where they connect."""
     return Nodes(config.nnodes, config.node_rank or 0, config.rdzv_endpoint, config.timeout_s)
 
 
 def command_of(config: RunConfig) -> str:
-    """The line that starts this run's ranks on this node by torchrun, for a shell."""
+    """Return the shell command that starts this run's ranks on this node with torchrun."""
     assert config.ranks is not None
-    words = [*torchrun_command(config.ranks, nodes_of(config)), "-m", "ringattn", "run", *words_of(config)]
-    return f"OMP_NUM_THREADS={config.threads_per_rank or threads_for(config.ranks)} {shlex.join(words)}"
+    command = [*torchrun_command(config.ranks, nodes_of(config)), "-m", "ringattn", "run", *words_of(config)]
+    return f"OMP_NUM_THREADS={config.threads_per_rank or threads_for(config.ranks)} {shlex.join(command)}"
 
 
 def table(config: RunConfig, facts: Mapping[str, Any]) -> str:
-    """What a point came to, a line for each figure."""
+    """Return the results of a point as text, one line per figure."""
     rows = [("ranks", f"{config.world_size}"), ("tokens", f"{config.tokens}"), ("call", call_text(config, facts))]
     for name in ("forward", "backward"):
         if spread := facts[f"{name}_ms"]:
@@ -262,14 +262,14 @@ def table(config: RunConfig, facts: Mapping[str, Any]) -> str:
 
 
 def call_text(config: RunConfig, facts: Mapping[str, Any]) -> str:
-    """Return the schedule, layout, engine and transport of a measured call, and which of them auto took."""
+    """Return the schedule, layout, engine and transport of a measured call, marking those that `auto` chose."""
     ran = facts["resolved"]
-    words = [f"{key} {ran[key]}{' (auto)' if getattr(config, key) == 'auto' else ''}" for key in AUTOMATIC]
-    return ", ".join([*words, *([f"sm_margin {ran['sm_margin']}"] if ran["sm_margin"] else [])])
+    parts = [f"{key} {ran[key]}{' (auto)' if getattr(config, key) == 'auto' else ''}" for key in AUTOMATIC]
+    return ", ".join([*parts, *([f"sm_margin {ran['sm_margin']}"] if ran["sm_margin"] else [])])
 
 
 def _reused(facts: Mapping[str, Any]) -> str:
-    """Why a peak can be less than the slots in it."""
+    """Return why a rank's peak is less than its staging buffers; empty if it is not."""
     low = any(peak < slots for peak, slots in zip(facts["peak_bytes"], facts["pool_bytes"], strict=True))
     return ", less than the staging buffers below because memory of the gate was used again" if low else ""
 

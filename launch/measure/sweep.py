@@ -50,7 +50,7 @@ SIGNAL_S = 60
 
 @dataclass
 class SlurmConfig:
-    """What Slurm is asked for; nodes, processes and time follow from the points."""
+    """Options of the Slurm jobs; nodes, processes and time follow from the points."""
 
     partition: str | None = option(None, "of Slurm; its default if not set")
     account: str | None = option(None, "of Slurm, that pays")
@@ -63,7 +63,7 @@ class SlurmConfig:
 
 @dataclass
 class SweepConfig:
-    """What concerns the whole sweep, and no point."""
+    """Options of the whole sweep."""
 
     out: str = option("outputs/sweep", "folder of the records; one sweep a folder")
     launcher: str = option("local", "what starts the points", choices=LAUNCHERS)
@@ -72,9 +72,9 @@ class SweepConfig:
 
 
 class Point(NamedTuple):
-    """A configuration, and the words of it that vary over the sweep.
+    """A configuration, labelled with the `key=value` words that vary over the sweep.
 
-    `equal`: where several combinations come to the same work, so that it is done once: the words they do not share.
+    `equal`: if several combinations are the same work, which is then done once, the words that differ between them.
     """
 
     config: RunConfig
@@ -105,13 +105,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
-    """Return the sweep's own options, and its points in order, each once. Raises `InputError`, with the key first."""
-    keys, known = keys_of(SweepConfig), keys_of(SweepConfig, RunConfig)
+    """Return the options of the sweep, and its points in order, each once. Raises `InputError`, with the key first."""
+    keys, all_keys = keys_of(SweepConfig), keys_of(SweepConfig, RunConfig)
     of_sweep: list[str] = []
     of_points: list[str] = []
-    for override in parse(spelled(words, SweepConfig, RunConfig), known):
-        if override.key_or_group not in known:
-            raise no_such_key(override.key_or_group, known)
+    for override in parse(spelled(words, SweepConfig, RunConfig), all_keys):
+        if override.key_or_group not in all_keys:
+            raise no_such_key(override.key_or_group, all_keys)
         if override.key_or_group == "json":
             raise InputError("json: a sweep writes the records of its points into out; `ringattn run` has json")
         if override.key_or_group in ("node_rank", "rdzv_endpoint"):
@@ -128,8 +128,8 @@ def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
         except InputError as error:
             raise InputError(f"{error} (in the point {label})" if label else str(error)) from error
     if options.launcher != "slurm":
-        # As many threads for a rank in every point; else one rank alone would have all cores, and more ranks could not
-        # be faster.
+        # A rank has the same number of threads in every point. Otherwise a single rank would use all cores, and more
+        # ranks could not be faster.
         threads = threads_for(max(point.config.ranks or 1 for point in points))
         points = [
             point._replace(config=replace(config, threads_per_rank=config.threads_per_rank or threads))
@@ -143,9 +143,9 @@ def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
 
 
 def _each_once(points: Sequence[Point]) -> list[Point]:
-    """Return the points, of those that do the same work only one, whose label has the words that they share.
+    """Return the points without repeated work. The label of a merged point has the words that its combinations share.
 
-    On one rank, for example, all schedules are the same; it is the baseline of each.
+    For example, all schedules are the same on one rank, which is the baseline of each.
     """
     alike: dict[str, list[Point]] = {}
     for point in points:
@@ -155,20 +155,20 @@ def _each_once(points: Sequence[Point]) -> list[Point]:
         labels = [point.label.split(" ") for point in same]
         shared = [word for word in labels[0] if all(word in label for label in labels)]
         rest = (" ".join(word for word in label if word not in shared) for label in labels)
-        # The same point, in whatever order the values are given: a sweep is known by the hashes of its points.
+        # Keep the same point whatever the order of the values: a sweep is identified by the hashes of its points.
         kept = min(same, key=lambda point: point.label)
         result.append(kept._replace(label=" ".join(shared), equal=tuple(rest) if len(same) > 1 else ()))
     return result
 
 
-def _preset_words(preset: str | None, given: Sequence[str]) -> list[str]:
-    """Return the words of a preset, without those on tokens if the user says how many in the other way."""
+def _preset_words(preset: str | None, overrides: Sequence[str]) -> list[str]:
+    """Return the words of a preset, without its number of tokens if the user gives one by either key."""
     if preset is None:
         return []
     from omegaconf import OmegaConf
 
     text = (resources.files(CONF) / SCALING / f"{preset}.yaml").read_text(encoding="utf-8")
-    sized = any(word.startswith(("tokens=", "tokens_per_rank=")) for word in given)
+    sized = any(word.startswith(("tokens=", "tokens_per_rank=")) for word in overrides)
     values = {str(key): value for key, value in OmegaConf.create(text).items()}
     return [f"{key}={value}" for key, value in values.items() if not (sized and key.startswith("tokens"))]
 
@@ -184,7 +184,7 @@ def _print_plan(options: SweepConfig, points: Sequence[Point]) -> None:
         print(f"# {line}")
     for point in points:
         config = point.config
-        if config.nnodes > 1:  # where they meet is known when Slurm has given the nodes
+        if config.nnodes > 1:  # Slurm determines the address when it allocates the nodes
             config = replace(config, node_rank=0, rdzv_endpoint="NODE0:PORT")
         print(f"# {hash_of(config)}  {point.label}\n{command_of(config)}")
     if options.launcher == "slurm":
@@ -241,7 +241,7 @@ def _run(options: SweepConfig, points: Sequence[Point], words: Sequence[str]) ->
 
 
 def _measure(options: SweepConfig, configs: Sequence[RunConfig], show: Callable[[], None]) -> None:
-    """Run the points; their records are left in the sweep's folder. `show` takes what has arrived.
+    """Run the points and write their records to the sweep's folder. `show` prints the records that have arrived.
 
     Raises `RingError` if jobs cannot be submitted.
     """
@@ -268,12 +268,12 @@ def _measure(options: SweepConfig, configs: Sequence[RunConfig], show: Callable[
 
 @dataclass(frozen=True)
 class PointJob:
-    """Runs one point on processes of its own and leaves its record in a sweep's folder, whatever happens."""
+    """Runs one point on new processes and writes its record, also of a failure, to a sweep's folder."""
 
     folder: Path
 
     def __call__(self, config: RunConfig) -> None:
-        """Run the point; on other nodes than the first, take part in it and leave nothing."""
+        """Run the point. Only the first node writes the record."""
         if config.nnodes > 1:
             config = met_in_job(config)
         record, _ = attempted(config, lambda: run_here(config, None, quiet=True))
@@ -288,21 +288,21 @@ class PointJob:
 
 
 def _batches(options: SweepConfig, configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
-    """Return what starts together: here one point, so that none disturbs another; by Slurm an array per node count."""
+    """Return the points to start together: a single one here, undisturbed; with Slurm, an array per node count."""
     if options.launcher != "slurm":
         return [[config] for config in configs]
     return [[config for config in configs if config.nnodes == nodes] for nodes in sorted({c.nnodes for c in configs})]
 
 
 def parameters(options: SweepConfig, configs: Sequence[RunConfig]) -> dict[str, Any]:
-    """Return what submitit is asked for, by the names of its executor: enough for the largest of these points."""
+    """Return the parameters of submitit's executor, large enough for the largest of these points."""
     nodes = configs[0].nnodes
     minutes = START_MIN + math.ceil(max(config.limit_s for config in configs) / 60)
     common: dict[str, Any] = {"name": "ringattn", "timeout_min": minutes}
     if options.launcher == "submitit_local":
         return {**common, "tasks_per_node": nodes}
-    given = {key: value for key, value in asdict(options.slurm).items() if value is not None}
-    return {**common, "signal_delay_s": SIGNAL_S, "nodes": nodes, "tasks_per_node": 1, **given}
+    requested = {key: value for key, value in asdict(options.slurm).items() if value is not None}
+    return {**common, "signal_delay_s": SIGNAL_S, "nodes": nodes, "tasks_per_node": 1, **requested}
 
 
 def _executor(options: SweepConfig, configs: Sequence[RunConfig]) -> AutoExecutor:
@@ -319,16 +319,16 @@ def _executor(options: SweepConfig, configs: Sequence[RunConfig]) -> AutoExecuto
 
 
 def script(options: SweepConfig, configs: Sequence[RunConfig]) -> str:
-    """Return what sbatch would get for these points, except for the job's own folder."""
+    """Return the sbatch script of these points, with a placeholder for the folder of the job."""
     from submitit.slurm.slurm import SlurmExecutor, _convert_mem, _make_sbatch_string
 
     names = {key: str(name) for key, name in (SlurmExecutor._equivalence_dict() or {}).items()}
-    given = {names.get(key, key): value for key, value in parameters(options, configs).items()}
-    if "mem" in given:
-        given["mem"] = _convert_mem(given["mem"])
+    settings = {names.get(key, key): value for key, value in parameters(options, configs).items()}
+    if "mem" in settings:
+        settings["mem"] = _convert_mem(settings["mem"])
     command = "python -u -m submitit.core._submit JOB_FOLDER"
     folder = Path(options.out).resolve() / ".submitit"
-    return str(_make_sbatch_string(command, folder, map_count=len(configs), **given))
+    return str(_make_sbatch_string(command, folder, map_count=len(configs), **settings))
 
 
 def table(points: Sequence[Point], records: Mapping[str, Mapping[str, Any]]) -> str:

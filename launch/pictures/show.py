@@ -54,7 +54,7 @@ class ExplainConfig(MaskedCallConfig):
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Raises `InputError` for bad options."""
+    """Run the command. Raises `InputError` for bad options."""
     if "--help" in argv or "-h" in argv:
         print(help_text("explain", "Print who sends what to whom, when, and what it costs.", ExplainConfig))
         return 0

@@ -1,4 +1,4 @@
-"""`ringattn simulate`: how long one attention call takes on 1 to 16,384 ranks of a cluster, and who waits for whom.
+"""`ringattn simulate`: the time of one attention call on 1 to 16,384 ranks of a cluster, and the waits of the ranks.
 
 Nothing is run. Few ranks are simulated with the plans that would run, thousands by classes of ranks that behave alike.
 """
@@ -21,8 +21,8 @@ from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.simulate import Disturbance, duration
 
 PURPOSE = """\
-Simulates one attention call on so many ranks of a cluster: how long it takes, how long ranks work and wait, what they
-hold, and what stragglers, slow links and jitter cost. Nothing is run; 16,384 ranks take seconds.
+Simulates one attention call on any number of ranks of a cluster: its time, the work, waits and memory of the ranks,
+and what stragglers, slow links and jitter cost. Nothing is run; 16,384 ranks take seconds.
 Examples: ringattn simulate ranks=16384 tokens=1B cluster=h100
           ringattn simulate ranks=1,8,64,512,4096 tokens=1B scaling=both cluster=gb200 picture=scaling.png
           ringattn simulate ranks=64 tokens=1M slow_rank=3:1.5 slow_link=7-8:4 jitter=0.05 seed=1"""
@@ -30,7 +30,7 @@ MOST_RANKS = 2**14
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Raises `InputError` for bad options and `UnsupportedError` for what cannot be simulated."""
+    """Run the command. Raises `InputError` for bad options and `UnsupportedError` if a call cannot be simulated."""
     if "--help" in argv or "-h" in argv:
         print(help_text("simulate", PURPOSE, SimulateConfig))
         return 0
@@ -66,7 +66,7 @@ def simulated(config: SimulateConfig) -> dict[str, Any]:
             # Both curves have the largest number of ranks with all tokens.
             if (count, tokens) not in points:
                 points[count, tokens] = simulator.run(tokens, count, traced)
-            # What cannot be simulated is refused without a table.
+            # Print the heading only now: a call that cannot be simulated is refused before any table.
             print(*([] if curves[scaling] else [HEADER]), line(points[count, tokens]), sep="\n", flush=True)
             curves[scaling].append(points[count, tokens])
     everything = [point for curve in curves.values() for point in curve]
@@ -116,7 +116,7 @@ def factors(key: str, text: str, ranks: int) -> list[tuple[tuple[int, ...], floa
 def traced_ranks(ranks: int, disturbance: Disturbance) -> list[int]:
     """Return the ranks whose timelines are drawn: the first, the last, some between, and those that are disturbed.
 
-    Of these the first three slow ranks and both ends of the first slow link.
+    Of the disturbed ranks, only the first three slow ones and both ends of the first slow link are drawn.
     """
     spread = {0, ranks // 4, ranks // 2, 3 * ranks // 4, ranks - 1}
     slow = [rank for rank, _ in disturbance.slow_ranks[:3]]
@@ -161,7 +161,7 @@ def picture_title(simulator: Simulator, points: Sequence[Simulated]) -> str:
 
 
 def disturbances(disturbance: Disturbance) -> str:
-    """Return what disturbs the call, in words, a list of many shortened."""
+    """Return a text on what disturbs the call, with long lists shortened."""
     parts = []
     if slow := disturbance.slow_ranks:
         ranks = [f"rank {rank:,} works {factor:g} times as long" for rank, factor in slow]
@@ -223,7 +223,7 @@ def notes(points: Sequence[Simulated]) -> list[str]:
 
 
 def table(point: Simulated) -> str:
-    """Return the least, median and greatest of all ranks, by pass."""
+    """Return a table of the least, median and largest values over all ranks, by pass."""
     rows: list[tuple[str, str, Sequence[str]]] = [("pass", "of all ranks", ("least", "median", "greatest"))]
     for name, each in zip(PASSES, point.passes, strict=False):
         times = ("work", each.busy_s), ("waiting", each.waiting_s), ("exposed", each.exposed_s)
@@ -238,13 +238,13 @@ def _mib(sizes_bytes: Sequence[float]) -> list[str]:
 
 
 def quantiles(values: Any) -> list[float]:
-    """Return the least, median and greatest."""
+    """Return the least, median and largest value."""
     ordered = sorted(values.tolist())
     return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
 
 
 def record(config: SimulateConfig, cluster: Cluster, curves: Mapping[str, Sequence[Simulated]]) -> dict[str, Any]:
-    """Return everything for JSON; seconds and bytes."""
+    """Return the record for JSON, in seconds and bytes."""
     times = ("busy_s", "waiting_s", "exposed_s", "sent_bytes")
     return {
         "config": {**asdict(config), "tokens": config.length},

@@ -1,4 +1,4 @@
-"""`ringattn timeline`: what every rank did in a pass, and when: a trace for Perfetto, a picture, a line a rank.
+"""`ringattn timeline`: the activity of every rank in a pass over time, as a Perfetto trace, a picture and a table.
 
 Runs one attention call on processes of this machine and records it, or reads the recordings of another run. Compares it
 with the simulated times of the same plans. A recording is one `recording-<rank>.json` for each rank.
@@ -71,11 +71,11 @@ class Prediction(NamedTuple):
 
 
 def main(argv: Many[str]) -> int:
-    """The command. Raises `InputError` for bad options and recordings that cannot be read."""
+    """Run the command. Raises `InputError` for bad options and for recordings that cannot be read."""
     if "--help" in argv or "-h" in argv:
         print(help_text("timeline", PURPOSE, TimelineConfig))
         return 0
-    from ringattn.launch.config import load  # Hydra, which those who call `record_rank` need not have
+    from ringattn.launch.config import load  # imports Hydra, which callers of `record_rank` do not need
     from ringattn.launch.pictures.trace import chrome_trace
 
     config = load(argv, TimelineConfig)
@@ -121,7 +121,7 @@ def recorded_call(config: TimelineConfig) -> tuple[list[Track], Prediction]:
 
 
 def worker(spec: dict[str, Any]) -> dict[str, Any]:
-    """One process of the run. Rank 0 also predicts."""
+    """Run one process of the recorded call. Rank 0 also predicts it."""
     import torch
 
     import ringattn
@@ -155,7 +155,7 @@ def named_cluster(name: str) -> tuple[Cluster, str]:
 
 
 def explanation_on(ring: Ring, config: MaskedCallConfig, machines: Cluster | None = None) -> Explanation:
-    """Return what the ring would do in the call. `machines`: those for which it would plan; None: its own."""
+    """Return what the ring would do in the call. `machines`: those to plan for; None: the ring's."""
     return ring.explain(
         sequence_of(ring, config), batch=config.batch, q_heads=config.heads, kv_heads=config.kv_heads,
         head_dim=config.head_dim, dtype=TORCH_DTYPES[config.dtype], backward=config.backward,
@@ -172,7 +172,7 @@ def sequence_of(ring: Ring, config: MaskedCallConfig) -> Sequence[Ring]:
 
 
 def record_rank(ring: Ring, config: TimelineConfig) -> Track:
-    """This rank's recording of the last call of several; rank 0 prints its progress."""
+    """Record the last of several calls on this rank. Rank 0 prints the progress."""
     import torch
 
     from ringattn.launch.pictures.trace import Track, clock_offset
@@ -222,7 +222,7 @@ def predicted_spans(config: TimelineConfig, cluster: Cluster, tracks: Many[Track
     if len(tracks) != config.ranks:
         raise InputError(f"ranks={config.ranks}: {len(tracks)} ranks were recorded; describe the recorded call")
     differences = []
-    # A ring that knows its machines plans for them, and recordings do not say whether theirs did.
+    # A ring that recognises its machines plans for them, and recordings do not say whether theirs did.
     for machines in (None, *filter(None, (own_cluster(), cluster))):
         explanation = run_ranks(config.ranks, partial(explanation_on, config=config, machines=machines))[0]
         predicted: list[ByRank] = [simulate(plans, cluster).spans for plans in explanation.plans]
@@ -255,20 +255,20 @@ def sent_bytes(spans: Many[Span]) -> dict[str, int]:
 
 
 def write_tracks(folder: Path, tracks: Many[Track]) -> None:
-    """Leave one `recording-<rank>.json` a rank."""
+    """Write one `recording-<rank>.json` per rank."""
     folder.mkdir(parents=True, exist_ok=True)
     for track in tracks:
         write_file(folder / f"recording-{track.rank}.json", json.dumps(track.as_dict()))
 
 
 def read_tracks(folder: Path) -> list[Track]:
-    """The recordings in `folder`, by rank. Raises `InputError` where there are none, or files that are none."""
+    """Return the recordings in `folder`, by rank. Raises `InputError` if there are none or one cannot be read."""
     from ringattn.launch.pictures.trace import Track, check_alike
 
     files = sorted(folder.glob("recording-*.json"))
     if not files:
         raise InputError(f"recorded={folder}: holds no recording-<rank>.json; `ringattn timeline keep={folder}` "
-                         "leaves them, and so does `write_tracks` in a program of your own")  # fmt: skip
+                         "writes them, and so does `write_tracks` in a program")  # fmt: skip
     tracks = []
     for file in files:
         try:
@@ -281,16 +281,18 @@ def read_tracks(folder: Path) -> list[Track]:
 
 
 def table(tracks: Many[Track], predicted: Many[ByRank]) -> str:
-    """A line for each pass and rank: milliseconds in all, under way, exposed, and what was hidden."""
+    """Return a table by pass and rank: milliseconds in all, under way and exposed, and the hidden share."""
     lines = [f"{'pass':<10}{'rank':>5}{'ms':>10}{'under way':>11}{'exposed':>9}{'overlap':>9}"
              + (f"{'predicted ms':>14}" if predicted else "")]  # fmt: skip
     for number, first in enumerate(tracks[0].passes):
         for track in tracks:
-            one = track.passes[number]
+            of_rank = track.passes[number]
             ended_us = max((span.end_us for span in predicted[number][track.rank]), default=0.0) if predicted else 0.0
             lines.append(
-                f"{first.name:<10}{track.rank:>5}{(one.end_us - one.start_us) / 1e3:>10.2f}{one.comm_us / 1e3:>11.2f}"
-                f"{one.exposed_us / 1e3:>9.2f}{one.overlap:>9.1%}" + (f"{ended_us / 1e3:>14.2f}" if predicted else "")
+                f"{first.name:<10}{track.rank:>5}{(of_rank.end_us - of_rank.start_us) / 1e3:>10.2f}"
+                f"{of_rank.comm_us / 1e3:>11.2f}"
+                f"{of_rank.exposed_us / 1e3:>9.2f}{of_rank.overlap:>9.1%}"
+                + (f"{ended_us / 1e3:>14.2f}" if predicted else "")
             )
     if not all(track.arrivals_known for track in tracks):
         lines.append("under way and overlap are upper bounds: this transport does not tell when a message arrived that "

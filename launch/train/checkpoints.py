@@ -205,7 +205,7 @@ class Checkpoints:
         Returns the curve so far, empty for a run that begins. `resume=auto` passes over damaged checkpoints for the
         newest good one. Raises `InputError`, with the key first, for a checkpoint that is damaged, might run code, does
         not exist, is of another run or of a later step than the last. Also if `resume` is not auto and the folder has
-        checkpoints of its own, unless this is a restart by the torchrun that saved them.
+        checkpoints already, unless this is a restart by the torchrun that saved them.
         """
         is_named, candidates = self._chosen()
         if not candidates:
@@ -236,7 +236,7 @@ class Checkpoints:
         else:
             raise InputError(
                 f"resume={self.config.resume}: {'; '.join(damages)}; no older checkpoint is good, so there is nothing "
-                "to go on from: bring the file back from a copy, or choose another folder with out=PATH to begin anew"
+                "to go on from: bring the file back from a copy, or choose another folder with out=PATH to start again"
             )
         if damages and is_named:
             raise InputError(f"resume={self.config.resume}: {'; '.join(damages)}; the next older good one is {path}")
@@ -290,7 +290,7 @@ class Checkpoints:
             reason = f"has {theirs.get(key)}" if key != "text" else "was trained on another text"
             value = self.config.text if key == "text" else self.facts.get(key)
             raise InputError(
-                f"{key}={value}: the checkpoint {path} {reason}; choose another folder with out=PATH to begin anew"
+                f"{key}={value}: the checkpoint {path} {reason}; choose another folder with out=PATH to start again"
             )
 
 
@@ -429,7 +429,7 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-# --- reading a stranger's checkpoint runs none of its code -----------------------------------------------------------
+# --- loading an untrusted checkpoint runs none of its code ------------------------------------------------------------
 
 
 INSTANCES = (
@@ -450,13 +450,13 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
 }
-"""What the names in `.metadata` mean. The path in it is that of the checkpoint when it was saved, and is not used."""
+"""The objects of the names in `.metadata`. Its path, that of the checkpoint when it was saved, is not used."""
 REMEDY = "it might run code, and `ringattn train` writes no such thing: load only checkpoints that you trust"
 
 
-# torch's reader unpickles `.metadata`, and its planner every entry that is not a tensor, with any class: whoever wrote
-# such a checkpoint runs code in the process that loads it. Here `.metadata` may hold only what torch itself writes
-# there, and the entries are loaded with `weights_only=True`.
+# torch's reader unpickles `.metadata`, and its planner unpickles every entry that is not a tensor, with any class. So
+# the author of a checkpoint can run code in the process that loads it. Here `.metadata` may hold only what torch itself
+# writes there, and the entries are loaded with `weights_only=True`.
 
 
 class MetadataUnpickler(pickle._Unpickler):
@@ -466,7 +466,7 @@ class MetadataUnpickler(pickle._Unpickler):
     stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object of a name in the pickle."""
+        """Return the object of a name in the pickle."""
         try:
             return ALLOWED[module, name]
         except KeyError:
@@ -523,7 +523,7 @@ def load_checkpoint(everyone: Ring, state: dict[str, Any], path: Path) -> None:
         reader = Reader(path)
     except InputError as error:
         refusal = error
-    except Exception as error:  # what unpickling raises for bytes that are no pickle
+    except Exception as error:  # unpickling may raise any error for damaged bytes
         refusal = InputError(f".metadata cannot be read ({type(error).__name__}: {error})")
     everyone.check_consistency("which checkpoint to load", refusal, always=True)
     try:
@@ -536,7 +536,7 @@ def load_checkpoint(everyone: Ring, state: dict[str, Any], path: Path) -> None:
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """The first rank's own error inside one of `torch.distributed.checkpoint`, which is no Exception."""
+    """Return the error of the first failed rank inside a `CheckpointException`, which is not an `Exception`."""
     if not isinstance(error, CheckpointException):
         return error
     return next((of_rank for of_rank, _ in error.failures.values()), error)

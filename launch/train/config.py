@@ -58,7 +58,7 @@ class TrainConfig:
     micro_batch: int | None = option(None, "sequences of a replica that pass at once; all if not set", least=1)
     steps: int = option(60, "optimizer steps", least=1)
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
-    attention: str = option("full", "which keys a query meets, of those before it", choices=ATTENTION)
+    attention: str = option("full", "which of the keys before it a query attends to", choices=ATTENTION)
     segment_lengths: list[int] | None = option(None, "tokens of a segment of each dilated branch, as [2048,8192]")
     dilation_rates: list[int] | None = option(None, "of each dilated branch, as [1,4]")
     schedule: str = schedule_option()
@@ -125,7 +125,7 @@ def check_sizes(config: TrainConfig) -> None:
         raise InputError(f"model.dim={model.dim}: must be an even multiple of model.heads={model.heads}")
     if config.batch % config.replicas:
         raise InputError(
-            f"batch={config.batch}: cannot be dealt out to replicas={config.replicas}; it counts the sequences of all "
+            f"batch={config.batch}: cannot be divided among replicas={config.replicas}; it counts the sequences of all "
             "replicas together, so make it a multiple"
         )
     if config.restarts and config.checkpoint_every_steps is None:
@@ -214,8 +214,8 @@ def _check_data(config: TrainConfig) -> None:
 
 
 def _check_branches(config: TrainConfig) -> None:
-    given = {"segment_lengths": config.segment_lengths, "dilation_rates": config.dilation_rates}
-    for key, numbers in given.items():
+    branches = {"segment_lengths": config.segment_lengths, "dilation_rates": config.dilation_rates}
+    for key, numbers in branches.items():
         if config.attention == "full" and numbers is not None:
             raise InputError(f"{key}={numbers}: attention=full has no branches; set attention=dilated")
         if config.attention == "dilated" and numbers is None:

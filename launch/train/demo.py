@@ -64,9 +64,9 @@ def main(argv: Sequence[str]) -> int:
         from ringattn.launch.config import load
         from ringattn.launch.train.config import load_train
 
-        own = [word for word in argv if word.startswith("verbose=")]
-        options = load(own, DemoConfig)
-        config = load_train([word for word in argv if word not in own], "demo")
+        demo_words = [word for word in argv if word.startswith("verbose=")]
+        options = load(demo_words, DemoConfig)
+        config = load_train([word for word in argv if word not in demo_words], "demo")
         if place_in_torchrun() is not None:
             raise InputError("the demo starts its own processes: run it without torchrun")
         runs = [_train(config, ranks, console) for ranks in (config.ranks or 4, 1)]

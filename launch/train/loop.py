@@ -55,7 +55,7 @@ IGNORE = -100
 LINES = 10
 """Lines of progress without a terminal, if steps are fast."""
 QUIET_S, QUIET_SHARE = 5.0, 0.02
-"""Slow steps print more lines: after so many seconds, or this share of the time so far, whichever is longer."""
+"""Slow steps print more lines: after this many seconds, or this share of the time so far, whichever is longer."""
 
 
 def train_rank(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Block(nn.Module):
     attention then runs and communicates again, on all ranks alike. selective: all but attention, whose inputs and
     output are kept: it is the only part that grows with the square of the length and the only one that communicates,
     and a fused kernel keeps no scores that recomputation could save. offloaded: full, and the input waits in host
-    memory. `tile_tokens`: so many tokens at a time pass through norm and SwiGLU, computed again in backward; None: all.
+    memory. `tile_tokens`: tokens that pass through norm and SwiGLU at a time, computed again in backward; None: all.
     """
 
     def __init__(self, config: ModelConfig, recompute: str = "none", tile_tokens: int | None = None) -> None:

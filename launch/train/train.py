@@ -21,7 +21,7 @@ from ringattn.launch.train.config import TrainConfig, check_sizes, check_switche
 PURPOSE = """\
 Trains a byte-level transformer with exact attention over sequences that the ranks share. Starts the ranks as processes
 of this machine; under torchrun it takes part in place. Writes result.json: losses, gradient norms, times, memory.
-With checkpoint_every_steps it goes on where the last run in the folder out stopped, on as many ranks as there are now.
+With checkpoint_every_steps it goes on where the last run in the folder out stopped; the number of ranks may differ.
 Example: ringattn train ranks=4 tokens=2048 steps=60 layout=zigzag model.layers=2"""
 ENTRY = "ringattn.launch.train.loop:train_rank"
 

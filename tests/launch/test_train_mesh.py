@@ -90,7 +90,7 @@ def test_accumulating_holds_the_activations_of_a_part() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["replicas=2", "batch=3"], "batch=3: cannot be dealt out to replicas=2"),
+        (["replicas=2", "batch=3"], "batch=3: cannot be divided among replicas=2"),
         (["segment_lengths=[8]"], r"segment_lengths=\[8\]: attention=full has no branches"),
         (["attention=dilated", "dilation_rates=[1]"], "segment_lengths: attention=dilated needs them"),
         (["attention=dilated", "segment_lengths=[8]"], "dilation_rates: attention=dilated needs them"),
