@@ -22,18 +22,18 @@ COMMANDS: dict[str, tuple[str, set[str]]] = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_standard_output_is_one_document(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words, keys = COMMANDS[command]
-    assert main([command, *words.split(), "json=-"]) in (0, 1)  # `plan`: 1 if the run does not fit
-    told = capsys.readouterr()
-    assert keys <= set(json.loads(told.out)) and told.err.strip()
+    options, keys = COMMANDS[command]
+    assert main([command, *options.split(), "json=-"]) in (0, 1)  # `plan`: 1 if the run does not fit
+    captured = capsys.readouterr()
+    assert keys <= set(json.loads(captured.out)) and captured.err.strip()
 
 
 def test_a_file_gets_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["explain", "ranks=3", "tokens=100"]
-    assert main([*words, f"json={tmp_path / 'figures.json'}"]) == 0
+    arguments = ["explain", "ranks=3", "tokens=100"]
+    assert main([*arguments, f"json={tmp_path / 'figures.json'}"]) == 0
     text = capsys.readouterr().out
     assert f"written: {tmp_path / 'figures.json'}" in text and text.startswith("ring schedule")
-    assert main([*words, "json=-"]) == 0
+    assert main([*arguments, "json=-"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert json.loads((tmp_path / "figures.json").read_text()) == figures
     assert figures["by_rank"]["tokens"] == [33, 33, 34] and figures["ranks"] == 3

@@ -65,8 +65,8 @@ def test_exact_switches_with_ranks_that_have_no_tokens() -> None:
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 2), ("full", 3)])
 def test_only_full_attends_again(recompute: str, passes: int) -> None:
-    found = run(replace(TINY, recompute=recompute), 2)
-    assert found["counters"]["passes"] == passes * TINY.steps * TINY.model.layers
+    result = run(replace(TINY, recompute=recompute), 2)
+    assert result["counters"]["passes"] == passes * TINY.steps * TINY.model.layers
 
 
 def test_offload_goes_with_no_other_packing() -> None:
@@ -120,12 +120,12 @@ def test_packing_hides_nothing(narrow: torch.dtype) -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("how", EIGHT_BIT)
 def test_packed_activations_round_only_gradients(plain: dict[str, Any], how: str, recompute: str) -> None:
-    found = run(replace(TINY, saved_activations=how, recompute=recompute), 1)
-    assert found["losses"][0] == plain["losses"][0] and found["grad_norms"] != plain["grad_norms"]
+    result = run(replace(TINY, saved_activations=how, recompute=recompute), 1)
+    assert result["losses"][0] == plain["losses"][0] and result["grad_norms"] != plain["grad_norms"]
     exact, rounded = gradients(TINY), gradients(replace(TINY, saved_activations=how, recompute=recompute))
     assert (rounded - exact).norm() <= STEP[how] * exact.norm()
     again = run(replace(TINY, saved_activations=how, recompute=recompute), 2)
-    assert again["losses"] == pytest.approx(found["losses"], rel=1e-10)
+    assert again["losses"] == pytest.approx(result["losses"], rel=1e-10)
 
 
 def flat_gradients(ring: Ring, parts: list[BatchPart], model: Transformer, config: TrainConfig, how: str) -> Tensor:
@@ -153,7 +153,7 @@ def batch_of(config: TrainConfig) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_only_activations_are_packed(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    # As many tokens as the model is wide, so that a weight has as many rows as there are tokens.
+    # The number of tokens equals the width of the model, so a weight has one row per token.
     config = replace(TINY, batch=1, tokens=48, dtype=dtype, saved_activations="int8",
                      model=ModelConfig(1, 48, 4, 4, 48))  # fmt: skip
     packed: list[Tensor] = []
