@@ -139,7 +139,7 @@ def test_classes() -> None:
     IMAD.MOV.U32 R1, RZ, RZ, R2
     BRA `(.L_x_1)
     """
-    assert sass.counted(sass.instructions(listing(code))) == {
+    assert sass.count_by_class(sass.instructions(listing(code))) == {
         "all": 14, "mma": 1, "mufu": 1, "fp32": 2, "integer": 3, "memory": 2, "barrier": 2, "convert": 1, "other": 2,
     }  # fmt: skip
 

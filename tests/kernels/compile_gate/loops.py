@@ -33,7 +33,7 @@ def row_of(code: KernelCode, arch: int) -> Row:
     loops = sass.product_loops(code.listing)
     spills = sum(count.spills for count in sass.instructions(code.listing))
     inside = sum(count.spills for loop in loops for count in loop.body)
-    counts = [{"least": sass.counted(loop.least), "most": sass.counted(loop.most)} for loop in loops]
+    counts = [{"least": sass.count_by_class(loop.least), "most": sass.counted(loop.most)} for loop in loops]
     return {
         "registers": code.registers,
         "shared_bytes": code.shared_bytes,
@@ -41,7 +41,7 @@ def row_of(code: KernelCode, arch: int) -> Row:
         "spills_inside": inside,
         "spills_outside": spills - inside,
         "loops": [count for index, count in enumerate(counts) if count not in counts[:index]]
-        or [{"whole": sass.counted(sass.instructions(code.listing))}],
+        or [{"whole": sass.count_by_class(sass.instructions(code.listing))}],
     }
 
 
