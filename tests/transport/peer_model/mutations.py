@@ -239,10 +239,10 @@ MUTATIONS = [
         short,
         "mapped",
     ),
-    Mutation("abort beside a start", failing("raise", guarded=False), short, "mapped"),
-    Mutation("error told before poison", failing("raise", raises_early=True), short, "true success"),
+    Mutation("abort during a start", failing("raise", guarded=False), short, "mapped"),
+    Mutation("error raised before poison", failing("raise", raises_early=True), short, "true success"),
     Mutation(
-        "poison names who poisons",
+        "poison names the rank that poisons",
         failing("die", names_origin=False),
         partial(ring, world=3, hops=1),
         "no innocent named",
