@@ -10,7 +10,7 @@ is (batch, heads, tokens) or (heads, tokens). `group` is a ProcessGroup, DeviceM
 group; see `groups.ring_of` for its ring. `substitute_hf_flash_attn` connects Hugging Face models.
 
 `deterministic` changes nothing: a ring adds in a fixed order, and its own kernels are deterministic. The backward
-kernels of torch and flash-attn on CUDA (engines `aten`, `flash`) are deterministic only under
+kernels of torch and flash-attn on CUDA (engines `aten`, `fa3`, `fa4`) are deterministic only under
 `torch.use_deterministic_algorithms(True)`.
 
 Guarantees: every mask is exact in every layout, including windows across ranks, and so is ALiBi with slopes (heads,).
