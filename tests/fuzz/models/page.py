@@ -112,13 +112,13 @@ FILE, FREQUENT = "docs/transformers-models.json", 8
 
 Topics = tuple[tuple[str, str], ...]
 REFUSED: Topics = (
-    ("did not let its attention be set", "attention cannot be replaced"),
-    ("of a whole row", "an output of the whole row"),
+    ("the attention of .* cannot be set", "attention cannot be replaced"),
+    ("from a whole row", "an output of the whole row"),
     ("carry a state", "layers with a state, or that choose tokens"),
-    ("are not \\(rows, tokens\\)", "multiple choice: input of three dimensions"),
-    ("ALiBi|adds a bias", "a bias inside the model's own attention"),
-    ("configuration of its own", "encoder and decoder with separate configurations"),
-    ("position_ids|places", "positions that the model counts itself"),
+    ("must be \\(rows, tokens\\)", "multiple choice: input of three dimensions"),
+    ("ALiBi|adds a position bias", "a bias inside the model's own attention"),
+    ("a separate configuration", "encoder and decoder with separate configurations"),
+    ("position_ids|\\bpositions", "positions that the model counts itself"),
     ("mask", "a mask that the model makes or reads itself"),
     ("", "other"),
 )
@@ -132,8 +132,8 @@ UNBUILDABLE: Topics = (
 CALLS: Topics = (
     ("return_dict", "`return_dict=False`"),
     ("loss", "a loss of this rank's tokens alone"),
-    ("beside an attention_mask|next to an attention_mask", "`position_ids` that contradict the padding"),
-    ("by itself would count", "`position_ids` of places that the model counts itself"),
+    ("padded attention_mask", "`position_ids` that contradict the padding"),
+    ("but for whole rows", "`position_ids` that differ from the model's count"),
     ("logits_to_keep", "`logits_to_keep`"),
     ("neither those of whole rows", "`position_ids` neither of rows nor of packed documents"),
     ("", "a mask that the model makes itself"),
