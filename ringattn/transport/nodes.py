@@ -1,10 +1,10 @@
 """A ring whose ranks are on several nodes: one transport inside each node, another between nodes.
 
 Guarantees: a message to a peer on the same node uses the transport inside the node, any other the transport between
-nodes. So all messages of a pair of ranks use the same transport. An exchange may have both kinds; all of it is checked
-before any of it is started, and it has one deadline. If either transport fails, both end, and every rank reports the
-same first cause, with rank numbers of the whole ring. Operations of all ranks, such as all-gathers and failure
-attribution, use the transport between nodes, which connects all of them.
+nodes. So all messages of a pair of ranks use the same transport. An exchange may contain both kinds of messages. All of
+them are checked before the first is started, and they share one deadline. If either transport fails, both end, and
+every rank reports the same first cause, with rank numbers of the whole ring. Operations of all ranks, such as
+all-gathers and failure attribution, use the transport between nodes, which connects all of them.
 Splitting an exchange over two transports introduces no new deadlock. Every rank starts exchange k between nodes before
 it starts exchange k inside its node. Between nodes it waits for the same part of exchange k and for whole earlier
 exchanges; inside, for either part of exchange k. So every wait is for a smaller (exchange, transport), even if the

@@ -186,7 +186,7 @@ class MaskSpec:
             )
 
     def _cuts(self, seq: Sequence, real: tuple[int, int] | None) -> tuple[int, ...] | None:
-        """Return the cuts of one row, whose real tokens are the range `real`. None: one document.
+        """Return the document boundaries of one row, whose real tokens are the range `real`. None: one document.
 
         Padding and chunks become separate documents, because a ring keeps documents apart without any mask tensor.
         """
