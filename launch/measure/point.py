@@ -31,7 +31,7 @@ from ringattn.launch.measure.exactness import (
 from ringattn.launch.memory import PeakMemory
 from ringattn.observe.memory import is_shortage
 from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM, Cluster, cluster_named
-from ringattn.planner.simulate import simulate
+from ringattn.planner.simulate import duration, simulate
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 
@@ -86,7 +86,7 @@ def measure(ring: Ring, config: RunConfig, say: Say) -> dict[str, Any]:
         if number == config.warmup:
             ring.reset_counters()
         times.append(_timed_pass(ring, forward, backward if config.backward else None))
-        say(f"pass {number + 1} of {config.warmup + config.repeats}: {sum(times[-1]) * 1e3:.3g} ms on this rank")
+        say(f"pass {number + 1} of {config.warmup + config.repeats}: {duration(sum(times[-1]))} on this rank")
     counted = ring.counters()
     local_facts = {
         "times_s": times[config.warmup :],
