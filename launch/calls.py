@@ -272,7 +272,7 @@ def check_nodes(config: RunConfig) -> None:
     """Raise `InputError`, with the key first, if the options of several nodes contradict or have no effect."""
     for key, value in (("node_rank", config.node_rank), ("rdzv_endpoint", config.rdzv_endpoint)):
         if config.nnodes == 1 and value not in (None, ""):
-            raise InputError(f"{key}={value}: has no effect on one node; add nnodes=, the number of nodes")
+            raise InputError(f"{key}={value}: is for several nodes; add nnodes=, the number of nodes")
     if config.node_rank is not None and config.node_rank >= config.nnodes:
         raise InputError(f"node_rank={config.node_rank}: nodes are numbered from 0, and nnodes={config.nnodes}")
     host, _, port = config.rdzv_endpoint.rpartition(":")

@@ -152,8 +152,8 @@ def test_words_give_the_same_run_again() -> None:
         ),
         ("nnodes=3 rdzv_endpoint=a:1", "with node_rank=1 to node_rank=2"),
         ("nnodes=2 rdzv_endpoint=node0", "rdzv_endpoint=node0: write host:port"),
-        ("rdzv_endpoint=a:1", "rdzv_endpoint=a:1: has no effect on one node; add nnodes="),
-        ("node_rank=0", "node_rank=0: has no effect on one node; add nnodes="),
+        ("rdzv_endpoint=a:1", "rdzv_endpoint=a:1: is for several nodes; add nnodes="),
+        ("node_rank=0", "node_rank=0: is for several nodes; add nnodes="),
         ("cluster=h1000", "cluster=h1000: "),
         ("tokens=8,16", "tokens: one value at a time; run `ringattn sweep` instead"),
     ],
@@ -171,7 +171,7 @@ def test_torchrun_says_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_here(["ranks=2", "nnodes=2", "tokens=40"], place).world_size == 4
     two_nodes = ["ranks=2", "nnodes=2", "node_rank=1", "rdzv_endpoint=a:1", "tokens=40"]  # as --dry-run prints them
     assert load_here(two_nodes, place).rdzv_endpoint == ""
-    with pytest.raises(InputError, match=r"^rdzv_endpoint=a:1: has no effect on one node"):
+    with pytest.raises(InputError, match=r"^rdzv_endpoint=a:1: is for several nodes"):
         load_here(["rdzv_endpoint=a:1"], place)
     with pytest.raises(InputError, match="ranks=2: torchrun started 4"):
         load_here(["ranks=2"], place)
