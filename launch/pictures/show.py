@@ -5,6 +5,7 @@ Not covered: processes; the ranks are only planned.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from ringattn.explain import Explanation
     from ringattn.ring import Ring
 
+QUICKLY_PLANNED = 16
+"""With more ranks, planning takes long enough to announce it."""
 MOST_RANKS = 2**10
 """Plans have an entry for each pair of ranks."""
 
@@ -58,15 +61,14 @@ def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text("explain", "Print who sends what to whom, when, and what it costs.", ExplainConfig))
         return 0
-    from rich.console import Console
-
     from ringattn.launch.config import load
 
     config = load(argv, ExplainConfig)
     config.check()
+    if config.ranks > QUICKLY_PLANNED:
+        print(f"ringattn explain: planning {config.ranks} ranks", file=sys.stderr, flush=True)
     with json_output(config.json) as write:
-        with Console(stderr=True).status(f"planning {config.ranks} ranks"):
-            explanation = explanation_of(config)
+        explanation = explanation_of(config)
         show(explanation, config)
         write({"command": "explain", **explanation.summary()})
     return 0

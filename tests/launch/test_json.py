@@ -59,3 +59,9 @@ def test_ranks_that_are_processes_print_nothing_else(words: str, tmp_path: Path)
 def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"json={tmp_path / 'none' / 'a.json'}"]) == 2
     assert "its folder does not exist" in capsys.readouterr().err
+
+
+def test_planning_many_ranks_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "ranks=17", "tokens=34", "json=-"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["ranks"] == 17 and "planning 17 ranks" in printed.err
