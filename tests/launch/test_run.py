@@ -517,7 +517,7 @@ def test_the_ring_gets_it(open_ring: Callable[[], Any], monkeypatch: pytest.Monk
     ],
 )
 def test_a_stopped_rank_of_a_command_is_named_as_silent(tmp_path: Path, words: str) -> None:
-    command = started("-m", "ringattn", *words.split(), "timeout_s=4", "threads_per_rank=1", cwd=tmp_path)
+    command = started("-m", "ringattn", *words.split(), "timeout_s=10", "threads_per_rank=1", cwd=tmp_path)
     wait_for_line(command, "pass " if words.startswith("run") else "2 x fp32  step ")  # until the ranks exchange
     os.kill(process_of_rank(1, command.pid), signal.SIGSTOP)
     stopped_s = time.monotonic()
