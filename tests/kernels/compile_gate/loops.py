@@ -33,7 +33,7 @@ def row_of(code: KernelCode, arch: int) -> Row:
     loops = sass.product_loops(code.listing)
     spills = sum(count.spills for count in sass.instructions(code.listing))
     inside = sum(count.spills for loop in loops for count in loop.body)
-    counts = [{"least": sass.count_by_class(loop.least), "most": sass.counted(loop.most)} for loop in loops]
+    counts = [{"least": sass.count_by_class(loop.least), "most": sass.count_by_class(loop.most)} for loop in loops]
     return {
         "registers": code.registers,
         "shared_bytes": code.shared_bytes,
