@@ -39,22 +39,22 @@ class Segment(NamedTuple):
     color: str
 
 
-def draw_capacity(found: dict[str, Any], path: str | Path) -> None:
+def draw_capacity(figures: dict[str, Any], path: str | Path) -> None:
     """Write a PNG of what `plan` returned."""
-    save_picture(capacity_figure(found), path, 120)
+    save_picture(capacity_figure(figures), path, 120)
 
 
-def capacity_figure(found: dict[str, Any]) -> Figure:
+def capacity_figure(figures: dict[str, Any]) -> Figure:
     """Return the picture: a bar as given, one after all steps, and a line at the accelerator's memory."""
-    bars = {"as given": found["bytes_by_component"]}
-    if found["steps"]:
-        bars["after the steps"] = found["after_steps"]["bytes_by_component"]
-    names = [name for name in found["bytes_by_component"]
+    bars = {"as given": figures["bytes_by_component"]}
+    if figures["steps"]:
+        bars["after the steps"] = figures["after_steps"]["bytes_by_component"]
+    names = [name for name in figures["bytes_by_component"]
              if any(bar[name] > VISIBLE * sum(bar.values()) for bar in bars.values())]  # fmt: skip
     of_index = plt.get_cmap("tab10")
-    colors = {name: to_hex(of_index(index)) for index, name in enumerate(found["bytes_by_component"])}
+    colors = {name: to_hex(of_index(index)) for index, name in enumerate(figures["bytes_by_component"])}
     figure, ax = plt.subplots(figsize=(9, 1.9 + 1.0 * len(bars)), layout="constrained")
-    limit = found["hardware"]["memory_bytes"] / GIB
+    limit = figures["hardware"]["memory_bytes"] / GIB
     totals = [sum(parts.values()) / GIB for parts in bars.values()]
     ax.set_xlim(0, 1.15 * max(limit, *totals))
     ax.set_ylim(len(bars) - 0.55, -0.75)
@@ -76,8 +76,8 @@ def capacity_figure(found: dict[str, Any]) -> Figure:
     ax.tick_params(axis="y", length=0)
     ax.set_xlabel("GiB on one rank", color=INK)
     ax.spines[["top", "right", "left"]].set_visible(False)
-    run = found["run"]
-    what = f"{found['model']['name']} on {found['hardware']['name']}"
+    run = figures["run"]
+    what = f"{figures['model']['name']} on {figures['hardware']['name']}"
     figure.suptitle(f"{what}: {run['tokens']:,} tokens over a ring of {run['ranks']:,}", color=INK, fontsize=11)
     figure.legend(loc="outside lower center", ncols=min(len(names), COLUMNS), frameon=False, fontsize=8.5)
     # Values are placed last, because their room depends on the layout.
@@ -90,7 +90,7 @@ def capacity_figure(found: dict[str, Any]) -> Figure:
 
 
 def _write_total(ax: Axes, row: int, total: float, limit: float) -> None:
-    """Write the sum behind the bar; behind the memory's line if it would lie on it."""
+    """Write the total after the bar, or after the line of the memory if the text would overlap it."""
     text = ax.text(total, row, f"{total:,.1f} GiB", fontsize=10, color=INK, va="center")
     pad, width = _gib(ax, PAD), _gib_width(ax, text)
     start = total + pad
@@ -115,7 +115,7 @@ def _write_values(ax: Axes, row: int, segments: Sequence[Segment]) -> None:
 
 
 def spread(middles: Sequence[float], widths: Sequence[float]) -> list[float]:
-    """Return places for labels of these widths: in order, without overlap, near their middles, none begins below 0.
+    """Return centers for labels of these widths: in order, without overlap, near their middles, and not below 0.
 
     Labels that would overlap form a group, whose members stand side by side around the mean of their middles.
     """
@@ -140,7 +140,7 @@ def _digits(gib: float) -> str:
 
 
 def _gib(ax: Axes, points: float) -> float:
-    """Return the length of so many points on the axis."""
+    """Return the length of `points` on the axis, in GiB."""
     pixels_per_gib = ax.transData.transform((1, 0))[0] - ax.transData.transform((0, 0))[0]
     return float(points / 72 * ax.figure.dpi / pixels_per_gib)
 
