@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "bench" / "results" / "gpu"
 
 
+@cache
 def facts() -> dict[str, str]:
     """Return device, driver, versions and commit. Without git the commit comes from `GPU_CHECK_COMMIT`."""
     from ringattn.transport.nccl.binding import version_text
