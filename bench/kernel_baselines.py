@@ -17,7 +17,7 @@ from ringattn.bench.crash_proof import one_line
 from ringattn.core.geometry import CAUSAL, FULL, StridedRange, Tile, TokenRange
 from ringattn.engine import aten
 from ringattn.engine.aten import BlockOp
-from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax
+from ringattn.engine.base import KV, BackwardInputs, Engine, Softmax, Visit
 from ringattn.engine.flash import NEEDS, flash_engine
 from ringattn.engine.select import choose
 from ringattn.engine.triton import TritonEngine, architecture
@@ -159,7 +159,8 @@ def ours(name: str, engine: Engine) -> KernelBaseline:
         rows, _, heads, dim = q.shape
         strip = TokenRange(StridedRange(0, rows), StridedRange(0, rows))
         tile = Tile(strip, strip, CAUSAL if causal else FULL, StridedRange(0, heads))
-        works = [engine.prepare([(tile,)], Softmax(dim**-0.5), rows, heads) for _ in range(2)]
+        only_step = Visit(overwrite=True, last=True)
+        works = [engine.prepare([(tile,)], Softmax(dim**-0.5), rows, heads, visits=[only_step]) for _ in range(2)]
 
         def forward() -> Tensor:
             state = engine.begin(works[0], q, dim, None)
@@ -172,9 +173,10 @@ def ours(name: str, engine: Engine) -> KernelBaseline:
             out, lse = last[0]
             delta = engine.delta(dout, out, None)
             dq = engine.begin_grad(works[1], q, dim)
-            dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-            engine.attend_grad(q, KV(k, v), BackwardInputs(dout, out, lse, None, delta), dq, KV(dk, dv), works[1][0])
-            return [dq.finalized(q.dtype).transpose(0, 1), *(x.to(q.dtype).transpose(0, 1) for x in (dk, dv))]
+            dk, dv = (torch.empty_like(x) for x in (k, v))
+            backward_inputs = BackwardInputs(dout, out, lse, None, delta)
+            engine.attend_grad(q, KV(k, v), backward_inputs, dq, None, works[1][0], KV(dk, dv))
+            return [x.transpose(0, 1) for x in (dq.finalized(q.dtype), dk, dv)]
 
         last: list[tuple[Tensor, Tensor]] = []
         forward()
