@@ -72,8 +72,9 @@ def as_autocast(x: Tensor) -> Tensor:
     If autocast is on for x's device, floating-point tensors except float64 become its dtype. Others are unchanged.
     """
     kind = x.device.type
-    # The meta device has no autocast: `is_autocast_enabled` would raise there.
-    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # The meta device has no autocast: `is_autocast_enabled` would raise there. Dynamo of torch 2.11 cannot trace
+    # `torch.amp.is_autocast_available`.
+    is_on = kind != "meta" and torch.is_autocast_enabled(kind)
     if not is_on or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(kind))

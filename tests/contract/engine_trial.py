@@ -143,7 +143,7 @@ class Trial:
 
     def _filled(self, kv: KV, dtype: torch.dtype, value: float) -> KV:
         """Return buffers shaped like K and V, filled with one value, in memory of the test."""
-        k, v = (self._output(torch.full(x.shape, value, dtype=dtype)) for x in kv[:2])
+        k, v = (self._output(torch.full_like(x, value, dtype=dtype)) for x in kv[:2])
         return KV(k, v, kv.first_head)
 
     def reference(self) -> dict[str, Tensor]:

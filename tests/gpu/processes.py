@@ -90,7 +90,7 @@ def sizes(spec: dict[str, Any]) -> Any:
             sent, received = (
                 torch.full((nbytes,), n, dtype=torch.uint8, device=ring.device) for n in (ring.rank + 1, 0)
             )
-            ring.transport.exchange([Message(after, sent, "sent")], [Message(before, received, "came")]).wait()
+            ring.transport.exchange([Message(after, sent, "bytes")], [Message(before, received, "bytes")]).wait()
             whole.append(bool((received == before + 1).all()))
         return {"whole": whole}
 

@@ -222,8 +222,10 @@ class NcclTransport(StreamTransport):
         self.supervisor.stop()
         self.supervisor.tick()  # releases the last buffers
         closed_at_exit.pop(id(self), None)
-        # A stuck communicator or stuck computation may still touch the ring's memory, so then the memory is kept.
-        if self._free(together) and self._memory.wait(computed, patience_s):
+        # Stuck computation or a stuck communicator may still touch the ring's memory, so then the memory is kept.
+        # Wait for the computation first: NCCL frees a communicator only when the device is idle, and until then every
+        # CUDA call of this process waits in the driver.
+        if self._memory.wait(computed, patience_s) and self._free(together):
             self._memory.free()
             # Memory that a caller still views is freed when its last view ends.
             self._end_memory(computed)
