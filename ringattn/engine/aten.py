@@ -3,8 +3,8 @@
 Guarantees: no mask tensor, and no copy of a strided operand on the CPU. Tiles become rectangles, and a rectangle
 becomes one call of a block op on permuted views. Operands are copied in these cases only: half inputs on the CPU
 (computed in float32), unequal or unaligned head dimensions (padded with zeros), a gradient of lse (one more column), a
-reversed rectangle, and queries if the scale is not positive. The ops recompute the weights from the merged lse, and
-delta from dout and out.
+reversed rectangle, queries if the scale is not positive, and dout and out of cuDNN's backward if their layout is not
+that of the queries. The ops recompute the weights from the merged lse, and delta from dout and out.
 Results repeat bit for bit on the CPU. The fused CUDA kernels round their partial results and gradients to the input
 dtype, and for half inputs the gradient of lse too. Their backward repeats bit for bit only under
 `torch.use_deterministic_algorithms`, which excludes cuDNN, as torch itself does
@@ -141,10 +141,19 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # Torch caches cuDNN's graphs by the strides of q, k and v, but a graph is compiled for those of out and dout too.
+    # These must therefore follow from q (aten/src/ATen/native/cudnn/MHA.cpp, `MHAParams`).
+    dout, out = (_laid_out_as(q, x) for x in (dout, out))
     return ops._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse.contiguous().unsqueeze(-1), *_no_dropout(q, torch.int64), None, None, None,
         q.shape[2], k.shape[2], 0.0, causal, scale=scale,
     )  # fmt: skip
+
+
+def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:
+    """Return `x` (batch, heads, rows, dim) without gaps in memory and with its dimensions in the order of q's."""
+    order = sorted(range(3), key=q.stride, reverse=True)
+    return x.permute(*order, 3).contiguous().permute(*map(order.index, range(3)), 3)
 
 
 def _no_dropout(like: Tensor, dtype: torch.dtype, *seed_shape: int) -> tuple[Tensor, Tensor]:

@@ -160,9 +160,11 @@ class Trial:
         allowed, bias = torch.cat([mask for _, mask in columns], -1), None
         if s.alibi:
             bias = torch.cat([self._bias(tile, step.k_rows) for step in s.steps for tile in step.tiles], -1)
+            bias = bias.to(self.device)
         kept = None
         if s.dropout_p is not None:
             kept = torch.cat([self._kept(tile, step.k_rows) for step in s.steps for tile in step.tiles], -1)
+            kept = kept.to(self.device)
         out, lse = attention(q.transpose(0, 1), k, v, allowed, self.softmax.scale, s.softcap, None, bias, kept)
         seen = allowed.any(-1)
         loss = (out * self.dout.transpose(0, 1).double().nan_to_num(0.0)).sum()

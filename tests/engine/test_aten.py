@@ -253,3 +253,26 @@ def test_backward_receives_tensors_like_those_of_forward(op: BlockOp, monkeypatc
     )
     states = [x for x in arguments[6:] if isinstance(x, Tensor)]
     assert [shape_of(x) for x in states] == [shape_of(x) for x in forward_results[6:8]]
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_cudnns_backward_receives_out_and_dout_in_a_layout_that_follows_from_q(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch reuses a graph for calls that differ only in these two, although it was compiled for their strides."""
+    received: list[Tensor] = []
+
+    def backward(*positional: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        received.extend((positional[0], positional[4]))
+        return q, k, v
+
+    monkeypatch.setattr(aten, "ops", SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=backward))
+    q, k, v = operands(memory)
+    lse, values = torch.empty(LSE, device="meta"), torch.arange(q.numel(), dtype=HALF).reshape(q.shape)
+    orders = [(0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 2, 0)]
+    layouts = [values.permute(*order, 3).contiguous().permute(*map(order.index, range(3)), 3) for order in orders]
+    gaps = torch.stack([values, values], -1)[..., 0]
+    for dout in (*layouts, gaps):
+        for out in (*layouts, gaps):
+            CUDNN.backward(dout, q, k, v, out, lse, False, 0.1)
+    assert {x.stride() for x in received} == {received[0].stride()} and all(torch.equal(x, values) for x in received)

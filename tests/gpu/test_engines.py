@@ -111,6 +111,22 @@ def test_half_precision_is_as_good_as_one_call(engine: str, dtype: torch.dtype, 
     assert all(a <= 1.25 * b for a, b in zip(actual, alone, strict=True)), (actual, alone)
 
 
+@pytest.mark.parametrize("engine", ["aten", "triton"])
+def test_gradients_do_not_depend_on_the_layout_of_earlier_calls(engine: str) -> None:
+    """Torch reuses cuDNN's graph of an earlier call with the same q, k and v for another layout of dout."""
+    *leaves, dout = inputs(torch.bfloat16)
+    q, k, v = (x.requires_grad_() for x in leaves)
+    tokens_outermost = dout.transpose(0, 1).contiguous().transpose(0, 1)
+    every_other = torch.stack([dout, dout], -1).flatten(-2)[..., ::2]
+    reference = reference_of(torch.bfloat16, MASKS["causal"])
+    with ringattn.Ring(engine=engine) as ring:
+        seq = ring.sequence(TOKENS, layout="contiguous")
+        out = ring.attention(q, k, v, seq, causal=True)
+        for layout in (dout, tokens_outermost, every_other, dout):
+            gradients = torch.autograd.grad(out, (q, k, v), layout, retain_graph=True)
+            assert max(errors(list(gradients), reference[1:])) < torch.finfo(torch.bfloat16).eps
+
+
 @pytest.mark.parametrize("mask", ["window", "causal window", "documents", "dilated", "causal dilated"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_many_tiles_in_half_precision(dtype: torch.dtype, mask: str) -> None:
