@@ -167,8 +167,9 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
     """
     import torch
 
+    from ringattn.launch.measure.exactness import DTYPES as TORCH_DTYPES
     from ringattn.launch.measure.exactness import (
-        ABSOLUTE_BOUND,
+        FULL_PRECISION_BOUND,
         OVER_ONE_DEVICE,
         attended,
         drawn,
@@ -176,7 +177,6 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
         reference_and_bounds,
         sequence_of,
     )
-    from ringattn.launch.measure.exactness import DTYPES as TORCH_DTYPES
 
     dtype, length = TORCH_DTYPES[spec["dtype"]], spec["tokens"]
     heads, dims = (spec["heads"], spec["kv_heads"]), (spec["head_dim"], spec["value_dim"])
@@ -184,7 +184,9 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
     # Standard output may be for JSON alone.
     stream = sys.stderr if spec["json"] == STANDARD_OUTPUT else sys.stdout
     say: Callable[[str], None] = partial(print, flush=True, file=stream) if ring.rank == 0 else lambda _: None
-    bound = f"{ABSOLUTE_BOUND[dtype]:.0e}" if dtype in ABSOLUTE_BOUND else f"{OVER_ONE_DEVICE} x one device"
+    bound = f"{OVER_ONE_DEVICE} x one device"
+    if dtype in FULL_PRECISION_BOUND:
+        bound = f"{FULL_PRECISION_BOUND[dtype]:.0e} x the largest value"
     say(f"{ring.world_size} ranks over {ring.transport.name}, {length} tokens, {spec['dtype']}, bound {bound}")
     say(CASE_HEADING if spec["verbose"] else SUMMARY_HEADING)
     failed = torch.zeros(1, dtype=torch.int64, device=ring.device)

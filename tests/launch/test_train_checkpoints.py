@@ -478,13 +478,14 @@ def test_a_signal_in_a_save_is_not_a_full_disk(
     def interrupted(*_: Any, **__: Any) -> Any:
         signal.raise_signal(number)
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    handlers = {signal.SIGTERM: lambda *_: sys.exit(7), signal.SIGINT: signal.default_int_handler}
+    before = signal.signal(number, handlers[number])  # a shell may have started the tests with SIGINT ignored
     monkeypatch.setattr(FileSystemWriter, "write_data", interrupted)
     try:
         with pytest.raises(error):
             loop.train_rank({"runs": [asdict(saved_twice)]})
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
     assert names(saved_twice.out) == ["step-00000002", "step-00000004"]
     monkeypatch.undo()
     assert run(saved_twice)["first_step"] == 4
