@@ -385,6 +385,8 @@ class _Projection:
         # Skip the steps in which this rank does nothing. Lifetimes count the remaining steps; labels keep the number.
         self.steps = [(i, step) for i, step in enumerate(schedule.steps) if step.copies or step.work]
         self.buffers: list[Buffer] = []
+        # The last step so far that uses each buffer.
+        self.last: list[int] = []
         # The buffer with a block's rows at this point of the walk; a later buffer replaces an earlier one.
         self.held: dict[Block, int] = {}
         copies = [copy for _, step in self.steps for copy in step.copies]
@@ -421,7 +423,8 @@ class _Projection:
             # They are read again at the end of the pass, when they are copied out of the arena.
             kept = [self._use(self.held[block], len(steps) - 1) for block in keeps]
         # Offsets are assigned last, because only now is the last step of every buffer known.
-        buffers, arena_bytes = lay_out(self.problem, self.buffers)
+        used = [buffer._replace(last=last) for buffer, last in zip(self.buffers, self.last, strict=True)]
+        buffers, arena_bytes = lay_out(self.problem, used)
         name = self.schedule.name
         plan = Plan(self.problem, name, self.rank, self.schedule.backward, steps, buffers, arena_bytes, tuple(kept))
         return with_overwrites(plan) if self.schedule.backward else plan
@@ -545,12 +548,12 @@ class _Projection:
         self, label: str, content: Content, dtype: str, now: int, kind: Kind = Kind.KV, inside: Inside | None = None
     ) -> int:
         self.buffers.append(Buffer(label, content, dtype, now, now, kind=kind, inside=inside))
+        self.last.append(now)
         return len(self.buffers) - 1
 
     def _use(self, buffer: int, now: int) -> int:
         # Steps are walked in order, so the latest use is the end of the buffer's life.
-        if self.buffers[buffer].last != now:
-            self.buffers[buffer] = self.buffers[buffer]._replace(last=now)
+        self.last[buffer] = now
         return buffer
 
     def _readable(self, block: Block, draft: _Draft) -> int:
@@ -649,15 +652,18 @@ class _Projection:
         rows, steps = packed_rows(table, parts[0])
         owner, heads = item.kv.owner, tiles.heads
         # With equal contents, a packed row has the same number in both buffers.
-        dkv_rows, dkv_steps = (rows, steps) if alike else packed_rows(table, parts[1])
+        if alike:
+            yield AttendOp(owner, heads, table.replaced(k_row=rows, k_row_stride=steps), kv, dkv=dkv)
+            return
+        dkv_rows, dkv_steps = packed_rows(table, parts[1])
         # With equal steps, all tiles with the same distance between the two rows are one update, bases subtracted:
         #    kv rows   4 5 6 7      base 4, tile rows 0 1 2 3
         #    dkv rows  9 10 11 12   base 4 + 5
         even = steps == dkv_steps
-        for distance in [0] if alike else np.unique((dkv_rows - rows)[even]).tolist():
+        for distance in np.unique((dkv_rows - rows)[even]).tolist():
             chosen = even & (dkv_rows - rows == distance)
             # Rows count from the smallest row, so that no row of the view is negative.
-            base = 0 if alike else int(rows[chosen].min())
+            base = int(rows[chosen].min())
             part = table.take(chosen).replaced(k_row=rows[chosen] - base, k_row_stride=steps[chosen])
             yield AttendOp(owner, heads, part, kv, base, dkv, base + distance)
         # With unequal steps, each tile is a separate update on views of every steps-th row.
@@ -710,6 +716,8 @@ def with_overwrites(plan: Plan) -> Plan:
 
 def _mark_buffers(plan: Plan, step: PlanStep) -> PlanStep:
     """Mark the works of a step that overwrite rows of the buffers that the step zeroes."""
+    if not step.zeros:
+        return step
     work, zeros = list(step.work), []
     for zero in step.zeros:
         # Received sums are added after the step's attention work, so they never overwrite.

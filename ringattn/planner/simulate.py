@@ -95,6 +95,8 @@ class _Machine:
 
     def advance(self, now_s: float) -> None:
         """Advance the time."""
+        if now_s == self._seen_s:
+            return
         self._done_s += (now_s - self._seen_s) * self._rate
         self._seen_s = now_s
 
@@ -152,8 +154,12 @@ class _Play:
         for rank in range(len(self._plans)):
             self._work(rank, 0.0, self._cluster.pass_s if self._plans[rank].steps else 0.0, "begin", self._enter)
         machines = [*self._machines, self._slow_links]
-        while (machine := min(machines, key=_Machine.next_s)).next_s() < float("inf"):
-            machine.end_job(machine.next_s())
+        while True:
+            next_s = [machine.next_s() for machine in machines]
+            now_s = min(next_s)
+            if now_s == float("inf"):
+                break
+            machines[next_s.index(now_s)].end_job(now_s)
         for rank, plan in enumerate(self._plans):
             if self._current[rank] < len(plan.steps):
                 number = plan.steps[self._current[rank]].number

@@ -326,6 +326,8 @@ class HeadRows(NamedTuple):
 
     def offsets(self, rows: np.ndarray) -> np.ndarray:
         """Return the packed rows of owner rows that are all in this part, which must be dense: int64, same shape."""
+        if len(self.rows) == 1:
+            return rows - self.rows[0].start
         starts = np.array([run.start for run in self.rows])
         counts = np.array([run.count for run in self.rows])
         ranges = np.searchsorted(starts, rows, side="right") - 1
@@ -560,6 +562,12 @@ def piece_of(outer: Content, inner: Content) -> int | None:
     """Return the offset of packed `inner` in packed `outer`, in rows times heads; None if `inner` is not contiguous."""
     if outer == inner:
         return 0
+    if len(outer) == len(inner) == len(outer[0].rows) == len(inner[0].rows) == 1:
+        # Most blocks are one range, and most messages a piece of it.
+        (heads, (block,)), (inner_heads, (run,)) = outer[0], inner[0]
+        in_order = block.stride == run.stride == 1 and block.start <= run.start and run.last <= block.last
+        if heads == inner_heads and in_order:
+            return (run.start - block.start) * heads.count
     sizes = (size((part,)) for part in outer)
     # The offset of each head part in the packed outer content, in rows times heads.
     bases = dict(zip((part.heads for part in outer), accumulate(sizes, initial=0), strict=False))
