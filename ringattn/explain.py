@@ -19,14 +19,14 @@ from ringattn.core.problem import Problem
 from ringattn.core.tiling import branch_tiles, pieces_of
 from ringattn.options import AttentionOptions
 from ringattn.planner.candidates import Candidate, check_extent, followed, how_chosen, is_named, table_of
-from ringattn.planner.choose import choose_route, compared, plan_of, without_collector
+from ringattn.planner.choose import choose_route, compared, plans_of_passes, without_collector
 from ringattn.planner.cluster import Cluster, Exchange, LinkClass, cluster_named, exchanges, placement
 from ringattn.planner.layouts import InLayout, better_layout, by_layout, in_layouts, misplaced, pairs_planned
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import Crossed, crossed, duration, simulate
 from ringattn.runtime.runtime import Runtime
 from ringattn.schedule.ops import Kind, Schedule
-from ringattn.schedule.routes import route_named, schedule_of
+from ringattn.schedule.routes import route_named
 from ringattn.schedule.text import aligned, grid, idle_steps
 from ringattn.sequence import Sequence
 from ringattn.transport.nodes import NodesTransport
@@ -224,7 +224,7 @@ def explain_call(
     automatic = "" if schedule != "auto" else how_chosen(weighed, problem, chooser)
     passes = (False, True) if backward else (False,)
     ranks = range(problem.world_size)
-    plans = tuple(tuple(plan_of(problem, route, rank, back) for rank in ranks) for back in passes)
+    schedules, plans = plans_of_passes(problem, route, passes)
     computed = pairs_planned(plans[0])
     left = chosen.engine.sm_margin if cluster.sms and ring.transport.sm_margin else 0
     margin = left if sm_margin is None else sm_margin
@@ -236,8 +236,8 @@ def explain_call(
             margin_us = predicted_us - sum(simulate(of_pass, whole).total_us for of_pass in plans)
     return Explanation(
         problem=problem,
-        forward=schedule_of(problem, route, backward=False),
-        backward=schedule_of(problem, route, backward=True) if backward else None,
+        forward=schedules[0],
+        backward=schedules[1] if backward else None,
         plans=plans,
         bytes_sent=tuple(sum(p[rank].bytes_sent for p in plans) for rank in ranks),
         messages=tuple(sum(p[rank].messages for p in plans) for rank in ranks),

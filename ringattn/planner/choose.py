@@ -28,12 +28,13 @@ from ringattn.planner.cluster import REFERENCE, Cluster, attention_s
 from ringattn.planner.place import project
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.schedule.content import read_sets_of, size
-from ringattn.schedule.ops import Attend, Kind
+from ringattn.schedule.ops import Attend, Kind, Schedule
 from ringattn.schedule.passes import Prologue, arrived, last_read, split_keys
 from ringattn.schedule.routes import (
     ROUTES,
     Route,
     forward_of_rank,
+    joined,
     part_of_rank,
     route_named,
     schedule_of,
@@ -165,6 +166,27 @@ def plan_once(problem: Problem, route: Route, rank: int, backward: bool) -> Plan
     """Return what `plan_of` returns, uncached: a choice of schedule reads each plan of many ranks only once."""
     with _alone:
         return project(part_of_rank(problem, route, rank, backward), rank, route.kept(problem, rank))
+
+
+def plans_of_passes(
+    problem: Problem, route: Route, passes: Sequence[bool]
+) -> tuple[tuple[Schedule, ...], tuple[tuple[Plan, ...], ...]]:
+    """Return for each pass the schedule of all ranks, and the plans of all ranks. `passes`: True for backward.
+
+    The plans equal those of `plan_of` and the schedules those of `schedule_of`. Each rank's part of a schedule is made
+    once for both, and nothing is cached: the plans of many ranks do not fit into the cache.
+    """
+    parts: list[list[Schedule]] = [[] for _ in passes]
+    plans: list[list[Plan]] = [[] for _ in passes]
+    with _alone:
+        shared = route.shared(problem)  # kept until all ranks are planned
+        # Both passes of a rank follow each other, because the backward part is made from the forward part.
+        for rank in range(problem.world_size):
+            for index, backward in enumerate(passes):
+                parts[index].append(part_of_rank(problem, route, rank, backward))
+                plans[index].append(project(parts[index][-1], rank, route.kept(problem, rank)))
+        del shared
+        return tuple(map(joined, parts)), tuple(map(tuple, plans))
 
 
 @contextmanager

@@ -73,6 +73,7 @@ class GridTrees(Trees):
         for node, ranks in enumerate(grid):
             self._node[list(ranks)], self._place[list(ranks)] = node, range(self.places)
         self._back: dict[int, bool] = {}
+        self._apart_from: dict[int, Ints] = {}
 
     def step(self, owner: int | Ints, reader: int) -> int | Ints:
         """Return the step: its round and inner step are the distances in nodes and in places from owner to reader."""
@@ -133,7 +134,10 @@ class GridTrees(Trees):
 
     def _distances(self, owner: int) -> Ints:
         """Return the distances of the readers by round and step within the round."""
-        return (np.roll(self.grid, (-self._node[owner], -self._place[owner]), (0, 1)) - owner) % self.ranks
+        if owner not in self._apart_from:
+            grid = np.roll(self.grid, (-self._node[owner], -self._place[owner]), (0, 1))
+            self._apart_from[owner] = (grid - owner) % self.ranks
+        return self._apart_from[owner]
 
     def _apart(self, owner: int | Ints, reader: int) -> tuple[Any, Any]:
         """Return the distances from owner to reader in nodes and in places."""

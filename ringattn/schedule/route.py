@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import isqrt
 from typing import Any, ClassVar, Self, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -303,6 +304,10 @@ def blocks_of(kept: tuple[tuple[int, Block, Content], ...], rank: int) -> tuple[
     return tuple(block for owner, block, _ in kept if owner == rank)
 
 
+_trees: WeakValueDictionary[tuple[Problem, Route], Trees] = WeakValueDictionary()
+_passes: WeakValueDictionary[tuple[Problem, Route], Passes] = WeakValueDictionary()
+
+
 class TreeRoute(Route):
     """A schedule that sends each block along a tree from its owner, with one tree per owner."""
 
@@ -310,13 +315,20 @@ class TreeRoute(Route):
     def trees(self, problem: Problem) -> Trees:
         """Return the trees of all blocks."""
 
+    def shared(self, problem: Problem) -> Trees:
+        """See `Route.shared`: the trees keep what they have computed about each owner."""
+        trees = _trees.get((problem, self))
+        if trees is None:
+            trees = _trees[problem, self] = self.trees(problem)
+        return trees
+
     def forward_part(self, problem: Problem, rank: int) -> Schedule:
         """See `Route.forward_part`."""
-        return forward_along_trees(self.trees(problem), self.name, rank)
+        return forward_along_trees(self.shared(problem), self.name, rank)
 
     def backward_part(self, problem: Problem, rank: int) -> Schedule:
         """See `Route.backward_part`."""
-        part, trees = forward_of_rank(problem, self, rank), self.trees(problem)
+        part, trees = forward_of_rank(problem, self, rank), self.shared(problem)
         # K/V that the forward pass kept is not delivered again; only gradients are sent.
         deliveries = () if self.keeps else deliveries_of_part(trees, rank, self.prologue == "kept")
         back = trees.paced(transpose(part, deliveries).restricted_to(rank), True)
@@ -337,6 +349,21 @@ class TreeRoute(Route):
         return tuple(block for block in kept if block[0] == rank)
 
 
+class Passes:
+    """The schedules of all ranks for one problem, each made at its first use."""
+
+    def __init__(self, problem: Problem, route: Route) -> None:
+        """Make nothing yet."""
+        self._problem, self._route = problem, route
+        self._made: dict[bool, Schedule] = {}
+
+    def of(self, backward: bool) -> Schedule:
+        """Return the schedule of a pass."""
+        if backward not in self._made:
+            self._made[backward] = schedule_of(self._problem, self._route, backward)
+        return self._made[backward]
+
+
 class WholeRoute(Route):
     """A schedule that is made for all ranks together, because a rank's part depends on the tiles of all ranks."""
 
@@ -344,13 +371,25 @@ class WholeRoute(Route):
     def whole(self, problem: Problem, backward: bool) -> Schedule:
         """See `Route.whole`."""
 
+    def shared(self, problem: Problem) -> Passes:
+        """See `Route.shared`: the cache may drop a large schedule between two ranks."""
+        passes = _passes.get((problem, self))
+        if passes is None:
+            passes = _passes[problem, self] = Passes(problem, self)
+        return passes
+
     def forward_part(self, problem: Problem, rank: int) -> Schedule:
         """See `Route.forward_part`."""
-        return schedule_of(problem, self, False).restricted_to(rank)
+        return self.shared(problem).of(False).restricted_to(rank)
 
     def backward_part(self, problem: Problem, rank: int) -> Schedule:
         """See `Route.backward_part`."""
-        return schedule_of(problem, self, True).restricted_to(rank)
+        return self.shared(problem).of(True).restricted_to(rank)
+
+    def kept(self, problem: Problem, rank: int) -> tuple[Block, ...]:
+        """See `Route.kept`."""
+        keeps = self.keeps or self.prologue == "kept"
+        return blocks_of(self.shared(problem).of(True).kept, rank) if keeps else ()
 
 
 # --- groups of ranks -------------------------------------------------------------------------------------------------
