@@ -1,4 +1,4 @@
-"""Runs the real NCCL transport, alone or with peer as a ring over nodes, one thread a rank, over simulated GPUs."""
+"""Run rings with the real NCCL transport on simulated GPUs, one thread per rank: NCCL alone, or peer within nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVERYTHING = frozenset(Capability)
 
 @dataclass
 class Outcome:
-    """What became of one rank: its result, or its error and how long after `Outcome.began_s` it came."""
+    """The result of one rank, or the error that it raised, with the start and end times."""
 
     result: Any = None
     error: BaseException | None = None
@@ -49,7 +49,7 @@ def open_on(
     capabilities: frozenset[Capability] = EVERYTHING,
     flight_dir: Path | None = None,
 ) -> NcclTransport:
-    """The transport of one rank."""
+    """Open the transport of one rank."""
     locations = [Location("node", "node", each, 0) for each in range(world.world_size)]
     return NcclTransport.open(
         Opening(store, rank, world.world_size, timeout_s, flight_dir, interface=None, locations=locations),
@@ -69,36 +69,37 @@ def on_gpus(
     deadline_s: float | None = None,
     **opening: Any,
 ) -> list[Outcome]:
-    """`body(transport)` of every rank; its outcome by rank, opening and closing included. Fails when a rank hangs.
+    """Open a transport on every rank, run `body(transport)`, close it, and return the outcomes by rank.
 
-    `deadline_s` replaces the deadline once all are open, for opening many worlds at once takes its time.
+    Fails if a rank hangs. `deadline_s` replaces the deadline once a rank is open, because opening many worlds at once
+    is slow.
     """
 
-    def opened(rank: int, store: Any) -> NcclTransport:
+    def open_rank(rank: int, store: Any) -> NcclTransport:
         ring = open_on(world, rank, store, **opening)
         if deadline_s is not None:
             ring.opening.timeout_s = deadline_s
         return ring
 
-    return _run(world, opened, body, [Outcome() for _ in range(world.world_size)], hard_s)
+    return _run(world, open_rank, body, [Outcome() for _ in range(world.world_size)], hard_s)
 
 
 def _run(
     world: SimWorld,
-    opened: Callable[[int, Any], Any],
+    open_rank: Callable[[int, Any], Any],
     body: Callable[[Any], Any],
     outcomes: list[Outcome],
     hard_s: float,
 ) -> list[Outcome]:
-    """Run `body(opened(rank, store))` on a thread for each rank."""
-    _forgive_the_dead()
+    """Run `body(open_rank(rank, store))` on a thread for each rank."""
+    _hide_deaths()
     store = HashStore()
 
-    def live(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         outcome, ring = outcomes[rank], None
         outcome.began_s = time.monotonic()
         try:
-            ring = opened(rank, MortalStore(world, rank, store.clone()))
+            ring = open_rank(rank, MortalStore(world, rank, store.clone()))
             outcome.result = body(ring)
             ring.close()
         except BaseException as error:
@@ -107,7 +108,7 @@ def _run(
                 ring.abort(error)
         outcome.ended_s = time.monotonic()
 
-    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(world.world_size)]
+    threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(world.world_size)]
     for thread in threads:
         thread.start()
     until = time.monotonic() + hard_s
@@ -119,7 +120,7 @@ def _run(
 
 
 def results(outcomes: list[Outcome]) -> list[Any]:
-    """The results by rank; raises the first error."""
+    """Return the results by rank. Raise the first error if any rank failed."""
     for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error
@@ -129,23 +130,23 @@ def results(outcomes: list[Outcome]) -> list[Any]:
 def on_rings(
     world: SimWorld, body: Callable[[Ring], Any], *, ring: dict[str, Any] | None = None, **opening: Any
 ) -> list[Outcome]:
-    """Like `on_gpus`, with a `Ring` over each transport; `ring` are its options."""
+    """Like `on_gpus`, but `body` gets a `Ring` over the transport. `ring` holds the options of the ring."""
 
-    def inside(transport: NcclTransport) -> Any:
-        with Ring(transport=transport, **(ring or {})) as made:
-            return body(made)
+    def run_ring(transport: NcclTransport) -> Any:
+        with Ring(transport=transport, **(ring or {})) as opened:
+            return body(opened)
 
-    return on_gpus(world, inside, **opening)
+    return on_gpus(world, run_ring, **opening)
 
 
-def around(ring: NcclTransport, sent: torch.Tensor, came: torch.Tensor) -> Any:
-    """A hop to the next rank."""
+def ring_hop(ring: NcclTransport, sent: torch.Tensor, received: torch.Tensor) -> Any:
+    """Bind a hop that sends to the next rank and receives from the previous one."""
     after, before = (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
-    return ring.bind([Message(after, sent, "out")], [Message(before, came, "in")])
+    return ring.bind([Message(after, sent, "out")], [Message(before, received, "in")])
 
 
-def failure(call: Any) -> str:
-    """What a ring's own error says, or nothing."""
+def ring_error(call: Any) -> str:
+    """Return the message of the `RingError` that `call` raises, or an empty string."""
     try:
         call()
     except RingError as error:
@@ -154,41 +155,41 @@ def failure(call: Any) -> str:
 
 
 def attend(ring: Ring, tokens: int = 24) -> None:
-    """One causal pass over `tokens` tokens."""
+    """Run one causal forward pass over `tokens` tokens."""
     seq = ring.sequence(tokens)
     x = seq.shard(torch.ones(1, tokens, 2, 8))
     ring.attention(x, x, x, seq, causal=True)
 
 
-def _forgive_the_dead() -> None:
-    """A dead rank's other threads end with it, without a word."""
-    if threading.excepthook is not _quiet:
-        global _told
-        _told, threading.excepthook = threading.excepthook, _quiet
+def _hide_deaths() -> None:
+    """Print no traceback for the threads of a rank that died."""
+    if threading.excepthook is not _print_unless_died:
+        global _print_traceback
+        _print_traceback, threading.excepthook = threading.excepthook, _print_unless_died
 
 
-_told = threading.excepthook
+_print_traceback = threading.excepthook
 
 
-def _quiet(args: Any) -> None:
+def _print_unless_died(args: Any) -> None:
     if not issubclass(args.exc_type, Died):
-        _told(args)
+        _print_traceback(args)
 
 
 # --- a ring over two nodes -------------------------------------------------------------------------------------------
 
 
-def places(layout: tuple[int, ...]) -> list[Location]:
-    """The ranks of a node share its one GPU."""
+def node_locations(layout: tuple[int, ...]) -> list[Location]:
+    """Return the location of each rank. The ranks of a node share one GPU."""
     return [Location(f"host-{n}", f"boot/{n}", os.getpid(), os.getuid(), f"gpu-{n}") for n in layout]
 
 
 def open_on_nodes(
     world: SimWorld, rank: int, store: Any, layout: tuple[int, ...], gpu: SimGpu, flight_dir: Path | None = None
 ) -> DeviceNodesTransport:
-    """The transport of one rank, with waits of 20 s."""
+    """Open the transport of one rank, with a deadline of 20 s."""
     opening = Opening(
-        store, rank, len(layout), 20.0, flight_dir, interface=None, locations=places(layout), name="peer+nccl"
+        store, rank, len(layout), 20.0, flight_dir, interface=None, locations=node_locations(layout), name="peer+nccl"
     )
     inside = open_peer(opening, lambda: (gpu.driver, gpu), rounds=1)
     try:
@@ -211,41 +212,41 @@ def on_nodes(
     hard_s: float = 60.0,
     flight_dir: Path | None = None,
 ) -> tuple[list[Outcome], list[SimGpu]]:
-    """`body(transport)` of every rank, opening and closing included: outcomes and GPUs, by rank."""
+    """Open a transport on every rank, run `body(transport)` and close it. Return outcomes and GPUs by rank."""
     world = SimWorld(len(layout), any_memory=True)
     gpus, outcomes = [SimGpu() for _ in layout], [Outcome() for _ in layout]
 
-    def opened(rank: int, store: Any) -> DeviceNodesTransport:
+    def open_rank(rank: int, store: Any) -> DeviceNodesTransport:
         ring = open_on_nodes(world, rank, store, layout, gpus[rank], flight_dir)
         if deadline_s is not None:
             ring.inside.opening.timeout_s = deadline_s
         return ring
 
-    def live(ring: DeviceNodesTransport) -> Any:
-        if together:  # on a busy machine ranks open seconds apart
+    def run_rank(ring: DeviceNodesTransport) -> Any:
+        if together:  # on a busy machine, ranks finish opening seconds apart
             ring.all_gather_bytes(b"")
         outcomes[ring.rank].began_s = time.monotonic()
         return body(ring)
 
-    _run(world, opened, live, outcomes, hard_s)
+    _run(world, open_rank, run_rank, outcomes, hard_s)
     assert world.violations == []
     return outcomes, gpus
 
 
-def lose(ring: DeviceNodesTransport, hangs_up: bool) -> None:
-    """This rank is killed, or only stopped: no thread of it does anything any more. Ends the calling one."""
+def lose_rank(ring: DeviceNodesTransport, killed: bool) -> None:
+    """Stop all threads of the calling rank, as if its process were killed or stopped. Always raises `Died`."""
     world, inside = ring.between.gpu._world, ring.inside  # type: ignore[attr-defined]
     inside.watch._stopped.set()
     inside.group._left = True
     inside.group.health._stopped.set()
     inside.group._service.wake()
-    time.sleep(0.2)  # its threads have come to their ends
+    time.sleep(0.2)  # let its threads end
     with world.changed:
         world.dead.add(ring.rank)
         world.changed.notify_all()
-    inside._closing.acquire()  # and nothing at the end of this process
+    inside._closing.acquire()  # never released: nothing is closed at the end of this process
     for transport in (inside, ring.between, ring):
         closed_at_exit.pop(id(transport), None)
-    if hangs_up:
+    if killed:  # the kernel closes its sockets
         inside.group._service.close()
     raise Died(f"rank {ring.rank} is lost")

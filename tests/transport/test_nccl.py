@@ -1,7 +1,7 @@
 """The NCCL transport over simulated GPUs: the contract of all transports, and exact attention.
 
-What this proves: the real transport, communicator, supervisor and bootstrap obey NCCL's rules as the simulator knows
-them. What it does not: that NCCL has no others.
+Shows that the real transport, communicator, supervisor and bootstrap obey the rules of NCCL that the simulator checks.
+Does not show that NCCL has no other rules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ringattn.engine.plain import PlainEngine
 from ringattn.errors import RingError
 from ringattn.transport.device import CudaDevice
 from ringattn.transport.nccl.transport import NcclTransport
-from tests.transport.nccl_rings import around, attend, failure, on_gpus, on_rings, results
+from tests.transport.nccl_rings import attend, on_gpus, on_rings, results, ring_error, ring_hop
 from tests.transport.simulated.device import SimDevice, span
 from tests.transport.simulated.races import find_races
 from tests.transport.simulated.streams import Touch
@@ -33,7 +33,7 @@ def test_a_captured_pass_is_replayed() -> None:
 
     def body(ring: NcclTransport) -> None:
         slots = ring.allocate(3 * 512).view(3, 512)
-        hops = [around(ring, slots[0], slots[1]), around(ring, slots[1], slots[2])]
+        hops = [ring_hop(ring, slots[0], slots[1]), ring_hop(ring, slots[1], slots[2])]
         with world.capture(ring.rank) as graph:
             for hop in hops:
                 hop.start().wait()
@@ -44,7 +44,7 @@ def test_a_captured_pass_is_replayed() -> None:
             ring.replay(graph.replay)
             ring.drain()
             assert bool((slots[2] == 10 * value + (ring.rank - 2) % 3).all())
-        time.sleep(0.3)  # the supervisor looks meanwhile, and asks no captured event
+        time.sleep(0.3)  # the supervisor runs meanwhile, and must not query a captured event
         graph.reset()
 
     results(on_gpus(world, body))
@@ -56,8 +56,8 @@ def test_a_replay_has_a_deadline() -> None:
 
     def body(ring: NcclTransport) -> str:
         slots = ring.allocate(1024).view(2, 512)
-        hop = around(ring, slots[0], slots[1])
-        compute = ring.gpu.new_stream()  # one that does not hold the host
+        hop = ring_hop(ring, slots[0], slots[1])
+        compute = ring.gpu.new_stream()  # a stream that does not block the host
         ring.gpu.current_stream = lambda: compute  # type: ignore[method-assign]
         with world.capture(ring.rank) as graph:
             hop.start().wait()
@@ -65,12 +65,12 @@ def test_a_replay_has_a_deadline() -> None:
             time.sleep(2.0)
         else:
             ring.replay(graph.replay)
-        said = failure(ring.drain)
+        message = ring_error(ring.drain)
         graph.reset()
-        return said
+        return message
 
-    said = results(on_gpus(world, body, timeout_s=1.0))
-    assert all("a replayed pass" in message and "rank 1 is alive in" in message for message in (said[0], said[2]))
+    first, _, third = results(on_gpus(world, body, timeout_s=1.0))
+    assert all("a replayed pass" in message and "rank 1 is alive in" in message for message in (first, third))
 
 
 def test_rings_replay_together() -> None:
@@ -117,20 +117,20 @@ def test_a_replay_follows_the_last_pass_and_the_next_pass_follows_it() -> None:
         slots = ring.allocate(1024).view(2, 512)
         streams = [gpu.user_stream() for _ in range(3)]
 
-        def one_pass(label: str) -> None:
+        def run_pass(label: str) -> None:
             ring.begin_pass()
             gpu.kernel(writes=[span(slots)], label=label)
             ring.end_pass()
 
         with gpu.on(streams[0]):
-            one_pass("before")
-        # A capture can wait for nothing outside of it: its replay does.
+            run_pass("before")
+        # A capture cannot wait for work outside of it. Its replay does.
         with world.capture(ring.rank) as graph, gpu.on(streams[1]):
-            one_pass("captured")
+            run_pass("captured")
         with gpu.on(streams[1]):
             ring.replay(graph.replay)
         with gpu.on(streams[2]):
-            one_pass("after")
+            run_pass("after")
         ring.drain()
         graph.reset()
 
@@ -139,12 +139,12 @@ def test_a_replay_follows_the_last_pass_and_the_next_pass_follows_it() -> None:
 
 
 class Streams:
-    """As `torch.cuda.Stream` of a GPU with six levels, of which torch has four."""
+    """A fake `torch.cuda.Stream` that records its arguments. torch uses four of the GPU's six priorities."""
 
-    made: list[Any] = []  # noqa: RUF012
+    created: list[Any] = []  # noqa: RUF012
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
-        self.made.append((device, priority))
+        self.created.append((device, priority))
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -155,4 +155,4 @@ def test_the_communication_stream_has_the_highest_priority(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="GPU-0"))
     monkeypatch.setattr(torch.cuda, "Stream", Streams)
     CudaDevice(0).new_stream()
-    assert Streams.made == [(torch.device("cuda", 0), -3)]
+    assert Streams.created == [(torch.device("cuda", 0), -3)]

@@ -26,7 +26,7 @@ from ringattn.transport.nccl.bootstrap import StoreAllGather
 from ringattn.transport.nccl.communicator import State
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.transport.attribution import named_at_fault
-from tests.transport.nccl_rings import around, attend, failure, on_gpus, on_rings, open_on, results
+from tests.transport.nccl_rings import attend, on_gpus, on_rings, open_on, results, ring_error, ring_hop
 from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import Died, SimWorld, Stall
 from tests.transport.threads import on_each_rank
@@ -60,7 +60,7 @@ def test_a_failure_that_a_launch_has_raised_is_not_raised_again_by_close() -> No
 
         ring.communicator.launch = launch  # type: ignore[method-assign]
         with pytest.raises(PeerLostError, match="rank 1 is gone"):
-            around(ring, slots[0], slots[1]).start()
+            ring_hop(ring, slots[0], slots[1]).start()
         with pytest.raises(ClosedError):
             ring.check()
         return "failed once"  # `on_gpus` closes the ring
@@ -73,10 +73,10 @@ def test_a_second_thread_is_refused() -> None:
 
     def body(ring: NcclTransport) -> None:
         slots = ring.allocate(1024).view(2, 512)
-        hop = around(ring, slots[0], slots[1])
+        hop = ring_hop(ring, slots[0], slots[1])
         if ring.rank == 0:
             threading.Timer(0.4, lambda: world.release(0)).start()
-            threading.Thread(target=lambda: time.sleep(0.2) or refused.append(failure(hop.start))).start()
+            threading.Thread(target=lambda: time.sleep(0.2) or refused.append(ring_error(hop.start))).start()
         hop.start().wait()
         ring.all_gather_bytes(b"")
 
@@ -100,7 +100,7 @@ def test_a_close_that_is_alone_aborts_soon() -> None:
         else:
             time.sleep(1.5)
             slots = torch.zeros(2, 8, dtype=torch.uint8)
-            said.append(failure(lambda: around(ring, slots[0], slots[1]).start().wait()))
+            said.append(ring_error(lambda: ring_hop(ring, slots[0], slots[1]).start().wait()))
             ring.abort(ValueError("done"))
 
     assert on_each_rank(2, live) == [None, None]
@@ -114,7 +114,7 @@ def test_a_failure_nobody_was_told_of_is_raised_by_close() -> None:
     def body(ring: NcclTransport) -> None:
         if ring.rank == 0:
             slots = torch.zeros(2, 8, dtype=torch.uint8)
-            around(ring, slots[0], slots[1]).start()  # never waited for
+            ring_hop(ring, slots[0], slots[1]).start()  # never waited for
             time.sleep(1.2)
             with pytest.raises(DeadlineError, match="no answer from ranks"):
                 ring.close()
@@ -192,7 +192,7 @@ def test_a_lost_device_ends_the_ring_everywhere() -> None:
 
     def body(ring: NcclTransport) -> None:
         slots = ring.allocate(1024).view(2, 512)
-        hop = around(ring, slots[0], slots[1])
+        hop = ring_hop(ring, slots[0], slots[1])
         if ring.rank == 1:
             broken = SimpleNamespace(query=lambda: (_ for _ in ()).throw(RuntimeError("an illegal memory access")))
             handle = hop.start()
@@ -218,7 +218,7 @@ def test_the_flight_records_name_the_rank_that_is_stuck_in_a_launch(tmp_path: Pa
     def body(ring: NcclTransport) -> None:
         slots = ring.allocate(1024).view(2, 512)
         for _ in range(5):
-            around(ring, slots[0], slots[1]).start().wait()
+            ring_hop(ring, slots[0], slots[1]).start().wait()
 
     outcomes = on_gpus(world, body, deadline_s=0.6, flight_dir=tmp_path)
     assert all(isinstance(outcome.error, RingError) for outcome in outcomes)
@@ -253,7 +253,7 @@ def test_bytes_of_a_peer_that_has_closed_may_still_arrive(monkeypatch: pytest.Mo
     def body(ring: NcclTransport) -> bool:
         slots = ring.allocate(1024).view(2, 512)
         slots.fill_(ring.rank)
-        hop = around(ring, slots[0], slots[1])
+        hop = ring_hop(ring, slots[0], slots[1])
         if ring.rank == 0:
             # Its bytes have left, and wait on their way.
             ring.supervisor.leave(Deadline(5.0))
@@ -276,7 +276,7 @@ def test_an_exchange_with_a_peer_that_has_closed_ends_when_it_stands_still(monke
             return 0.0
         began_s = time.monotonic()
         with pytest.raises(PeerLostError, match="rank 0 closed its ring"):
-            around(ring, slots[0], slots[1]).start().wait()
+            ring_hop(ring, slots[0], slots[1]).start().wait()
         return time.monotonic() - began_s
 
     took_s = [outcome.result for outcome in on_gpus(world, body)][1]
@@ -386,7 +386,7 @@ def backlog(world: SimWorld, ring: NcclTransport, behind: bool, end_s: float) ->
         ring.begin_pass()
         if behind:
             held = gpu.kernel(label="before", held=True)
-        around(ring, slots[0], slots[1]).start().wait()
+        ring_hop(ring, slots[0], slots[1]).start().wait()
         if not behind:
             held = gpu.kernel(label="after", held=True)
         ring.end_pass()

@@ -24,7 +24,7 @@ from ringattn.transport.nccl.binding import NcclError, Status
 from ringattn.transport.nccl.communicator import Communicator
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.nccl.transport import NcclTransport
-from tests.transport.nccl_rings import around, attend, on_gpus, on_rings, results
+from tests.transport.nccl_rings import attend, on_gpus, on_rings, results, ring_hop
 from tests.transport.simulated.device import SimDevice, SimStream, span
 from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.streams import Touch
@@ -75,7 +75,7 @@ def test_close_waits_for_compute_that_still_reads(where: str, register: bool) ->
     def body(ring: NcclTransport) -> tuple[bool, bool]:
         slots = ring.allocate(1024).view(2, 512)
         addresses = span(slots)
-        around(ring, slots[0], slots[1]).start().wait()
+        ring_hop(ring, slots[0], slots[1]).start().wait()
         elsewhere = where == "on another"
         stream, reader = held_reader(ring, slots, as_pass=elsewhere)
         del slots
@@ -101,7 +101,7 @@ def test_close_leaves_memory_that_a_stuck_gpu_reads(register: bool, capsys: pyte
     def body(ring: NcclTransport) -> bool:
         slots = ring.allocate(1024).view(2, 512)
         addresses = span(slots)
-        around(ring, slots[0], slots[1]).start().wait()
+        ring_hop(ring, slots[0], slots[1]).start().wait()
         ring.drain()
         _, reader = held_reader(ring, slots, as_pass=True)
         del slots
@@ -158,7 +158,7 @@ def test_growth_waits_for_compute_that_still_reads(register: bool) -> None:
     def body(ring: NcclTransport) -> tuple[bool, bool]:
         slots = ring.allocate(1024).view(2, 512)
         addresses = span(slots)
-        around(ring, slots[0], slots[1]).start().wait()
+        ring_hop(ring, slots[0], slots[1]).start().wait()
         _, reader = held_reader(ring, slots, as_pass=True)
         del slots
         released: list[bool] = []
@@ -244,7 +244,7 @@ def test_a_failure_gives_no_memory_back_under_compute(register: bool) -> None:
     def body(ring: NcclTransport) -> None:
         slots = ring.allocate(1024).view(2, 512)
         read_spans.append((ring.rank, span(slots)))
-        around(ring, slots[0], slots[1]).start().wait()
+        ring_hop(ring, slots[0], slots[1]).start().wait()
         readers.append(held_reader(ring, slots, as_pass=True)[1])
         ring.abort(ValueError("done"))
 
@@ -264,7 +264,7 @@ def test_a_failure_lets_go_of_exchanges_that_do_not_arrive() -> None:
         slots = ring.allocate(1024).view(2, 512)
         if ring.rank == 0:
             with ring.gpu.on(ring.gpu.user_stream()):  # type: ignore[attr-defined]
-                around(ring, slots[0], slots[1]).start()
+                ring_hop(ring, slots[0], slots[1]).start()
         ring.abort(ValueError("done"))
 
     on_gpus(world, body)
@@ -281,7 +281,7 @@ def test_an_abort_that_is_stuck_leaves_the_memory(
     def body(ring: NcclTransport) -> None:
         slots = ring.allocate(1024).view(2, 512)
         with ring.gpu.on(ring.gpu.user_stream()):  # type: ignore[attr-defined]
-            around(ring, slots[0], slots[1]).start()
+            ring_hop(ring, slots[0], slots[1]).start()
         ring.abort(ValueError("done"))
 
     on_gpus(world, body)

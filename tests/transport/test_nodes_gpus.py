@@ -17,7 +17,7 @@ from ringattn.transport.nodes import DeviceNodesTransport
 from tests.contract import transport_contract as contract
 from tests.test_exact_nccl import EXACT, TRIALS
 from tests.transport.attribution import named_at_fault
-from tests.transport.nccl_rings import lose, on_nodes, results
+from tests.transport.nccl_rings import lose_rank, on_nodes, results
 from tests.transport.process_rings import EARLY, EVEN
 from tests.trial import greatest_error, joined, on_rank, reference
 
@@ -116,7 +116,7 @@ def around(ring: DeviceNodesTransport, culprit: int, fault: str) -> None:
             if fault == "is busy":
                 time.sleep(DEADLINE_S + GRACE_S + 1.0)
             else:
-                lose(ring, fault == "is killed")
+                lose_rank(ring, fault == "is killed")
         ring.announce(number, b"", f"call {number}")
         sent, into = room[number % 2], room[2 + number % 2]
         ring.exchange([Message(after, sent, f"hop {number}")], [Message(before, into, f"hop {number}")]).wait()

@@ -1,6 +1,6 @@
-"""The simulated NCCL notices memory that is freed too early: without that, `test_nccl_memory.py` would prove nothing.
+"""The simulated NCCL detects memory that is freed too early; `test_nccl_memory.py` relies on it.
 
-That it notices a wrong order of a pass is in `test_nccl_races.py`.
+`test_nccl_races.py` shows that it detects a wrong order of a pass.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import SimWorld
 
 Part = tuple[str, torch.Tensor, int]
-"""send or recv, buffer, peer."""
+"""Kind (send or recv), buffer and peer of an op."""
 
 
 class Rank:
-    """One rank of a world with its library, its device, one ready communicator and one communication stream."""
+    """One rank of a world with a library, a device, one communicator and one communication stream."""
 
     def __init__(self, world: SimWorld, rank: int, unique_id: bytes) -> None:
         self.world, self.rank = world, rank
@@ -31,12 +31,12 @@ class Rank:
         self.comm = self.library.init(world.world_size, unique_id, rank, CommConfig())
 
     def settle(self) -> int:
-        """Poll the communicator while it is in progress, at most a few times. Returns its last status."""
+        """Poll the communicator until it is no longer in progress, a few times at most. Return its status."""
         statuses = [self.library.state(self.comm) for _ in range(self.world.polls + 1)]
         return next((status for status in statuses if status != Status.IN_PROGRESS), Status.IN_PROGRESS)
 
     def group(self, *parts: Part) -> int:
-        """One group, launched. Returns its status once it has been accepted."""
+        """Launch one group, and return its status."""
         self.library.group_start()
         for kind, buffer, peer in parts:
             call = getattr(self.library, kind)
@@ -45,7 +45,7 @@ class Rank:
         return self.settle() if status == Status.IN_PROGRESS else status
 
     def filled(self, value: int, nbytes: int = 16) -> torch.Tensor:
-        """Device memory full of `value`, which lives as long as this rank."""
+        """Return device memory full of `value`. It lives as long as this rank."""
         self._kept.append(self.device.empty(nbytes).fill_(value))
         return self._kept[-1]
 
@@ -54,7 +54,7 @@ class Rank:
 
 
 def pair() -> tuple[Rank, Rank]:
-    """Two ranks, driven by the calling thread."""
+    """Return two ranks that the calling thread drives."""
     world = SimWorld(2)
     unique_id = SimLibrary(world, 0).unique_id()
     a, b = Rank(world, 0, unique_id), Rank(world, 1, unique_id)
@@ -62,19 +62,19 @@ def pair() -> tuple[Rank, Rank]:
     return a, b
 
 
-def test_nothing_is_buffered_and_the_kth_send_meets_the_kth_receive() -> None:
+def test_nothing_is_buffered_and_the_kth_send_matches_the_kth_receive() -> None:
     a, b = pair()
-    came = [b.filled(0) for _ in range(2)]
+    received = [b.filled(0) for _ in range(2)]
     assert a.group(("send", a.filled(1), 1), ("send", a.filled(2), 1)) == Status.SUCCESS
     sent = a.device.new_event()
     sent.record(a.lane)
-    assert not sent.query() and not came[0].any()
-    for buffer in came:
+    assert not sent.query() and not received[0].any()
+    for buffer in received:
         b.group(("recv", buffer, 0))
-    assert sent.query() and [int(buffer[0]) for buffer in came] == [1, 2] and a.world.violations == []
+    assert sent.query() and [int(buffer[0]) for buffer in received] == [1, 2] and a.world.violations == []
 
 
-def refused(call: Callable[[], object]) -> None:
+def assert_refused(call: Callable[[], object]) -> None:
     with pytest.raises(NcclError):
         call()
 
@@ -90,20 +90,20 @@ def plain_memory_dropped_in_flight(a: Rank, b: Rank) -> None:
 def freed_while_registered(a: Rank, b: Rank) -> None:
     buffer = a.nccl_buffer()
     a.library.register(a.comm, buffer.data_ptr(), 16)
-    refused(lambda: a.library.mem_free(buffer.data_ptr()))
+    assert_refused(lambda: a.library.mem_free(buffer.data_ptr()))
 
 
 def freed_in_flight(a: Rank, b: Rank) -> None:
     buffer = a.nccl_buffer()
     a.group(("send", buffer, 1))
-    refused(lambda: a.library.mem_free(buffer.data_ptr()))
+    assert_refused(lambda: a.library.mem_free(buffer.data_ptr()))
 
 
 def freed_under_compute(a: Rank, b: Rank) -> None:
     buffer = a.nccl_buffer()
     with a.device.on(a.device.user_stream()):
         a.device.kernel(reads=[span(buffer[4:8])], label="attend", held=True)
-    refused(lambda: a.library.mem_free(buffer.data_ptr()))
+    assert_refused(lambda: a.library.mem_free(buffer.data_ptr()))
 
 
 def compute_on_freed_memory(a: Rank, b: Rank) -> None:
@@ -113,10 +113,10 @@ def compute_on_freed_memory(a: Rank, b: Rank) -> None:
 
 
 def deregistered_in_flight(a: Rank, b: Rank) -> None:
-    buffers = [me.nccl_buffer() for me in (a, b)]
-    handles = [me.library.register(me.comm, each.data_ptr(), 16) for me, each in zip((a, b), buffers, strict=True)]
+    buffers = [rank.nccl_buffer() for rank in (a, b)]
+    handles = [r.library.register(r.comm, buffer.data_ptr(), 16) for r, buffer in zip((a, b), buffers, strict=True)]
     a.group(("send", buffers[0], 1))
-    refused(lambda: a.library.deregister(a.comm, handles[0]))
+    assert_refused(lambda: a.library.deregister(a.comm, handles[0]))
 
 
 def one_end_registered(a: Rank, b: Rank) -> None:

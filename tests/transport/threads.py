@@ -1,4 +1,4 @@
-"""Runs the ranks of a test as threads of this process."""
+"""Run the ranks of a test as threads of one process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ringattn.errors import RingError
 
 
 def on_each_rank(world_size: int, body: Callable[[int], Any]) -> list[Any]:
-    """What `body(rank)` returns, or the `RingError` that it raises, by rank. Raises any other error."""
+    """Run `body(rank)` on every rank. Return its result, or the `RingError` that it raised, by rank."""
 
-    def live(rank: int) -> Any:
+    def run_rank(rank: int) -> Any:
         try:
             return body(rank)
         except RingError as error:
             return error
 
     with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(live, range(world_size)))
+        return list(pool.map(run_rank, range(world_size)))

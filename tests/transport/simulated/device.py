@@ -1,7 +1,7 @@
-"""One simulated GPU as a rank's process sees it: `CudaDevice` of the NCCL transport, on ordinary CPU tensors.
+"""A simulated GPU of one rank: `CudaDevice` of the NCCL transport, on ordinary CPU tensors.
 
-Guarantees: memory, streams and events behave as CUDA's towards whoever obeys CUDA's rules; who reads or writes slots
-can tell the race detector so with `touch`.
+Guarantees: memory, streams and events behave as CUDA's for a program that obeys CUDA's rules. Code that reads or writes
+slots reports it to the race detector with `touch`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class SimStream:
         self._world = world
 
     def wait_event(self, event: SimEvent) -> None:
-        """See `Stream.wait_event`; on the compute stream it blocks. As in CUDA, a new event is waited for in vain."""
+        """See `Stream.wait_event`. Blocks on the compute stream. As in CUDA, it ignores an event without a record."""
         if event.last is not None:
             self._world.issue(Wait(self.rank, self.name, event.last))
 
 
 class SimEvent:
-    """A point in a stream; `last` is where it was recorded last."""
+    """A point in a stream; `last` is its newest record."""
 
     def __init__(self, world: SimWorld, rank: int) -> None:
         self.last: Record | None = None
@@ -80,21 +80,21 @@ class SimDevice(CudaDevice):
         self._world.script.check_alive(self._rank)
 
     def watch_captures(self) -> None:
-        """See `CudaDevice.watch_captures`; here no thread is ever forbidden to ask."""
+        """See `CudaDevice.watch_captures`. Here every thread may query events during a capture."""
 
     def new_stream(self) -> SimStream:
-        """See `CudaDevice.new_stream`. Streams are named in the order of their making."""
+        """See `CudaDevice.new_stream`. Streams are numbered in the order of their creation."""
         self._streams += 1
         return SimStream(self._world, self._rank, f"lane {self._streams}")
 
     def user_stream(self) -> SimStream:
-        """A stream of the caller whose work runs later than the host issues it, see `on` and `kernel`."""
+        """Return a new stream of the caller. Its work runs asynchronously to the host; see `on` and `kernel`."""
         self._user_streams += 1
         return SimStream(self._world, self._rank, f"user {self._user_streams}")
 
     @contextmanager
     def on(self, stream: SimStream) -> Iterator[None]:
-        """Inside, `stream` is the current one of this thread."""
+        """Make `stream` the current stream of this thread."""
         before = self.current_stream()
         self._current.stream = stream
         try:
@@ -103,7 +103,7 @@ class SimDevice(CudaDevice):
             self._current.stream = before
 
     def current_stream(self) -> SimStream:
-        """The host thread's own, unless it is inside `on`."""
+        """Return the stream set by `on`, or the compute stream."""
         return getattr(self._current, "stream", self._compute)
 
     def new_event(self) -> SimEvent:
@@ -111,7 +111,7 @@ class SimDevice(CudaDevice):
         return SimEvent(self._world, self._rank)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """See `CudaDevice.empty`. Gone with its last view: NCCL then meets an illegal address."""
+        """See `CudaDevice.empty`. The memory is gone with its last view; NCCL then reports an illegal address."""
         with self._world.changed:
             self._world.script.check_alive(self._rank)
             return torch.from_numpy(self._world.memory.plain(self._rank, nbytes))
@@ -135,20 +135,20 @@ class SimDevice(CudaDevice):
         return self._world.capturing(self._rank)
 
     def touch(self, reads: Sequence[Range] = (), writes: Sequence[Range] = (), label: str = "") -> None:
-        """Tell the trace that the current stream reads and writes these (address, bytes)."""
+        """Record in the trace that the current stream reads and writes these ranges."""
         self.kernel(reads, writes, label)
 
     def kernel(
         self, reads: Sequence[Range] = (), writes: Sequence[Range] = (), label: str = "", held: bool = False
     ) -> Touch:
-        """Compute on the current stream, which runs in its turn, and not before `SimWorld.finish` if it is `held`."""
+        """Enqueue compute on the current stream. If `held`, it does not run before `SimWorld.finish`."""
         stream = self.current_stream()
-        assert not held or stream is not self._compute, "the host thread's own stream holds nothing back"
+        assert not held or stream is not self._compute, "compute on the host thread's stream cannot be held"
         entry = Touch(self._rank, stream.name, tuple(reads), tuple(writes), label, held)
         self._world.issue(entry)
         return entry
 
 
 def span(tensor: torch.Tensor) -> Range:
-    """(address, bytes) of a contiguous tensor, for `SimDevice.touch`."""
+    """Return (address, bytes) of a contiguous tensor, for `SimDevice.touch`."""
     return tensor.data_ptr(), tensor.nbytes

@@ -1,6 +1,6 @@
-"""One rank's libnccl: `Binding` over the simulated world, with every rule of use checked.
+"""A simulated libnccl for one rank: a `Binding` on the simulated world that checks every rule of use.
 
-Guarantees: a call that NCCL refuses gets NCCL's status; a call that NCCL leaves undefined is also kept in
+Guarantees: a call that NCCL refuses gets NCCL's status; a call that NCCL leaves undefined is also recorded in
 `SimWorld.violations`; a call that may hang in NCCL hangs here until its communicator is aborted.
 Sources: nccl.h of 2.23 to 2.32; NCCL user guide, "Group calls", "Fault tolerance", "User buffer registration".
 Not covered: how bytes move (`streams.py`).
@@ -22,52 +22,52 @@ from tests.transport.simulated.world import SimWorld
 
 
 class Checks:
-    """The rules for the process of `rank`. All but `enter` and the capabilities need the world's lock.
+    """The rules for the process of `rank`. `last_refusal` is the message of the last refused call.
 
-    `words`: what was refused last.
+    The caller must hold the world's lock, except for `enter`, `capability` and `config`.
     """
 
     def __init__(self, world: SimWorld, rank: int, capabilities: frozenset[Capability]) -> None:
-        self.words = ""
+        self.last_refusal = ""
         self._world, self._rank, self._capabilities = world, rank, capabilities
 
     def enter(self, function: str) -> None:
-        """What every call that may raise begins with: the script of faults."""
+        """Apply scripted faults at the start of a call that may raise."""
         if (answer := self._world.script.enter(self._rank, function)) is not None:
             raise self.refusal(function, answer, "scripted")
 
-    def refusal(self, function: str, status: int, words: str = "") -> NcclError:
-        """The error of a call, with the last broken rule if it has no words of its own."""
-        self.words = words or self.words
-        return NcclError(function, status, self.words)
+    def refusal(self, function: str, status: int, text: str = "") -> NcclError:
+        """Return the error of a refused call. Its default text is the last broken rule."""
+        self.last_refusal = text or self.last_refusal
+        return NcclError(function, status, self.last_refusal)
 
-    def broken(self, function: str, words: str) -> int:
-        """Keep a broken rule; the status of who broke it."""
-        self.words = f"{function}: {words}"
-        self._world.violate(self._rank, self.words)
+    def broken(self, function: str, text: str) -> int:
+        """Record a violation, and return the status for the caller."""
+        self.last_refusal = f"{function}: {text}"
+        self._world.violate(self._rank, self.last_refusal)
         return Status.INVALID_ARGUMENT
 
     def capability(self, needed: Capability) -> None:
-        """Raise `MissingError` for what the library lacks."""
+        """Raise `MissingError` if the library lacks this capability."""
         if needed not in self._capabilities:
             raise MissingError(f"the simulated library of rank {self._rank} lacks {needed.value}")
 
     def config(self, config: CommConfig) -> None:
-        """Raise `MissingError` for what the library cannot configure."""
+        """Raise `MissingError` if the library lacks a capability that the configuration needs."""
         for needed in config.needs():
             self.capability(needed)
 
     def no_graph(self, function: str, end: Communicator) -> None:
-        """Raise while a graph lives: NCCL spins in destroy and abort until then (commDestroySync)."""
+        """Raise if a live graph uses this end: NCCL would spin in destroy and abort (commDestroySync)."""
         if self._world.in_graph(end):
-            self.broken(function, f"{end} is used by a living CUDA graph; reset the graph first")
+            self.broken(function, f"{end} is used by a live CUDA graph; reset the graph first")
             raise self.refusal(function, Status.INVALID_USAGE)
 
-    def known(self, function: str, handle: int) -> Communicator | None:
-        """The end behind a handle, None if it is none, another rank's or freed."""
+    def find(self, function: str, handle: int) -> Communicator | None:
+        """Return the end behind a handle, or None if the handle is NULL, invalid, freed or of another rank."""
         end = self._world.registry.by_handle.get(handle)
         if not handle:
-            self.words = f"{function}: NULL communicator"
+            self.last_refusal = f"{function}: NULL communicator"
             return None
         if end is None or end.process != self._rank:
             self.broken(function, f"handle {handle:#x} is no communicator of this rank")
@@ -78,14 +78,14 @@ class Checks:
         return end
 
     def usable(self, function: str, handle: int, also: Phase = Phase.READY) -> Communicator | None:
-        """The end behind a handle if it is ready (or in phase `also`), finalized, and used by no other thread."""
-        end = self.known(function, handle)
+        """Return the end behind a handle if it is ready (or in phase `also`) and no other thread uses it, else None."""
+        end = self.find(function, handle)
         if end is None:
             return None
         if end.phase not in (Phase.READY, also):
             self.broken(function, f"{end} is {end.phase.value}")
         elif end.polls_left:
-            self.broken(function, f"{end} is still in progress: state() has not said SUCCESS")
+            self.broken(function, f"{end} is still in progress: state() has not returned SUCCESS")
         elif end.user not in (None, threading.get_ident()):
             self.broken(function, f"two threads use {end} at once")
         else:
@@ -94,7 +94,7 @@ class Checks:
 
     @contextmanager
     def inside(self, function: str, handle: int, also: Phase = Phase.READY) -> Iterator[Communicator]:
-        """The end behind a handle, used by this thread until the call returns."""
+        """Mark the end behind a handle as used by this thread until the call returns."""
         end = self.usable(function, handle, also)
         if end is None:
             raise self.refusal(function, Status.INVALID_ARGUMENT)
@@ -105,33 +105,33 @@ class Checks:
             end.user = before
 
     def own_memory(self, function: str, pointer: int, nbytes: int) -> bool:
-        """Whether these bytes live and are this rank's; a broken rule if not."""
+        """Whether these bytes are live memory of this rank. Record a violation if not."""
         owned = self._world.memory.view(self._rank, pointer, nbytes) is not None
         if not owned:
-            self.broken(function, f"illegal address {pointer:#x}: not {nbytes} living bytes of this rank")
+            self.broken(function, f"illegal address {pointer:#x}: not {nbytes} live bytes of this rank")
         return owned
 
-    def registered(self, held: Range) -> bool:
-        """Whether any communicator has a piece of this memory registered."""
+    def registered(self, memory: Range) -> bool:
+        """Whether any of these bytes are registered with a communicator."""
         ends = self._world.registry.of(self._rank)
-        return any(_overlap(held, each) for end in ends for each in end.registered.values())
+        return any(_overlap(memory, each) for end in ends for each in end.registered.values())
 
-    def in_flight(self, held: Range) -> bool:
-        """Whether any group that has not completed sends from or receives into this memory."""
+    def in_flight(self, memory: Range) -> bool:
+        """Whether a group that has not completed sends from or receives into this memory."""
         launches = (launch for end in self._world.registry.of(self._rank) for launch in end.in_flight())
-        return any(_overlap(held, (op.address, op.nbytes)) for launch in launches for op in launch.ops)
+        return any(_overlap(memory, (op.address, op.nbytes)) for launch in launches for op in launch.ops)
 
 
-def _overlap(one: Range, other: Range) -> bool:
+def _overlap(a: Range, b: Range) -> bool:
     """Whether two ranges share a byte."""
-    return one[0] < other[0] + other[1] and other[0] < one[0] + one[1]
+    return a[0] < b[0] + b[1] and b[0] < a[0] + a[1]
 
 
 # --- the library ------------------------------------------------------------------------------------------------------
 
 
 class QueuedCall(NamedTuple):
-    """A send or receive that waits for the end of its group."""
+    """A send or receive of a group that has not ended."""
 
     comm: Communicator
     op: Op
@@ -139,7 +139,7 @@ class QueuedCall(NamedTuple):
 
 
 class OpenGroup(threading.local):
-    """The group that a thread has open: each thread has one of its own."""
+    """The open group of the calling thread."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -152,7 +152,7 @@ class OpenGroup(threading.local):
 
 
 class SimLibrary:
-    """libnccl in the process of `rank`, which needs a `SimDevice` before it opens a communicator."""
+    """libnccl in the process of `rank`. The rank needs a `SimDevice` before it opens a communicator."""
 
     name = "simulated"
     path = "tests/transport/simulated/library.py"
@@ -172,7 +172,7 @@ class SimLibrary:
         return os.urandom(UNIQUE_ID_BYTES)
 
     def init(self, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
-        """See `Binding.init`. Never ready unless `world_size` different ranks come with this id and this size."""
+        """See `Binding.init`. Not ready before `world_size` different ranks have joined with this id and size."""
         self._checks.enter("init")
         self._checks.config(config)
         world = self._world
@@ -185,16 +185,16 @@ class SimLibrary:
             return self._opened("init", comm)
 
     def state(self, comm: int) -> int:
-        """See `Binding.state`. A group goes on its stream when this says SUCCESS."""
+        """See `Binding.state`. A pending group is launched when this returns SUCCESS."""
         if (answer := self._world.script.enter(self._rank, "state")) is not None:
             return answer
         with self._world.changed:
-            end = self._checks.known("state", comm)
+            end = self._checks.find("state", comm)
             if end is None:
                 return Status.INVALID_ARGUMENT
             if end.error is not Status.SUCCESS:
                 return end.error
-            if not self._arrived(end) or not self._connected(end):
+            if not self._all_ranks_ready(end) or not self._connected(end):
                 return Status.IN_PROGRESS
             if end.polls_left:
                 end.polls_left -= 1
@@ -229,11 +229,11 @@ class SimLibrary:
             end.phase = Phase.DESTROYED
 
     def abort(self, comm: int) -> None:
-        """See `Binding.abort`. Wakes whoever waits on this end; the peers are not told."""
+        """See `Binding.abort`. Wakes the threads that wait on this end. The peers do not notice."""
         self._checks.enter("abort")
         with self._world.changed:
-            if (end := self._checks.known("abort", comm)) is None:
-                raise self._checks.refusal("abort", Status.INVALID_ARGUMENT, "no living communicator")
+            if (end := self._checks.find("abort", comm)) is None:
+                raise self._checks.refusal("abort", Status.INVALID_ARGUMENT, "no live communicator")
             self._checks.no_graph("abort", end)
             end.phase = Phase.ABORTED
             self._world.drop(end)
@@ -248,15 +248,15 @@ class SimLibrary:
         return Status.SUCCESS
 
     def send(self, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int:
-        """See `Binding.send`. Outside of a group it is a group of its own."""
+        """See `Binding.send`. Outside of a group, this call is a group."""
         return self._post("send", pointer, nbytes, peer, comm, stream)
 
     def recv(self, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int:
-        """See `Binding.recv`. Outside of a group it is a group of its own."""
+        """See `Binding.recv`. Outside of a group, this call is a group."""
         return self._post("recv", pointer, nbytes, peer, comm, stream)
 
     def group_end(self) -> int:
-        """See `Binding.group_end`. IN_PROGRESS where a communicator is non-blocking."""
+        """See `Binding.group_end`. Returns IN_PROGRESS if a communicator is non-blocking."""
         answer = self._world.script.enter(self._rank, "group_end")
         if self._group.depth == 0:
             return Status.INVALID_USAGE
@@ -269,7 +269,7 @@ class SimLibrary:
         return self._launch(self._group.take()) if self._group.depth == 0 else Status.SUCCESS
 
     def _post(self, kind: str, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int:
-        """Queue one op in the thread's open group, or launch it alone. A refused op leaves the group as it was."""
+        """Queue an op in the open group, or launch it if no group is open. A refused op does not change the group."""
         if (answer := self._world.script.enter(self._rank, kind)) is not None:
             return answer
         with self._world.changed:
@@ -293,7 +293,7 @@ class SimLibrary:
             return Status.SUCCESS
 
     def _launch(self, calls: list[QueuedCall]) -> int:
-        """End a group: one launch for each of its communicators."""
+        """End a group: launch its ops, once per communicator."""
         world, answer = self._world, Status.SUCCESS
         if calls:
             world.script.ending_group(self._rank)
@@ -305,9 +305,9 @@ class SimLibrary:
                 return Status.INVALID_USAGE
             group = world.next_group(self._rank)
             for end in ends:
-                mine = [call for call in calls if call.comm is end]
+                queued = [call for call in calls if call.comm is end]
                 captured = world.capturing(self._rank)
-                launch = Launch(self._rank, mine[0].stream, end, tuple(call.op for call in mine), group, captured)
+                launch = Launch(self._rank, queued[0].stream, end, tuple(call.op for call in queued), group, captured)
                 if not captured:
                     end.number(launch)
                 if end.config.blocking or not world.polls:
@@ -326,8 +326,8 @@ class SimLibrary:
         with self._world.changed:
             pointer = self._world.memory.nccl(self._rank, nbytes)
             if pointer is None:
-                words = "Cuda failure 2 'out of memory'"
-                raise NcclError("ncclMemAlloc", Status.UNHANDLED_CUDA_ERROR, words)
+                text = "Cuda failure 2 'out of memory'"
+                raise NcclError("ncclMemAlloc", Status.UNHANDLED_CUDA_ERROR, text)
             return pointer
 
     def mem_free(self, pointer: int) -> None:
@@ -337,7 +337,7 @@ class SimLibrary:
         with self._world.changed:
             nbytes = self._world.memory.nccl_size(self._rank, pointer)
             if nbytes is None:
-                self._checks.broken("mem_free", f"{pointer:#x} is no living NCCL memory of this rank")
+                self._checks.broken("mem_free", f"{pointer:#x} is no live NCCL memory of this rank")
             elif self._checks.registered((pointer, nbytes)):
                 self._checks.broken("mem_free", f"{pointer:#x} is still registered")
             elif self._checks.in_flight((pointer, nbytes)):
@@ -378,13 +378,13 @@ class SimLibrary:
         """See `Binding.last_error`."""
         self._checks.capability(Capability.LAST_ERROR)
         with self._world.changed:
-            end = self._checks.known("last_error", comm) if comm else None
-            return end.last_words if end is not None else self._checks.words
+            end = self._checks.find("last_error", comm) if comm else None
+            return end.error_text if end is not None else self._checks.last_refusal
 
     # --- waiting inside a call ---------------------------------------------------------------------------------------
 
-    def _arrived(self, end: Communicator) -> bool:
-        """Whether all ranks have come as far as this end: opened, finalized, or in destroy; and its groups have run."""
+    def _all_ranks_ready(self, end: Communicator) -> bool:
+        """Whether all ranks are as far as this end (opened, finalized or in destroy) and its groups have run."""
         clique = end.clique
         if end.phase is Phase.OPENING:
             return clique.full
@@ -395,12 +395,12 @@ class SimLibrary:
         return True
 
     def _connected(self, end: Communicator) -> bool:
-        """Whether the peers of the group in progress have met this rank."""
+        """Whether this rank is connected with the peers of the group in progress."""
         launch, members = end.unlaunched, end.clique.members
         return launch is None or self._world.connected(self._rank, [members[op.peer].process for op in launch.ops])
 
     def _opened(self, function: str, end: Communicator) -> int:
-        """The handle of a new end; a blocking one is ready by then."""
+        """Return the handle of a new end. Wait until a blocking one is ready."""
         self._world.changed.notify_all()
         if end.config.blocking:
             self._block(function, end)
@@ -408,14 +408,14 @@ class SimLibrary:
         return end.handle
 
     def _block(self, function: str, end: Communicator) -> None:
-        """Hold the thread until all ranks have come. Raises `NcclError` when the end fails or is aborted meanwhile."""
+        """Block until all ranks are as far as this end. Raises `NcclError` if the end fails or is aborted meanwhile."""
 
         def ended() -> bool:
             return end.gone or end.error is not Status.SUCCESS
 
         self._world.block(
-            self._rank, f"{function} of {end}", lambda: ended() or self._arrived(end), lambda: end.launches
+            self._rank, f"{function} of {end}", lambda: ended() or self._all_ranks_ready(end), lambda: end.launches
         )
         if ended():
-            words = end.last_words or "aborted by another thread"
-            raise self._checks.refusal(function, end.error or Status.INTERNAL_ERROR, words)
+            text = end.error_text or "aborted by another thread"
+            raise self._checks.refusal(function, end.error or Status.INTERNAL_ERROR, text)

@@ -1,12 +1,13 @@
-"""Races of a run: two accesses to the same bytes that nothing orders, found from the trace of all ranks.
+"""Race detection: find accesses to the same bytes that nothing orders, in the trace of all ranks.
 
-Each stream of each rank is a logical thread with a vector clock (Mattern 1988). Order comes from: a stream's own
-sequence; an event's record and its wait; a communicator's launches, which run one after another; a rendezvous, since
-both ends of a message complete after both have started. The order in which a host issues to two streams orders nothing.
-Guarantees: the verdict depends on what was issued, never on what happened to run first. A send reads and a receive
-writes its buffer from its launch's start to its completion, without end where it never completed.
-Not covered: the world; compute is what `SimDevice.touch` told. It is stricter than CUDA in one point: that a host saw
-an event complete orders nothing.
+Each stream of each rank is a logical thread with a vector clock (Mattern 1988). Order comes from: the sequence of a
+stream; the record of an event and its wait; the launches of a communicator, which run one after another; and a
+rendezvous, because both ends of a message complete after both have started. The order in which a host issues work to
+two streams orders nothing.
+Guarantees: the verdict depends on the issued work, never on which work ran first. A send reads and a receive writes its
+buffer from the start of its launch to its completion, or forever if it never completed.
+Not covered: compute that was not reported with `SimDevice.touch`. The detector is stricter than CUDA in one point: a
+host that sees an event complete orders nothing.
 """
 
 from __future__ import annotations
@@ -22,56 +23,56 @@ NEVER = 1 << 62
 
 
 class Access(NamedTuple):
-    """`held` is read or written from the moment `begin` to tick `end` of the logical thread `thread`."""
+    """A read or write of `memory`, from the clock `begin` to tick `end` of the logical thread `thread`."""
 
     rank: int
     stream: str
     what: str
     writes: bool
-    held: Range
+    memory: Range
     thread: int
     begin: Clock
     end: int
 
-    def before(self, other: Access) -> bool:
-        """Whether this has ended when the other begins, on every run."""
-        return other.begin[self.thread] >= self.end
+    def before(self, later: Access) -> bool:
+        """Whether this access ends before `later` begins, on every run."""
+        return later.begin[self.thread] >= self.end
 
     def __str__(self) -> str:
-        address, nbytes = self.held
+        address, nbytes = self.memory
         return f"{self.what} {'writes' if self.writes else 'reads'} [{address:#x}, +{nbytes}) on stream {self.stream}"
 
 
 class Race(NamedTuple):
     """Two accesses that nothing orders, at least one of them a write."""
 
-    one: Access
-    other: Access
+    first: Access
+    second: Access
 
     def __str__(self) -> str:
-        return f"rank {self.one.rank}: {self.one}, and nothing orders it with: {self.other}"
+        return f"rank {self.first.rank}: {self.first}, and nothing orders it with: {self.second}"
 
 
 def find_races(traces: Sequence[Sequence[Entry]]) -> list[Race]:
-    """All races of a run, `traces` by rank as `SimWorld.trace` has them."""
+    """Return all races of a run. `traces` holds the entries of each rank, as `SimWorld.trace`."""
     return unordered(_Run(traces).accesses())
 
 
 def unordered(accesses: Iterable[Access]) -> list[Race]:
-    """Each two accesses to the same bytes of a rank that nothing orders, one of them a write."""
+    """Return all pairs of unordered accesses to the same bytes of a rank, at least one of them a write."""
     races = []
-    by_place = sorted(accesses, key=lambda access: (access.rank, access.held[0]))
-    for n, one in enumerate(by_place):
-        for other in by_place[n + 1 :]:
-            if other.rank != one.rank or other.held[0] >= sum(one.held):
+    by_address = sorted(accesses, key=lambda access: (access.rank, access.memory[0]))
+    for n, first in enumerate(by_address):
+        for second in by_address[n + 1 :]:
+            if second.rank != first.rank or second.memory[0] >= sum(first.memory):
                 break
-            if (one.writes or other.writes) and not one.before(other) and not other.before(one):
-                races.append(Race(one, other))
+            if (first.writes or second.writes) and not first.before(second) and not second.before(first):
+                races.append(Race(first, second))
     return races
 
 
 class _Run:
-    """The run again, in an order that respects every edge, with clocks."""
+    """Replays the traces in an order that respects every edge, and computes the vector clocks."""
 
     def __init__(self, traces: Sequence[Sequence[Entry]]) -> None:
         threads: defaultdict[tuple[int, str], list[Entry]] = defaultdict(list)
@@ -91,7 +92,7 @@ class _Run:
         self._accesses: list[Access] = []
 
     def accesses(self) -> list[Access]:
-        """Every access, with its clocks."""
+        """Return every access with its clocks."""
         reached = [0] * len(self._threads)
         moved = True
         while moved:
@@ -111,7 +112,7 @@ class _Run:
         return self._accesses
 
     def _pass(self, thread: int, entry: Entry) -> bool:
-        """Go past one entry, if all that comes before it on other threads has been passed."""
+        """Advance a thread past one entry if all entries that it depends on have been passed. Return whether it has."""
         if isinstance(entry, Wait):
             if entry.record not in self._records:
                 return False
@@ -122,13 +123,14 @@ class _Run:
         if isinstance(entry, Record):
             self._records[entry] = now
         elif isinstance(entry, Touch):
-            for held, writes in [*((held, False) for held in entry.reads), *((held, True) for held in entry.writes)]:
-                access = Access(entry.rank, entry.stream, str(entry), writes, held, thread, now, now[thread])
-                self._accesses.append(access)
+            for ranges, writes in ((entry.reads, False), (entry.writes, True)):
+                for memory in ranges:
+                    access = Access(entry.rank, entry.stream, str(entry), writes, memory, thread, now, now[thread])
+                    self._accesses.append(access)
         return True
 
     def _pass_launch(self, thread: int, launch: Launch) -> bool:
-        """A launch starts behind its communicator's previous one and completes when all its partners have started."""
+        """Start a launch after the previous launch of its communicator; complete it after all partners have started."""
         if launch not in self._starts:
             previous = self._previous.get(launch)
             if previous is not None:
@@ -146,8 +148,8 @@ class _Run:
         self._accesses.extend(_of_launch(launch, thread, self._starts[launch], self._ends[launch][thread]))
         return True
 
-    def _join(self, thread: int, other: Clock) -> None:
-        self._clocks[thread] = list(map(max, self._clocks[thread], other))
+    def _join(self, thread: int, clock: Clock) -> None:
+        self._clocks[thread] = list(map(max, self._clocks[thread], clock))
 
     def _tick(self, thread: int) -> Clock:
         self._clocks[thread][thread] += 1
@@ -155,7 +157,7 @@ class _Run:
 
 
 def _of_launch(launch: Launch, thread: int, begin: Clock, end: int) -> Iterator[Access]:
-    """What the ops of a launch read and write."""
+    """Yield the accesses of the ops of a launch."""
     for op in launch.ops:
-        held = (op.address, op.nbytes)
-        yield Access(launch.rank, launch.stream, str(op), op.kind == "recv", held, thread, begin, end)
+        memory = (op.address, op.nbytes)
+        yield Access(launch.rank, launch.stream, str(op), op.kind == "recv", memory, thread, begin, end)

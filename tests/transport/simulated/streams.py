@@ -1,9 +1,9 @@
-"""What ranks put on streams, their communicators, their memory, and the rendezvous that moves the bytes.
+"""Stream entries, communicators, device memory, and the rendezvous that copies the bytes.
 
-Guarantees: nothing is buffered, both ends of a message are taken in the same instant and only when the groups of both
-have reached the heads of their streams and communicators; the k-th send from a to b and the k-th receive on b from a
-are found under one key; a communicator is full when as many ranks as it is made for have come to one key, each once; a
-rank that has died moves nothing any more.
+Guarantees: nothing is buffered. The bytes of a message are copied at one instant, when the groups of both ends are at
+the heads of their streams and communicators. The k-th send from a to b matches the k-th receive on b from a. A
+communicator is full when `world_size` different ranks have joined with its unique id. A rank that has died moves no
+bytes.
 Source of the rules: NCCL user guide, "Point-to-point communication" and "Group calls"; enqueue.cc of NCCL 2.28.
 """
 
@@ -25,11 +25,11 @@ from ringattn.transport.nccl.binding import CommConfig, Status
 
 
 COMPUTE = "compute"
-"""The caller's stream where it has made no other one current: here the host thread itself, so nothing on it waits."""
+"""The caller's default stream. The host thread executes its work immediately, so it has no queue."""
 
 
 Range = tuple[int, int]
-"""(address, bytes) of a piece of device memory."""
+"""(address, bytes) of a range of device memory."""
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class Entry:
 
 @dataclass(eq=False)
 class Touch(Entry):
-    """Compute that reads and writes (address, bytes) ranges when its stream comes to it and it is not `held`."""
+    """Compute that reads and writes ranges. It runs in the order of its stream, and not while it is `held`."""
 
     reads: tuple[Range, ...]
     writes: tuple[Range, ...]
@@ -56,7 +56,7 @@ class Touch(Entry):
 
 @dataclass(eq=False)
 class Record(Entry):
-    """An event's record: complete when everything before it on its stream is."""
+    """An event record. It completes when all earlier work of its stream has completed."""
 
     captured: bool
 
@@ -66,7 +66,7 @@ class Record(Entry):
 
 @dataclass(eq=False)
 class Wait(Entry):
-    """Later work of the stream runs after `record`."""
+    """A wait for an event: later work of the stream runs after `record`."""
 
     record: Record
 
@@ -92,7 +92,7 @@ class Op:
 
 @dataclass(eq=False)
 class Launch(Entry):
-    """The ops that one group gives one communicator. `group` counts the groups of the rank; `captured`: in a graph."""
+    """The ops of one group on one communicator. `group`: its number on this rank; `captured`: launched from a graph."""
 
     comm: Communicator
     ops: tuple[Op, ...]
@@ -106,12 +106,12 @@ class Launch(Entry):
             op.launch = self
 
     def again(self, group: int) -> Launch:
-        """The same ops once more, as the replay of a graph launches them."""
+        """Return a new launch of the same ops, for the replay of a graph."""
         ops = tuple(Op(op.kind, op.peer, op.nbytes, op.address) for op in self.ops)
         return Launch(self.rank, self.stream, self.comm, ops, group, captured=True)
 
     def pending(self) -> list[Op]:
-        """The ops that have not found their partner."""
+        """Return the ops that have no partner yet."""
         return [op for op in self.ops if op.partner is None]
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ FIRST_HANDLE = 0x1000
 
 
 class Phase(Enum):
-    """The life of one rank's end."""
+    """The state of one rank's end of a communicator."""
 
     OPENING = "opening"
     READY = "ready"
@@ -137,7 +137,7 @@ class Phase(Enum):
 
 @dataclass(eq=False)
 class Clique:
-    """One communicator as its ranks share it. `ops`: by kind, rank, peer, number."""
+    """The part of a communicator that all its ranks share. `ops` is indexed by kind, rank, peer and number."""
 
     name: str
     world_size: int
@@ -146,7 +146,7 @@ class Clique:
 
     @property
     def full(self) -> bool:
-        """Whether every rank has come."""
+        """Whether every rank has joined."""
         return self.world_size == len(self.members)
 
     def reached(self, *phases: Phase) -> bool:
@@ -154,17 +154,18 @@ class Clique:
         return all(member.phase in phases for member in self.members.values())
 
     def opposite(self, rank: int, op: Op) -> Op | None:
-        """The other end of an op of `rank`, if it has been issued."""
-        other = "recv" if op.kind == "send" else "send"
-        return self.ops.get((other, op.peer, rank, op.number))
+        """Return the matching op of the peer, or None if it has not been issued."""
+        opposite_kind = "recv" if op.kind == "send" else "send"
+        return self.ops.get((opposite_kind, op.peer, rank, op.number))
 
 
 @dataclass(eq=False)
 class Communicator:
-    """One rank's end. `process`: its rank in the simulated world; `rank`: in the communicator.
+    """One rank's end of a communicator.
 
-    `polls_left`: answers of `state` that are still IN_PROGRESS; `unlaunched`: the group that runs after them;
-    `user`: the thread that is inside a call or has a group open.
+    `process`: its rank in the simulated world; `rank`: its rank in the communicator; `polls_left`: how many more calls
+    of `state` return IN_PROGRESS; `unlaunched`: the group that is launched after them; `user`: the thread that is
+    inside a call or has a group open.
     """
 
     handle: int
@@ -175,7 +176,7 @@ class Communicator:
     polls_left: int
     phase: Phase = Phase.OPENING
     error: Status = Status.SUCCESS
-    last_words: str = ""
+    error_text: str = ""
     unlaunched: Launch | None = None
     user: int | None = None
     launches: deque[Launch] = field(default_factory=deque)
@@ -188,11 +189,11 @@ class Communicator:
         return self.phase in (Phase.DESTROYED, Phase.ABORTED)
 
     def in_flight(self) -> list[Launch]:
-        """Groups that were ended and have not completed."""
+        """Return the groups that were ended and have not completed."""
         return [*self.launches, *([self.unlaunched] if self.unlaunched else [])]
 
     def number(self, launch: Launch) -> None:
-        """Give the ops of a launch their place in the order of this communicator."""
+        """Number the ops of a launch per kind and peer, in the order in which this end issues them."""
         for op in launch.ops:
             op.number = self._counts[op.kind, op.peer]
             self._counts[op.kind, op.peer] += 1
@@ -200,12 +201,12 @@ class Communicator:
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether this memory is registered with this end."""
-        return any(at <= address and address + nbytes <= at + size for at, size in self.registered.values())
+        return any(start <= address and address + nbytes <= start + size for start, size in self.registered.values())
 
-    def fail(self, status: Status, words: str) -> None:
-        """An asynchronous error: nothing moves any more; the first one stays."""
+    def fail(self, status: Status, text: str) -> None:
+        """Set an asynchronous error: no more bytes move. The first error stays."""
         if self.error is Status.SUCCESS:
-            self.error, self.last_words = status, words
+            self.error, self.error_text = status, text
 
     def __str__(self) -> str:
         return f"communicator {self.clique.name}"
@@ -221,11 +222,11 @@ class Registry:
         self._cliques: dict[object, Clique] = {}
 
     def of(self, process: int) -> list[Communicator]:
-        """The ends that `process` has opened and not freed."""
+        """Return the ends that `process` has opened and not freed."""
         return [comm for comm in self.by_handle.values() if comm.process == process and not comm.gone]
 
     def join(self, unique_id: bytes, world_size: int, process: int, rank: int, config: CommConfig) -> Communicator:
-        """One more end of the communicator of this id and size."""
+        """Add an end to the communicator with this id and size, and return it."""
         clique = self._cliques.setdefault((unique_id, world_size), Clique(f"#{len(self._cliques)}", world_size))
         if rank in clique.members:
             self._violate(process, f"rank {rank} joined communicator {clique.name} a second time")
@@ -239,7 +240,10 @@ class Registry:
 
 
 class Allocation:
-    """One piece. NCCL's memory lives until it is freed, plain memory until its last view is gone; its pages stay."""
+    """One allocation. NCCL memory lives until `free`, plain memory until its last view is dropped.
+
+    The pages stay mapped, so that a late access raises an error instead of reading other data.
+    """
 
     def __init__(self, array: np.ndarray, kept: bool) -> None:
         self._pages = array.base
@@ -254,7 +258,7 @@ class Allocation:
         return self.freed or self._array() is None
 
     def bytes_at(self, address: int, nbytes: int) -> np.ndarray | None:
-        """A view of this range; None unless it lies within this piece and the piece lives."""
+        """Return a view of this range, or None if it is not within this allocation or the memory is gone."""
         array = None if self.freed else self._array()
         offset = address - self.address
         if array is None or offset < 0 or offset + nbytes > self.nbytes:
@@ -263,9 +267,10 @@ class Allocation:
 
 
 class Memory:
-    """The memory of all ranks. `any_address`: also take addresses that no device handed out, unchecked.
+    """The memory of all ranks.
 
-    `capacity`: bytes of each device, for NCCL's memory and what torch holds in its cache, `cached` by rank.
+    `any_address`: also accept addresses that no device allocated, unchecked; `capacity`: bytes of each device, for
+    NCCL memory and for the bytes in torch's cache, which `cached` holds by rank.
     """
 
     def __init__(self, any_address: bool, capacity: int | None = None) -> None:
@@ -275,54 +280,54 @@ class Memory:
         self._allocations: defaultdict[int, list[Allocation]] = defaultdict(list)
 
     def plain(self, rank: int, nbytes: int) -> np.ndarray:
-        """New memory that is gone when nobody holds it."""
+        """Return new memory that lives as long as it is referenced."""
         array = _pages(nbytes)
         self._allocations[rank].append(Allocation(array, kept=False))
         return array
 
     def nccl(self, rank: int, nbytes: int) -> int | None:
-        """The address of new memory that lives until `free`; None where there is no room."""
+        """Return the address of new memory that lives until `free`, or None if the device is full."""
         if self.capacity is not None and self.nccl_bytes(rank) + self.cached[rank] + nbytes > self.capacity:
             return None
         self._allocations[rank].append(Allocation(_pages(max(nbytes, 1)), kept=True))
         return self._allocations[rank][-1].address
 
     def nccl_bytes(self, rank: int) -> int:
-        """The bytes of NCCL's memory that `rank` has taken and not freed."""
+        """Return the bytes of NCCL memory that `rank` has allocated and not freed."""
         return sum(piece.nbytes for piece in self._allocations[rank] if piece.kept is not None and not piece.freed)
 
     def gone(self, rank: int, address: int, nbytes: int) -> bool:
-        """Whether any of these bytes belong to memory that was freed or dropped."""
+        """Whether any of these bytes are in memory that was freed or dropped."""
         pieces = (piece for piece in self._allocations[rank] if piece.gone)
         return any(piece.address < address + nbytes and address < piece.address + piece.nbytes for piece in pieces)
 
     def nccl_size(self, rank: int, address: int) -> int | None:
-        """The bytes of the living NCCL memory that begins at `address`, None if there is none."""
+        """Return the size of the live NCCL allocation that begins at `address`, or None if none does."""
         for piece in self._allocations[rank]:
             if piece.kept is not None and not piece.freed and piece.address == address:
                 return piece.nbytes
         return None
 
     def free(self, rank: int, address: int) -> None:
-        """End NCCL memory. Its pages stay, so that a late reader meets an error and not another's bytes."""
+        """Free NCCL memory."""
         for piece in self._allocations[rank]:
             if piece.kept is not None and piece.address == address:
                 piece.freed = True
 
     def view(self, rank: int, address: int, nbytes: int) -> np.ndarray | None:
-        """These bytes of `rank`, None if it does not own them all."""
+        """Return a view of these bytes of `rank`, or None if it does not own all of them."""
         if nbytes == 0:
             return np.empty(0, dtype=np.uint8)
         for piece in self._allocations[rank]:
-            if (found := piece.bytes_at(address, nbytes)) is not None:
-                return found
+            if (view := piece.bytes_at(address, nbytes)) is not None:
+                return view
         if self._any_address:
             return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
         return None
 
 
 def _pages(nbytes: int) -> np.ndarray:
-    """New memory as a view of its pages; one byte at least, so that each has an address of its own."""
+    """Return new memory as a view of its pages: at least one byte, so that each has a distinct address."""
     return np.empty(max(nbytes, 1), dtype=np.uint8)[:nbytes]
 
 
@@ -330,7 +335,7 @@ def _pages(nbytes: int) -> np.ndarray:
 
 
 class Queues:
-    """What has been put on streams and has not completed."""
+    """The queue of each stream: its entries that have not completed."""
 
     def __init__(self, memory: Memory, violate: Callable[[int, str], None], dead: set[int]) -> None:
         self._memory, self._violate, self._dead = memory, violate, dead
@@ -338,40 +343,40 @@ class Queues:
         self._moved = False
 
     def put(self, entry: Entry) -> None:
-        """Behind everything that its stream holds; a launch also behind its communicator's."""
+        """Append an entry to its stream, and a launch also to its communicator."""
         self._queues[entry.rank, entry.stream].append(entry)
         if isinstance(entry, Launch):
             entry.comm.launches.append(entry)
 
     def heads(self, rank: int) -> list[Entry]:
-        """What each stream of `rank` is at."""
+        """Return the first entry of each stream of `rank`."""
         return [queue[0] for (owner, _), queue in self._queues.items() if owner == rank and queue]
 
-    def advance(self, wanted: set[Entry] | None = None) -> bool:
-        """Run all that can run, or of that only what is `wanted`. Whether anything moved."""
-        ever = False
+    def advance(self, allowed: set[Entry] | None = None) -> bool:
+        """Run every entry that can run, or only the `allowed` ones. Return whether anything moved."""
+        any_moved = False
         while True:
             self._moved = False
             for queue in self._queues.values():
-                while queue and (wanted is None or queue[0] in wanted or queue[0].complete):
+                while queue and (allowed is None or queue[0] in allowed or queue[0].complete):
                     self._run(queue[0])
                     if not queue[0].complete:
                         break
                     queue.popleft()
                     self._moved = True
             if not self._moved:
-                return ever
-            ever = True
+                return any_moved
+            any_moved = True
 
     def needed(self, entries: Iterable[Entry]) -> set[Entry]:
-        """All that must run before `entries` have: the least that a device may do for whoever asks for them."""
-        found: set[Entry] = set()
+        """Return `entries` and every entry that must run before them."""
+        required: set[Entry] = set()
         todo = list(entries)
         while todo:
             entry = todo.pop()
-            if entry in found or entry.complete:
+            if entry in required or entry.complete:
                 continue
-            found.add(entry)
+            required.add(entry)
             queue = self._queues[entry.rank, entry.stream]
             if entry in queue:
                 todo.extend(list(queue)[: queue.index(entry)])
@@ -381,32 +386,33 @@ class Queues:
                 todo.extend(each for each in entry.comm.launches if each.group < entry.group)
                 ends = (entry.comm.clique.opposite(entry.comm.rank, op) for op in entry.pending())
                 todo.extend(end.launch for end in ends if end is not None)
-        return found
+        return required
 
-    def touching(self, rank: int, held: Range) -> Touch | None:
-        """Compute of `rank` that has not run and reads or writes some of these bytes."""
-        address, nbytes = held
+    def touching(self, rank: int, memory: Range) -> Touch | None:
+        """Return a pending compute entry of `rank` that reads or writes some of these bytes, or None."""
+        address, nbytes = memory
         for entry in (entry for (owner, _), queue in self._queues.items() if owner == rank for entry in queue):
             if isinstance(entry, Touch) and not entry.complete:
-                if any(at < address + nbytes and address < at + size for at, size in (*entry.reads, *entry.writes)):
+                ranges = (*entry.reads, *entry.writes)
+                if any(start < address + nbytes and address < start + size for start, size in ranges):
                     return entry
         return None
 
     def compute(self, touch: Touch) -> None:
-        """Run compute, which must find all its memory."""
+        """Run a compute entry. It is a violation if any of its memory is gone."""
         touch.complete = True
-        for what, ranges in (("reads", touch.reads), ("writes", touch.writes)):
+        for verb, ranges in (("reads", touch.reads), ("writes", touch.writes)):
             for address, nbytes in ranges:
                 if self._memory.gone(touch.rank, address, nbytes):
-                    self._violate(touch.rank, f"illegal address {address:#x}: {touch} {what} memory that was freed")
+                    self._violate(touch.rank, f"illegal address {address:#x}: {touch} {verb} memory that was freed")
 
     def drop(self, launches: Iterable[Launch]) -> None:
-        """Abort these: their streams go on, their ops meet nobody."""
+        """Abort launches: their streams continue, and their ops find no partner."""
         for launch in launches:
             launch.aborted = launch.complete = True
 
     def _run(self, entry: Entry) -> None:
-        """Complete the entry at the head of its stream, if it can be."""
+        """Run the entry at the head of its stream if it can complete."""
         if isinstance(entry, Record):
             entry.complete = True
         elif isinstance(entry, Wait):
@@ -417,30 +423,30 @@ class Queues:
             self._drive(entry)
 
     def _drive(self, launch: Launch) -> None:
-        """Start a launch whose communicator is free, and meet the partners that have started too."""
+        """Start a launch if its communicator is free, and transfer its messages whose other end has started too."""
         comm = launch.comm
         if comm.launches[0] is not launch:
             return
         if not launch.started:
             launch.started = self._moved = True
         for op in launch.pending():
-            other = comm.clique.opposite(comm.rank, op)
-            if op.partner is None and other is not None and self._present(op) and self._present(other):
-                self._meet(launch, op, other)
+            partner = comm.clique.opposite(comm.rank, op)
+            if op.partner is None and partner is not None and self._present(op) and self._present(partner):
+                self._transfer(launch, op, partner)
         if not launch.pending():
             launch.complete = True
             comm.launches.popleft()
 
     def _present(self, op: Op) -> bool:
-        """Whether this end is on its device now."""
+        """Whether the launch of this op executes on its device now."""
         launch = op.launch
         alive = launch.rank not in self._dead and not launch.aborted
         return alive and launch.started and launch.comm.error is Status.SUCCESS
 
-    def _meet(self, launch: Launch, op: Op, other: Op) -> None:
-        """Take both ends of one message, or fail the communicators of both."""
-        send, recv = (op, other) if op.kind == "send" else (other, op)
-        sender, receiver = (launch, other.launch) if op.kind == "send" else (other.launch, launch)
+    def _transfer(self, launch: Launch, op: Op, partner: Op) -> None:
+        """Copy the bytes of one message, or fail the communicators of both ends."""
+        send, recv = (op, partner) if op.kind == "send" else (partner, op)
+        sender, receiver = (launch, partner.launch) if op.kind == "send" else (partner.launch, launch)
         where = f"{send} (from {sender.comm.rank}) and {recv} of {launch.comm}"
         if send.nbytes != recv.nbytes:
             self._violate(launch.rank, f"the bytes of both ends differ: {where}")
@@ -453,11 +459,11 @@ class Queues:
             self._violate(launch.rank, f"only one end is in a graph: {where}")
         source = self._memory.view(sender.rank, send.address, send.nbytes)
         target = self._memory.view(receiver.rank, recv.address, recv.nbytes)
-        for end, found, view in ((sender, send, source), (receiver, recv, target)):
+        for end, failed, view in ((sender, send, source), (receiver, recv, target)):
             if view is None:
-                self._violate(end.rank, f"illegal address {found.address:#x}, freed while in flight: {found}")
+                self._violate(end.rank, f"illegal address {failed.address:#x}, freed while in flight: {failed}")
                 end.comm.fail(Status.UNHANDLED_CUDA_ERROR, "an illegal memory access was encountered")
         if source is not None and target is not None:
             target[:] = source
-            op.partner, other.partner = other, op
+            op.partner, partner.partner = partner, op
             self._moved = True

@@ -1,12 +1,12 @@
-"""The machine that all simulated ranks share: what they issued, who waits for whom, and what is forbidden.
+"""The simulated machine that all ranks share: issued work, blocked threads, violations and scripted faults.
 
-Ranks are threads of one process. Compute runs at once on the calling thread, so that thread is the rank's compute
-stream: an event recorded there is complete at once, and a wait there blocks the host. All other streams, the caller's
-further ones among them (`SimDevice.user_stream`), are queues (`streams.py`). Whoever calls in advances them, under the
-one lock; nothing runs by itself.
-Guarantees: what NCCL leaves undefined, or forgives for small messages only, is a violation here, in words; no wait
-outlasts `limit_s`, and then it says who waits for whom.
-Not covered: the bindings' calls (`library.py`), torch (`device.py`).
+Ranks are threads of one process. Compute runs immediately on the calling thread, so that thread is the rank's compute
+stream: an event recorded there is complete immediately, and a wait there blocks the host. All other streams, including
+those of `SimDevice.user_stream`, are queues (`streams.py`). Each call into the world advances them, under one lock;
+there is no background thread.
+Guarantees: usage that NCCL leaves undefined, or tolerates only for small messages, is recorded as a violation. No wait
+lasts longer than `limit_s`; its error then lists what every rank waits for.
+Not covered: calls of the binding (`library.py`), torch (`device.py`).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 
 class Died(BaseException):
-    """The rank's process is gone. No code of a rank may catch it."""
+    """The process of the rank is gone. A BaseException, so that no `except Exception` of the rank catches it."""
 
 
 @dataclass(frozen=True)
 class Die:
-    """The process of `rank` ends just before or after its hop `hop` is launched. Hops count launched groups from 0."""
+    """The process of `rank` dies just before or after it launches hop `hop`. Hops count launched groups from 0."""
 
     rank: int
     hop: int
@@ -56,7 +56,7 @@ class Die:
 
 @dataclass(frozen=True)
 class Stall:
-    """Call `call` (from 0) of a binding's `function` does not return before `SimWorld.release`."""
+    """Call number `call` (from 0) of `function` does not return before `SimWorld.release`."""
 
     rank: int
     function: str
@@ -65,7 +65,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class Answer:
-    """Call `call` of `function` does nothing and returns, or raises, `status`."""
+    """Call number `call` of `function` does nothing, and returns or raises `status`."""
 
     rank: int
     function: str
@@ -77,7 +77,7 @@ Fault = Die | Stall | Answer
 
 
 class Script:
-    """Counts calls and hops, and lets the faults happen."""
+    """Counts calls and hops, and triggers the scripted faults."""
 
     def __init__(self, world: SimWorld, faults: Sequence[Fault]) -> None:
         self._world, self._faults = world, faults
@@ -91,7 +91,7 @@ class Script:
             raise Died(f"rank {rank} died")
 
     def enter(self, rank: int, function: str) -> Status | None:
-        """At each call, without the lock: what it must answer instead of working, None for nothing."""
+        """Count a call. Return the status that replaces it, or None. The caller must not hold the lock."""
         with self._world.changed:
             self.check_alive(rank)
             call = self._calls[rank, function]
@@ -105,15 +105,15 @@ class Script:
         return None
 
     def ending_group(self, rank: int) -> None:
-        """Die before the hop that is about to be launched."""
+        """Die if the script says so, before the next hop is launched."""
         self._die_if(rank, Die(rank, self._hops[rank]))
 
     def launched(self, rank: int) -> None:
-        """Count a hop that goes on its stream now."""
+        """Count a launched hop."""
         self._hops[rank] += 1
 
     def leave(self, rank: int) -> None:
-        """Die after the hop that was launched last."""
+        """Die if the script says so, after the last launched hop."""
         self._die_if(rank, Die(rank, self._hops[rank] - 1, after=True))
 
     def release(self, rank: int) -> None:
@@ -140,13 +140,13 @@ class Script:
 
 
 class MortalStore:
-    """A rank's connection to a store, which ends with the rank: then every call raises `RuntimeError`, as torch's."""
+    """A rank's connection to a store. After the rank has died, every call raises `RuntimeError`, as torch's does."""
 
     def __init__(self, world: SimWorld, rank: int, store: Any) -> None:
         self._world, self._rank, self._store = world, rank, store
 
     def clone(self) -> MortalStore:
-        """Another connection of the same rank."""
+        """Return another connection of the same rank."""
         return MortalStore(self._world, self._rank, self._store.clone())
 
     def __getattr__(self, name: str) -> Any:
@@ -159,11 +159,11 @@ class MortalStore:
 
 
 class Deadlock(AssertionError):
-    """A wait reached the world's limit."""
+    """A wait reached `SimWorld.limit_s`."""
 
 
 class Waiter(NamedTuple):
-    """A blocked thread. `ready`: whether it may go on; `needs`: the entries that it waits for."""
+    """A blocked thread. `ready`: whether it may continue; `needs`: the entries that it waits for."""
 
     rank: int
     what: str
@@ -172,10 +172,10 @@ class Waiter(NamedTuple):
 
 
 class Graph:
-    """A CUDA graph: what one rank issued during a capture, kept to be issued again. Alive until `reset`.
+    """A CUDA graph: the entries that one rank issued during a capture. Alive until `reset`.
 
-    A capture runs nothing of what the streams are given; a replay issues it in the captured order. The caller's own
-    compute is host code here: it runs once, at the capture, and a replay only repeats what it told the trace.
+    A capture runs none of the entries; a replay issues them in the captured order. The caller's compute is host code
+    here: it runs once, at the capture, and a replay only repeats its entries in the trace.
     Source: CUDA programming guide, "Stream capture"; NCCL user guide, "Using NCCL with CUDA graphs".
     """
 
@@ -192,18 +192,18 @@ class Graph:
         self._entries.append(entry)
 
     def uses(self, comm: Communicator) -> bool:
-        """Whether the graph lives and launches on `comm`: then the communicator cannot end."""
+        """Whether the graph is alive and launches on `comm`. Then `comm` cannot be destroyed or aborted."""
         return self._alive and any(isinstance(entry, Launch) and entry.comm is comm for entry in self._entries)
 
     def replay(self) -> None:
-        """Issue everything again, from the thread that computes; its waits of the compute stream block."""
-        world, fresh = self._world, {}
+        """Issue all entries again, from the thread that computes. A wait on the compute stream blocks it."""
+        world, records = self._world, {}
         for entry in self._entries:
             if isinstance(entry, Record):
-                fresh[entry] = Record(self.rank, entry.stream, captured=False)
-                world.issue(fresh[entry])
+                records[entry] = Record(self.rank, entry.stream, captured=False)
+                world.issue(records[entry])
             elif isinstance(entry, Wait):
-                world.issue(Wait(self.rank, entry.stream, fresh.get(entry.record, entry.record)))
+                world.issue(Wait(self.rank, entry.stream, records.get(entry.record, entry.record)))
             elif isinstance(entry, Touch):
                 world.issue(Touch(self.rank, entry.stream, entry.reads, entry.writes, entry.label, entry.held))
             elif isinstance(entry, Launch):
@@ -217,12 +217,12 @@ class Graph:
 
 
 class SimWorld:
-    """`world_size` ranks with a GPU each.
+    """`world_size` ranks with one GPU each.
 
-    `polls`: answers IN_PROGRESS of `state` before SUCCESS, after opening, splitting, finalizing and each group.
-    `lazy`: bytes move only when a host blocks on an event or queries it, and then only those that the event needs, so a
-    missing wait reads old bytes. `connects`: a launch is in progress until each of its peers has launched something to
-    this rank, now or before. No wait outlasts `limit_s`. `any_memory`, `memory_bytes`: see `Memory`.
+    `polls`: how often `state` returns IN_PROGRESS after opening, finalizing and each group, before it returns SUCCESS.
+    `lazy`: bytes move only when a host blocks on an event or queries it, and then only those that the event needs, so
+    that a missing wait reads old bytes. `connects`: a launch is in progress until each of its peers has launched a
+    group to this rank, now or earlier. No wait lasts longer than `limit_s`. `any_memory`, `memory_bytes`: see `Memory`.
     """
 
     def __init__(
@@ -255,15 +255,15 @@ class SimWorld:
         self._graphs: list[Graph] = []
         self._groups: Counter[int] = Counter()
 
-    # --- what tests ask ----------------------------------------------------------------------------------------------
+    # --- for tests ---------------------------------------------------------------------------------------------------
 
     def calls(self, rank: int) -> list[Op]:
-        """The sends and receives of `rank` in the order in which they were launched."""
+        """Return the sends and receives of `rank` in launch order."""
         return [op for entry in self.trace[rank] if isinstance(entry, Launch) for op in entry.ops]
 
     @contextmanager
     def capture(self, rank: int) -> Iterator[Graph]:
-        """Keep what `rank` issues inside in a graph instead of running it."""
+        """Capture the entries that `rank` issues in a graph, instead of running them."""
         graph = self._capturing[rank] = Graph(self, rank)
         self._graphs.append(graph)
         try:
@@ -274,36 +274,36 @@ class SimWorld:
             del self._capturing[rank]
 
     def finish(self, touch: Touch) -> None:
-        """Let compute that was held run, as soon as its stream comes to it."""
+        """Release held compute. It runs when it is the first entry of its stream."""
         with self.changed:
             touch.held = False
             self.settle()
             self.changed.notify_all()
 
-    def touching(self, rank: int, held: Range) -> Touch | None:
-        """Compute of `rank` that has not run and reads or writes some of these bytes."""
-        return self._queues.touching(rank, held)
+    def touching(self, rank: int, memory: Range) -> Touch | None:
+        """Return a pending compute entry of `rank` that reads or writes some of these bytes, or None."""
+        return self._queues.touching(rank, memory)
 
     def release(self, rank: int) -> None:
         """End the stalls of `rank`, now and later."""
         self.script.release(rank)
 
     def report(self) -> str:
-        """What every rank waits for, one line a rank."""
+        """Describe what every rank waits for, one line per rank."""
         with self.changed:
             lines: list[str] = []
             for rank in range(self.world_size):
-                said = ["died"] if rank in self.dead else []
-                said += [f"host: {waiter.what}" for waiter in self._waiters if waiter.rank == rank]
-                said += [f"stream {head.stream}: {head}" for head in self._queues.heads(rank)]
+                waits = ["died"] if rank in self.dead else []
+                waits += [f"host: {waiter.what}" for waiter in self._waiters if waiter.rank == rank]
+                waits += [f"stream {head.stream}: {head}" for head in self._queues.heads(rank)]
                 for comm in self.registry.of(rank):
                     if comm.unlaunched is not None:
-                        said.append(f"not launched, for state() has not said SUCCESS: {comm.unlaunched}")
-                lines.append(f"rank {rank}: {'; '.join(said) or 'waits for nothing'}")
+                        waits.append(f"not launched, because state() has not returned SUCCESS: {comm.unlaunched}")
+                lines.append(f"rank {rank}: {'; '.join(waits) or 'waits for nothing'}")
             return "\n".join(lines)
 
     def connected(self, rank: int, peers: Iterable[int]) -> bool:
-        """Whether `rank`, which launches to `peers` now or before, and all of them have met."""
+        """Record that `rank` launches to `peers`. Return whether all of them have launched to `rank`."""
         if self._launched_to is None:
             return True
         self._launched_to |= {(rank, peer) for peer in peers}
@@ -312,11 +312,11 @@ class SimWorld:
     # --- for library, device and graph -------------------------------------------------------------------------------
 
     def violate(self, rank: int, text: str) -> None:
-        """Keep a broken rule."""
+        """Record a violation."""
         self.violations.append(f"rank {rank}: {text}")
 
     def next_group(self, rank: int) -> int:
-        """The number of the group that `rank` ends now."""
+        """Count a group of `rank`, and return its number."""
         self._groups[rank] += 1
         return self._groups[rank]
 
@@ -325,11 +325,11 @@ class SimWorld:
         return rank in self._capturing
 
     def in_graph(self, comm: Communicator) -> bool:
-        """Whether a living graph launches on `comm`."""
+        """Whether a live graph launches on `comm`."""
         return any(graph.uses(comm) for graph in self._graphs)
 
     def issue(self, entry: Entry) -> None:
-        """Give `entry` to its stream. On the compute stream it has then run: a wait blocks for it."""
+        """Put an entry on its stream. On the compute stream it runs before this returns; a wait blocks."""
         with self.changed:
             self.script.check_alive(entry.rank)
             for comm in self.registry.of(entry.rank):
@@ -350,7 +350,7 @@ class SimWorld:
             entry.complete = True
 
     def submit(self, launch: Launch) -> None:
-        """Put a launch on its stream, or into the graph that is being captured."""
+        """Put a launch on its stream, or in the graph that is being captured."""
         with self.changed:
             if launch.rank in self._capturing:
                 self._capturing[launch.rank].add(launch)
@@ -360,12 +360,12 @@ class SimWorld:
             self._put(launch)
 
     def settle(self, needs: Iterable[Entry] = ()) -> None:
-        """Let the streams run: all that can, or when lazy only what `needs` wait for."""
+        """Advance the streams: run every entry that can run or, if lazy, only the ones that `needs` depend on."""
         if self._queues.advance(self._queues.needed(needs) if self._lazy else None):
             self.changed.notify_all()
 
     def drop(self, comm: Communicator) -> None:
-        """Take the groups of an end off the streams, which go on. Its peers are not told."""
+        """Remove the groups of an end from their streams, which continue. Its peers do not notice."""
         self._queues.drop(comm.in_flight())
         comm.launches.clear()
         comm.unlaunched = None
@@ -375,7 +375,7 @@ class SimWorld:
     def block(
         self, rank: int, what: str, ready: Callable[[], bool], needs: Callable[[], Iterable[Entry]] = tuple
     ) -> None:
-        """Hold the calling thread until `ready()`. Raises `Deadlock`, and `Died` when the rank dies meanwhile."""
+        """Block the calling thread until `ready()`. Raises `Deadlock` after `limit_s`, and `Died` if the rank dies."""
         waiter, until = Waiter(rank, what, ready, needs), time.monotonic() + self.limit_s
         with self.changed:
             self._waiters.append(waiter)
@@ -392,7 +392,7 @@ class SimWorld:
                 self._waiters.remove(waiter)
 
     def _put(self, entry: Entry) -> None:
-        """On its stream, where it may be what a waiting host needs."""
+        """Put an entry on its stream, and wake the blocked threads, which may wait for it."""
         self._queues.put(entry)
         self.settle()
         self.changed.notify_all()
