@@ -1,4 +1,4 @@
-"""The order of operations of `peer`, in every order that a machine may run them, and each way to break it."""
+"""Model checking of `peer`: every order of its operations is correct, and each mutation fails in some order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ringattn.transport.peer.program import (
     Write,
     push_exchange,
 )
-from tests.transport.peer_model.explore import drawn, explore, races
+from tests.transport.peer_model.explore import explore, races, random_order
 from tests.transport.peer_model.machine import Machine, Violation
 from tests.transport.peer_model.mutations import (
     MUTATIONS,
@@ -79,7 +79,7 @@ def test_every_order_holds(use: Use, protocol: Protocol) -> None:
         pytest.param(ONE_QUEUE, 3, 2, 1, "raise", marks=slow),
     ],
 )
-def test_a_rank_that_fails_at_any_time_spoils_no_result_and_holds_up_nobody(
+def test_a_rank_that_fails_at_any_time_spoils_no_result_and_blocks_no_rank(
     protocol: Protocol, ranks: int, hops: int, passes: int, fault: str
 ) -> None:
     machine = ring(failing(protocol, fault), ranks, hops, passes)
@@ -87,14 +87,14 @@ def test_a_rank_that_fails_at_any_time_spoils_no_result_and_holds_up_nobody(
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_each_mistake_goes_wrong_in_some_order(mutation: Mutation) -> None:
-    with pytest.raises(Violation) as found:
+def test_each_mutation_fails_in_some_order(mutation: Mutation) -> None:
+    with pytest.raises(Violation) as caught:
         explore(mutation.use(mutation.broken))
-    assert found.value.rule == mutation.rule
+    assert caught.value.rule == mutation.rule
 
 
 @pytest.mark.parametrize("name", sorted({mutation.name for mutation in MUTATIONS}))
-def test_the_page_on_tests_names_each_mistake(name: str) -> None:
+def test_the_page_on_tests_names_each_mutation(name: str) -> None:
     page = Path(__file__).parents[2] / "docs" / "testing.md"
     assert f"| {name} |" in page.read_text(encoding="utf-8")
 
@@ -102,7 +102,7 @@ def test_the_page_on_tests_names_each_mistake(name: str) -> None:
 @pytest.mark.parametrize("protocol", [PUSH, ONE_QUEUE], ids=["push", "one queue"])
 def test_eight_ranks_have_no_race_and_no_deadlock_in_a_random_order(protocol: Protocol) -> None:
     machine = ring(protocol, 8, 7)
-    events, end = drawn(machine, seed=0)
+    events, end = random_order(machine, seed=0)
     assert machine.stuck(end) == "" and races(machine, events) == []
 
 
@@ -111,11 +111,11 @@ def test_eight_ranks_have_no_race_and_no_deadlock_in_a_random_order(protocol: Pr
     [each for each in MUTATIONS if each.rule == "ordered" and each.use is two and not each.broken.first_words],
     ids=lambda mutation: mutation.name,
 )
-def test_clocks_find_the_race_of_a_mistake_in_any_order(mutation: Mutation) -> None:
+def test_clocks_find_the_race_of_a_mutation_in_any_order(mutation: Mutation) -> None:
     machine = ring(mutation.broken, 4, 3)
     for seed in range(2):
-        found = races(machine, drawn(machine, seed)[0])
-        assert any("copy message" in str(race) for race in found)
+        order, _ = random_order(machine, seed)
+        assert any("copy message" in str(race) for race in races(machine, order))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_clocks_find_the_race_of_a_mistake_in_any_order(mutation: Mutation) -> N
         pytest.param(partial(ring, world=2, hops=1), failing(PUSH, "die"), marks=slow),
     ],
 )
-def test_orders_that_are_left_out_matter_to_nothing(use: Use, protocol: Protocol) -> None:
+def test_the_omitted_orders_change_no_verdict(use: Use, protocol: Protocol) -> None:
     every = replace(protocol, machine={**protocol.machine, "reduced": False})
     assert explore(use(every)) > 2 * explore(use(protocol))
 
@@ -156,12 +156,12 @@ def test_a_hop_of_a_ring() -> None:
     assert dict(program.counts) == {(0, 1): 1, (1, 2): 1}
 
 
-def test_a_word_lies_with_the_rank_that_waits() -> None:
+def test_a_word_is_in_the_page_of_the_rank_that_waits() -> None:
     assert (credit(3, 5).page, credit(3, 5).writer) == (3, 5)
     assert (arrival(3, 5).page, arrival(3, 5).writer) == (5, 3)
 
 
-def test_several_messages_of_a_pair_share_one_word_by_push() -> None:
+def test_several_messages_of_a_pair_share_one_word() -> None:
     program = push_exchange(0, [1, 2, 1], [1])
     batches = [step.ops for step in program.start if isinstance(step, Memops)]
     assert batches[0] == (Write(credit(1, 0), 1), Wait(credit(0, 1), 2), Wait(credit(0, 2), 1))
@@ -170,18 +170,18 @@ def test_several_messages_of_a_pair_share_one_word_by_push() -> None:
     assert copies == [Copy(0, 0, 1, 1), Copy(1, 0, 2, 1), Copy(2, 0, 1, 2)]
 
 
-def test_numbers_are_of_pairs_and_last_as_long_as_the_ring() -> None:
-    numbers, both, one = PairNumbers(), push_exchange(0, [1, 1, 2], [2]), push_exchange(0, [1], [])
+def test_messages_are_numbered_per_pair_for_the_life_of_the_ring() -> None:
+    numbers, both, send = PairNumbers(), push_exchange(0, [1, 1, 2], [2]), push_exchange(0, [1], [])
     copies = [step for step in both.start if isinstance(step, Copy)]
     assert [numbers.of(copy) for copy in copies] == [1, 2, 1]
     numbers.advance(both)
-    assert numbers.of(one.start[0]) == 3  # type: ignore[arg-type]
-    numbers.advance(one)
+    assert numbers.of(send.start[0]) == 3  # type: ignore[arg-type]
+    numbers.advance(send)
     assert [numbers.of(copy) for copy in copies] == [4, 5, 2]
     assert numbers.bases(both) == {(0, 1): 3, (0, 2): 1, (2, 0): 1}
 
 
-def test_an_exchange_of_nothing_has_no_step() -> None:
+def test_an_empty_exchange_has_no_steps() -> None:
     assert push_exchange(0, [], []) == Program(0, (), (), ())
 
 
@@ -190,7 +190,7 @@ def test_long_batches_are_cut_with_all_stores_before_the_waits() -> None:
     batches = [step.ops for step in push_exchange(0, peers, peers).start if isinstance(step, Memops)]
     assert [len(ops) for ops in batches] == [MAX_MEMOPS, 400 - MAX_MEMOPS] * 2
     for ops in (batches[0] + batches[1], batches[2] + batches[3]):
-        assert all(isinstance(one, Write) or isinstance(other, Wait) for one, other in pairwise(ops))
+        assert all(isinstance(first, Write) or isinstance(second, Wait) for first, second in pairwise(ops))
 
 
 @pytest.mark.parametrize("module", [steps, peer_program])

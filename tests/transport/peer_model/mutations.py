@@ -1,4 +1,4 @@
-"""Ways to break the protocol, each with a use of it in which some order goes wrong, and the rule that then fails."""
+"""Mutations of the protocol, each with a use case in which some order violates a rule."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.transport.peer_model.scripts import (
 
 
 class Mutation(NamedTuple):
-    """`broken` in `use` fails by `rule`; without the mistake `use` holds."""
+    """With the protocol `broken`, `use` violates `rule`. With the correct protocol it violates no rule."""
 
     name: str
     broken: Protocol
@@ -49,7 +49,7 @@ class Mutation(NamedTuple):
 
 
 def flat(program: Program) -> list[Any]:
-    """The start with each memory operation by itself."""
+    """Return the steps of the start, with one batch per memory operation."""
     steps: list[Any] = []
     for step in program.start:
         steps += [Memops((op,)) for op in step.ops] if isinstance(step, Memops) else [step]
@@ -57,49 +57,49 @@ def flat(program: Program) -> list[Any]:
 
 
 def is_op(step: Any, kind: WordKind, op: type) -> bool:
-    """Whether a step is one store to, or one wait for, a word of this kind."""
+    """Whether a step is a store to, or a wait for, a word of this kind."""
     return isinstance(step, Memops) and step.ops[0].word.kind is kind and isinstance(step.ops[0], op)
 
 
 def without(kind: WordKind, op: type, program: Program) -> Program:
-    """Leave out the stores to these words, or the waits for them."""
+    """Remove the stores to these words, or the waits for them."""
     return replace(program, start=tuple(step for step in flat(program) if not is_op(step, kind, op)))
 
 
 def moved(kind: WordKind, op: type, before: Callable[[Any], bool], program: Program) -> Program:
-    """Move stores or waits before the first step of another sort."""
+    """Move the stores or waits before the first step that satisfies `before`."""
     steps = [step for step in flat(program) if not is_op(step, kind, op)]
-    at = next((n for n, step in enumerate(steps) if before(step)), len(steps))
-    steps[at:at] = [step for step in flat(program) if is_op(step, kind, op)]
+    target = next((n for n, step in enumerate(steps) if before(step)), len(steps))
+    steps[target:target] = [step for step in flat(program) if is_op(step, kind, op)]
     return replace(program, start=tuple(steps))
 
 
 def mapped(change: Callable[[Any], Any], program: Program) -> Program:
-    """Replace single steps, or what a batch holds."""
+    """Apply `change` to each step."""
     return replace(program, start=tuple(change(step) for step in flat(program)))
 
 
 def unfenced(step: Any) -> Any:
-    """A flag that may overtake its data."""
+    """Let a flag overtake its data."""
     if is_op(step, WordKind.ARRIVAL, Write):
         return Memops((UnfencedWrite(step.ops[0].word, step.ops[0].nth),))
     return step
 
 
 def loose(step: Any) -> Any:
-    """A copy that the batch may put anywhere."""
+    """Let a copy begin at any later time."""
     return LooseCopy(step.message, step.src, step.dst, step.nth) if isinstance(step, Copy) else step
 
 
 def exact(step: Any) -> Any:
-    """Equal instead of at least."""
+    """Wait for an equal value instead of at least this value."""
     if isinstance(step, Memops) and isinstance(step.ops[0], Wait):
         return Memops((ExactWait(step.ops[0].word, step.ops[0].nth),))
     return step
 
 
 def flags_of_each(program: Program) -> Program:
-    """A store and a wait for each message of a pair, where one of each is enough."""
+    """Store and wait once per message, instead of once per pair."""
     steps: list[Any] = []
     for step in flat(program):
         op = step.ops[0] if isinstance(step, Memops) else None
@@ -109,7 +109,7 @@ def flags_of_each(program: Program) -> Program:
 
 
 def arrivals_on_caller(program: Program) -> Program:
-    """The caller's stream waits for arrivals as soon as the start is recorded."""
+    """Let the caller's stream wait for arrivals right after it has recorded READY."""
     steps: list[Any] = []
     waits = [OnCaller(step.ops[0]) for step in flat(program) if is_op(step, WordKind.ARRIVAL, Wait)]
     for step in flat(program):
@@ -121,65 +121,65 @@ def arrivals_on_caller(program: Program) -> Program:
 
 
 def block_before(kind: WordKind, op: type, program: Program) -> Program:
-    """The host blocks until its lane has come to the first such operation, and only then enqueues it."""
+    """Block the host until the lane has run all operations before the first one of this kind."""
     steps = flat(program)
-    at = next((n for n, step in enumerate(steps) if is_op(step, kind, op)), len(steps))
-    return replace(program, start=(*steps[:at], HostBlock(), *steps[at:]))  # type: ignore[arg-type]
+    first = next((n for n, step in enumerate(steps) if is_op(step, kind, op)), len(steps))
+    return replace(program, start=(*steps[:first], HostBlock(), *steps[first:]))  # type: ignore[arg-type]
 
 
 def receive_by_host(program: Program) -> Program:
-    """The host waits until its receives have arrived before it enqueues the flags of its sends."""
+    """Let the host wait for its receives before it enqueues the flags of its sends."""
     arrivals_first = moved(WordKind.ARRIVAL, Wait, lambda step: is_op(step, WordKind.ARRIVAL, Write), program)
     return block_before(WordKind.ARRIVAL, Write, arrivals_first)
 
 
 def log_late(program: Program) -> Program:
-    """The start is logged behind what it enqueues."""
+    """Log the start after its operations are enqueued."""
     logs = tuple(step for step in program.start if isinstance(step, LogStart))
     return replace(program, start=(*(step for step in program.start if not isinstance(step, LogStart)), *logs))
 
 
 class Reused(PairNumbers):
-    """The second exchange has the numbers of the first."""
+    """Gives the second exchange the numbers of the first."""
 
     def __init__(self) -> None:
         super().__init__()
         self._first = True
 
     def advance(self, program: Program) -> None:
-        """Forget the first."""
+        """Advance, except after the first exchange."""
         if not self._first:
             super().advance(program)
         self._first = False
 
 
 class OfRank(PairNumbers):
-    """One number for all pairs in which this rank sends, and one for all in which it receives."""
+    """Counts messages per direction of this rank instead of per pair."""
 
     def bases(self, program: Program) -> dict[Pair, int]:
-        """All that were started in that direction."""
-        mine = program.rank
-        return {pair: sum(count for other, count in self._started.items() if (other[0] == mine) == (pair[0] == mine))
+        """Return the number of messages started in the direction of each pair."""
+        rank = program.rank
+        return {pair: sum(count for each, count in self._started.items() if (each[0] == rank) == (pair[0] == rank))
                 for pair, _ in program.counts}  # fmt: skip
 
 
 def before_ready(step: Any) -> bool:
-    """Where the lane waits for the caller's stream."""
+    """Whether the lane waits for the caller's stream in this step."""
     return isinstance(step, WaitEvent) and step.event is Event.READY
 
 
 def is_copy(step: Any) -> bool:
-    """Where data moves."""
+    """Whether a step copies data."""
     return isinstance(step, Copy)
 
 
 def changed(function: Callable[..., Program], *arguments: Any, **options: Any) -> Protocol:
-    """A protocol whose starts are changed so."""
+    """Return a protocol whose programs are changed by `function`."""
     return Protocol(change=partial(function, *arguments), **options)
 
 
 def failing(fault: str, drain: tuple[EndStep, ...] = DRAIN, **options: Any) -> Protocol:
-    """A protocol in which rank 0 fails."""
+    """Return a protocol in which rank 0 may fail."""
     return Protocol(drain=drain, machine={"fault": fault, **options})
 
 
@@ -256,4 +256,4 @@ MUTATIONS = [
     Mutation("stale page of an earlier ring", Protocol(first_words=3), two, "ordered"),
     Mutation("k-th start paired by bind order", Protocol(by_bind_order=True), other_order, "ordered"),
 ]
-"""The note's seventeen and what the model added."""
+"""`docs/testing.md` lists them all."""

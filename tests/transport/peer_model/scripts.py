@@ -1,7 +1,8 @@
-"""What the ranks of a model do: scripts of hosts, turned into the threads of a machine with the transports' programs.
+"""Scripts of the ranks of a model. They run the transport's programs, and become the threads of a machine.
 
-A script starts and waits for exchanges between kernels, as the executor does. What a start enqueues and in which order
-comes from the program that the transport would run; `change` may break it. The uses are small enough for every order.
+A script starts exchanges and waits for them between kernels, as the executor does. The program that the transport would
+run determines which operations a start enqueues, and in which order; `Protocol.change` may break it. The use cases are
+small enough that every order can be explored.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ from ringattn.transport.peer.program import (
     Write,
     push_exchange,
 )
-from tests.transport.peer_model.machine import CALLER, CLOSE, DRAIN, HOST, LANE, At, EndStep, Kind, Machine, Op
+from tests.transport.peer_model.machine import CALLER, CLOSE, DRAIN, HOST, LANE, EndStep, Kind, Machine, Op, Position
 
 # --- scripts ----------------------------------------------------------------------------------------------------------
 
 
-NEVER: At = (0, 1 << 30)
+NEVER: Position = (0, 1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
 class ExactWait(Wait):
-    """A wait for one value and no other."""
+    """A wait that only the exact value satisfies."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnfencedWrite(Write):
-    """A store that does not wait for what was written before it."""
+    """A store that does not wait for earlier copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class LooseCopy(Copy):
-    """A copy whose batch keeps no order: it begins whenever it likes."""
+    """A copy in an unordered batch: it may begin at any later time."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """The host waits until the lane has run what it was given."""
+    """The host waits until the lane has run all enqueued operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ Change = Callable[[Program], Program]
 
 @dataclass(frozen=True)
 class Sent:
-    """A message of a hop: to or from `peer`, in this slot of the rank."""
+    """A message of a hop: its peer, and its slot on this rank."""
 
     peer: int
     slot: int
@@ -74,7 +75,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class BoundHop:
-    """What `bind` was given. Hops of a rank are numbered as they are bound."""
+    """A bound hop."""
 
     sends: tuple[Sent, ...]
     recvs: tuple[Sent, ...]
@@ -82,25 +83,25 @@ class BoundHop:
 
 @dataclass
 class Protocol:
-    """How exchanges run, and what is broken about it."""
+    """How exchanges run, and which mistakes they contain."""
 
     change: Change = lambda program: program
     one_queue: bool = False
     drain: tuple[EndStep, ...] = DRAIN
     numbers: Callable[[], PairNumbers] = PairNumbers
     swap_book: bool = False
-    """The receiver logs the buffers of its first two starts the wrong way round."""
+    """The receiver logs the buffers of its first two starts in swapped order."""
     by_bind_order: bool = False
     """The k-th start is paired with the k-th bound hop."""
     first_words: int = 0
-    """What the pages hold at first."""
+    """The initial value of all words."""
     machine: dict[str, object] = field(default_factory=dict)
-    """Options of the machine."""
+    """Options of `Machine`."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """An operation whose neighbors on other threads may not be written yet: they are named."""
+    """An operation that refers to operations of other threads by name, because they may not exist yet."""
 
     op: Op
     name: Hashable = None
@@ -109,7 +110,7 @@ class Draft:
 
 
 class Script:
-    """One rank's host, as it is written."""
+    """Builds the operations of one rank."""
 
     def __init__(self, model: Model, rank: int) -> None:
         self.model, self.rank = model, rank
@@ -117,19 +118,19 @@ class Script:
         self._started: list[tuple[BoundHop, Program, dict[Pair, int]]] = []
 
     def bind(self, sends: Sequence[Sent], recvs: Sequence[Sent]) -> BoundHop:
-        """A hop that may be started again and again."""
+        """Bind a hop, which may be started repeatedly."""
         hop = BoundHop(tuple(sends), tuple(recvs))
         for each in hop.recvs:
             self.model.bound.setdefault((each.peer, self.rank), []).append(each.slot)
         return hop
 
     def kernel(self, what: str, reads: Sequence[tuple[int, int]] = (), writes: Sequence[tuple[int, int]] = ()) -> None:
-        """Work of the caller's stream: slots that must hold these tags, and slots that get them."""
+        """Enqueue a kernel on the caller's stream. `reads`: slots and expected tags; `writes`: slots and new tags."""
         reads, writes = ([(self.model.slot(self.rank, each), tag) for each, tag in part] for part in (reads, writes))
         self._enqueue([(CALLER, Draft(Op(Kind.KERNEL, what, reads=tuple(reads), writes=tuple(writes))))])
 
     def start(self, hop: BoundHop) -> int:
-        """Start an exchange; what `wait` needs."""
+        """Start an exchange, and return the handle for `wait`."""
         protocol = self.model.protocol
         peers = [each.peer for each in hop.sends], [each.peer for each in hop.recvs]
         program = protocol.change(push_exchange(self.rank, *peers))
@@ -139,24 +140,24 @@ class Script:
         return len(self._started) - 1
 
     def wait(self, started: int) -> None:
-        """What the caller does after this comes behind the exchange."""
+        """Order later work of the caller's stream after the exchange."""
         self._run(self._started[started][1].wait, started)
 
     def drain(self) -> None:
-        """Make sure of everything so far, and say so."""
+        """Run the steps of a drain, and report success."""
         for step in self.model.protocol.drain:
             self._host_step(step)
         self._host(Draft(Op(Kind.SUCCESS, "return from drain")))
 
     def close(self) -> None:
-        """Drain and leave."""
+        """Drain, unmap and close."""
         self.drain()
         for step in CLOSE[len(DRAIN) :]:
             self._host_step(step)
         self._host(Draft(Op(Kind.CLOSED, "close")))
 
     def _run(self, steps: Sequence[object], number: int) -> None:
-        """Neighboring operations of the device are enqueued at once: one that is enqueued may always run late."""
+        """Run steps. Enqueue consecutive device operations together: an enqueued operation may run late anyway."""
         queued: list[tuple[int, Draft]] = []
         for step in steps:
             on_device = self._on_device(step, number)
@@ -168,7 +169,7 @@ class Script:
         self._enqueue(queued)
 
     def _on_device(self, step: object, number: int) -> list[tuple[int, Draft]]:
-        """What a step puts on streams."""
+        """Return the operations that a step enqueues, with their streams. Empty for a step of the host."""
         if isinstance(step, Memops):
             return [(LANE, self._memop(op, number)) for op in step.ops]
         if isinstance(step, OnCaller):
@@ -184,13 +185,13 @@ class Script:
         return []
 
     def _on_host(self, step: object, number: int) -> None:
-        """What the host itself does."""
+        """Run a step of the host."""
         if isinstance(step, LogStart):
             self._log(step, number)
         elif isinstance(step, FindBuffer):
-            other, message = step.dst if step.src == self.rank else step.src, self._number(step, number)
-            key = ("log", other, step.pair, message)
-            self._host(Draft(Op(Kind.PASS, f"find message {message} at rank {other}"), after=(key,)))
+            peer, message = step.dst if step.src == self.rank else step.src, self._number(step, number)
+            key = ("log", peer, step.pair, message)
+            self._host(Draft(Op(Kind.PASS, f"find message {message} at rank {peer}"), after=(key,)))
         elif isinstance(step, HostBlock):
             self._host(Draft(Op(Kind.PASS, "block in start", (self.model.end(self.rank, LANE),))))
         else:
@@ -207,7 +208,7 @@ class Script:
             self._host(Draft(Op(Kind[step.name], what)))
 
     def _log(self, step: LogStart, number: int) -> None:
-        """The start log, which says of a receive also where it goes."""
+        """Log the start of a message, and its slot."""
         hop, message = self._started[number][0], self._number(step, number)
         messages = hop.sends if step.sends else hop.recvs
         self.model.book.setdefault((self.rank, step.pair, message), messages[step.message].slot)
@@ -246,56 +247,55 @@ class Script:
 
 
 class Model:
-    """Scripts of all ranks, and the machine that they make."""
+    """The scripts of all ranks, and the machine built from them."""
 
     def __init__(self, world: int, slots: int, protocol: Protocol) -> None:
         self.world, self.slots, self.protocol = world, slots, protocol
         self.threads: list[list[Draft]] = [[] for _ in range(world * 3)]
         self.book: dict[tuple[int, Pair, int], int] = {}
-        """By rank, pair and number: the slot of that message."""
+        """The slot of each message, by rank, pair and number."""
         self.bound: dict[Pair, list[int]] = {}
-        """By pair: the slots of its receives, as they were bound."""
+        """The slots of the receives of each pair, in the order of binding."""
         self._words: dict[Word, int] = {}
         self.scripts = [Script(self, rank) for rank in range(world)]
 
     def thread(self, rank: int, stream: int) -> int:
-        """Its index. With one hardware queue all streams of a rank are one."""
+        """Return the index of a thread. With one hardware queue, the caller's stream and the lane are one thread."""
         return rank * 3 + (CALLER if self.protocol.one_queue and stream == LANE else stream)
 
-    def end(self, rank: int, stream: int) -> At:
-        """The last operation that a stream has now."""
+    def end(self, rank: int, stream: int) -> Position:
+        """Return the position of the last operation of a stream."""
         thread = self.thread(rank, stream)
         return thread, len(self.threads[thread]) - 1
 
     def slot(self, rank: int, slot: int) -> int:
-        """Its index among all ranks' slots."""
+        """Return the index of a slot among the slots of all ranks."""
         return rank * self.slots + slot
 
     def word(self, word: Word) -> int:
-        """Its index."""
+        """Return the index of a word."""
         return self._words.setdefault(word, len(self._words))
 
     def machine(self) -> Machine:
-        """With everything that was named in its place."""
-        places: dict[Hashable, At] = {}
+        """Return the machine, with all names resolved."""
+        positions: dict[Hashable, Position] = {}
         for thread, drafts in enumerate(self.threads):
-            for at, draft in enumerate(drafts):
+            for index, draft in enumerate(drafts):
                 if draft.name is not None:
-                    places.setdefault(draft.name, (thread, at))
-        threads = [[self._placed(draft, places) for draft in drafts]
-                   for thread, drafts in enumerate(self.threads)]  # fmt: skip
+                    positions.setdefault(draft.name, (thread, index))
+        threads = [[self._resolved(draft, positions) for draft in drafts] for drafts in self.threads]
         page = [word.page for word in self._words]
         words = [self.protocol.first_words] * len(page)
         return Machine(self.world, threads, page, self.world * self.slots, words, **self.protocol.machine)  # type: ignore[arg-type]
 
-    def _placed(self, draft: Draft, places: dict[Hashable, At]) -> Op:
-        op = draft.op._replace(needs=(*draft.op.needs, *(places.get(key, NEVER) for key in draft.after)))
+    def _resolved(self, draft: Draft, positions: dict[Hashable, Position]) -> Op:
+        op = draft.op._replace(needs=(*draft.op.needs, *(positions.get(key, NEVER) for key in draft.after)))
         if draft.target is not None:
-            op = op._replace(target=self._found(*draft.target))  # type: ignore[misc]
+            op = op._replace(target=self._slot_of_message(*draft.target))  # type: ignore[misc]
         return op
 
-    def _found(self, rank: int, pair: Pair, number: int) -> int:
-        """The slot of a message at one of its ends, as the other end finds it."""
+    def _slot_of_message(self, rank: int, pair: Pair, number: int) -> int:
+        """Return the slot of a message on `rank`, as its peer finds it in the log."""
         if self.protocol.by_bind_order:
             return self.slot(rank, self.bound[pair][(number - 1) % len(self.bound[pair])])
         if self.protocol.swap_book and number <= 2:
@@ -303,88 +303,88 @@ class Model:
         return self.slot(rank, self.book.get((rank, pair, number), 0))
 
 
-# --- uses of a transport ----------------------------------------------------------------------------------------------
+# --- use cases --------------------------------------------------------------------------------------------------------
 
 
 def ring(protocol: Protocol, world: int, hops: int, passes: int = 1) -> Machine:
-    """Each rank's block goes round through two slots, as a ring's executor lets it; a drain ends each pass."""
+    """Pass the block of each rank around the ring through two slots, as the executor does. A drain ends each pass."""
     model = Model(world, 2, protocol)
-    for me in model.scripts:
-        after, before = (me.rank + 1) % world, (me.rank - 1) % world
-        bound = [me.bind([Sent(after, h % 2)], [Sent(before, (h + 1) % 2)]) for h in range(hops)]
+    for script in model.scripts:
+        after, before = (script.rank + 1) % world, (script.rank - 1) % world
+        bound = [script.bind([Sent(after, h % 2)], [Sent(before, (h + 1) % 2)]) for h in range(hops)]
         for n in range(passes):
-            tags = [n * world + (me.rank - h) % world + 1 for h in range(hops + 1)]
-            me.kernel("pack", writes=[(0, tags[0])])
+            tags = [n * world + (script.rank - h) % world + 1 for h in range(hops + 1)]
+            script.kernel("pack", writes=[(0, tags[0])])
             for h in range(hops):
-                started = me.start(bound[h])
-                me.kernel(f"attend {h}", reads=[(h % 2, tags[h])])
-                me.wait(started)
-            me.kernel(f"attend {hops}", reads=[(hops % 2, tags[hops])])
+                started = script.start(bound[h])
+                script.kernel(f"attend {h}", reads=[(h % 2, tags[h])])
+                script.wait(started)
+            script.kernel(f"attend {hops}", reads=[(hops % 2, tags[hops])])
             if n < passes - 1:
-                me.drain()
-        me.close()
+                script.drain()
+        script.close()
     return model.machine()
 
 
 def star(protocol: Protocol, world: int) -> Machine:
-    """Rank 0 sends to each other rank, then they answer: pairs with unequal numbers."""
+    """Rank 0 sends to each other rank, and they reply. The pairs have different message numbers."""
     model = Model(world, world, protocol)
-    root, others = model.scripts[0], model.scripts[1:]
+    root, leaves = model.scripts[0], model.scripts[1:]
     root.kernel("pack", writes=[(0, 1)])
-    waits = [root.start(root.bind([Sent(me.rank, 0)], [])) for me in others]
-    waits += [root.start(root.bind([], [Sent(me.rank, me.rank)])) for me in others]
+    waits = [root.start(root.bind([Sent(leaf.rank, 0)], [])) for leaf in leaves]
+    waits += [root.start(root.bind([], [Sent(leaf.rank, leaf.rank)])) for leaf in leaves]
     for each in waits:
         root.wait(each)
-    root.kernel("attend", reads=[(me.rank, me.rank + 1) for me in others])
-    for me in others:
-        me.wait(me.start(me.bind([], [Sent(0, 0)])))
-        me.kernel("attend", reads=[(0, 1)], writes=[(1, me.rank + 1)])
-        me.wait(me.start(me.bind([Sent(0, 1)], [])))
-    for me in model.scripts:
-        me.close()
+    root.kernel("attend", reads=[(leaf.rank, leaf.rank + 1) for leaf in leaves])
+    for leaf in leaves:
+        leaf.wait(leaf.start(leaf.bind([], [Sent(0, 0)])))
+        leaf.kernel("attend", reads=[(0, 1)], writes=[(1, leaf.rank + 1)])
+        leaf.wait(leaf.start(leaf.bind([Sent(0, 1)], [])))
+    for script in model.scripts:
+        script.close()
     return model.machine()
 
 
 def two_messages(protocol: Protocol) -> Machine:
-    """Two messages of a pair in one exchange, both ways, twice."""
+    """Send two messages per exchange in both directions, in two exchanges."""
     model = Model(2, 4, protocol)
-    for me in model.scripts:
-        peer = 1 - me.rank
-        bound = me.bind([Sent(peer, 0), Sent(peer, 1)], [Sent(peer, 2), Sent(peer, 3)])
+    for script in model.scripts:
+        peer = 1 - script.rank
+        bound = script.bind([Sent(peer, 0), Sent(peer, 1)], [Sent(peer, 2), Sent(peer, 3)])
         for n in (1, 2):
-            mine, theirs = 100 * n + 10 * me.rank, 100 * n + 10 * peer
-            me.kernel("pack", writes=[(0, mine), (1, mine + 1)])
-            me.wait(me.start(bound))
-            me.kernel("attend", reads=[(2, theirs), (3, theirs + 1)])
-        me.close()
+            sent, received = 100 * n + 10 * script.rank, 100 * n + 10 * peer
+            script.kernel("pack", writes=[(0, sent), (1, sent + 1)])
+            script.wait(script.start(bound))
+            script.kernel("attend", reads=[(2, received), (3, received + 1)])
+        script.close()
     return model.machine()
 
 
 def ahead(protocol: Protocol) -> Machine:
-    """Two exchanges are started before either is waited for."""
+    """Start two exchanges before waiting for either."""
     model = Model(2, 4, protocol)
-    for me in model.scripts:
-        peer = 1 - me.rank
-        me.kernel("pack", writes=[(0, 10 + me.rank), (1, 20 + me.rank)])
-        started = [me.start(me.bind([Sent(peer, n)], [Sent(peer, 2 + n)])) for n in (0, 1)]
+    for script in model.scripts:
+        peer = 1 - script.rank
+        script.kernel("pack", writes=[(0, 10 + script.rank), (1, 20 + script.rank)])
+        started = [script.start(script.bind([Sent(peer, n)], [Sent(peer, 2 + n)])) for n in (0, 1)]
         for n, each in enumerate(started):
-            me.wait(each)
-            me.kernel(f"attend {n}", reads=[(2 + n, 10 * (n + 1) + peer)])
-        me.close()
+            script.wait(each)
+            script.kernel(f"attend {n}", reads=[(2 + n, 10 * (n + 1) + peer)])
+        script.close()
     return model.machine()
 
 
 def other_order(protocol: Protocol) -> Machine:
-    """Rank 1 binds two receives and starts the second one first."""
+    """Rank 1 binds two receives, and starts the second one first."""
     model = Model(2, 2, protocol)
-    root, me = model.scripts
-    root.kernel("pack", writes=[(0, 1), (1, 2)])
-    for each in [root.start(root.bind([Sent(1, slot)], [])) for slot in (0, 1)]:
-        root.wait(each)
-    bound = [me.bind([], [Sent(0, slot)]) for slot in (0, 1)]
-    for each in [me.start(bound[1]), me.start(bound[0])]:
-        me.wait(each)
-    me.kernel("attend", reads=[(1, 1), (0, 2)])
+    sender, receiver = model.scripts
+    sender.kernel("pack", writes=[(0, 1), (1, 2)])
+    for each in [sender.start(sender.bind([Sent(1, slot)], [])) for slot in (0, 1)]:
+        sender.wait(each)
+    bound = [receiver.bind([], [Sent(0, slot)]) for slot in (0, 1)]
+    for each in [receiver.start(bound[1]), receiver.start(bound[0])]:
+        receiver.wait(each)
+    receiver.kernel("attend", reads=[(1, 1), (0, 2)])
     for script in model.scripts:
         script.close()
     return model.machine()
