@@ -1,6 +1,6 @@
-"""Scripted faults on simulated GPUs: every survivor names the culprit and no other within the deadline and 2 s.
+"""Scripted faults on simulated GPUs: every survivor names only the culprit, within the deadline plus 2 s.
 
-The real transport runs; what dies, stalls or answers wrongly is the simulated library under one rank.
+The transport is the real one. The simulated library of one rank dies, stalls or returns errors.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ DEADLINE_S = 2.0
 GRACE_S = 2.0
 TOKENS = 24
 BATCHES = 5
-WARM_HOPS = 2  # of opening
-ASYNCHRONOUS = "meets an asynchronous error"
+WARM_HOPS = 2  # the hops of opening
+ASYNCHRONOUS = "gets an asynchronous error"
 
 
 Change = Callable[[int], dict[str, Any]]
-"""What the culprit asks for otherwise than the others in its n-th call."""
+"""The arguments that only the culprit passes in its n-th call."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A fault in the library of one rank, or a call that it makes otherwise than the others."""
+    """A fault in the library of one rank, or a different call of this rank."""
 
     name: str
     culprit: int
@@ -53,46 +53,46 @@ class Case:
 
 
 def arguments(ring: Ring, tokens: int = TOKENS, **options: Any) -> dict[str, Any]:
-    """A causal call."""
+    """Return the arguments of a causal call."""
     seq = ring.sequence(tokens, layout="zigzag")
     x = torch.ones(1, seq.counts[ring.rank], 2, 8)
     return {"q": x, "k": x, "v": x, "seq": seq, "causal": True, "schedule": "ring", **options}
 
 
-def cases() -> list[Case]:
-    """Over ranks, hops and functions. A call of three ranks has two hops, of four ranks three."""
-    found = []
+def all_cases() -> list[Case]:
+    """Return the cases for all ranks, hops and functions. A call has two hops on three ranks, three on four ranks."""
+    cases = []
     for ranks in (3, 4):
         for culprit in range(ranks):
             for hop in (WARM_HOPS + 1, WARM_HOPS + ranks):
-                found.append(Case(f"dies before hop {hop}", culprit, ranks, Die(culprit, hop)))
-            found.append(Case("dies after its first hop", culprit, ranks, Die(culprit, WARM_HOPS, after=True)))
+                cases.append(Case(f"dies before hop {hop}", culprit, ranks, Die(culprit, hop)))
+            cases.append(Case("dies after its first hop", culprit, ranks, Die(culprit, WARM_HOPS, after=True)))
     stuck_in = {"send": 4, "recv": 4, "group_end": 4, "group_start": 3}
     for culprit in range(3):
         for function, n in stuck_in.items():
-            found.append(Case(f"is stuck in {function}", culprit, 3 + culprit % 2, Stall(culprit, function, n)))
+            cases.append(Case(f"is stuck in {function}", culprit, 3 + culprit % 2, Stall(culprit, function, n)))
         for status in (Status.REMOTE_ERROR, Status.SYSTEM_ERROR, Status.UNHANDLED_CUDA_ERROR):
             answer = Answer(culprit, "group_end", status, 4)
-            found.append(Case(f"is told {status.name} by a launch", culprit, 4, answer))
-        found.append(Case(ASYNCHRONOUS, culprit, 3))
-    otherwise: list[tuple[str, int, int, Change]] = [
+            cases.append(Case(f"gets {status.name} from a launch", culprit, 4, answer))
+        cases.append(Case(ASYNCHRONOUS, culprit, 3))
+    different_calls: list[tuple[str, int, int, Change]] = [
         ("refuses its input", 1, 3, lambda n: {"window": (0, 5)} if n == 2 else {}),
         ("has another shape", 2, 3, lambda n: {"tokens": TOKENS + (n == 1)}),
         ("has a new plan for a cached one", 0, 3, lambda n: {"tokens": TOKENS + (n == 2)}),
         ("has a cached plan for a new one", 1, 3, lambda n: {}),
         ("is one call ahead", 2, 4, lambda n: {"tokens": TOKENS + (n >= 2)}),
     ]
-    found += [Case(name, culprit, ranks, change=change) for name, culprit, ranks, change in otherwise]
-    # Opening connects neighbors only; other ranks connect in their first hop, and hang there if one never arrives.
+    cases += [Case(name, culprit, ranks, change=change) for name, culprit, ranks, change in different_calls]
+    # Opening connects neighbors only. Other ranks connect in their first hop, and hang if a peer never arrives.
     for schedule in ("direct", "all_gather", "all_to_all"):
         for culprit in (0, 2):
             death = Die(culprit, WARM_HOPS)
-            found.append(Case(f"dies before the first hop of {schedule}", culprit, 4, death, schedule=schedule))
-    return found
+            cases.append(Case(f"dies before the first hop of {schedule}", culprit, 4, death, schedule=schedule))
+    return cases
 
 
 def call(case: Case, ring: Ring, n: int) -> None:
-    """The `n`-th call of a rank."""
+    """Make the `n`-th call of a rank."""
     options: dict[str, Any] = {"schedule": case.schedule}
     if ring.rank == case.culprit:
         options |= case.change(n) if case.change else {}
@@ -103,14 +103,14 @@ def call(case: Case, ring: Ring, n: int) -> None:
 
 
 def break_communicator(world: SimWorld, rank: int) -> None:
-    """NCCL finds by itself that a communicator is broken."""
+    """Set an asynchronous error on the communicators of a rank, as NCCL does when it detects a failure."""
     with world.changed:
         for comm in world.registry.of(rank):
             comm.fail(Status.REMOTE_ERROR, "an asynchronous error")
 
 
 def suffer(case: Case) -> tuple[list[Outcome], list[float]]:
-    """Run the case; the outcomes, and when each rank made its last call that worked."""
+    """Run a case. Return the outcomes, and the time of the last successful call of each rank."""
     world = SimWorld(case.ranks, faults=[case.fault] if case.fault else [], limit_s=20.0, connects=True)
     last_good, left = [0.0] * case.ranks, set(range(case.ranks))
 
@@ -122,10 +122,10 @@ def suffer(case: Case) -> tuple[list[Outcome], list[float]]:
                     break_communicator(world, ring.rank)
                 call(case, ring, n)
                 last_good[ring.rank] = time.monotonic()
-                time.sleep(0.05)  # so that a fault that counts polls falls between two calls as well as into one
+                time.sleep(0.05)  # so that a fault may occur between two calls too
         finally:
             left.discard(ring.rank)
-            if left <= {case.culprit}:  # the others have given up; a clock would release it too early on a busy machine
+            if left <= {case.culprit}:  # all others have failed; a timer could fire too early on a busy machine
                 world.release(case.culprit)
 
     outcomes = on_rings(world, body, deadline_s=DEADLINE_S, ring={"engine": "plain"}, hard_s=30.0)
@@ -133,7 +133,7 @@ def suffer(case: Case) -> tuple[list[Outcome], list[float]]:
 
 
 def verdict(case: Case) -> list[str]:
-    """What is wrong with how the ranks took the fault."""
+    """Return a line for each wrong reaction of a rank to the fault."""
     outcomes, last_good = suffer(case)
     wrong = []
     for rank, outcome in enumerate(outcomes):
@@ -148,28 +148,28 @@ def verdict(case: Case) -> list[str]:
         if took_s > DEADLINE_S + GRACE_S:
             wrong.append(f"{case}: rank {rank} took {took_s:.2f} s: {outcome.error}")
         if not names_as_culprit(case.culprit, str(outcome.error)):
-            wrong.append(f"{case}: rank {rank} names nobody: {outcome.error}")
+            wrong.append(f"{case}: rank {rank} does not name the culprit: {outcome.error}")
         if innocent := named_at_fault(str(outcome.error)) - {case.culprit}:
             wrong.append(f"{case}: rank {rank} blames {innocent}: {outcome.error}")
     return wrong
 
 
-def test_they_differ() -> None:
-    assert len(cases()) == len({str(case) for case in cases()}) == 56
+def test_all_cases_differ() -> None:
+    assert len(all_cases()) == len({str(case) for case in all_cases()}) == 56
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _ranks_take_turns_often() -> Iterator[None]:
-    """Ranks are threads here: one that waits 5 ms for each turn sends its heartbeats too late."""
+    """Switch threads often. A rank is a thread; with the default of 5 ms it would send its heartbeats too late."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-4)
-    run_ranks(2, lambda ring: ring.attention(**arguments(ring)))  # what is imported late takes none of a deadline
+    run_ranks(2, lambda ring: ring.attention(**arguments(ring)))  # so that late imports do not count against a deadline
     yield
     sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize("batch", [0, *(pytest.param(batch, marks=pytest.mark.slow) for batch in range(1, BATCHES))])
-def test_every_survivor_names_the_culprit_alone_in_time(batch: int) -> None:
-    with ThreadPoolExecutor(2) as pool:  # more of them would wait for each other's turn, and deadlines are short
-        wrong = [line for lines in pool.map(verdict, cases()[batch::BATCHES]) for line in lines]
+def test_every_survivor_names_only_the_culprit_in_time(batch: int) -> None:
+    with ThreadPoolExecutor(2) as pool:  # more would slow each other down, and the deadlines are short
+        wrong = [line for lines in pool.map(verdict, all_cases()[batch::BATCHES]) for line in lines]
     assert wrong == []

@@ -1,7 +1,7 @@
-"""The order of everything a pass does on a GPU: no race in any schedule, and every way to break the order is caught.
+"""The order of the work of a pass on a GPU: no schedule has a race, and each mutation of the order is detected.
 
-The executor, the plan and the NCCL transport are the real ones; packs, merges and kernels tell the simulated device
-which bytes they touch, and the race detector says whether events and rendezvous order them.
+The executor, the plan and the NCCL transport are the real ones. Packs, additions and kernels report the bytes that they
+access to the simulated device. The race detector checks that events and rendezvous order these accesses.
 """
 
 from __future__ import annotations
@@ -41,68 +41,68 @@ TRIALS = {
     "striped": Trial(window=(6, 2)),
     "per_document": Trial(causal=True, documents=(0, 5, 5, 18, 19, 37)),
 }
-here = threading.local()
+current_rank = threading.local()
 
 
 def extent(x: Tensor) -> list[Range]:
-    """From the first byte of a strided view to its last."""
+    """Return the range from the first byte of a strided view to its last, or an empty list."""
     if not x.numel():
         return []
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return [(x.data_ptr(), (last + 1) * x.element_size())]
 
 
-def flat(place: PackedBuffer | LocalTensors) -> list[Range]:
-    """The bytes of a packed buffer; nobody exchanges a local."""
-    return extent(place.flat) if isinstance(place, PackedBuffer) else []
+def packed_range(buffer: PackedBuffer | LocalTensors) -> list[Range]:
+    """Return the range of a packed buffer. Local tensors are never exchanged, so their list is empty."""
+    return extent(buffer.flat) if isinstance(buffer, PackedBuffer) else []
 
 
 class Touching:
-    """An engine that says what it reads and writes."""
+    """An engine that reports its reads and writes to the simulated device."""
 
     def __init__(self, inner: Any, gpu: SimDevice) -> None:
         self._inner, self._gpu = inner, gpu
 
-    def __getattr__(self, other: str) -> Any:
-        return getattr(self._inner, other)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def attend(self, q: Tensor, kv: KV, *rest: Any) -> None:
         self._gpu.touch(reads=[*extent(kv.k), *extent(kv.v)], label="attend")
         self._inner.attend(q, kv, *rest)
 
-    def attend_grad(self, q: Tensor, kv: KV, seed: Any, dq: Any, dkv: Any, work: Any, result: Any = None) -> None:
+    def attend_grad(self, q: Tensor, kv: KV, inputs: Any, dq: Any, dkv: Any, work: Any, result: Any = None) -> None:
         sums = [*extent((dkv or result).k), *extent((dkv or result).v)]
         self._gpu.touch(reads=[*extent(kv.k), *extent(kv.v), *sums], writes=sums, label="attend_grad")
-        self._inner.attend_grad(q, kv, seed, dq, dkv, work, result)
+        self._inner.attend_grad(q, kv, inputs, dq, dkv, work, result)
 
 
 @pytest.fixture
 def touching(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs, merges and zeros say what they touch too."""
+    """Let packs and additions report their accesses too."""
     pack, add = ringattn.runtime.executor.pack, ringattn.runtime.executor.add
 
     def touched_pack(source: PackedBuffer | LocalTensors, into: PackedBuffer) -> None:
-        here.gpu.touch(reads=flat(source), writes=flat(into), label="pack")
+        current_rank.gpu.touch(reads=packed_range(source), writes=packed_range(into), label="pack")
         pack(source, into)
 
     def touched_add(part: PackedBuffer, into: PackedBuffer | LocalTensors, first: bool) -> None:
-        here.gpu.touch(reads=flat(part) + flat(into), writes=flat(into), label="add")
+        current_rank.gpu.touch(reads=packed_range(part) + packed_range(into), writes=packed_range(into), label="add")
         add(part, into, first)
 
     monkeypatch.setattr(ringattn.runtime.executor, "pack", touched_pack)
     monkeypatch.setattr(ringattn.runtime.executor, "add", touched_add)
 
 
-Passed = tuple[list[Outcome], SimWorld, list[Race]]
+RunResult = tuple[list[Outcome], SimWorld, list[Race]]
 
 
-def passes(ranks: int, layout: str, schedule: str, timeout_s: float = 20.0) -> Passed:
-    """Two calls, forward and backward, so that the second meets the slots of the first."""
+def run_passes(ranks: int, layout: str, schedule: str, timeout_s: float = 20.0) -> RunResult:
+    """Run two calls, forward and backward, so that the second reuses the slots of the first."""
     world = SimWorld(ranks)
 
     def body(ring: Ring) -> Any:
-        here.gpu = ring.transport.gpu  # type: ignore[attr-defined]
-        engine = Touching(PlainEngine(), here.gpu)
+        current_rank.gpu = ring.transport.gpu  # type: ignore[attr-defined]
+        engine = Touching(PlainEngine(), current_rank.gpu)
         ring.engine_for = lambda *_: engine  # type: ignore[method-assign, assignment, return-value]
         return [on_rank(ring, TRIALS[layout], layout, schedule, torch.float64) for _ in range(2)][1]
 
@@ -110,12 +110,12 @@ def passes(ranks: int, layout: str, schedule: str, timeout_s: float = 20.0) -> P
     return outcomes, world, find_races([world.trace[rank] for rank in range(ranks)])
 
 
-def all_went_well(layout: str, outcomes: list[Outcome], world: SimWorld, races: list[Race]) -> bool:
-    """Exact, and by no accident."""
+def is_correct(layout: str, outcomes: list[Outcome], world: SimWorld, races: list[Race]) -> bool:
+    """Whether the results are exact, without an error, a violation or a race."""
     if world.violations or races or any(outcome.error for outcome in outcomes):
         return False
-    found = joined([outcome.result for outcome in outcomes])
-    return greatest_error(found, reference(TRIALS[layout], torch.float64)) <= 1e-10
+    output = joined([outcome.result for outcome in outcomes])
+    return greatest_error(output, reference(TRIALS[layout], torch.float64)) <= 1e-10
 
 
 @pytest.mark.usefixtures("touching")
@@ -123,34 +123,34 @@ def all_went_well(layout: str, outcomes: list[Outcome], world: SimWorld, races: 
 @pytest.mark.parametrize("schedule", schedule_params(quick=["double_ring"]))
 @pytest.mark.parametrize("layout", list(TRIALS))
 def test_nothing_races(layout: str, schedule: str, ranks: int) -> None:
-    outcomes, world, races = passes(ranks, layout, schedule)
+    outcomes, world, races = run_passes(ranks, layout, schedule)
     assert [str(race) for race in races[:3]] == [] and world.violations == []
-    assert all_went_well(layout, outcomes, world, races)
+    assert is_correct(layout, outcomes, world, races)
     touched = [entry for entry in world.trace[0] if type(entry).__name__ == "Touch"]
     assert {entry.label for entry in touched} >= {"pack", "attend", "attend_grad", "add"}  # type: ignore[attr-defined]
 
 
-# --- every way to break the order is caught --------------------------------------------------------------------------
+# --- mutations of the order are detected -----------------------------------------------------------------------------
 
-Break = Callable[[pytest.MonkeyPatch], None]
+Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def no_wait_for_arrival(patch: pytest.MonkeyPatch) -> None:
-    """A dropped wait: work begins before the bytes are there."""
+    """Drop a wait: compute begins before the bytes have arrived."""
     patch.setattr(StreamWorkHandle, "wait", lambda self: setattr(self, "waited", True))
 
 
 def no_wait_for_compute(patch: pytest.MonkeyPatch) -> None:
-    """The other dropped wait: an exchange begins before its slots are packed and free."""
+    """Drop a wait: an exchange begins before its slots are packed and free."""
     wait = SimStream.wait_event
     patch.setattr(SimStream, "wait_event", lambda self, event: wait(self, event) if self.name == "compute" else None)
 
 
 def swapped_slots(patch: pytest.MonkeyPatch) -> None:
-    """Two slots that live together lie in one place."""
+    """Give two slots with overlapping lifetimes the same memory."""
     plan_of = ringattn.runtime.runtime.plan_of
 
-    def swapped(*facts: Any) -> Plan:
+    def broken_plan(*facts: Any) -> Plan:
         plan = plan_of(*facts)
         first, second = next(
             (a, b)
@@ -161,36 +161,36 @@ def swapped_slots(patch: pytest.MonkeyPatch) -> None:
         moved = second._replace(offset_bytes=first.offset_bytes)
         return replace(plan, buffers=tuple(moved if buffer is second else buffer for buffer in plan.buffers))
 
-    patch.setattr(ringattn.runtime.runtime, "plan_of", swapped)
+    patch.setattr(ringattn.runtime.runtime, "plan_of", broken_plan)
 
 
 def ungrouped(patch: pytest.MonkeyPatch) -> None:
-    """Sends and receives of a hop one by one."""
+    """Issue the sends and receives of a hop without a group."""
     patch.setattr(SimLibrary, "group_start", lambda self: 0)
     patch.setattr(SimLibrary, "group_end", lambda self: 0)
 
 
 def reversed_on_one_rank(patch: pytest.MonkeyPatch) -> None:
-    """Rank 1 issues its receives and sends of a hop, and its hops, in another order than its peers."""
+    """Let rank 1 launch its first two hops in reversed order."""
     launch = Communicator.launch
-    held: list[Any] = []
+    deferred: list[Any] = []
 
-    def swapped(self: Communicator, calls: Any, stream: int, watch: Any) -> None:
-        if self.rank != 1 or len(calls) < 2 or "warm" in held:
+    def launch_reversed(self: Communicator, calls: Any, stream: int, watch: Any) -> None:
+        if self.rank != 1 or len(calls) < 2 or "done" in deferred:
             return launch(self, calls, stream, watch)
-        held.append((calls, stream))
-        if len(held) == 2:
-            (first, _), (second, _) = held
-            held[:] = ["warm"]
+        deferred.append((calls, stream))
+        if len(deferred) == 2:
+            (first, _), (second, _) = deferred
+            deferred[:] = ["done"]
             launch(self, second, stream, watch)
             launch(self, first, stream, watch)
         return None
 
-    patch.setattr(Communicator, "launch", swapped)
+    patch.setattr(Communicator, "launch", launch_reversed)
 
 
 def wrong_count_on_one_rank(patch: pytest.MonkeyPatch) -> None:
-    """Rank 1 receives eight bytes less than are sent."""
+    """Let rank 1 receive eight bytes less than its peer sends."""
     launch = Communicator.launch
 
     def short(self: Communicator, calls: Any, stream: int, watch: Any) -> None:
@@ -203,37 +203,39 @@ def wrong_count_on_one_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Communicator, "launch", short)
 
 
-BREAKS: list[Break] = [
+MUTATIONS: list[Mutation] = [
     no_wait_for_arrival, no_wait_for_compute, swapped_slots, ungrouped, reversed_on_one_rank, wrong_count_on_one_rank,
 ]  # fmt: skip
 
 
 @contextmanager
-def broken(how: Break) -> Iterator[None]:
-    """Inside, the order is broken."""
+def mutated(mutation: Mutation) -> Iterator[None]:
+    """Apply a mutation while the context is active."""
     with pytest.MonkeyPatch.context() as patch:
-        how(patch)
+        mutation(patch)
         yield
 
 
 @pytest.mark.usefixtures("touching")
-@pytest.mark.parametrize("how", BREAKS, ids=lambda how: how.__name__)
-def test_a_broken_order_is_caught(how: Break) -> None:
-    assert all_went_well("zigzag", *passes(3, "zigzag", "ring"))
-    with broken(how):
-        assert not all_went_well("zigzag", *passes(3, "zigzag", "ring", timeout_s=1.0))
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_a_wrong_order_is_detected(mutation: Mutation) -> None:
+    assert is_correct("zigzag", *run_passes(3, "zigzag", "ring"))
+    with mutated(mutation):
+        assert not is_correct("zigzag", *run_passes(3, "zigzag", "ring", timeout_s=1.0))
 
 
 @pytest.mark.usefixtures("touching")
-@pytest.mark.parametrize("how", [no_wait_for_arrival, no_wait_for_compute, swapped_slots], ids=lambda how: how.__name__)
-def test_what_may_go_well_by_accident_is_a_race(how: Break) -> None:
-    with broken(how):
-        _, _, races = passes(3, "zigzag", "ring", timeout_s=1.0)
+@pytest.mark.parametrize(
+    "mutation", [no_wait_for_arrival, no_wait_for_compute, swapped_slots], ids=lambda mutation: mutation.__name__
+)
+def test_a_wrong_order_that_may_give_correct_results_is_a_race(mutation: Mutation) -> None:
+    with mutated(mutation):
+        _, _, races = run_passes(3, "zigzag", "ring", timeout_s=1.0)
     assert races
 
 
-def other_lengths() -> tuple[list[Outcome], SimWorld]:
-    """Rank 1 asks for another length, so its messages have other sizes."""
+def run_with_different_lengths() -> tuple[list[Outcome], SimWorld]:
+    """Run a call in which rank 1 passes a different length, so that its messages have different sizes."""
     world = SimWorld(3)
 
     def body(ring: Ring) -> None:
@@ -245,10 +247,10 @@ def other_lengths() -> tuple[list[Outcome], SimWorld]:
     return on_rings(world, body, timeout_s=1.0), world
 
 
-def test_a_missing_digest_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes, world = other_lengths()
-    assert world.violations == [] and all(isinstance(one.error, DisagreementError) for one in outcomes)
+def test_a_missing_consistency_check_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes, world = run_with_different_lengths()
+    assert world.violations == [] and all(isinstance(outcome.error, DisagreementError) for outcome in outcomes)
     monkeypatch.setattr(Ring, "check_consistency", lambda self, *_, **__: ComparedCall(0, False))
-    outcomes, world = other_lengths()
+    outcomes, world = run_with_different_lengths()
     assert any("the bytes of both ends differ" in violation for violation in world.violations)
-    assert not any(isinstance(one.error, DisagreementError) for one in outcomes)
+    assert not any(isinstance(outcome.error, DisagreementError) for outcome in outcomes)
