@@ -1,4 +1,4 @@
-"""Whom an error says to be at fault."""
+"""Parse error messages: the ranks that a message says to be at fault."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ VERBS = "|".join((
     "is silent", "is behind", "is stuck in a launch", "is still computing", "is gone", "failed first", "refused",
     "does not ask", "and rank . make different calls", "make different calls",
 ))  # fmt: skip
-# A rank that failed first with one of these only reports: what follows says who is at fault.
+# A rank that failed first with one of these errors only reports a fault. The rest of the message names the culprit.
 REPORTS = r"failed first: (?:DeadlineError|PeerLostError|DisagreementError)"
 
 
 def names_as_culprit(culprit: int, message: str) -> bool:
-    """Whether a message says that `culprit` is at fault, and does not only list it among the peers."""
+    """Whether a message says that `culprit` is at fault, instead of only listing it among the peers."""
     return re.search(rf"rank {culprit} ({VERBS})", message) is not None
 
 
 def named_at_fault(message: str) -> set[int]:
-    """All ranks that a message says to be at fault; of two that disagree neither is."""
+    """Return all ranks that a message says to be at fault. Two ranks that disagree are not at fault."""
     return {int(rank) for rank in re.findall(rf"rank (\d+) (?!{REPORTS}|and rank|make different)(?:{VERBS})", message)}

@@ -1,4 +1,4 @@
-"""A store's host that tests may stop: one for a file, running again before each test."""
+"""Fixtures: a store host per test module. A test may stop it; it runs again before the next test."""
 
 from __future__ import annotations
 

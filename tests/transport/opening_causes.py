@@ -20,7 +20,7 @@ from ringattn.transport.control_store import ControlStore
 from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.meeting import Meeting
 from tests.contract.processes import forked, free_port
-from tests.transport.store_hosts import StoreHost, stands_still
+from tests.transport.store_hosts import StoreHost, is_stopped
 
 RANKS = 3
 TIMEOUT_S = 2.0
@@ -173,7 +173,7 @@ class Rank:
     def stopped(self) -> bool:
         """Whether it is stopped."""
         assert self.process.pid is not None
-        return stands_still(self.process.pid)
+        return is_stopped(self.process.pid)
 
     def end(self) -> None:
         """Kill it."""

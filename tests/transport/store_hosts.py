@@ -1,4 +1,4 @@
-"""A store whose host is a process of its own, which a test can stop, continue and end."""
+"""A TCPStore in a separate process, which a test can stop, continue and kill."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _host(pipe: Connection) -> None:
         pipe.recv()
 
 
-def stands_still(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Whether every thread of a process is stopped."""
     threads = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(file.read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T" for file in threads)
@@ -35,29 +35,29 @@ class StoreHost:
     """A process that hosts a `TCPStore` and does nothing else."""
 
     def __init__(self) -> None:
-        self._pipe, theirs = Pipe()
-        self._process = forked(_host, theirs)
-        theirs.close()
+        self._pipe, child_end = Pipe()
+        self._process = forked(_host, child_end)
+        child_end.close()
         self.port: int = self._pipe.recv()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
     def client(self) -> TCPStore:
-        """A connection whose own timeout is far longer than any test."""
+        """Return a connection. Its timeout is far longer than any test."""
         return TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=120))
 
     def stop(self) -> None:
-        """It answers no more and its connections stay up. Returns when all its threads stand still."""
+        """Stop the process, and wait until all its threads are stopped. Its connections stay open."""
         os.kill(self.pid, signal.SIGSTOP)
-        while not stands_still(self.pid):
+        while not is_stopped(self.pid):
             time.sleep(0.001)
 
     def resume(self) -> None:
-        """It answers again, also what was asked meanwhile."""
+        """Continue the process. It also answers the requests that it received meanwhile."""
         os.kill(self.pid, signal.SIGCONT)
 
     def end(self) -> None:
-        """All its connections are reset."""
+        """Kill the process, which resets all its connections."""
         self._pipe.close()
         self._process.kill()
         self._process.join()
@@ -65,7 +65,7 @@ class StoreHost:
 
 @contextmanager
 def store_host() -> Iterator[StoreHost]:
-    """A host for one test."""
+    """Run a store host."""
     host = StoreHost()
     try:
         yield host

@@ -1,4 +1,4 @@
-"""Gloo between processes: openings, sudden exits, a lost store, the user's own groups. The contract: test_contract."""
+"""Gloo between processes: opening, several rings, process groups of the user, causes. Contract: test_contract.py."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ def processes() -> Iterator[Processes]:
 
 
 def opened_before_the_last(rank: int, world_size: int) -> bool:
-    """Whether this rank has its ring while rank 0, which is slow, still connects."""
+    """Whether this rank has opened its ring while rank 0, which is slow, still connects."""
     store = store_of(rank, world_size)
 
-    def slowly(*arguments: Any) -> dist.ProcessGroupGloo:
+    def connect_slowly(*arguments: Any) -> dist.ProcessGroupGloo:
         group = gloo_connect(*arguments)
         time.sleep(0.3)
         store.set("rank 0 has connected", "1")
         return group
 
     gloo_connect = gloo._connect
-    with patch.object(gloo, "_connect", slowly if rank == 0 else gloo_connect):
+    with patch.object(gloo, "_connect", connect_slowly if rank == 0 else gloo_connect):
         ring = GlooTransport.open(Opening(dist.PrefixStore("slowly", store), rank, world_size, 20.0))
     early = not store.check(["rank 0 has connected"])
     ring.close()
     return early
 
 
-def test_no_rank_goes_on_while_another_connects(processes: Processes) -> None:
+def test_no_rank_continues_while_another_connects(processes: Processes) -> None:
     assert set(processes.run(opened_before_the_last).values()) == {False}
 
 
-# --- rings beside rings and groups -----------------------------------------------------------------------------------
+# --- several rings, and process groups -------------------------------------------------------------------------------
 
 
-def summed(group: dist.ProcessGroup | None = None) -> float:
+def all_reduced_ones(group: dist.ProcessGroup | None = None) -> float:
     value = torch.ones(1)
     dist.all_reduce(value, group=group)
     return value.item()
@@ -66,11 +66,11 @@ def several_rings(rank: int, world_size: int) -> None:
     first = meet(rank, world_size, 20.0)
     second = meet(rank, world_size, 20.0)
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    came = [torch.zeros(1), torch.zeros(1)]
-    pending = first.exchange([Message(after, torch.tensor([1.0]))], [Message(before, came[0])])
-    second.exchange([Message(after, torch.tensor([2.0]))], [Message(before, came[1])]).wait()
+    received = [torch.zeros(1), torch.zeros(1)]
+    pending = first.exchange([Message(after, torch.tensor([1.0]))], [Message(before, received[0])])
+    second.exchange([Message(after, torch.tensor([2.0]))], [Message(before, received[1])]).wait()
     pending.wait()
-    assert [buffer.item() for buffer in came] == [1.0, 2.0]
+    assert [buffer.item() for buffer in received] == [1.0, 2.0]
     first.close()
     third = meet(rank, world_size, 20.0)
     contract.shift_around(second)
@@ -79,18 +79,18 @@ def several_rings(rank: int, world_size: int) -> None:
     third.close()
 
 
-def test_rings_follow_and_accompany_each_other(processes: Processes) -> None:
+def test_rings_may_be_open_together_and_one_after_another(processes: Processes) -> None:
     processes.run(several_rings)
 
 
-def beside_the_users_groups(rank: int, world_size: int) -> None:
+def rings_and_process_groups(rank: int, world_size: int) -> None:
     before = meet(rank, world_size, 20.0)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
     try:
         after = meet(rank, world_size, 20.0)
         for ring in (before, after):
             contract.shift_around(ring)
-            assert summed() == 3.0
+            assert all_reduced_ones() == 3.0
         default = [GlooTransport.open(Opening(*group_store(), 20.0)) for _ in range(2)]
         for ring in default:
             assert (ring.rank, ring.world_size) == (rank, world_size)
@@ -103,10 +103,10 @@ def beside_the_users_groups(rank: int, world_size: int) -> None:
             ring = GlooTransport.open(Opening(*group_store(pair), 20.0))
             assert (ring.rank, ring.world_size) == ([0, None, 1][rank], 2)
             assert ring.all_gather_bytes(bytes([rank])) == [b"\x00", b"\x02"]
-            ring.abort(ValueError("only this one"))
-            assert summed(pair) == 2.0
+            ring.abort(ValueError("only this ring"))
+            assert all_reduced_ones(pair) == 2.0
         contract.shift_around(default[0])
-        assert summed() == 3.0
+        assert all_reduced_ones() == 3.0
     finally:
         dist.destroy_process_group()
     contract.shift_around(before)
@@ -115,8 +115,8 @@ def beside_the_users_groups(rank: int, world_size: int) -> None:
         ring.close()
 
 
-def test_rings_and_the_users_groups_do_not_meet(processes: Processes) -> None:
-    processes.run(beside_the_users_groups)
+def test_rings_and_process_groups_do_not_interfere(processes: Processes) -> None:
+    processes.run(rings_and_process_groups)
 
 
 def without_a_group(rank: int, world_size: int) -> None:
@@ -124,7 +124,7 @@ def without_a_group(rank: int, world_size: int) -> None:
         group_store()
 
 
-def test_no_default_group_is_said(processes: Processes) -> None:
+def test_a_missing_default_group_is_reported(processes: Processes) -> None:
     processes.run(without_a_group)
 
 
@@ -133,7 +133,7 @@ def test_no_default_group_is_said(processes: Processes) -> None:
 
 def lengths_differ(rank: int, world_size: int, sent: int, received: int) -> None:
     ring = meet(rank, world_size, 1.0)
-    failures = (DeadlineError, PeerLostError)  # the second, when the other rank's deadline came first
+    failures = (DeadlineError, PeerLostError)  # PeerLostError if the peer reaches its deadline first
     if rank == 0:
         with pytest.raises(failures, match=rf"rank 0 send to rank 1 'kv' \({sent} bytes"):
             ring.exchange([Message(1, torch.zeros(sent, dtype=torch.uint8), "kv")], []).wait()
@@ -151,7 +151,7 @@ def test_lengths_that_differ_never_pass(processes: Processes, sent: int, receive
 
 
 def deadline_wakes_the_neighbor(rank: int, world_size: int) -> None:
-    # Gloo drops the connection at rank 0's deadline, before rank 0 can say why; rank 1 has to look twice.
+    # Gloo drops the connection at the deadline of rank 0, before rank 0 publishes the cause. Rank 1 reads it twice.
     ring = meet(rank, world_size, 1.0 if rank == 0 else 20.0)
     if rank == 0:
         with pytest.raises(DeadlineError, match="kv 0"):
@@ -161,12 +161,12 @@ def deadline_wakes_the_neighbor(rank: int, world_size: int) -> None:
             contract.receive(ring, 0)
 
 
-def test_a_deadline_is_the_cause_that_its_neighbors_tell(processes: Processes) -> None:
+def test_neighbors_name_a_deadline_as_the_cause(processes: Processes) -> None:
     processes.run(deadline_wakes_the_neighbor)
 
 
-class Asked:
-    """Stands in for gloo's handle and keeps the timeout it is asked to wait."""
+class FakeWork:
+    """A fake of gloo's work handle that records the timeout of its wait."""
 
     def wait(self, timeout: timedelta) -> bool:
         self.timeout, self.ends = timeout, time.monotonic() + timeout.total_seconds()
@@ -175,11 +175,11 @@ class Asked:
 
 @pytest.mark.parametrize("timeout_s", [0.0004, 0.02095, 1.0, -1.0, 0.0])
 def test_no_wait_ends_before_its_deadline(timeout_s: float) -> None:
-    # Gloo counts whole milliseconds, 0 is endless, and a wait that fails early would be taken for a lost connection.
-    operation, asked = _Operation(0, False, Message(1, torch.zeros(1))), Asked()
-    operation.work = asked  # type: ignore[assignment]
+    # Gloo counts whole milliseconds, 0 means no limit, and a wait that fails early would look like a lost connection.
+    operation, work = _Operation(0, False, Message(1, torch.zeros(1))), FakeWork()
+    operation.work = work  # type: ignore[assignment]
     deadline = time.monotonic() + timeout_s
     operation.wait(deadline)
-    assert asked.ends >= deadline
-    assert asked.timeout.microseconds % 1000 == 0
-    assert timedelta(0) < asked.timeout <= timedelta(seconds=max(timeout_s, 0.0) + 0.001)
+    assert work.ends >= deadline
+    assert work.timeout.microseconds % 1000 == 0
+    assert timedelta(0) < work.timeout <= timedelta(seconds=max(timeout_s, 0.0) + 0.001)

@@ -1,7 +1,7 @@
-"""Both bindings to NCCL against a stand-in for the library: one contract, no GPU, real C calls.
+"""Both bindings to NCCL with a stub of the library: one contract, no GPU, real C calls.
 
-Each run is a process of its own, see `tests.transport.nccl`; all are started at once, and each check is one test.
-Not covered: the real library, see `test_nccl_library`.
+Each run is a separate process, see `tests/transport/nccl/`. All runs start together, and each check is one test.
+Not covered: the real library, see `test_nccl_library.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.transport.nccl.stub import COMPILER, build
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT = ("MEM_ALLOC", "REGISTER", "FINALIZE", "LAST_ERROR")
-"""The functions behind `binding_runs.OPTIONAL`, as the stub's switches; `NAME` goes by the version."""
+"""The functions of `binding_runs.OPTIONAL`, as switches of the stub. `NAME` depends on the version instead."""
 
 pytestmark = [
-    pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the stand-in for libnccl with"),
-    pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch has loaded a libnccl of its own"),
+    pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the stub of libnccl"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch has already loaded its libnccl"),
 ]
 CAPABILITIES = "capabilities_are_those_of_the_library"
 Report = Callable[[str], dict[str, str | None]]
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(folder: Path) -> Iterator[Report]:
-    """From the name of a run to its results; the runs go on side by side."""
+    """Return a function from the name of a run to its results. The runs execute in parallel."""
     started: dict[str, subprocess.Popen[str]] = {}
 
     def start(name: str, module: str, *arguments: str) -> None:
@@ -54,8 +54,8 @@ def report(folder: Path) -> Iterator[Report]:
 
     for name in RUNS:
         if name != "cupy" or find_spec("cupy"):
-            made = library(name, *(WITHOUT if name == "ctypes_poor" else ()))
-            start(name, "tests.transport.nccl.binding_runs", name, made, str(folder / name / "exit.log"))
+            path = library(name, *(WITHOUT if name == "ctypes_poor" else ()))
+            start(name, "tests.transport.nccl.binding_runs", name, path, str(folder / name / "exit.log"))
     start("library", "tests.transport.nccl.library_scenarios", library("first"), library("second"))
     finished: dict[str, dict[str, str | None]] = {}
 
@@ -67,7 +67,7 @@ def report(folder: Path) -> Iterator[Report]:
         return finished[name]
 
     yield results
-    for process in started.values():  # of a selection of tests, some may still go on
+    for process in started.values():  # if not all tests were selected, some still run
         process.kill()
         process.communicate()
 

@@ -1,6 +1,6 @@
-"""The life of an NCCL ring over simulated GPUs: opening, closing, threads, memory, failures that must not go unseen.
+"""The life of an NCCL ring over simulated GPUs: opening, closing, threads, and failures that must be reported.
 
-Not covered: the contract of all transports (`test_transport_nccl.py`), scripted faults (`test_nccl_faults.py`).
+Not covered: the contract of all transports (`test_contract.py`), scripted faults (`test_nccl_faults.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.transport.threads import on_each_rank
 # --- life ------------------------------------------------------------------------------------------------------------
 
 
-def test_calls_that_were_agreed_on_are_not_agreed_again() -> None:
+def test_calls_that_were_compared_are_not_compared_again() -> None:
     world = SimWorld(2)
 
     def body(ring: Ring) -> list[int]:
@@ -50,7 +50,7 @@ def test_calls_that_were_agreed_on_are_not_agreed_again() -> None:
     assert results(on_rings(world, body)) == [[1, 1, 1, 1, 3]] * 2
 
 
-def test_a_failure_that_a_launch_has_raised_is_not_raised_again_by_close() -> None:
+def test_close_does_not_raise_a_failure_that_a_launch_has_raised() -> None:
     def body(ring: NcclTransport) -> str:
         slots = ring.allocate(1024).view(2, 512)
 
@@ -85,30 +85,30 @@ def test_a_second_thread_is_refused() -> None:
     assert len(refused) == 1 and "two threads use one ring at once" in refused[0]
 
 
-def test_a_close_that_is_alone_aborts_soon() -> None:
+def test_close_of_one_rank_aborts_after_its_linger_time() -> None:
     world = SimWorld(2, any_memory=True)
-    store, seconds, said = HashStore(), {}, []
+    store, seconds, messages = HashStore(), {}, []
 
-    def live(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         ring = open_on(world, rank, store.clone())
         if rank == 0:
             start = time.monotonic()
             ring.close(linger_s=0.5)
             ring.close()
             seconds[rank] = time.monotonic() - start
-            assert ring.communicator.state is State.FAILED  # aborted: a destroy would wait for the other
+            assert ring.communicator.state is State.FAILED  # aborted: a destroy would wait for rank 1
         else:
             time.sleep(1.5)
             slots = torch.zeros(2, 8, dtype=torch.uint8)
-            said.append(ring_error(lambda: ring_hop(ring, slots[0], slots[1]).start().wait()))
+            messages.append(ring_error(lambda: ring_hop(ring, slots[0], slots[1]).start().wait()))
             ring.abort(ValueError("done"))
 
-    assert on_each_rank(2, live) == [None, None]
+    assert on_each_rank(2, run_rank) == [None, None]
     assert 0.4 < seconds[0] < 2.0
-    assert "rank 0 closed its ring" in said[0] and named_at_fault(said[0]) == set()
+    assert "rank 0 closed its ring" in messages[0] and named_at_fault(messages[0]) == set()
 
 
-def test_a_failure_nobody_was_told_of_is_raised_by_close() -> None:
+def test_close_raises_an_unreported_failure() -> None:
     world = SimWorld(2, lazy=True, any_memory=True)
 
     def body(ring: NcclTransport) -> None:
@@ -138,24 +138,24 @@ def test_a_missing_rank_is_named_at_opening() -> None:
 def test_a_rank_that_dies_while_opening_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     world, init = SimWorld(3), SimLibrary.init
 
-    def fatal(self: SimLibrary, world_size: int, unique_id: bytes, rank: int, config: Any) -> int:
+    def init_or_die(self: SimLibrary, world_size: int, unique_id: bytes, rank: int, config: Any) -> int:
         if rank == 1:
             world.dead.add(1)
             raise Died("rank 1 died")
         return init(self, world_size, unique_id, rank, config)
 
-    monkeypatch.setattr(SimLibrary, "init", fatal)
+    monkeypatch.setattr(SimLibrary, "init", init_or_die)
     outcomes = on_gpus(world, lambda ring: None, timeout_s=1.0)
     for rank in (0, 2):
         assert isinstance(outcomes[rank].error, RingError) and named_at_fault(str(outcomes[rank].error)) == {1}
         assert outcomes[rank].ended_s - outcomes[rank].began_s < 3.0
 
 
-# --- what must not go unseen -----------------------------------------------------------------------------------------
+# --- failures that must be reported ----------------------------------------------------------------------------------
 
 
-def test_other_calls_of_equal_sizes_are_noticed() -> None:
-    # Both were agreed on once, and their bytes match, so nothing waits and nothing breaks.
+def test_different_calls_of_equal_sizes_are_detected() -> None:
+    # Both calls were compared once, and their sizes match, so no exchange hangs or fails.
     world = SimWorld(3)
 
     def body(ring: Ring) -> None:
@@ -173,7 +173,7 @@ def test_other_calls_of_equal_sizes_are_noticed() -> None:
 
 
 class Frozen:
-    """A connection to a store whose host can be stopped: then its calls do not return."""
+    """A connection to a store whose host can be stopped. Its calls then do not return before `going` is set."""
 
     def __init__(self, store: Any, stopped: threading.Event, going: threading.Event) -> None:
         self._store, self._stopped, self._going = store, stopped, going
@@ -196,7 +196,7 @@ def test_a_lost_device_ends_the_ring_everywhere() -> None:
         if ring.rank == 1:
             broken = SimpleNamespace(query=lambda: (_ for _ in ()).throw(RuntimeError("an illegal memory access")))
             handle = hop.start()
-            handle.done = broken  # what torch says of any event once a kernel has faulted
+            handle.done = broken  # torch raises this for every event after a kernel has faulted
             time.sleep(1.0)
             ring.check()
         else:
@@ -233,12 +233,12 @@ LOST_S = 1.0
 
 @pytest.fixture
 def soon_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that is only to close counts as lost after a second."""
+    """Let close count a rank as lost after one second."""
     monkeypatch.setattr(supervisor, "LOST_S", LOST_S)
 
 
 def dies(world: SimWorld, rank: int) -> None:
-    """The process of `rank` ends here."""
+    """End the process of `rank`."""
     world.dead.add(rank)
     raise Died(f"rank {rank} died")
 
@@ -255,7 +255,7 @@ def test_bytes_of_a_peer_that_has_closed_may_still_arrive(monkeypatch: pytest.Mo
         slots.fill_(ring.rank)
         hop = ring_hop(ring, slots[0], slots[1])
         if ring.rank == 0:
-            # Its bytes have left, and wait on their way.
+            # Its bytes have been sent, but not delivered.
             ring.supervisor.leave(Deadline(5.0))
             time.sleep(0.8)
         hop.start().wait()
@@ -265,7 +265,7 @@ def test_bytes_of_a_peer_that_has_closed_may_still_arrive(monkeypatch: pytest.Mo
     assert results(on_gpus(world, body)) == [True, True]
 
 
-def test_an_exchange_with_a_peer_that_has_closed_ends_when_it_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_with_a_peer_that_has_closed_ends_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimWorld(2)
     monkeypatch.setattr(supervisor, "STANDSTILL_S", 0.6)
 
@@ -307,7 +307,7 @@ def test_close_names_a_rank_that_died_after_its_last_exchange(lost: int) -> None
 
 
 @pytest.mark.usefixtures("soon_lost")
-def test_close_waits_for_a_rank_that_is_late_and_lives() -> None:
+def test_close_waits_for_a_late_rank_that_is_alive() -> None:
     world = SimWorld(3)
 
     def body(ring: Ring) -> None:
@@ -321,15 +321,15 @@ def test_close_waits_for_a_rank_that_is_late_and_lives() -> None:
 
 
 @pytest.mark.usefixtures("soon_lost")
-def test_close_blames_nobody_for_a_store_that_stands_still() -> None:
+def test_close_blames_no_rank_if_the_store_hangs() -> None:
     world, store = SimWorld(2), HashStore()
-    stopped, going, opened, said = threading.Event(), threading.Event(), threading.Barrier(2), {}
+    stopped, going, opened, errors = threading.Event(), threading.Event(), threading.Barrier(2), {}
 
-    def live(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         ring = open_on(world, rank, Frozen(store.clone(), stopped, going), timeout_s=20.0)
         opened.wait(10)
         if rank == 0:
-            # When this rank has closed, and watches the other one.
+            # After this rank has closed, while it watches rank 1.
             threading.Timer(1.0, stopped.set).start()
             threading.Timer(1.0 + 2.0 * LOST_S, going.set).start()
         else:
@@ -338,10 +338,10 @@ def test_close_blames_nobody_for_a_store_that_stands_still() -> None:
         try:
             ring.close()
         except BaseException as error:
-            said[rank] = error
+            errors[rank] = error
 
-    assert on_each_rank(2, live) == [None, None]
-    assert said == {} and world.violations == []
+    assert on_each_rank(2, run_rank) == [None, None]
+    assert errors == {} and world.violations == []
 
 
 def test_a_rank_that_arrived_and_closed_meanwhile_is_not_missing() -> None:
@@ -358,7 +358,7 @@ def test_a_rank_that_arrived_and_closed_meanwhile_is_not_missing() -> None:
 
 
 @pytest.mark.usefixtures("soon_lost")
-def test_a_failure_of_the_users_is_no_silence() -> None:
+def test_a_rank_that_raises_a_user_error_is_not_silent() -> None:
     world = SimWorld(3)
 
     def body(ring: Ring) -> None:
@@ -370,34 +370,34 @@ def test_a_failure_of_the_users_is_no_silence() -> None:
 
     first, second, third = on_rings(world, body, ring={"engine": "plain"}, timeout_s=30.0)
     assert isinstance(third.error, ValueError)
-    assert (first.error, second.error) == (None, None)  # what they asked for had all arrived
-    assert max(one.ended_s - one.began_s for one in (first, second)) < 10.0
+    assert (first.error, second.error) == (None, None)  # all their data had arrived
+    assert max(outcome.ended_s - outcome.began_s for outcome in (first, second)) < 10.0
     assert world.violations == []
 
 
-# --- own backlog -----------------------------------------------------------------------------------------------------
+# --- backlog of the local GPU ----------------------------------------------------------------------------------------
 
 
 def backlog(world: SimWorld, ring: NcclTransport, behind: bool, end_s: float) -> Callable[[], Any]:
-    """Starts an exchange on a stream whose compute before it (`behind`) or after it takes `end_s`; how to end early."""
+    """Start an exchange behind compute that takes `end_s`, or before it if not `behind`. Return how to end it early."""
     gpu: Any = ring.gpu
     slots = ring.allocate(1024).view(2, 512)
     with gpu.on(gpu.user_stream()):
         ring.begin_pass()
         if behind:
-            held = gpu.kernel(label="before", held=True)
+            compute = gpu.kernel(label="before", held=True)
         ring_hop(ring, slots[0], slots[1]).start().wait()
         if not behind:
-            held = gpu.kernel(label="after", held=True)
+            compute = gpu.kernel(label="after", held=True)
         ring.end_pass()
-    timer = threading.Timer(end_s, lambda: world.finish(held))
+    timer = threading.Timer(end_s, lambda: world.finish(compute))
     timer.daemon = True
     timer.start()
-    return lambda: world.finish(held)
+    return lambda: world.finish(compute)
 
 
 @pytest.mark.parametrize("how", ["drain", "close"])
-def test_a_backlog_longer_than_the_deadline_is_no_fault(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backlog_longer_than_the_deadline_is_not_a_fault(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimWorld(2)
     monkeypatch.setattr(transport, "GRACE_S", 0.1)
 
@@ -411,7 +411,7 @@ def test_a_backlog_longer_than_the_deadline_is_no_fault(how: str, monkeypatch: p
     assert world.violations == []
 
 
-def test_the_end_of_the_process_waits_for_no_backlog() -> None:
+def test_close_with_a_short_linger_time_does_not_wait_for_a_backlog() -> None:
     world, took_s = SimWorld(2), []
 
     def body(ring: NcclTransport) -> None:

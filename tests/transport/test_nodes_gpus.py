@@ -22,7 +22,7 @@ from tests.transport.process_rings import EARLY, EVEN
 from tests.trial import greatest_error, joined, on_rank, reference
 
 
-def test_which_way(tmp_path: Path) -> None:
+def test_each_message_uses_the_transport_of_its_pair(tmp_path: Path) -> None:
     def body(ring: DeviceNodesTransport) -> list[Any]:
         peers = [peer for peer in range(4) if peer != ring.rank]
         memory = ring.allocate(64 * 4).view(4, 64)
@@ -31,31 +31,31 @@ def test_which_way(tmp_path: Path) -> None:
         ring.drain()
         assert [int(memory[peer][0]) for peer in peers] == peers
         assert ring.sm_margin == 8 and ring.name == "peer+nccl" and ring.stream is ring.between.stream
-        flights = [one for one in ring.between.record.entries() if one.label == "k"]
-        return [(one.transport, part.peer) for one in flights for part in one.parts]
+        entries = [entry for entry in ring.between.record.entries() if entry.label == "k"]
+        return [(entry.transport, part.peer) for entry in entries for part in entry.parts]
 
     outcomes, gpus = on_nodes(EVEN, body)
-    for rank, found in enumerate(results(outcomes)):
-        ways = {(("peer" if EVEN[peer] == EVEN[rank] else "nccl"), peer) for peer in range(4) if peer != rank}
-        assert set(found) == ways and len(found) == 6
+    for rank, recorded in enumerate(results(outcomes)):
+        expected = {(("peer" if EVEN[peer] == EVEN[rank] else "nccl"), peer) for peer in range(4) if peer != rank}
+        assert set(recorded) == expected and len(recorded) == 6
         assert gpus[rank].driver.leftovers()["registered"] == 0
 
 
 @pytest.mark.parametrize("nodes", [EVEN, pytest.param(EARLY, marks=pytest.mark.slow)], ids=str)
 def test_attention_is_exact(nodes: tuple[int, ...]) -> None:
     trial, layout = TRIALS["causal"]
-    schedules = [name for name in ROUTES if name not in NUMBERED or nodes == EVEN]  # which needs equal nodes
+    schedules = [name for name in ROUTES if name not in NUMBERED or nodes == EVEN]  # numbered routes need equal nodes
 
     def body(ring: DeviceNodesTransport) -> list[Any]:
-        with Ring(transport=ring, engine="plain", timeout_s=30.0, poison=True) as made:
-            return [on_rank(made, trial, layout, schedule, torch.float64) for schedule in schedules]
+        with Ring(transport=ring, engine="plain", timeout_s=30.0, poison=True) as opened:
+            return [on_rank(opened, trial, layout, schedule, torch.float64) for schedule in schedules]
 
-    found = results(on_nodes(nodes, body)[0])
-    for schedule, parts in zip(schedules, zip(*found, strict=True), strict=True):
+    by_rank = results(on_nodes(nodes, body)[0])
+    for schedule, parts in zip(schedules, zip(*by_rank, strict=True), strict=True):
         assert greatest_error(joined(list(parts)), reference(trial, torch.float64)) <= EXACT, schedule
 
 
-def test_a_capture_is_refused_before_either_has_started() -> None:
+def test_a_capture_is_refused_before_either_transport_has_started() -> None:
     def body(ring: DeviceNodesTransport) -> str:
         peers = [peer for peer in range(4) if peer != ring.rank]
         memory = ring.allocate(64 * 8).view(8, 64)
@@ -77,21 +77,21 @@ def test_a_capture_is_refused_before_either_has_started() -> None:
 
 
 def test_a_failure_is_poison_then_an_abort_of_nccl_then_paint() -> None:
-    # Otherwise one transport would let spoiled bytes into the other before their ranks can know.
+    # Otherwise corrupt bytes could reach a rank through one transport before it sees the poison of the other.
     steps: list[str] = []
 
-    def noted(holder: Any, name: str, step: str) -> None:
-        called = getattr(holder, name)
-        setattr(holder, name, lambda *arguments: (steps.append(step), called(*arguments))[1])
+    def record(target: Any, name: str, step: str) -> None:
+        method = getattr(target, name)
+        setattr(target, name, lambda *arguments: (steps.append(step), method(*arguments))[1])
 
     def body(ring: DeviceNodesTransport) -> None:
         if ring.rank:
             with pytest.raises(RingError, match="rank 0 failed first: ValueError: enough"):
                 ring.all_gather_bytes(b"")
             return
-        noted(ring.inside.group, "fail", "poison")
-        noted(ring.between.communicator, "abort", "abort")
-        noted(ring.inside.lane, "_paint", "paint")
+        record(ring.inside.group, "fail", "poison")
+        record(ring.between.communicator, "abort", "abort")
+        record(ring.inside.lane, "_paint", "paint")
         ring.abort(ValueError("enough"))
         assert ring.inside.watch.ended.wait(5.0)
 
@@ -105,10 +105,10 @@ DEADLINE_S = 2.0
 GRACE_S = 2.0
 
 
-def around(ring: DeviceNodesTransport, culprit: int, fault: str) -> None:
-    """Exchange with both neighbors, again and again, until the fault is told."""
+def exchange_until_failure(ring: DeviceNodesTransport, culprit: int, fault: str) -> None:
+    """Exchange with both neighbors repeatedly, until the fault raises an error."""
     after, before = contract.neighbors(ring)
-    room = ring.allocate(4 << 12).view(4, -1)
+    memory = ring.allocate(4 << 12).view(4, -1)
     for number in range(100_000):
         if number == 3 and ring.rank == culprit:
             if fault == "aborts":
@@ -118,8 +118,8 @@ def around(ring: DeviceNodesTransport, culprit: int, fault: str) -> None:
             else:
                 lose_rank(ring, fault == "is killed")
         ring.announce(number, b"", f"call {number}")
-        sent, into = room[number % 2], room[2 + number % 2]
-        ring.exchange([Message(after, sent, f"hop {number}")], [Message(before, into, f"hop {number}")]).wait()
+        sent, received = memory[number % 2], memory[2 + number % 2]
+        ring.exchange([Message(after, sent, f"hop {number}")], [Message(before, received, f"hop {number}")]).wait()
         if number % 3 == 0:
             ring.drain()
 
@@ -132,8 +132,8 @@ QUICK = ("is killed", 1)
 @pytest.mark.parametrize(
     ("fault", "culprit"), [case if case == QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 )
-def test_every_survivor_names_the_culprit_and_no_other(fault: str, culprit: int) -> None:
-    outcomes, _ = on_nodes(EVEN, lambda ring: around(ring, culprit, fault), deadline_s=DEADLINE_S)
+def test_every_survivor_names_only_the_culprit(fault: str, culprit: int) -> None:
+    outcomes, _ = on_nodes(EVEN, lambda ring: exchange_until_failure(ring, culprit, fault), deadline_s=DEADLINE_S)
     for rank in {0, 1, 2, 3} - {culprit}:
         outcome = outcomes[rank]
         assert isinstance(outcome.error, RingError), outcome.error

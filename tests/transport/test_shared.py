@@ -67,8 +67,8 @@ def segments(name: str = "") -> int:
 # --- segments and words ----------------------------------------------------------------------------------------------
 
 
-def test_a_segment_is_seen_by_who_attaches_it_and_cannot_change_its_size() -> None:
-    segment = Segment.create("one", 5000)
+def test_a_segment_is_shared_and_cannot_change_its_size() -> None:
+    segment = Segment.create("sized", 5000)
     assert segment.fd is not None and segment.nbytes == 8192
     assert not os.get_inheritable(segment.fd)
     with pytest.raises(PermissionError):
@@ -86,7 +86,7 @@ def test_a_segment_that_could_shrink_is_refused() -> None:
     assert descriptors() <= before
 
 
-def test_a_segment_lives_as_long_as_what_was_made_of_it() -> None:
+def test_a_segment_lives_as_long_as_its_views() -> None:
     view = memoryview(Segment.create("brief", 1 << 16).buffer()).cast("B")
     assert (segments("brief"), mappings("brief")) == (1, 1)
     assert view[-1] == 0
@@ -122,7 +122,7 @@ def test_a_pause_ends_when_the_word_changes_and_not_later_than_a_slice() -> None
     page.store(BELL, 9)
     wait()
     assert ended == [0, 9]
-    # A sleeper is woken: sleeping through would take many slices, so most waits end by the call.
+    # `wake` ends a pause. Without it each pause would take a whole slice.
     start = time.monotonic()
     for n in range(9, 109):
         thread = threading.Thread(target=lambda n=n: (page.store(BELL, n + 1), wake(page.bell_address)))
@@ -157,7 +157,7 @@ def test_words_of_a_page_do_not_overlap() -> None:
     assert page.log(True, 2).read(64) == Entry(64, 2, 2**40, 5, "torch.int8", "x" * 198)
 
 
-def test_a_log_knows_the_last_messages_and_no_others() -> None:
+def test_a_log_keeps_only_the_last_messages() -> None:
     log = Page(Segment.create("page", Page.size(2)), range(2)).log(True, 1)
     assert log.read(1) is None
     for number in range(1, 2 * LOG_ENTRIES):
@@ -171,15 +171,15 @@ def test_a_log_knows_the_last_messages_and_no_others() -> None:
 
 @pytest.fixture
 def served() -> Any:
-    """A service that offers one segment, and a thread that serves requests."""
+    """A service that shares one segment, and a thread that answers its requests."""
     service, segment, stop = Service(0), Segment.create("shared", 4096), threading.Event()
     service.share(segment)
 
-    def live() -> None:
+    def run_service() -> None:
         while not stop.is_set():
             service.round(0.1)
 
-    thread = threading.Thread(target=live)
+    thread = threading.Thread(target=run_service)
     thread.start()
     yield service
     stop.set()
@@ -189,7 +189,7 @@ def served() -> Any:
     del segment
 
 
-def test_a_descriptor_is_pulled_and_does_not_outlive_an_exec(served: Service) -> None:
+def test_a_pulled_descriptor_is_closed_by_exec(served: Service) -> None:
     caller = Service(1)
     caller.connect(0, served.name, served.nonce, time.monotonic() + 5.0)
     fd = caller.pull(0, 0, time.monotonic() + 5.0)
@@ -200,47 +200,47 @@ def test_a_descriptor_is_pulled_and_does_not_outlive_an_exec(served: Service) ->
     caller.close()
 
 
-def test_a_caller_that_does_not_know_the_ring_is_turned_away(served: Service) -> None:
+def test_a_caller_without_the_nonce_of_the_ring_is_refused(served: Service) -> None:
     stranger = Service(1)
     stranger.connect(0, served.name, bytes(16), time.monotonic() + 5.0)
     with pytest.raises(ConnectionError):
         stranger.pull(0, 0, time.monotonic() + 5.0)
     stranger.close()
-    # A caller that requests before its greeting.
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rude:
-        rude.settimeout(5.0)
-        rude.connect(NAME + served.name)
-        rude.send(ARENA.pack(0))
-        assert rude.recv(16) == b""
+    # A caller that sends a request before its greeting.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.settimeout(5.0)
+        client.connect(NAME + served.name)
+        client.send(ARENA.pack(0))
+        assert client.recv(16) == b""
 
 
-def test_another_user_is_turned_away(served: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_is_refused(served: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "_user_of", lambda end: os.getuid() + 1)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
-        other.settimeout(5.0)
-        other.connect(NAME + served.name)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.settimeout(5.0)
+        client.connect(NAME + served.name)
         try:
-            other.send(GREETING.pack(GREETING_WORDS, served.nonce, 1))
-            other.send(ARENA.pack(0))
-            assert other.recv(16) == b""
+            client.send(GREETING.pack(GREETING_WORDS, served.nonce, 1))
+            client.send(ARENA.pack(0))
+            assert client.recv(16) == b""
         except ConnectionError:
-            pass  # the listener hung up before the request
+            pass  # the listener closed the connection before the request
     with pytest.raises(RingError, match=f"rank 0's socket belongs to user {os.getuid() + 1}"):
         Service(2).connect(0, served.name, served.nonce, time.monotonic() + 5.0)
 
 
 def on_ranks(body: Callable[[SharedGroup], Any], world_size: int = 3, timeout_s: float = 10.0) -> dict[int, Any]:
-    """Return what `body(group)` returns or raises on each rank of a group of threads."""
+    """Run `body(group)` on each rank of a group of threads. Return its result, or the error that it raised, by rank."""
     store = HashStore()
 
-    def live(rank: int) -> Any:
+    def run_rank(rank: int) -> Any:
         group = SharedGroup.open(Opening(store, rank, world_size, timeout_s, interface=None))
         try:
             return body(group)
         finally:
             group.leave()
 
-    return dict(enumerate(on_each_rank(world_size, live)))
+    return dict(enumerate(on_each_rank(world_size, run_rank)))
 
 
 def gathered(group: SharedGroup, payload: bytes = b"") -> list[bytes]:
@@ -248,8 +248,8 @@ def gathered(group: SharedGroup, payload: bytes = b"") -> list[bytes]:
     return group.all_gather(payload, lambda: None, lambda: where, time.monotonic() + group.timeout_s)
 
 
-def gather_on(group: SharedGroup) -> None:
-    """Until it raises."""
+def gather_until_failure(group: SharedGroup) -> None:
+    """Repeat an all-gather until it raises."""
     while True:
         gathered(group)
 
@@ -294,23 +294,23 @@ def test_a_page_of_another_version_is_refused_on_all_ranks(monkeypatch: pytest.M
         "_header",
         lambda rank, size, nonce: (
             header(rank, size, nonce)._replace(version=VERSION + 1)
-            if rank == 1 and threading.current_thread().name == "one"
+            if rank == 1 and threading.current_thread().name == "rank 1"
             else header(rank, size, nonce)
         ),
     )
     create = Segment.create
 
-    def named(name: str, nbytes: int) -> Segment:
-        threading.current_thread().name = "one" if name == "page-1" else "other"
+    def create_and_name_thread(name: str, nbytes: int) -> Segment:
+        threading.current_thread().name = "rank 1" if name == "page-1" else "another rank"
         return create(name, nbytes)
 
-    monkeypatch.setattr(group_module.Segment, "create", named)
+    monkeypatch.setattr(group_module.Segment, "create", create_and_name_thread)
     results = on_ranks(lambda group: None)
     assert {type(error) for error in results.values()} == {UnsupportedError}
     assert all("the page of rank 1" in str(error) and "version" in str(error) for error in results.values())
 
 
-def test_the_first_cause_is_told_by_all_however_many_fail() -> None:
+def test_all_ranks_report_the_first_cause_if_several_fail() -> None:
     through = threading.Barrier(3)  # no rank fails while another is still in this all-gather
 
     def body(group: SharedGroup) -> str:
@@ -324,28 +324,28 @@ def test_the_first_cause_is_told_by_all_however_many_fail() -> None:
                 time.sleep(0.01)
             group.fail(KeyError("second"))
         with pytest.raises(PeerLostError) as caught:
-            gather_on(group)
+            gather_until_failure(group)
         return str(caught.value)
 
     for text in on_ranks(body).values():
         assert "rank 1 failed first: ValueError: first" in text and "second" not in text
 
 
-def test_of_two_independent_causes_the_earlier_is_told() -> None:
+def test_the_earlier_of_two_independent_causes_is_reported() -> None:
     def body(group: SharedGroup) -> str | None:
         gathered(group)
-        if group.rank < 2:  # rank 0 finds its cause earlier, and reports it later
-            group.own_page.write_cause(100 + group.rank, f"rank {group.rank} failed first: of its own")
+        if group.rank < 2:  # rank 0 fails earlier, but reports it later
+            group.own_page.write_cause(100 + group.rank, f"rank {group.rank} failed first: independent")
             for page in group.pages.values():
                 page.store(POISON, 1 + group.rank, group.rank)
         while not (group.own_page.load(POISON, 0) and group.own_page.load(POISON, 1)):
             time.sleep(0.01)
         return group.trouble()
 
-    assert set(on_ranks(body).values()) == {"rank 0 failed first: of its own"}
+    assert set(on_ranks(body).values()) == {"rank 0 failed first: independent"}
 
 
-def test_a_disagreement_is_one_on_all_ranks() -> None:
+def test_a_disagreement_is_raised_as_such_on_all_ranks() -> None:
     through = threading.Barrier(3)  # no rank fails while another is still in this all-gather
 
     def body(group: SharedGroup) -> type:
@@ -354,13 +354,13 @@ def test_a_disagreement_is_one_on_all_ranks() -> None:
         if group.rank == 0:
             group.fail(DisagreementError("two ends differ"))
         with pytest.raises(RingError, match="two ends differ") as caught:
-            gather_on(group)
+            gather_until_failure(group)
         return caught.type
 
     assert set(on_ranks(body).values()) == {DisagreementError}
 
 
-def test_who_closed_matters_only_to_who_waits_for_it() -> None:
+def test_a_closed_rank_fails_only_waits_for_it() -> None:
     def body(group: SharedGroup) -> str:
         gathered(group)
         if group.rank == 1:
@@ -379,31 +379,31 @@ def test_who_closed_matters_only_to_who_waits_for_it() -> None:
     assert results[0] == results[2] == "waits: rank 1 closed its ring"
 
 
-def test_what_came_before_a_rank_closed_is_found() -> None:
-    # The wait checks; then the word arrives, then its sender closes: all before the waiter checks why it was woken.
+def test_a_word_that_arrived_before_its_sender_closed_is_seen() -> None:
+    # The wait checks its condition. Then the word arrives and its sender closes, before the waiter checks again.
     def body(group: SharedGroup) -> int:
         gathered(group)
         if group.rank == 1:
-            looked.wait(10.0)
+            checked.wait(10.0)
             group.tell(0, ARRIVAL, 5)
             return 0
-        looks = 0
+        checks = 0
 
         def ready() -> bool:
-            nonlocal looks
-            looks += 1
-            if looks > 1:
+            nonlocal checks
+            checks += 1
+            if checks > 1:
                 return group.own_page.load(ARRIVAL, 1) == 5
-            looked.set()
+            checked.set()
             while not group.own_page.load(CLOSED, 1):
                 time.sleep(0.01)
             return False
 
         if group.rank == 0:
             group.hold(ready, lambda: [1], lambda: "waits", time.monotonic() + 10.0)
-        return looks
+        return checks
 
-    looked = threading.Event()
+    checked = threading.Event()
     assert on_ranks(body) == {0: 2, 1: 0, 2: 0}
 
 
@@ -417,7 +417,7 @@ def stop(group: SharedGroup) -> None:
         thread.join()
 
 
-def test_a_deadline_names_who_is_silent_and_who_is_not() -> None:
+def test_a_deadline_names_only_the_silent_rank() -> None:
     quiet = threading.Event()
 
     def body(group: SharedGroup) -> str:
@@ -443,7 +443,7 @@ def test_a_deadline_names_who_is_silent_and_who_is_not() -> None:
         assert f"rank {2 - rank} is silent" not in results[rank]
 
 
-def test_a_stopped_rank_that_hands_nothing_out_is_silent_and_not_gone() -> None:
+def test_a_stopped_rank_that_answers_no_pull_is_silent_and_not_gone() -> None:
     quiet = threading.Event()
 
     def body(group: SharedGroup) -> str:

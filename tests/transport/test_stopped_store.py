@@ -1,4 +1,4 @@
-"""Rings whose store's host is stopped: every rank raises a named error in time, and blames no other."""
+"""Rings whose store host is stopped: every rank raises an error about the store in time, and blames no rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from tests.transport.threads import on_each_rank
 
 DEADLINE_S = 1.0
 WITHIN_S = DEADLINE_S + 2.0 + 4.0
-"""Two seconds are promised, and measured where nothing else runs by `bench.faults`. Here other tests run beside:
-the rest is far from the 20 s and more that a call takes which waits for the store or for its own opening's limit."""
+"""The promise is the deadline plus two seconds; `bench.faults` measures it on an idle machine. Here other tests may run
+at the same time, so four seconds are added. A call that waited for the store or for the limit of its opening would take
+20 s or more."""
 UNANSWERED = "the store's host (rank 0 of the job, or torchrun's agent, at 127.0.0.1:{port}) did not answer within"
 
 
@@ -39,19 +40,19 @@ def open_gloo(world: SimWorld, rank: int, store: dist.Store, timeout_s: float) -
 
 
 Open = Callable[[SimWorld, int, dist.Store, float], Any]
-each_transport = pytest.mark.parametrize("opened", [open_gloo, open_on], ids=["gloo", "nccl"])
+each_transport = pytest.mark.parametrize("open_ring", [open_gloo, open_on], ids=["gloo", "nccl"])
 
 
-def rings(host: StoreHost, opened: Open) -> list[Any]:
-    """Two open rings, each rank's with a connection of its own; from here on they have the short deadline."""
+def rings(host: StoreHost, open_ring: Open) -> list[Any]:
+    """Open a ring of two ranks, each with its own connection, and then set the short deadline."""
     world, name = SimWorld(2), f"{time.monotonic()}"
-    made = on_each_rank(2, lambda rank: opened(world, rank, dist.PrefixStore(name, host.client()), 20.0))
-    for ring in made:
+    opened_rings = on_each_rank(2, lambda rank: open_ring(world, rank, dist.PrefixStore(name, host.client()), 20.0))
+    for ring in opened_rings:
         ring.opening.timeout_s = DEADLINE_S
-    return made
+    return opened_rings
 
 
-def waits_for_the_other(ring: Any) -> None:
+def wait_for_peer(ring: Any) -> None:
     ring.exchange([], [Message(1 - ring.rank, ring.allocate(16), "kv")]).wait()
     ring.drain()
 
@@ -59,44 +60,44 @@ def waits_for_the_other(ring: Any) -> None:
 @each_transport
 @pytest.mark.parametrize(
     "call",
-    [waits_for_the_other, lambda ring: ring.all_gather_bytes(b"alone")],
+    [wait_for_peer, lambda ring: ring.all_gather_bytes(b"alone")],
     ids=["an exchange", "an all-gather"],
 )
-def test_a_wait_ends_in_time(host: StoreHost, opened: Open, call: Callable[[Any], Any]) -> None:
-    first, _ = rings(host, opened)
+def test_a_wait_ends_in_time(host: StoreHost, open_ring: Open, call: Callable[[Any], Any]) -> None:
+    first, _ = rings(host, open_ring)
     host.stop()
     text, seconds = raised(lambda: call(first), (DeadlineError, PeerLostError))
     assert seconds < WITHIN_S
     assert UNANSWERED.format(port=host.port) in text
-    if opened is open_gloo:  # and not only when all time is up
+    if open_ring is open_gloo:  # gloo reports it before the deadline
         assert f"{UNANSWERED.format(port=host.port)} {ANSWER_S:g} s" in text
     assert not names_as_culprit(1, text) and not names_as_culprit(0, text), text
 
 
 @each_transport
 @pytest.mark.parametrize("leave", ["close", "abort"])
-def test_leaving_ends_in_time(host: StoreHost, opened: Open, leave: str) -> None:
-    two = rings(host, opened)
+def test_leaving_ends_in_time(host: StoreHost, open_ring: Open, leave: str) -> None:
+    pair = rings(host, open_ring)
     host.stop()
     start = time.monotonic()
     left = on_each_rank(
-        2, lambda rank: two[rank].close() if leave == "close" else two[rank].abort(ValueError("enough"))
+        2, lambda rank: pair[rank].close() if leave == "close" else pair[rank].abort(ValueError("enough"))
     )
     assert left == [None, None]
     assert time.monotonic() - start < WITHIN_S
 
 
 @each_transport
-def test_opening_ends_in_time(host: StoreHost, opened: Open) -> None:
+def test_opening_ends_in_time(host: StoreHost, open_ring: Open) -> None:
     world, stores = SimWorld(2), [dist.PrefixStore("open", host.client()) for _ in range(2)]
     host.stop()
-    failures = on_each_rank(2, lambda rank: raised(lambda: opened(world, rank, stores[rank], DEADLINE_S)))
+    failures = on_each_rank(2, lambda rank: raised(lambda: open_ring(world, rank, stores[rank], DEADLINE_S)))
     for rank, (text, seconds) in enumerate(failures):
         assert seconds < WITHIN_S and UNANSWERED.format(port=host.port) in text
-        assert opened is open_on or text.startswith(f"rank {rank} opened a ring of 2: the store's host ")
+        assert open_ring is open_on or text.startswith(f"rank {rank} opened a ring of 2: the store's host ")
 
 
-def test_finding_out_where_all_ranks_are_ends_in_time(host: StoreHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchanging_locations_ends_in_time(host: StoreHost, monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.PrefixStore("located", host.client())
     monkeypatch.setattr(meeting, "group_store", lambda group, timeout_s: (store, 0, 2))
     host.stop()
@@ -106,7 +107,7 @@ def test_finding_out_where_all_ranks_are_ends_in_time(host: StoreHost, monkeypat
 
 
 def test_connecting_ends_in_time(host: StoreHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The host stops when the ranks have met and gloo exchanges its addresses.
+    # The host stops after the rendezvous, when gloo exchanges its addresses.
     class Stops(dist.ProcessGroupGloo):
         def __init__(self, *facts: Any) -> None:
             host.stop()

@@ -1,7 +1,8 @@
-"""What every binding to NCCL does, checked against the stand-in for libnccl; written once, passed by both bindings.
+"""The contract of all bindings to NCCL, checked with a stub of libnccl.
 
-Guarantees: a check needs nothing of a binding but the protocol, and leaves the stub with no answer pending.
-Not covered: which binding it checks, except for its name and capabilities; GPUs, the real library.
+Guarantees: a check uses only the `Binding` protocol, and leaves no scripted answer pending in the stub. A check depends
+on the binding only through its name and capabilities.
+Not covered: GPUs, the real library.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FAILURES = [status for status in (*Status, 99) if status not in (Status.SUCCESS,
 
 
 class Bench(NamedTuple):
-    """What a check works with."""
+    """A stub, and a binding to it."""
 
     stub: Stub
     path: str
@@ -32,7 +33,7 @@ class Bench(NamedTuple):
     binding: Binding
 
     def open(self, world_size: int = 1, rank: int = 0) -> int:
-        """A blocking communicator, with an empty log."""
+        """Open a blocking communicator, and clear the log."""
         comm = self.binding.init(world_size, self.binding.unique_id(), rank, BLOCKING)
         self.stub.clear()
         return comm
@@ -42,20 +43,20 @@ Check = Callable[[Bench], None]
 
 
 def failure(call: Callable[[], object]) -> NcclError:
-    """The `NcclError` that `call` must raise."""
+    """Return the `NcclError` that `call` must raise."""
     with pytest.raises(NcclError) as caught:
         call()
     return caught.value
 
 
 def refusal(call: Callable[[], object], kind: type[Exception]) -> str:
-    """The text of the error that `call` must raise."""
+    """Return the message of the error that `call` must raise."""
     with pytest.raises(kind) as caught:
         call()
     return str(caught.value)
 
 
-# --- of every binding ------------------------------------------------------------------------------------------------
+# --- checks of every binding -----------------------------------------------------------------------------------------
 
 
 def library_is_named(bench: Bench) -> None:
@@ -63,10 +64,11 @@ def library_is_named(bench: Bench) -> None:
 
 
 def unique_id_arrives_by_value(bench: Bench) -> None:
-    made = bench.binding.unique_id()
-    assert len(made) == 128 and 0 in made[:-1] and max(made) > 127 and made != bench.binding.unique_id()
-    bench.binding.init(8, made, 5, BLOCKING)
-    assert bench.stub.calls("ncclCommInitRankConfig")[0].split()[1:4] == ["8", made.hex(), "5"]
+    unique_id = bench.binding.unique_id()
+    assert len(unique_id) == 128 and 0 in unique_id[:-1] and max(unique_id) > 127
+    assert unique_id != bench.binding.unique_id()
+    bench.binding.init(8, unique_id, 5, BLOCKING)
+    assert bench.stub.calls("ncclCommInitRankConfig")[0].split()[1:4] == ["8", unique_id.hex(), "5"]
 
 
 def unique_id_of_another_length_is_refused(bench: Bench) -> None:
@@ -132,7 +134,7 @@ def failing_init_leaves_no_group_open(bench: Bench) -> None:
     assert bench.binding.group_end() == Status.INVALID_USAGE
 
 
-def asynchronous_errors_are_told(bench: Bench) -> None:
+def asynchronous_errors_are_returned(bench: Bench) -> None:
     comm = bench.open()
     assert bench.binding.state(comm) == 0
     for status in (Status.REMOTE_ERROR, Status.IN_PROGRESS, Status.TIMEOUT):
@@ -143,17 +145,17 @@ def asynchronous_errors_are_told(bench: Bench) -> None:
 
 
 def dead_handles_are_refused(bench: Bench) -> None:
-    comm, other = bench.open(), bench.open()
+    comm, aborted = bench.open(), bench.open()
     bench.binding.destroy(comm)
     error = failure(lambda: bench.binding.destroy(comm))
     assert error.status == Status.INVALID_ARGUMENT and f"{comm:#x}" in error.text
     bench.binding.abort(comm)
-    bench.binding.abort(other)
-    bench.binding.abort(other)
+    bench.binding.abort(aborted)
+    bench.binding.abort(aborted)
     bench.binding.abort(0)
-    assert failure(lambda: bench.binding.destroy(other)).status == Status.INVALID_ARGUMENT
+    assert failure(lambda: bench.binding.destroy(aborted)).status == Status.INVALID_ARGUMENT
     assert bench.binding.state(comm) == bench.binding.state(0) == Status.INVALID_ARGUMENT
-    assert bench.stub.log() == [f"ncclCommDestroy {comm:#x}", f"ncclCommAbort {other:#x}"]
+    assert bench.stub.log() == [f"ncclCommDestroy {comm:#x}", f"ncclCommAbort {aborted:#x}"]
 
 
 def two_threads_abort_once(bench: Bench) -> None:
@@ -195,7 +197,7 @@ def other_threads_run_during_a_call(bench: Bench) -> None:
         bench.stub.block(function)
         thread = threading.Thread(target=lambda call=call, answers=answers: answers.append(call()))
         thread.start()
-        wait_until(bench.stub.is_inside)  # with the interpreter held by the call, this is first asked after its timeout
+        wait_until(bench.stub.is_inside)  # if the call held the GIL, this would run only after the call has timed out
         bench.stub.release()
         thread.join()
         assert answers and answers[0] != Status.TIMEOUT, function
@@ -204,11 +206,11 @@ def other_threads_run_during_a_call(bench: Bench) -> None:
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10.0
     while not condition():
-        assert time.monotonic() < deadline, "the call never came to wait"
+        assert time.monotonic() < deadline, "the call never reached the stub"
         time.sleep(0.001)
 
 
-def what_is_missing_is_refused_by_name(bench: Bench) -> None:
+def missing_capabilities_are_refused_by_name(bench: Bench) -> None:
     binding, comm, plain = bench.binding, bench.open(), BLOCKING
     uses: dict[Capability, list[Callable[[], object]]] = {
         Capability.NONBLOCKING: [lambda: binding.init(1, bytes(128), 0, plain._replace(blocking=False))],
@@ -238,22 +240,22 @@ COMMON: tuple[Check, ...] = (
     calls_of_a_hop_return_the_bare_status,
     failures_are_typed,
     failing_init_leaves_no_group_open,
-    asynchronous_errors_are_told,
+    asynchronous_errors_are_returned,
     dead_handles_are_refused,
     two_threads_abort_once,
     nothing_is_destroyed_at_collection,
     other_threads_run_during_a_call,
-    what_is_missing_is_refused_by_name,
+    missing_capabilities_are_refused_by_name,
 )
 
 
 def tracebacks(checks: Iterable[Callable[..., None]], *arguments: Any) -> dict[str, str | None]:
-    """Call each check with `arguments`; by its name the traceback of what it raised, or None."""
-    found: dict[str, str | None] = {}
+    """Call each check with `arguments`. Return, by name, the traceback of its exception, or None."""
+    tracebacks_by_name: dict[str, str | None] = {}
     for check in checks:
         try:
             check(*arguments)
-            found[check.__name__] = None
+            tracebacks_by_name[check.__name__] = None
         except Exception:
-            found[check.__name__] = traceback.format_exc()
-    return found
+            tracebacks_by_name[check.__name__] = traceback.format_exc()
+    return tracebacks_by_name

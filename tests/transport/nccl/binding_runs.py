@@ -1,9 +1,8 @@
-"""One process that takes a binding through its contract, and what only one of the bindings does.
+"""Runs the contract of one binding, and the checks of features that only one binding has.
 
-`python -m tests.transport.nccl.binding_runs RUN LIBRARY EXIT_LOG` prints, as JSON, the traceback or
-null of each check of a run.
-It leaves communicators open at its end; what the library is asked to do while the interpreter exits is found in
-EXIT_LOG. A process of its own, for neither a libnccl nor cupy can be unloaded.
+`python -m tests.transport.nccl.binding_runs RUN LIBRARY EXIT_LOG` prints, as JSON, the traceback or null of each check
+of a run. It leaves communicators open at its end; EXIT_LOG gets the calls of the library while the interpreter exits.
+Each run needs a separate process, because neither libnccl nor cupy can be unloaded.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ UNDEFINED = -(2**31)
 # --- ctypes ----------------------------------------------------------------------------------------------------------
 
 
-def config_arrives(bench: Bench) -> None:
+def the_config_arrives(bench: Bench) -> None:
     every = CommConfig(blocking=False, max_ctas=4, name="ring é", cga_cluster_size=1, channels_per_net_peer=3)
     bench.binding.init(2, bytes(128), 0, every)
     bench.binding.init(2, bytes(128), 0, BLOCKING)
@@ -48,7 +47,7 @@ def config_arrives(bench: Bench) -> None:
     assert second == form.format(1, UNDEFINED, UNDEFINED, "-", UNDEFINED)
 
 
-def in_progress_is_no_error(bench: Bench) -> None:
+def in_progress_is_not_an_error(bench: Bench) -> None:
     bench.stub.set_polls(2)
     comm = bench.binding.init(2, bytes(128), 0, NONBLOCKING)
     waiting = [Status.IN_PROGRESS, Status.IN_PROGRESS, Status.SUCCESS]
@@ -84,7 +83,7 @@ def memory_is_registered_and_freed(bench: Bench) -> None:
     assert failure(lambda: bench.binding.mem_alloc(1)).text == "scripted end of ncclMemAlloc"
 
 
-def dead_handles_reach_no_function(bench: Bench) -> None:
+def dead_handles_are_not_passed_to_the_library(bench: Bench) -> None:
     comm = bench.open()
     bench.binding.abort(comm)
     bench.stub.clear()
@@ -98,7 +97,7 @@ def dead_handles_reach_no_function(bench: Bench) -> None:
     assert bench.stub.log() == []
 
 
-def last_words_are_told(bench: Bench) -> None:
+def the_last_error_is_returned(bench: Bench) -> None:
     comm = bench.open()
     bench.stub.answer("ncclSend", 1, Status.REMOTE_ERROR)
     assert bench.binding.last_error(comm) == ""
@@ -112,7 +111,7 @@ def last_words_are_told(bench: Bench) -> None:
 
 
 def failing_init_destroys_nothing(bench: Bench) -> None:
-    # Cupy takes a communicator that is still in progress for a failure, and would destroy it as its object dies.
+    # cupy treats a communicator that is in progress as a failure, and would destroy it with its Python object.
     bench.stub.answer("ncclCommInitRankConfig", 1, Status.IN_PROGRESS)
     assert failure(lambda: bench.binding.init(1, bytes(128), 0, BLOCKING)).status == Status.IN_PROGRESS
     assert len(bench.stub.calls("ncclCommAbort")) == 1
@@ -129,25 +128,25 @@ def dead_handles_are_refused_in_a_hop(bench: Bench) -> None:
 RUNS: dict[str, tuple[Check, ...]] = {
     "ctypes": (
         *COMMON,
-        config_arrives,
-        in_progress_is_no_error,
+        the_config_arrives,
+        in_progress_is_not_an_error,
         memory_is_registered_and_freed,
-        dead_handles_reach_no_function,
-        last_words_are_told,
+        dead_handles_are_not_passed_to_the_library,
+        the_last_error_is_returned,
     ),
     "ctypes_poor": COMMON,
     "cupy": (*COMMON, failing_init_destroys_nothing, dead_handles_are_refused_in_a_hop),
 }
-"""`ctypes_poor` gets a library of the oldest version, and without the functions of `OPTIONAL`."""
+"""The checks of each run. `ctypes_poor` uses a library of the oldest version without the functions of `OPTIONAL`."""
 MISSING = {"ctypes": frozenset(), "ctypes_poor": OPTIONAL, "cupy": frozenset(Capability)}
 """The capabilities that the binding of a run lacks."""
 
 left_open: Bench | None = None
-"""A communicator that nobody closes, held as by a program that ends without close()."""
+"""Keeps a communicator open, as in a program that ends without close()."""
 
 
 def with_a_clean_log(check: Check) -> Check:
-    """The check, which must also leave no call in the log that the library would have followed into freed memory."""
+    """Extend a check: it must not make a call with which the library would access freed memory."""
 
     @wraps(check)
     def checked(bench: Bench) -> None:
@@ -159,7 +158,7 @@ def with_a_clean_log(check: Check) -> Check:
 
 
 def main(name: str, path: str, exit_log: str) -> None:
-    """See the module."""
+    """Run the checks of a run. See the module."""
     global left_open
     if name == "ctypes_poor":
         Stub(path).set_version(FLOOR_VERSION)

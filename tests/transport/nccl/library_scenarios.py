@@ -1,7 +1,7 @@
-"""One process that meets missing, broken, old, new and doubled copies of libnccl, in this order.
+"""Loads missing, broken, old, new and duplicate copies of libnccl, in this order, in one process.
 
 `python -m tests.transport.nccl.library_scenarios LIBRARY SECOND` takes two copies of the stub and prints, as JSON, the
-traceback or null of each scenario. The order matters, for a library once loaded stays.
+traceback or null of each scenario. The order matters, because a loaded library cannot be unloaded.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class NoWheel:
     """An environment without NVIDIA's packages."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Refuse them."""
+        """Raise for these packages."""
         if name.split(".")[0] == "nvidia":
             raise ModuleNotFoundError(f"{name} is hidden", name=name)
 
 
-def nothing_is_found(path: str, second: str) -> None:
+def a_missing_library_is_refused_with_a_remedy(path: str, second: str) -> None:
     soname, library.SONAME = library.SONAME, "libnccl-absent.so.2"
     finders, cuda = list(sys.meta_path), torch.version.cuda
     try:
-        # With the wheel's folder (if there is one) but not the file, then without the folder.
+        # First with the folder of the wheel, if it is installed, but without the file; then without the folder.
         for hidden in ([], [NoWheel()]):
             sys.meta_path[:] = [*hidden, *finders]
             for version, remedy in {
@@ -51,7 +51,7 @@ def nothing_is_found(path: str, second: str) -> None:
         library.SONAME, torch.version.cuda, sys.meta_path[:] = soname, cuda, finders
 
 
-def no_file_is_there(path: str, second: str) -> None:
+def a_path_without_a_file_is_refused(path: str, second: str) -> None:
     assert "'/absent/libnccl.so.2'" in refusal(lambda: load_library("/absent/libnccl.so.2"), InputError)
 
 
@@ -87,13 +87,13 @@ def capabilities_follow_the_version(path: str, second: str) -> None:
     stub.set_version(VERSION)
 
 
-def what_the_process_has_is_found_first(path: str, second: str) -> None:
-    found = load_library()
-    assert (found.path, found.version) == (path, VERSION)
+def a_loaded_library_has_priority(path: str, second: str) -> None:
+    loaded = load_library()
+    assert (loaded.path, loaded.version) == (path, VERSION)
 
 
 class Cupy(ModuleType):
-    """The facts of an installed cupy and of its NCCL module in one."""
+    """A fake of cupy and of `cupy.cuda.nccl` in one module."""
 
     def __init__(self, version: str = "14.2.0", available: bool = True, nccl: int = VERSION) -> None:
         super().__init__("cupy")
@@ -101,12 +101,12 @@ class Cupy(ModuleType):
 
     @property
     def available(self) -> bool:
-        """Asked once the module is loaded, with all that it has loaded itself."""
+        """Whether cupy has NCCL. `CupyBinding` reads it after the import, when cupy has loaded its libraries."""
         return self._available
 
 
 class CupyWithACopy(Cupy):
-    """One that brings a libnccl of its own."""
+    """A cupy that loads another libnccl."""
 
     copy = ""
 
@@ -117,8 +117,8 @@ class CupyWithACopy(Cupy):
         return True
 
 
-def with_cupy(cupy: Cupy | None, path: str) -> str:
-    """Why the binding refuses this cupy; None is none at all."""
+def cupy_refusal(cupy: Cupy | None, path: str) -> str:
+    """Return the message with which the binding refuses this cupy. None: cupy is not installed."""
     names = ("cupy", "cupy.cuda.nccl")
     try:
         sys.modules.update(dict.fromkeys(names, cupy))  # None blocks an import
@@ -129,34 +129,34 @@ def with_cupy(cupy: Cupy | None, path: str) -> str:
 
 
 def an_unfit_cupy_is_refused(path: str, second: str) -> None:
-    assert "pip install 'ringattn[cu13]'" in with_cupy(None, path)
-    assert "cupy 14 or newer, not 13.6.0" in with_cupy(Cupy(version="13.6.0"), path)
-    assert "without NCCL" in with_cupy(Cupy(available=False), path)
-    assert "cupy uses NCCL 2.29.7" in with_cupy(Cupy(nccl=22907), path)
+    assert "pip install 'ringattn[cu13]'" in cupy_refusal(None, path)
+    assert "cupy 14 or newer, not 13.6.0" in cupy_refusal(Cupy(version="13.6.0"), path)
+    assert "without NCCL" in cupy_refusal(Cupy(available=False), path)
+    assert "cupy uses NCCL 2.29.7" in cupy_refusal(Cupy(nccl=22907), path)
 
 
-def cupy_with_a_copy_of_its_own_is_refused(path: str, second: str) -> None:
+def a_cupy_with_another_copy_is_refused(path: str, second: str) -> None:
     cupy = CupyWithACopy()
     cupy.copy = second
-    text = with_cupy(cupy, path)
+    text = cupy_refusal(cupy, path)
     assert path in text and second in text
 
 
 def a_second_copy_is_refused(path: str, second: str) -> None:
-    for asked in (second, None, path):
-        text = refusal(lambda asked=asked: load_library(asked), UnsupportedError)
+    for requested in (second, None, path):
+        text = refusal(lambda requested=requested: load_library(requested), UnsupportedError)
         assert path in text and second in text and "pip uninstall" in text
 
 
 SCENARIOS: tuple[Callable[[str, str], None], ...] = (
-    nothing_is_found,
-    no_file_is_there,
+    a_missing_library_is_refused_with_a_remedy,
+    a_path_without_a_file_is_refused,
     another_library_is_refused,
     an_old_version_is_refused,
     capabilities_follow_the_version,
-    what_the_process_has_is_found_first,
+    a_loaded_library_has_priority,
     an_unfit_cupy_is_refused,
-    cupy_with_a_copy_of_its_own_is_refused,
+    a_cupy_with_another_copy_is_refused,
     a_second_copy_is_refused,
 )
 

@@ -1,8 +1,8 @@
-/* A stand-in for libnccl.so.2 that needs no GPU: it checks what a binding passes, and plays the answers it is told to.
+/* A stub of libnccl.so.2 that needs no GPU: it checks the arguments of a binding and returns scripted answers.
 
-   Promises: arguments are checked as NCCL checks them; every call is logged before it acts; a handle that is used after
-   its end is logged as FATAL and refused, never followed. Sends and receives are accepted and move nothing.
-   Does not know: peers, streams, CUDA. Source of the rules: NCCL 2.28 init.cc, group.cc, enqueue.cc, argcheck.cc. */
+   Guarantees: arguments are checked as NCCL checks them. Every call is logged before it acts. A handle that is used
+   after its end is logged as FATAL and refused, never dereferenced. Sends and receives are accepted but copy nothing.
+   Not covered: peers, streams, CUDA. Source of the rules: NCCL 2.28 init.cc, group.cc, enqueue.cc, argcheck.cc. */
 
 #define _GNU_SOURCE
 #include <limits.h>
@@ -37,7 +37,7 @@ static const char *const LIVES[] = {"", "finalize", "abort", "destroy"};
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static Comm comms[MAX_COMMS]; /* never reused, so that a dead handle stays recognizable */
+static Comm comms[MAX_COMMS]; /* never reused, so that a dead handle is recognized */
 static int comms_made, ids_made, version = 22809, polls;
 static Script scripts[MAX_SCRIPTS];
 static void *allocations[MAX_HANDLES], *registrations[MAX_HANDLES];
@@ -54,7 +54,7 @@ static void full(const char *what) {
     abort();
 }
 
-/* --- what the tests ask of it ------------------------------------------------------------------------------------ */
+/* --- controls for tests ------------------------------------------------------------------------------------------ */
 
 size_t stub_log(char *text, size_t size) {
     pthread_mutex_lock(&lock);
@@ -110,7 +110,7 @@ __attribute__((format(printf, 2, 3))) static Result fail(Result status, const ch
     pthread_mutex_unlock(&lock);
     return status;
 }
-/* Log a call whose name is the first value; wait where told to; the scripted status, or Success. */
+/* Log a call (its name is the first value), wait if `stub_block` names it, return the scripted status or Success. */
 __attribute__((format(printf, 1, 2))) static Result enter(const char *format, ...) {
     va_list values;
     Result status = Success;
@@ -178,7 +178,7 @@ static Result make(Comm **comm, int size, int rank, const Config *config) {
         (c) && (c)->netName ? (c)->netName : "-", (c) && (c)->commName ? (c)->commName : "-",                           \
         (c) ? (c)->nChannelsPerNetPeer : INT_MIN, (c) ? (c)->nvlinkCentricSched : INT_MIN
 
-/* --- NCCL: what needs no communicator, and how one lives --------------------------------------------------------- */
+/* --- NCCL: version, errors and the life of a communicator -------------------------------------------------------- */
 
 Result ncclGetVersion(int *value) { return *value = version, Success; }
 const char *ncclGetErrorString(Result status) { return status == Success ? "no error" : "an error of the stub"; }
@@ -222,7 +222,7 @@ Result ncclCommFinalize(Comm *comm) {
     return status ? status : end(__func__, comm, Finalized);
 }
 #endif
-Result ncclCommSplit(void) { return enter("%s", __func__), InternalError; } /* cupy looks for it, and nobody calls it */
+Result ncclCommSplit(void) { return enter("%s", __func__), InternalError; } /* cupy looks it up, but no test calls it */
 #ifndef WITHOUT_LAST_ERROR
 const char *ncclGetLastError(Comm *comm) { return comm && living(__func__, comm) ? "dead" : last_error; }
 #endif
@@ -292,7 +292,7 @@ Result ncclRecv(void *buffer, size_t count, int type, int peer, Comm *comm, void
     return queue(__func__, buffer, count, type, peer, comm, stream);
 }
 
-/* --- NCCL: what cupy needs to be loaded and the runtime never calls ---------------------------------------------- */
+/* --- NCCL: functions that cupy needs to load, and the runtime never calls ---------------------------------------- */
 
 #define NEVER(name)                                                                                                     \
     Result name(void) { return fail(InvalidUsage, "FATAL %s", __func__); }

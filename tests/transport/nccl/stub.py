@@ -1,7 +1,7 @@
-"""Builds the stand-in for libnccl and tells it what to answer.
+"""Build the stub of libnccl, and control its answers.
 
-Guarantees: `build` needs a C compiler and well under two seconds; `Stub` speaks to the copy of the library that
-is in this process. One process, one copy: load the stub where nothing else has loaded a libnccl.
+Guarantees: `build` needs a C compiler, and takes less than two seconds. `Stub` controls the copy of the library in this
+process. Load the stub only in a process that has loaded no other libnccl.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ VERSION = 22809
 
 
 def build(folder: Path, *without: str) -> Path:
-    """The library, made in `folder`, without some functions: MEM_ALLOC, REGISTER, FINALIZE, LAST_ERROR."""
+    """Build the library in `folder`, without the functions MEM_ALLOC, REGISTER, FINALIZE or LAST_ERROR if named."""
     assert COMPILER is not None
-    made = folder / "libnccl.so.2"
-    flags = ["-shared", "-fPIC", "-pthread", f"-Wl,-soname,{made.name}"]
+    library = folder / "libnccl.so.2"
+    flags = ["-shared", "-fPIC", "-pthread", f"-Wl,-soname,{library.name}"]
     subprocess.run(
-        [COMPILER, *flags, *(f"-DWITHOUT_{name}" for name in without), "-o", str(made), str(SOURCE)], check=True
+        [COMPILER, *flags, *(f"-DWITHOUT_{name}" for name in without), "-o", str(library), str(SOURCE)], check=True
     )
-    return made
+    return library
 
 
 class Stub:
-    """The controls of one loaded stand-in; see `stub.c`."""
+    """The controls of a loaded stub; see `stub.c`."""
 
     def __init__(self, path: str) -> None:
         self._c = ctypes.CDLL(path)
@@ -36,39 +36,39 @@ class Stub:
         self._c.stub_set_async.argtypes = [ctypes.c_void_p, ctypes.c_int]
 
     def log(self) -> list[str]:
-        """The calls since `clear`, one a line: the function, then its arguments as C formats them."""
+        """Return the calls since `clear`, one per line: the function, then its arguments as C formats them."""
         text = ctypes.create_string_buffer(self._c.stub_log(None, ctypes.c_size_t(0)))
         self._c.stub_log(text, ctypes.c_size_t(len(text)))
         return text.value.decode().splitlines()
 
     def calls(self, function: str) -> list[str]:
-        """The lines of `log` about one function."""
+        """Return the lines of `log` about one function."""
         return [line for line in self.log() if line.split()[0] == function]
 
     def clear(self) -> None:
-        """Forget the log and the last error."""
+        """Clear the log and the last error."""
         self._c.stub_clear()
 
     def log_to(self, path: Path) -> None:
-        """Write every later call to a file too, which is there when the process is not."""
+        """Also write every later call to a file, which outlives the process."""
         self._c.stub_log_to(str(path).encode())
 
     def version(self) -> int:
-        """What `ncclGetVersion` says."""
+        """Return the result of `ncclGetVersion`."""
         number = ctypes.c_int()
         self._c.ncclGetVersion(ctypes.byref(number))
         return number.value
 
     def set_version(self, version: int) -> None:
-        """Let `ncclGetVersion` say this; a binding that is made later sees it."""
+        """Set the result of `ncclGetVersion`, for bindings that are created later."""
         self._c.stub_set_version(version)
 
     def set_polls(self, polls: int) -> None:
-        """How often a non-blocking communicator is in progress after each init, finalize and group end."""
+        """Set how often a non-blocking communicator is in progress after each init, finalize and group end."""
         self._c.stub_set_polls(polls)
 
     def set_async(self, comm: int, status: int) -> None:
-        """The asynchronous status of a communicator."""
+        """Set the asynchronous status of a communicator."""
         self._c.stub_set_async(comm, status)
 
     def answer(self, function: str, nth: int, status: int) -> None:
@@ -84,5 +84,5 @@ class Stub:
         return bool(self._c.stub_inside())
 
     def release(self) -> None:
-        """Let the waiting call go on."""
+        """Let the waiting call continue."""
         self._c.stub_release()

@@ -1,11 +1,10 @@
-"""One simulated GPU of this process: `CudaDriver` and `CudaDevice` of the peer transport, in real processes on CPU.
+"""A simulated GPU for one process: `CudaDriver` and `CudaDevice` of the peer transport, in real processes on CPU.
 
-An allocation is a memfd, an export a dup, an import a mapping; a stream is a thread with a queue, a copy a memmove, a
-wait polls. So file descriptors really pass between processes, and a process can really be killed or stopped.
-Guarantees: a word operation on memory that is not registered and an unmap under a queued copy end the process with
-`VIOLATION`, and say so; a copy to memory that is not mapped ends it with SIGSEGV; `leftovers` counts what was never
-given back.
-Not covered: what hardware reorders.
+An allocation is a memfd, an export a dup, an import a mapping. A stream is a thread with a queue, a copy a memmove, and
+a wait polls its word. So file descriptors really pass between processes, and a process can be killed or stopped.
+Guarantees: a word operation on unregistered memory, or an unmap under a queued copy, prints an error and ends the
+process with `VIOLATION`. A copy to unmapped memory ends it with SIGSEGV. `leftovers` counts unreleased resources.
+Not covered: reordering by hardware.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ringattn.transport.peer.driver import OUT_OF_MEMORY, Attribute, CudaDriver,
 VIOLATION = 99
 GRANULARITY = 1 << 16
 HOST_OFFSET = 1 << 60
-"""Between a registered host pointer and its device address, so that one is never taken for the other."""
+"""The offset from a registered host pointer to its device address, so that neither is mistaken for the other."""
 POLL_S = 50e-6
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -39,14 +38,14 @@ _libc.mmap.argtypes = [
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-def violate(words: str) -> None:
-    """A GPU would have faulted, or worse."""
-    print(f"simulated GPU: {words}", file=sys.stderr, flush=True)
+def violate(text: str) -> None:
+    """Print an error and end the process, because a real GPU would fault or corrupt memory."""
+    print(f"simulated GPU: {text}", file=sys.stderr, flush=True)
     os._exit(VIOLATION)
 
 
 class _Item(NamedTuple):
-    """One operation. `ready`: whether it may run; `spans`: the (address, bytes) that it touches."""
+    """One operation. `ready`: whether it may run; `spans`: the (address, bytes) that it accesses."""
 
     ready: Callable[[], bool]
     run: Callable[[], None]
@@ -54,25 +53,25 @@ class _Item(NamedTuple):
 
 
 class _Queue:
-    """Runs items one after another on a thread of its own."""
+    """Runs items one after another on a dedicated thread."""
 
     def __init__(self) -> None:
         self.items: deque[_Item] = deque()
         self._more = threading.Event()
-        threading.Thread(target=self._live, daemon=True, name="sim-queue").start()
+        threading.Thread(target=self._run_items, daemon=True, name="sim-queue").start()
 
     def put(self, item: _Item) -> None:
         self.items.append(item)
         self._more.set()
 
-    def _live(self) -> None:
+    def _run_items(self) -> None:
         while True:
             if not self.items:
                 self._more.clear()
                 if not self.items:
                     self._more.wait()
                 continue
-            item = self.items[0]  # in the queue until it has run
+            item = self.items[0]  # it stays in the queue until it has run
             nap_s = POLL_S
             while not item.ready():
                 time.sleep(nap_s)
@@ -94,7 +93,7 @@ class SimStream:
         gpu.streams[self.cuda_stream] = self
 
     def wait_event(self, event: SimEvent) -> None:
-        """As in CUDA, what counts is the event's newest record at this moment."""
+        """See `Stream.wait_event`. As in CUDA, wait for the newest record at the time of this call."""
         mark = event.mark
         self.queue.put(_Item(mark.is_set, lambda: None))
 
@@ -104,12 +103,12 @@ class SimStream:
 
 
 class HostStream:
-    """The caller's stream, where the host computes: everything on it has run."""
+    """The caller's stream if the host computes: all its work has already run."""
 
     cuda_stream = 0
 
     def wait_event(self, event: SimEvent) -> None:
-        """Holds the host."""
+        """Block the host until the event is complete."""
         while not event.query():
             time.sleep(POLL_S)
 
@@ -135,7 +134,7 @@ class SimEvent:
 
 
 class SimGpu(CudaDevice):
-    """`CudaDevice` of one process. `caller`: the stream that the caller computes on, at first the host's own."""
+    """`CudaDevice` of one process. `caller`: the stream that the caller computes on, initially a `HostStream`."""
 
     def __init__(
         self,
@@ -149,7 +148,7 @@ class SimGpu(CudaDevice):
         self.uuid = "GPU-0"
         self.capturing = False
         self.streams: dict[int, SimStream] = {}
-        self._one = _Queue() if one_queue else None
+        self._shared_queue = _Queue() if one_queue else None
         self.caller: SimStream | HostStream = HostStream()
         self.driver = SimDriver(self, async_engines, attributes or {}, memory)
 
@@ -161,7 +160,7 @@ class SimGpu(CudaDevice):
 
     def new_stream(self) -> SimStream:
         """See `CudaDevice.new_stream`."""
-        return SimStream(self, self._one or _Queue())
+        return SimStream(self, self._shared_queue or _Queue())
 
     def current_stream(self) -> SimStream | HostStream:
         """See `CudaDevice.current_stream`."""
@@ -215,7 +214,7 @@ class SimDriver(CudaDriver):
         self._next = 1
 
     def leftovers(self) -> dict[str, int]:
-        """What was not given back."""
+        """Count the resources that were not released."""
         return {"handles": len(self._handles), "mappings": len(self._mapped), "registered": len(self._registered)}
 
     def attribute(self, which: Attribute) -> int:
@@ -271,7 +270,7 @@ class SimDriver(CudaDriver):
         assert self._mapped.pop(address) == nbytes
         for stream in list(self._gpu.streams.values()):
             for item in list(stream.queue.items):
-                if any(at < address + nbytes and address < at + size for at, size in item.spans):
+                if any(start < address + nbytes and address < start + size for start, size in item.spans):
                     violate(f"unmapped {address:#x} under a queued copy")
         _libc.munmap(address, nbytes)
 
@@ -299,7 +298,8 @@ class SimDriver(CudaDriver):
         """See `CudaDriver.operate`."""
         for operation in operations:
             pointer = operation.address - HOST_OFFSET
-            if not any(at <= pointer and pointer + 8 <= at + size for at, size in list(self._registered.items())):
+            registered = list(self._registered.items())
+            if not any(start <= pointer and pointer + 8 <= start + size for start, size in registered):
                 violate(f"a word operation on {operation.address:#x}, which is not registered")
             self._gpu.streams[stream].queue.put(_operation(pointer, operation))
 
@@ -312,7 +312,7 @@ class SimDriver(CudaDriver):
 def _operation(pointer: int, operation: WordOperation) -> _Item:
     word = ctypes.c_uint64.from_address(pointer)
     if operation.waits:
-        # Cyclic, as the driver compares.
+        # The driver compares modulo 2^64.
         return _Item(lambda: (word.value - operation.value) & (1 << 63) == 0, lambda: None)
 
     def write() -> None:
