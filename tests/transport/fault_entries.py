@@ -1,6 +1,6 @@
-"""What the ranks of `test_torchrun.py` do where no scripted fault will do: a job that fails, and its second life.
+"""The ranks of `test_torchrun.py`: a job that fails, and is restarted by torchrun.
 
-`python -m tests.transport.fault_entries JOB`, by torchrun; answers go beside the file JOB.
+`python -m tests.transport.fault_entries JOB`, started by torchrun. The answers are written to the folder of JOB.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POISON = {"cause": "rank 1 failed first: poison", "closed/0": "1", "closed/1": "
 
 
 def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
-    """The first life opens a ring, leaves poison under its keys and fails; the second says what it found."""
+    """Open a ring. In life 0, write poison to its keys and fail. In life 1, return what the store holds."""
     raw = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     stems = [f"ringattn/{n}/0/" for n in (0, 1)]
     with ringattn.Ring(transport="gloo", timeout_s=60.0) as ring:
@@ -34,7 +34,7 @@ def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
         if life == 0:
             for key, value in POISON.items():
                 raw.set(stems[0] + key, value)
-            # These are the keys that the ring reads, so it has failed from here on.
+            # The ring reads these keys, so it has failed now.
             assert control.cause() == POISON["cause"]
             (folder / f"poisoned-{rank}").touch()
             while len(list(folder.glob("poisoned-*"))) < 2:
@@ -42,7 +42,7 @@ def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
             if rank == 1:
                 os._exit(1)
             ring.barrier()
-        found = {
+        observed = {
             "life": life,
             "former": [raw.get(stems[0] + key).decode() for key in POISON],
             "own": raw.check([f"{stems[1]}arrived/{rank}"]),
@@ -51,11 +51,11 @@ def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
         }
         open_gate(ring)
         ring.barrier()
-        return found
+        return observed
 
 
 def main(job: Path) -> None:
-    """One rank of one life."""
+    """Run one rank, and write its answer."""
     torch.set_num_threads(1)
     rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (job.parent / f"answer-{rank}.json").write_text(json.dumps(live(rank, life, job.parent)))

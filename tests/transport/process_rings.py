@@ -1,4 +1,4 @@
-"""Opens a ring over any transport in the processes of a test, or on threads."""
+"""Open a ring over any transport, in the processes of a test or on threads."""
 
 from __future__ import annotations
 
@@ -26,37 +26,36 @@ from tests.transport.peers.sim_driver import SimGpu
 
 EVEN, LATE, EARLY = (0, 0, 1, 1), (0, 0, 1), (0, 1, 1)
 """The node of each rank."""
-# Each ring opens within 20 s and then gets the deadline of its test, which may be shorter than a busy machine needs to
-# connect.
+# Each ring opens with 20 s, because a busy machine may connect slowly. Then it gets the deadline of its test.
 OPENING_S = 20.0
 
 
 def locations(nodes: tuple[int, ...]) -> list[Location]:
-    """Locations of ranks on these nodes."""
+    """Return the location of each rank on these nodes."""
     return [Location(f"host-{node}", f"boot/{node}", os.getpid(), os.getuid()) for node in nodes]
 
 
 def location(**facts: Any) -> Location:
-    """This process's, on the one simulated GPU of the machine."""
+    """Return the location of this process, on the only simulated GPU of the machine."""
     return replace(Location(socket.gethostname(), machine_id(), os.getpid(), os.getuid(), "one"), **facts)
 
 
 def meet_gloo(rank: int, world_size: int, timeout_s: float) -> GlooTransport:
-    """A gloo ring of all processes."""
+    """Open a gloo ring of all processes."""
     ring = GlooTransport.open(Opening(store_of(rank, world_size), rank, world_size, OPENING_S))
     ring.opening.timeout_s = timeout_s
     return ring
 
 
 def meet_shm(rank: int, world_size: int, timeout_s: float) -> ShmTransport:
-    """A ring of all processes over shared memory."""
+    """Open a ring of all processes over shared memory."""
     ring = ShmTransport.open(Opening(store_of(rank, world_size), rank, world_size, OPENING_S))
     ring.opening.timeout_s = timeout_s
     return ring
 
 
 def meet_nodes(rank: int, world_size: int, nodes: tuple[int, ...], timeout_s: float) -> HostNodesTransport:
-    """A ring over both of the first processes, one for each entry of `nodes`."""
+    """Open a ring over shared memory and gloo. It uses the first processes, one per entry of `nodes`."""
     store = store_of(rank, world_size, len(nodes))
     ring = open_shm_and_gloo(Opening(store, rank, len(nodes), OPENING_S, locations=locations(nodes)))
     ring.inside.opening.timeout_s = timeout_s
@@ -72,10 +71,10 @@ def meet_peer(
     where: Location | None = None,
     rounds: int = 2,
 ) -> PeerTransport:
-    """A ring of all processes over copy engines of simulated GPUs. `where`: this process's location."""
+    """Open a ring of all processes over the copy engines of simulated GPUs. `where`: the location of this process."""
     store, gpu = store_of(rank, world_size), gpu or SimGpu()
-    found = gather_locations(ControlStore(store, rank, world_size), where or location(), Deadline(OPENING_S))
-    opening = Opening(store, rank, world_size, OPENING_S, interface=None, locations=found)
+    gathered = gather_locations(ControlStore(store, rank, world_size), where or location(), Deadline(OPENING_S))
+    opening = Opening(store, rank, world_size, OPENING_S, interface=None, locations=gathered)
     ring = open_peer(opening, lambda: (gpu.driver, gpu), rounds=rounds)
     ring.opening.timeout_s = timeout_s
     return ring
@@ -84,7 +83,7 @@ def meet_peer(
 def meet(
     transport: str, rank: int, world_size: int, timeout_s: float, nodes: tuple[int, ...] = EVEN
 ) -> tuple[Transport, Health]:
-    """A ring of all processes, and this rank's health."""
+    """Open a ring over a transport, and return it with the health object of this rank."""
     if transport == "shm+gloo":
         both = meet_nodes(rank, world_size, nodes, timeout_s)
         return both, both.between.health
@@ -93,10 +92,10 @@ def meet(
 
 
 def on_node_threads(nodes: tuple[int, ...], body: Callable[[HostNodesTransport], Any]) -> list[Any]:
-    """`body` on ranks that are threads of this process, over real shared memory and real gloo; results by rank."""
+    """Run `body` on ranks that are threads, over real shared memory and gloo. Return the results by rank."""
     store = HashStore()
 
-    def live(rank: int) -> Any:
+    def run_rank(rank: int) -> Any:
         ring = open_shm_and_gloo(
             Opening(store.clone(), rank, len(nodes), 30.0, interface="lo", locations=locations(nodes))
         )
@@ -106,4 +105,4 @@ def on_node_threads(nodes: tuple[int, ...], body: Callable[[HostNodesTransport],
             ring.close()
 
     with ThreadPoolExecutor(len(nodes)) as pool:
-        return list(pool.map(live, range(len(nodes))))
+        return list(pool.map(run_rank, range(len(nodes))))

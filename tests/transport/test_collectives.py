@@ -1,4 +1,4 @@
-"""Sums and copies over rings of one to five threads: right, and the same bits everywhere."""
+"""All-reduce and broadcast on rings of one to five threads: correct, with the same bits on all ranks."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ SHAPES: list[tuple[int, ...]] = [(), (1,), (7,), (3, 5), (0, 4), (2, 3, 11)]
 
 
 def values(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Tensors of many shapes, one of them a transposed view; the same for the same rank."""
+    """Return tensors of many shapes, including a transposed view. The values depend only on the rank."""
     generator = torch.Generator().manual_seed(rank)
-    made = [(torch.randn(shape, generator=generator, dtype=torch.float64) * 100).to(dtype) for shape in SHAPES]
-    return [*made, (torch.randn(6, 4, generator=generator, dtype=torch.float64) * 100).to(dtype).t()]
+    tensors = [(torch.randn(shape, generator=generator, dtype=torch.float64) * 100).to(dtype) for shape in SHAPES]
+    return [*tensors, (torch.randn(6, 4, generator=generator, dtype=torch.float64) * 100).to(dtype).t()]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex64])
 def test_all_reduce_sums(world_size: int, dtype: torch.dtype) -> None:
     def fn(ring: LocalTransport) -> list[torch.Tensor]:
-        mine = values(ring.rank, dtype)
-        all_reduce(ring, mine)
-        return mine
+        tensors = values(ring.rank, dtype)
+        all_reduce(ring, tensors)
+        return tensors
 
     results = on_threads(world_size, fn)
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
     for index, tensor in enumerate(results[0]):
-        # In the order of the ranks, in the wide dtype, rounded once.
+        # Summed in the order of the ranks in the wide dtype, and rounded once.
         reference = torch.zeros(tensor.shape, dtype=wide)
         for rank in range(world_size):
             reference += values(rank, dtype)[index].to(wide)
@@ -56,7 +56,7 @@ def test_all_reduce_mixes_dtypes_strides_and_leaves() -> None:
         assert counts.item() == 3
 
 
-def test_all_reduce_refuses_bool_before_anything_moves() -> None:
+def test_all_reduce_refuses_bool_before_it_changes_a_tensor() -> None:
     def fn(ring: LocalTransport) -> float:
         value = torch.ones(1)
         with pytest.raises(InputError, match="bool"):
@@ -71,17 +71,17 @@ def test_broadcast_copies(world_size: int) -> None:
     src = world_size - 1
 
     def fn(ring: LocalTransport) -> list[torch.Tensor]:
-        mine = [*values(ring.rank, torch.float16), torch.tensor([ring.rank == src, True]), torch.tensor(ring.rank)]
-        broadcast(ring, mine, src)
+        tensors = [*values(ring.rank, torch.float16), torch.tensor([ring.rank == src, True]), torch.tensor(ring.rank)]
+        broadcast(ring, tensors, src)
         broadcast(ring, [], src)
-        return mine
+        return tensors
 
     results = on_threads(world_size, fn)
     reference = [*values(src, torch.float16), torch.tensor([True, True]), torch.tensor(src)]
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, reference, strict=True))
 
 
-def test_broadcast_refuses_a_source_that_is_no_rank() -> None:
+def test_broadcast_refuses_an_invalid_source_rank() -> None:
     def fn(ring: LocalTransport) -> None:
         for src in (-1, 2):
             with pytest.raises(InputError, match=f"cannot broadcast from rank {src}: the ring has ranks 0 to 1"):

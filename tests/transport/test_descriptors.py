@@ -1,4 +1,4 @@
-"""A rank that runs out of file descriptors says so, and the other ranks say it of that rank."""
+"""A rank that runs out of file descriptors reports it, and the other ranks do not hang."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.contract.processes import Processes
 
 
 def open_with_few(rank: int, world_size: int, transport: str) -> str:
-    """What this rank raises when rank 1 may open three more files."""
+    """Return the error of this rank when rank 1 may open only three more files."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     if rank == 1:
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, hard_limit))
     try:
         Ring(transport=transport, timeout_s=4.0).barrier()
     except RingError as error:
@@ -27,15 +27,15 @@ def open_with_few(rank: int, world_size: int, transport: str) -> str:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
-def test_a_rank_without_descriptors_says_so(transport: str) -> None:
+def test_a_rank_without_descriptors_reports_it(transport: str) -> None:
     with Processes(2) as processes:
-        told = processes.run(open_with_few, transport)
-    assert "too many open files" in told[1].lower(), told
-    assert "ulimit -n" in told[1], told
-    assert told[0] != "opened", told
+        messages = processes.run(open_with_few, transport)
+    assert "too many open files" in messages[1].lower(), messages
+    assert "ulimit -n" in messages[1], messages
+    assert messages[0] != "opened", messages
 
 
-def test_a_process_with_enough_says_nothing() -> None:
+def test_a_process_with_enough_descriptors_reports_nothing() -> None:
     assert descriptor_shortage() == ""
 
 

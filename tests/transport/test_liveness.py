@@ -1,4 +1,4 @@
-"""The contract of liveness over every transport: in processes where there are some, else on simulated GPUs."""
+"""The liveness contract over every transport: in processes, or for NCCL on simulated GPUs."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ CELLS: list[Any] = [
 
 @pytest.mark.alone
 @pytest.mark.parametrize(("transport", "case"), CELLS)
-def test_the_victim_is_named_and_no_other(processes: Processes, transport: str, case: str) -> None:
-    told = processes.run(suffer, transport, case)
-    contract.assert_victim_named(case, told)
+def test_only_the_victim_is_named(processes: Processes, transport: str, case: str) -> None:
+    outcomes = processes.run(suffer, transport, case)
+    contract.assert_victim_named(case, outcomes)
     if case == "store's host stopped" and transport in ("gloo", "shm+gloo"):
-        assert all(contract.STORE in told[rank].message for rank in (1, 2, 3)), told
+        assert all(contract.STORE in outcomes[rank].message for rank in (1, 2, 3)), outcomes
 
 
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_killed_rank_is_named_and_no_other(transport: str) -> None:
+def test_only_a_killed_rank_is_named(transport: str) -> None:
     with Processes(RANKS) as mortals:
         contract.assert_victim_named("killed", mortals.run(suffer, transport, "killed", exits=contract.CASES["killed"]))
 
@@ -60,16 +60,16 @@ def test_a_killed_rank_is_named_and_no_other(transport: str) -> None:
 
 
 @pytest.mark.alone
-def test_nccl_tells_a_cause_that_is_in_the_store() -> None:
-    told = threading.Barrier(3)
+def test_nccl_reports_a_cause_that_is_in_the_store() -> None:
+    reported = threading.Barrier(3)
 
     def body(ring: NcclTransport) -> str:
         ring.all_gather_bytes(b"")
         if ring.rank == 1:
-            time.sleep(0.5)  # the others may be in the all-gather still
+            time.sleep(0.5)  # the others may still be in the all-gather
             ring.supervisor.health.publish(InputError("this rank belongs to another job"))
         message = contract.exchange_until_error(ring)
-        told.wait(10.0)
+        reported.wait(10.0)
         return message
 
     for message in results(on_gpus(SimWorld(3), body, deadline_s=20.0)):
@@ -77,10 +77,10 @@ def test_nccl_tells_a_cause_that_is_in_the_store() -> None:
 
 
 @pytest.mark.alone
-def test_nccl_blames_nobody_for_its_own_standstill() -> None:
+def test_a_stopped_nccl_rank_blames_no_other_rank() -> None:
     ended = threading.Event()
 
-    def stands_still() -> Place:
+    def hang() -> Place:
         if threading.current_thread().name.startswith("ringattn-health"):
             ended.wait(20.0)
         return Place()
@@ -88,7 +88,7 @@ def test_nccl_blames_nobody_for_its_own_standstill() -> None:
     def body(ring: NcclTransport) -> str:
         ring.all_gather_bytes(b"")
         if ring.rank == 1:
-            ring.supervisor.health._users[ring.supervisor] = stands_still, lambda cause: None
+            ring.supervisor.health._users[ring.supervisor] = hang, lambda cause: None
             message = contract.exchange_until_error(ring)
             ended.set()
             return message

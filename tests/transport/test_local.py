@@ -1,4 +1,4 @@
-"""What the strict rendezvous adds: mismatches, forgotten receives, the deadlock report."""
+"""The local transport: mismatched messages, missing receives and the deadlock report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.contract.threads import on_threads
 
 
 def caught(call: Callable[[], object]) -> BaseException:
-    """What `call` raises; it must."""
+    """Return the error that `call` must raise."""
     with pytest.raises(TransportError) as info:
         call()
     return info.value
@@ -47,14 +47,14 @@ def test_two_ends_must_match(sent: torch.Tensor, received: torch.Tensor, late: i
         assert type(error) is TransportError
         return str(error)
 
-    mine, theirs = on_threads(2, fn)
-    assert mine == theirs
-    assert f"rank 0 send to rank 1 'kv 3' ({sent.nbytes} bytes of {sent.dtype})" in mine
-    assert f"rank 1 recv from rank 0 'kv 4' ({received.nbytes} bytes of {received.dtype})" in mine
+    text, peer_text = on_threads(2, fn)
+    assert text == peer_text
+    assert f"rank 0 send to rank 1 'kv 3' ({sent.nbytes} bytes of {sent.dtype})" in text
+    assert f"rank 1 recv from rank 0 'kv 4' ({received.nbytes} bytes of {received.dtype})" in text
     assert torch.equal(received, before)
 
 
-def test_a_send_without_receive_does_not_end() -> None:
+def test_a_send_without_a_receive_reaches_its_deadline() -> None:
     def fn(ring: LocalTransport) -> None:
         if ring.rank == 0:
             error = exchanged(ring, [Message(1, torch.zeros(2), "forgotten")], [])
@@ -68,17 +68,17 @@ def test_a_send_without_receive_does_not_end() -> None:
 
 
 def test_nothing_is_read_before_the_receive_is_posted() -> None:
-    buffer, came = torch.zeros(2), torch.zeros(2)
+    buffer, received = torch.zeros(2), torch.zeros(2)
     world = LocalWorld(2)
     sender, receiver = world.transport(0), world.transport(1)
     handle = sender.exchange([Message(1, buffer)], [])
     buffer.fill_(7.0)  # a buffered copy would hold the zeros
-    receiver.exchange([], [Message(0, came)]).wait()
+    receiver.exchange([], [Message(0, received)]).wait()
     handle.wait()
-    assert came.tolist() == [7.0, 7.0]
+    assert received.tolist() == [7.0, 7.0]
 
 
-def test_deadlock_is_told_at_once_with_every_ranks_pending_operations() -> None:
+def test_a_deadlock_is_reported_immediately_with_the_pending_operations_of_all_ranks() -> None:
     def fn(ring: LocalTransport) -> BaseException:
         before = (ring.rank - 1) % 3
         if ring.rank == 2:
@@ -118,22 +118,22 @@ def test_no_false_alarm_while_one_rank_computes() -> None:
             after, before = (ring.rank + 1) % 4, (ring.rank - 1) % 4
             if ring.rank == 3:
                 time.sleep(0.001)
-            came = torch.zeros(1)
-            ring.exchange([Message(after, torch.ones(1))], [Message(before, came)]).wait()
+            received = torch.zeros(1)
+            ring.exchange([Message(after, torch.ones(1))], [Message(before, received)]).wait()
             ring.all_gather_bytes(b"x")
-        return came.item()
+        return received.item()
 
     assert on_threads(4, fn) == [1.0] * 4
 
 
-def test_an_aborted_rank_is_never_written_to() -> None:
+def test_a_closed_rank_is_never_written_to() -> None:
     world = LocalWorld(2)
-    mine, theirs = world.transport(0), world.transport(1)
+    closing, peer = world.transport(0), world.transport(1)
     buffer = torch.zeros(2)
-    mine.exchange([], [Message(1, buffer, "x")])
-    mine.close()
+    closing.exchange([], [Message(1, buffer, "x")])
+    closing.close()
     with pytest.raises(PeerLostError, match="rank 0 closed its ring"):
-        theirs.exchange([Message(0, torch.ones(2), "x")], []).wait()
+        peer.exchange([Message(0, torch.ones(2), "x")], []).wait()
     assert buffer.tolist() == [0.0, 0.0]
 
 
@@ -148,15 +148,15 @@ def test_finished_all_gathers_are_not_reported() -> None:
 
 def test_the_first_cause_is_chained() -> None:
     world = LocalWorld(2)
-    mine, theirs = world.transport(0), world.transport(1)
+    failing, peer = world.transport(0), world.transport(1)
     cause = ValueError("odd")
-    mine.abort(cause)
+    failing.abort(cause)
     with pytest.raises(PeerLostError, match=re.escape("rank 0 failed first: ValueError: odd")) as info:
-        theirs.all_gather_bytes(b"")
+        peer.all_gather_bytes(b"")
     assert info.value.__cause__ is cause
 
 
-def test_world_refuses_what_cannot_be() -> None:
+def test_world_refuses_invalid_arguments() -> None:
     for arguments in [(0, 1.0), (2, 0.0)]:
         with pytest.raises(InputError, match="ranks and a deadline"):
             LocalWorld(*arguments)

@@ -1,7 +1,7 @@
-"""The real libnccl and its header, on a machine without a CUDA device: our tables are theirs, our errors are typed.
+"""The real libnccl and its header, on a machine without a CUDA device: constants, structs, signatures and errors.
 
-Reads NVIDIA's wheel. The library runs in processes of its own.
-Not covered: communicators that work; for these there is the stand-in (`test_nccl_bindings`) and a GPU.
+Reads NVIDIA's wheel. The library runs in separate processes.
+Not covered: working communicators. The stub covers them (`test_nccl_bindings.py`), and tests on GPUs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def wheel() -> Path | None:
-    """The folder of NVIDIA's wheel."""
+    """Return the folder of NVIDIA's wheel, or None if it is not installed."""
     spec = find_spec("nvidia.nccl") if find_spec("nvidia") else None
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
@@ -53,20 +53,20 @@ def header() -> str:
 
 
 def enum(header: str, name: str) -> dict[str, int]:
-    """The members of a C enumeration."""
+    """Return the members of a C enumeration."""
     body = re.search(rf"typedef enum \{{([^}}]*)\}} {name};", header)
     assert body, name
     return {member: int(value) for member, value in re.findall(r"(\w+)\s*=\s*(\d+)", body[1])}
 
 
 def define(header: str, name: str) -> str:
-    found = re.search(rf"#define {name} +(\S+)", header)
-    assert found, name
-    return found[1]
+    match = re.search(rf"#define {name} +(\S+)", header)
+    assert match, name
+    return match[1]
 
 
 def c_type(declared: str) -> Any:
-    """The ctypes type by which we pass an argument or hold a field that is declared like this."""
+    """Return the ctypes type for the declaration of an argument or field."""
     if "*" in declared:
         return ctypes.c_char_p if "char" in declared else ctypes.c_void_p
     kind = re.sub(r"\bconst\b|\w+$", "", declared.strip()).strip()
@@ -111,10 +111,10 @@ def test_config(header: str) -> None:
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(header: str, name: str) -> None:
-    found = re.search(rf"(ncclResult_t|const char\*)\s+{name}\(([^)]*)\);", header)
-    assert found, f"{name} is not in nccl.h"
-    assert (found[1] == "const char*") == (name == "ncclGetLastError")
-    declared = [argument for argument in found[2].split(",") if argument.strip()]
+    match = re.search(rf"(ncclResult_t|const char\*)\s+{name}\(([^)]*)\);", header)
+    assert match, f"{name} is not in nccl.h"
+    assert (match[1] == "const char*") == (name == "ncclGetLastError")
+    declared = [argument for argument in match[2].split(",") if argument.strip()]
     assert len(declared) == len(SIGNATURES[name])
     for argument, ours in zip(declared, SIGNATURES[name], strict=True):
         assert c_type(argument) == (ctypes.c_void_p if issubclass(ours, ctypes._Pointer) else ours), argument
@@ -151,7 +151,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("binding", ["ctypes", "cupy"])
-def test_what_the_library_answers(header: str, binding: str) -> None:
+def test_answers_of_the_library(header: str, binding: str) -> None:
     assert WHEEL is not None
     if binding == "cupy" and not find_spec("cupy"):
         pytest.skip("cupy is not installed")
@@ -160,10 +160,10 @@ def test_what_the_library_answers(header: str, binding: str) -> None:
         cwd=ROOT, env=os.environ | {"NCCL_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["ids"] == 3 and found["statuses"] == [0, 0, Status.INVALID_USAGE, Status.INVALID_ARGUMENT]
-    assert Path(found["path"]).name.startswith("libnccl.so.2")
-    if Path(found["path"]).is_relative_to(WHEEL):
-        assert found["version"] == int(define(header, "NCCL_VERSION_CODE"))
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert answers["ids"] == 3 and answers["statuses"] == [0, 0, Status.INVALID_USAGE, Status.INVALID_ARGUMENT]
+    assert Path(answers["path"]).name.startswith("libnccl.so.2")
+    if Path(answers["path"]).is_relative_to(WHEEL):
+        assert answers["version"] == int(define(header, "NCCL_VERSION_CODE"))
     if not torch.cuda.is_available():  # a failed init is named and leaves no group open
-        assert found["init"] == [Status.UNHANDLED_CUDA_ERROR, "ncclCommInitRankConfig", Status.INVALID_USAGE]
+        assert answers["init"] == [Status.UNHANDLED_CUDA_ERROR, "ncclCommInitRankConfig", Status.INVALID_USAGE]

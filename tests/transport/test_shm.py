@@ -1,4 +1,4 @@
-"""Shared memory between processes: ranks killed and stopped. The contract: test_contract."""
+"""Shared memory: copies, killed ranks, memory and disagreements. The contract: test_contract.py."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def processes() -> Iterator[Processes]:
         yield started
 
 
-# --- the benchmark's floor -------------------------------------------------------------------------------------------
+# --- the benchmark of bare copies ------------------------------------------------------------------------------------
 
 
 def check_copies(rank: int, world_size: int, move: str) -> list[float]:
     ring = meet(rank, world_size, 30.0)
     try:
         way = shm_ways.copying(ring, 1 << 18)
-        if move == "own":  # as if the own memory were the neighbor's
+        if move == "local":  # copies local memory instead of the neighbor's
             way = way._replace(move=lambda: way.into.copy_(way.sent))
         if move == "one rank late":
             copied = way.move
@@ -53,13 +53,13 @@ def check_copies(rank: int, world_size: int, move: str) -> list[float]:
         ring.close()
 
 
-def test_bare_copies_are_the_neighbors_bytes_and_take_as_long_as_on_the_slowest_rank(processes: Processes) -> None:
-    found = processes.run(check_copies, "")
-    assert found[0] == found[1] == found[2] and len(found[0]) == shm_ways.BATCHES and min(found[0]) > 0
+def test_bare_copies_are_verified_and_timed_by_the_slowest_rank(processes: Processes) -> None:
+    times = processes.run(check_copies, "")
+    assert times[0] == times[1] == times[2] and len(times[0]) == shm_ways.BATCHES and min(times[0]) > 0
     late = processes.run(check_copies, "one rank late")
-    assert late[0] == late[1] == late[2] and min(late[0]) >= 0.01  # of each copy, not of the batch
+    assert late[0] == late[1] == late[2] and min(late[0]) >= 0.01  # per copy, not per batch
     with pytest.raises(AssertionError, match=r"GateError: rank 0: 262144 bytes over copy arrived wrong"):
-        processes.run(check_copies, "own")
+        processes.run(check_copies, "local")
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------
@@ -68,17 +68,17 @@ LONG_S = 30.0
 
 
 def dies_with_a_child(rank: int, world_size: int) -> tuple[str, str, list[str]]:
-    """Rank 2 is killed while its forked child lives, which must not stand in for it.
+    """Kill rank 2 while its forked child lives; the child must not count as rank 2.
 
-    Returns what this rank's error says, its socket, and all its files that could outlive this process.
+    Return the error message of this rank, the name of its socket, and its files that could outlive this process.
     """
     ring = meet(rank, world_size, LONG_S)
     kept.extend((ring, ring.allocate(1 << 24)))
     ring.all_gather_bytes(b"")
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     targets = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-    places = [line.split(maxsplit=5)[5] for line in maps if len(line.split()) > 5] + targets
-    assert any(place.startswith("/memfd:ringattn-arena") for place in places)
+    files = [line.split(maxsplit=5)[5] for line in maps if len(line.split()) > 5] + targets
+    assert any(file.startswith("/memfd:ringattn-arena") for file in files)
     if rank == 2:
         if os.fork() == 0:
             time.sleep(20.0)
@@ -86,20 +86,20 @@ def dies_with_a_child(rank: int, world_size: int) -> tuple[str, str, list[str]]:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(TransportError) as caught:
         ring.all_gather_bytes(b"")
-    files = [place for place in places if place.startswith(("/dev/shm", "/tmp/ringattn"))]
-    return str(caught.value), ring.group._service.name, files
+    persistent = [file for file in files if file.startswith(("/dev/shm", "/tmp/ringattn"))]
+    return str(caught.value), ring.group._service.name, persistent
 
 
 kept: list[object] = []
 
 
 def listening() -> set[str]:
-    """Random names of ringattn's sockets."""
+    """Return the names of all open sockets of ringattn."""
     lines = Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()
     return {line.partition("@ringattn-")[2] for line in lines}
 
 
-def test_a_rank_that_is_killed_beside_its_child_is_named_and_nothing_is_left() -> None:
+def test_a_killed_rank_whose_child_lives_is_named_and_leaves_no_files() -> None:
     with Processes(contract.WORLD_SIZE) as mortals:
         answers = mortals.run(dies_with_a_child, exits=2).values()
     for message, name, files in answers:
@@ -107,7 +107,7 @@ def test_a_rank_that_is_killed_beside_its_child_is_named_and_nothing_is_left() -
         assert name not in listening() and files == []
 
 
-# --- long lives ------------------------------------------------------------------------------------------------------
+# --- rings on threads ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -119,8 +119,8 @@ def pair() -> Iterator[list[ShmTransport]]:
         ring.close()
 
 
-def passed_on(pair: list[ShmTransport], sent: torch.Tensor, into: torch.Tensor, label: str = "x") -> list[Any]:
-    """Rank 0 sends, rank 1 receives; what the two waits raise."""
+def transfer(pair: list[ShmTransport], sent: torch.Tensor, into: torch.Tensor, label: str = "x") -> list[Any]:
+    """Send from rank 0 to rank 1. Return the errors of both waits, None for success."""
     receive = pair[1].exchange([], [Message(0, into, label)])
     send = pair[0].exchange([Message(1, sent, label)], [])
     return on_each_rank(2, lambda rank: (send, receive)[rank].wait())
@@ -135,20 +135,18 @@ def random_bytes(count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("nbytes", [1, 7, 4096, 65537, 3 * 2**20 + 1])
 @pytest.mark.parametrize("shared", [True, False])
-def test_every_byte_arrives_and_no_other_is_touched(pair: list[ShmTransport], nbytes: int, shared: bool) -> None:
+def test_every_byte_arrives_and_no_other_byte_changes(pair: list[ShmTransport], nbytes: int, shared: bool) -> None:
     sent, into = (ring.allocate(nbytes + 24) if shared else torch.empty(nbytes + 24).byte() for ring in pair)
     sent.copy_(random_bytes(nbytes + 24))
     into.zero_()
     for first, last in ((13, 5), (3, 2)):
         into.zero_()
-        assert passed_on(pair, sent[first : first + nbytes], into[last : last + nbytes]) == [None, None]
+        assert transfer(pair, sent[first : first + nbytes], into[last : last + nbytes]) == [None, None]
         assert torch.equal(into[last : last + nbytes], sent[first : first + nbytes])
         assert not into[:last].any() and not into[last + nbytes :].any()
 
 
-def test_only_what_lies_outside_the_arenas_is_copied_twice(
-    pair: list[ShmTransport], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_buffers_outside_the_arenas_are_staged(pair: list[ShmTransport], monkeypatch: pytest.MonkeyPatch) -> None:
     staged: list[int] = []
     stage = shm_transport.Arenas.stage
     monkeypatch.setattr(
@@ -157,10 +155,10 @@ def test_only_what_lies_outside_the_arenas_is_copied_twice(
         lambda self, address, nbytes: staged.append(nbytes) or stage(self, address, nbytes),
     )
     into = torch.zeros(100, dtype=torch.uint8)
-    passed_on(pair, pair[0].allocate(100), into)
+    transfer(pair, pair[0].allocate(100), into)
     assert staged == []
     sent = random_bytes(100)
-    passed_on(pair, sent, into)
+    transfer(pair, sent, into)
     assert staged == [100] and torch.equal(sent, into)
 
 
@@ -188,8 +186,8 @@ def test_more_messages_than_the_log_holds(pair: list[ShmTransport]) -> None:
     assert torch.equal(sent, into)
 
 
-def test_waits_in_the_other_order_are_no_deadlock(pair: list[ShmTransport]) -> None:
-    # Each rank waits first for the handle whose partner the other waits for last.
+def test_waits_in_opposite_orders_do_not_deadlock(pair: list[ShmTransport]) -> None:
+    # Each rank first waits for the exchange that its peer waits for last.
     into = [torch.zeros(4), torch.zeros(4)]
 
     def body(rank: int) -> None:
@@ -206,19 +204,19 @@ def test_waits_in_the_other_order_are_no_deadlock(pair: list[ShmTransport]) -> N
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_growth_gives_the_old_memory_back_on_both_ranks(pair: list[ShmTransport]) -> None:
+def test_growth_frees_the_old_memory_on_both_ranks(pair: list[ShmTransport]) -> None:
     into = torch.zeros(50, dtype=torch.uint8)
-    passed_on(pair, pair[0].allocate(50), into)
+    transfer(pair, pair[0].allocate(50), into)
     gc.collect()
     before = mappings(), segments()
     for nbytes in (1 << 16, 1 << 18, 1 << 20):
         arena = pair[0].allocate(nbytes)
         arena.copy_(random_bytes(nbytes))
-        passed_on(pair, arena[-50:], into)
+        transfer(pair, arena[-50:], into)
         assert torch.equal(into, arena[-50:])
         del arena
         gc.collect()
-    passed_on(pair, pair[0].allocate(50), into)
+    transfer(pair, pair[0].allocate(50), into)
     gc.collect()
     assert (mappings(), segments()) == before
 
@@ -227,13 +225,13 @@ def test_staging_memory_is_bounded(pair: list[ShmTransport], monkeypatch: pytest
     monkeypatch.setattr(shm_transport, "STAGES_KEPT_BYTES", 1 << 20)
     for nbytes in (100, 1 << 19, 1 << 20, 1 << 18, 1 << 21):
         sent, into = random_bytes(nbytes), torch.zeros(nbytes, dtype=torch.uint8)
-        passed_on(pair, sent, into)
+        transfer(pair, sent, into)
         assert torch.equal(sent, into)
     kept = sum(segment.nbytes for _, segment in pair[0]._arenas._unused)
     assert 0 < kept <= 1 << 20
 
 
-def test_no_memory_is_a_memory_error(pair: list[ShmTransport], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_allocation_is_a_memory_error(pair: list[ShmTransport], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(name: str, nbytes: int) -> Segment:
         raise OSError(28, "No space left on device")
 
@@ -268,7 +266,7 @@ def test_ends_that_differ_are_named_on_both_ranks(
         pair[0].exchange([], [])
 
 
-def test_ends_may_say_where_a_message_goes_and_comes_from(pair: list[ShmTransport]) -> None:
+def test_labels_may_differ_in_the_peer_that_they_name(pair: list[ShmTransport]) -> None:
     into = torch.zeros(4)
     receive = pair[1].exchange([], [Message(0, into, "step 1: KV0 from rank 0")])
     send = pair[0].exchange([Message(1, torch.ones(4), "step 1: KV0 to rank 1")], [])
@@ -277,7 +275,7 @@ def test_ends_may_say_where_a_message_goes_and_comes_from(pair: list[ShmTranspor
 
 
 @pytest.mark.parametrize("end", ["abort", "close"])
-def test_a_copy_of_a_sender_that_ended_meanwhile_does_not_count(
+def test_a_copy_from_a_sender_that_ended_meanwhile_is_an_error(
     pair: list[ShmTransport], end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = pair[0].allocate(64)
@@ -285,16 +283,16 @@ def test_a_copy_of_a_sender_that_ended_meanwhile_does_not_count(
     pair[0].exchange([Message(1, sent, "kv")], [])
     address = shm_transport.Imports.address
 
-    def ends_first(self: shm_transport.Imports, *facts: Any) -> int:
-        found = address(self, *facts)
-        # Between the receiver's look and its copy.
+    def end_sender(self: shm_transport.Imports, *facts: Any) -> int:
+        source = address(self, *facts)
+        # The sender ends after the receiver has checked it, and before the copy.
         pair[0].abort(ValueError("no heads")) if end == "abort" else pair[0].close()
         sent.fill_(99)
-        return found
+        return source
 
-    monkeypatch.setattr(shm_transport.Imports, "address", ends_first)
-    words = "rank 0 failed first: ValueError: no heads" if end == "abort" else "rank 0 closed its ring"
-    with pytest.raises(PeerLostError, match=words):
+    monkeypatch.setattr(shm_transport.Imports, "address", end_sender)
+    message = "rank 0 failed first: ValueError: no heads" if end == "abort" else "rank 0 closed its ring"
+    with pytest.raises(PeerLostError, match=message):
         pair[1].exchange([], [Message(0, torch.zeros(64, dtype=torch.uint8), "kv")]).wait()
 
 
@@ -302,7 +300,7 @@ def test_a_failure_leaves_flight_records(tmp_path: Any) -> None:
     store = HashStore()
     rings = on_each_rank(2, lambda rank: ShmTransport.open(Opening(store, rank, 2, 0.3, tmp_path / str(rank))))
     into = torch.zeros(4)
-    assert passed_on(rings, torch.ones(4), into, "kv 0") == [None, None]
+    assert transfer(rings, torch.ones(4), into, "kv 0") == [None, None]
     assert [entry.state for entry in rings[0].record.entries()] == [DONE]
     errors = on_each_rank(2, lambda rank: rings[rank].exchange([], [Message(1 - rank, into, "kv 1")]).wait())
     for rank, error in enumerate(errors):
@@ -311,7 +309,7 @@ def test_a_failure_leaves_flight_records(tmp_path: Any) -> None:
         assert [entry.state for entry in rings[rank].record.entries()] == [DONE, FAILED]
 
 
-def test_a_long_message_keeps_its_bits_whatever_mode_its_buffer_was_made_in(
+def test_a_long_message_arrives_in_a_buffer_created_in_inference_mode(
     pair: list[ShmTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shm_transport, "VECTOR_BYTES", 4096)
@@ -319,5 +317,5 @@ def test_a_long_message_keeps_its_bits_whatever_mode_its_buffer_was_made_in(
         sent = random_bytes(count)
         with torch.inference_mode():
             into = pair[1].allocate(count)
-        assert passed_on(pair, sent, into) == [None, None]
+        assert transfer(pair, sent, into) == [None, None]
         assert torch.equal(into, sent)

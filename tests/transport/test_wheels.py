@@ -1,4 +1,4 @@
-"""Wheels for another CUDA than torch's, or for two: named in one line, with what mends it."""
+"""Wheels for another CUDA version than torch's, or for two versions: named in one line, with the remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FITTING = {"cupy-cuda13x": "14.2.0", "nvidia-nccl-cu13": "2.29.7"}
 
 
 @pytest.mark.parametrize(
-    ("build", "there"),
+    ("build", "installed"),
     [
         ("13.0", FITTING),
         (None, FITTING),
@@ -19,12 +19,12 @@ FITTING = {"cupy-cuda13x": "14.2.0", "nvidia-nccl-cu13": "2.29.7"}
         ("13.0", {"cupy": "14.0"}),
     ],
 )
-def test_wheels_that_fit(build: str | None, there: dict[str, str]) -> None:
-    assert mismatch(build, there.get) is None
+def test_wheels_that_fit(build: str | None, installed: dict[str, str]) -> None:
+    assert mismatch(build, installed.get) is None
 
 
 @pytest.mark.parametrize(
-    ("build", "there", "told"),
+    ("build", "installed", "message"),
     [
         (
             "13.0",
@@ -54,5 +54,5 @@ def test_wheels_that_fit(build: str | None, there: dict[str, str]) -> None:
         ),
     ],
 )
-def test_wheels_that_do_not_fit(build: str | None, there: dict[str, str], told: str) -> None:
-    assert mismatch(build, there.get) == told
+def test_wheels_that_do_not_fit(build: str | None, installed: dict[str, str], message: str) -> None:
+    assert mismatch(build, installed.get) == message
