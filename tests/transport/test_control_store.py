@@ -1,4 +1,4 @@
-"""The control store keeps its deadlines, whatever its host does, and gathers with few requests."""
+"""The control store keeps its deadlines even if its host hangs, and gathers with few requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.transport.threads import on_each_rank
 ROOT = Path(__file__).resolve().parents[2]
 CALL_S = 0.3
 SLACK_S = 1.5
-"""What a loaded machine may add to a deadline."""
+"""The delay that a busy machine may add to a deadline."""
 
 
 def control_of(host: StoreHost, rank: int = 0, world_size: int = 4) -> ControlStore:
@@ -49,7 +49,7 @@ CALLS: list[Callable[[ControlStore], Any]] = [
     lambda control: control.add("counter"),
     lambda control: control.cause(),
     lambda control: control.clone(),
-    lambda control: control.set("big", bytes(2**26)),  # what fits into the buffers of a socket is not waited for
+    lambda control: control.set("big", bytes(2**26)),  # larger than the buffers of a socket, so that the call blocks
     lambda control: control.delete_key("up"),
     lambda control: control.gather("facts", b"mine", Deadline(CALL_S)),
 ]
@@ -60,8 +60,8 @@ def test_every_call_ends_in_time_when_the_host_is_stopped(host: StoreHost) -> No
     controls[0].set("up", "1")
     host.stop()
     with ThreadPoolExecutor(len(CALLS)) as pool:
-        said = list(pool.map(lambda call, control: refused_in_time(lambda: call(control)), CALLS, controls))
-    for text in said:
+        messages = list(pool.map(lambda call, control: refused_in_time(lambda: call(control)), CALLS, controls))
+    for text in messages:
         assert f"the store's host (rank 0 of the job, or torchrun's agent, at 127.0.0.1:{host.port})" in text
         assert f"did not answer within {CALL_S} s" in text
 
@@ -91,14 +91,14 @@ def test_a_nearer_deadline_wins(host: StoreHost) -> None:
         list(pool.map(lambda view: refused_in_time(lambda: view.holds("key")), views))
 
 
-def test_a_deadline_that_has_passed_says_nothing_of_the_host(host: StoreHost) -> None:
+def test_a_deadline_that_has_passed_does_not_blame_the_host(host: StoreHost) -> None:
     control = control_of(host)
     with pytest.raises(DeadlineError, match="was not called"):
         control.until(Deadline(0.0)).holds("key")
     assert not control.holds("key")
 
 
-def test_a_host_that_is_gone_is_another_error() -> None:
+def test_a_host_that_is_gone_raises_no_deadline_error() -> None:
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     control = ControlStore(host.clone(), 0, 1, CALL_S)
     control.set("key", "value")
@@ -118,17 +118,17 @@ def test_a_host_that_is_stopped_ends_an_opening(host: StoreHost, monkeypatch: py
     monkeypatch.setattr(meeting, "GRACE_S", 0.1)
     connected = host.client()
     host.stop()
-    for stores, words in (
+    for stores, reason in (
         ({("127.0.0.1", host.port): connected}, "accepts a connection but does not answer"),
         ({}, f"rank 1: 127.0.0.1:{host.port} takes the connection and does not answer: torchrun's agent is stopped"),
     ):
         monkeypatch.setattr(meeting, "_stores", stores)
-        assert words in refused_in_time(lambda: rendezvous_store(1, 3, CALL_S))
+        assert reason in refused_in_time(lambda: rendezvous_store(1, 3, CALL_S))
 
 
-def test_what_is_made_too_late_is_dropped() -> None:
-    gate, made = threading.Event(), []
-    assert refused_in_time(lambda: bounded(lambda: made.append(gate.wait(20.0)), Deadline(0.05), "late")) == "late"
+def test_a_late_result_is_dropped() -> None:
+    gate, late = threading.Event(), []
+    assert refused_in_time(lambda: bounded(lambda: late.append(gate.wait(20.0)), Deadline(0.05), "late")) == "late"
     gate.set()
     with pytest.raises(ZeroDivisionError):
         bounded(lambda: 1 // 0, Deadline(20.0), "late")
@@ -149,7 +149,7 @@ controls[0].clone().get("key")
 """
 
 
-def test_a_process_leaves_in_the_middle_of_a_call() -> None:
+def test_a_process_can_exit_during_a_call() -> None:
     done = subprocess.run([sys.executable, "-c", LEAVES], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "terminate" not in done.stderr
 
@@ -212,15 +212,15 @@ def test_gather_returns_every_payload_by_rank(tmp_path: Path, ranks: int) -> Non
     assert gathered([dist.FileStore(str(tmp_path / "file"), ranks) for _ in range(ranks)], payload) == expected
 
 
-def test_gather_asks_a_number_of_times_that_grows_as_the_ranks() -> None:
+def test_the_requests_of_gather_grow_linearly_with_the_ranks() -> None:
     shared, requests = dist.HashStore(), []  # type: ignore[var-annotated]
     gathered([CountingStore(shared, requests) for _ in range(24)], lambda rank: b"x")
-    asked = {name: requests.count(name) for name in set(requests)}
-    assert (asked["set"], asked["add"], asked["multi_get"]) == (25, 24, 1)
-    assert asked["get"] == 23
+    counts = {name: requests.count(name) for name in set(requests)}
+    assert (counts["set"], counts["add"], counts["multi_get"]) == (25, 24, 1)
+    assert counts["get"] == 23
 
 
-def test_gather_names_the_missing() -> None:
+def test_gather_names_the_missing_ranks() -> None:
     shared = dist.HashStore()
     ControlStore(shared, 4, 9).set("facts/4", b"")
     control = ControlStore(shared, 0, 9)
@@ -229,7 +229,7 @@ def test_gather_names_the_missing() -> None:
     assert str(caught.value) == "rank 0: ranks [1, 2, 3, 5, 6, 7, 8] did not arrive at 'facts' within 0.05 s"
 
 
-def test_gather_does_without_the_one_that_reads_for_all() -> None:
+def test_gather_works_without_the_rank_that_reads_for_all() -> None:
     shared = dist.HashStore()
     shared.add("facts/count", 1)
     shared.set("facts/1", b"one")  # type: ignore[arg-type]
@@ -237,7 +237,7 @@ def test_gather_does_without_the_one_that_reads_for_all() -> None:
     assert ControlStore(shared, 0, 2).gather("facts", b"zero", Deadline(0.05)) == [b"zero", b"one"]
 
 
-def test_gather_looks_at_the_watch_while_it_waits() -> None:
+def test_gather_calls_the_watch_while_it_waits() -> None:
     def watch() -> None:
         raise ValueError("the ring has failed")
 
@@ -259,14 +259,14 @@ def test_a_wait_ends_with_the_cause_of_another_rank() -> None:
         ControlStore(shared, 0, 2).gather("facts", b"x", Deadline(20.0))
 
 
-def test_a_process_that_was_not_run_names_the_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_was_stopped_names_the_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_store, "GRACE_S", 0.2)
     control = ControlStore(dist.HashStore(), 0, 2)
     with pytest.raises(DeadlineError, match=r"^rank 0: ranks \[1\] did not arrive at 'facts' within 0\.05 s$"):
         control.gather("facts", b"", Deadline(0.05), lambda: time.sleep(0.4))
 
 
-def test_missing_asks_little() -> None:
+def test_missing_needs_few_requests() -> None:
     requests: list[str] = []
     control = ControlStore(CountingStore(dist.HashStore(), requests), 0, 1024)  # type: ignore[arg-type]
     for rank in set(control.everyone()) - {700}:
@@ -279,7 +279,7 @@ def test_missing_asks_little() -> None:
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_key_of_a_group_is_short_and_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_a_group_is_short_and_unique(monkeypatch: pytest.MonkeyPatch) -> None:
     origins: dict[tuple[int, ...], str] = {}
     for members in (tuple(range(1024)), tuple(range(1, 1025)), (0, 1), (0, 11)):
         monkeypatch.setattr(dist, "is_initialized", lambda: True)

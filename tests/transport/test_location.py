@@ -1,4 +1,4 @@
-"""Locations of ranks, read from planted /proc and /sys trees and a replacement of NVIDIA's library."""
+"""Locations of ranks, read from fake /proc and /sys trees and a fake of NVIDIA's library."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def plant(root: Path, files: dict[str, str]) -> Path:
 
 
 def machine(root: Path, boot: str = "b00t", network: int = 4026531840, **files: str) -> Path:
-    """A machine that reports its boot and its network namespace."""
+    """Write the tree of a machine with a boot id and a network namespace."""
     plant(root, {"proc/sys/kernel/random/boot_id": boot, **files})
     (root / "proc/self/ns").mkdir(parents=True)
     (root / "proc/self/ns/net").symlink_to(f"net:[{network}]")
     return root
 
 
-def at(machine: str | None, gpu: str | None = None, **more: Any) -> Location:
+def rank_on(machine: str | None, gpu: str | None = None, **more: Any) -> Location:
     return Location("host", machine, 1, 0, gpu, **more)
 
 
@@ -79,14 +79,14 @@ def test_a_machine_is_its_boot_and_its_network_namespace(tmp_path: Path) -> None
     assert machine_id() == machine_id() is not None
 
 
-def test_machines_that_are_not_known_are_never_the_same() -> None:
-    assert at("m").same_machine(at("m")) and not at("m").same_machine(at("n"))
-    assert not at(None).same_machine(at(None))
-    assert one_machine([at("m"), at("m")]) and not one_machine([at("m"), at("m"), at("n")])
-    assert not one_machine([at(None), at(None)]) and not one_machine([])
+def test_unknown_machines_are_never_the_same() -> None:
+    assert rank_on("m").same_machine(rank_on("m")) and not rank_on("m").same_machine(rank_on("n"))
+    assert not rank_on(None).same_machine(rank_on(None))
+    assert one_machine([rank_on("m"), rank_on("m")]) and not one_machine([rank_on("m"), rank_on("m"), rank_on("n")])
+    assert not one_machine([rank_on(None), rank_on(None)]) and not one_machine([])
 
 
-def test_active_rdma_ports_go_before_interfaces(tmp_path: Path) -> None:
+def test_active_rdma_ports_have_priority_over_interfaces(tmp_path: Path) -> None:
     plant(tmp_path, {
         "sys/class/net/lo/operstate": "unknown",
         "sys/class/net/eth0/operstate": "up", "sys/class/net/eth0/speed": "25000",
@@ -116,10 +116,10 @@ def test_a_location_passes_through_the_store(tmp_path: Path) -> None:
     assert on_cpu.gpu is None and on_cpu.links == () and on_cpu.nics == (Nic("eth0", None),)
     for sample in (on_cpu, replace(on_cpu, machine=None, uid=0)):
         assert Location.parse(sample.text()) == sample
-    assert len(on_cpu.text()) < 400  # every rank reads those of 1,024 ranks
+    assert len(on_cpu.text()) < 400  # every rank reads the locations of up to 1,024 ranks
 
 
-def test_a_gpu_as_torch_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_properties_of_a_gpu_come_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = SimpleNamespace(
         uuid="GPU-3a8d",
         pci_domain_id=0,
@@ -134,7 +134,7 @@ def test_a_gpu_as_torch_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_gpu(0) == Gpu("3a8d", None, "NVIDIA H200", 132)
 
 
-def test_what_every_rank_reads_of_all_others_is_small() -> None:
+def test_the_gathered_locations_are_small() -> None:
     ranks, store = 64, HashStore()
 
     def of(rank: int) -> Location:
@@ -160,7 +160,7 @@ def test_what_every_rank_reads_of_all_others_is_small() -> None:
 
 
 class Library:
-    """NVIDIA's library as `gpu_links` calls it. `status`: NVML's number for each pair; None: the call fails."""
+    """A fake of NVML for `gpu_links`. `status`: NVML's status of each pair, or None if the call fails."""
 
     def __init__(self, uuids: list[str], status: dict[frozenset[str], int | None], down: bool = False) -> None:
         self.uuids, self.status, self.down, self.users = uuids, status, down, 0
@@ -193,7 +193,7 @@ class Library:
         return 999 if link_status is None else 0
 
 
-def test_links_of_a_gpu_are_what_the_driver_says() -> None:
+def test_links_of_a_gpu_come_from_the_driver() -> None:
     status = {frozenset("ab"): 0, frozenset("ac"): 5, frozenset("ad"): 6, frozenset("ae"): None}
     library = Library(["a", "b", "c", "d", "e", "lost"], status)
     assert gpu_links("a", library) == [
@@ -204,13 +204,13 @@ def test_links_of_a_gpu_are_what_the_driver_says() -> None:
 
 
 def test_links_of_gpus_of_two_nodes() -> None:
-    links = (("b", LinkClass.NVLINK), ("c", LinkClass.PCIE))
-    links = links_of([at("m", "a", links=links), at("m", "b"), at("n", "d"), at("m", "c"), at("m", "a", links=links)])
+    first = rank_on("m", "a", links=(("b", LinkClass.NVLINK), ("c", LinkClass.PCIE)))
+    links = links_of([first, rank_on("m", "b"), rank_on("n", "d"), rank_on("m", "c"), first])
     assert links.nodes == (0, 0, 1, 0, 0)
     classes = {(rank, peer): links.of(rank, peer) for rank in range(5) for peer in range(rank)}
     assert classes == {
         (1, 0): LinkClass.NVLINK, (3, 0): LinkClass.PCIE, (4, 0): LinkClass.SAME_GPU, (4, 1): LinkClass.NVLINK,
-        (3, 1): LinkClass.UNKNOWN, (4, 3): LinkClass.PCIE,  # b reported nothing, and c nothing about b
+        (3, 1): LinkClass.UNKNOWN, (4, 3): LinkClass.PCIE,  # neither b nor c has reported the link between them
         **{(max(2, peer), min(2, peer)): LinkClass.NETWORK for peer in (0, 1, 3, 4)},
     }  # fmt: skip
     assert links.of(0, 1) is LinkClass.NVLINK
@@ -225,7 +225,7 @@ def test_links_of_gpus_of_two_nodes() -> None:
     ],
 )  # fmt: skip
 def test_links_of_ranks_on_cpu(machines: Any, nodes: tuple[int, ...], inside: LinkClass, outside: LinkClass) -> None:
-    links = links_of([at(machine) for machine in machines])
+    links = links_of([rank_on(machine) for machine in machines])
     assert (links.nodes, links.inside, links.outside, links.exceptions) == (nodes, inside, outside, ())
 
 
@@ -237,27 +237,27 @@ def opened(stores: list[dist.Store], timeout_s: float, interface: str = "") -> l
     )
 
 
-def test_the_address_is_that_of_the_route_to_the_store() -> None:
+def test_the_address_is_the_source_address_of_the_route_to_the_store() -> None:
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert find_address(dist.PrefixStore("ring", host), "") == Address("127.0.0.1", "127.0.0.1", "")
     assert find_address(host, "lo") == Address("", "", "lo")
     assert find_address(dist.HashStore(), "") == Address("", "", "")
 
 
-def test_a_loopback_address_gives_way_to_what_the_other_hosts_use() -> None:
-    met = [
+def test_a_loopback_address_is_replaced_by_the_address_that_other_hosts_use() -> None:
+    addresses = [
         Address("127.0.1.1", "127.0.1.1", ""),
         Address("127.0.1.1", "127.0.1.1", ""),
         Address("10.0.0.2", "10.0.0.1", ""),
     ]
-    assert [reachable(rank, met).own for rank in range(3)] == ["10.0.0.1", "10.0.0.1", "10.0.0.2"]
-    alone = met[:2]
-    assert [reachable(rank, alone) for rank in range(2)] == alone
+    assert [reachable(rank, addresses).own for rank in range(3)] == ["10.0.0.1", "10.0.0.1", "10.0.0.2"]
+    one_host = addresses[:2]
+    assert [reachable(rank, one_host) for rank in range(2)] == one_host
     named = [Address("", "", "eth1"), Address("10.0.0.2", "10.0.0.1", "")]
     assert reachable(0, named) == named[0]
 
 
-def test_an_interface_that_is_not_there_is_refused_on_all_ranks() -> None:
+def test_a_missing_interface_is_refused_on_all_ranks() -> None:
     shared = dist.HashStore()
     for rank, error in enumerate(opened([shared, shared], 20.0, interface="nope0")):
         assert isinstance(error, InputError)
@@ -268,10 +268,10 @@ def test_an_interface_that_is_not_there_is_refused_on_all_ranks() -> None:
 
 
 def test_an_opening_that_cannot_connect_lists_the_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*facts: Any) -> None:
+    def refuse(*facts: Any) -> None:
         raise RuntimeError("connection refused")
 
-    monkeypatch.setattr(gloo, "_connect", never)
+    monkeypatch.setattr(gloo, "_connect", refuse)
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for rank, error in enumerate(opened([host.clone(), host.clone()], 5.0)):
         assert isinstance(error, DeadlineError)
@@ -283,7 +283,7 @@ def test_an_opening_that_cannot_connect_lists_the_addresses(monkeypatch: pytest.
         assert "set GLOO_SOCKET_IFNAME on every rank to the network interface" in advice
 
 
-def test_a_name_that_is_not_resolved_in_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_not_resolved_in_time_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(gloo, "find_address", lambda store, interface: gate.wait(20.0))
     monkeypatch.setattr(gloo, "GRACE_S", 0.1)
@@ -302,12 +302,12 @@ CALIBRATION = json.dumps({"constants": asdict(OWN), "transport": "shm"})
 
 
 def gpus(nodes: Sequence[int], kind: LinkClass = LinkClass.NVLINK, **facts: Any) -> tuple[Location, ...]:
-    """Return one GPU per rank, on these nodes; on each node all are connected by links of this class."""
+    """Return one GPU per rank on these nodes. The GPUs of a node are connected by links of class `kind`."""
     facts = {"device": H100, "sms": 132, "nics": RDMA, **facts}
     return tuple(
         Location(
             f"host-{node}", f"boot/{node}", rank, 0, f"gpu-{rank}", **facts,
-            links=tuple((f"gpu-{peer}", kind) for peer, other in enumerate(nodes) if other == node and peer != rank),
+            links=tuple((f"gpu-{peer}", kind) for peer, each in enumerate(nodes) if each == node and peer != rank),
         )
         for rank, node in enumerate(nodes)
     )  # fmt: skip
@@ -335,7 +335,7 @@ def test_a_preset_is_recognised_by_the_names_of_its_gpus_and_their_links() -> No
         assert (recognised.cluster is None) == (name in OVER_PCIE), device
 
 
-def test_slower_network_ports_are_counted_and_faster_ones_are_not() -> None:
+def test_only_slower_network_ports_change_the_preset() -> None:
     slow = of(gpus([0, 0, 1, 1], nics=(Nic("eth0", 100.0),)))
     assert slow.cluster is not None and slow.cluster.node_bandwidth == pytest.approx(100e9 / 8 / 2)
     assert slow.why.endswith("preset h100, but 6.25 GB/s a rank between nodes by the rates of their ports")
@@ -366,12 +366,12 @@ def test_slower_network_ports_are_counted_and_faster_ones_are_not() -> None:
         (tuple(Location("host", "boot", rank, 0) for rank in range(2)), "the ranks have no GPU"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_not_recognised(locations: tuple[Location, ...], reason: str) -> None:
+def test_ranks_that_fit_no_preset_are_not_recognised(locations: tuple[Location, ...], reason: str) -> None:
     recognised = of(locations)
     assert recognised.cluster is None and recognised.why.startswith("not recognised: ") and reason in recognised.why
 
 
-def test_a_calibration_goes_before_a_preset_where_all_ranks_have_it() -> None:
+def test_a_calibration_that_all_ranks_have_is_preferred_to_a_preset() -> None:
     ranks = tuple(replace(rank, calibration=CALIBRATION) for rank in gpus([0] * 3))
     assert of(ranks, "shm") == (OWN, "calibrated: 4 cores (calibrated)")
     for others, transport, why in (
@@ -387,7 +387,7 @@ def test_a_calibration_goes_before_a_preset_where_all_ranks_have_it() -> None:
         assert preset.cluster is not None and preset.cluster.recognised and "preset h100" in preset.why
 
 
-def test_the_file_of_calibrate_counts_for_such_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibration_file_applies_only_to_the_same_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert own_calibration(None) is None
     with pytest.raises(InputError, match=r"RINGATTN_CALIBRATION=there\.json: there is no such file"):
@@ -408,7 +408,7 @@ Rings = Callable[..., list[Any]]
 
 @pytest.fixture
 def rings(monkeypatch: pytest.MonkeyPatch) -> Rings:
-    """Run `run_ranks` on these locations."""
+    """Return a function that runs `run_ranks` with given locations."""
 
     def run(locations: tuple[Location, ...], body: Callable[[Ring], Any], **options: Any) -> list[Any]:
         monkeypatch.setattr(LocalTransport, "locations", locations)
@@ -418,7 +418,7 @@ def rings(monkeypatch: pytest.MonkeyPatch) -> Rings:
 
 
 def test_a_ring_chooses_for_its_transport_and_its_margin(rings: Rings, monkeypatch: pytest.MonkeyPatch) -> None:
-    def chooses(ring: Ring) -> tuple[Cluster, str]:
+    def machines_and_text(ring: Ring) -> tuple[Cluster, str]:
         seq = ring.sequence(256, layout="contiguous")
         return ring.machines, str(ring.explain(seq, q_heads=2, head_dim=64, dtype="float32"))
 
@@ -431,13 +431,13 @@ def test_a_ring_chooses_for_its_transport_and_its_margin(rings: Rings, monkeypat
     ):
         monkeypatch.setattr(LocalTransport, "name", name)
         monkeypatch.setattr(LocalTransport, "sm_margin", margin)
-        for cluster_used, text in rings(ranks, chooses):
+        for cluster_used, text in rings(ranks, machines_and_text):
             assert cluster_used == machines
             assert f"  {columns}  staged MiB" in next(line for line in text.splitlines() if "staged MiB" in line)
 
 
-def test_rings_recognise_what_nobody_named(rings: Rings) -> None:
-    def told(ring: Ring) -> tuple[Cluster, str]:
+def test_rings_recognise_the_cluster_if_none_is_named(rings: Rings) -> None:
+    def cluster_and_line(ring: Ring) -> tuple[Cluster, str]:
         text = str(ring.explain(ring.sequence(4096), q_heads=8, head_dim=64, causal=True, schedule="ring"))
         return ring.cluster, next(line for line in text.splitlines() if line.startswith("machines "))
 
@@ -445,12 +445,12 @@ def test_rings_recognise_what_nobody_named(rings: Rings) -> None:
     links = links_of(ranks)
     expected = replace(CLUSTERS["h100"], recognised=True, links=links)
     line = "machines recognised: 4 x NVIDIA H100 80GB HBM3 on 2 nodes, NVLink inside; preset h100"
-    assert rings(ranks, told) == [(expected, line)] * 4
-    named = rings(ranks, told, cluster="b200")
+    assert rings(ranks, cluster_and_line) == [(expected, line)] * 4
+    named = rings(ranks, cluster_and_line, cluster="b200")
     assert named == [(replace(CLUSTERS["b200"], links=links), f"machines named: {CLUSTERS['b200'].name}")] * 4
     without = (REFERENCE.joined(links), "machines not looked for: cluster=None")
-    assert rings(ranks, told, cluster=None) == [without] * 4
+    assert rings(ranks, cluster_and_line, cluster=None) == [without] * 4
     odd = (*ranks[:3], replace(ranks[3], device="NVIDIA H200"))
-    (cluster, why), *others = rings(odd, told)
+    (cluster, why), *others = rings(odd, cluster_and_line)
     assert cluster == REFERENCE.joined(links) and why.startswith("machines not recognised: rank 3 has NVIDIA H200")
     assert others == [(cluster, why)] * 3

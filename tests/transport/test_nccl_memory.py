@@ -1,4 +1,4 @@
-"""When the memory of an NCCL ring is freed: never under compute or an exchange, and always in the end.
+"""Lifetime of the memory of an NCCL ring: never freed while compute or an exchange uses it, but always freed later.
 
 The real transport runs over simulated GPUs whose compute runs later than the host issues it.
 Not covered: CUDA's own allocator (`tests/gpu/test_lifetimes.py`).
@@ -32,7 +32,7 @@ from tests.transport.simulated.world import SimWorld, Stall
 
 MEMORY = pytest.mark.parametrize("register", [True, False], ids=["registered", "plain"])
 SOON_S = 30.0
-"""The time a busy machine may need for something that takes no time."""
+"""The time that a busy machine may need for an immediate action."""
 
 
 def until(what: Callable[[], bool]) -> bool:
@@ -47,7 +47,7 @@ def until(what: Callable[[], bool]) -> bool:
 
 
 def held_reader(ring: NcclTransport, slots: torch.Tensor, as_pass: bool = False) -> tuple[SimStream, Touch]:
-    """Enqueue compute on a user's stream that reads `slots` and runs only on command; return the stream."""
+    """Enqueue held compute that reads `slots` on a user stream. Return the stream and the compute."""
     gpu: SimDevice = ring.gpu  # type: ignore[assignment]
     stream = gpu.user_stream()
     with gpu.on(stream):
@@ -112,7 +112,7 @@ def test_close_leaves_memory_that_a_stuck_gpu_reads(register: bool, capsys: pyte
         return not gone(world, ring.rank, addresses)
 
     assert results(on_gpus(world, body, deadline_s=0.5, options=NcclOptions(register=register))) == [True, True]
-    gc.collect()  # also when nothing refers to the ring any more
+    gc.collect()  # the memory must stay even after the ring is collected
     assert not any(gone(world, rank, addresses) for rank, addresses, _ in readers)
     for _, _, reader in readers:
         world.finish(reader)
@@ -141,11 +141,11 @@ def test_an_executor_that_outlives_its_ring_keeps_no_memory() -> None:
 def test_growth_never_holds_two_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
     world, allocated, allocate = SimWorld(2), [], SimLibrary.mem_alloc
 
-    def noted(library: SimLibrary, nbytes: int) -> int:
+    def record_and_allocate(library: SimLibrary, nbytes: int) -> int:
         allocated.append(world.memory.nccl_bytes(library._rank))
         return allocate(library, nbytes)
 
-    monkeypatch.setattr(SimLibrary, "mem_alloc", noted)
+    monkeypatch.setattr(SimLibrary, "mem_alloc", record_and_allocate)
     results(on_rings(world, lambda ring: [attend(ring, tokens) for tokens in (16, 64, 256)], ring={"engine": "plain"}))
     assert len(allocated) >= 6 and not any(allocated) and world.violations == []
     assert not any(world.memory.nccl_bytes(rank) for rank in range(2))
@@ -189,7 +189,7 @@ def test_growth_behind_a_stuck_gpu_leaves_the_old_memory(register: bool, capsys:
         left = not gone(world, ring.rank, addresses)
         world.finish(reader)
         del grown
-        ring.allocate(4096)  # frees what was dropped
+        ring.allocate(4096)  # frees the dropped memory
         return left, gone(world, ring.rank, addresses)
 
     options = NcclOptions(register=register)
@@ -201,7 +201,7 @@ def test_growth_behind_a_stuck_gpu_leaves_the_old_memory(register: bool, capsys:
 
 
 class Breaking(PlainEngine):
-    """Fails on rank 1 in the middle of a pass."""
+    """An engine that fails on rank 1 in the middle of a pass."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -215,11 +215,11 @@ class Breaking(PlainEngine):
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in a pass", "between passes"])
-def test_a_failure_of_the_users_gives_all_memory_back(inside: bool) -> None:
+def test_an_error_of_the_user_frees_all_memory(inside: bool) -> None:
     world, rings = SimWorld(2), []
 
     def body(ring: Ring) -> None:
-        rings.append(ring)  # kept, as by a program that continues
+        rings.append(ring)  # keep the ring, as a program that continues does
         if inside:
             ring.engine = Breaking(ring.rank)
         attend(ring)
@@ -232,13 +232,13 @@ def test_a_failure_of_the_users_gives_all_memory_back(inside: bool) -> None:
     outcomes = on_rings(world, body, ring={"engine": "plain"})
     assert [type(outcome.error) for outcome in outcomes] == [PeerLostError, ValueError]
     assert "rank 1 failed first: ValueError: of the user's" in str(outcomes[0].error)
-    outcomes.clear()  # errors view the arena by the frames of their tracebacks
+    outcomes.clear()  # the tracebacks of the errors keep the arena alive
     assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(2)))
     assert world.violations == [] and len(rings) == 2
 
 
 @MEMORY
-def test_a_failure_gives_no_memory_back_under_compute(register: bool) -> None:
+def test_a_failure_frees_no_memory_under_compute(register: bool) -> None:
     world, readers, read_spans = SimWorld(2), [], []
 
     def body(ring: NcclTransport) -> None:
@@ -256,7 +256,7 @@ def test_a_failure_gives_no_memory_back_under_compute(register: bool) -> None:
     assert until(lambda: all(gone(world, rank, addresses) for rank, addresses in read_spans)) and world.violations == []
 
 
-def test_a_failure_lets_go_of_exchanges_that_do_not_arrive() -> None:
+def test_a_failure_releases_exchanges_that_never_arrive() -> None:
     world, rings = SimWorld(2), []
 
     def body(ring: NcclTransport) -> None:
@@ -296,10 +296,10 @@ def test_an_abort_that_is_stuck_leaves_the_memory(
     world.release(0)
 
 
-# --- no room ---------------------------------------------------------------------------------------------------------
+# --- out of memory ---------------------------------------------------------------------------------------------------
 
 
-def test_memory_that_torch_has_cached_is_taken() -> None:
+def test_memory_in_the_cache_of_torch_is_used() -> None:
     world = SimWorld(2, memory_bytes=4096)
 
     def body(ring: NcclTransport) -> tuple[int, int]:
@@ -311,7 +311,7 @@ def test_memory_that_torch_has_cached_is_taken() -> None:
     assert world.violations == []
 
 
-def test_a_shortage_is_tried_twice_and_no_other_error_is() -> None:
+def test_only_an_out_of_memory_error_is_retried() -> None:
     world, errors = SimWorld(1, memory_bytes=4096), []
 
     def body(ring: NcclTransport) -> None:
@@ -329,7 +329,7 @@ def test_a_shortage_is_tried_twice_and_no_other_error_is() -> None:
     assert [(is_shortage(error), emptied) for error, emptied in errors] == [(True, 1), (False, 1)]
 
 
-def test_a_ring_without_room_tells_its_account_and_only_its_own() -> None:
+def test_an_out_of_memory_error_explains_only_the_memory_of_its_rank() -> None:
     world = SimWorld(2, memory_bytes=40_000)
 
     def body(ring: Ring) -> None:
@@ -349,6 +349,6 @@ def test_a_ring_without_room_tells_its_account_and_only_its_own() -> None:
 
 
 @pytest.mark.parametrize("message", ["ncclMemAlloc: 'out of memory'", "CPUAllocator: can't allocate memory"])
-def test_a_shortage_of_another_rank_is_not_this_ranks_own(message: str) -> None:
+def test_an_out_of_memory_error_of_another_rank_is_not_a_local_one(message: str) -> None:
     assert not is_shortage(PeerLostError(f"rank 0: rank 1 failed first: RuntimeError: Default{message}"))
     assert not is_shortage(NcclError("ncclCommRegister", Status.SYSTEM_ERROR, message))

@@ -1,4 +1,4 @@
-"""Parts of the NCCL transport that need neither a GPU nor a library: meeting, comparing calls, advice, waiting."""
+"""Parts of the NCCL transport that need neither a GPU nor a library: rendezvous, call comparison, warnings, waits."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def arrival(rank: int, **changes: Any) -> Arrival:
 LOCATIONS = [Location("node", "node", 100 + rank, 0) for rank in range(3)]
 
 
-# --- meeting ---------------------------------------------------------------------------------------------------------
+# --- rendezvous ------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_makes_no_id_or_is_not_ready_is_named() -> None:
+def test_a_rank_that_creates_no_id_or_is_not_ready_is_named() -> None:
     store = HashStore()
     with pytest.raises(DeadlineError, match=r"rank 1: rank 0 created no unique id within 0\.1 s"):
         share_unique_id(ControlStore(store, 1, 2), bytes, Deadline(0.1), lambda: None)
@@ -69,7 +69,7 @@ def test_ranks_that_do_not_fit_are_refused(changes: dict[str, Any], kind: type[E
         check_fit([arrival(0), arrival(1, **changes), arrival(2)], LOCATIONS)
 
 
-def test_two_ranks_may_share_a_gpu_that_nccl_takes_for_two() -> None:
+def test_ranks_with_different_nccl_ids_may_share_a_gpu() -> None:
     check_fit([arrival(rank, gpu_uuid="GPU-0", nccl_id=f"ring-{rank}") for rank in range(3)], LOCATIONS)
 
 
@@ -91,14 +91,14 @@ def test_the_first_call_that_differs_is_found() -> None:
     assert local.differs(history(b"a", b"b").report()) is None and local.differs(CallHistory().report()) is None
 
 
-def test_a_difference_between_calls_that_are_told_of_is_bounded_by_them() -> None:
+def test_a_difference_between_two_reported_calls_is_bounded_by_them() -> None:
     calls = [bytes([n]) for n in range(100)]
     difference = history(*calls).differs(history(*calls[:80], b"x", *calls[81:]).report())  # call 81 of 100
     assert difference is not None and difference.startswith("one of calls 37 to 84 differs")
 
 
 def test_a_difference_shows_in_every_later_call() -> None:
-    # A heartbeat reports only a few calls, and those that differed may be among none of them.
+    # A heartbeat reports only a few calls, and may omit the calls that differ.
     local = history(b"a", *[b"same"] * 1000)
     remote = history(b"x", *[b"same"] * 1000)
     assert local.differs(remote.report()) is not None
@@ -113,7 +113,7 @@ def test_ranks_that_are_far_apart_are_compared(ahead: int) -> None:
     assert local.differs(another.report()) is not None and another.differs(local.report()) is not None
 
 
-def test_what_a_heartbeat_tells_is_small_and_what_a_rank_keeps_is_bounded() -> None:
+def test_the_report_is_small_and_the_history_is_bounded() -> None:
     long = CallHistory()
     for n in range(1, 3 * KEPT):
         long.announce(n, bytes([n % 250]), "attention " * 100)
@@ -161,13 +161,13 @@ def test_bad_options_are_refused() -> None:
     ],
 )
 def test_the_margin_is_the_limit_of_thread_blocks_too(options: NcclOptions, config: CommConfig) -> None:
-    """NCCL's own choice on Hopper is clusters of four, which do not fit a margin of a few multiprocessors."""
+    """By default NCCL uses clusters of four on Hopper, which do not fit a margin of a few multiprocessors."""
     assert config_of(options, frozenset(Capability)) == config
     assert options.margin == (config.max_ctas or 0)
 
 
-def test_defaults_go_where_the_library_can_and_what_was_asked_for_always() -> None:
-    """A binding refuses options that it lacks."""
+def test_only_explicit_options_are_passed_to_a_library_that_lacks_them() -> None:
+    """Defaults are omitted. The binding refuses explicit options that it lacks."""
     assert config_of(NcclOptions(blocking=True), frozenset()) == CommConfig(True)
     assert NcclOptions(blocking=True).margin == 8
     full = config_of(NcclOptions(blocking=True, sm_margin=8, cga_cluster_size=1, channels_per_net_peer=2), frozenset())
@@ -175,7 +175,7 @@ def test_defaults_go_where_the_library_can_and_what_was_asked_for_always() -> No
     assert config_of(NcclOptions(blocking=True, sm_margin=0), frozenset()).needs() == ()
 
 
-def test_an_environment_that_undoes_the_margin_is_told() -> None:
+def test_an_environment_that_overrides_the_margin_is_warned_of() -> None:
     every = frozenset(Capability)
     fine = {"NCCL_MAX_CTAS": "8", "NCCL_MIN_CTAS": "2", "NCCL_CGA_CLUSTER_SIZE": "1"}
     assert overlap_warnings({}, NcclOptions(), every) == overlap_warnings(fine, NcclOptions(), every) == []
@@ -191,17 +191,17 @@ def test_an_environment_that_undoes_the_margin_is_told() -> None:
 
 
 @pytest.mark.parametrize(("options", "margin"), [(NcclOptions(), 8), (NcclOptions(sm_margin=0), 0)])
-def test_engines_and_communicators_hear_of_one_margin(
+def test_engines_and_communicators_use_the_same_margin(
     options: NcclOptions, margin: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs: list[CommConfig] = []
     init = SimLibrary.init
 
-    def noted(library: SimLibrary, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
+    def record_and_init(library: SimLibrary, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
         configs.append(config)
         return init(library, world_size, unique_id, rank, config)
 
-    monkeypatch.setattr(SimLibrary, "init", noted)
+    monkeypatch.setattr(SimLibrary, "init", record_and_init)
     assert results(on_gpus(SimWorld(2), lambda ring: ring.sm_margin, options=options)) == [margin] * 2
     assert [(config.max_ctas or 0, config.cga_cluster_size) for config in configs] == [(margin, 1)] * 2
     assert results(on_gpus(SimWorld(1), lambda ring: ring.sm_margin, options=options)) == [0]
@@ -217,6 +217,6 @@ def test_wait_until() -> None:
     assert 0.2 <= time.monotonic() - start < 0.2 + 10 * LONGEST_NAP_S
     with pytest.raises(ValueError, match="the ring has failed"):
         wait_until(lambda: False, Deadline(5.0), lambda: (_ for _ in ()).throw(ValueError("the ring has failed")))
-    # What all waited for arrived, and then a rank that had seen it failed.
+    # The condition became true, and then a rank that had seen it failed.
     answers = iter([False, True])
     assert wait_until(lambda: next(answers), Deadline(5.0), lambda: (_ for _ in ()).throw(ValueError("failed since")))

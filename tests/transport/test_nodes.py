@@ -1,4 +1,4 @@
-"""A ring over two transports, in real processes with locations on two nodes: shared memory inside, gloo between."""
+"""A ring over two transports, in processes or threads on two nodes: shared memory inside, gloo between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.transport.process_rings import EVEN, LATE, locations, meet_nodes, on_
 
 
 def start_up(rank: int, world_size: int) -> None:
-    """Do nothing: a process that answers has started, which takes four of them most of a minute on a busy machine."""
+    """Do nothing. An answer shows that the process has started, which may take a minute on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def processes() -> Iterator[Processes]:
 # --- routes ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_record_says_which_way_each_message_took(tmp_path: Path) -> None:
+def test_the_flight_record_names_the_transport_of_each_message(tmp_path: Path) -> None:
     def body(ring: HostNodesTransport) -> list[tuple[str, str, int]]:
         """Return the flight record of one exchange with all ranks: transport, direction and peer of each message."""
         peers = [peer for peer in range(4) if peer != ring.rank]
@@ -62,7 +62,7 @@ def test_a_record_says_which_way_each_message_took(tmp_path: Path) -> None:
 
 
 def crossed(ring: HostNodesTransport) -> None:
-    """Rank 0 waits inside for rank 1, which waits for rank 2, which waits for a later send of rank 0."""
+    """Let rank 1 receive from rank 0 inside the node, and from rank 2, which waits for a later send of rank 0."""
     buffer = torch.full((16,), float(ring.rank))
     ring.all_gather_bytes(b"")
     if ring.rank == 0:
@@ -79,12 +79,12 @@ def crossed(ring: HostNodesTransport) -> None:
     ring.all_gather_bytes(b"")
 
 
-def test_a_wait_between_nodes_holds_up_nobody_inside() -> None:
+def test_a_wait_between_nodes_does_not_block_exchanges_inside_a_node() -> None:
     on_node_threads(LATE, crossed)
 
 
 def one_deadline(rank: int, world_size: int) -> tuple[float, str]:
-    """Rank 1 is late and rank 2 never arrives: rank 0 waits for both."""
+    """Let rank 0 wait for rank 1, which is late, and for rank 2, which never sends. Return the time and the error."""
     if rank == 3:
         rendezvous_store(rank, world_size, 60.0)
         return 0.0, ""
@@ -106,34 +106,34 @@ def one_deadline(rank: int, world_size: int) -> tuple[float, str]:
 
 @pytest.mark.alone
 @pytest.mark.slow
-def test_an_exchange_over_both_has_one_deadline(processes: Processes) -> None:
+def test_an_exchange_over_both_transports_has_one_deadline(processes: Processes) -> None:
     waited_s, error = processes.run(one_deadline)[0]
     assert 2.7 < waited_s < 3.0 + 2.0, waited_s
     assert "no answer from ranks [2]" in error and "near" not in error, error
 
 
-# --- refused ---------------------------------------------------------------------------------------------------------
+# --- failures --------------------------------------------------------------------------------------------------------
 
 
-def aborts_far_away(ring: HostNodesTransport) -> str:
+def abort_on_another_node(ring: HostNodesTransport) -> str:
     ring.all_gather_bytes(b"")
     if ring.rank == 2:
         ring.abort(ValueError("k has no heads"))
         return ""
-    peer = {0: 2, 1: 0, 3: 2}[ring.rank]  # rank 1 waits only for its own node
+    peer = {0: 2, 1: 0, 3: 2}[ring.rank]  # rank 1 waits only for a rank of its node
     with pytest.raises(TransportError) as caught:
         contract.receive(ring, peer)
     return str(caught.value)
 
 
-def test_the_first_cause_of_another_node_is_handed_on_as_it_is() -> None:
-    error = on_node_threads(EVEN, aborts_far_away)
+def test_the_first_cause_of_another_node_is_reported_unchanged() -> None:
+    error = on_node_threads(EVEN, abort_on_another_node)
     for rank in (0, 1, 3):
         assert "rank 2 failed first: ValueError: k has no heads" in error[rank] and named_at_fault(error[rank]) == {2}
         assert error[rank].count("failed first") == 1, error[rank]
 
 
-def unlike_labels(ring: HostNodesTransport) -> str:
+def different_labels(ring: HostNodesTransport) -> str:
     buffer = torch.zeros(16)
     sends = [Message(1, buffer, "k")] if ring.rank == 0 else []
     recvs = [[], [Message(0, buffer, "v")], [Message(0, buffer, "late")], [Message(1, buffer, "late")]][ring.rank]
@@ -144,14 +144,14 @@ def unlike_labels(ring: HostNodesTransport) -> str:
 
 
 def test_a_disagreement_inside_one_node_reaches_the_other() -> None:
-    for error in on_node_threads(EVEN, unlike_labels):
+    for error in on_node_threads(EVEN, different_labels):
         assert "two ends of one message do not match" in error and "'k'" in error and "'v'" in error
 
 
-# --- explained -------------------------------------------------------------------------------------------------------
+# --- explain and doctor ----------------------------------------------------------------------------------------------
 
 
-def test_explain_and_doctor_say_which_way() -> None:
+def test_explain_and_doctor_name_both_transports() -> None:
     ways = "local inside a node and local between nodes"
     alone = [LocalWorld(1).transport(0) for _ in range(2)]
     with Ring(transport=NodesTransport(*alone, [0]), engine="plain") as ring:
@@ -162,6 +162,6 @@ def test_explain_and_doctor_say_which_way() -> None:
         assert ring.explain(ring.sequence(16), q_heads=2, head_dim=8).ways == ""
 
 
-def test_options_of_nccl_are_refused_where_no_message_takes_it() -> None:
+def test_nccl_options_are_refused_if_no_message_uses_nccl() -> None:
     with pytest.raises(InputError, match="takes no NCCL options inside one node"):
         _open_peer(Opening(HashStore(), 0, 2, 1.0, locations=locations((0, 0))), NcclOptions(), 0)

@@ -31,7 +31,7 @@ def pattern(nbytes: int, seed: int) -> torch.Tensor:
     return period.repeat(-(-nbytes // 251))[:nbytes]
 
 
-def around(ring: PeerTransport, sent: torch.Tensor, received: torch.Tensor, label: str = "x") -> Any:
+def exchange_around_ring(ring: PeerTransport, sent: torch.Tensor, received: torch.Tensor, label: str = "x") -> Any:
     after, before = contract.neighbors(ring)
     return ring.exchange([Message(after, sent, label)], [Message(before, received, label)])
 
@@ -48,20 +48,20 @@ def sizes(rank: int, world_size: int, counts: list[int], switches: dict[str, Any
             sent.copy_(pattern(nbytes, rank))
             for received in (room[1, offset:], plain[offset:]):
                 received.zero_()
-                around(ring, sent, received).wait()
+                exchange_around_ring(ring, sent, received).wait()
                 whole.append(torch.equal(received, pattern(nbytes, before)))
     ring.close()
     return whole
 
 
-def again_and_again(rank: int, world_size: int, times: int) -> tuple[list[dict[str, int]], list[int], list[int]]:
+def open_repeatedly(rank: int, world_size: int, times: int) -> tuple[list[dict[str, int]], list[int], list[int]]:
     """Open and close repeatedly; return the driver's leftovers, open descriptors, and mappings after later times."""
     left, descriptors, mappings = [], [], []
     for number in range(times + 1):
         gpu = SimGpu()
         ring = meet_peer(rank, world_size, gpu=gpu, rounds=1)
         room = ring.allocate(1 << 16).view(2, -1)
-        around(ring, room[0], room[1]).wait()
+        exchange_around_ring(ring, room[0], room[1]).wait()
         del room
         ring.close()
         if number:
@@ -85,7 +85,7 @@ def growing(rank: int, world_size: int) -> dict[str, Any]:
             room = ring.allocate((number + 1) << 16)
         half = room[: 1 << 16].view(2, -1)
         half[0] = 10 * number + rank
-        around(ring, half[0], half[1], f"n {number}").wait()
+        exchange_around_ring(ring, half[0], half[1], f"n {number}").wait()
         whole.append(bool((half[1] == 10 * number + before).all()))
         mapped.append(len(gpu.driver._mapped))
         del half
@@ -95,7 +95,7 @@ def growing(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def ahead(rank: int, world_size: int, count: int) -> list[bool]:
-    """The receiver starts many more messages than its log has entries before the sender starts the first."""
+    """Let the receiver start more messages than its log has entries before the sender starts the first."""
     ring = meet_peer(rank, world_size)
     buffers = ring.allocate(64 * count).view(count, 64)
     ring.all_gather_bytes(b"")
@@ -123,7 +123,7 @@ def out_of_memory(rank: int, world_size: int) -> str:
     except torch.OutOfMemoryError as error:
         message = f"{gpu.driver.released} {error}"
     room = ring.allocate(1 << 16).view(2, -1)
-    around(ring, room[0], room[1]).wait()
+    exchange_around_ring(ring, room[0], room[1]).wait()
     del room
     ring.close()
     return message
@@ -138,20 +138,20 @@ def ended(gpu: SimGpu, kinds: Iterable[str]) -> dict[str, int]:
 
 
 def kept_by_the_caller(rank: int, world_size: int) -> list[dict[str, int]]:
-    """After an abort, memory stays while it is viewed, and is freed afterwards."""
+    """Abort while the caller keeps a view. The memory stays, and is freed when the view is dropped."""
     gpu = SimGpu()
     ring = meet_peer(rank, world_size, gpu=gpu)
     room = ring.allocate(1 << 16)
-    around(ring, room[: 1 << 15], room[1 << 15 :]).wait()
+    exchange_around_ring(ring, room[: 1 << 15], room[1 << 15 :]).wait()
     ring.all_gather_bytes(b"")
     ring.abort(ValueError("enough"))
     values = [ended(gpu, ["registered"])]
-    room[0] = 7  # still there
+    room[0] = 7  # the memory is still mapped
     del room
     return [*values, ended(gpu, NOTHING)]
 
 
-def unlike_ends(rank: int, world_size: int, what: str) -> str:
+def mismatched_ends(rank: int, world_size: int, what: str) -> str:
     ring = meet_peer(rank, world_size)
     room = ring.allocate(64)
     count, label = (16, "v") if what == "label" and rank == 1 else (32, "k")
@@ -171,7 +171,7 @@ def unlike_ends(rank: int, world_size: int, what: str) -> str:
 
 
 def overwritten(rank: int, world_size: int) -> dict[str, Any]:
-    """Rank 1 keeps writing small numbers over the words that rank 0 paints, for a while."""
+    """Let rank 1 overwrite the words that rank 0 paints with small numbers, for one second."""
     ring = meet_peer(rank, world_size)
     room = ring.allocate(64)
     page = ring.group.pages[0]
@@ -190,7 +190,7 @@ def overwritten(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def busy(rank: int, world_size: int) -> dict[str, float]:
-    """A failure during a computation: the caller gets the error at once, and the abort ends when it can."""
+    """Fail during a computation. The caller gets the error immediately, and the abort ends after the computation."""
     gpu = SimGpu()
     ring = meet_peer(rank, world_size, gpu=gpu)
     room = ring.allocate(64)
@@ -200,13 +200,13 @@ def busy(rank: int, world_size: int) -> dict[str, float]:
     ring.all_gather_bytes(b"")
     began = time.monotonic()
     ring.abort(ValueError("enough"))
-    told_s = time.monotonic() - began
+    error_s = time.monotonic() - began
     ring.watch.ended.wait(10.0)
-    return {"told_s": told_s, "ended_s": time.monotonic() - began, **ended(gpu, ["registered"])}
+    return {"error_s": error_s, "ended_s": time.monotonic() - began, **ended(gpu, ["registered"])}
 
 
 def spoiled(rank: int, world_size: int) -> dict[str, Any]:
-    """Rank 0 fails while rank 1 computes on a slot that rank 0's queued copy then overwrites."""
+    """Let rank 0 fail while rank 1 computes on a slot, which a queued copy of rank 0 then overwrites."""
     gpu = SimGpu()
     ring = meet_peer(rank, world_size, gpu=gpu)
     caller = gpu.caller = gpu.new_stream()
@@ -221,7 +221,7 @@ def spoiled(rank: int, world_size: int) -> dict[str, Any]:
         ring.all_gather_bytes(b"queued")
         ring.abort(ValueError("rank 0 gives up"))
         time.sleep(2.0)
-        return {"said": "aborted"}
+        return {"outcome": "aborted"}
     ring.exchange([], [Message(0, slot, "first")]).wait()
 
     def compute() -> None:
@@ -232,14 +232,14 @@ def spoiled(rank: int, world_size: int) -> dict[str, Any]:
     ring.watch.stop()  # so that only `drain` can see the poison
     ring.exchange([], [Message(0, slot, "second")])
     ring.all_gather_bytes(b"queued")
-    time.sleep(0.5)  # the stray copy has run
+    time.sleep(0.5)  # until the stray copy has run
     release.set()
     try:
         ring.drain()
         message = "success"
     except RingError as error:
         message = f"{type(error).__name__}: {error}"
-    return {"said": message, "seen": seen[0]}
+    return {"outcome": message, "seen": seen[0]}
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------
@@ -263,8 +263,8 @@ def test_every_byte_of_a_long_message_arrives(two: Processes) -> None:
         assert len(whole) == 2 * len(OFFSETS) and all(whole)
 
 
-def test_nothing_is_left_however_often_a_ring_opens(two: Processes) -> None:
-    for left, descriptors, mappings in two.run(again_and_again, 8).values():
+def test_repeated_openings_leave_no_resources(two: Processes) -> None:
+    for left, descriptors, mappings in two.run(open_repeatedly, 8).values():
         assert left == [NOTHING] * 8
         # Connections of one opening may be closed during the next; one kept at each opening would be seven more.
         assert descriptors[-1] <= min(descriptors) + 2, descriptors
@@ -275,14 +275,14 @@ def test_a_receiver_may_be_far_ahead(two: Processes) -> None:
     assert two.run(ahead, 200) == {0: [True] * 200, 1: [True] * 200}
 
 
-def test_memory_grows_in_mid_run(two: Processes) -> None:
+def test_memory_grows_during_a_run(two: Processes) -> None:
     for result in two.run(growing).values():
         assert all(result["whole"])
         assert result["left"] == NOTHING
         assert result["mapped"] <= 4, "memory that its owner has freed stays mapped"
 
 
-def test_memory_that_runs_out_is_named_and_the_ring_goes_on(two: Processes) -> None:
+def test_an_out_of_memory_error_does_not_end_the_ring(two: Processes) -> None:
     for rank, message in two.run(out_of_memory).items():
         assert message.startswith(f"1 rank {rank}: no {1 << 30} bytes") and "CUDA_ERROR_OUT_OF_MEMORY" in message
 
@@ -294,18 +294,18 @@ def test_memory_stays_while_it_is_viewed_after_an_abort(two: Processes) -> None:
 
 
 @pytest.mark.parametrize("what", ["bytes", "label", "rank"])
-def test_unlike_ends_are_a_disagreement_on_both_ranks(two: Processes, what: str) -> None:
-    for message in two.run(unlike_ends, what).values():
+def test_mismatched_ends_are_a_disagreement_on_both_ranks(two: Processes, what: str) -> None:
+    for message in two.run(mismatched_ends, what).values():
         assert message.startswith("DisagreementError")
         assert ("k to rank 2" if what == "rank" else "k to rank 1") in message
         assert {"bytes": "16 bytes", "label": "v from rank 0", "rank": "k from rank 0"}[what] in message
 
 
-def test_a_spoiled_result_is_never_called_good(two: Processes) -> None:
+def test_a_spoiled_result_is_never_reported_as_success(two: Processes) -> None:
     result = two.run(spoiled)[1]
     assert 2 in result["seen"], "the stray copy did not run, so nothing was tested"
-    assert result["said"].startswith("PeerLostError")
-    assert "rank 0 failed first: ValueError: rank 0 gives up" in result["said"]
+    assert result["outcome"].startswith("PeerLostError")
+    assert "rank 0 failed first: ValueError: rank 0 gives up" in result["outcome"]
 
 
 def test_an_abort_paints_until_its_stream_is_empty(two: Processes) -> None:
@@ -313,7 +313,7 @@ def test_an_abort_paints_until_its_stream_is_empty(two: Processes) -> None:
 
 
 @pytest.mark.slow
-def test_a_caller_does_not_wait_for_what_the_device_computes(two: Processes) -> None:
+def test_an_abort_does_not_block_the_caller_until_the_device_has_computed(two: Processes) -> None:
     for result in two.run(busy).values():
-        assert result["told_s"] < 1.5 < result["ended_s"]
+        assert result["error_s"] < 1.5 < result["ended_s"]
         assert result["registered"] == 0

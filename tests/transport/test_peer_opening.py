@@ -1,4 +1,4 @@
-"""Where the peer transport is refused: by the same words on all ranks, which name the rank and the step."""
+"""Opening and ending the peer transport: refusals, abort and drain, and the calls to the CUDA driver."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def over(link: LinkClass) -> Location:
 
 
 @pytest.mark.parametrize(
-    ("facts", "place", "words"),
+    ("facts", "place", "reason"),
     [
         (GOOD, HERE, None),
         (GOOD, over(LinkClass.NVLINK), None),
@@ -65,12 +65,12 @@ def over(link: LinkClass) -> Location:
         (GOOD, over(LinkClass.UNKNOWN), "ranks 0 and 1 are connected by unknown"),
     ],
 )
-def test_ranks_that_copy_engines_cannot_join(facts: Facts, place: Location, words: str | None) -> None:
-    why = refusal([GOOD, facts], [HERE, place])
-    assert why is None if words is None else why is not None and words in why
+def test_ranks_that_copy_engines_cannot_join(facts: Facts, place: Location, reason: str | None) -> None:
+    refused = refusal([GOOD, facts], [HERE, place])
+    assert refused is None if reason is None else refused is not None and reason in refused
 
 
-def test_what_costs_time_is_a_warning() -> None:
+def test_settings_that_cost_time_are_warned_of() -> None:
     assert warnings_of({}, SimGpu().driver) == []
     assert warnings_of({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, SimGpu().driver) == []
     (slow,) = warnings_of({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, SimGpu().driver)
@@ -79,8 +79,8 @@ def test_what_costs_time_is_a_warning() -> None:
     assert "MPS" in shared
 
 
-def test_links_matter_inside_a_node_only() -> None:
-    # Two nodes of two: no link is known between them, and none is needed.
+def test_links_matter_only_inside_a_node() -> None:
+    # Two nodes of two ranks: no link between the nodes is known, and none is needed.
     places = [replace(HERE, machine=f"boot/{node}", gpu=f"gpu-{node}") for node in (1, 1, 2, 2)]
     assert refusal([GOOD] * 4, places) is None
     places[3] = replace(places[3], gpu="another", links=(("gpu-2", LinkClass.PCIE),))
@@ -96,8 +96,8 @@ def two() -> Iterator[Processes]:
         yield started
 
 
-def told(rank: int, world_size: int, fault: str) -> dict[str, Any]:
-    """What opening raises where rank 1 has a fault."""
+def open_with_fault(rank: int, world_size: int, fault: str) -> dict[str, Any]:
+    """Return the error with which opening fails if rank 1 has a fault."""
     gpu = SimGpu(attributes={Attribute.STREAM_MEMORY_OPERATIONS_64: 0} if rank and fault == "memops" else None)
     driver: Any = gpu.driver
 
@@ -112,14 +112,14 @@ def told(rank: int, world_size: int, fault: str) -> dict[str, Any]:
     try:
         ring = meet_peer(rank, world_size, gpu=gpu)
     except RingError as error:
-        return {"kind": type(error).__name__, "words": str(error), "left": driver.leftovers()["registered"]}
+        return {"kind": type(error).__name__, "message": str(error), "left": driver.leftovers()["registered"]}
     ring.close()
-    return {"kind": "", "words": "", "left": 0}
+    return {"kind": "", "message": "", "left": 0}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "reason"),
     [
         ("memops", "rank 1: the GPU lacks stream memory operations on 64-bit words"),
         ("register", "rank 1: registering the shared pages: curegister: CUDA_ERROR_INVALID_DEVICE (101)"),
@@ -127,15 +127,15 @@ def told(rank: int, world_size: int, fault: str) -> dict[str, Any]:
         ("bytes", "rank 0: self-test patterns arrived with differences"),
     ],
 )
-def test_all_ranks_refuse_alike(two: Processes, fault: str, words: str) -> None:
-    found = two.run(told, fault)
-    assert found[0]["words"] == found[1]["words"]
-    for answer in found.values():
+def test_all_ranks_raise_the_same_refusal(two: Processes, fault: str, reason: str) -> None:
+    answers = two.run(open_with_fault, fault)
+    assert answers[0]["message"] == answers[1]["message"]
+    for answer in answers.values():
         assert answer["kind"] == "UnsupportedError"
-        assert words in answer["words"] and answer["words"].endswith("use transport='nccl' instead")
+        assert reason in answer["message"] and answer["message"].endswith("use transport='nccl' instead")
 
 
-def by_name(rank: int, world_size: int) -> str:
+def open_by_name(rank: int, world_size: int) -> str:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         open_transport(None, "peer", 20.0)
@@ -146,7 +146,7 @@ def by_name(rank: int, world_size: int) -> str:
 
 @pytest.mark.slow
 def test_processes_without_a_gpu_are_refused_by_name(two: Processes) -> None:
-    answers = two.run(by_name)
+    answers = two.run(open_by_name)
     assert answers[0] == answers[1]
     assert (
         "UnsupportedError: transport='peer' cannot join these ranks: rank 0: torch finds no CUDA device" in answers[0]
@@ -157,19 +157,19 @@ def captured(rank: int, world_size: int) -> list[str]:
     gpu = SimGpu()
     ring = meet_peer(rank, world_size, gpu=gpu)
     hop = ring.bind(*_pair(ring))
-    said = []
+    messages = []
     gpu.capturing = True
     pair = _pair(ring)
     for call in (hop.start, lambda: ring.exchange(*pair), lambda: ring.allocate(8), lambda: ring.replay(lambda: None)):
         try:
             call()
         except RingError as error:
-            said.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
     gpu.capturing = False
-    ring.exchange(*pair).wait()  # nothing of the refused exchanges is under way
+    ring.exchange(*pair).wait()  # no part of the refused exchanges has started
     hop.start().wait()
     ring.close()
-    return said
+    return messages
 
 
 def _pair(ring: Any) -> Any:
@@ -179,29 +179,29 @@ def _pair(ring: Any) -> Any:
 
 @pytest.mark.slow
 def test_graphs_are_refused(two: Processes) -> None:
-    for said in two.run(captured).values():
-        assert len(said) == 4
-        assert all("cannot be captured" in words and "transport='nccl'" in words for words in said)
+    for messages in two.run(captured).values():
+        assert len(messages) == 4
+        assert all("cannot be captured" in message and "transport='nccl'" in message for message in messages)
 
 
 class FakeEvent:
-    """Passes at its `after`-th query once it is recorded."""
+    """An event that completes after `after` queries since its record. Each query appends `step` to `steps`."""
 
-    def __init__(self, steps: list[EndStep], asked: EndStep | None = None, after: int = 0) -> None:
-        self.recorded, self._steps, self._asked, self._left = False, steps, asked, after
+    def __init__(self, steps: list[EndStep], step: EndStep | None = None, after: int = 0) -> None:
+        self.recorded, self._steps, self._step, self._left = False, steps, step, after
 
     def record(self, stream: object) -> None:
         self.recorded = True
 
     def query(self) -> bool:
-        if self._asked is not None:
-            self._steps.append(self._asked)
+        if self._step is not None:
+            self._steps.append(self._step)
         self._left -= self.recorded
         return not self.recorded or self._left < 0
 
 
 class Rank:
-    """A lane, its watch and its transport, whose group, GPU and driver only say what they were asked."""
+    """A lane and its watch, with a fake group, GPU and driver that record the end steps."""
 
     def __init__(self, driver: Any = None) -> None:
         self.steps: list[EndStep] = []
@@ -235,22 +235,22 @@ class Rank:
 
     @property
     def order(self) -> list[EndStep]:
-        """What was done, without what is done again at once."""
+        """Return the recorded steps, without immediate repetitions."""
         return [step for n, step in enumerate(self.steps) if n == 0 or self.steps[n - 1] is not step]
 
 
-def test_an_abort_poisons_then_paints_until_it_has_run_empty_then_unmaps() -> None:
+def test_an_abort_poisons_then_paints_until_the_lane_is_empty_then_unmaps() -> None:
     rank = Rank()
     rank.lane.newest = FakeEvent(rank.steps, after=3)
     rank.lane.newest.record(None)
     rank.watch.fail(RingError("broken"))
     assert rank.watch.ended.wait(5.0)
     assert rank.order == list(ABORT)
-    # Two pages of two kinds of words, once and after each look that finds something under way.
+    # Two pages with two kinds of words, painted once and again after each query that finds pending work.
     assert rank.steps.count(EndStep.PAINT) == 4 * (1 + 3)
 
 
-def test_a_drain_checks_behind_what_was_computed() -> None:
+def test_a_drain_checks_for_poison_after_the_computation() -> None:
     rank = Rank()
     done = FakeEvent(rank.steps, EndStep.AWAIT_DONE, after=2)
     done.record(None)
@@ -262,7 +262,7 @@ def test_a_drain_checks_behind_what_was_computed() -> None:
     assert rank.order == list(DRAIN)
 
 
-def test_a_start_that_breaks_off_is_painted_until_what_it_enqueued_has_run() -> None:
+def test_an_interrupted_start_is_painted_until_its_operations_have_run() -> None:
     batches: list[object] = []
 
     def operate(operations: object, stream: int) -> None:
@@ -285,17 +285,17 @@ def test_a_start_that_breaks_off_is_painted_until_what_it_enqueued_has_run() -> 
     assert rank.steps.count(EndStep.PAINT) == 4 * (1 + 2)
 
 
-def test_no_caller_has_the_error_before_the_poison_is_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_caller_gets_the_error_before_every_page_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Watch, "stop_s", 0.01)
     rank = Rank()
     rank.poisoning.clear()
     failing = threading.Thread(target=rank.watch.fail, args=(RingError("broken"),))
-    told: list[list[EndStep]] = []
+    steps_at_error: list[list[EndStep]] = []
 
     def caller() -> None:
         with pytest.raises(RingError):
             rank.watch.raise_failure()
-        told.append(list(rank.steps))
+        steps_at_error.append(list(rank.steps))
 
     failing.start()
     while not rank.watch._first.locked():
@@ -303,15 +303,15 @@ def test_no_caller_has_the_error_before_the_poison_is_everywhere(monkeypatch: py
     calling = threading.Thread(target=caller)
     calling.start()
     calling.join(0.1)
-    assert not told
+    assert not steps_at_error
     rank.poisoning.set()
     calling.join(10.0)
     failing.join(10.0)
-    assert EndStep.POISON in told[0]
+    assert EndStep.POISON in steps_at_error[0]
 
 
-def started(rank: Rank) -> Any:
-    """An exchange that has arrived, and that the caller has waited for."""
+def completed_exchange(rank: Rank) -> Any:
+    """Add an exchange that has completed, and that the caller has waited for."""
     done = FakeEvent([])
     done.record(None)
     handle = SimpleNamespace(
@@ -321,18 +321,19 @@ def started(rank: Rank) -> Any:
     return handle
 
 
-def test_what_had_not_arrived_at_the_failure_stays_failed_though_an_abort_lets_it_pass() -> None:
+def test_an_exchange_pending_at_the_failure_stays_failed_after_the_abort() -> None:
     rank = Rank()
-    handle = started(rank)
+    handle = completed_exchange(rank)
     rank.watch.fail(RingError("broken"))
     assert rank.watch.ended.wait(5.0)
     rank.watch.tick()
     assert not rank.watch.handles and handle.flight.state == FAILED
 
 
-def test_events_are_used_again_but_for_the_newest_which_says_whether_the_lane_is_empty() -> None:
+def test_all_events_but_the_newest_are_reused() -> None:
+    # The newest event shows whether the lane is empty.
     rank = Rank()
-    older, newest = started(rank), started(rank)
+    older, newest = completed_exchange(rank), completed_exchange(rank)
     rank.lane.newest = newest.done
     rank.watch.tick()
     assert list(rank.watch.free) == [(older.ready, older.done)]
@@ -359,14 +360,14 @@ def test_structs_have_the_layout_of_the_header(
 
 
 class Stub:
-    """The stand-in, loaded."""
+    """The stub of libcuda, loaded."""
 
     def __init__(self, path: str) -> None:
         self.path, self._library = path, ctypes.CDLL(path)
         self._library.stub_log.restype = ctypes.c_char_p
 
     def lines(self) -> list[str]:
-        """What was called since the last look."""
+        """Return the calls since the last `lines`."""
         text = self._library.stub_log().decode().splitlines()
         self._library.stub_clear()
         return text
@@ -375,7 +376,7 @@ class Stub:
         self._library.stub_version(version)
 
     def fail(self, code: int) -> None:
-        """Let the next call that can fail do so."""
+        """Let the next call that can fail return `code`."""
         self._library.stub_fail(code)
 
 
@@ -383,20 +384,20 @@ class Stub:
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     if COMPILER is None:
         pytest.skip("needs a C compiler")
-    made = tmp_path_factory.mktemp("cuda") / "libcuda_stub.so"
-    subprocess.run([COMPILER, "-shared", "-fPIC", "-D_GNU_SOURCE", "-o", str(made), str(SOURCE)], check=True)
-    return str(made)
+    library = tmp_path_factory.mktemp("cuda") / "libcuda_stub.so"
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-D_GNU_SOURCE", "-o", str(library), str(SOURCE)], check=True)
+    return str(library)
 
 
 @pytest.fixture
 def stub(path: str) -> Iterator[Stub]:
-    found = Stub(path)
-    found.lines()
-    yield found
-    found.version(13000)
+    loaded = Stub(path)
+    loaded.lines()
+    yield loaded
+    loaded.version(13000)
 
 
-def test_memory_is_created_mapped_exported_and_given_back(stub: Stub) -> None:
+def test_memory_is_created_mapped_exported_and_released(stub: Stub) -> None:
     driver = CudaDriver(3, stub.path)
     assert driver.version == 13000 and driver.granularity() == TWO_MIB
     handle = driver.create(TWO_MIB)
@@ -421,7 +422,7 @@ def test_memory_is_created_mapped_exported_and_given_back(stub: Stub) -> None:
     ]
 
 
-def test_streams_are_given_copies_and_word_operations(stub: Stub) -> None:
+def test_copies_and_word_operations_are_enqueued_on_streams(stub: Stub) -> None:
     driver = CudaDriver(0, stub.path)
     assert driver.register(4096, 8192) == 8192
     driver.unregister(4096)
@@ -438,11 +439,11 @@ def test_streams_are_given_copies_and_word_operations(stub: Stub) -> None:
     ]  # fmt: skip
 
 
-def test_a_device_says_what_it_can_and_whether_it_is_a_part(stub: Stub) -> None:
+def test_attributes_of_a_device_and_whether_it_is_a_partition(stub: Stub) -> None:
     driver = CudaDriver(3, stub.path)
     assert driver.attribute(Attribute.STREAM_MEMORY_OPERATIONS_64) == 122
     assert stub.lines() == ["attribute 122 13"]
-    assert driver.is_partition()  # the stand-in answers 7 for the whole GPU and 13 for this device
+    assert driver.is_partition()  # the stub returns UUID 7 for the whole GPU and 13 for this device
     assert not CudaDriver(-3, stub.path).is_partition()
 
 

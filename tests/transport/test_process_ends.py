@@ -1,7 +1,7 @@
 """How processes and rings end: a fork with its ring open, Ctrl-C and SIGTERM in a wait, and rings that are dropped.
 
-A forked child ends as programs end, and the ranks go on without it. A signal reaches a rank that waits for a stopped
-peer long before its deadline. Rings that are dropped without a close leave no descriptor, no thread and no mapping.
+A forked child exits normally, and the ranks continue. A signal ends a rank that waits for a stopped peer long before
+the deadline. Rings that are dropped without a close leave no descriptor, no thread and no mapping.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ring = ringattn.Ring(transport=transport, timeout_s=60.0)
 
 
 def over(quick: str) -> pytest.MarkDecorator:
-    """Over each transport between processes on CPU, of which `quick` is not slow."""
+    """Parametrize over the CPU transports between processes. All except `quick` are marked slow."""
     return pytest.mark.parametrize(
         "transport",
         [name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in ("gloo", "shm", "shm+gloo")],
@@ -47,7 +47,7 @@ def over(quick: str) -> pytest.MarkDecorator:
 
 
 def started(program: str, transport: str, **streams: int) -> list[subprocess.Popen[str]]:
-    """Three ranks that run the program behind `OPENS`."""
+    """Start three ranks that run `OPENS` and then `program`."""
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", OPENS + program, transport]
     environments = [{**os.environ, **common, "RANK": str(rank)} for rank in range(3)]
@@ -110,7 +110,7 @@ if rank == 2:
 ring.barrier()
 """
 LIMIT_S = 2.0 + BUSY_S
-"""Two seconds are promised; the peer's deadline, which a rank waited for before, is a minute."""
+"""The promise is two seconds. The deadline of the ring is a minute."""
 
 
 @over("gloo")
@@ -133,7 +133,7 @@ def test_a_waiting_rank_ends_soon(transport: str, number: signal.Signals, code: 
 
 
 def rank_of_job(mark: str, rank: int) -> int:
-    """The process that is `rank` of the job whose environment has `mark`; waits for it."""
+    """Wait for the process of `rank` in the job whose environment has `mark`, and return its id."""
     until = time.monotonic() + 60.0
     while time.monotonic() < until:
         for process in Path("/proc").glob("[0-9]*"):
@@ -178,17 +178,17 @@ def test_training_ends_soon(tmp_path: Path, number: signal.Signals) -> None:
 RINGS = 15
 SETTLE_S = 20.0
 MOST = (80, 12, 12)
-"""Descriptors, threads and mappings of a process whose rings have all been dropped."""
+"""The maximum of descriptors, threads and mappings of a process that has dropped all its rings."""
 
 
 def counted() -> tuple[int, int, int]:
-    """Descriptors, threads and mappings of this process."""
+    """Count the descriptors, threads and mappings of this process."""
     gc.collect()  # transports are cycles
     return len(descriptors()), threading.active_count(), mappings()
 
 
 def drops(rank: int, world_size: int, name: str) -> list[tuple[int, int, int]]:
-    """`counted` after the first rings and after all, as soon as it is no more than allowed, or after `SETTLE_S`."""
+    """Return the counts after the first rings and after all. Wait up to `SETTLE_S` for them to fall to the limit."""
     rounds: list[tuple[int, int, int]] = []
     for _ in range(2):
         for _ in range(RINGS):

@@ -1,4 +1,4 @@
-"""The transport that a ring opens, and its GPU: torch's CUDA calls are replaced, the rest is real."""
+"""The transport that a ring opens, and its GPU. The CUDA calls of torch are fakes; the rest is real."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_gpu_of_a_rank(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> 
         Ring(transport="nccl")
 
 
-def test_warnings_beside_other_communicators(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_about_other_communicators(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
@@ -94,9 +94,7 @@ def test_warnings_beside_other_communicators(gpus: list[int], monkeypatch: pytes
         Ring(transport="nccl").close()
 
 
-def test_nccl_groups_that_are_opened_after_the_ring_are_warned_of_once(
-    gpus: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_groups_opened_after_the_ring_are_warned_of_once(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     with warnings.catch_warnings(record=True) as warned, Ring(transport="nccl") as ring:
         warnings.simplefilter("always")
@@ -119,7 +117,7 @@ def test_nccl_groups_that_are_opened_after_the_ring_are_warned_of_once(
     assert "rank 0: torch's NCCL process groups and this ring launch on one GPU" in str(warned[0].message)
 
 
-def test_auto_takes_the_gpu_only_where_there_is_one(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_the_gpu_only_if_there_is_one(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(meeting, "group_store", lambda group, timeout_s: (dist.HashStore(), 0, 2))
     location = replace(my_location(), host="one", machine="boot/1", uid=7)
@@ -154,7 +152,7 @@ def test_auto_takes_the_gpu_only_where_there_is_one(gpus: list[int], monkeypatch
             opening.open_transport(0, "shm", 1.0)
 
 
-def test_what_auto_has_chosen_is_refused_and_not_replaced(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_that_auto_has_chosen_is_not_replaced(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str, nbytes: int) -> None:
         raise OSError(38, "Function not implemented", "memfd_create")
 
@@ -213,10 +211,10 @@ def opened_on(
     timeout_s: float = 20.0,
     calibrated: bool = False,
 ) -> tuple[list[Any], list[str]]:
-    """Return what opening gloo gave each rank, a thread per rank on the node of its letter, and the warnings."""
+    """Open gloo on one thread per rank, on the node of its letter. Return transports or errors, and the warnings."""
     store, placed = dist.HashStore(), threading.local()
 
-    def here(gpu: int | None) -> Location:
+    def rank_location(gpu: int | None) -> Location:
         if error := (fails or {}).get(placed.rank):
             raise error
         return Location(f"host-{nodes[placed.rank]}", nodes[placed.rank], placed.rank, 0)
@@ -225,7 +223,7 @@ def opened_on(
         placed.rank = rank
         return opening.open_transport(rank, "gloo", timeout_s, calibrated=calibrated)
 
-    monkeypatch.setattr(opening, "my_location", here)
+    monkeypatch.setattr(opening, "my_location", rank_location)
     monkeypatch.setattr(meeting, "group_store", lambda group, timeout_s: (store.clone(), group, len(nodes)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -234,7 +232,7 @@ def opened_on(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "words"),
+    ("nodes", "text"),
     [
         ("aab", None),
         ("abbca", None),  # a ring may begin inside a node
@@ -243,18 +241,18 @@ def opened_on(
     ],
     ids=["two nodes", "begins inside", "in turn", "three nodes"],
 )
-def test_an_order_that_leaves_nodes_too_often_is_told_once(
-    nodes: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+def test_an_order_that_crosses_nodes_too_often_is_warned_of_once(
+    nodes: str, text: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rings, warned = opened_on(nodes, monkeypatch)
     for ring in rings:
         assert [rank_location.machine for rank_location in ring.locations] == list(nodes)
         ring.close()
-    if words is None:
+    if text is None:
         assert warned == []
     else:
         (warning,) = warned
-        assert warning.startswith(f"rank 0: {words}") and "node 1 is host-b" in warning
+        assert warning.startswith(f"rank 0: {text}") and "node 1 is host-b" in warning
         assert "Number the ranks of a node one after another" in warning
 
 
@@ -284,9 +282,7 @@ def test_the_job_is_larger_than_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opening.job_size(8) == 1024
 
 
-def test_what_calibrate_left_is_gathered_where_a_ring_looks_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_calibration_is_gathered_if_a_ring_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     constants = {"name": "these", "flops": 1e12, "bandwidth": 1e9, "latency_s": 1e-6}
     described = {"constants": constants, "hardware": location.hardware(), "transport": "gloo"}
@@ -311,7 +307,7 @@ JOBS = rf"rank 0, {PROCESS}, belongs to job 'job', and rank 1, {PROCESS}, to job
 def test_each_rank_claims_its_number_in_each_ring() -> None:
     store = dist.HashStore()
     for ring in ("0", "1"):
-        for rank, run_id in enumerate(("job", "", "job")):  # an unknown job may be the same
+        for rank, run_id in enumerate(("job", "", "job")):  # an empty id matches every job
             claim_rank(ControlStore(dist.PrefixStore(ring, store), rank, 3), run_id)
 
 

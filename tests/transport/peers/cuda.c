@@ -1,4 +1,4 @@
-/* A libcuda.so.1 that checks what it is called with: signatures, structs and versions, no device. */
+/* A stub of libcuda.so.1 that logs its calls, to check signatures, structs and versions without a device. */
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
