@@ -68,7 +68,6 @@ def kernel_baselines(dim: int, dtype: str, only: tuple[str, ...]) -> tuple[list[
         "flash": lambda: _op_baseline("flash", aten.FLASH),
         **{name: (lambda name=name: _flash_baseline(name, dim, dtype)) for name in NEEDS},  # type: ignore[misc]
         "pointers": lambda: ours("pointers", TritonEngine(form="pointers")),
-        "specialized": lambda: ours("specialized", TritonEngine(form="specialized")),
         "fused": lambda: ours("fused", TritonEngine(deterministic=False)),
         **{f"engine {name}": (lambda name=name: _auto_baseline(name, dim, dtype)) for name in AUTO_ENGINES},  # type: ignore[misc]
     }
@@ -151,7 +150,7 @@ def _auto_baseline(name: str, dim: int, dtype: str) -> KernelBaseline:
 
 def ours(name: str, engine: Engine) -> KernelBaseline:
     """Return a baseline that calls an engine as a ring of one rank does, without the ring."""
-    if DEVICE == "cuda" and name in ("descriptors", "specialized", "gluon") and architecture(torch.device("cuda")) < 90:
+    if DEVICE == "cuda" and name in ("descriptors", "gluon") and architecture(torch.device("cuda")) < 90:
         raise UnsupportedError(f"{name}: needs a GPU of sm_90 or later")
 
     def make_passes(inputs: Inputs, causal: bool) -> tuple[Work, Work]:

@@ -9,16 +9,12 @@ The state between steps is `out` (normalized, float32) and `lse` (natural log, f
 next step. The first block of a row does not read the state, and the last writes the result in the dtype of q; the flags
 of each block mark them. The caller chooses the size of the grid and each program takes every n-th block, so a launch
 can leave multiprocessors free. The kernel does not depend on positions, ranks, steps or the origin of the table.
-The specialized form has a producer warp that Triton's compiler splits off (sm_90). Its results have the same bits as
-with descriptors. It needs `describable` q, k and v and tables with `one_entry_each`. It is not tuned and has never run
-on a GPU.
 """
 
 from __future__ import annotations
 
 from typing import Unpack
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -52,15 +48,13 @@ from ringattn.kernels.attention_tiles import (
     rows_and_band,
     rows_in,
     rows_of,
-    run_of,
     section_for,
     state_beside,
     store_rows,
     strides_of,
     visits,
 )
-from ringattn.kernels.configs import Configs, configs_for
-from ringattn.kernels.launch import VARYING, BlockColumn, Config, LaunchCall, Table
+from ringattn.kernels.launch import VARYING, Config, LaunchCall, Table
 
 
 @triton.jit
@@ -183,22 +177,15 @@ def _forward(
     lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, RAW_PEAK: tl.constexpr,
-    TOGETHER: tl.constexpr, SPLIT: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: Triton's compiler splits off a producer warp. Blocks then have one entry, and rows use descriptors."""
     for item in tl.range(tl.program_id(0), block_count * slots * batches, tl.num_programs(0), disable_licm=True):
         block, batch, head, idle = item_of(blocks, item, block_count, slots, batches, section)
         rows, live = rows_in(block, idle, BLOCK_M)
         begins, ends = ends_of(block)
         # The first K/V head in the buffer may be later than 0.
         kv_head = head // group - first_kv_head
-        q_base = q + batch * q_batch + head * q_head
-        if SPLIT:
-            # The producer warp loads the query rows as well, so they need a descriptor.
-            q_source = rows_of(q_base, q_row, run_of(block), D_K, PAD_K, BLOCK_M, DESCRIBED)
-            q_rows = read_block(q_source, 0, BLOCK_M, D_K, PAD_K, BLOCK_M, DESCRIBED)
-        else:
-            q_rows = load_rows(q_base, rows * q_row, live, D_K, PAD_K)
+        q_rows = load_rows(q + batch * q_batch + head * q_head, rows * q_row, live, D_K, PAD_K)
         out_base = out + batch * out_batch + head * out_head
         lse_rows = batch * lse_batch + head * lse_head + rows * lse_row
         acc, peak, weight = opening(
@@ -208,31 +195,17 @@ def _forward(
         k_base = k + batch * k_batch + kv_head * k_head
         v_base = v + batch * v_batch + kv_head * v_head
         first, last = entries_of(block)
-        if SPLIT:
-            # A block has one entry, because the compiler does not split a loop whose state comes from an outer loop.
-            at_entry = entries + first * ENTRY_COLUMNS
-            entry, band = rows_and_band(at_entry)
-            start, _, _, end = visits(at_entry)
-            k_source = rows_of(k_base, k_row, entry, D_K, PAD_K, BLOCK_N, DESCRIBED)
-            v_source = rows_of(v_base, v_row, entry, D_V, PAD_V, BLOCK_N, DESCRIBED)
-            for n_block in tl.range(start, end, warp_specialize=True):
-                # Mask every block, because the compiler does not split a loop that contains a branch either.
-                acc, peak, weight = update(
-                    acc, peak, weight, q_rows, k_source, v_source, entry[2], band, n_block, True, scale, softcap, None,
-                    None, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK, TOGETHER,
-                )  # fmt: skip
-        else:
-            factor = softcap if SOFTCAP else scale
-            for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
-                alibi = None if slopes is None else bias_of(places, index, slopes, head, factor, RAW_PEAK)
-                draw = None
-                if positions is not None:
-                    draw = draw_of(positions, index, head, batch, seed_low, seed_high, threshold)
-                acc, peak, weight = _update_entry(
-                    acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entries + index * ENTRY_COLUMNS, scale,
-                    softcap, alibi, draw, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
-                    TOGETHER,
-                )  # fmt: skip
+        factor = softcap if SOFTCAP else scale
+        for index in tl.range(first, tl.where(idle, first, last), disable_licm=True):
+            alibi = None if slopes is None else bias_of(places, index, slopes, head, factor, RAW_PEAK)
+            draw = None
+            if positions is not None:
+                draw = draw_of(positions, index, head, batch, seed_low, seed_high, threshold)
+            acc, peak, weight = _update_entry(
+                acc, peak, weight, q_rows, k_base, v_base, k_row, v_row, entries + index * ENTRY_COLUMNS, scale,
+                softcap, alibi, draw, D_K, D_V, PAD_K, PAD_V, BLOCK_M, BLOCK_N, SOFTCAP, DESCRIBED, RAW_PEAK,
+                TOGETHER,
+            )  # fmt: skip
         closing(
             acc, peak, weight, out_base, lse, result, kept, block, batch, head, idle, ends, out_row,
             result_row, result_batch, result_head, lse_batch, lse_head, lse_row, D_V, PAD_V, BLOCK_M,
@@ -252,8 +225,7 @@ def forward(
     A FIRST block of the table does not read the state. With `sinks`, (query heads,), its rows start with a logit that
     takes weight but has no value: lse = sink, out 0. A LAST block writes `lse` and `result`, which has the shape of
     `out` and the dtype of q, and does not touch `out`. Without `result` no block may be LAST. If all blocks are both
-    FIRST and LAST, `out` may be None. The form "descriptors" needs `describable` k and v. The form "specialized" needs
-    a config of `BLOCKS`, `describable` q, k and v, and a table with `one_entry_each`.
+    FIRST and LAST, `out` may be None. The form "descriptors" needs `describable` k and v.
     Raises ValueError if both `out` and `result` are None.
     """
     state, strides = state_beside(out, result, lse)
@@ -267,32 +239,5 @@ def forward(
     factor = in_scale if softcap is None else out_scale
     raw_peak = keeps_order(factor) and (options.get("slopes") is None or adds_raw(factor))
     meta = {**shared_constants(q, v, config, table, options), "RAW_PEAK": raw_peak}
-    meta["SPLIT"] = config.form == "specialized"
     grid = grid_of(table, batches, options.get("programs"))
     return LaunchCall(_forward, grid, args, meta, seed_at=12 if options.get("dropout") else None)
-
-
-# --- the specialized form --------------------------------------------------------------------------------------------
-
-
-BLOCKS = {64: Config(128, 128, 4, 2, "specialized"), 128: Config(128, 64, 4, 2, "specialized")}
-"""Configs by the largest head dimension that they support. The compiler splits only four warps with 128 rows."""
-
-
-def one_entry_each(blocks: Tensor) -> bool:
-    """Return whether every block of a table's `blocks` has exactly one entry, as the specialized kernel requires."""
-    return bool((blocks[:, BlockColumn.END_ENTRY] - blocks[:, BlockColumn.FIRST_ENTRY] == 1).all())
-
-
-def specialized_configs(arch: int, dtype: torch.dtype, dim: int) -> Configs:
-    """Return a config of `BLOCKS` for the forward kernel, and the configs with descriptors for the others.
-
-    Arguments are those of `configs_for`. Raises LookupError if there is no such config.
-    """
-    width = next((largest for largest in BLOCKS if dim <= largest), None)
-    if arch != 90 or dtype not in (torch.float16, torch.bfloat16) or width is None:
-        raise LookupError(
-            f"form 'specialized' is for sm_90, half precision and head dimensions to {max(BLOCKS)}, "
-            f"not sm_{arch}, {dtype} and {dim}"
-        )
-    return configs_for(arch, dtype, dim, "descriptors")._replace(forward=BLOCKS[width])

@@ -83,11 +83,11 @@ class Config(NamedTuple):
     form: str = "pointers"
 
 
-FORMS = ("pointers", "descriptors", "specialized", "gluon")
-"""How rows are loaded. pointers: by each thread. descriptors: by tensor descriptors (TMA, from sm_90 on). specialized:
-by descriptors in a producer warp that Triton's compiler splits off. gluon: by a producer warp written in Gluon."""
+FORMS = ("pointers", "descriptors", "gluon")
+"""How rows are loaded. pointers: by each thread. descriptors: by tensor descriptors (TMA, from sm_90 on). gluon: by
+descriptors in a producer warp, written in Gluon."""
 
-DESCRIPTORS = {"descriptors": 2, "specialized": 3, "gluon": 3}
+DESCRIPTORS = {"descriptors": 2, "gluon": 3}
 """The tensor descriptors that a program of each form has in global memory at once. Gluon's backward has 4."""
 
 VARYING = (

@@ -1,4 +1,4 @@
-"""The choice of the kernels' form (gluon, descriptors, pointers or specialized) for the Triton engine.
+"""The choice of the kernels' form (gluon, descriptors or pointers) for the Triton engine.
 
 Guarantees: a form that was requested by name runs, or the call is refused with that name. Otherwise the choice is the
 first of gluon, descriptors and pointers that supports the call. Block sizes are chosen before a pass. A tensor that no
@@ -51,25 +51,6 @@ def readable(config: Config, q: Tensor, k: Tensor, v: Tensor, arch: int, options
             raise _refused(why)
         config = config._replace(num_warps=8, form="descriptors")
     return loadable(config, k, v)
-
-
-def check_specialized(config: Config, single: bool, options: Options, *rows: Tensor) -> None:
-    """Raise UnsupportedError if `config` has the form "specialized" and its kernel does not support the call.
-
-    This form is never a default: it runs only if requested by name. `single`: every block of queries attends to one
-    range of keys. `rows`: the tensors that the kernel reads through descriptors.
-    """
-    if config.form != "specialized":
-        return
-    if lacks := [name for name in options if name != "softcap"]:
-        raise _refused(f"the specialized kernel has no {lacks[0]}", "specialized")
-    if not single:
-        why = "a block of queries attends to several ranges of keys, and the specialized kernel takes one"
-        raise _refused(why, "specialized")
-    if not describable(*rows):
-        strides = ", ".join(f"{x.dtype} of strides {x.stride()}" for x in rows)
-        why = f"the specialized kernel takes bases and strides that are multiples of 16 bytes, not {strides}"
-        raise _refused(why, "specialized")
 
 
 def gradient_configs(table: Configs, q: Tensor, value_dim: int, arch: int, options: Options, named: bool) -> Configs:
@@ -131,5 +112,5 @@ def on_device(capability: tuple[int, int]) -> str:
     )
 
 
-def _refused(why: str, form: str = "gluon") -> UnsupportedError:
-    return UnsupportedError(f"engine 'triton' with form={form!r}: {why}; leave the form to the table")
+def _refused(why: str) -> UnsupportedError:
+    return UnsupportedError(f"engine 'triton' with form='gluon': {why}; leave the form to the table")

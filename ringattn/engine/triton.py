@@ -27,7 +27,6 @@ from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes
 from ringattn.engine.blocks import Blocks, Ints, key_blocks, query_blocks, set_flags
 from ringattn.engine.forms import (
     Options,
-    check_specialized,
     forward_config,
     gradient_configs,
     gradients_readable,
@@ -36,9 +35,9 @@ from ringattn.engine.forms import (
     readable,
 )
 from ringattn.engine.philox import KEYS_OF_A_COUNTER, threshold
-from ringattn.errors import UnsupportedError
+from ringattn.errors import UnsupportedError, one_of
 from ringattn.kernels.attention_backward import grad_kv, grad_q
-from ringattn.kernels.attention_forward import forward, one_entry_each, specialized_configs
+from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.attention_gluon import CONFIG, GRAD_KV, GRAD_Q, forward_gluon, grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.attention_options import STEEPEST, CallOptions, Dropout, seed_words
 from ringattn.kernels.attention_tiles import grid_of
@@ -47,6 +46,7 @@ from ringattn.kernels.launch import (
     DESCRIPTOR_BYTES,
     DESCRIPTORS,
     FIRST,
+    FORMS,
     LAST,
     BlockColumn,
     Config,
@@ -86,8 +86,10 @@ class TritonEngine(Accumulating):
 
         `form`: one of `ringattn.kernels.launch.FORMS`, by default the best that supports the call (see `forms`).
         `deterministic`: False selects the fused backward, which adds to dQ in any order. `sm_margin`: the
-        multiprocessors left free for exchanges.
+        multiprocessors left free for exchanges. Raises InputError if there is no such form.
         """
+        if form is not None:
+            one_of(form, FORMS, "form")
         self._configs, self._form, self._deterministic, self.sm_margin = configs, form, deterministic, sm_margin
         self._named = configs is not None or form is not None
 
@@ -114,13 +116,8 @@ class TritonEngine(Accumulating):
         """
         # The blocks of `attend`: their flags define which launches read a state.
         config = self._forward_config(q, value_dim, _options(works))
-        if not works:
-            return super().begin(works, q, value_dim, sinks)
-        tables = works[0].whole.by_query(config, q.device)
-        # Check all steps, so that a pass is refused before its first launch.
-        check_specialized(config, all(tables.single), _options(works), q)
         # Without flags every launch reads the state, so it must be initialised.
-        if not tables.flagged:
+        if not works or not (tables := works[0].whole.by_query(config, q.device)).flagged:
             return super().begin(works, q, value_dim, sinks)
         # The FIRST block of a row does not read its lse, so the lse need not be filled.
         lse = q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32)
@@ -138,10 +135,7 @@ class TritonEngine(Accumulating):
         ) -> list[LaunchCall]:  # fmt: skip
             options = _options([work])
             config = self._forward_config(q, v.shape[3], options)
-            tables = work.whole.by_query(config, q.device)
-            table = tables.steps[work.step]
-            # The specialized kernel takes one entry per block and reads it through descriptors.
-            check_specialized(config, tables.single[work.step], options, q, k, v)
+            table = work.whole.by_query(config, q.device).steps[work.step]
             # A descriptor may not support the strides or the base address of a tensor.
             config = readable(config, q, k, v, architecture(q.device), options, self._named)
             if config.form == "gluon":
@@ -322,8 +316,6 @@ class TritonEngine(Accumulating):
             configs = configs_for(arch, q.dtype, dim)._replace(forward=CONFIG)
             return configs._replace(grad_q=GRAD_Q[dim], grad_kv=GRAD_KV[dim]) if dim in GRAD_Q else configs
         try:
-            if self._form == "specialized":
-                return specialized_configs(arch, q.dtype, dim)
             configs = configs_for(arch, q.dtype, dim, self._form)
             return with_dropout(configs) if "dropout_p" in options else configs
         except LookupError as error:
@@ -400,14 +392,12 @@ def missing(device: torch.device) -> str | None:
 class Tables(NamedTuple):
     """The block tables of a pass, one per step. `flagged`: flags mark the first and the last block of every row.
 
-    `alone`: every block is both first and last, so no sum is carried. `single`: for each step, whether no block has
-    more than one entry.
+    `alone`: every block is both first and last, so no sum is carried.
     """
 
     steps: list[Table]
     flagged: bool
     alone: bool
-    single: list[bool]
 
 
 class PassTables:
@@ -470,11 +460,9 @@ class PassTables:
             alone = has_flags and all(
                 (blocks.blocks[:, BlockColumn.FLAGS] == FIRST | LAST).all() for blocks in step_blocks
             )
-            # The specialized kernel takes at most one entry per block.
-            single = [one_entry_each(torch.from_numpy(blocks.blocks)) for blocks in step_blocks]
             # Copy to the device after `set_flags`, which writes the flags into the host arrays.
             tables = [_table_on(device, blocks, side == "key") for blocks in step_blocks]
-            self._tables[key] = Tables(tables, has_flags, alone, single)
+            self._tables[key] = Tables(tables, has_flags, alone)
         return self._tables[key]
 
 

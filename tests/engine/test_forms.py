@@ -15,9 +15,8 @@ from ringattn.core.geometry import CAUSAL, StridedRange, Tile
 from ringattn.engine import forms
 from ringattn.engine.base import KV, BackwardInputs, Softmax
 from ringattn.engine.triton import TritonEngine
-from ringattn.errors import UnsupportedError
+from ringattn.errors import InputError, UnsupportedError
 from ringattn.kernels import attention_gluon
-from ringattn.kernels.attention_forward import specialized_configs
 from ringattn.kernels.attention_gluon import CONFIG, GRAD_KV, GRAD_Q, gluon_missing
 from ringattn.kernels.configs import configs_for
 from ringattn.kernels.launch import Config, LaunchCall
@@ -120,25 +119,9 @@ def test_gluon_by_name_refuses_unsupported_calls(case: dict[str, Any], why: str,
     assert not launched.calls
 
 
-MANY_RANGES = tuple(Tile(strip(0, 256), strip(start, 128, row=start), CAUSAL, StridedRange(0, 2)) for start in (0, 128))
-
-
-def test_specialized_by_name_refuses_unsupported_calls(launched: Recorded) -> None:
-    """An unsupported step is refused before the first launch of the pass; unreadable rows are refused on arrival."""
-    blocks = specialized_configs(90, HALF, 128)
-    for engine in (TritonEngine(form="specialized"), TritonEngine(blocks)):
-        run_forward(engine, rows(), rows(), rows())
-        assert [call.meta["SPLIT"] for call in launched.calls] == [True] * 2
-        launched.calls.clear()
-        works = engine.prepare([TILES, MANY_RANGES], Softmax(0.1, 1), 256, 2)
-        with pytest.raises(
-            UnsupportedError, match=r"form='specialized': .*several ranges of keys.*; leave the form to"
-        ):
-            engine.begin(works, rows(), 128, None)
-        for case in ({"q": rows(pad=1)}, {"k": rows(pad=1)}, {"v": rows(pad=1)}):
-            with pytest.raises(UnsupportedError, match=r"form='specialized': .*multiples of 16 bytes"):
-                run_forward(engine, **({name: rows() for name in "qkv"} | case))
-        assert not launched.calls
+def test_an_unknown_form_is_refused() -> None:
+    with pytest.raises(InputError, match=r"^form=nonsense: .*one of pointers, descriptors, gluon$"):
+        TritonEngine(form="nonsense")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.gpu import kept
 
 keep = partial(kept.keep, "exactness")
 TOKENS = 517
-HALF_ENGINES = ["plain", "aten", "triton", "pointers", "specialized", "gluon", "fused"]
+HALF_ENGINES = ["plain", "aten", "triton", "pointers", "gluon", "fused"]
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -36,9 +36,9 @@ pytestmark = pytest.mark.gpu
 
 def engine_named(name: str) -> Any:
     """Return the name if `Ring` accepts it, else a Triton engine of that form."""
-    if name not in ("pointers", "specialized", "gluon", "fused"):
+    if name not in ("pointers", "gluon", "fused"):
         return name
-    if torch.cuda.get_device_capability() < (9, 0) and name in ("specialized", "gluon"):
+    if torch.cuda.get_device_capability() < (9, 0) and name == "gluon":
         pytest.skip(f"{name}: needs sm_90")
     from ringattn.engine.triton import TritonEngine
 

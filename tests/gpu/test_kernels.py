@@ -14,21 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.errors import UnsupportedError
 from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_scenarios import SCENARIOS, Scenario
 from tests.gpu.kept import ROOT, keep
 
 pytestmark = pytest.mark.gpu
 
-FORMS = ("pointers", "descriptors", "specialized")
+FORMS = ("pointers", "descriptors")
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @pytest.fixture(autouse=True)
 def _form_fits(request: pytest.FixtureRequest) -> None:
     form = getattr(getattr(request.node, "callspec", None), "params", {}).get("form")
-    if form in ("descriptors", "specialized", "gluon") and torch.cuda.get_device_capability() < (9, 0):
+    if form in ("descriptors", "gluon") and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip(f"{form}: needs sm_90")
 
 
@@ -77,11 +76,6 @@ def test_forms_are_as_good_as_plain_loads(dtype: str, form: str, name: str) -> N
     trial = Trial(scenario, HALVES[dtype], True, 0, "cuda")
     reference = trial.reference()
     form_engine = engine(deterministic=False) if form == "fused" else engine(form)
-    if form == "specialized":
-        try:
-            trial.run(form_engine)
-        except UnsupportedError as refusal:
-            pytest.skip(str(refusal))
     actual, bound = (
         {k: v.nan_to_num(0.0) for k, v in trial.run(compared).items()} for compared in (form_engine, engine("pointers"))
     )

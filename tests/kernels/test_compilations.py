@@ -18,7 +18,6 @@ from ringattn.core.geometry import CAUSAL, StridedRange, Tile, TokenRange
 from ringattn.engine import triton
 from ringattn.engine.base import KV, BackwardInputs, Sizes, Softmax
 from ringattn.engine.triton import TritonEngine
-from ringattn.kernels.attention_forward import specialized_configs
 from ringattn.kernels.attention_gluon import CONFIG, gluon_missing
 from ringattn.kernels.configs import Configs, configs_for
 from ringattn.kernels.launch import Kept
@@ -29,7 +28,6 @@ PROGRAM_BYTES = 256
 FORMS: dict[str, Callable[[], Configs]] = {
     "pointers": lambda: configs_for(90, DTYPE, DIM, "pointers"),
     "descriptors": lambda: configs_for(90, DTYPE, DIM, "descriptors"),
-    "specialized": lambda: specialized_configs(90, DTYPE, DIM),
     "gluon": lambda: configs_for(90, DTYPE, DIM)._replace(forward=CONFIG),
 }
 
@@ -122,10 +120,7 @@ def steps_of(random: Random, rows: int) -> list[list[Tile]]:
     return steps
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["descriptors", "gluon", *(pytest.param(form, marks=pytest.mark.slow) for form in ("pointers", "specialized"))],
-)
+@pytest.mark.parametrize("form", ["descriptors", "gluon", pytest.param("pointers", marks=pytest.mark.slow)])
 def test_varying_documents_compile_nothing_new(form: str, counted: Counted) -> None:
     """Counts of blocks, batches and rows are 1, multiples of 16, or neither; a few sets already use all kernels."""
     random, engine, seen = Random(6), TritonEngine(FORMS[form]()), []

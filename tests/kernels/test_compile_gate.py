@@ -68,7 +68,7 @@ def faults(name: str, finding: Finding) -> list[str]:
         wrong.append(f"multiplies matrices by {compiled_case.matrix or 'nothing'}: its body may be a trap")
     if bool(compiled_case.bulk_loads) != ("/pointers/" not in name):
         wrong.append(f"{compiled_case.bulk_loads} loads through tensor descriptors")
-    if bool(compiled_case.handovers) != (name.split("/")[3] in ("specialized", "gluon")):
+    if bool(compiled_case.handovers) != ("/gluon/" in name):
         wrong.append(f"{compiled_case.handovers} handovers of registers between groups of warps")
     if compiled_case.gluon is not None:
         wrong += gluon_faults(name, compiled_case.registers, compiled_case.gluon)
@@ -135,7 +135,7 @@ def test_the_gate_detects_faults() -> None:
     assert drift(good, good._replace(matrix="HMMA"))
     assert "0 loads" in faults(case, good._replace(bulk_loads=0)._asdict())[0]
     assert "4 loads" in faults("sm_100/half/128/pointers/forward", good._asdict())[0]
-    split, warps = "sm_90/half/128/specialized/forward", good._replace(matrix="HGMMA", handovers=8)
+    split, warps = "sm_90/half/128/gluon/forward", good._replace(matrix="HGMMA", handovers=8)
     assert not faults(split, warps._asdict())
     assert "0 handovers" in faults(split, warps._replace(handovers=0)._asdict())[0]
     assert "by HMMA" in faults(split, warps._replace(matrix="HMMA")._asdict())[0]

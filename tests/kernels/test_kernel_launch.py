@@ -21,7 +21,6 @@ from triton.runtime import _allocation, driver
 
 from ringattn.bench.launch import StubDriver
 from ringattn.kernels import configs, launch
-from ringattn.kernels.attention_forward import specialized_configs
 from ringattn.kernels.configs import configs_for, put_config
 from ringattn.kernels.launch import Config, Kept, LaunchCall, Repeat, allocate, layouts
 
@@ -313,11 +312,6 @@ def test_descriptors_are_the_default_if_there_is_an_entry() -> None:
     assert {config.form for config in configs_for(90, torch.float16, 64, "pointers")} == {"pointers"}
 
 
-def test_only_the_forward_kernel_is_specialized() -> None:
-    specialized = specialized_configs(90, torch.float16, 128)
-    assert [config.form for config in specialized] == ["specialized", *3 * ["descriptors"]]
-
-
 @pytest.mark.parametrize(
     ("arch", "dtype", "dim", "form", "available"),
     [
@@ -328,12 +322,3 @@ def test_only_the_forward_kernel_is_specialized() -> None:
 def test_a_form_without_an_entry_is_refused(arch: int, dtype: torch.dtype, dim: int, form: str, available: str) -> None:
     with pytest.raises(LookupError, match=f"form '{form}' for sm_{arch}, {dtype}.*; there are some of {available}$"):
         configs_for(arch, dtype, dim, form)
-
-
-@pytest.mark.parametrize(
-    ("arch", "dtype", "dim"), [(80, torch.float16, 64), (90, torch.float32, 64), (90, torch.float16, 129)]
-)
-def test_a_specialized_launch_is_refused_by_name(arch: int, dtype: torch.dtype, dim: int) -> None:
-    message = f"sm_90, half precision and head dimensions to 128, not sm_{arch}, {dtype} and {dim}"
-    with pytest.raises(LookupError, match=message):
-        specialized_configs(arch, dtype, dim)

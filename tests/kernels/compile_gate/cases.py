@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.attention_backward import grad_kv, grad_q
-from ringattn.kernels.attention_forward import BLOCKS, forward, specialized_configs
+from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.attention_gluon import CONFIG, GRAD_KV, GRAD_Q, forward_gluon, grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.attention_gluon import DIMS as GLUON_DIMS
 from ringattn.kernels.attention_options import Dropout
@@ -62,13 +62,12 @@ def _variants() -> list[str]:
 
 
 ATTENTION = (*_entries(), *_variants())
-EXPERIMENTAL = tuple(f"sm_90/half/{width}/specialized/forward" for width in BLOCKS)
 
 GLUON = tuple(
     f"sm_90/half/{width}/gluon/{kernel}" for width in GLUON_DIMS for kernel in ("forward", "grad_q", "grad_kv")
 )
 
-ENTRIES = (*ATTENTION, *EXPERIMENTAL, *GLUON)
+ENTRIES = (*ATTENTION, *GLUON)
 
 
 def _tested(name: str) -> bool:
@@ -84,7 +83,7 @@ def _counted(name: str) -> bool:
     """Select half precision: all forms on sm_90, and the default forms of sm_80 and sm_100 up to dimension 128."""
     arch, precision, width, form, _, *variant = name.split("/")
     elsewhere = (arch, form) in (("sm_80", "pointers"), ("sm_100", "descriptors")) and width != "256"
-    return precision == "half" and not variant and form != "specialized" and (arch == "sm_90" or elsewhere)
+    return precision == "half" and not variant and (arch == "sm_90" or elsewhere)
 
 
 COUNTED = tuple(name for name in ENTRIES if _counted(name))
@@ -99,8 +98,6 @@ def call_of(name: str) -> LaunchCall:
     d_v = 128 if variant in WIDE_KEYS else d_k
     if name in GLUON:
         config = {"forward": CONFIG, "grad_q": GRAD_Q[d_k], "grad_kv": GRAD_KV[d_k]}[kernel]
-    elif name in EXPERIMENTAL:
-        config = specialized_configs(arch_of(name), dtype, d_k).forward
     else:
         configs = configs_for(arch_of(name), dtype, d_k, form)
         config = getattr(with_dropout(configs) if variant in DROPOUT else configs, kernel)

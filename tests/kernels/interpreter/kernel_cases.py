@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels.attention_forward import forward, one_entry_each
+from ringattn.kernels.attention_forward import forward
 from ringattn.kernels.attention_tiles import describable, grid_of
 from ringattn.kernels.launch import FIRST, LAST, Config
 from tests.kernels.interpreter.kernel_inputs import (
@@ -33,7 +33,7 @@ from tests.kernels.interpreter.kernel_inputs import (
 )
 from tests.kernels.interpreter.shims import corrected
 
-FORMS = ("pointers", "descriptors", "specialized")
+FORMS = ("pointers", "descriptors")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Bounds of relative Frobenius errors: three times the error of the same computation in that dtype."""
@@ -88,7 +88,7 @@ def run_forward(inputs: Inputs, state: State, form: str, flags: int, **options: 
     forward(inputs.q, inputs.k, inputs.v, out, state.lse, table, config, scale=SCALE, group=GROUP, **keywords).run()
 
 
-@pytest.mark.parametrize("form", ["pointers", "descriptors"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairs", [MANY, WINDOW], ids=["many", "window"])
 def test_one_launch_is_right(pairs: Pairs, dtype: torch.dtype, form: str) -> None:
@@ -129,7 +129,7 @@ def test_carried_steps_are_right(dtype: torch.dtype, form: str, sinks: bool) -> 
     inputs.memory.check()
 
 
-@pytest.mark.parametrize("form", ["pointers", "descriptors"])
+@pytest.mark.parametrize("form", FORMS)
 def test_what_flags_leave_out_changes_nothing_else(form: str) -> None:
     """FIRST on NaN equals no flag on (0, -inf), and LAST equals no flag followed by rounding, block by block."""
     inputs = Inputs(ONE, torch.bfloat16)
@@ -180,14 +180,6 @@ def test_a_grid_is_no_larger_than_its_work() -> None:
     items = len(table.blocks) * table.slots
     assert grid_of(table, 2, 100) == grid_of(table, 2, None) == (2 * items,)
     assert grid_of(table, 2, 4) == (4,)
-
-
-def test_which_tables_a_specialized_launch_takes() -> None:
-    config = config_of("specialized")
-    blocks = by_query(ONE, config).blocks
-    assert one_entry_each(blocks) and not one_entry_each(by_query(MANY, config).blocks)
-    blocks[1, 5] = blocks[1, 6]
-    assert not one_entry_each(blocks)
 
 
 def test_neither_state_nor_result_is_refused() -> None:
