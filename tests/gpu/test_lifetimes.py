@@ -169,10 +169,12 @@ def openings_leave_nothing(machine: Machine, fails: bool, openings: int = OPENIN
             ring.abort(ValueError("done"))
         else:
             ring.close()
+        freeing = ring._memory._ending  # after a failure a thread frees the memory when the pass has ended
         del ring
+        if freeing is not None:
+            freeing.join(SOON_S)
         end_s = time.monotonic() + SOON_S
         enough = max(free, default=0) - machine.unit // 2
-        # After a failure a thread frees the memory when the pass has ended.
         while time.monotonic() < end_s and not (done() and machine.free_bytes() >= enough):
             time.sleep(0.01)
         assert done()
