@@ -1,4 +1,4 @@
-"""Rings that cannot open, each for one cause: what every rank raises, and after how long."""
+"""Causes for which a ring cannot open: the error that every rank raises, and the time that it takes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.transport.store_hosts import StoreHost, is_stopped
 
 RANKS = 3
 TIMEOUT_S = 2.0
-"""Torch asks the name service about each connection; a question that is lost costs the second of RES_OPTIONS."""
+"""Torch resolves names for each connection. A lost query costs the one second of RES_OPTIONS."""
 LONG_S = 20.0
 SOON_S = 1.0
-"""How soon the cause of a rank that is refused reaches the others."""
+"""The time in which the cause of a refused rank must reach the other ranks."""
 GRACE_S = 2.0
-"""What an error may take after its deadline."""
+"""The time that an error may take after its deadline."""
 TRANSPORTS = {"gloo": "gloo", "shm": "shm", "shm over two hosts": "shm"}
 
 
@@ -37,8 +37,8 @@ TRANSPORTS = {"gloo": "gloo", "shm": "shm", "shm over two hosts": "shm"}
 class Cause:
     """Why a ring of three ranks cannot open.
 
-    `says`: the error that a rank raises, by rank; a regular expression of the whole message after "rank N: ". `absent`
-    ranks are not started; `fault` and `variables` are those of rank `culprit`.
+    `says`: the kind of error of each rank, and a regular expression for its whole message after "rank N: ". The ranks
+    in `absent` are not started. `fault`, `variables` and `arguments` apply to rank `culprit`.
     """
 
     says: dict[int, tuple[str, str]]
@@ -48,20 +48,20 @@ class Cause:
     variables: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     agent: str = ""
-    """Whether torchrun's agent, which hosts the store, runs, stops or is missing. Empty: rank 0 hosts it."""
+    """torchrun's agent, which hosts the store: "runs", "stops" or "is missing". Empty: rank 0 hosts the store."""
     occupied: bool = False
-    """Whether another program has the port."""
+    """Whether another program uses the port."""
     timeout_s: float = TIMEOUT_S
 
 
 def all_but(rank: int, kinds: str, pattern: str) -> dict[int, tuple[str, str]]:
-    """What all ranks but one raise alike."""
-    return {other: (kinds, pattern) for other in range(RANKS) if other != rank}
+    """Return the same error for all ranks except `rank`."""
+    return {each: (kinds, pattern) for each in range(RANKS) if each != rank}
 
 
 START = "start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each of them"
 LATE = "DeadlineError|PeerLostError"
-"""The first rank that reaches its deadline publishes what it raises; the others may read it before their deadline."""
+"""The first rank that reaches its deadline publishes its error. The others may read it before their deadline."""
 AT = r"127\.0\.0\.1:PORT"
 OPEN = r"the ring of 3 ranks cannot open: "
 MISSING = all_but(1, LATE, OPEN + rf"ranks \[1\] did not arrive at 'opening' within 2\.0 s \(store at {AT}\)")
@@ -79,13 +79,13 @@ REFUSED = r"rank {} failed first: InputError: {}"
 
 
 def refused(rank: int, pattern: str, **arguments: Any) -> Cause:
-    """An argument of one rank is refused."""
+    """Return the cause that an argument of `rank` is refused."""
     says = all_but(rank, "PeerLostError", REFUSED.format(rank, pattern)) | {rank: ("InputError", pattern)}
     return Cause(says, rank, arguments=arguments, timeout_s=LONG_S)
 
 
 def mixed(pattern: str, **variables: str) -> Cause:
-    """Rank 2 has a number, a world size or a job that does not fit."""
+    """Return the cause that rank 2 has a wrong rank number, world size or job."""
     says = ("InputError|DisagreementError|PeerLostError", rf"the ring of \d ranks cannot go on: {pattern}; {HOST}")
     return Cause(dict.fromkeys(range(RANKS), says), 2, variables=variables, timeout_s=LONG_S)
 
@@ -137,7 +137,7 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank raised, and how many seconds after it began to open."""
+    """The error of a rank, and the seconds since it began to open."""
 
     kind: str
     message: str
@@ -145,44 +145,48 @@ class Answer:
 
 
 class Rank:
-    """A process that opens a ring when the test says so."""
+    """A process that opens a ring after `go`."""
 
     def __init__(
         self, variables: dict[str, str], arguments: dict[str, Any], fault: str = "", machine: str = ""
     ) -> None:
-        self.pipe, theirs = Pipe()
-        # A question to the name service that is lost costs five seconds by default.
-        self.process = forked(_live, theirs, variables | {"RES_OPTIONS": "timeout:1"}, arguments, fault, machine)
-        theirs.close()
+        self.pipe, child_end = Pipe()
+        # A lost query to the name service costs five seconds by default.
+        self.process = forked(
+            _open_ring, child_end, variables | {"RES_OPTIONS": "timeout:1"}, arguments, fault, machine
+        )
+        child_end.close()
 
     def ready(self) -> None:
-        """Wait until it has started."""
+        """Wait until the process has started."""
         assert self.pipe.recv() == "ready"
 
     def go(self) -> None:
-        """Let it open its ring."""
+        """Let the process open its ring."""
         self.pipe.send("go")
 
     def answer(self, within_s: float) -> Answer | None:
-        """What it raised; None if it did not in time."""
+        """Return the error that the process raised, or None if it raised none in time."""
         if not self.pipe.poll(within_s):
             return None
         answer: Answer = self.pipe.recv()
         return answer
 
     def stopped(self) -> bool:
-        """Whether it is stopped."""
+        """Whether the process is stopped."""
         assert self.process.pid is not None
         return is_stopped(self.process.pid)
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
 
 
-def _live(pipe: Connection, variables: dict[str, str], arguments: dict[str, Any], fault: str, machine: str) -> None:
+def _open_ring(
+    pipe: Connection, variables: dict[str, str], arguments: dict[str, Any], fault: str, machine: str
+) -> None:
     os.environ.update(variables)
     torch.set_num_threads(1)
     if machine:
@@ -200,20 +204,20 @@ def _live(pipe: Connection, variables: dict[str, str], arguments: dict[str, Any]
         ring.close()
     except Exception as error:
         pipe.send(Answer(type(error).__name__, str(error), time.monotonic() - began_s))
-    pipe.poll(None)  # who hosts the store stays
+    pipe.poll(None)  # stay alive: this process may host the store
 
 
 _controls: list[ControlStore] = []
 SHOWS = "shows the cause"
-"""Not a fault: the process answers with the cause that another publishes in the store of its open ring."""
+"""Not a fault: the process answers with the cause that another process publishes in the store of its ring."""
 
 
 def _plant(fault: str) -> None:
-    """Let this process suffer `fault` on its way to the ring."""
+    """Trigger `fault` in this process while it opens the ring."""
     number = signal.SIGSTOP if "stopped" in fault else signal.SIGKILL
 
-    def suffer(control: ControlStore) -> None:
-        # All ranks are connected to the store.
+    def trigger(control: ControlStore) -> None:
+        # Wait until all ranks are connected to the store.
         claims = [f"claim/{rank}" for rank in control.everyone()]
         assert wait_until(lambda: all(map(control.holds, claims)), Deadline(LONG_S))
         os.kill(int(os.environ.get("AGENT_PID", os.getpid())), number)
@@ -222,7 +226,7 @@ def _plant(fault: str) -> None:
 
     def located(control: ControlStore, *more: Any) -> Any:
         answer = original(control, *more) if "later" in fault else None
-        suffer(control)
+        trigger(control)
         return answer or original(control, *more)
 
     claim = Meeting.claim
@@ -240,15 +244,15 @@ def _plant(fault: str) -> None:
 
 
 def suffer(cause: Cause, transport: str) -> dict[int, Answer | None]:
-    """What each rank raises that has to."""
-    port, host, taken = free_port(), None, None
+    """Run a cause. Return the answer of each rank that must raise."""
+    port, host, other_program = free_port(), None, None
     if cause.agent in ("runs", "stops"):
         host = StoreHost()
         port = host.port
         if cause.agent == "stops":
             host.stop()
     if cause.occupied:
-        taken = socket.create_server(("127.0.0.1", port))
+        other_program = socket.create_server(("127.0.0.1", port))
     ranks: dict[int, Rank] = {}
     try:
         for rank in set(range(RANKS)) - set(cause.absent):
@@ -286,22 +290,22 @@ def suffer(cause: Cause, transport: str) -> dict[int, Answer | None]:
             process.end()
         if host:
             host.end()
-        if taken:
-            taken.close()
+        if other_program:
+            other_program.close()
 
 
 def complaints(cause: Cause, answers: dict[int, Answer | None], slack_s: float) -> list[str]:
-    """What is wrong with the answers."""
+    """Return a line for each answer that is wrong or late."""
     limit_s = GRACE_S + (cause.timeout_s if cause.timeout_s == TIMEOUT_S else SOON_S) + slack_s
-    found = []
+    lines = []
     for rank, (kinds, pattern) in cause.says.items():
         answer, number = answers[rank], cause.variables.get("RANK", rank) if rank == cause.culprit else rank
         if answer is None:
-            found.append(f"rank {rank} raised nothing")
+            lines.append(f"rank {rank} raised nothing")
             continue
         message = re.sub(r"\b(?<=:)\d{5}\b|(?<=port )\d{5}\b", "PORT", answer.message).removeprefix(f"rank {number}: ")
         if not re.fullmatch(kinds, answer.kind) or not re.fullmatch(pattern, message):
-            found.append(f"rank {rank}: {answer.kind}: {message}")
+            lines.append(f"rank {rank}: {answer.kind}: {message}")
         if answer.seconds > limit_s:
-            found.append(f"rank {rank} took {answer.seconds:.1f} s of {limit_s:.1f} s")
-    return found
+            lines.append(f"rank {rank} took {answer.seconds:.1f} s of {limit_s:.1f} s")
+    return lines

@@ -1,7 +1,7 @@
 """The contract of all transports as one grid: every transport passes every check, and its attention is exact.
 
-NCCL and peer run over simulated GPUs. What that proves: the real transports obey NCCL's and the driver's rules as the
-simulators have them. What it does not prove: that there are no other rules.
+NCCL and peer run over simulated GPUs. This shows that the real transports obey the rules of NCCL and of the driver that
+the simulators check. It does not show that there are no other rules.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tests.transport.process_rings import EARLY, EVEN, LATE, meet, on_node_threa
 from tests.transport.simulated.world import SimWorld
 
 CHECKS, ONE_AFTER_ANOTHER = contract.CHECKS, contract.ONE_AFTER_ANOTHER
-# How late the device moves bytes matters to checks of bytes; those of failures take seconds each.
+# Late copies matter only to checks of bytes. Checks of failures take seconds each.
 BYTES = ONE_AFTER_ANOTHER[: ONE_AFTER_ANOTHER.index(contract.bad_messages_are_refused)]
 QUICK_OVER_GLOO = (
     contract.shift_around, contract.order_is_kept, contract.agree_is_in_order, contract.deadline_is_kept,
     contract.first_cause_reaches_all, contract.forked_child_is_refused, contract.dropped_ring_is_closed,
 )  # fmt: skip
-"""The rest is slow there: quick tests run all of it over shm, which ranks of one machine take."""
+"""The other checks are marked slow over gloo. Quick tests run all checks over shm, the default on one machine."""
 
 QUICK_OVER_PEER_AND_NCCL = ((EVEN, contract.many_in_flight), (EVEN, contract.order_is_kept))
 
 
 class Cell(NamedTuple):
-    """One transport and one check. `how`: what the ranks are, if they can be several things; `nodes`: of the ranks."""
+    """One transport and one check. `how`: the kind of ranks or of simulated device; `nodes`: the node of each rank."""
 
     transport: str
     check: contract.Check
@@ -68,29 +68,29 @@ def name_of(cell: Cell) -> str:
     return "-".join(part for part in (cell.transport, cell.how, nodes, cell.check.__name__) if part)
 
 
-def started(ranks: int) -> Iterator[Processes]:
+def started_processes(ranks: int) -> Iterator[Processes]:
     with Processes(ranks) as processes:
-        processes.run(answer, hard_s=180.0)
+        processes.run(start_up, hard_s=180.0)
         yield processes
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Processes]:
-    yield from started(3)
+    yield from started_processes(3)
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Processes]:
-    yield from started(4)
+    yield from started_processes(4)
 
 
-def answer(rank: int, world_size: int) -> None:
-    """Nothing: a process that answers has started, which takes four of them most of a minute on a busy machine."""
+def start_up(rank: int, world_size: int) -> None:
+    """Do nothing. An answer shows that the process has started, which may take a minute on a busy machine."""
 
 
 def run_check(rank: int, world_size: int, transport: str, nodes: tuple[int, ...], name: str) -> None:
     if nodes and rank >= len(nodes):
-        rendezvous_store(rank, world_size, 60.0)  # openings are counted
+        rendezvous_store(rank, world_size, 60.0)  # every process counts the openings
         return
     check = getattr(contract, name)
     ring, _ = meet(transport, rank, world_size, contract.timeout_s(check), nodes)
@@ -138,5 +138,5 @@ def test_every_pair_of_mask_layout_and_schedule_is_exact(
     transport: str, ranks: str, request: pytest.FixtureRequest
 ) -> None:
     config = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61, combinations="pairs"))
-    found = request.getfixturevalue(ranks).run(check_pairs, transport, config, hard_s=240.0)
-    assert {(answer["cases"], answer["failed"]) for answer in found.values()} == {(len(list(paired_cases())), 0)}
+    answers = request.getfixturevalue(ranks).run(check_pairs, transport, config, hard_s=240.0)
+    assert {(answer["cases"], answer["failed"]) for answer in answers.values()} == {(len(list(paired_cases())), 0)}

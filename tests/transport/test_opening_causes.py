@@ -1,4 +1,4 @@
-"""A ring that cannot open says why, on every rank, and names no rank that is well."""
+"""A ring that cannot open: every rank reports the cause, and names no healthy rank."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.contract.processes import free_port
 from tests.transport.opening_causes import CAUSES, PROCESS, SHOWS, TRANSPORTS, Rank, complaints, suffer
 
 SLACK_S = 4.0
-"""What other tests that run next to these may add to a deadline."""
+"""The delay that other tests on the same machine may add to a deadline."""
 INSIDE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 LATER = [name for name in CAUSES if "later" in name]
-"""The only causes that find a transport: all others come before, where the transports do not differ."""
+"""Only these faults occur after the choice of a transport. The others occur before it, so transports do not differ."""
 CELLS = [
     pytest.param(name, transport, marks=[] if transport == "gloo" or name in LATER else pytest.mark.slow)
     for name in CAUSES
@@ -33,7 +33,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("name", "transport"), CELLS)
-def test_every_rank_says_why_a_ring_does_not_open(name: str, transport: str) -> None:
+def test_every_rank_reports_why_a_ring_does_not_open(name: str, transport: str) -> None:
     cause = CAUSES[name]
     assert complaints(cause, suffer(cause, transport), SLACK_S) == []
 
@@ -52,7 +52,7 @@ def test_the_job_of_an_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value", "text"),
     [
         ("RANK", None, "RANK is not set; it must be an integer from 0 to 1, since WORLD_SIZE=2"),
         ("RANK", "x", "RANK is 'x'; it must be an integer from 0 to 1, since WORLD_SIZE=2"),
@@ -69,36 +69,36 @@ def test_the_job_of_an_environment() -> None:
         ("MASTER_PORT", "65536", "MASTER_PORT is '65536'; it must be an integer from 1 to 65535"),
     ],
 )
-def test_a_wrong_variable_is_named(name: str, value: str | None, words: str) -> None:
-    environment = {key: text for key, text in (INSIDE | {name: value}).items() if text is not None}
+def test_a_wrong_variable_is_named(name: str, value: str | None, text: str) -> None:
+    environment = {key: each for key, each in (INSIDE | {name: value}).items() if each is not None}
     with pytest.raises(InputError) as caught:
         job_of(environment)
-    assert str(caught.value).startswith(f"{words}; start the ranks with torchrun")
+    assert str(caught.value).startswith(f"{text}; start the ranks with torchrun")
 
 
 # --- where the store listens -----------------------------------------------------------------------------------------
 
 
 def listening_at(port: int) -> set[str]:
-    """The addresses at which this machine listens at a port, as the kernel writes them."""
+    """Return the addresses on which this machine listens at a port, as the kernel formats them."""
     rows = [line.split() for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()[1:]]
     local = [row[1].split(":") for row in rows if row[3] == "0A"]
     return {address for address, number in local if int(number, 16) == port}
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
-def test_a_store_at_a_loopback_address_listens_there_alone(name: str) -> None:
+def test_a_store_at_a_loopback_address_listens_only_there(name: str) -> None:
     port = free_port()
     store = connect(Job(0, 2, name, port), Deadline(20.0))
     assert listening_at(port) == {"0100007F"}
-    again = connect(Job(0, 2, name, port), Deadline(20.0))  # this process has one open
+    again = connect(Job(0, 2, name, port), Deadline(20.0))  # this process already hosts the store
     store.set("key", "value")
     assert again.get("key") == b"value" and listening_at(port) == {"0100007F"}
     client = connect(Job(1, 2, name, port), Deadline(20.0))
     assert client.get("key") == b"value"
 
 
-def test_only_loopback_names_stand_for_loopback() -> None:
+def test_only_loopback_names_resolve_to_loopback() -> None:
     v4, v6 = socket.AF_INET, socket.AF_INET6
     assert [loopback_of(name, v4) for name in ("127.0.0.1", "127.8.0.1", "localhost")] == [
         "127.0.0.1", "127.8.0.1", "127.0.0.1"
@@ -113,7 +113,7 @@ def test_only_loopback_names_stand_for_loopback() -> None:
 REFUSED = "import ringattn; ringattn.Ring(transport='foo')"
 
 
-def test_rank_0_does_not_end_before_the_others_know_why() -> None:
+def test_rank_0_does_not_exit_before_the_others_have_its_cause() -> None:
     port = free_port()
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     rank_1 = Rank(variables | {"RANK": "1"}, {"transport": "gloo", "timeout_s": 20.0}, "", "")
@@ -121,7 +121,7 @@ def test_rank_0_does_not_end_before_the_others_know_why() -> None:
     try:
         rank_1.ready()
         assert rank_0.stderr is not None
-        while b"transport='foo' is not known" not in rank_0.stderr.readline():  # it has raised, and is about to end
+        while b"transport='foo' is not known" not in rank_0.stderr.readline():  # it has raised, and is about to exit
             assert rank_0.poll() is None
         rank_1.go()
         answer = rank_1.answer(20.0)
@@ -135,27 +135,27 @@ def test_rank_0_does_not_end_before_the_others_know_why() -> None:
         rank_1.end()
 
 
-@pytest.mark.parametrize(("listens", "kind", "words"), [
+@pytest.mark.parametrize(("listens", "kind", "ending"), [
     (True, DeadlineError, "did not answer within 2 s"), (False, PeerLostError, "is gone")
 ])  # fmt: skip
 def test_a_connection_that_takes_too_long_is_not_a_host_that_is_gone(
-    listens: bool, kind: type[Exception], words: str
+    listens: bool, kind: type[Exception], ending: str
 ) -> None:
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = Meeting(dist.PrefixStore("ring", host.clone()), 1, 2, Deadline(2.0))
     if not listens:
         del host
     error = meeting.fail(dist.DistNetworkError("The client socket has timed out after 2000ms"))
-    assert isinstance(error, kind) and str(error).endswith(words)
+    assert isinstance(error, kind) and str(error).endswith(ending)
     assert str(error).startswith("rank 1: the ring of 2 ranks cannot open: the store's host ")
 
 
 # --- two jobs at one port --------------------------------------------------------------------------------------------
 
 ORDERS = [order for order in permutations(("A0", "A1", "B0", "B1")) if order[0][0] == "A"]
-"""The others are these with the names of the jobs exchanged."""
+"""The other orders are the same with the jobs swapped."""
 GAP_S = 0.15
-"""Between two starts: less than an opening takes, and more than a claim."""
+"""The time between two starts: shorter than an opening, and longer than a claim."""
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
@@ -180,5 +180,5 @@ def test_two_jobs_at_one_port_never_form_a_ring_unnoticed(order: tuple[str, ...]
             rf"the ring of 2 ranks cannot go on: two processes claim rank [01], {PROCESS} and", answer.message
         )
         assert claimed, (name, answers)
-    # Each pair of processes with one number has one that is refused; a mixed ring has read the cause in its store.
+    # Of two processes with the same rank number one is refused. A mixed ring reads the cause in its store.
     assert sum(answer.kind == "InputError" for answer in answers.values() if answer) >= 1, answers
