@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-rest test-all prove durations lint docs demo bench gpu-here gpu-check gpu-check-first gpu-check-kernels gpu-check-sanitizer \
+.PHONY: help setup test test-rest test-all prove durations lint docs demo bench gpu-here gpu-compile gpu-check gpu-check-first gpu-check-kernels gpu-check-sanitizer \
 	gpu-check-speed gpu-check-speed-short gpu-check-tune gpu-check-qkv gpu-check-nccl gpu-check-nccl-alone gpu-check-nccl-processes gpu-check-many \
 	gpu-check-many-hops gpu-check-many-overlap gpu-check-many-ring gpu-check-many-life gpu-check-many-faults \
 	gpu-check-many-report gpu-tune clean
@@ -79,7 +79,9 @@ bench: $(STAMP) ## the benchmarks, each behind its correctness gate
 # there is no git. Each part ends within eight minutes by its own limits, keeps its results as they come in
 # bench/results/gpu, and copies them to the folder OUT where that is set. gpu-check is the parts in this order, by what
 # decides most; a part that fails does not stop the next.
-GPU_PYTHON = env PYTHONUNBUFFERED=1 GPU_CHECK_COPY=$(OUT) PYTHONPATH=. $(PYTHON)
+# The folder of compiled kernels is the same on every machine, because Triton stores absolute paths in it.
+GPU_KERNELS := /tmp/ringattn-gpu-kernels
+GPU_PYTHON = env PYTHONUNBUFFERED=1 GPU_CHECK_COPY=$(OUT) PYTHONPATH=. TRITON_CACHE_DIR=$(GPU_KERNELS) $(PYTHON)
 GPU_TESTS = $(GPU_PYTHON) -m pytest -v -m gpu -p no:cacheprovider --durations=5 --timeout=200 --timeout-method=thread
 GPU_CHECKS := first kernels speed speed-short tune qkv nccl
 export GPU_CHECK_COMMIT ?= $(shell git rev-parse --short HEAD 2>/dev/null)
@@ -88,7 +90,15 @@ PARTS := 1 2 3 4 5 6 7 8 9 10 11 12 13 14
 gpu-check: gpu-here ## the checks that need a CUDA device, with the system's Python and torch
 	@failed=0; for part in $(GPU_CHECKS); do $(MAKE) gpu-check-$$part || failed=1; done; exit $$failed
 
+gpu-compile: ## compile the kernels of the GPU tests without a GPU, into build/gpu-kernels.tar.xz, which gpu-here unpacks
+	@mkdir -p build && rm -rf $(GPU_KERNELS)
+	@timeout -k 10 460 $(GPU_PYTHON) -m pytest -q -n 2 -p tests.gpu.compiling -p no:cacheprovider -m gpu -k "not sanitizer and not graphs" \
+		tests/gpu/test_engines.py tests/gpu/test_kernels.py tests/gpu/test_gluon.py tests/gpu/test_rows.py
+	@find $(GPU_KERNELS) -type f ! -name '*.cubin' ! -name '*.json' -delete
+	@tar cJf build/gpu-kernels.tar.xz -C $(dir $(GPU_KERNELS)) $(notdir $(GPU_KERNELS))
+
 gpu-here:
+	@[ ! -f build/gpu-kernels.tar.xz ] || [ -d $(GPU_KERNELS) ] || tar xJf build/gpu-kernels.tar.xz -C $(dir $(GPU_KERNELS))
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check needs a CUDA device and finds none")'
 	@[ -n "$(GPU_CHECK_COMMIT)" ] || echo "no git here: set GPU_CHECK_COMMIT=<commit>, or the results will not say what they are of"
 

@@ -20,6 +20,7 @@ from tests.gpu import kept
 
 keep = partial(kept.keep, "exactness")
 TOKENS = 517
+DEVICE = "cuda"
 HALF_ENGINES = ["plain", "aten", "triton", "pointers", "gluon", "fused"]
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -63,7 +64,7 @@ def ours(engine: str, dtype: torch.dtype, mask: dict[str, Any], dim: int = 64) -
     q, k, v = (x.requires_grad_() for x in leaves)
     options = {name: value for name, value in mask.items() if name != "cu_seqlens"}
     with ringattn.Ring(engine=engine_named(engine)) as ring:
-        assert ring.device.type == "cuda"
+        assert ring.device.type == DEVICE
         seq = ring.sequence(TOKENS, cu_seqlens=mask.get("cu_seqlens"), layout="contiguous")
         attend = ring.dilated_attention if "dilation_rates" in mask else ring.attention
         out: Tensor = attend(q, k, v, seq, **options)
