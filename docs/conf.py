@@ -18,7 +18,7 @@ project = "ringattn"
 author = "the ringattn contributors"
 release = version = ringattn.__version__
 root_doc = "docs/index"
-include_patterns = ["docs/**", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/results/cpu/*.md"]
+include_patterns = ["docs/**", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/results/*/*.md"]
 exclude_patterns = [".*", "build", "ringattn", "kernels", "launch", "tests", "**/__pycache__"]
 
 extensions = [

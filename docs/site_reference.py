@@ -122,7 +122,7 @@ def decisions() -> str:
 
 def measured_tables() -> str:
     """Return the table of contents of the tables that the benchmarks wrote."""
-    return "```{toctree}\n:maxdepth: 1\n:glob:\n../bench/results/cpu/*\n```"
+    return "```{toctree}\n:maxdepth: 1\n:glob:\n../bench/results/cpu/*\n../bench/results/gpu/*\n```"
 
 
 def errors() -> str:
