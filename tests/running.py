@@ -1,5 +1,7 @@
 """A pytest plugin that skips tests whose inputs have not changed, and records the cost of each test.
 
+Under `-m gpu` it also prints the reason of each failure at once, because a run may be cut off before its end.
+
 This code is not in `conftest.py`, because it changes no outcome and must not change a digest of `unchanged.py`.
 """
 
@@ -58,6 +60,15 @@ def core_s() -> float:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Record the start; a test includes its fixtures."""
     item.stash[BEFORE] = core_s()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Print the reason of a failure under `-m gpu`."""
+    report = yield
+    if report.failed and item.config.option.markexpr == "gpu":
+        print(f"\n{report.longreprtext}", flush=True)
+    return report
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
