@@ -1,4 +1,4 @@
-"""What a ring says about itself: counters, memory, explanations; what is active.
+"""The counters, memory and explanations of a ring, and its active sequence.
 
 Not covered: attention's results (see test_exact.py).
 """
@@ -28,7 +28,7 @@ from tests.strategies import Case, simple
 
 
 def bytes_forward(case: Case, rank: int, route: str, row_bytes: int) -> int:
-    """What a rank sends in a forward pass, by brute force."""
+    """Return the bytes that a rank sends in a forward pass, by brute force."""
     total = 0
     for owner in range(case.ranks):
         for distance in range(1, case.ranks):
@@ -53,7 +53,7 @@ def bytes_forward(case: Case, rank: int, route: str, row_bytes: int) -> int:
         ("striped", {"window": (2, 1), "mask": masks.global_tokens(2)}),
     ],
 )
-def test_counters_and_explanations_are_what_happened(schedule: str, layout: str, options: dict[str, Any]) -> None:
+def test_counters_and_explanations_match_the_reference(schedule: str, layout: str, options: dict[str, Any]) -> None:
     ranks, tokens = 4, 30
     case = simple(layout, tokens, ranks, **options)
     x = torch.randn(2, tokens, 3, 64).bfloat16()
@@ -61,29 +61,29 @@ def test_counters_and_explanations_are_what_happened(schedule: str, layout: str,
     def body(ring: Ring) -> tuple[Any, ...]:
         seq = ring.sequence(tokens, layout=layout)
         q = seq.shard(x).requires_grad_()
-        told = ring.explain(seq, q=q, k=q, v=q, schedule=schedule, **options)
-        ahead = ring.explain(seq, q=q, k=q, v=q, schedule=schedule, backward=False, **options)
+        both = ring.explain(seq, q=q, k=q, v=q, schedule=schedule, **options)
+        forward_only = ring.explain(seq, q=q, k=q, v=q, schedule=schedule, backward=False, **options)
         fresh = ring.counters()
         out = ring.attention(q, q, q, seq, schedule=schedule, **options)
         forward = ring.counters()
         out.sum().backward()
-        return told, ahead, fresh, forward, ring.counters()
+        return both, forward_only, fresh, forward, ring.counters()
 
     results = run_ranks(ranks, body, engine="plain")
     high = [after["pool_high_water_bytes"] for *_, after in results]
-    row_bytes = 2 * 3 * 128 * 2  # batch, heads, K beside V, bf16
-    for rank, (told, ahead, fresh, forward, after) in enumerate(results):
+    row_bytes = 2 * 3 * 128 * 2  # batch, heads, dimensions of K and V, bf16
+    for rank, (both, forward_only, fresh, forward, after) in enumerate(results):
         assert set(fresh.values()) == {0}
         sent = bytes_forward(case, rank, schedule, row_bytes)
-        assert forward["bytes_sent"] == sent == ahead.bytes_sent[rank] and forward["passes"] == 1
-        assert (after["bytes_sent"], after["messages"]) == (told.bytes_sent[rank], told.messages[rank])
-        assert after["passes"] == 2 and forward["messages"] == ahead.messages[rank]
-        assert told.peak_bytes == max(high) and ahead.peak_bytes <= told.peak_bytes
+        assert forward["bytes_sent"] == sent == forward_only.bytes_sent[rank] and forward["passes"] == 1
+        assert (after["bytes_sent"], after["messages"]) == (both.bytes_sent[rank], both.messages[rank])
+        assert after["passes"] == 2 and forward["messages"] == forward_only.messages[rank]
+        assert both.peak_bytes == max(high) and forward_only.peak_bytes <= both.peak_bytes
         positions = [case.problem.q_layout.positions(r) for r in range(ranks)]
-        assert told.pairs == tuple(3 * int(case.reference[0][p].sum()) for p in positions)
-        assert told.balance == pytest.approx(max(told.pairs) / (sum(told.pairs) / ranks))
-        assert told.predicted_us is ahead.predicted_us is None
-        assert f"{told.balance:.3f}" in str(told) and schedule in str(told) and "backward" not in str(ahead)
+        assert both.pairs == tuple(3 * int(case.reference[0][p].sum()) for p in positions)
+        assert both.balance == pytest.approx(max(both.pairs) / (sum(both.pairs) / ranks))
+        assert both.predicted_us is forward_only.predicted_us is None
+        assert f"{both.balance:.3f}" in str(both) and schedule in str(both) and "backward" not in str(forward_only)
 
 
 def test_reset_and_memory() -> None:
@@ -92,14 +92,14 @@ def test_reset_and_memory() -> None:
         q = seq.shard(X).requires_grad_()
         assert ring.memory_info() == dict.fromkeys(ring.memory_info(), 0) | {"world_size": RANKS}
         ring.attention(q, q, q, seq, causal=True).sum().backward()
-        first, held = ring.counters(), ring.memory_info()
-        assert held["plans"] == 2 and held["pool_bytes"] >= held["pool_high_water_bytes"] > 0
-        assert held["slots"] > 0 and held["pool_gap_bytes"] >= 0 and held["pool_reuses"] == 0
+        first, memory = ring.counters(), ring.memory_info()
+        assert memory["plans"] == 2 and memory["pool_bytes"] >= memory["pool_high_water_bytes"] > 0
+        assert memory["slots"] > 0 and memory["pool_gap_bytes"] >= 0 and memory["pool_reuses"] == 0
         ring.reset_counters()
         assert set(ring.counters().values()) == {0}
         ring.attention(q, q, q, seq, causal=True).sum().backward()
         # The same plans in the same memory.
-        assert ring.counters() == first and ring.memory_info() == held | {"pool_reuses": held["pool_reuses"] + 2}
+        assert ring.counters() == first and ring.memory_info() == memory | {"pool_reuses": memory["pool_reuses"] + 2}
         ring.attention(q, q, q, seq)
         assert ring.memory_info()["plans"] == 3
         seq.gather(q.detach())
@@ -115,16 +115,18 @@ def test_reset_and_memory() -> None:
 def test_explain_takes_numbers_instead_of_tensors() -> None:
     with Ring() as ring:
         seq = ring.sequence(64)
-        told = ring.explain(seq, q_heads=4, kv_heads=2, head_dim=16, causal=True)
-        assert told.pairs == (4 * 64 * 65 // 2,) and told.bytes_sent == (0,) and told.balance == 1.0
-        assert (told.problem.kv_heads, told.problem.dtype, told.problem.value_dim) == (2, "bfloat16", 16)
+        explanation = ring.explain(seq, q_heads=4, kv_heads=2, head_dim=16, causal=True)
+        problem = explanation.problem
+        assert explanation.pairs == (4 * 64 * 65 // 2,)
+        assert explanation.bytes_sent == (0,) and explanation.balance == 1.0
+        assert (problem.kv_heads, problem.dtype, problem.value_dim) == (2, "bfloat16", 16)
         for bad in ({}, {"q_heads": 4}, {"head_dim": 16}):
             with pytest.raises(InputError, match=r"explain needs q=, or q_heads= and head_dim="):
                 ring.explain(seq, **bad)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"offset": "block"}, "offset= and layer= belong to dilated attention"),
         ({"layer": 1}, "offset= and layer= belong to dilated attention"),
@@ -133,13 +135,13 @@ def test_explain_takes_numbers_instead_of_tensors() -> None:
         ({"q": torch.zeros(1, 8, 2, 8), "dtype": "float16"}, "give q= or these, not both"),
     ],
 )
-def test_explain_refuses_what_it_would_ignore(arguments: dict[str, Any], words: str) -> None:
-    with Ring() as ring, pytest.raises(InputError, match=words):
+def test_explain_refuses_arguments_without_effect(arguments: dict[str, Any], message: str) -> None:
+    with Ring() as ring, pytest.raises(InputError, match=message):
         ring.explain(ring.sequence(8), **{**({} if "q" in arguments else {"q_heads": 2, "head_dim": 8}), **arguments})
 
 
-def test_the_slowest_hop_goes_at_the_rate_of_a_pair() -> None:
-    """Between two nodes one pair of H100 reaches 18 of the NIC's 50 GB/s, as it does in the simulator."""
+def test_the_slowest_hop_has_the_rate_of_a_single_pair() -> None:
+    """Between two nodes a single pair of H100s reaches 18 of the NIC's 50 GB/s, as in the simulator."""
     machines = replace(CLUSTERS["h100"], ranks_per_node=1)
 
     def body(ring: Ring) -> tuple[Crossed, ...]:
@@ -153,26 +155,26 @@ def test_the_slowest_hop_goes_at_the_rate_of_a_pair() -> None:
 @pytest.mark.parametrize(
     ("schedule", "heads", "blocks", "better"),
     [
-        ("ring", 4, (0, 4, 8, 12), "zigzag"),  # the pairs of its own queries
-        ("ulysses", 4, (6, 6, 6, 6), None),  # of its heads
-        ("ulysses", 1, (6, 0, 0, 0), None),  # heads are uneven, not the layout
-        ("pass_q", 4, (12, 8, 4, 0), "zigzag"),  # of its own keys
+        ("ring", 4, (0, 4, 8, 12), "zigzag"),  # a rank computes the pairs of its local queries
+        ("ulysses", 4, (6, 6, 6, 6), None),  # the pairs of its heads
+        ("ulysses", 1, (6, 0, 0, 0), None),  # the heads are uneven, so that no other layout helps
+        ("pass_q", 4, (12, 8, 4, 0), "zigzag"),  # the pairs of its local keys
         ("balanced", 4, (4, 4, 8, 8), "zigzag"),
     ],
 )
 def test_explain_counts_pairs_where_they_are_computed(
     schedule: str, heads: int, blocks: tuple[int, ...], better: str | None
 ) -> None:
-    """Causal over contiguous shards of 64 tokens: whole blocks of a rank, over all heads, beside its own diagonal."""
+    """Causal, contiguous shards of 64 tokens. `blocks` counts the full blocks of each rank over all heads."""
 
     def body(ring: Ring) -> tuple[tuple[int, ...], str | None]:
         seq = ring.sequence(256, layout="contiguous")
-        told = ring.explain(seq, q_heads=heads, head_dim=8, causal=True, schedule=schedule)
-        return told.pairs, told.better_layout
+        explanation = ring.explain(seq, q_heads=heads, head_dim=8, causal=True, schedule=schedule)
+        return explanation.pairs, explanation.better_layout
 
-    found, named = run_ranks(4, body)[0]
-    assert found == tuple(one * 64 * 64 + heads * 64 * 65 // 2 for one in blocks)
-    assert named == better
+    pairs, better_layout = run_ranks(4, body)[0]
+    assert pairs == tuple(count * 64 * 64 + heads * 64 * 65 // 2 for count in blocks)
+    assert better_layout == better
 
 
 # --- active sequences, sums, copies ----------------------------------------------------------------------------------
@@ -180,18 +182,18 @@ def test_explain_counts_pairs_where_they_are_computed(
 
 def test_activate_nests_and_stays_in_its_thread() -> None:
     with Ring() as ring:
-        one, two = ring.sequence(4), ring.sequence(5)
+        first, second = ring.sequence(4), ring.sequence(5)
         seen: list[Sequence | None] = []
         assert ringattn.active_sequence() is None
-        with ring.activate(one):
-            with ring.activate(two):
-                assert ringattn.active_sequence() is two
+        with ring.activate(first):
+            with ring.activate(second):
+                assert ringattn.active_sequence() is second
                 with ring.activate(None):
                     assert ringattn.active_sequence() is None
-                assert ringattn.active_sequence() is two
-            with pytest.raises(KeyError), ring.activate(two):
+                assert ringattn.active_sequence() is second
+            with pytest.raises(KeyError), ring.activate(second):
                 raise KeyError
-            assert ringattn.active_sequence() is one
+            assert ringattn.active_sequence() is first
             thread = threading.Thread(target=lambda: seen.append(ringattn.active_sequence()))
             thread.start()
             thread.join()
@@ -199,11 +201,11 @@ def test_activate_nests_and_stays_in_its_thread() -> None:
 
 
 ROUNDS_OUTPUTS = {"ulysses", "ulysses_ring", "pass_q", "balanced"}
-"""The schedules of which the documentation says that `out_wire_dtype` rounds."""
+"""The schedules whose outputs `out_wire_dtype` rounds, according to the documentation."""
 
 
 @pytest.mark.parametrize("schedule", ROUTES)
-def test_explain_names_the_dtype_of_outputs_where_they_are_rounded(schedule: str) -> None:
+def test_explain_names_the_dtype_of_rounded_outputs(schedule: str) -> None:
     def body(ring: Ring) -> tuple[torch.Tensor, str]:
         x = torch.randn(1, 24, 4, 8, generator=torch.Generator().manual_seed(0))
         seq = ring.sequence(24, layout="contiguous")
@@ -211,14 +213,14 @@ def test_explain_names_the_dtype_of_outputs_where_they_are_rounded(schedule: str
         return ring.attention(*[seq.shard(x)] * 3, seq, causal=True, schedule=schedule), head
 
     wide, narrow = (run_ranks(4, body, engine="plain", out_wire_dtype=wire) for wire in (None, torch.bfloat16))
-    rounds = any(not torch.equal(out, other) for (out, _), (other, _) in zip(wide, narrow, strict=True))
+    rounds = any(not torch.equal(out, rounded) for (out, _), (rounded, _) in zip(wide, narrow, strict=True))
     assert rounds == (schedule in ROUNDS_OUTPUTS)
     assert {"outputs return as bfloat16" in head for _, head in narrow} == {rounds}
     assert not any("outputs return" in head for _, head in wide)
 
 
-def test_plans_of_ever_new_documents_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ones used last are kept; one that is not is made again when its backward pass comes."""
+def test_plans_of_new_documents_do_not_accumulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache keeps the plans used last. A backward pass whose plan was evicted plans again."""
     monkeypatch.setattr("ringattn.core.bounded_cache.AT_LEAST", 3)
     monkeypatch.setattr("ringattn.core.bounded_cache.CACHE_BYTES", 1)
 
@@ -230,20 +232,20 @@ def test_plans_of_ever_new_documents_do_not_pile_up(monkeypatch: pytest.MonkeyPa
             inputs.append(seq.shard(x).requires_grad_())
             outs.append(ring.attention(*[inputs[-1]] * 3, seq, causal=True))
             assert ring.memory_info() and len(ring._executors) <= 3
-        for cut, out, mine in zip(cuts, outs, inputs, strict=True):
+        for cut, out, local in zip(cuts, outs, inputs, strict=True):
             out.sum().backward()
             whole = x.clone().requires_grad_()
             dense_attention(whole, whole, whole, causal=True, cu_seqlens=cut)[0].sum().backward()
             assert whole.grad is not None
             shard = ring.sequence(16, layout="contiguous").shard(whole.grad)
-            torch.testing.assert_close(mine.grad, shard, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(local.grad, shard, rtol=1e-12, atol=1e-12)
         assert len(ring._executors) == 3
 
     run_ranks(2, body)
 
 
 def test_a_captured_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph has the addresses of what belongs to it; here the capture is only said to be one."""
+    """A CUDA graph stores the addresses of its plan's memory. The test only simulates the capture."""
     monkeypatch.setattr("ringattn.core.bounded_cache.AT_LEAST", 1)
     monkeypatch.setattr("ringattn.core.bounded_cache.CACHE_BYTES", 1)
     with Ring() as ring:
@@ -264,7 +266,7 @@ def test_a_captured_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def explained(machines: str, **options: Any) -> tuple[ringattn.explain.Explanation, str]:
-    """What a ring explains whose ranks are on the machines of these letters."""
+    """Return the explanation, and its text, of a ring whose rank i is on the machine named by letter i."""
 
     def body(ring: Ring) -> Any:
         return ring.explain(ring.sequence(8 * len(machines)), q_heads=1, head_dim=64, dtype="float32", **options)
@@ -275,16 +277,16 @@ def explained(machines: str, **options: Any) -> tuple[ringattn.explain.Explanati
     transport.locations = locations
     with Ring(transport=transport) as ring:
         assert ring.locations == locations
-        told = body(ring)
-    return told, str(told)
+        explanation = body(ring)
+    return explanation, str(explanation)
 
 
 def test_explain_says_which_links_the_hops_cross() -> None:
-    told, text = explained("aab")
-    forward, backward = told.crossed
+    explanation, text = explained("aab")
+    forward, backward = explanation.crossed
     nbytes = 8 * 2 * 64 * 4
-    # Each of two hops a rank sends a shard: 0 to 1 inside, 1 to 2 and 2 to 0 across.
-    assert [(one.kind, one.pairs, one.nbytes) for one in forward] == [
+    # In each of two steps a rank sends a shard: 0 to 1 within a node, 1 to 2 and 2 to 0 between nodes.
+    assert [(crossed.kind, crossed.pairs, crossed.nbytes) for crossed in forward] == [
         (LinkClass.NETWORK, ((1, 2), (2, 0)), 4 * nbytes),
         (LinkClass.MEMORY, ((0, 1),), 2 * nbytes),
     ]
@@ -302,13 +304,13 @@ def test_explain_says_which_links_the_hops_cross() -> None:
     )
     assert backward[0].kind is LinkClass.NETWORK and "messages in backward" in text and "unknown" not in text
     near, _ = explained("aaa")
-    assert near.crossed[0][0].latency_us == pytest.approx(15) and told.predicted_us is None
-    assert [one.kind for one in near.crossed[0]] == [LinkClass.MEMORY]
+    assert near.crossed[0][0].latency_us == pytest.approx(15) and explanation.predicted_us is None
+    assert [crossed.kind for crossed in near.crossed[0]] == [LinkClass.MEMORY]
     assert "4 times, but 2 would be enough" in explained("abab")[1]
 
 
 @pytest.mark.parametrize(("machines", "route"), [("aaaa", "all_gather"), ("aabb", "ulysses"), ("abab", "ulysses")])
-def test_calls_take_the_route_of_their_links(machines: str, route: str) -> None:
+def test_the_links_choose_the_route_of_a_call(machines: str, route: str) -> None:
     transport = LocalWorld(4).transport(0)
     transport.locations = tuple(Location(f"host-{name}", name, rank, 0) for rank, name in enumerate(machines))
     options, dilated = AttentionOptions(), Dilated((512, 1 << 14), (1, 4))
@@ -316,13 +318,13 @@ def test_calls_take_the_route_of_their_links(machines: str, route: str) -> None:
         seq = ring.sequence(1 << 14, layout="contiguous")
         sizes = 1, 16, 16, 64, 64
         call = call_of(ring, seq, None, sizes, torch.bfloat16, torch.device("cpu"), options, dilated)
-        told = ring.explain(
+        explanation = ring.explain(
             seq, q_heads=16, head_dim=64, segment_lengths=[512, 1 << 14], dilation_rates=[1, 4], backward=False
         )
-    assert call.route.name == told.forward.name == route
+    assert call.route.name == explanation.forward.name == route
 
 
-def test_links_that_nobody_found_out_are_told_as_unknown() -> None:
+def test_explain_names_links_of_unknown_kind() -> None:
     locations = tuple(Location("host", "a", rank, 0, gpu=f"gpu-{rank}") for rank in range(2))
     transport = LocalWorld(2).transport(0)
     transport.locations = locations
