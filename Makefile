@@ -92,7 +92,7 @@ gpu-check: gpu-here ## the checks that need a CUDA device, with the system's Pyt
 
 gpu-compile: ## compile the kernels of the GPU tests without a GPU, into build/gpu-kernels.tar.xz, which gpu-here unpacks
 	@mkdir -p build && rm -rf $(GPU_KERNELS)
-	@timeout -k 10 460 $(GPU_PYTHON) -m pytest -q -n 2 -p tests.gpu.compiling -p no:cacheprovider -m gpu -k "not sanitizer and not graphs" \
+	@timeout -k 10 460 $(GPU_PYTHON) -m pytest -q -n 2 -p tests.gpu.compiling -p no:cacheprovider -m gpu -k "not sanitizer and not graphs and not workspace" \
 		tests/gpu/test_engines.py tests/gpu/test_kernels.py tests/gpu/test_gluon.py tests/gpu/test_rows.py
 	@find $(GPU_KERNELS) -type f ! -name '*.cubin' ! -name '*.json' -delete
 	@tar cJf build/gpu-kernels.tar.xz -C $(dir $(GPU_KERNELS)) $(notdir $(GPU_KERNELS))

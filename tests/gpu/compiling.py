@@ -1,14 +1,14 @@
 """A pytest plugin that compiles the kernels of the GPU tests for sm_90 without a GPU (`make gpu-compile`).
 
 Tensors that a test calls cuda are on the CPU. Triton's driver is a stub, which compiles for sm_90 and launches nothing.
-So all results are garbage: failed comparisons are ignored, and only a kernel that does not compile fails its test.
+So all results are garbage: failed comparisons are ignored. Every other error fails its test, such as the compiler's.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Generator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from triton.compiler.errors import CompilationError
 from triton.runtime import driver
-from triton.runtime.errors import OutOfResources, PTXASError
 
 import ringattn.engine.triton
 from ringattn.bench.launch import StubDriver
 from tests.gpu import kept
 
-COMPILER_ERRORS = (CompilationError, OutOfResources, PTXASError)
 ARCHITECTURE = 90
 H100 = {"max_shared_mem": 232_448, "max_num_regs": 65_536, "multiprocessor_count": 132}
 
@@ -82,13 +79,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Ignore every failure but those of the compiler."""
-    try:
+    """Ignore failed comparisons."""
+    with suppress(AssertionError):
         yield
-    except COMPILER_ERRORS:
-        raise
-    except Exception:
-        pass
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
