@@ -1,6 +1,6 @@
-"""The pictures of commands: training runs, simulations, timelines, rows of dilated branches, and schedules.
+"""The pictures of the commands: training runs, simulations, timelines, rows of dilated branches, and schedules.
 
-Colors are Okabe and Ito's ("Color Universal Design", 2008) where a picture tells things apart by them.
+Colors that carry meaning are those of Okabe and Ito ("Color Universal Design", 2008).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BLUE, SKY, ORANGE, GREY = "#0072B2", "#56B4E9", "#D55E00", "#C9CED3"
 
 
 def _tidy(axes: Axes, grid: Literal["x", "y", "both"] | None = None) -> None:
-    """Leave only the lower and the left line, and a grid along `grid` (x, y or both)."""
+    """Hide the upper and the right spine, and draw a grid along `grid` (x, y or both)."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, labelcolor=INK)
     axes.set_axisbelow(True)
@@ -60,11 +60,11 @@ def _tidy(axes: Axes, grid: Literal["x", "y", "both"] | None = None) -> None:
 
 ALONE, SHARED, EXACT, REPLICATED = "#9ecae1", "#08519c", "#2e8b57", "#b8c2cc"
 ROOMY_BARS, MOST_LABELLED = 9, 40
-"""Bars that have room for their value with its unit, and for their value at all."""
+"""Up to the first number of bars, each has room for its value and unit; up to the second, for its value."""
 
 
 class CurveDistance(NamedTuple):
-    """The relative differences of two loss curves, step by step, and the bound they must keep."""
+    """The relative differences of two loss curves, step by step, and their upper bound."""
 
     dtype: str
     differences: Sequence[float]
@@ -72,7 +72,7 @@ class CurveDistance(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """Memory of the ranks of one run, in bytes: what every rank has anyway, and all of it."""
+    """Memory of the ranks of one run, in bytes: the part that every rank replicates, and the total of each rank."""
 
     title: str
     replicated_bytes: int
@@ -80,9 +80,9 @@ class Bars(NamedTuple):
 
 
 def draw_losses(path: str | Path, curves: Mapping[str, Sequence[float]], agreements: Sequence[CurveDistance]) -> None:
-    """Write a PNG: the first two loss curves over each other, and below them how far runs differ, on a log axis.
+    """Write a PNG: the first two loss curves, and below them the relative differences of runs on a log axis.
 
-    A difference of exactly 0 has no place on a log axis; it is drawn at the bottom, as a hollow mark.
+    A log axis has no 0: a difference of exactly 0 is drawn at the bottom, as a hollow mark.
     """
     figure, (above, below) = plt.subplots(
         2, 1, sharex=True, figsize=(9, 6.8), height_ratios=(3, 2), layout="constrained"
@@ -103,7 +103,7 @@ def draw_losses(path: str | Path, curves: Mapping[str, Sequence[float]], agreeme
 
 
 def _draw_agreements(axes: Axes, agreements: Sequence[CurveDistance]) -> float:
-    """Differences and their bounds; returns the height at which zeros are drawn."""
+    """Draw the differences and their bounds. Return the height at which zeros are drawn."""
     positive = [value for agreement in agreements for value in agreement.differences if value > 0]
     floor = min(positive, default=1e-17) / 3
     axes.set_yscale("log")
@@ -114,7 +114,7 @@ def _draw_agreements(axes: Axes, agreements: Sequence[CurveDistance]) -> float:
         zeros = [step for step, value in numbered if value == 0]
         axes.scatter(zeros, [floor] * len(zeros), s=16, facecolors="white", edgecolors=color, zorder=3)
         axes.axhline(agreement.bound, color=color, linestyle=(0, (5, 4)), linewidth=1)
-        # The label of the second bound is below its line, because the differences of the first run lie above it.
+        # Draw the label of the second bound below its line, because the differences of the first run are above it.
         axes.annotate(
             f"bound for {agreement.dtype}: {agreement.bound:.0e}",
             (0.0, agreement.bound), xycoords=axes.get_yaxis_transform(), xytext=(5, -3 if number else 3),
@@ -126,27 +126,27 @@ def _draw_agreements(axes: Axes, agreements: Sequence[CurveDistance]) -> float:
 
 
 def draw_memory(path: str | Path, runs: Sequence[Bars], method: str) -> None:
-    """Write a PNG: one bar per rank of each run, with the part that every rank has anyway set apart."""
+    """Write a PNG: one bar per rank of each run, with the replicated part in another color."""
     save_picture(memory_figure(runs, method), path, 150)
 
 
 def memory_figure(runs: Sequence[Bars], method: str) -> Figure:
-    """Return the picture before it is written."""
+    """Return the picture that `draw_memory` writes."""
     figure, axes = plt.subplots(figsize=(9, 4.6), layout="constrained")
     count = sum(len(bars.total_bytes) for bars in runs)
     unit, size = " MiB" if count <= ROOMY_BARS else "", min(10.0, 200 / count)
-    middles, place = [], 0.0
+    middles, first_x = [], 0.0
     for bars, color in zip(runs, (ALONE, SHARED), strict=True):
-        places = [place + rank for rank in range(len(bars.total_bytes))]
+        xs = [first_x + rank for rank in range(len(bars.total_bytes))]
         total = [nbytes / 2**20 for nbytes in bars.total_bytes]
-        kept = bars.replicated_bytes / 2**20
-        axes.bar(places, total, width=0.7, color=color)
-        axes.bar(places, [min(kept, height) for height in total], width=0.7, color=REPLICATED)
-        for x, height in zip(places, total, strict=True) if count <= MOST_LABELLED else ():
+        replicated = bars.replicated_bytes / 2**20
+        axes.bar(xs, total, width=0.7, color=color)
+        axes.bar(xs, [min(replicated, height) for height in total], width=0.7, color=REPLICATED)
+        for x, height in zip(xs, total, strict=True) if count <= MOST_LABELLED else ():
             axes.annotate(f"{height:.0f}{unit}", (x, height), xytext=(0, 3), textcoords="offset points", ha="center",
                           fontsize=size, color=INK)  # fmt: skip
-        middles.append((sum(places) / len(places), bars.title))
-        place = places[-1] + 2.0
+        middles.append((sum(xs) / len(xs), bars.title))
+        first_x = xs[-1] + 2.0
     axes.bar([0], [0], color=REPLICATED, label="weights, gradients, optimizer: the same on every rank (computed)")
     axes.set_xticks(*zip(*middles, strict=True))
     axes.tick_params(axis="x", length=0)
@@ -166,46 +166,46 @@ def memory_figure(runs: Sequence[Bars], method: str) -> Figure:
 COLORS = {"strong": BLUE, "weak": ORANGE}
 WORK, MESSAGES, WAITING = BLUE, GREY, ORANGE
 BINS = 400
-"""Stretches of a whole pass, each drawn with its mean."""
+"""Equal intervals of a pass; each is drawn with the mean of its time."""
 MOST_MS = 10_000.0
-"""Milliseconds from which an axis counts seconds."""
+"""An axis of this many milliseconds or more counts seconds."""
 NEAR_STEPS = 6
-"""Steps that are drawn one by one: as long as the first rank drawn takes for so many."""
+"""The lower panels show the time that the first drawn rank takes for this number of steps."""
 
 MEASURES: tuple[tuple[str, str, Callable[[Simulated], float]], ...] = (
-    ("time of a call", "s", lambda one: one.total_s),
-    ("efficiency", "% of the kernel's rate", lambda one: 100 * one.efficiency),
+    ("time of a call", "s", lambda point: point.total_s),
+    ("efficiency", "% of the kernel's rate", lambda point: 100 * point.efficiency),
     ("sent by the rank that sends most", "GiB",
-     lambda one: sum(each.sent_bytes.max() for each in one.passes) / 2**30),
+     lambda point: sum(times.sent_bytes.max() for times in point.passes) / 2**30),
     ("waiting, of the rank that waits most", "% of the time",
-     lambda one: 100 * sum(each.waiting_s.max() for each in one.passes) / one.total_s),
+     lambda point: 100 * sum(times.waiting_s.max() for times in point.passes) / point.total_s),
     ("exposed messages, of the rank with most", "% of the time",
-     lambda one: 100 * sum(each.exposed_s.max() for each in one.passes) / one.total_s),
-    ("staging buffers, of the rank that holds most", "GiB", lambda one: one.held_bytes[2] / 2**30),
+     lambda point: 100 * sum(times.exposed_s.max() for times in point.passes) / point.total_s),
+    ("staging buffers, of the rank that holds most", "GiB", lambda point: point.held_bytes[2] / 2**30),
 )  # fmt: skip
 LOGARITHMIC = "s", "GiB"
 MOST_RATIO = 200
-"""Of the ends of a logarithmic axis on which also 2 and 5 times each power of ten have ticks."""
+"""A logarithmic axis whose ends have a smaller ratio has ticks also at 2 and 5 times each power of ten."""
 MOST_PLAIN = 1e5
-"""Numbers of a logarithmic axis below it, and above its inverse, are written without powers."""
+"""A logarithmic axis between the inverse of this number and the number writes its ticks without powers."""
 
 
 def draw_curves(path: str | Path, curves: Mapping[str, Sequence[Simulated]], title: str) -> None:
-    """Write a picture: the measures over the number of ranks; hollow: simulated by the plan of each rank."""
+    """Write a picture: the measures over the number of ranks. Hollow marks are simulated by the plan of each rank."""
     save_picture(curves_figure(curves, title), path, 120)
 
 
 def curves_figure(curves: Mapping[str, Sequence[Simulated]], title: str) -> Figure:
-    """Return the picture before it is written."""
+    """Return the picture that `draw_curves` writes."""
     figure, grid = plt.subplots(2, 3, figsize=(14, 7.2), layout="constrained")
-    ranks = sorted({one.ranks for points in curves.values() for one in points})
+    ranks = sorted({point.ranks for points in curves.values() for point in points})
     for axes, (name, unit, value) in zip(grid.flat, MEASURES, strict=True):
         for scaling, points in curves.items():
-            xs, ys = [one.ranks for one in points], [value(one) for one in points]
-            if unit in LOGARITHMIC:  # where 0 has no place: one rank holds no buffers
+            xs, ys = [point.ranks for point in points], [value(point) for point in points]
+            if unit in LOGARITHMIC:  # a log axis has no 0, and a single rank has no staging buffers
                 ys = [y or math.nan for y in ys]
             axes.plot(xs, ys, color=COLORS[scaling], linewidth=1.6, label=f"{scaling} scaling", zorder=2)
-            faces = [COLORS[scaling] if one.classes else "white" for one in points]
+            faces = [COLORS[scaling] if point.classes else "white" for point in points]
             axes.scatter(xs, ys, s=26, color=faces, edgecolors=COLORS[scaling], zorder=3)
         axes.set_xscale("log", base=2)
         axes.set_title(name, loc="left", color=INK, fontsize=11)
@@ -236,18 +236,18 @@ def curves_figure(curves: Mapping[str, Sequence[Simulated]], title: str) -> Figu
 
 
 def draw_point(path: str | Path, point: Simulated, title: str, names: Mapping[int, str]) -> None:
-    """Write a picture: for some ranks the share of work over each pass, and below it the first steps one by one.
+    """Write a picture: the share of work of the traced ranks over each pass, and below it their first steps.
 
-    `names`: how the ranks that are disturbed are named.
+    `names` are the labels of the disturbed ranks.
     """
     save_picture(point_figure(point, title, names), path, 120)
 
 
 def point_figure(point: Simulated, title: str, names: Mapping[int, str]) -> Figure:
-    """Return the picture before it is written; both passes have the same scale of time."""
+    """Return the picture that `draw_point` writes. Both passes have the same time scale."""
     ranks = sorted(point.spans[0])
     labels = [names.get(rank, f"rank {rank:,}") for rank in ranks]
-    totals_ms = [one.total_s * 1e3 for one in point.passes]
+    totals_ms = [times.total_s * 1e3 for times in point.passes]
     shown_ms = same_scale(totals_ms)
     near = max(_first_steps_ms(spans[ranks[0]]) / shown for spans, shown in zip(point.spans, shown_ms, strict=True))
     near = min(near, 1.0)
@@ -277,8 +277,8 @@ def point_figure(point: Simulated, title: str, names: Mapping[int, str]) -> Figu
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _, size=size: f"{x / size:,.10g}"))
             _tidy(axes)
     assert image is not None
-    part = 0.4 / len(ranks)  # of the upper panels, whose height grows with the ranks
-    bar = figure.colorbar(image, ax=list(grid[0]), location="bottom", fraction=part, aspect=60, shrink=0.4)
+    fraction = 0.4 / len(ranks)  # the height of the upper panels grows with the number of ranks
+    bar = figure.colorbar(image, ax=list(grid[0]), location="bottom", fraction=fraction, aspect=60, shrink=0.4)
     bar.set_label("% of the time at work", color=INK)
     handles = [Patch(color=WORK, label="work"), Patch(color=MESSAGES, label="messages under way"),
                Patch(color=WAITING, label="waiting")]  # fmt: skip
@@ -288,9 +288,9 @@ def point_figure(point: Simulated, title: str, names: Mapping[int, str]) -> Figu
 
 
 def work_shares(spans: Sequence[Span], total_us: float, bins: int = BINS) -> np.ndarray:
-    """The share of each of `bins` equal stretches of a pass in which a rank works."""
+    """Return the share of time that a rank works in each of `bins` equal intervals of a pass."""
     edges = np.linspace(0.0, total_us, bins + 1)
-    # Work done before a moment grows evenly within a span; its differences between edges are the work between them.
+    # The cumulative work grows linearly within a span. Its differences between edges are the work of the intervals.
     moments, done = [0.0], [0.0]
     for span in spans:
         if span.lane == COMPUTE:
@@ -300,13 +300,13 @@ def work_shares(spans: Sequence[Span], total_us: float, bins: int = BINS) -> np.
 
 
 def _first_steps_ms(spans: Sequence[Span]) -> float:
-    """Return when a rank has done its first steps."""
+    """Return the end of the first NEAR_STEPS steps of a rank."""
     attends = [span for span in spans if span.name.endswith("attend")][:NEAR_STEPS]
     return attends[-1].end_us / 1e3 if attends else 1e-3
 
 
 def _draw_first_steps(axes: Axes, ranks: Sequence[Sequence[Span]], until_ms: float) -> None:
-    """Draw all spans that begin before `until_ms`, a row for each rank. What is not work is waiting."""
+    """Draw all spans that begin before `until_ms`, a row for each rank. Time without work is drawn as waiting."""
     for row, spans in enumerate(ranks):
         near = [span for span in spans if span.start_us < until_ms * 1e3]
         work = [(span.start_us / 1e3, (span.end_us - span.start_us) / 1e3) for span in near if span.lane == COMPUTE]
@@ -323,26 +323,28 @@ def _draw_first_steps(axes: Axes, ranks: Sequence[Sequence[Span]], until_ms: flo
 ATTEND, OTHER, EXPOSED = BLUE, SKY, ORANGE
 BAND = "#f4f6f8"
 FAINT = 0.45
-"""How strongly predicted bars are drawn."""
+"""The opacity of predicted bars."""
 LEAST_SHARE = 0.2
-"""Of the time of all passes, which the panel of a short pass shows at least."""
+"""The panel of a pass shows at least this share of the time of all passes."""
 MOST_NUMBERS = 75
-"""Numbers of steps that fit side by side."""
+"""The number of step numbers that fit next to each other."""
 TICKS = 10
-"""Intervals on the axis of the longest pass, at most."""
+"""The axis of the longest pass has at most this number of intervals."""
 NOTE_WIDTH = 170
 """Characters of a line below the panels."""
 FEW_RANKS = 8
-"""Up to so many, bars have room for the numbers of their steps."""
+"""Up to this number of ranks, bars have room for the numbers of their steps."""
 
 
-def draw_timeline(path: str | Path, tracks: Sequence[Track], predicted: Sequence[ByRank] = (), words: str = "") -> None:
-    """Write a PNG. `predicted`: for each pass of the tracks, spans by rank; `words`: what predicted them."""
-    save_picture(timeline_figure(tracks, predicted, words), path, 150)
+def draw_timeline(
+    path: str | Path, tracks: Sequence[Track], predicted: Sequence[ByRank] = (), predictor: str = ""
+) -> None:
+    """Write a PNG. `predicted` has the spans by rank for each pass of the tracks. `predictor` names their source."""
+    save_picture(timeline_figure(tracks, predicted, predictor), path, 150)
 
 
-def timeline_figure(tracks: Sequence[Track], predicted: Sequence[ByRank] = (), words: str = "") -> Figure:
-    """Return the picture: a panel for each pass, a row for each rank, and one scale of time for all of them."""
+def timeline_figure(tracks: Sequence[Track], predicted: Sequence[ByRank] = (), predictor: str = "") -> Figure:
+    """Return the picture: a panel for each pass and a row for each rank, all with the same time scale."""
     ranks, passes = len(tracks), tracks[0].passes
     begins = [min(track.passes[number].start_us for track in tracks) for number in range(len(passes))]
     lasts_ms = [_last_us(tracks, predicted, number, begin) / 1e3 for number, begin in enumerate(begins)]
@@ -355,17 +357,17 @@ def timeline_figure(tracks: Sequence[Track], predicted: Sequence[ByRank] = (), w
     numbered_us = sum(shown_ms) * 1e3 / MOST_NUMBERS if ranks <= FEW_RANKS else math.inf
     for number, (ax, begin) in enumerate(zip(axes[0], begins, strict=True)):
         for track in tracks:
-            one = track.passes[number]
-            foretold = predicted[number][track.rank] if predicted else ()
-            _draw_rank(ax, track.rank, one.spans, one.start_us - begin, foretold, numbered_us)
+            recorded = track.passes[number]
+            predicted_spans = predicted[number][track.rank] if predicted else ()
+            _draw_rank(ax, track.rank, recorded.spans, recorded.start_us - begin, predicted_spans, numbered_us)
             ax.annotate(
-                f"{one.exposed_us / 1e3:.2f} ms", (1.0, track.rank), xycoords=("axes fraction", "data"),
+                f"{recorded.exposed_us / 1e3:.2f} ms", (1.0, track.rank), xycoords=("axes fraction", "data"),
                 xytext=(6, 0), textcoords="offset points", va="center", fontsize=8, color=EXPOSED,
             )  # fmt: skip
         ax.set_xticks([tick for tick in ticks if tick <= shown_ms[number]])
         _finish(ax, passes[number].name, shown_ms[number], ranks)
     axes[0][0].set_yticks(range(ranks), [f"rank {track.rank}" for track in tracks])
-    _describe(figure, tracks, bool(predicted), words)
+    _describe(figure, tracks, bool(predicted), predictor)
     return figure
 
 
@@ -377,44 +379,44 @@ def _last_us(tracks: Sequence[Track], predicted: Sequence[ByRank], number: int, 
 
 
 def same_scale(lasts_ms: Sequence[float]) -> list[float]:
-    """Return the milliseconds that the panel of each pass shows, which is as wide as they are many.
+    """Return the milliseconds that the panel of each pass shows. The width of a panel is proportional to them.
 
-    A panel shows more than its pass took if the pass is so short that its panel would be too narrow.
+    The panel of a short pass shows more time than the pass took, because it would be too narrow otherwise.
     """
     whole = sum(lasts_ms) or 1.0
     return [1.005 * max(last, LEAST_SHARE * whole) for last in lasts_ms]
 
 
 def _draw_rank(
-    ax: Axes, rank: int, spans: Sequence[Span], later_us: float, foretold: Sequence[Span], numbered_us: float
+    ax: Axes, rank: int, spans: Sequence[Span], later_us: float, predicted: Sequence[Span], numbered_us: float
 ) -> None:
-    """Draw a row: measured, and what was predicted below it. Spans of `numbered_us` and more show their step."""
+    """Draw the measured spans of a rank and, below, its predicted spans. Spans from `numbered_us` on are numbered."""
     if rank % 2:
         ax.axhspan(rank - 0.5, rank + 0.5, color=BAND, zorder=0)
-    if not foretold:
+    if not predicted:
         _draw_spans(ax, spans, later_us, top=rank - 0.4, lane=0.4, strong=True, numbered_us=numbered_us)
         return
     _draw_spans(ax, spans, later_us, top=rank - 0.42, lane=0.25, strong=True, numbered_us=numbered_us)
-    _draw_spans(ax, foretold, 0.0, top=rank + 0.14, lane=0.14, strong=False, numbered_us=math.inf)
+    _draw_spans(ax, predicted, 0.0, top=rank + 0.14, lane=0.14, strong=False, numbered_us=math.inf)
 
 
 def _draw_spans(
     ax: Axes, spans: Sequence[Span], later_us: float, top: float, lane: float, strong: bool, numbered_us: float
 ) -> None:
-    """Work from `top` on, `lane` high, and messages below it."""
+    """Draw the work from `top` on, `lane` high, and the messages below it."""
     alpha = 1.0 if strong else FAINT
 
-    def bars(found: list[tuple[float, float]], y: float, color: str, hatch: str | None = None) -> None:
+    def draw_bars(intervals: list[tuple[float, float]], y: float, color: str, hatch: str | None = None) -> None:
         ax.broken_barh(
-            [((start + later_us) / 1e3, (end - start) / 1e3) for start, end in found], (y, lane * 0.94),
+            [((start + later_us) / 1e3, (end - start) / 1e3) for start, end in intervals], (y, lane * 0.94),
             facecolor=color, edgecolor="white", linewidth=0.4, alpha=alpha, hatch=hatch, zorder=2,
         )  # fmt: skip
 
     for attends, color in ((True, ATTEND), (False, OTHER)):
         work = (span for span in spans if span.lane == COMPUTE and span.name.endswith("attend") == attends)
-        bars([(span.start_us, span.end_us) for span in work], top, color)
-    bars([(span.start_us, span.end_us) for span in spans if span.lane == COMM], top + lane, MESSAGES)
-    bars(exposed(spans), top + lane, EXPOSED, "//////")
+        draw_bars([(span.start_us, span.end_us) for span in work], top, color)
+    draw_bars([(span.start_us, span.end_us) for span in spans if span.lane == COMM], top + lane, MESSAGES)
+    draw_bars(exposed(spans), top + lane, EXPOSED, "//////")
     for span in spans:
         if span.name.endswith("attend") and span.end_us - span.start_us >= numbered_us:
             middle = (span.start_us + span.end_us) / 2 + later_us
@@ -432,8 +434,8 @@ def _finish(ax: Axes, title: str, shown_ms: float, ranks: int) -> None:
     ax.spines["left"].set_visible(False)
 
 
-def _describe(figure: plt.Figure, tracks: Sequence[Track], predicted: bool, words: str) -> None:
-    """Title and legend."""
+def _describe(figure: plt.Figure, tracks: Sequence[Track], predicted: bool, predictor: str) -> None:
+    """Draw the title and the legend."""
     least = min(track.overlap for track in tracks)
     sign = "" if all(track.arrivals_known for track in tracks) else "at most "
     over = f", over {tracks[0].transport}" if tracks[0].transport else ""
@@ -453,7 +455,7 @@ def _describe(figure: plt.Figure, tracks: Sequence[Track], predicted: bool, word
         handles.append(Patch(facecolor=ATTEND, alpha=FAINT, label="below, pale: predicted"))
     legend = figure.legend(
         handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=8.5, labelcolor=INK,
-        title=textwrap.fill(f"predicted for {words}", NOTE_WIDTH) if predicted and words else None,
+        title=textwrap.fill(f"predicted for {predictor}", NOTE_WIDTH) if predicted and predictor else None,
         title_fontsize=8.5, alignment="left",
     )  # fmt: skip
     legend.get_title().set_color(QUIET)
@@ -465,20 +467,23 @@ def _describe(figure: plt.Figure, tracks: Sequence[Track], predicted: bool, word
 EMPTY = "#f4f6f7"
 ROWS_DPI = 120
 COLUMNS = 1024
-"""Bins of positions, at most: a bin is colored if any of its positions is."""
+"""The largest number of bins. A bin of positions is colored if any of its positions is read or sent."""
 
 
 class Rows(NamedTuple):
-    """Of one branch and rank, by bin of positions: whose its queries read (owner + 1, or 0), and which it sends."""
+    """The rows that one rank reads and sends for one branch, by bin of positions.
+
+    A bin holds the rank that owns its rows, plus 1; it holds 0 if no row is read or sent.
+    """
 
     read: np.ndarray
     sent: np.ndarray
 
 
 def rows_of(problem: Problem, branch: Branch, rank: int, width: int = 1) -> Rows:
-    """The rows of a branch that `rank` reads, its own included, and those of its own that others read.
+    """Return the rows of a branch that `rank` reads, local rows included, and its local rows that other ranks read.
 
-    In bins of `width` positions; a bin has the greatest value of its positions.
+    A bin of `width` positions has the largest value of its positions.
     """
     read, sent = (np.zeros(-(-problem.kv_layout.length // width), np.int64) for _ in range(2))
     for reader in range(problem.world_size):
@@ -490,33 +495,34 @@ def rows_of(problem: Problem, branch: Branch, rank: int, width: int = 1) -> Rows
 
 def _mark(line: np.ndarray, positions: StridedRange, width: int, value: int) -> None:
     """Raise the bins of these positions to `value`."""
-    if positions.stride <= width:  # no bin between the first and the last is without one
-        at: slice | np.ndarray = slice(positions.start // width, positions.last // width + 1)
+    if positions.stride <= width:  # each bin from the first to the last has a position
+        bins: slice | np.ndarray = slice(positions.start // width, positions.last // width + 1)
     else:
-        at = np.arange(positions.start, positions.stop, positions.stride) // width
-    line[at] = np.maximum(line[at], value)
+        bins = np.arange(positions.start, positions.stop, positions.stride) // width
+    line[bins] = np.maximum(line[bins], value)
 
 
 def _whole_pixels(figure: Figure, axes: Sequence[Axes], bins: int) -> None:
-    """As many pixels for each bin, and whole ones: else bins of one width are drawn one pixel wider or not."""
+    """Resize the figure so that each bin has the same whole number of pixels. Otherwise the widths of bins differ."""
     box = axes[0].get_position()
-    whole = figure.get_figwidth() * ROWS_DPI
-    each = max(1, int(box.width * whole / bins))
-    left, right = round(box.x0 * whole), round((1 - box.x1) * whole)
-    pixels = left + each * bins + right
-    figure.set_figwidth(pixels / ROWS_DPI)
+    pixels = figure.get_figwidth() * ROWS_DPI
+    bin_pixels = max(1, int(box.width * pixels / bins))
+    left, right = round(box.x0 * pixels), round((1 - box.x1) * pixels)
+    new_pixels = left + bin_pixels * bins + right
+    figure.set_figwidth(new_pixels / ROWS_DPI)
     for ax in axes:
         box = ax.get_position()
-        ax.set_position((left / pixels, box.y0, each * bins / pixels, box.height))
+        ax.set_position((left / new_pixels, box.y0, bin_pixels * bins / new_pixels, box.height))
 
 
 def branches_of(problem: Problem, head: int) -> list[Branch]:
-    """The mask's branches of one query head."""
-    return [one for one in problem.mask.branches if one.heads is None or one.heads.start <= head < one.heads.stop]
+    """Return the branches of the mask that apply to one query head."""
+    branches = problem.mask.branches
+    return [branch for branch in branches if branch.heads is None or branch.heads.start <= head < branch.heads.stop]
 
 
 def bin_width(problem: Problem) -> int:
-    """Positions of a bin, such that rows of one rate look alike: each rate is a multiple of it, or not more than it."""
+    """Return the positions of a bin: at least each rate or a divisor of it, so that rows of one rate look alike."""
     rates = {branch.dilation for branch in problem.mask.branches}
     least = max(1, -(-problem.kv_layout.length // COLUMNS))
     return next(width for width in range(least, max(least, *rates) + 1)
@@ -524,7 +530,7 @@ def bin_width(problem: Problem) -> int:
 
 
 def draw_rows(explanation: Explanation, path: str | Path, head: int = 0) -> None:
-    """Write a PNG: a panel for each rank, two lines for each branch. Raises `InputError` without dilation."""
+    """Write a PNG: a panel for each rank, two lines for each branch. Raises `InputError` if no branch is dilated."""
     problem = explanation.problem
     branches, ranks = branches_of(problem, head), problem.world_size
     if all(branch.dilation == 1 for branch in problem.mask.branches):
@@ -560,25 +566,25 @@ def draw_rows(explanation: Explanation, path: str | Path, head: int = 0) -> None
 
 FAINT_INK, NEUTRAL = "#7a8894", "#eef1f4"
 NAMES = {Kind.Q: "Q", Kind.KV: "KV", Kind.OUT: "OUT", Kind.GRAD_OUT: "dOUT", Kind.DQ: "dQ", Kind.DKV: "dKV"}
-TRAVELS = {  # what an arrow carries: its color and its words
+TRAVELS = {  # the color and the legend text of an arrow, by the kind of block that it carries
     Kind.KV: ("#5b6b79", "K and V"), Kind.Q: ("#0072b2", "Q"), Kind.OUT: ("#009e73", "OUT and its softmax sums"),
     Kind.GRAD_OUT: ("#b8860b", "dOUT"), Kind.DQ: ("#8e44ad", "dQ"), Kind.DKV: ("#c0392b", "dK and dV"),
 }  # fmt: skip
 BOX_WIDTH, BOX_HEIGHT = 0.72, 0.52
 PALE = 0.58
-"""Share of white in the colors of many ranks."""
+"""The share of white in the colors of more than 8 ranks."""
 FONT, LEAST_FONT, LETTERS = 9.0, 5.5, 11
-"""Points of a label, at least; so many letters fit into a box at the first size."""
+"""The usual and the least font size of a label, in points, and the letters that fit into a box at the usual size."""
 
 
 def draw_schedule(explanation: Explanation, path: str | Path) -> None:
-    """Write a PNG of the forward and, where explained, the backward schedule."""
+    """Write a PNG of the forward schedule and, if it was explained, the backward schedule."""
     figure = schedule_figure(explanation)
     save_picture(figure, path, 150)
 
 
 def schedule_figure(explanation: Explanation) -> Figure:
-    """Return the picture before it is written."""
+    """Return the picture that `draw_schedule` writes."""
     schedules = [("forward", explanation.forward)]
     if explanation.backward is not None:
         schedules.append(("backward", explanation.backward))
@@ -610,14 +616,14 @@ def schedule_figure(explanation: Explanation) -> Figure:
 def _arrow_legend(schedules: Iterable[Schedule]) -> list[Line2D]:
     """Return a legend entry for each kind of block that is sent."""
     carried = {copy.block.kind for schedule in schedules for step in schedule.steps for copy in step.copies}
-    return [Line2D([], [], color=color, marker=">", label=f"arrow: {words}")
-            for kind, (color, words) in TRAVELS.items() if kind in carried]  # fmt: skip
+    return [Line2D([], [], color=color, marker=">", label=f"arrow: {content}")
+            for kind, (color, content) in TRAVELS.items() if kind in carried]  # fmt: skip
 
 
 def drawn_rows(schedule: Schedule) -> list[Step]:
-    """Return the steps as rows of the picture: without idle steps, and with additions in the row that receives them.
+    """Return the steps as rows of the picture, without idle steps.
 
-    A step that only adds what has arrived is drawn with the next step, except at the end of the pass.
+    A step that only adds received blocks is drawn with the next step, except at the end of the pass.
     """
     rows: list[Step] = []
     added: tuple[Work, ...] = ()
@@ -662,7 +668,7 @@ def _draw_pass(ax: Axes, title: str, schedule: Schedule, rows: Sequence[Step], h
 
 
 def _box(ax: Axes, rank: int, y: int, work: Sequence[Work], ranks: int, is_part: bool = False) -> None:
-    """Draw what a rank does in a step. `is_part`: a part of the block, whose rest is in another step, is half a box."""
+    """Draw the work of a rank in a step. `is_part` draws half a box: another step attends to the rest of the block."""
     owners = {item.kv.owner for item in work if not isinstance(item, Merge)}
     color = _color(min(owners), ranks) if len(owners) == 1 else NEUTRAL
     left, bottom = rank - BOX_WIDTH / 2, y - BOX_HEIGHT / 2
@@ -687,14 +693,14 @@ def _box(ax: Axes, rank: int, y: int, work: Sequence[Work], ranks: int, is_part:
 
 
 def label_of(work: Sequence[Work]) -> list[str]:
-    """What a rank does in a step, in lines: whose queries meet whose keys, and what it adds to its sums."""
+    """Return the lines of a box: the owners of the keys and queries of a rank's step, and the blocks it merges."""
     attends = [item for item in work if not isinstance(item, Merge)]
     lines = []
-    if own := {item.kv.owner for item in attends if not is_on_received(item)}:
-        lines.append(f"KV{owners_text(own)}")
+    if kv_owners := {item.kv.owner for item in attends if not is_on_received(item)}:
+        lines.append(f"KV{owners_text(kv_owners)}")
     if received := [item for item in attends if is_on_received(item)]:
-        askers, owners = ({getattr(item, side).owner for item in received} for side in ("q", "kv"))
-        lines.append(f"Q{owners_text(askers)} × KV{owners_text(owners)}")
+        q_owners, kv_owners = ({getattr(item, side).owner for item in received} for side in ("q", "kv"))
+        lines.append(f"Q{owners_text(q_owners)} × KV{owners_text(kv_owners)}")
     merged: dict[Kind, set[int]] = {}
     for item in work:
         if isinstance(item, Merge):

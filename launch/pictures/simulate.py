@@ -94,10 +94,10 @@ def simulated(config: SimulateConfig) -> dict[str, Any]:
 
 def counts(text: str) -> list[int]:
     """Return numbers of ranks, in order. Raises `InputError` for other text."""
-    words = text.strip("[]").split(",")
-    if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
+    numbers = text.strip("[]").split(",")
+    if not all(number.strip().isdecimal() and 1 <= int(number) <= MOST_RANKS for number in numbers):
         raise InputError(f"ranks={text}: give numbers from 1 to {MOST_RANKS:,}, as ranks=1,8,64")
-    return sorted({int(word) for word in words})
+    return sorted({int(number) for number in numbers})
 
 
 def factors(key: str, text: str, ranks: int) -> list[tuple[tuple[int, ...], float]]:
@@ -209,14 +209,15 @@ def line(point: Simulated) -> str:
 
 
 def notes(points: Sequence[Simulated]) -> list[str]:
-    """Return what the figures are, and what was rounded."""
+    """Return notes that define the numbers of the table and say how tokens were rounded."""
     lines = ["efficiency: the allowed pairs alone, shared evenly, at the kernel's rate, over the simulated time; "
              "exposed, waiting, MiB held: of the rank that has most"]  # fmt: skip
-    worst = max(points, key=lambda point: point.tokens / point.asked)
-    if (more := worst.tokens / worst.asked - 1) > 0:
-        share = f"{worst.tokens / worst.asked:,.1f} times as many" if more >= 1 else f"{max(more, 1e-6):.4%} more"
+    worst = max(points, key=lambda point: point.tokens / point.requested_tokens)
+    ratio = worst.tokens / worst.requested_tokens
+    if ratio > 1:
+        share = f"{ratio:,.1f} times as many" if ratio >= 2 else f"{max(ratio - 1, 1e-6):.4%} more"
         lines.append(
-            f"shards are of one length: tokens are rounded up, on {worst.ranks:,} ranks {worst.asked:,} to "
+            f"shards are of one length: tokens are rounded up, on {worst.ranks:,} ranks {worst.requested_tokens:,} to "
             f"{worst.tokens:,}, {share}"
         )
     return lines
@@ -252,7 +253,7 @@ def record(config: SimulateConfig, cluster: Cluster, curves: Mapping[str, Sequen
         "curves": {
             scaling: [
                 {
-                    "ranks": point.ranks, "tokens": point.tokens, "asked_tokens": point.asked,
+                    "ranks": point.ranks, "tokens": point.tokens, "asked_tokens": point.requested_tokens,
                     "by": "classes" if point.classes else "plans", "total_s": point.total_s, "ideal_s": point.ideal_s,
                     "efficiency": point.efficiency, "held_bytes": list(point.held_bytes), "took_s": point.took_s,
                     "passes": [

@@ -77,15 +77,16 @@ class SimulateConfig(CallConfig):
 class Simulated(NamedTuple):
     """The simulation of a call on `ranks` ranks.
 
-    `tokens` were simulated: `asked`, rounded up to shards of one length. `classes` says whether ranks were simulated by
-    classes, otherwise each by its plan. `held_bytes` are the least, median and largest staging buffers of a rank, in
-    addition to its tensors. `ideal_s` is the time of the allowed pairs alone, spread evenly over the processors, at the
-    kernel's rate. `spans` are, for each pass, the actions of the traced ranks. `took_s` is the time of the simulation.
+    `tokens` were simulated: `requested_tokens`, rounded up to shards of one length. `classes` says whether ranks were
+    simulated by classes, otherwise each by its plan. `held_bytes` are the least, median and largest staging buffers of
+    a rank, in addition to its tensors. `ideal_s` is the time of the allowed pairs alone, spread evenly over the
+    processors, at the kernel's rate. `spans` are, for each pass, the actions of the traced ranks. `took_s` is the time
+    of the simulation.
     """
 
     ranks: int
     tokens: int
-    asked: int
+    requested_tokens: int
     classes: bool
     passes: Sequence[PassTimes]
     held_bytes: Sequence[int]

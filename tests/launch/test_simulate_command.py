@@ -1,4 +1,4 @@
-"""`ringattn simulate`: its table, its files, its refusals; nothing of it needs torch."""
+"""`ringattn simulate`: its table, its files and its refusals. The command does not need torch."""
 
 from __future__ import annotations
 
@@ -33,47 +33,46 @@ from tests.launch.commands import python
 SMALL = ["heads=4", "kv_heads=2", "head_dim=64"]
 
 
-def test_plans_and_classes_meet(
+def test_a_sweep_changes_from_plans_to_classes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sweep goes from plans to classes; weak scaling of a full mask keeps the work of a rank times its ranks."""
-    run, asked = Simulator.run, []
-    monkeypatch.setattr(Simulator, "run", lambda self, *call: asked.append(call[:2]) or run(self, *call))
+    """Simulate few ranks by plans and more ranks by classes; the two curves share the largest point."""
+    run, simulated = Simulator.run, []
+    monkeypatch.setattr(Simulator, "run", lambda self, *call: simulated.append(call[:2]) or run(self, *call))
     file, picture = tmp_path / "a.json", tmp_path / "a.png"
-    words = ["ranks=16,24", "tokens=24Ki", "scaling=both", *SMALL, f"json={file}", f"picture={picture}"]
-    assert main(words) == 0
+    assert main(["ranks=16,24", "tokens=24Ki", "scaling=both", *SMALL, f"json={file}", f"picture={picture}"]) == 0
     out = capsys.readouterr().out
     assert "strong scaling" in out and "weak scaling" in out
     assert out.count("by classes of ranks") == out.count("by the plan of each rank") == 2
-    found = json.loads(file.read_text())
-    assert [one["by"] for one in found["curves"]["strong"]] == ["plans", "classes"]
-    assert [one["tokens"] for one in found["curves"]["weak"]] == [16384, 24576]
-    assert found["curves"]["strong"][1]["total_s"] == found["curves"]["weak"][1]["total_s"]
-    assert asked == [(24576, 16), (24576, 24), (16384, 16)], "what both curves have is simulated once"
-    for one in found["curves"]["strong"]:
-        assert one["total_s"] == pytest.approx(sum(each["total_s"] for each in one["passes"]))
-        for each in one["passes"]:
-            least, middle, most = each["busy_s"]
-            assert 0 < least <= middle <= most <= each["total_s"]
+    curves = json.loads(file.read_text())["curves"]
+    assert [point["by"] for point in curves["strong"]] == ["plans", "classes"]
+    assert [point["tokens"] for point in curves["weak"]] == [16384, 24576]
+    assert curves["strong"][1]["total_s"] == curves["weak"][1]["total_s"]
+    assert simulated == [(24576, 16), (24576, 24), (16384, 16)], "the point of both curves is simulated once"
+    for point in curves["strong"]:
+        assert point["total_s"] == pytest.approx(sum(times["total_s"] for times in point["passes"]))
+        for times in point["passes"]:
+            least, middle, most = times["busy_s"]
+            assert 0 < least <= middle <= most <= times["total_s"]
     assert picture.stat().st_size > 10_000
 
 
-def test_tokens_are_rounded_up_and_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notes_report_tokens_that_are_rounded_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ranks=20", "tokens=10001", "backward=false", *SMALL]) == 0
     out = capsys.readouterr().out
     assert "10,040" in out and "tokens are rounded up, on 20 ranks 10,001 to 10,040, 0.3900% more" in out
     assert "forward   waiting " in out and "backward  work" not in out
 
 
-def test_rounding_costs_no_more_than_it_says() -> None:
-    """Of uneven shards the time lies between those of even shards of as many rows less and more."""
+def test_rounding_changes_the_time_by_at_most_a_row_per_shard() -> None:
+    """The time of uneven shards is between the times of the next smaller and the next larger even shards."""
     simulator = Simulator(SimulateConfig(heads=4, kv_heads=2, head_dim=64), CLUSTERS["h100"])
     times = [simulator.run(tokens, 16).total_s for tokens in (32 * 250, 8011, 32 * 251)]
     assert times[0] <= times[1] <= times[2] * (1 + 1e-9)
 
 
-def test_ranks_that_share_processors_are_measured_by_the_processors() -> None:
-    """Four ranks on two processors take twice as long as four on four, and neither is less efficient for that."""
+def test_the_efficiency_of_ranks_that_share_processors_counts_the_processors() -> None:
+    """Four ranks on two processors take twice as long as on four, with the same efficiency."""
     machines = replace(CLUSTERS["cpu"], cores=4, wire_cores=0.0)
     config = SimulateConfig(heads=4, kv_heads=2, head_dim=64)
     shares = [Simulator(config, replace(machines, cores=cores)).run(8192, 4) for cores in (4, 2)]
@@ -81,17 +80,17 @@ def test_ranks_that_share_processors_are_measured_by_the_processors() -> None:
     assert shares[1].efficiency == pytest.approx(shares[0].efficiency, rel=0.05)
 
 
-def test_a_timeline_is_drawn_of_one_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_number_of_ranks_draws_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "a.png"
-    words = ["ranks=20", "tokens=20Ki", "slow_rank=7:2", "jitter=0.1", "seed=3", f"picture={picture}", *SMALL]
-    assert main(words) == 0
+    options = ["ranks=20", "tokens=20Ki", "slow_rank=7:2", "jitter=0.1", "seed=3", f"picture={picture}", *SMALL]
+    assert main(options) == 0
     assert picture.stat().st_size > 10_000
     capsys.readouterr()
 
 
-def titled(words: Sequence[str]) -> tuple[Simulator, Simulated, str]:
-    """Simulate one number of ranks; the simulator, the point and the title of its picture."""
-    config = load_plain([*words, *SMALL], SimulateConfig)
+def simulate_point(options: Sequence[str]) -> tuple[Simulator, Simulated, str]:
+    """Simulate one number of ranks. Return the simulator, the point and the title of its picture."""
+    config = load_plain([*options, *SMALL], SimulateConfig)
     slow_ranks = tuple((rank, factor) for (rank,), factor in factors("slow_rank", config.slow_rank, 1))
     slow_links = tuple((*pair, factor) for pair, factor in factors("slow_link", config.slow_link, 2))
     disturbance = Disturbance(slow_ranks, slow_links, config.jitter, config.seed)
@@ -101,7 +100,7 @@ def titled(words: Sequence[str]) -> tuple[Simulator, Simulated, str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("options", "parts"),
     [
         ([], ["no stragglers, slow links or jitter"]),
         (["slow_rank=3:1.5", "slow_link=1-2:4", "jitter=0.05", "seed=7"],
@@ -112,11 +111,11 @@ def titled(words: Sequence[str]) -> tuple[Simulator, Simulated, str]:
           "messages between ranks 1 and 2 take 4 times as long, messages between ranks 2 and 3 take 5 times"]),
     ],
 )  # fmt: skip
-def test_the_title_of_the_picture_names_the_call_and_what_disturbs_it(words: list[str], says: list[str]) -> None:
-    simulator, point, title = titled(["ranks=8", "tokens=8Ki", "backward=false", *words])
+def test_the_title_of_the_picture_names_the_call_and_its_disturbances(options: list[str], parts: list[str]) -> None:
+    simulator, point, title = simulate_point(["ranks=8", "tokens=8Ki", "backward=false", *options])
     assert "ring schedule, zigzag layout, on H100 SXM" in title
     assert "8,192 tokens on 8 ranks, 4 query and 2 K/V heads of 64, causal, bf16, forward\n" in title
-    assert all(part in title.replace("\n", " ") for part in says)
+    assert all(part in title.replace("\n", " ") for part in parts)
     assert max(map(len, title.splitlines())) <= TITLE_WIDTH
     figure = point_figure(point, title, names_of(simulator.disturbance))
     assert figure.get_suptitle() == title
@@ -126,24 +125,23 @@ def test_the_title_of_the_picture_names_the_call_and_what_disturbs_it(words: lis
 
 
 def test_the_timeline_shows_disturbed_ranks_and_one_scale_of_time() -> None:
-    simulator, point, title = titled(["ranks=20", "tokens=20Ki", "slow_rank=7:2,9:3", "slow_link=11-12:4"])
+    simulator, point, title = simulate_point(["ranks=20", "tokens=20Ki", "slow_rank=7:2,9:3", "slow_link=11-12:4"])
     figure = point_figure(point, title, names_of(simulator.disturbance))
     figure.canvas.draw()
-    panels = figure.axes[:4]  # two passes, each with all of its time and below it its first steps
+    panels = figure.axes[:4]  # the whole time of each of two passes, and below it its first steps
     labels = [label.get_text() for label in panels[0].get_yticklabels()]
     assert labels == ["rank 0", "rank 5", "rank 7, slow ×2", "rank 9, slow ×3", "rank 10", "rank 11, slow link",
                       "rank 12, slow link", "rank 15", "rank 19"]  # fmt: skip
     for row in (panels[:2], panels[2:]):
         scales = [axes.get_xlim()[1] / axes.get_window_extent().width for axes in row]
         assert scales[0] == pytest.approx(scales[1], rel=0.01)
-    assert [axes.get_xlim()[1] >= one.total_s * 1e3 for axes, one in zip(panels, point.passes, strict=False)] == [
-        True
-    ] * 2
+    for axes, times in zip(panels[:2], point.passes, strict=True):
+        assert axes.get_xlim()[1] >= times.total_s * 1e3
     plt.close(figure)
 
 
-def test_short_and_long_calls_have_axes_that_can_be_read() -> None:
-    """A curve within a power of ten has several ticks, and minutes are counted in seconds."""
+def test_axes_of_short_and_long_calls_are_readable() -> None:
+    """A curve within a power of ten has several ticks, and the axis of a call of minutes counts seconds."""
     simulator = Simulator(SimulateConfig(schedule="all_gather", backward=False), CLUSTERS["cpu"])
     points = [simulator.run(8192, ranks) for ranks in (2, 4)]
     figure = curves_figure({"strong": points}, picture_title(simulator, points))
@@ -164,8 +162,8 @@ def test_short_and_long_calls_have_axes_that_can_be_read() -> None:
     plt.close(figure)
 
 
-def test_the_curves_show_what_the_page_names() -> None:
-    """A panel for each measure, with its values; the legend says how a point was simulated."""
+def test_the_curves_show_every_measure() -> None:
+    """Each measure has a panel with its values. The legend says how a point was simulated."""
     simulator = Simulator(SimulateConfig(heads=4, kv_heads=2, head_dim=64), CLUSTERS["h100"])
     points = [simulator.run(24576, ranks) for ranks in (1, 16, 24)]
     figure = curves_figure({"strong": points}, picture_title(simulator, points))
@@ -176,14 +174,14 @@ def test_the_curves_show_what_the_page_names() -> None:
     for title, name, unit in (("waiting, of the rank that waits most", "waiting_s", 100),
                               ("exposed messages, of the rank with most", "exposed_s", 100)):  # fmt: skip
         assert shown[title] == pytest.approx(
-            [unit * sum(getattr(one, name).max() for one in point.passes) / point.total_s for point in points]
+            [unit * sum(getattr(times, name).max() for times in point.passes) / point.total_s for point in points]
         )
     sent = shown["sent by the rank that sends most"]
     assert math.isnan(sent[0]) and sent[1:] == [
-        sum(one.sent_bytes.max() for one in point.passes) / 2**30 for point in points[1:]
+        sum(times.sent_bytes.max() for times in point.passes) / 2**30 for point in points[1:]
     ]
-    held = shown["staging buffers, of the rank that holds most"]
-    assert math.isnan(held[0]) and held[1:] == [point.held_bytes[2] / 2**30 for point in points[1:]]
+    buffers = shown["staging buffers, of the rank that holds most"]
+    assert math.isnan(buffers[0]) and buffers[1:] == [point.held_bytes[2] / 2**30 for point in points[1:]]
     assert "24,576 tokens on up to 24 ranks" in figure.get_suptitle()
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
         "strong scaling", "simulated by classes of ranks", "simulated by the plan of each rank"
@@ -198,24 +196,24 @@ def test_shares_of_work() -> None:
     assert work_shares(spans, 8.0, 2).tolist() == pytest.approx([1.0, 0.5])
 
 
-def test_words() -> None:
+def test_options_are_parsed_or_refused() -> None:
     assert counts("64,1,8,8") == [1, 8, 64]
     assert factors("slow_rank", "3:1.5,9:2", 1) == [((3,), 1.5), ((9,), 2.0)]
     assert factors("slow_link", "[7-8:4]", 2) == [((7, 8), 4.0)]
     assert traced_ranks(4, Disturbance(((2, 1.5),))) == [0, 1, 2, 3]
     assert shared_out(1000, [1, 3, 10], weak=True) == [100, 300, 1000]
-    for wrong, told in ((lambda: counts("8,0"), "ranks=8,0: give numbers from 1 to 16,384"),
+    for wrong, message in ((lambda: counts("8,0"), "ranks=8,0: give numbers from 1 to 16,384"),
                         (lambda: counts("16385"), "ranks=16385"), (lambda: counts("a"), "ranks=a"),
                         (lambda: factors("slow_rank", "3", 1), "slow_rank=3: write 3:1.5"),
                         (lambda: factors("slow_link", "3:2", 2), "slow_link=3:2: write 7-8:4"),
                         (lambda: shared_out(3, [1, 8], True), "ranks=8: 8 ranks are more than tokens=3"),
                         (lambda: shared_out(3, [1, 8], False), "ranks=8: 8 ranks are more than tokens=3")):  # fmt: skip
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             wrong()
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("options", "message"),
     [
         (
             ["schedule=ulysses", "ranks=128"],
@@ -231,27 +229,25 @@ def test_words() -> None:
         (["window=[100000,-1]", "ranks=128"], "the window reaches 98 shards"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused_by_name(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(UnsupportedError, match=told):
-        main(words)
-    assert "efficiency" not in capsys.readouterr().out, "no head of a table without rows"
+def test_unsupported_calls_are_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        main(options)
+    assert "efficiency" not in capsys.readouterr().out, "a table without rows has no heading"
 
 
-def test_true_and_false_are_read_as_such() -> None:
-    for word, wanted in (("causal=false", False), ("causal=True", True)):
-        assert load_plain([word], SimulateConfig).causal is wanted
+def test_true_and_false_are_parsed_as_booleans() -> None:
+    for option, expected in (("causal=false", False), ("causal=True", True)):
+        assert load_plain([option], SimulateConfig).causal is expected
     with pytest.raises(InputError, match="causal=no: should be true or false"):
         load_plain(["causal=no"], SimulateConfig)
 
 
-def test_a_rank_that_is_not_there_is_refused() -> None:
+def test_a_rank_outside_the_ring_is_refused() -> None:
     with pytest.raises(InputError, match="there is no rank 8, with ranks 0 to 7"):
         main(["ranks=8", "slow_rank=8:2"])
 
 
-def test_it_needs_no_torch() -> None:
+def test_the_command_runs_without_torch() -> None:
     code = ("import sys; from ringattn.cli import main; sys.modules['torch'] = sys.modules['hydra'] = None; "
             "raise SystemExit(main(['simulate', 'ranks=2', 'tokens=64', 'heads=2', 'kv_heads=2']))")  # fmt: skip
     done = python("-c", code)
