@@ -1,4 +1,4 @@
-"""`ringattn doctor`: what it makes of machines, networks and nodes that are not at hand; this one is in order."""
+"""`ringattn doctor`: its findings for simulated machines, networks and nodes, and for this machine."""
 
 from __future__ import annotations
 
@@ -56,8 +56,13 @@ from tests.launch.commands import TORCHRUN, python
 
 
 def worst(findings: Sequence[Finding]) -> Finding:
-    """The finding of the highest level."""
+    """Return the finding of the highest level."""
     return max(findings, key=lambda finding: doctor_probes.LEVELS.index(finding.level))
+
+
+def by_topic(findings: Sequence[Finding]) -> dict[str, Finding]:
+    """Return the findings by their topics."""
+    return {finding.topic: finding for finding in findings}
 
 
 # --- packages --------------------------------------------------------------------------------------------------------
@@ -72,13 +77,13 @@ def worst(findings: Sequence[Finding]) -> Finding:
     ],
 )  # fmt: skip
 def test_versions(name: str, version: str | None, level: str) -> None:
-    (found,) = doctor_probes.versions({name: version})
-    assert (found.topic, found.level) == (name, level)
-    assert bool(found.advice) == (level in (WARNING, ERROR))
+    (finding,) = doctor_probes.versions({name: version})
+    assert (finding.topic, finding.level) == (name, level)
+    assert bool(finding.advice) == (level in (WARNING, ERROR))
 
 
 @pytest.mark.parametrize(
-    ("build", "driver", "available", "level", "words"),
+    ("build", "driver", "available", "level", "text"),
     [
         (None, None, False, NOTE, "over shared memory within a machine and gloo between machines"),
         (None, "580.1", False, ERROR, "torch is a CPU build"),
@@ -87,13 +92,13 @@ def test_versions(name: str, version: str | None, level: str) -> None:
         ("13.0", "580.1", True, OK, "torch for CUDA 13.0, driver 580.1"),
     ],
 )
-def test_cuda(build: str | None, driver: str | None, available: bool, level: str, words: str) -> None:
-    found = doctor_probes.cuda(build, driver, available)
-    assert found.level == level and words in found.text
+def test_cuda(build: str | None, driver: str | None, available: bool, level: str, text: str) -> None:
+    finding = doctor_probes.cuda(build, driver, available)
+    assert finding.level == level and text in finding.text
 
 
 @pytest.mark.parametrize(
-    ("library", "torch_version", "level", "words"),
+    ("library", "torch_version", "level", "text"),
     [
         (Nccl("/a/libnccl.so.2", 22907), 22907, OK, "2.29.7 from /a/libnccl.so.2"),
         (Nccl("/a/libnccl.so.2", 22903), 22907, OK, "2.29.3"),  # a patch release apart
@@ -103,12 +108,12 @@ def test_cuda(build: str | None, driver: str | None, available: bool, level: str
         (Nccl(error="no libnccl in this process"), None, NOTE, "no libnccl"),
     ],
 )
-def test_nccl(library: Nccl, torch_version: int | None, level: str, words: str) -> None:
-    (found,) = doctor_probes.nccl(library, torch_version)
-    assert found.level == level and words in found.text
+def test_nccl(library: Nccl, torch_version: int | None, level: str, text: str) -> None:
+    (finding,) = doctor_probes.nccl(library, torch_version)
+    assert finding.level == level and text in finding.text
 
 
-def test_an_old_nccl_is_told_by_its_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_nccl_is_reported_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise UnsupportedError("/old/libnccl.so.2 is NCCL 2.18.3; ringattn needs 2.23.0 or newer")
 
@@ -117,7 +122,7 @@ def test_an_old_nccl_is_told_by_its_refusal(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def install(site: Path, name: str, content: bytes) -> None:
-    """A wheel's traces in `site`: its libnccl, and the record of what it brought."""
+    """Write the files of an NCCL wheel into `site`: its libnccl and its metadata with the RECORD."""
     library = site / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     library.parent.mkdir(parents=True, exist_ok=True)
     library.write_bytes(content)
@@ -129,30 +134,30 @@ def install(site: Path, name: str, content: bytes) -> None:
 
 
 def test_one_wheel_overwrites_another(tmp_path: Path) -> None:
-    def found(build: str | None) -> Finding:
+    def check_wheels(build: str | None) -> Finding:
         wheels = doctor.nccl_wheels(metadata.distributions(path=[str(tmp_path)]))
         return worst(doctor_probes.wheels(wheels, build))
 
-    assert found(None).level == NOTE and found("13.0").level == WARNING
-    assert "ringattn[cu12]" in found("12.8").advice
+    assert check_wheels(None).level == NOTE and check_wheels("13.0").level == WARNING
+    assert "ringattn[cu12]" in check_wheels("12.8").advice
     install(tmp_path, "nvidia-nccl-cu13", b"thirteen")
-    assert found("13.0") == Finding("NCCL wheels", OK, "nvidia-nccl-cu13 2.29.7")
+    assert check_wheels("13.0") == Finding("NCCL wheels", OK, "nvidia-nccl-cu13 2.29.7")
     install(tmp_path, "nvidia-nccl-cu12", b"twelve")
-    clash = found("13.0")
+    clash = check_wheels("13.0")
     assert clash.level == ERROR and "which is now that of nvidia-nccl-cu12" in clash.text
     assert "pip uninstall nvidia-nccl-cu12," in clash.advice
-    # pip takes the file of both with it.
+    # A third package overwrote the file of both wheels.
     (tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2").write_bytes(b"another")
-    assert "neither of them" in found("13.0").text
+    assert "neither of them" in check_wheels("13.0").text
 
 
 def test_a_wheel_without_its_file(tmp_path: Path) -> None:
     install(tmp_path, "nvidia-nccl-cu13", b"thirteen")
     (tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2").unlink()
     (wheel,) = doctor.nccl_wheels(metadata.distributions(path=[str(tmp_path)]))
-    (found,) = doctor_probes.wheels([wheel], "13.0")
-    assert wheel.intact is False and found.level == ERROR
-    assert found.advice == "pip install --force-reinstall --no-deps nvidia-nccl-cu13==2.29.7"
+    (finding,) = doctor_probes.wheels([wheel], "13.0")
+    assert wheel.intact is False and finding.level == ERROR
+    assert finding.advice == "pip install --force-reinstall --no-deps nvidia-nccl-cu13==2.29.7"
     unknown = Wheel("nvidia-nccl-cu13", "2.29.7", "x", None)
     assert doctor_probes.wheels([unknown], "13.0")[0].level == OK
 
@@ -170,44 +175,44 @@ def test_kernels_name(installed: str | None, origin: str | None, level: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("capability", "level", "words"),
+    ("capability", "level", "text"),
     [
         ((7, 5), WARNING, "no bf16, and the Triton kernels need sm_80"), ((8, 0), OK, "sm_80: bf16"),
         ((8, 9), OK, "bf16 and fp8"), ((9, 0), OK, "80 GiB, sm_90: bf16 and fp8"),
     ],
 )  # fmt: skip
-def test_dtypes_by_generation(capability: tuple[int, int], level: str, words: str) -> None:
-    (found,) = doctor_probes.devices([Gpu("a GPU", capability, 80 * 2**30)], usable=True)
-    assert found.level == level and words in found.text
-    assert ("fp8" in found.text) == (capability >= (8, 9))
+def test_dtypes_by_generation(capability: tuple[int, int], level: str, text: str) -> None:
+    (finding,) = doctor_probes.devices([Gpu("a GPU", capability, 80 * 2**30)], usable=True)
+    assert finding.level == level and text in finding.text
+    assert ("fp8" in finding.text) == (capability >= (8, 9))
 
 
-def test_which_forms_of_the_kernels_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_forms_of_each_gpu_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="the kernels are Triton's")
-    told = doctor.kernel_forms([Gpu("H100", (9, 0)), Gpu("A100", (8, 0)), Gpu("H100", (9, 0))])
-    assert len(told) == 2 and "on sm_80: pointers" in told[0] and "on sm_90: " in told[1]
+    forms = doctor.kernel_forms([Gpu("H100", (9, 0)), Gpu("A100", (8, 0)), Gpu("H100", (9, 0))])
+    assert len(forms) == 2 and "on sm_80: pointers" in forms[0] and "on sm_90: " in forms[1]
     assert doctor.kernel_forms([]) == ["engine='triton' does not run here: no GPU"]
     monkeypatch.setitem(sys.modules, "ringattn.engine.forms", None)
     assert "does not run here: no ringattn.engine.forms" in doctor.kernel_forms([])[0]
 
 
 def test_devices_of_different_generations() -> None:
-    found = doctor_probes.devices([Gpu("A100", (8, 0)), Gpu("H100", (9, 0))], usable=True)
-    assert worst(found).level == WARNING and "slowest" in worst(found).text
+    finding = worst(doctor_probes.devices([Gpu("A100", (8, 0)), Gpu("H100", (9, 0))], usable=True))
+    assert finding.level == WARNING and "slowest" in finding.text
 
 
 class NvmlError(Exception):
-    """Stands for `pynvml.NVMLError`."""
+    """A stand-in for `pynvml.NVMLError`."""
 
 
-def test_a_gpu_that_nvml_does_not_tell_of() -> None:
-    (found,) = doctor_probes.devices([], usable=True)
-    assert found.level == WARNING and "nvidia-ml-py" in found.advice
+def test_a_gpu_that_nvml_does_not_report() -> None:
+    (finding,) = doctor_probes.devices([], usable=True)
+    assert finding.level == WARNING and "nvidia-ml-py" in finding.advice
     assert doctor_probes.devices([], usable=False) == []
 
 
 def fake_nvml(nvlink: bool, peer: bool) -> SimpleNamespace:
-    """NVML on a machine of three devices; between the first and the last nothing can be asked."""
+    """Return a fake NVML with three devices. The status of the link between the first and the last is an error."""
 
     def status(first: int, second: int, index: str) -> int:
         if (first, second) == (0, 2):
@@ -229,17 +234,17 @@ def test_topology(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvlink=True, peer=True))
     driver, gpus, links = doctor.nvml()
     assert (driver, gpus[2]) == ("580.1", Gpu("GPU 2", (9, 0), 2**36))
-    (found,) = doctor_probes.topology(links)
-    assert found.level == OK and "2 over NVLink, 1 over an unknown way (not supported)" in found.text
+    (finding,) = doctor_probes.topology(links)
+    assert finding.level == OK and "2 over NVLink, 1 over an unknown way (not supported)" in finding.text
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvlink=False, peer=False))
-    (found,) = doctor_probes.topology(doctor.nvml()[2])
-    assert found.level == WARNING
-    assert "2 over the NUMA node" in found.text and "other's memory: 0 and 1, 1 and 2" in found.text
+    (finding,) = doctor_probes.topology(doctor.nvml()[2])
+    assert finding.level == WARNING
+    assert "2 over the NUMA node" in finding.text and "other's memory: 0 and 1, 1 and 2" in finding.text
     assert doctor_probes.topology([]) == []
     assert doctor_probes.topology([Link(0, 1, "NVLink", True)])[0].level == OK
 
 
-def test_no_driver_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise NvmlError("Driver Not Loaded")
 
@@ -256,7 +261,7 @@ def test_processors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "level", "words"),
+    ("environment", "level", "text"),
     [
         ({"HOME": "/"}, OK, "no NCCL_"),
         ({"NCCL_DEBUG": "INFO", "TORCH_LOGS": "x"}, NOTE, "NCCL_DEBUG=INFO, TORCH_LOGS=x"),
@@ -264,16 +269,16 @@ def test_processors() -> None:
         ({"NCCL_P2P_DISABLE": "1"}, WARNING, "through the host"),
     ],
 )
-def test_variables(environment: dict[str, str], level: str, words: str) -> None:
-    found = worst(doctor_probes.variables(environment))
-    assert found.level == level and words in found.text
+def test_variables(environment: dict[str, str], level: str, text: str) -> None:
+    finding = worst(doctor_probes.variables(environment))
+    assert finding.level == level and text in finding.text
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
 def answer(rank: int, **changed: Any) -> dict[str, Any]:
-    """What a healthy rank answers."""
+    """Return the answer of a healthy rank, with changes."""
     healthy = {"rank": rank, "host": "a", "device": f"cuda:{rank}", "transport": "nccl", "torch": "2.13.0",
                "python": "3.11.7", "ringattn": "0.1.0", "message_bytes": 2**24, "bandwidth": 2e9, "latency_us": 40.0,
                "error": 2e-6}  # fmt: skip
@@ -281,7 +286,7 @@ def answer(rank: int, **changed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changed", "level", "words"),
+    ("changed", "level", "text"),
     [
         ({}, OK, ""),
         ({"error": 2e-5}, ERROR, "differs from float64 by 2.0e-05, more than 1e-05"),
@@ -291,91 +296,91 @@ def answer(rank: int, **changed: Any) -> dict[str, Any]:
         ({"torch": "2.12.0"}, ERROR, "different versions of torch: 2.12.0, 2.13.0"),
     ],
 )
-def test_ranks_that_met(changed: dict[str, Any], level: str, words: str) -> None:
+def test_findings_from_the_answers_of_ranks(changed: dict[str, Any], level: str, text: str) -> None:
     for answers in ([answer(0), answer(1, **changed)], [answer(1, **changed), answer(0)]):
-        found = worst(doctor.judged(answers))
-        assert found.level == level and words in found.text
+        finding = worst(doctor.judged(answers))
+        assert finding.level == level and text in finding.text
 
 
 def test_the_slowest_rank_counts() -> None:
-    found = {one.topic: one for one in doctor.judged([answer(0, latency_us=90.0), answer(1, bandwidth=1e9)])}
-    assert found["exchange"].text == "over nccl: 1.00 GB/s each way in messages of 16 MiB, 90 µs for a small one"
-    alone = doctor.judged([answer(0, bandwidth=None, latency_us=None)])
-    assert [one.topic for one in alone] == ["ranks", "parity"]
+    findings = by_topic(doctor.judged([answer(0, latency_us=90.0), answer(1, bandwidth=1e9)]))
+    assert findings["exchange"].text == "over nccl: 1.00 GB/s each way in messages of 16 MiB, 90 µs for a small one"
+    single = doctor.judged([answer(0, bandwidth=None, latency_us=None)])
+    assert [finding.topic for finding in single] == ["ranks", "parity"]
 
 
-def test_what_ranks_answer() -> None:
+def test_examine_measures_error_bandwidth_and_latency() -> None:
     answers = run_ranks(3, examine)
-    assert [one["rank"] for one in answers] == [0, 1, 2]
+    assert [rank["rank"] for rank in answers] == [0, 1, 2]
     assert worst(doctor.judged(answers)).level == OK
-    assert all(0 < one["error"] < 1e-5 and one["bandwidth"] > 0 and one["latency_us"] > 0 for one in answers)
+    assert all(0 < rank["error"] < 1e-5 and rank["bandwidth"] > 0 and rank["latency_us"] > 0 for rank in answers)
     assert run_ranks(1, examine)[0]["bandwidth"] is None
 
 
-def test_a_wrong_engine_is_no_parity() -> None:
+def test_a_wrong_engine_is_a_parity_error() -> None:
     class Wrong(PlainEngine):
         def attend(self, q: torch.Tensor, *others: Any) -> None:
             super().attend(q * 1.001, *others)
 
-    found = worst(doctor.judged(run_ranks(2, examine, engine=Wrong())))
-    assert (found.topic, found.level) == ("parity", ERROR)
+    finding = worst(doctor.judged(run_ranks(2, examine, engine=Wrong())))
+    assert (finding.topic, finding.level) == ("parity", ERROR)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_words_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_bad_options_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--help"]) == 0 and "usage: ringattn doctor" in capsys.readouterr().out
     assert main(["doctor", "--jsn"]) == 2 and "--jsn: write options as key=value" in capsys.readouterr().err
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A doctor that starts no process."""
+    """Let the doctor start no processes."""
     monkeypatch.setattr(doctor, "system", lambda: {"os": "some Linux"})
     monkeypatch.setattr(doctor, "run_ranks_in_processes", lambda *_, **__: [answer(0), answer(1)])
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
-    """The exit code and the document."""
+def run_doctor(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    """Run the command and return the exit code and the JSON document."""
     code = main(["doctor", "json=-"])
     return code, json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.usefixtures("quick")
-def test_ranks_that_do_not_meet_are_an_error(
+def test_ranks_that_do_not_connect_are_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told(capsys)[0] == 0
+    assert run_doctor(capsys)[0] == 0
 
     def fail(*_: Any, **__: Any) -> None:
         raise RanksError("2 ranks did not end within 60 s, so they were ended")
 
     monkeypatch.setattr(doctor, "run_ranks_in_processes", fail)
-    code, document = told(capsys)
+    code, document = run_doctor(capsys)
     assert code == 1 and document["passed"] is False and document["counts"]["error"] == 1
-    (found,) = (one for one in document["findings"] if one["level"] == ERROR)
-    assert "did not end within 60 s" in found["text"] and "firewall" in found["advice"]
+    (error,) = (finding for finding in document["findings"] if finding["level"] == ERROR)
+    assert "did not end within 60 s" in error["text"] and "firewall" in error["advice"]
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_look_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_check_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise OSError("no such file")
 
     monkeypatch.setattr(doctor, "cores", fail)
-    code, document = told(capsys)
-    found = {one["topic"]: one for one in document["findings"]}
-    assert code == 0 and found["processors"]["level"] == WARNING
-    assert found["processors"]["text"] == "could not be checked: OSError: no such file"
-    assert "kernels" in found and document["system"] == {"os": "some Linux"}
+    code, document = run_doctor(capsys)
+    findings = {finding["topic"]: finding for finding in document["findings"]}
+    assert code == 0 and findings["processors"]["level"] == WARNING
+    assert findings["processors"]["text"] == "could not be checked: OSError: no such file"
+    assert "kernels" in findings and document["system"] == {"os": "some Linux"}
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
-    ("words", "gpus", "transport"),
+    ("options", "gpus", "transport"),
     [
         ([], 0, "auto"),
         ([], 1, "shm"),
@@ -385,7 +390,7 @@ def test_a_look_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys:
     ],
 )
 def test_two_processes_use_the_transport_of_a_ring(
-    words: list[str], gpus: int, transport: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str], gpus: int, transport: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     specs: list[dict[str, Any]] = []
 
@@ -397,7 +402,7 @@ def test_two_processes_use_the_transport_of_a_ring(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(doctor, "_checked", lambda say: ([], {}))
-    assert main(["doctor", *words]) == 0
+    assert main(["doctor", *options]) == 0
     assert [spec["transport"] for spec in specs] == [transport]
     shown = "the transport that a ring takes here" if transport == "auto" else transport
     assert f"two processes connect over {shown}, " in capsys.readouterr().err
@@ -406,42 +411,39 @@ def test_two_processes_use_the_transport_of_a_ring(
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_this_machine(ranks: int, tmp_path: Path) -> None:
-    # Alone, and as the ranks of torchrun: one document on standard output, progress beside it.
+    # As a single process and under torchrun: one document on standard output, and progress on standard error.
     torchrun = (*TORCHRUN, f"--nproc-per-node={ranks}") if ranks else ()
     done = python(*torchrun, "-m", "ringattn", "doctor", "json=-", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    found = {one["topic"]: one for one in document["findings"]}
-    assert found["torch"]["text"] == torch.__version__ and found["parity"]["level"] == OK
-    assert "2 ranks connected over shm: " in found["ranks"]["text"]
-    assert found["exchange"]["text"].startswith("over shm: ")
-    assert found["parity"]["text"].startswith("attention on 2 ranks over shm differs from float64 by ")
-    assert [one["rank"] for one in document["ranks"]] == [0, 1]
+    findings = {finding["topic"]: finding for finding in document["findings"]}
+    assert findings["torch"]["text"] == torch.__version__ and findings["parity"]["level"] == OK
+    assert "2 ranks connected over shm: " in findings["ranks"]["text"]
+    assert findings["exchange"]["text"].startswith("over shm: ")
+    assert findings["parity"]["text"].startswith("attention on 2 ranks over shm differs from float64 by ")
+    assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
     assert document["passed"] and document["system"]["torch_version"] == torch.__version__
     assert "doctor: " in done.stderr
 
 
-# --- networks: planted /sys and /proc trees --------------------------------------------------------------------------
-
-
-# --- facts -----------------------------------------------------------------------------------------------------------
+# --- networks: facts from simulated /sys and /proc trees -------------------------------------------------------------
 
 BRIDGE_CLASS, GPU_CLASS, NIC_CLASS = "0x060400", "0x030200", "0x020700"
 
 
 def registers(control: int | None) -> bytes:
-    """The configuration space of a bridge: another extended capability, then ACS with this control register."""
-    made = bytearray(4096)
-    made[0x100:0x104] = (0x0001 | 1 << 16 | 0x148 << 20).to_bytes(4, "little")
+    """Return the configuration space of a bridge: another extended capability, then ACS with this control register."""
+    space = bytearray(4096)
+    space[0x100:0x104] = (0x0001 | 1 << 16 | 0x148 << 20).to_bytes(4, "little")
     if control is not None:
-        made[0x148:0x14C] = (0x000D | 1 << 16).to_bytes(4, "little")
-        made[0x14E:0x150] = control.to_bytes(2, "little")
-    return bytes(made)
+        space[0x148:0x14C] = (0x000D | 1 << 16).to_bytes(4, "little")
+        space[0x14E:0x150] = control.to_bytes(2, "little")
+    return bytes(space)
 
 
-def device(root: Path, way: str, kind: str, numa: int = 0, config: bytes | None = None, **files: str) -> Path:
-    """A PCI device below its bridges, with its link among all devices."""
-    folder = root / "sys/devices" / way
+def device(root: Path, path: str, kind: str, numa: int = 0, config: bytes | None = None, **files: str) -> Path:
+    """Write a PCI device below its bridges, and its link in the folder of all devices. Return its folder."""
+    folder = root / "sys/devices" / path
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in {"class": kind, "numa_node": str(numa), **files}.items():
         (folder / name).write_text(text + "\n")
@@ -453,17 +455,17 @@ def device(root: Path, way: str, kind: str, numa: int = 0, config: bytes | None 
     return folder
 
 
-def port(root: Path, name: str, at: Path, state: str = "4: ACTIVE", layer: str = "InfiniBand", **files: str) -> None:
-    """An RDMA device with one port, whose PCI function is `at`."""
+def port(root: Path, name: str, nic: Path, state: str = "4: ACTIVE", layer: str = "InfiniBand", **files: str) -> None:
+    """Write an RDMA device with one port, whose PCI function is in the folder `nic`."""
     folder = root / "sys/class/infiniband" / name
     (folder / "ports/1").mkdir(parents=True)
-    (folder / "device").symlink_to(Path(os.path.relpath(at, folder)))
+    (folder / "device").symlink_to(Path(os.path.relpath(nic, folder)))
     for file, text in {"state": state, "link_layer": layer, "rate": "400 Gb/sec (4X NDR)", **files}.items():
         (folder / "ports/1" / file).write_text(text + "\n")
 
 
 def plant(root: Path, acs: int | None = 0, readable: bool = True) -> Path:
-    """Two GPUs, of which one shares a switch with a port, and one is on the other processor, beside a RoCE port."""
+    """Write a machine with two GPUs: one shares a switch with a port, the other is on the second socket like a port."""
     config = registers(acs) if readable else registers(acs)[:64]
     left, right = "pci0000:00/0000:00:01.0", "pci0000:80/0000:80:01.0"
     for bridge in (left, f"{left}/0000:01:00.0", right):
@@ -495,33 +497,33 @@ def plant(root: Path, acs: int | None = 0, readable: bool = True) -> Path:
     return root
 
 
-def test_facts_of_a_planted_machine(tmp_path: Path) -> None:
-    found = network_facts(plant(tmp_path))
-    assert found.ports == (
+def test_facts_of_a_simulated_machine(tmp_path: Path) -> None:
+    facts = network_facts(plant(tmp_path))
+    assert facts.ports == (
         Port("mlx5_0", "1", "ACTIVE", "InfiniBand", 400.0),
         Port("mlx5_1", "1", "ACTIVE", "Ethernet", 100.0, 1500),
         Port("mlx5_2", "1", "DOWN", "InfiniBand", 400.0),
     )
-    assert found.interfaces == (
+    assert facts.interfaces == (
         Interface("docker0", True, 1500), Interface("eth0", True, 1500), Interface("eth1", False, 1500)
     )  # fmt: skip
-    assert found.gpus == ("0000:02:00.0", "0000:81:00.0")
-    assert found.nearest == (
+    assert facts.gpus == ("0000:02:00.0", "0000:81:00.0")
+    assert facts.nearest == (
         Near("0000:02:00.0", "mlx5_0", SWITCH),
         Near("0000:81:00.0", "mlx5_1", BRIDGE),
     )
-    assert (found.peermem, found.dmabuf, found.redirecting, found.memlock) == (True, True, (), 65536)
+    assert (facts.peermem, facts.dmabuf, facts.redirecting, facts.memlock) == (True, True, (), 65536)
 
 
 @pytest.mark.parametrize(
     ("control", "redirects"), [(None, False), (0, False), (0x11, False), (0x04, True), (0x08, True)]
 )
 def test_acs_is_read_from_the_bridges(control: int | None, redirects: bool, tmp_path: Path) -> None:
-    found = network_facts(plant(tmp_path, acs=control)).redirecting
-    assert found == (("0000:00:01.0", "0000:01:00.0", "0000:80:01.0") if redirects else ())
+    redirecting = network_facts(plant(tmp_path, acs=control)).redirecting
+    assert redirecting == (("0000:00:01.0", "0000:01:00.0", "0000:80:01.0") if redirects else ())
 
 
-def test_what_cannot_be_read_is_not_known(tmp_path: Path) -> None:
+def test_facts_that_cannot_be_read_are_unknown(tmp_path: Path) -> None:
     assert network_facts(plant(tmp_path / "a", readable=False)).redirecting is None
     assert network_facts(tmp_path / "nothing") == Network()
     root = plant(tmp_path / "b")
@@ -530,8 +532,8 @@ def test_what_cannot_be_read_is_not_known(tmp_path: Path) -> None:
     (root / "proc/self/limits").write_text(
         "Max locked memory         unlimited            unlimited            bytes\n"
     )
-    found = network_facts(root)
-    assert (found.dmabuf, found.peermem, found.memlock) == (False, False, None)
+    facts = network_facts(root)
+    assert (facts.dmabuf, facts.peermem, facts.memlock) == (False, False, None)
     (root / "proc/driver/nvidia/version").write_text("NVIDIA UNIX Open Kernel Module\n")
     (root / "proc/sys/kernel/osrelease").write_text("5.4.0\n")
     assert network_facts(root).dmabuf is False
@@ -556,19 +558,18 @@ FAST, SLOW = Port("mlx5_0", "1", "ACTIVE", "InfiniBand", 400.0), Port("mlx5_9", 
 DOWN = Port("mlx5_1", "1", "DOWN", "InfiniBand", 400.0)
 
 
-def test_findings_of_a_planted_machine(tmp_path: Path) -> None:
+def test_findings_of_a_simulated_machine(tmp_path: Path) -> None:
     environment = {"NCCL_CGA_CLUSTER_SIZE": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    found = network(network_facts(plant(tmp_path, acs=0x0C)), environment, 22809)
-    told = {(one.topic, one.level) for one in found}
-    assert told == {
+    findings = network(network_facts(plant(tmp_path, acs=0x0C)), environment, 22809)
+    assert {(finding.topic, finding.level) for finding in findings} == {
         ("RDMA ports", WARNING), ("MTU", WARNING), ("NCCL_SOCKET_IFNAME", NOTE), ("memlock", ERROR),
         ("NIC to GPU", NOTE), ("GPUDirect", OK), ("ACS", WARNING), ("CTAs and CGA", WARNING), ("launch order", NOTE),
     }  # fmt: skip
-    assert all(one.why for one in found if one.level in (WARNING, ERROR))
+    assert all(finding.why for finding in findings if finding.level in (WARNING, ERROR))
 
 
 @pytest.mark.parametrize(
-    ("finding", "level", "words"),
+    ("findings", "level", "text"),
     [
         (ports(Network()), NOTE, "messages between machines use TCP"),
         (ports(Network((FAST,))), OK, "active: mlx5_0:1 400 Gb/s InfiniBand"),
@@ -597,15 +598,15 @@ def test_findings_of_a_planted_machine(tmp_path: Path) -> None:
         (launches({"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 22809), NOTE, "to 8"),
     ],
 )  # fmt: skip
-def test_findings(finding: list[Finding], level: str, words: str) -> None:
-    found = worst(finding)
-    assert found.level == level and words in found.text
+def test_findings(findings: list[Finding], level: str, text: str) -> None:
+    finding = worst(findings)
+    assert finding.level == level and text in finding.text
     if level in (WARNING, ERROR):
-        assert found.advice and found.why
+        assert finding.advice and finding.why
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "level", "words"),
+    ("variable", "value", "level", "text"),
     [
         ("NCCL_IB_HCA", "mlx5", OK, "leaves mlx5_0:1, mlx5_9:1"),
         ("NCCL_IB_HCA", "mlx5_0", OK, "leaves mlx5_0:1"),
@@ -622,37 +623,35 @@ def test_findings(finding: list[Finding], level: str, words: str) -> None:
         ("NCCL_IB_DISABLE", "1", WARNING, "there are active RDMA ports"),
     ],
 )  # fmt: skip
-def test_variables_that_choose(variable: str, value: str, level: str, words: str) -> None:
+def test_variables_that_select_ports_and_interfaces(variable: str, value: str, level: str, text: str) -> None:
     interfaces = Interface("eth0", True), Interface("eth1", False), Interface("docker0", True)
-    found = [one for one in named(Network((FAST, DOWN, SLOW), interfaces), {variable: value}) if one.topic == variable]
-    assert [one.level for one in found] == [level] and words in found[0].text
+    findings = named(Network((FAST, DOWN, SLOW), interfaces), {variable: value})
+    (finding,) = (finding for finding in findings if finding.topic == variable)
+    assert finding.level == level and text in finding.text
 
 
-def test_virtual_interfaces_are_told_where_none_is_chosen() -> None:
+def test_virtual_interfaces_are_reported_if_no_variable_selects_one() -> None:
     facts = Network(interfaces=(Interface("docker0", True), Interface("ens3", True)), gpus=("g",))
-    (found,) = named(facts, {})
-    assert found.level == NOTE and found.advice.endswith("NCCL_SOCKET_IFNAME=ens3") and "docker0" in found.text
+    (finding,) = named(facts, {})
+    assert finding.level == NOTE and finding.advice.endswith("NCCL_SOCKET_IFNAME=ens3") and "docker0" in finding.text
     assert named(replace(facts, gpus=()), {}) == []
-
-
-# --- several nodes, and two hosts ------------------------------------------------------------------------------------
 
 
 # --- ranks of several nodes ------------------------------------------------------------------------------------------
 
 
-def test_pairs_that_are_measured_are_apart() -> None:
+def test_the_measured_pairs_of_a_round_share_no_rank() -> None:
     pcie = LinkClass.PCIE
     links = Links((0, 0, 0, 1, 2, 2), LinkClass.NVLINK, ((0, 2, pcie), (1, 2, pcie)))
     assert rounds(links) == [[(0, 1), (4, 5)], [(0, 2)], [(0, 3)], [(3, 4)]]
     assert rounds(Links((0, 0))) == [[(0, 1)]]
     assert rounds(Links((0, 1, 0))) == [[(0, 2)], [(0, 1)]]
-    for one in rounds(Links((0, 0, 1, 1, 2, 2, 3, 3))):
-        ranks = [rank for pair in one for rank in pair]
+    for pairs in rounds(Links((0, 0, 1, 1, 2, 2, 3, 3))):
+        ranks = [rank for pair in pairs for rank in pair]
         assert len(set(ranks)) == len(ranks)
 
 
-def test_ranks_of_two_nodes_measure_inside_and_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_two_nodes_measure_within_and_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("REPEATS", "PAIR_REPEATS"):
         monkeypatch.setattr(doctor, name, dict.fromkeys(getattr(doctor, name), 1))
     locations = tuple(Location(f"host-{name}", name, rank, 0) for rank, name in enumerate("aba"))
@@ -663,46 +662,45 @@ def test_ranks_of_two_nodes_measure_inside_and_between(monkeypatch: pytest.Monke
         return examine(ring)
 
     answers = run_ranks(3, body)
-    assert [[(pair["peer"], pair["link"], pair["across"]) for pair in one["pairs"]] for one in answers] == [
+    assert [[(pair["peer"], pair["link"], pair["across"]) for pair in rank["pairs"]] for rank in answers] == [
         [(2, "host memory", False), (1, "network", True)], [], [],
     ]  # fmt: skip
-    found = {one.topic: one for one in doctor.judged(answers)}
-    assert (
-        found["links"].text.startswith("inside a node ") and "over host memory (ranks 0 and 2)" in found["links"].text
-    )
-    assert "between nodes" in found["links"].text and "a factor of " in found["links"].text
-    # Three ranks of two nodes cross twice in whatever order.
-    assert "rank order" not in found and answers[1]["network"] and not answers[0]["network"] + answers[2]["network"]
+    findings = by_topic(doctor.judged(answers))
+    links = findings["links"].text
+    assert links.startswith("inside a node ") and "over host memory (ranks 0 and 2)" in links
+    assert "between nodes" in links and "a factor of " in links
+    # The ring of three ranks on two nodes crosses between nodes twice in any order.
+    assert "rank order" not in findings
+    assert answers[1]["network"] and not answers[0]["network"] + answers[2]["network"]
 
 
-def test_speed_beside_what_the_port_says() -> None:
+def test_measured_speed_is_compared_with_the_rate_of_the_port() -> None:
     inside = {"peer": 1, "link": "NVLink", "bandwidth": 300e9, "latency_us": 10.0, "across": False}
     between = {"peer": 2, "link": "network", "bandwidth": 20e9, "latency_us": 30.0, "across": True}
     slow = {**between, "bandwidth": 10e9}
     nics = [["mlx5_0:1", 400.0]]
 
-    def told(*pairs: dict[str, Any]) -> Finding:
-        found = doctor.judged([answer(0, pairs=pairs, nics=nics), answer(1, host="h1"), answer(2)])
-        return next(one for one in found if one.topic == "links")
+    def links(*pairs: dict[str, Any]) -> Finding:
+        return by_topic(doctor.judged([answer(0, pairs=pairs, nics=nics), answer(1, host="h1"), answer(2)]))["links"]
 
-    assert told(inside, between).text == (
+    assert links(inside, between).text == (
         "inside a node 300.00 GB/s and 10 µs over NVLink (ranks 0 and 1); "
         "between nodes 20.00 GB/s and 30 µs over network (ranks 0 and 2); a factor of 15"
     )
-    assert told(inside, between).level == NOTE and "a port of rank 0 reports 50 GB/s" in told(inside, between).advice
-    assert told(inside, {**between, "bandwidth": 30e9}).level == OK
-    assert "10.00 GB/s" in told(between, slow).text  # the slowest of a class counts
+    assert links(inside, between).level == NOTE and "a port of rank 0 reports 50 GB/s" in links(inside, between).advice
+    assert links(inside, {**between, "bandwidth": 30e9}).level == OK
+    assert "10.00 GB/s" in links(between, slow).text  # the slowest of a class counts
     assert doctor.judged([answer(0), answer(1)])[-1].topic == "exchange"
 
 
-def test_order_and_other_nodes_are_told() -> None:
+def test_rank_order_and_findings_of_other_nodes_are_reported() -> None:
     trouble = Finding("memlock", ERROR, "a process may lock 64 KiB", "ulimit -l unlimited", "why")._asdict()
     fine = Finding("ACS", OK, "no bridge")._asdict()
     order = "ranks 0,2 on node 0; 1,3 on node 1: too often (node 0 is a). Number the ranks of a node"
-    found = doctor.judged([answer(0, order=order), answer(1, host="h1", network=[trouble, fine])])
-    told = {one.topic: one for one in found}
-    assert told["memlock, h1"].level == ERROR and "ACS, h1" not in told
-    assert told["rank order"].level == WARNING and told["rank order"].advice == "Number the ranks of a node"
+    findings = by_topic(doctor.judged([answer(0, order=order), answer(1, host="h1", network=[trouble, fine])]))
+    assert findings["memlock, h1"].level == ERROR and "ACS, h1" not in findings
+    assert findings["rank order"].level == WARNING
+    assert findings["rank order"].advice == "Number the ranks of a node"
 
 
 # --- two hosts -------------------------------------------------------------------------------------------------------
@@ -718,11 +716,11 @@ def test_two_hosts_with_a_slow_link_between() -> None:
         pytest.skip(str(error))
     with hosts:
         answers = hosts.run("ringattn.launch.doctor.doctor:examine", {}, print, "auto")
-    pairs = {(one["rank"], pair["peer"]): pair for one in answers for pair in one["pairs"]}
+    pairs = {(rank["rank"], pair["peer"]): pair for rank in answers for pair in rank["pairs"]}
     inside, between = pairs[0, 1], pairs[0, 2]
     assert (inside["link"], inside["across"]) == ("host memory", False)
     assert (between["link"], between["across"]) == ("network", True)
-    assert BYTES_S / 10 < between["bandwidth"] < 1.5 * BYTES_S  # the burst passes at once
+    assert BYTES_S / 10 < between["bandwidth"] < 1.5 * BYTES_S  # the burst of the token bucket is not throttled
     assert inside["bandwidth"] > 4 * between["bandwidth"]
-    told = {finding.topic: finding for finding in doctor.judged(answers)}
-    assert "between nodes 0.0" in told["links"].text and "a factor of" in told["links"].text
+    links = by_topic(doctor.judged(answers))["links"].text
+    assert "between nodes 0.0" in links and "a factor of" in links
