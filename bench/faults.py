@@ -153,7 +153,7 @@ def applies(fault: Fault, column: str) -> bool:
 # --- judging ---------------------------------------------------------------------------------------------------------
 
 AT_FAULT = re.compile(
-    r"rank (\d+) (?:is (?:gone|silent|stuck|behind|still computing)|has left|closed its ring|dropped its connection"
+    r"rank (\d+) (?:is (?:gone|silent|stuck|behind|still computing)|has left|closed its ring"
     r"|failed first: (?!DeadlineError|PeerLostError)\w+|refused the call)"
 )
 

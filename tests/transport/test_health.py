@@ -18,7 +18,7 @@ from ringattn.errors import DeadlineError
 from ringattn.transport.control_store import ControlStore
 from ringattn.transport.health import feeds
 from ringattn.transport.health.feeds import Feed, Neighbours, StoreFeed, heartbeat_key, interval_s, silence_s
-from ringattn.transport.health.health import Health
+from ringattn.transport.health.health import PUBLISH_S, Health
 from ringattn.transport.health.verdict import ENDED, Beat, Evidence, Place, Waits, at_fault, explain
 from ringattn.transport.location import Address
 from ringattn.transport.nccl.supervisor import WITHIN_S, ras_address, ras_report
@@ -61,7 +61,7 @@ def until(ready: Callable[[], object], limit_s: float = 10.0) -> None:
 # --- readings --------------------------------------------------------------------------------------------------------
 
 
-def test_only_a_beat_that_was_read_again_and_again_is_unchanged() -> None:
+def test_a_heartbeat_is_unchanged_only_if_it_was_read_repeatedly() -> None:
     feed = Feed[int](gap_s=0.5)
     for now_s in (0.0, 0.4, 0.8, 1.2):
         feed.note(1, 7, now_s)
@@ -75,7 +75,7 @@ def test_only_a_beat_that_was_read_again_and_again_is_unchanged() -> None:
     assert feed.unchanged(0.1, 0.0) == set()
 
 
-def test_a_rank_that_closed_in_one_feed_has_closed_whatever_another_feed_read_last() -> None:
+def test_a_rank_closed_in_one_feed_has_closed_whatever_other_feeds_read_later() -> None:
     health = Health(ControlStore(HashStore(), 0, 3))
     health.store.note(1, Beat(ENDED, closed=True), 0.0)
     health._neighbours.note(1, Beat(9), 0.0)
@@ -101,7 +101,7 @@ class PagesOfAFailure:
 
 
 @pytest.mark.parametrize("cause", [None, "rank 2 failed first: DeadlineError: rank 1 is behind, in 'idle' of call 6"])
-def test_a_rank_that_failed_as_well_is_not_called_behind(cause: str | None) -> None:
+def test_a_failed_rank_is_not_called_behind(cause: str | None) -> None:
     health = Health(ControlStore(HashStore(), 0, 3))
     health.pages = PagesOfAFailure(cause)
     health.attach(job := object(), lambda: Place("all-gather 6", 7, Waits.PEERS, frozenset({1, 2})))
@@ -115,7 +115,7 @@ def test_a_rank_that_failed_as_well_is_not_called_behind(cause: str | None) -> N
 
 
 @pytest.mark.parametrize("ranks", [2, 64, 534, 1024])
-def test_a_silent_rank_can_be_named_before_the_callers_are_told(ranks: int) -> None:
+def test_a_silent_rank_is_detected_before_the_explanation_must_end(ranks: int) -> None:
     health = Health(ControlStore(HashStore(), 0, ranks))
     interval = health.store.interval_s
     assert interval == interval_s(ranks) and 2 * ranks / interval <= 5000
@@ -197,7 +197,7 @@ def test_the_neighbour_of_a_silent_rank_names_it_at_once(job: Job) -> None:
 
 
 @pytest.mark.parametrize(("at_deadline", "named"), [(False, set()), (True, {0, 1})])
-def test_only_at_a_deadline_a_rank_is_behind(at_deadline: bool, named: set[int]) -> None:
+def test_a_rank_is_called_behind_only_at_a_deadline(at_deadline: bool, named: set[int]) -> None:
     job = Job(3, 2, Place("idle", 0))
     health = job.health(2)
     text = health.explain({1}, at_deadline=at_deadline)
@@ -206,7 +206,21 @@ def test_only_at_a_deadline_a_rank_is_behind(at_deadline: bool, named: set[int])
     assert named_at_fault(text) == named and ("rank 1 is alive" in text) != at_deadline, text
 
 
-def test_who_was_heard_shortly_before_the_deadline_is_not_called_silent() -> None:
+def test_a_rank_waits_for_the_cause_of_a_living_peer_whose_connection_broke() -> None:
+    job = Job(3, 0)
+    health = job.health(0)
+    # The peer explains its own failure for as long as it may, and its request to the store takes as long as it may.
+    cause = DeadlineError("rank 2 is silent")
+    late = threading.Timer(health.limit_s + PUBLISH_S, ControlStore(job.store, 1, 3).publish_cause, (cause,))
+    late.start()
+    text = health.explain({1}, lost=(1, "reset"))
+    late.join()
+    health.detach(job)
+    job.end()
+    assert text == "rank 1 failed first: DeadlineError: rank 2 is silent"
+
+
+def test_a_silence_that_is_short_for_the_wait_is_not_called_one() -> None:
     job = Job(3, 1)
     health = job.health(0)
     job.store.set(heartbeat_key(1), Beat(2, PLACE).text())
@@ -220,7 +234,7 @@ def test_who_was_heard_shortly_before_the_deadline_is_not_called_silent() -> Non
     job.end()
 
 
-def test_a_cause_is_read_in_every_round_and_told_once() -> None:
+def test_a_cause_is_read_within_a_round_and_reported_once() -> None:
     store, heard = HashStore(), list[str]()
     health = Health(ControlStore(store, 0, 2))
     health.attach("test", Place, heard.append)
@@ -235,7 +249,7 @@ def test_a_cause_is_read_in_every_round_and_told_once() -> None:
     health.detach("test")
 
 
-def test_two_transports_have_one_heartbeat_which_ends_with_the_last() -> None:
+def test_two_transports_share_one_heartbeat_that_ends_with_the_second() -> None:
     store = HashStore()
     health = Health(ControlStore(store, 0, 2))
     health.attach("inside", lambda: Place("idle", 3))
@@ -252,7 +266,7 @@ def test_two_transports_have_one_heartbeat_which_ends_with_the_last() -> None:
     assert not [thread for thread in threading.enumerate() if thread is health._thread and thread.is_alive()]
 
 
-def test_a_lost_store_is_said_and_ends_no_thread(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_store_is_reported_and_the_thread_keeps_running(capfd: pytest.CaptureFixture[str]) -> None:
     store = HashStore()
     health = Health(ControlStore(store, 0, 2))
     health.store = StoreFeed(ControlStore(LostStore(), 0, 2), 0.1)  # type: ignore[arg-type]
@@ -271,7 +285,7 @@ def test_a_lost_store_is_said_and_ends_no_thread(capfd: pytest.CaptureFixture[st
 # --- stops of this rank itself ------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_stood_still_during_a_wait_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_was_stopped_during_its_wait_blames_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(3, 1)
     health = job.health(0)
     until(health.silent)
@@ -303,7 +317,7 @@ def test_a_rank_that_stood_still_during_a_wait_blames_nobody(monkeypatch: pytest
 
 
 @pytest.mark.alone
-def test_a_caller_is_told_while_the_abort_goes_on() -> None:
+def test_the_call_raises_while_the_abort_still_runs() -> None:
     world = SimWorld(3, faults=[Stall(0, "abort")], limit_s=20.0)
     reported, took = threading.Barrier(3), dict[int, float]()
 
@@ -383,25 +397,25 @@ CASES: list[tuple[str, Evidence, set[int]]] = [
 
 
 @pytest.mark.parametrize(("given", "named"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_only_ranks_that_nothing_else_explains_are_named(given: Evidence, named: set[int]) -> None:
+def test_the_ranks_named_at_fault(given: Evidence, named: set[int]) -> None:
     assert named_at_fault("; ".join(at_fault(given))) == named
     assert named_at_fault(explain(given)) == named, explain(given)
 
 
 @pytest.mark.parametrize("peers", [{1, 2, 3}, None])
-def test_of_ranks_that_connect_to_each_other_none_is_accused(peers: set[int] | None) -> None:
+def test_ranks_that_connect_to_each_other_are_not_named(peers: set[int] | None) -> None:
     both = RING | {1: (5, LAUNCH, {2} if peers else None), 2: (5, LAUNCH, {1} if peers else None)}
     (phrase,) = at_fault(evidence(both))
     assert phrase == "one of ranks [1, 2] is stuck in a launch, and the others of them wait for it there"
     assert named_at_fault(phrase) == set()
 
 
-def test_the_host_of_a_store_that_does_not_answer_is_named_beside_the_ranks() -> None:
+def test_the_host_of_an_unanswering_store_is_named_after_the_ranks() -> None:
     assert at_fault(evidence(silent={1}, store=STORE))[-1] == STORE
     assert explain(evidence(store=STORE, waited_for={2})).startswith(f"{STORE}; rank 2 is alive in 'forward step 1'")
 
 
-def test_who_is_not_at_fault_is_placed() -> None:
+def test_ranks_that_are_not_at_fault_are_reported_with_their_position() -> None:
     assert explain(evidence(waited_for={1, 3}, closed={3})) == (
         "rank 1 is alive in 'forward step 1' of call 5; rank 3 has left its ring"
     )
@@ -409,16 +423,19 @@ def test_who_is_not_at_fault_is_placed() -> None:
     assert explain(evidence(unheard={1}, waited_for={2})).startswith("rank 1 is not heard at the moment, last in")
     assert "silent" not in explain(evidence(unheard={1}))
     assert explain(evidence({}, waited_for={1})) == "rank 1 was never heard"
+    assert explain(evidence(lost=(2, "reset"), at_deadline=False)) == (
+        "the connection to rank 2 was lost (reset); rank 2 is alive in 'forward step 1' of call 5"
+    )
     assert "never heard" in explain(evidence({}, silent={1}))
 
 
-def test_a_rank_that_stood_still_says_so_and_for_how_long() -> None:
+def test_a_stopped_rank_reports_how_long_it_was_stopped() -> None:
     alone = explain(evidence(stood_still_s=4.25, silent={1}))
     assert alone == "rank 0 itself stood still for 4.2 s (stopped, or starved); so it names no other rank"
 
 
 @pytest.mark.parametrize("place", [Place(), Place("ü" * 120, 7, PEERS, frozenset({3, 1})), Place("x", 1, LAUNCH, None)])
-def test_a_beat_is_read_as_it_was_sent(place: Place) -> None:
+def test_a_heartbeat_survives_encoding(place: Place) -> None:
     beat = Beat(3, place, True, {"call": 2})
     assert Beat.parse(beat.text()) == Beat.parse(beat.text().encode()) == beat
     assert Place.make("x" * 500, 1, PEERS, range(17)) == Place("x" * 120, 1, PEERS, None)
@@ -428,7 +445,7 @@ NO_BEATS = ["", "1", "{}", "[1]", '[1,"a",1,"nothing",[],false,null]', "[[],1,1,
 
 
 @pytest.mark.parametrize("text", NO_BEATS, ids=range(len(NO_BEATS)))
-def test_what_is_no_beat_is_refused(text: str) -> None:
+def test_text_that_is_no_heartbeat_is_refused(text: str) -> None:
     with pytest.raises((ValueError, TypeError, RecursionError)):
         Beat.parse(text)
     assert Beat.parse_or_none(text) is Beat.parse_or_none(None) is None
@@ -465,7 +482,7 @@ def rounds(sides: list[Side], times: list[float], observed: dict[int, dict[int, 
             side.round(now_s, (observed or {}).get(side.rank))
 
 
-def test_neighbours_hear_each_other_and_nobody_else(sides: list[Side]) -> None:
+def test_heartbeats_reach_the_neighbours_and_no_other_rank(sides: list[Side]) -> None:
     rounds(sides, [0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
     assert [set(side.neighbours.heard) for side in sides] == [{1, 5}, {0, 2}, {1, 3}, {2, 4}, {3, 5}, {4, 0}]
     assert all(side.neighbours._socket.getsockname()[0] == "127.0.0.1" for side in sides)  # type: ignore[union-attr]
@@ -497,7 +514,7 @@ def test_ranks_bind_to_an_address_that_their_neighbours_reach(
         side.close(Beat(ENDED))
 
 
-def test_what_one_rank_observes_all_ranks_learn_and_forget(sides: list[Side]) -> None:
+def test_an_observation_reaches_all_ranks_and_expires(sides: list[Side]) -> None:
     rounds(sides, [0.1 * n for n in range(8)])
     living = sides[1:]
     # Rank 1 and rank 5 observe that rank 0 is silent; no report can pass it.
@@ -557,7 +574,7 @@ def test_a_datagram_of_another_ring_or_form_is_dropped(sides: list[Side], forge:
     assert target.heard[1].beat == before and not target.reported("silent", 0.4)
 
 
-def test_silence_of_datagrams_alone_is_no_reason_while_the_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_datagrams_are_ignored_while_the_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     health = Health(ControlStore(store, 0, 3))
     monkeypatch.setattr(
@@ -623,7 +640,7 @@ class RasStub:
         self._listener.close()
 
 
-def test_what_ras_says_of_dead_ranks_is_one_line() -> None:
+def test_the_ras_report_of_dead_ranks_is_one_line() -> None:
     stub = RasStub(RAS_STATUS)
     report = ras_report(stub.address)
     stub.end()
@@ -639,7 +656,7 @@ def test_without_errors_ras_adds_nothing(status: str) -> None:
     stub.end()
 
 
-def test_ras_is_not_waited_for() -> None:
+def test_a_hanging_ras_server_delays_nothing() -> None:
     stub = RasStub(RAS_STATUS, hangs=True)
     start = time.monotonic()
     report = ras_report(stub.address)
@@ -648,7 +665,7 @@ def test_ras_is_not_waited_for() -> None:
     assert ras_report(stub.address) == ras_report("nowhere") == ras_report("127.0.0.1:port") == ""
 
 
-def test_ras_is_where_the_environment_says() -> None:
+def test_the_ras_address_comes_from_the_environment() -> None:
     assert ras_address({}, 22400) == "localhost:28028" and ras_address({}, 22304) is None
     assert ras_address({"NCCL_RAS_ADDR": "127.0.0.1:5"}, 22809) == "127.0.0.1:5"
     assert ras_address({"NCCL_RAS_ENABLE": "0"}, 22809) is None

@@ -6,7 +6,7 @@ neighbours.
 Guarantees: the thread waits for no store. A rank that was itself stopped discards its earlier observations and names no
 other rank. In an open ring every rank reads the first cause in each round. After a failure one rank reads all
 heartbeats and the others wait for its cause, so the number of requests grows linearly with the ranks. `explain` ends
-within `limit_s`, even if the store does not answer.
+within `limit_s`, even if the store does not answer; `LOSS_S` later if a connection to a living rank has broken.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ PUBLISH_S = 0.5
 SHARE_S = 0.6
 """How long an explanation may take in addition to the silence."""
 SHORTEST_S = 1.6
+LOSS_S = PUBLISH_S + 2 * INTERVAL_S
+"""How much longer a rank waits for the cause of a living peer whose connection broke. A peer that reaches its deadline
+closes its connections first, then explains the failure, which takes as long as it does here, and then publishes it."""
 HELD_BACK_S = 5.0
 """The longest time for which a link that loses packets delays heartbeats."""
 READ_AT_ONCE = 8
@@ -203,6 +206,7 @@ class Health:
             seen = self._evidence(request, began_s, waited_s, timeout_s)
             # Other ranks read the cause of the investigating rank one round later.
             late_s = 0.0 if 1 in self._claims.values() else self.store.interval_s
+            late_s += LOSS_S if lost is not None and not seen.store else 0.0
             if self._settled(seen, began_s, rounds) or deadline.plus(late_s).passed:
                 return explain(seen)
             self._claim("loss" if lost else "deadline")

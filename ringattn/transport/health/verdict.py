@@ -172,7 +172,7 @@ def _lost(evidence: Evidence) -> list[str]:
         return [f"rank {peer} is gone ({error})"]
     if evidence.store:
         return [f"the connection to rank {peer} was lost ({error}), and no first cause can be read"]
-    return [f"rank {peer} dropped its connection ({error})"]
+    return [f"the connection to rank {peer} was lost ({error}); {_whereabouts(peer, evidence)}"]
 
 
 def _gone_or_silent(evidence: Evidence) -> list[str]:
