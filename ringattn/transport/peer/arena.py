@@ -31,9 +31,10 @@ class Allocation:
 
     def __init__(self, handle: int, address: int, nbytes: int, fd: int) -> None:
         self.handle, self.address, self.nbytes = handle, address, nbytes
-        self.fd: int | None = fd
         # The driver's memory lives while any process holds a handle, a mapping or a descriptor of it. So closing this
         # descriptor stops new imports, and never invalidates those that exist.
+        self.fd: int | None = fd
+        # The number by which other ranks ask for the descriptor; known once the allocation is shared.
         self.arena = 0
 
 
@@ -64,6 +65,7 @@ class Arena(ViewedMemory[Allocation]):
 
         Raises `DriverError` if the device is out of memory.
         """
+        # The driver refuses allocations of 0 bytes, and no message of 0 bytes is ever sent into one.
         if not nbytes:
             return self._gpu.empty(0)
         if not self._unused.empty():
@@ -117,6 +119,7 @@ class Arena(ViewedMemory[Allocation]):
 
     def _give_back(self, piece: Allocation) -> None:
         # Stop offering the memory before it is unmapped. Ranks that have mapped it keep it alive through their handles.
+        # The attribute is cleared before the close, because another thread sends the descriptor that it finds there.
         fd, piece.fd = piece.fd, None
         if fd is not None:
             os.close(fd)
@@ -128,9 +131,10 @@ class Arena(ViewedMemory[Allocation]):
 
 
 class _Import(NamedTuple):
+    """A mapping of another rank's allocation in this process."""
+
     handle: int
     address: int
-    """A mapping of another rank's allocation in this process."""
     nbytes: int
 
 
@@ -140,8 +144,11 @@ class Imports:
     def __init__(self, driver: CudaDriver, pull: Callable[[int, int], int], freed: Callable[[int], int]) -> None:
         """`pull(rank, arena)` fetches a file descriptor of its memory; `freed(rank)` reads how often it freed some."""
         self._driver, self._pull, self._freed = driver, pull, freed
+        # By rank and number of its arena.
         self._mapped: dict[tuple[int, int], _Import] = {}
-        self._seen: dict[int, int] = {}
+        # By rank: the count of its frees at the last review.
+        self._reviewed: dict[int, int] = {}
+        # No later copy uses these mappings, but copies in flight may.
         self._stale: list[_Import] = []
 
     def __len__(self) -> int:
@@ -159,8 +166,8 @@ class Imports:
         for rank in ranks:
             # The owner publishes in its page how often it has freed memory.
             count = self._freed(rank)
-            if count != self._seen.setdefault(rank, count):
-                self._seen[rank] = count
+            if count != self._reviewed.setdefault(rank, count):
+                self._reviewed[rank] = count
                 # The count does not say which arena was freed, so drop all: the next message maps a live one again.
                 for key in [key for key in self._mapped if key[0] == rank]:
                     self._stale.append(self._mapped.pop(key))
@@ -185,9 +192,11 @@ class Imports:
                 self._driver.release(handle)
                 raise
         finally:
+            # The imported handle keeps the memory alive without the descriptor.
             os.close(fd)
 
     def _drop(self, gone: list[_Import]) -> None:
+        # Remove each mapping from the list first, so that a call after a driver error does not unmap it twice.
         while gone:
             handle, address, nbytes = gone.pop()
             self._driver.unmap(address, nbytes)

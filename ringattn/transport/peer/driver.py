@@ -19,7 +19,7 @@ from ringattn.errors import RingError, UnsupportedError
 
 FLOOR_VERSION = 12000
 """The oldest driver, as `cuDriverGetVersion` counts. Symbols are looked up in their form of this version."""
-SONAME = "libcuda.so.1"
+SONAME = "libcuda.so.1"  # the name without a number comes with development packages only
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -32,6 +32,7 @@ AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH
 """A flag of a wait: remote writes that preceded the store of the word are visible after the wait."""
 LONGEST_BATCH = 255
+"""The most operations that the manual allows in one `cuStreamBatchMemOp`."""
 LEGACY_STREAM = 1  # CU_GET_PROC_ADDRESS_LEGACY_STREAM
 
 
@@ -152,6 +153,7 @@ class CudaDriver:
         self._prop = AllocationProp(
             type=PINNED, handle_types=POSIX_FD, location_type=DEVICE, location_id=self._device
         )  # fmt: skip
+        # Always this rank's device, also for other ranks' memory: this grant replaces `cuCtxEnablePeerAccess`.
         self._access = AccessDescription(DEVICE, self._device, READ_WRITE)
 
     def attribute(self, attribute: Attribute) -> int:
@@ -166,6 +168,7 @@ class CudaDriver:
         The first version of the call returns the UUID of the whole GPU, the second that of the instance.
         """
         whole, part = ctypes.create_string_buffer(16), ctypes.create_string_buffer(16)
+        # The bare symbol is the first version. The lookup by driver version finds the second.
         self._check("cuDeviceGetUuid", self._library.cuDeviceGetUuid(whole, c_int(self._device)))
         self._call("cuDeviceGetUuid", part, self._device)
         return whole.raw != part.raw
@@ -242,6 +245,7 @@ class CudaDriver:
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy on a stream."""
+        # Not `cuMemcpyPeerAsync`: it asks for the context of the other process, and the memory is mapped in this one.
         self._call("cuMemcpyDtoDAsync", dst, src, nbytes, stream)
 
     def operate(self, operations: Sequence[WordOperation], stream: int) -> None:
@@ -266,6 +270,8 @@ class CudaDriver:
         )
         if code or not function.value:
             raise UnsupportedError(f"CUDA driver {self.version} has no function {name} of version {FLOOR_VERSION}")
+        # CFUNCTYPE releases the interpreter lock during calls, PYFUNCTYPE does not. A call that blocks on a full queue
+        # must not hold it: the thread that paints, and so empties the queue, needs the lock.
         return ctypes.CFUNCTYPE(c_int, *types)(function.value)  # type: ignore[arg-type]
 
     def _call(self, name: str, *arguments: object) -> None:

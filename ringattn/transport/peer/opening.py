@@ -128,6 +128,7 @@ def open_peer(
         raise UnsupportedError(f"transport='peer' cannot join these ranks: {reason}; {ALTERNATIVE}")
     driver, gpu = driver_and_gpu
     ring: PeerTransport | None = None
+    # Each stage gets the whole deadline. Waiting for ranks that start late should not shorten the next stage.
     opening.until = Deadline(opening.timeout_s)
     node = node_of(opening.rank, opening.locations)
     group = SharedGroup.open(opening, node)
@@ -149,11 +150,13 @@ def open_peer(
         all_can("reached", _reach(ring, until))
         all_can("tested", _self_test(ring, rounds))
     except BaseException as error:
+        # Once there is a ring, streams may wait on words of the pages: only an abort releases those waits.
         if ring is None:
             group.drop()
         else:
             ring.abort(error)
         raise
+    # In a ring of several nodes, the transport between nodes opens next and needs the store.
     if len(node) == opening.world_size:
         opening.leave_store()
     return ring
@@ -170,6 +173,8 @@ def _all_can(control: ControlStore, step: str, problem: str, deadline: Deadline,
 def _reach(ring: PeerTransport, deadline: Deadline) -> str:
     """Map memory of every other rank of the node once. Return the failed step as text; empty if all succeeded."""
     group, problem, place = ring.group, "", None
+    # Peers may map it after this rank has returned. That is safe: memory without a view is freed by the next
+    # `allocate` only, and before that one all ranks confirm the step.
     memory = None
     try:
         memory = ring.allocate(1)
@@ -220,4 +225,6 @@ def _self_test(ring: PeerTransport, rounds: int) -> str:
 
 def _mark(rank: int, number: int) -> int:
     """Return the 32-bit signed number that a rank adds to its pattern in one round."""
+    # All ranks of a node have different numbers in all rounds, so bytes of another rank or of an earlier round are
+    # noticed. The last terms wrap the sum into the signed range, as int32 additions on the device do.
     return (SPREAD * (number + 1) + 7_919 * rank + 2**31) % 2**32 - 2**31

@@ -28,7 +28,10 @@ from typing import NamedTuple
 
 
 PAINTED = 1 << 62
-"""The value an abort stores into a word to satisfy every wait on it. Message numbers never get that large."""
+"""The value an abort stores into a word to satisfy every wait on it. Message numbers never get that large.
+
+It is not the largest word, because the device compares signed differences: to a wait for 1, 2^63 + 1 is less than 1.
+"""
 Pair = tuple[int, int]
 """The sending rank and the receiving rank."""
 
@@ -227,6 +230,7 @@ def received(rank: int, peers: Sequence[int]) -> list[PairMessage]:
 def last(messages: Sequence[PairMessage]) -> list[PairMessage]:
     """Return each pair's last message, in the order of the pairs' first ones. One word covers all of a pair."""
     # Copies of one stream complete in order, so the last message of a pair implies all earlier ones.
+    # A dict keeps the place of a key's first value, but its last value.
     return list({(message.src, message.dst): message for message in messages}.values())
 
 
@@ -244,7 +248,7 @@ def _next(count: Counter[int], peer: int) -> int:
 
 
 MAX_MEMOPS = 255
-"""The most operations in one driver batch."""
+"""The most operations in one driver batch. The cut is made here, so that the model explores the batches that run."""
 
 
 def push_exchange(rank: int, sends: Sequence[int], recvs: Sequence[int]) -> Program:
@@ -287,4 +291,5 @@ def _word(kind: WordKind, message: PairMessage) -> Word:
 
 
 def _batches(ops: list[Write | Wait]) -> list[Memops]:
+    # Cutting keeps the order, so all stores of an exchange still precede its first wait, in whichever batch that is.
     return [Memops(tuple(ops[start : start + MAX_MEMOPS])) for start in range(0, len(ops), MAX_MEMOPS)]

@@ -60,7 +60,9 @@ from ringattn.transport.shared.page import FREED
 ABORT_S = 60.0
 """An abort that takes longer counts as stuck. It waits for the computation that precedes the exchanges."""
 PAINT_S = 1e-3
+"""The time between two paints of an abort, and so the delay if a live peer overwrites a painted word."""
 NEVER = float("inf")
+"""The deadline of waits whose condition raises in time by itself."""
 WORDS = {steps.WordKind.CREDIT: pages.CREDIT, steps.WordKind.ARRIVAL: pages.ARRIVAL}
 
 
@@ -76,6 +78,7 @@ class Lane:
         self.awaited: frozenset[int] = frozenset()
         """The rank that this rank's host is waiting for, until it starts its receive."""
         self._driver, self._gpu, self._group = driver, gpu, group
+        # Nothing is enqueued or mapped any more. Set under `_enqueuing`, before the peers' memory is unmapped.
         self._ended = False
         # Held while operations are enqueued. The holder blocks only if the driver's queue is full.
         self._enqueuing = threading.Lock()
@@ -83,6 +86,7 @@ class Lane:
         self._starting, self._mapping = threading.Lock(), threading.Lock()
         # Some devices need an explicit flush before bytes that another GPU wrote are visible (attribute 98).
         self._flushes = bool(driver.attribute(Attribute.FLUSHES_REMOTE_WRITES))
+        # Addresses of the registered pages in this process, for `unregister`.
         self._registered: list[int] = []
         try:
             self._bases = {rank: self._register(page) for rank, page in group.pages.items()}
@@ -115,6 +119,7 @@ class Lane:
             # From here on the host waits for no other rank, so an abort gets the lock soon.
             with self._enqueuing:
                 if self._ended:
+                    # Raises the first cause, which says more than the error below.
                     watch()
                     raise RingError(f"rank {self._group.rank}: this ring has ended")
                 try:
@@ -126,6 +131,7 @@ class Lane:
                         done.record(self.stream)
                     raise
                 finally:
+                    # Also after a failure: an abort waits for the newest event before it unmaps.
                     self.newest = done
             # Count the messages only now: a start that failed ends the ring, so its numbers are never used again.
             self.numbers.advance(hop.program)
@@ -206,6 +212,8 @@ class Lane:
         """Publish one end of a message in this rank's log, where the other end finds it."""
         group, number = self._group, self.numbers.of(step)
         operation = (hop.sends if step.sends else hop.recvs)[step.message]
+        # No rank reads from the memory of a sender, so only receives have a place. The entry's first field, the number
+        # of a bound message in shared memory transports, holds here the size of the arena, which the sender maps whole.
         place = ArenaPlace(0, 0, 0) if step.sends else hop.places[step.message]
         entry = pages.Entry(
             place.arena_bytes, place.arena, place.offset, operation.nbytes, str(operation.buffer.dtype), operation.label
@@ -254,6 +262,7 @@ class Lane:
             # Heartbeats report which rank this host waits for, so that the cause of a chain of waits can be found.
             self.awaited = frozenset({send.peer})
             try:
+                # A receiver may close or die after it has logged the start; the wait is then over and must not fail.
                 group.hold(started, lambda: [send.peer] if log.read(number) is None else [], lambda: str(send), NEVER)
             finally:
                 self.awaited = frozenset()
@@ -269,6 +278,7 @@ class Lane:
         with self._mapping:
             if self._ended:
                 watch()
+            # `bound` is the size of the arena, see `_log`.
             return self.imports.address(send.peer, ArenaPlace(entry.arena, entry.bound, entry.offset))
 
     def _enqueue(self, hop: PeerHop, step: steps.Step, targets: list[int], ready: Event, done: Event) -> None:
@@ -308,7 +318,11 @@ def cut(label: str) -> str:
 
 
 MOST_TO_ONE_PEER = pages.LOG_ENTRIES - 1
-"""The most messages of one exchange to or from one rank: an exchange must fit into the log."""
+"""The most messages of one exchange to or from one rank: an exchange must fit into the log.
+
+Otherwise its last entries would overwrite its first, whose messages cannot arrive before the whole exchange is
+enqueued, and `_log` would wait for them until the deadline.
+"""
 
 
 # --- the transport --------------------------------------------------------------------------------------------------
@@ -327,7 +341,9 @@ class PeerTransport(StreamTransport):
         """Take over an open group, and close it at the end. `leave` ends the process if an abort is stuck."""
         super().__init__(group.opening, gpu)
         self.group, self.driver = group, driver
+        # Numbers the all-gathers in error messages.
         self._all_gathers = 0
+        # Acquired by the first end and never released: a close and an abort may come from two threads at once.
         self._closing = threading.Lock()
         gpu.activate()
         self.lane = Lane(driver, gpu, group)
@@ -460,6 +476,7 @@ class PeerTransport(StreamTransport):
         if failed:
             self.watch.ended.wait()
         self.watch.stop()
+        # The last tick: hops that have arrived drop their buffers, so that the arena can free them below.
         self.watch.tick()
         # `leave` reports the close to the other ranks. After a failure the poison has done that.
         self.group.drop() if failed else self.group.leave()
@@ -469,8 +486,10 @@ class PeerTransport(StreamTransport):
         with suppress(DriverError):  # raised by a lost device
             self.gpu.activate()
             self.lane.close()
+            # These hold views, and only memory without a view is freed.
             self.staging.clear()
             self.watch.handles.clear()
+            # Kernels of the caller may still read memory whose last tensor is gone.
             self._wait_for_compute()
             self.arena.free()
             # Memory that the caller still views is freed when its last view ends.
@@ -488,6 +507,7 @@ class PeerTransport(StreamTransport):
     def _wait_until_quiet(self) -> None:
         """Return when neither an exchange nor the caller's stream can touch memory that no longer has a view."""
         self.drain()
+        # The drained exchanges still view their buffers until a tick.
         self.watch.tick()
 
     def _publish_frees(self, count: int) -> None:
@@ -519,6 +539,7 @@ class PeerWorkHandle(StreamWorkHandle):
 
     def release(self) -> None:
         """See `StreamWorkHandle.release`."""
+        # `list()` is "nothing pending". The replaced lambda refers to the hop, and so to its buffers.
         self.pending = list
         super().release()
 
@@ -608,7 +629,7 @@ class Staging:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return a buffer of at least `nbytes` bytes."""
-        # Powers of two, so that hops of similar sizes share buffers.
+        # Powers of two from 4 KiB, so that hops of similar sizes share buffers.
         rounded = 1 << max(nbytes - 1, 4095).bit_length()
         free = self._free.setdefault(rounded, [])
         try:
@@ -666,6 +687,7 @@ class Watch(StreamWatch[PeerWorkHandle]):
         # Abort on a separate thread: it waits for the computation before the exchanges, and no caller should.
         threading.Thread(target=self._abort, name=f"ringattn-abort-{self._rank}", daemon=True).start()
         self._write_record(self.failure)
+        # From here on callers get the error: all pages are poisoned, and its note names the flight record.
         self._reported.set()
 
     def place(self) -> Place:
@@ -706,6 +728,7 @@ class Watch(StreamWatch[PeerWorkHandle]):
             self._group.check(_peers(late), lambda: self._describe(handle, late))
         if handle is None or handle.done.query():
             return
+        # The deadline counts from READY, so an exchange behind a long computation is not late.
         if not handle.started_at:
             handle.note_start()
             return
