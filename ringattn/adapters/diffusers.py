@@ -113,6 +113,7 @@ class JointSequence(Sequence):
     def _part(self, x: Tensor, dim: int, start: int, stop: int) -> Tensor:
         if x.shape[dim] != stop - start:
             raise InputError(f"{tuple(x.shape)} must have the {stop - start} tokens of its stream in dimension {dim}")
+        # Positions count over both streams, the rows of `x` over one.
         positions = self.positions()
         return x.index_select(dim, positions[(positions >= start) & (positions < stop)].to(x.device) - start)
 

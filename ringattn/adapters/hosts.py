@@ -50,6 +50,7 @@ def check_alike(ring: Ring, batch: Mapping[str, Any], advice: str) -> None:
 def _digest(x: Any) -> str:
     if not isinstance(x, Tensor):
         return repr(x)
+    # As bytes, because numpy has no bfloat16, and because NaNs of equal bits must compare equal.
     raw = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{x.dtype} {tuple(x.shape)} {sha256(raw).hexdigest()[:16]}"
 
@@ -74,6 +75,7 @@ def local_heads(
         _check(name, x, tensors[0], dim)
     mesh, placements = tensors[0].device_mesh, tensors[0].placements  # type: ignore[attr-defined]
     q, k, v = (x.to_local() for x in tensors)  # type: ignore[attr-defined]
+    # `from_local` takes the global shape to be the local one times the ranks. `_check` has refused uneven heads.
     return (q, k, v), lambda out: DTensor.from_local(out, mesh, placements)
 
 

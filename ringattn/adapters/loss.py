@@ -52,6 +52,7 @@ def count_labels(
         RingError: What `Ring.all_reduce` raises.
     """
     parts = [labels] if isinstance(labels, Tensor) else list(labels)
+    # On the device until the end: `int` synchronizes with the host, and does so once for all micro batches.
     valid = torch.zeros(1, dtype=torch.int64, device=ring.device)
     for part in parts:
         valid += (part != ignore_index).sum().to(valid.device)
@@ -203,6 +204,7 @@ def parity(
     facts[ring.rank, 0] = max(eps, sharded_eps)
     facts[ring.rank, 1] = math.hypot(*(norm for _, grad in pairs.values() if math.isfinite(norm := float(grad.norm()))))
     ring.all_reduce([facts, sharded_loss, *(grad for _, grad in pairs.values())])
+    # What DDP or FSDP would do to the gradients, in place. The loss and the bound of rounding scale with them.
     if gradients == "mean":
         for value in (facts[:, 1], sharded_loss, *(grad for _, grad in pairs.values())):
             value /= ring.world_size
@@ -263,7 +265,9 @@ def _compared(
     not_judged = tuple(name for name in off if float((pairs[name][1] - pairs[name][0]).norm()) <= rounding)
     wrong = tuple(name for name in off if name not in not_judged)
     judged = {name: error for name, error in errors.items() if name not in not_judged} or {"no parameter": 0.0}
+    # `max` skips a NaN unless it comes first, because every comparison with NaN is false.
     worst = max(judged, key=lambda name: math.inf if math.isnan(judged[name]) else judged[name])
+    # The factor of the reference that is nearest to the sharded gradients in least squares.
     square = reference.dot(reference)
     ratio = float(reference.dot(sharded) / square) if square > 0 else 1.0
     loss_error, grad_error = _share(sharded_loss - expected, expected), _share(sharded - reference, reference)

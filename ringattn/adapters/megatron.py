@@ -159,6 +159,7 @@ class RingCoreAttention(MegatronModule):
             RingError: Other errors of `ring_of` and `Ring.attention`.
         """
         mask = attn_mask_type or self.attn_mask_type
+        # Params of other formats only say which group has cut the batch, so `_ring` reads them but nothing below does.
         params = packed_seq_params if packed_seq_params and packed_seq_params.qkv_format == "thd" else None
         packed = params is not None
         ring = self._ring(packed_seq_params)
@@ -193,6 +194,7 @@ class RingCoreAttention(MegatronModule):
         return ring_of(self.cp_group if group is None else group)
 
     def _offset(self, query: Tensor) -> Tensor | None:
+        # Off-by-one sinks are neither a parameter nor a buffer, so `module.to` leaves them behind.
         return None if self.softmax_offset is None else self.softmax_offset.to(query.device)
 
 
@@ -219,6 +221,7 @@ def _packed_sequence(ring: Ring, params: PackedSeqParams) -> Sequence:
     chunks = 2 * ring.world_size
     if ring.world_size > 1 and any(cut % chunks for cut in padded):
         raise InputError(f"packed documents {padded} must each be padded to a multiple of 2 * cp = {chunks} tokens")
+    # A document begins at its padded start and has its real length. `padded` also has the end of the last document.
     ends = [start + stop - begin for start, (begin, stop) in zip(padded, pairwise(real), strict=False)]
     # Padding becomes separate documents, so that no token of a text attends to it. The layout cuts at padded lengths.
     documents = tuple(sorted({*padded, *ends}))

@@ -177,6 +177,9 @@ class _WrappedRingAttention(RingAttention, ScaledDotProductAttention):
 
 def _keeping_shards(config: ShardingConfig) -> ShardingConfig:
     """Return a config that keeps the layouts in which queries, keys and values arrive, for gradients too."""
+    # torchtitan redistributes from `in_src_shardings` to `in_dst_shardings`: if they are equal, nothing is gathered.
+    # It then expects partial sums as gradients of keys and values, because each rank has all keys. A ring returns whole
+    # gradients of this rank's tokens.
     names, arriving = ("q_BLNH", "k_BLNH", "v_BLNH"), config.in_src_shardings or {}
     if missing := [name for name in names if name not in arriving]:
         raise UnsupportedError(
@@ -202,7 +205,9 @@ def _check_has_sequence(q: Tensor, cp_ranks: int) -> None:
 
     `sequence_of` cannot detect this case: it refuses only while a ring is open, and here none may be open yet.
     """
+    # Under `spmd_types` q is a plain tensor, and only `parallelize` has seen the size of `cp`.
     ranks = q.device_mesh.size() if _is_declared(q) else cp_ranks
+    # The id is -1 outside of a backward pass.
     is_in_backward = torch._C._current_graph_task_id() != -1  # recomputation uses the sequence of its forward pass
     if ranks > 1 and activation() is None and not is_in_backward:
         raise InputError(
@@ -261,6 +266,7 @@ class RingTrainerMixin:
         else:  # one rank still needs sequences, because positions define the documents
             ring = lone_sequence(inputs.shape[1]).ring
         inputs, labels, extra = prepare_context_parallel_input(inputs, labels, extra, ring, inputs.device, balancer)
+        # As in torchtitan, count after sharding: the count is summed over all ranks, those of `cp` included.
         if is_trainer:
             self.ntokens_seen += labels.numel()
         if parallelism.spmd_backend == "spmd_types":
@@ -337,6 +343,7 @@ def prepare_context_parallel_input(
             raise InputError("extra_kwargs has attention_masks: use RingAttention.Config as inner_attention")
         if extra_kwargs.get("positions") is None:
             raise InputError("extra_kwargs['positions'] is missing; the rotary positions of shards depend on it")
+        # Documents are found in whole rows: in a shard, a document that began on another rank has no position 0.
         positions = extra_kwargs["positions"]
         seq = ring.sequence(inputs.shape[1], layout=_LAYOUTS[load_balancer_type])
         rows = tuple(
