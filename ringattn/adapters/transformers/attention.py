@@ -196,6 +196,7 @@ class MaskSpec:
         if self.chunk_tokens is not None:
             first = real[0] if real is not None and real[0] < real[1] else 0
             parts = sorted(edges) if chunks_begin_with_documents() else [first, seq.length]
+            # A chunk attends causally inside only, so it is a document like any other.
             for start, stop in pairwise(parts):
                 edges |= set(range(start, stop, self.chunk_tokens))
         return None if edges <= {0, seq.length} else tuple(sorted(edges))
@@ -270,6 +271,7 @@ def _names(function: Callable[..., Any]) -> set[str]:
 def _real_ranges(seq: Sequence, padding: Tensor) -> list[tuple[int, int] | None]:
     """Return the range of real tokens of each row, over all ranks. Raises InputError for padding between them."""
     full = seq.gather(padding.to(torch.uint8), dim=1).bool()
+    # `argmax` is the first real token of a row, and 0 in a row of padding, where the count is 0 too.
     counts, starts = full.sum(1), full.to(torch.uint8).argmax(1)
     positions = torch.arange(seq.length, device=full.device)
     ranges = (positions >= starts[:, None]) & (positions < (starts + counts)[:, None])
@@ -364,6 +366,7 @@ def _by_rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, seed: int | None, opti
     seeds = [None if seed is None else seed_from(seed, part) for part in range(len(rows))]
     parts = [attend(group_seq, *(x[list(members)] for x in (q, k, v)), dropout_seed=group_seed, **options)
              for (group_seq, members), group_seed in zip(rows, seeds, strict=True)]  # fmt: skip
+    # `order` maps rows of the result to rows of the batch; its argsort is the inverse.
     order = torch.tensor([row for _, members in rows for row in members], device=q.device)
     return torch.cat(parts)[order.argsort()]
 
@@ -398,6 +401,7 @@ def _attend_locally(
         scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    # The column of the sinks has taken its weight in the softmax, and has no value to add.
     weights = nn.functional.dropout(scores.softmax(-1), dropout)[..., : k.shape[2]]
     return (weights @ v).transpose(1, 2).contiguous()
 
@@ -485,6 +489,7 @@ def refuse_inputs(
     `call`: the forward pass of a prepared model, or None.
     """
     refusal = None
+    # Every rank must reach the exchange at the end, whatever it refuses: the others wait there.
     try:
         refuse_layers(getattr(module, "config", None))
         if not takes_positions(type(module).__mro__):
@@ -556,6 +561,7 @@ def _check_positions(ids: Tensor, spec: MaskSpec, rows: Rows, seq: Sequence) -> 
     global_ids, document_ids = (seq.positions(per_document).to(ids.device) for per_document in (False, True))
     if any(torch.equal(ids, expected.expand_as(ids)) for expected in (global_ids, document_ids)):
         return
+    # Each group of rows counts from its own first real token. Positions of padding may be anything.
     if spec.padding is not None:
         expected_ids = torch.empty_like(spec.padding, dtype=torch.int64)
         for group_seq, members in rows:

@@ -151,6 +151,7 @@ def _refuse_padded_labels(batch: Mapping[str, Any]) -> None:
     if (mask := batch.get("attention_mask")) is None:
         return
     shifted = batch.get("shift_labels")
+    # Label n + 1 is predicted at token n, so the masks of the predicting tokens are those before the last.
     if shifted is None:
         shifted, mask = batch["labels"][:, 1:], mask[:, :-1]
     rows, tokens = ((shifted != -100) & (mask == 0)).nonzero(as_tuple=True)
@@ -227,6 +228,7 @@ class _Later:
     def read(self) -> Tensor:
         """Return the whole output. Every call returns the same tensor, so in-place changes persist."""
         if self.gathered is None:
+            # The first read may be a metric's, under `no_grad`, and the result is kept for the loss.
             with torch.enable_grad():
                 self.gathered = self.seq.gather(self.local, dim=1)
         return self.gathered
@@ -271,6 +273,7 @@ class WholeOutput(OrderedDict[str, Any]):
 
 @cache
 def _whole_class(kind: Any) -> Any:
+    # A subclass with the same name, so that the caller's `isinstance` checks and messages do not change.
     return type(kind.__name__, (WholeOutput, kind), {"__module__": kind.__module__})
 
 
@@ -326,6 +329,7 @@ def _whole_outputs(seq: Sequence, out: Any) -> Any:
     """Return a model's outputs of the whole batch, given those of this rank's tokens."""
     kind: Any = type(out)
     outputs = _whole_class(kind)(**out)
+    # Replaced after the construction, whose checks read the first field, and would gather it.
     for name, x in out.items():
         outputs[name] = _whole_output(name, seq, x)
     if "logits" in getattr(type(out), "__dataclass_fields__", {}) and "logits" not in out:
@@ -357,6 +361,7 @@ class WholeCalls:
 
     def enter(self, outer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Shard the inputs of a call, and activate their sequence until the call ends. A collective call."""
+        # Backward calls the model again to recompute: its inputs are then shards, and its outputs local.
         if torch._C._current_graph_task_id() != -1:
             return None
         if args:
@@ -406,6 +411,7 @@ def whole_calls(
         InputError: A batch cannot be sharded, see `shard_batch`.
     """
     calls = WholeCalls(ring, model, layout, dropout_seed)
+    # Around the wrapper, and before its own hooks: DDP and FSDP see shards and local outputs, as without a ring.
     hooks = [
         outer.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True),
         outer.register_forward_hook(calls.leave, always_call=True),

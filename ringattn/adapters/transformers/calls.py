@@ -129,9 +129,11 @@ def attending_call() -> ModelCall | None:
 
 @torch.compiler.disable
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch._C._current_graph_task_id() != -1:  # recomputation: the forward pass was checked
+    # Inside backward (an id other than -1) the call is a recomputation, and its forward pass was checked.
+    if torch._C._current_graph_task_id() != -1:
         return
     seq = active_sequence()
+    # `kwargs` again, because a forward that ends in **kwargs binds the others into one dict.
     arguments = {**inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
     if seq is None or seq.ring.world_size == 1:
         _check_cache(arguments.get("past_key_values"))
@@ -139,6 +141,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _check_inputs(model, seq, arguments)
     if seq is None:
         return
+    # On one rank too: attention compares positions there as well, and would refuse those that only this model counts.
     is_checkable = arguments.get("position_ids") is not None and not _decodes(arguments) and computes_positions(model)
     has_checked_positions = is_checkable and _has_own_positions(model, seq, arguments)
     if has_checked_positions or seq.ring.world_size > 1:
@@ -283,6 +286,7 @@ def _check_loss(model: Any, arguments: Mapping[str, Any]) -> None:
     """Raise `InputError` if the model's loss would not be this rank's part of the loss of the whole batch."""
     if isinstance(getattr(model, "loss_function", None), WatchedLoss):
         model.loss_function.is_used = False  # reset for this call
+    # By name, which the wrapped loss keeps: other losses shift labels or average in ways that are not known here.
     if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
         raise UnsupportedError(
             f"{type(model).__name__} would compute its loss from this rank's tokens only: {LEAVE_OUT}"
@@ -339,6 +343,7 @@ def around_forward(model: nn.Module, before: Before, after: After) -> None:
     inner: Any = model.forward
     if is_wrapped(model):
         return
+    # The function without its model: `copy.deepcopy` binds the wrapper to the copy, which must not call this model.
     original = inner.__func__ if isinstance(inner, MethodType) and inner.__self__ is model else _unbound(inner)
 
     @wraps(original)
@@ -354,6 +359,7 @@ def around_forward(model: nn.Module, before: Before, after: After) -> None:
 
     wrapper: Any = forward
     del wrapper.__wrapped__  # accelerate would unwrap the forward by it, and lose the steps
+    # Trainer and `generate` read the signature of forward, to choose the columns and arguments that they pass.
     wrapper.__signature__ = inspect.signature(original)
     setattr(wrapper, AROUND, True)
     model.forward = MethodType(forward, model)
@@ -427,6 +433,7 @@ def _append_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 @torch.compiler.disable
 def _drop_last_position(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+    # The same conditions as in `_append_last_position`: what was not appended must not be dropped.
     if torch._C._current_graph_task_id() != -1 or current_call() is None:
         return None
     return tuple(x[..., :-1, :] for x in out) if isinstance(out, tuple) else out[..., :-1, :]

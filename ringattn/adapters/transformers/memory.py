@@ -213,7 +213,8 @@ class ChunkedLoss:
             )
         self.model, self.head, self.tokens = model, head, tokens
         self.head_forward, self.loss, self.forward = head.forward, loss, model.forward
-        self.place = list(takes).index("labels")
+        # A call may pass labels by position.
+        self.label_index = list(takes).index("labels")
         self.has_labels = False
         self.__name__ = LOSS
 
@@ -240,7 +241,7 @@ class ChunkedLoss:
     def run(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run the model's forward with `has_labels` set for the head, and return its output without the placeholder."""
         outer = self.has_labels  # restored afterwards: checks inside the call may run the model again
-        self.has_labels = (args[self.place] if self.place < len(args) else named.get("labels")) is not None
+        self.has_labels = (args[self.label_index] if self.label_index < len(args) else named.get("labels")) is not None
         try:
             out = self.forward(*args, **named)
         finally:
@@ -268,6 +269,7 @@ class ChunkedLoss:
         """Replace transformers' loss function. `logits` is the placeholder from the head."""
         if not isinstance(logits, LaterLogits):
             raise _refused("a loss outside the model's call")
+        # As transformers shifts: the last token of a row gets no label. Over a ring, `shift_labels` is always given.
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         # Nothing was computed yet: the head runs below, on one chunk of hidden states at a time.
@@ -291,6 +293,7 @@ class ChunkedLoss:
             logits: Tensor = self.head_forward(rows[None])[0]
             for function in later.functions:
                 logits = function(logits)
+            # At least float32, as in transformers' loss; float64 stays.
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             return F.cross_entropy(wide.view(-1, later.vocabulary), labels, ignore_index=later.ignore, reduction="sum")
 

@@ -33,6 +33,7 @@ from ringattn.sequence import Sequence
 # The indices of the look-up in that table are the positions.
 
 _PROBE_TOKENS = 8
+"""Enough for two padded tokens in front, one at the end, and real ones between."""
 
 _COMPUTING = (F.linear, F.layer_norm, F.dropout, F.conv1d, torch.matmul)
 """The probe ends at the first of these or at the first layer. A model looks up its positions before."""
@@ -101,6 +102,7 @@ def model_positions(
 
 def _counting(model: Any) -> _Counting | None:
     """Probe the model with rows that are padded in their tokens, in their mask, in both and not at all."""
+    # Row 0 has no padding, row 1 in both, row 2 in its mask only, row 3 in its tokens only.
     pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
     pad = 1 if pad is None else pad
     padding = torch.zeros(4, _PROBE_TOKENS, dtype=torch.bool)
@@ -119,6 +121,7 @@ def _counting(model: Any) -> _Counting | None:
     for number, (given_ids, computed_ids) in enumerate(zip(with_ids, without_ids, strict=True)):
         added = int(given_ids.flatten()[0])
         if given_ids.dim() == 2 and torch.equal(given_ids.expand(4, -1), plain + added):  # the table of positions
+            # Only positions of real tokens decide, because those of padding have no effect.
             is_plain = torch.equal(computed_ids.expand(4, -1)[~in_mask], given_ids.expand(4, -1)[~in_mask])
             return None if is_plain else _Counting(number - len(without_ids), added)
     return None
@@ -187,7 +190,7 @@ class _Copies:
                 vars(copied)[name] = {index: _Layer(self, layer) for index, layer in value.items()}
             elif name != "forward":
                 vars(copied)[name] = self.value(value)
-        # `nn.Module.__call__` calls this attribute instead of the hooks and `forward`.
+        # `nn.Module.__call__` calls `_compiled_call_impl` instead of the hooks and `forward`.
         vars(copied).update(training=False, _compiled_call_impl=MethodType(type(module).forward, copied))
         return copied
 
@@ -320,6 +323,7 @@ def _compute_image_positions(module: Any, whole: Mapping[str, Any]) -> Tensor:
 @torch.compiler.disable
 def _before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     seq = active_sequence()
+    # The id is -1 outside of backward. Recomputation skips the checks below, which communicate.
     if seq is None or seq.ring.world_size == 1 or torch._C._current_graph_task_id() != -1:
         return None
     arguments = {**inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments, **kwargs}

@@ -145,12 +145,16 @@ class RingTrainerMixin:
 
         Before 5.23, Trainer rounds down when it divides by `get_cp_size`, so the division is done here.
         """
+        # Every rank of a ring counts the same whole batch. Summed over processes (average_tokens_across_devices), the
+        # count has each label once per rank, and the division corrects it. Otherwise the result is the labels per rank:
+        # each rank divides its part of the sum by it, and the average over ranks by DDP or FSDP is the mean.
         self._is_counting = True
         try:
             labels = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._is_counting = False
         host: Any = self
+        # Every rank computes a loss of the user from the whole batch, so the count of one process is right for it.
         if labels is None or (has_custom_loss(host) and not host.args.average_tokens_across_devices):
             return labels
         return labels / self.ring.world_size
@@ -336,6 +340,7 @@ class RingTrainerMixin:
         rings, _ = self._rings()
         rows = host.accelerator.pad_across_processes(rows, dim=0)  # the last batch of a ring may be smaller
         rows = host.accelerator.gather(rows.contiguous())
+        # Processes are ordered by ring, then by rank in it. All ranks of a ring have the same texts: keep the first's.
         rows = rows.unflatten(0, (rings, self.ring.world_size, -1))[:, 0].flatten(0, 1)
         if not has_length(loader.dataset):
             return rows
@@ -364,10 +369,12 @@ class RingTrainerMixin:
         if not is_wrapped(prepared):
             prepare(prepared)  # again: Trainer applies Liger's kernels when training begins
         # One seed per step: the batches of a step count on from it, and a resumed run continues with the same seeds.
+        # The index of the ring is part of it: rings have different texts, and the ranks of a ring need the same seed.
         host = self
         seed = seed_from(host.args.seed, self._rings()[1], host.state.global_step)
         if has_custom_loss(host):
             refuse_custom_loss(host)
+            # Outputs are whole already, so `_gather_tokens` has nothing to gather.
             self._seq = None
             return partial(self._whole_step, model, prepared, seed), dict(inputs)
         self._seq, shards = shard_batch(self.ring, inputs, self.layout, model=prepared)
@@ -410,6 +417,7 @@ class ShardLoss:
     def __call__(self, outputs: Any, labels: Any, shift_labels: bool = False, num_items_in_batch: Any = None) -> Any:
         if isinstance(outputs, WholeOutput):
             return self.loss(outputs, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
+        # Trainer asks to shift causal labels. Those of a shard are shifted already, so the request is dropped below.
         if num_items_in_batch is None:
             raise UnsupportedError(
                 "num_items_in_batch is missing: a rank needs the number of all labels for its part of the mean; pass it"
@@ -433,6 +441,7 @@ def check_trainer(kind: type[Any]) -> None:
     method = getattr(transformers.Trainer, "_prepare_context_parallel_inputs", None)
     if not issubclass(kind, transformers.Trainer):
         raise UnsupportedError(f"{kind.__name__} must inherit from RingTrainerMixin and then from transformers.Trainer")
+    # The signature stands for the version: the method is private and may change in any release.
     is_checked = method is not None and list(inspect.signature(method).parameters) == ["self", "model", "inputs"]
     if not is_checked or not hasattr(transformers.Trainer, "get_cp_size"):
         raise UnsupportedError(
@@ -467,6 +476,7 @@ def refuse_custom_loss(host: Any) -> None:
     """Raise `UnsupportedError` for a loss of the user if the scale that Trainer applies to it cannot be corrected."""
     import transformers
 
+    # Before 5.20, compute_loss never calls `get_tp_size`, by which `RingTrainerMixin` corrects the scale.
     if has_custom_loss(host) and "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:
         raise UnsupportedError(
             f"compute_loss of {type(host).__name__}, or compute_loss_func: every rank computes the whole loss, which "
@@ -576,6 +586,7 @@ def shards_of(loader: Any) -> list[Any]:
 
 def share_training(loader: Any, rings: int, ring_index: int) -> Any:
     """Set up a loader for training to distribute batches over `rings`, and return it."""
+    # accelerate divides data by these two numbers: a ring takes the place of a process.
     for shard in shards_of(loader):
         shard.num_processes, shard.process_index = rings, ring_index
         if rings == 1:  # keep the small last batch of an epoch, like one process
@@ -590,8 +601,11 @@ def share_evaluation(loader: Any, rings: int, ring_index: int) -> Any:
 
     A stream can only be read by one ring.
     """
+    # accelerate no longer divides anything; `RoundRobin` does, and repeats at most one batch where accelerate would
+    # start again from the first texts.
     for shard in shards_of(loader):
         shard.num_processes, shard.process_index = 1, 0
+        # By one text at a time, a stream is not filled up to whole batches with texts that were read before.
         if is_stream(shard):
             shard.batch_size = 1
         elif not isinstance(shard.batch_sampler, RoundRobin):  # a loader with persistent workers is reused
