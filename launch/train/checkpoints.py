@@ -133,6 +133,7 @@ class Checkpoints:
         def begin() -> None:
             if lost := self.lock and self.lock.lost():
                 raise RingError(f"out={self.config.out}: {lost}; nothing is saved there any more")
+            # Of a save or a removal during which the run was killed.
             for remains in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.deleted")]:
                 shutil.rmtree(remains)
             partial.mkdir(parents=True)
@@ -140,6 +141,7 @@ class Checkpoints:
         def write() -> dict[str, tuple[int, str]]:
             with _without_group_warning():
                 dcp.save(state, checkpoint_id=partial)
+            # Each rank reads its own files back, so that all digests take no longer than those of one rank.
             return {file.name: described(file) for file in partial.glob(f"__{rank}_*")}
 
         def end(files: dict[str, tuple[int, str]]) -> None:
@@ -149,6 +151,7 @@ class Checkpoints:
                 remove(path)
             partial.rename(path)
 
+        # Each step is confirmed by all ranks. The folder gets the name of a checkpoint last, in one rename.
         self._on_all_ranks(partial, needed, begin if rank == 0 else None)
         of_ranks = self._on_all_ranks(partial, needed, write)
         files = {name: tuple(facts) for of_rank in of_ranks for name, facts in of_rank.items()}
@@ -176,6 +179,7 @@ class Checkpoints:
         if failed:
             if self.everyone.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
+            # No rank looks for checkpoints, or raises and ends, before the folder is clean.
             self.everyone.barrier()
             of_rank = f" (rank {failed[0][0]})" if self.everyone.world_size > 1 else ""
             outlook = "no checkpoint exists yet"
@@ -197,6 +201,7 @@ class Checkpoints:
                 if self.everyone.rank == 0:
                     remove(path)
             else:
+                # The new one is good: its digests were computed from its files a moment ago.
                 good += path == new or self._damage(path) is None
 
     def resume(self, model: Transformer, optimizer: Optimizer) -> Curve:
@@ -348,6 +353,7 @@ def all_finite(everyone: Ring, model: Transformer, optimizer: Optimizer | None =
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.is_floating_point():
             spoiled += (~local.isfinite().all()).to(spoiled)
+    # Under FSDP one rank may hold the only shard that is not finite, and all ranks must raise.
     everyone.all_reduce([spoiled])
     return not spoiled.item()
 
@@ -387,6 +393,7 @@ def write_run(folder: Path, content: dict[str, Any], files: dict[str, tuple[int,
     content = {**content, "files": files}
     with (folder / RUN).open("x", encoding="utf-8") as run:
         json.dump({**content, "digest": _digest(content)}, run, allow_nan=False)
+        # On the disk before the rename that follows. torch has done so with the other files.
         run.flush()
         os.fsync(run.fileno())
 
@@ -494,6 +501,7 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
         """See `FileSystemReader.read_metadata`."""
+        # What torch's method does after it has unpickled the file.
         self._metadata.storage_meta = self._metadata.storage_meta or dcp_metadata.StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
@@ -525,6 +533,7 @@ def load_checkpoint(everyone: Ring, state: dict[str, Any], path: Path) -> None:
         refusal = error
     except Exception as error:  # unpickling may raise any error for damaged bytes
         refusal = InputError(f".metadata cannot be read ({type(error).__name__}: {error})")
+    # All ranks refuse before any of them is in `dcp.load`, where it would wait for the others.
     everyone.check_consistency("which checkpoint to load", refusal, always=True)
     try:
         dcp.load(state, storage_reader=reader, planner=Planner())

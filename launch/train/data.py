@@ -141,6 +141,7 @@ def drawn(ring: Ring, replica: int, text: Documents, step: int, config: TrainCon
     """Draw this replica's sequences of a step, on its device, in the parts in which they pass the model."""
     shorter = shortened(step, config.curriculum_start_tokens, config.tokens, config.curriculum_steps)
     length, batch = config.tokens // shorter, config.batch * shorter
+    # Of one batch that does not depend on the number of replicas.
     share = batch // config.replicas
     purpose = "dilated" if config.attention == "dilated" else "causal"
     if config.pack_documents:
@@ -162,6 +163,7 @@ def windows(text: Tensor, step: int, batch: int, tokens: int, seed: int) -> Tens
     The positions depend on (seed, step) alone, so every rank draws the same and a run can start at any step.
     `load` has refused a text that is shorter than one window.
     """
+    # The factor exceeds the steps of any likely run, so no two seeds share the draws of a step.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(text) - tokens + 1, (batch, 1), generator=generator)
     return text[starts + torch.arange(tokens)].long()
@@ -182,6 +184,7 @@ def packed(documents: Documents, index: int, tokens: int, seed: int) -> tuple[Te
         drawn = int(torch.searchsorted(ends, offset, right=True))
         left = int(ends[drawn]) - offset  # of this document
         count = min(left, tokens - cuts[-1])
+        # `ends` is of the shuffled order, `cuts` of the text. The distance to the document's end is the same in both.
         start = documents.cuts[int(order[drawn]) + 1] - left
         pieces.append(documents.tokens[start : start + count])
         cuts.append(cuts[-1] + count)
@@ -189,6 +192,7 @@ def packed(documents: Documents, index: int, tokens: int, seed: int) -> tuple[Te
     return torch.cat(pieces).long(), tuple(cuts)
 
 
+# A step reads one stretch of the text, which touches one or two passes unless the text is tiny.
 @lru_cache(maxsize=4)
 def _shuffled(documents: Documents, number: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return the order of the documents in pass `number` over the text, and where each of them ends in it."""

@@ -122,6 +122,7 @@ def _trained(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the result of `train`, which ends at the time `ends`; `lock` is rank 0's of the folder it saves to."""
     replica = replica_of(everyone, ring)
+    # The measurement begins after the warm-up, and before the model, whose weights count.
     warm_up(ring, everyone, text, config)
     memory = PeakMemory(ring.device)
     ring.reset_counters()
@@ -180,6 +181,8 @@ def make_model(everyone: Ring, config: TrainConfig, vocabulary: int = VOCABULARY
         config.model, vocabulary, DTYPES[config.dtype], config.seed, config.recompute, config.tiled_mlp_tokens
     )
     model.to(everyone.device)
+    # Before the weights are sharded: then each rank would have another part. The seed is the same on all ranks, but
+    # another version of torch may draw other numbers from it.
     everyone.broadcast([weight.data for weight in model.parameters()], src=0)
     if config.sharding != "none":
         shard_model(everyone, model, config.sharding, config.timeout_s)
@@ -261,6 +264,7 @@ def backward(
     step in words, if it must have a label; raises `InputError` on all ranks if it has none.
     """
     labels = [_labels(part, config) for part in parts]
+    # Counted over all parts and ranks before the first backward, because every part of the loss is divided by it.
     valid = torch.stack([(of_part != IGNORE).sum() for of_part in labels]).sum().to(torch.float64)
     everyone.all_reduce([valid])
     if name and not valid:
@@ -287,6 +291,7 @@ def backward(
 
 def _labels(part: BatchPart, config: TrainConfig) -> Tensor:
     """Return the labels of this rank's tokens, (sequences, tokens)."""
+    # In the whole sequences, because a prompt may end on another rank. The shift then moves these labels as well.
     learned = part.tokens.clone()
     learned[:, : config.prompt_tokens] = IGNORE
     return part.seq.shard_labels(learned, ignore_index=IGNORE)
@@ -305,6 +310,7 @@ def local_part(
     narrowest = min(config.model.dim, config.model.hidden_dim)
     saved = SavedActivations(config.saved_activations, weights, labels.numel(), narrowest)
     attend = attention_of(seq, config)
+    # Under full recomputation attention is inside the checkpoint, where `exactly` would keep what is to be recomputed.
     if config.recompute not in ("full", "offloaded"):
         attend = saved.exactly(attend)
     with saved.packing():

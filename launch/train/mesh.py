@@ -139,6 +139,7 @@ def load_on_all_ranks(everyone: Ring, ring: Ring, config: TrainConfig) -> Docume
         refusal = error
     everyone.check_consistency("what to train", refusal, always=True)
     assert text is not None
+    # The keys a second time: `train` may be called with rings that `opened_mesh` has not opened.
     _compare(everyone, config, {**_keys(config), "text": text.digest()})
     return text
 
@@ -176,6 +177,7 @@ def _keys(config: TrainConfig) -> dict[str, Any]:
 
 def _compare(everyone: Ring, config: TrainConfig, facts: dict[str, Any]) -> None:
     """Raise `DisagreementError` on all ranks for the first key in which a rank's facts differ from rank 0's."""
+    # Each rank finds the same first difference in the same answers, so all raise the same error.
     first, *others = [json.loads(message) for message in everyone.all_gather_text(json.dumps(facts))]
     for rank, theirs in enumerate(others, 1):
         key = next((key for key in theirs if theirs[key] != first.get(key)), None)

@@ -158,6 +158,7 @@ class Transformer(nn.Module):
             self.double()
 
     def _draw_weights(self, seed: int) -> None:
+        # On the CPU in float32, before the model gets its device and dtype, so that all runs of a seed begin alike.
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
@@ -204,7 +205,8 @@ def shard_model(everyone: Ring, model: Transformer, sharding: str, timeout_s: fl
     join_process_group(everyone, "sharding", timeout_s)
     mesh = init_device_mesh(everyone.device.type, (everyone.world_size,), mesh_dim_names=("dp_cp",))
     parts = [fully_shard(block, mesh=mesh, reshard_after_forward=sharding == "zero3") for block in model.blocks]
-    # The weights outside the blocks are not dropped after forward, because their backward begins at once.
+    # The model comes last and takes the weights that no block has. They are not dropped after forward, because their
+    # backward begins at once.
     parts.append(fully_shard(model, mesh=mesh, reshard_after_forward=False))
     for part in parts:
         part.set_gradient_divide_factor(1.0)  # of that part alone; the default divides by the ranks
