@@ -88,6 +88,7 @@ def context_parallel(
     with torch.no_grad():
         shards = [seq.shard(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
         wholes = [None if id(buffer) in kept_ids else buffer.detach() for buffer in buffers]
+        # In place, as torch does it: the model holds the same tensor objects and must find the shards in them.
         for buffer, shard in zip(buffers, shards, strict=True):
             _set_memory(buffer, shard)
     try:
@@ -236,6 +237,7 @@ class _LocalRanges:
 
     def _has_positions(self) -> bool:
         """Return whether positions are among the buffers, or the caller has called `seq.positions()`."""
+        # The cache of `seq.positions()`, which is filled by its first call.
         if self.seq._positions is not None:
             return True
         positions = [self.seq.positions(per_document) for per_document in (False, True)]

@@ -150,6 +150,7 @@ def tiles_of(blocks: Tensor, size: tuple[int, int], length: int) -> Tiles:
     block = torch.tensor(size, device=blocks.device)
     starts = blocks.nonzero() * block
     last = torch.minimum(starts + block, torch.tensor(length, device=blocks.device)) - 1
+    # First along queries, then along keys. A block at the end of the sequence is short, so some cuts are outside of it.
     for side in range(2):
         steps = torch.arange(0, min(size[side], length), TILE_TOKENS, device=blocks.device)
         moved = starts[:, None].repeat(1, len(steps), 1)

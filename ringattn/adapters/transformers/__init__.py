@@ -100,6 +100,7 @@ def prepare(
             f"the attention of {type(model).__name__} cannot be set to {NAME!r}; only models whose attention uses "
             "transformers' AttentionInterface can attend through a ring"
         )
+    # First, because the functions below tell text from towers by these marks.
     mark_parts(model, text)
     refuse_text_towers(model)
     accept_liger_loss(model)
@@ -108,5 +109,6 @@ def prepare(
         watch_rotary(model)
         watch_images(model)
         prepared_models.add(model)
+    # Last, because it wraps the forward and the loss that `watch` has set.
     save_memory(model, tiled_mlp, chunked_loss, offload_checkpoints)
     return whole

@@ -435,6 +435,7 @@ def is_tower(module: nn.Module, query: Tensor, mask: object) -> bool:
 
 
 def _looks_like_tower(module: nn.Module, mask: object) -> bool:
+    # The towers of transformers attend in both directions.
     if getattr(module, "is_causal", False) or (isinstance(mask, MaskSpec) and mask.causal):
         return False
     config: Any = getattr(module, "config", None)
