@@ -1,4 +1,4 @@
-"""The words of a command line: one key for one concept, names, counts of tokens, help, and what is refused."""
+"""Command lines: key=value options, names, token counts, help texts, and the errors of wrong options."""
 
 from __future__ import annotations
 
@@ -57,27 +57,25 @@ COMMANDS = (RunConfig, CheckConfig, ExplainConfig, PlanConfig, TrainConfig, Time
 
 
 @pytest.mark.parametrize("read", [load, load_plain])
-def test_the_worked_example_of_a_key_is_read_limited_suggested_and_shown(
-    read: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_documented_example_of_a_new_key_works(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     schema = example("WarmedCall")["WarmedCall"]
     assert (read(["warmups=5", "heads=4"], schema).warmups, read([], schema).warmups) == (5, 2)
-    for words, message in {
+    for argument, message in {
         "warmups=-1": "warmups=-1: must be at least 0",
         "warmups=few": "warmups=few: should be a whole number",
         "warmup=5": "did you mean warmups",
     }.items():
         with pytest.raises(InputError, match=message):
-            read([words], schema)
+            read([argument], schema)
     assert re.search(r"^ +warmups +2 +calls before those that are timed$", help_text("run", "", schema), re.MULTILINE)
 
 
-# --- words that are not key=value ------------------------------------------------------------------------------------
+# --- arguments that are not key=value --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "message"),
     [
         ("--tokens 128k", "--tokens 128k: write tokens=128k"),
         ("--tokens=128k", "--tokens=128k: write tokens=128k"),
@@ -105,25 +103,25 @@ def test_the_worked_example_of_a_key_is_read_limited_suggested_and_shown(
         *((f"tokens={text}", f"tokens={text}: is no length; write 131072, 128k, 128Ki") for text in ("abc", "1.5")),
     ],
 )
-def test_what_to_write_instead(words: str, says: str) -> None:
+def test_the_error_of_a_malformed_argument_says_what_to_write_instead(arguments: str, message: str) -> None:
     with pytest.raises(InputError) as refused:
-        load(words.split(), PlanConfig)
-    assert str(refused.value).startswith(says)
+        load(arguments.split(), PlanConfig)
+    assert str(refused.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    "words", ["--out x", "--ranks=2", "ranks = 2", "-m", "--nproc=2", "--fast", "ranks=two", "rank=2", "rounds=0"]
+    "arguments", ["--out x", "--ranks=2", "ranks = 2", "-m", "--nproc=2", "--fast", "ranks=two", "rank=2", "rounds=0"]
 )
-def test_commands_without_hydra_say_the_same(words: str) -> None:
-    said = set()
+def test_commands_without_hydra_raise_the_same_errors(arguments: str) -> None:
+    messages = set()
     for read in (load, load_plain):
         with pytest.raises(InputError) as refused:
-            read(words.split(), CalibrateConfig)
-        said.add(str(refused.value))
-    assert len(said) == 1
+            read(arguments.split(), CalibrateConfig)
+        messages.add(str(refused.value))
+    assert len(messages) == 1
 
 
-def test_a_sweep_and_a_comparison_say_so_too() -> None:
+def test_sweep_and_compare_reject_malformed_arguments_too() -> None:
     with pytest.raises(InputError, match=r"^--multirun: of all commands .* without it$"):
         described(["--multirun", "tokens=64,96"])
     with pytest.raises(InputError, match=r"^--heads 4: write heads=4$"):
@@ -132,35 +130,35 @@ def test_a_sweep_and_a_comparison_say_so_too() -> None:
         compare.main(["--threshold", "0.1", "a", "b"])
 
 
-def test_what_words_come_to_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["tokens=1k", "batch=2", "tokens=2k", "-m", "tokens=128k", "heads=4", "heads=8", "window_tokens=1Ki,64"]
-    assert list(notes_on(words)) == [
+def test_repeated_keys_and_token_counts_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tokens=1k", "batch=2", "tokens=2k", "-m", "tokens=128k", "heads=4", "heads=8", "window_tokens=1Ki,64"]
+    assert list(notes_on(arguments)) == [
         "tokens is given 3 times: tokens=128k counts",
         "heads is given twice: heads=8 counts",
         "tokens=128k is 128,000 tokens (128Ki: 131,072)",
         "window_tokens=1Ki is 1,024 tokens",
     ]
-    assert load(words[:3], PlanConfig).tokens == 2000
+    assert load(arguments[:3], PlanConfig).tokens == 2000
     assert cli.main(["plan", "tokens=1k", "tokens=2k", "tokn=1"]) == 2
-    said = capsys.readouterr().err
-    assert "plan: tokens is given twice: tokens=2k counts\n" in said and "tokens=1k is" not in said
+    errors = capsys.readouterr().err
+    assert "plan: tokens is given twice: tokens=2k counts\n" in errors and "tokens=1k is" not in errors
 
 
-def test_a_command_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_argument_must_be_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["help", "plan"]) == 0 and capsys.readouterr().out.startswith("usage: ringattn plan [key=value")
     assert cli.main(["tokens=128k"]) == 2
     assert "is not a command; a command comes first, as ringattn run tokens=128k\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("unread", "flushed"), [(True, False), (True, True), (False, False)])
-def test_a_pipe_that_nobody_reads_ends_a_command_without_a_traceback(
-    unread: bool, flushed: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("closed", "flushed"), [(True, False), (True, True), (False, False)])
+def test_a_closed_output_pipe_ends_a_command_without_a_traceback(
+    closed: bool, flushed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `ringattn explain | head`; where it is another pipe that broke, that is told."""
+    """The pipe is that of `ringattn explain | head`. If another pipe breaks, the command raises the error."""
 
-    def run(words: Sequence[str]) -> int:
+    def run(arguments: Sequence[str]) -> int:
         print("many lines", flush=flushed)
-        if not unread:
+        if not closed:
             raise BrokenPipeError("of a socket")
         return 0
 
@@ -168,7 +166,7 @@ def test_a_pipe_that_nobody_reads_ends_a_command_without_a_traceback(
     monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=run))
     with os.fdopen(write, "w") as out:
         monkeypatch.setattr("sys.stdout", out)
-        if unread:
+        if closed:
             os.close(read)
             assert cli.main(["plan"]) == 141
             return
@@ -177,11 +175,11 @@ def test_a_pipe_that_nobody_reads_ends_a_command_without_a_traceback(
     os.close(read)
 
 
-def test_a_full_disk_behind_the_standard_output_ends_a_command_in_one_sentence() -> None:
+def test_a_full_disk_behind_the_standard_output_is_one_line_of_error() -> None:
     with open("/dev/full", "w") as full:
         running = started("-m", "ringattn", "simulate", "--help", stdout=full)
         _, errors = running.communicate()
-    # --help is printed by the command itself, and Python would write what is left once more when it exits.
+    # The command prints its help itself. Python would try to write the rest of its buffer again when it exits.
     assert running.returncode == 2
     assert errors.splitlines() == [
         "ringattn simulate: the standard output or a file could not be written: No space left on device; free some "
@@ -189,8 +187,8 @@ def test_a_full_disk_behind_the_standard_output_ends_a_command_in_one_sentence()
     ]
 
 
-def test_other_errors_of_files_are_not_called_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(words: Sequence[str]) -> int:
+def test_other_file_errors_are_not_reported_as_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(arguments: Sequence[str]) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=run))
@@ -198,7 +196,7 @@ def test_other_errors_of_files_are_not_called_a_full_disk(monkeypatch: pytest.Mo
         cli.main(["plan"])
 
 
-# --- counts of tokens ------------------------------------------------------------------------------------------------
+# --- token counts ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -214,18 +212,18 @@ def test_other_errors_of_files_are_not_called_a_full_disk(monkeypatch: pytest.Mo
         ("out", "8k", "8k"), ("repeats", "1e1", "1e1"), ("seed", "1k", "1k"),
     ],
 )  # fmt: skip
-def test_counts_of_tokens(key: str, text: str, count: str) -> None:
+def test_suffixes_of_token_counts_are_expanded(key: str, text: str, count: str) -> None:
     assert spelled([f"{key}={text}"], RunConfig) == [f"{key}={count}"]
 
 
-def test_counts_reach_commands() -> None:
+def test_commands_receive_the_expanded_token_counts() -> None:
     assert load(["tokens=128Ki"], RunConfig, "run").tokens == 131_072
     assert load(["curriculum_start_tokens=1Ki"], TrainConfig, "train").curriculum_start_tokens == 1024
     assert [point.config.tokens for point in described(["tokens=1k,1Ki"])[1]] == [1000, 1024]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("value", "message"),
     [
         *((text, "is no length; write 131072, 128k, 128Ki, 1M, 1Mi, 1e6 or 1B") for text in (
             "128x", "5kg", "1e-3", "0x20", "64,128x", "range(1k,4x)")),
@@ -233,16 +231,16 @@ def test_counts_reach_commands() -> None:
         ("128,000", "write 128000, without commas"), ("1,024,000", "write 1024000, without commas"),
     ],
 )  # fmt: skip
-def test_what_is_no_count_is_refused(wrong: str, says: str) -> None:
-    with pytest.raises(InputError, match=rf"^tokens=\w+.*: {says}"):
-        with_lengths("tokens", wrong)
+def test_a_wrong_token_count_is_an_error(value: str, message: str) -> None:
+    with pytest.raises(InputError, match=rf"^tokens=\w+.*: {message}"):
+        with_lengths("tokens", value)
 
 
 # --- keys and names --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("schema", "words", "same"),
+    ("schema", "argument", "normalized"),
     [
         (PlanConfig, "hardware=H100", "hardware=h100"),
         (PlanConfig, "preset=LLAMA3-8B", "preset=llama3-8b"),
@@ -258,30 +256,30 @@ def test_what_is_no_count_is_refused(wrong: str, says: str) -> None:
         (PlanConfig, "warm_ups=1", "warm_ups=1"),
     ],
 )
-def test_names_in_any_case(schema: Any, words: str, same: str) -> None:
-    assert spelled([words], schema) == [same]
+def test_names_are_normalized(schema: Any, argument: str, normalized: str) -> None:
+    assert spelled([argument], schema) == [normalized]
 
 
 @pytest.mark.parametrize("schema", [schema for schema in COMMANDS if schema is not CheckConfig])
-def test_a_schedule_may_have_a_number(schema: Any) -> None:
-    name = {RunConfig: "run", TrainConfig: "train"}.get(schema)
-    assert load(["schedule=double_ring:2"], schema, name).schedule == "double_ring:2"
+def test_double_ring_takes_a_number(schema: Any) -> None:
+    command = {RunConfig: "run", TrainConfig: "train"}.get(schema)
+    assert load(["schedule=double_ring:2"], schema, command).schedule == "double_ring:2"
     for wrong in ("double_ring:two", "double_ring:02", "double_ring:", "double_ring:N", "ring:2"):
         with pytest.raises(InputError, match=f"^schedule={wrong}.*choose one of auto, ring, .*, double_ring:N"):
-            load([f"schedule={wrong}"], schema, name)
+            load([f"schedule={wrong}"], schema, command)
 
 
 @pytest.mark.parametrize("schema", [RunConfig, TrainConfig, CalibrateConfig, CheckConfig])
-def test_either_name_of_a_dtype_is_taken(schema: Any) -> None:
+def test_both_names_of_a_dtype_are_accepted(schema: Any) -> None:
     declared = next(described.metadata["choices"] for key, _, described in leaves(schema()) if key == "dtype")
     for pair in SAME_NAMES[:4]:
-        found = {spelled([f"dtype={name}"], schema)[0] for name in pair}
-        assert len(found) == 1 if set(pair) & set(declared) else len(found) == 2
+        normalized = {spelled([f"dtype={name}"], schema)[0] for name in pair}
+        assert len(normalized) == 1 if set(pair) & set(declared) else len(normalized) == 2
     assert load(["dtype=bf16"], schema) == load(["dtype=bfloat16"], schema)
 
 
 @pytest.mark.parametrize(
-    ("schema", "word", "new"),
+    ("schema", "argument", "replacement"),
     [
         (RunConfig, "nproc=3", "ranks=3"),
         (RunConfig, "q_heads=4", "heads=4"),
@@ -293,19 +291,21 @@ def test_either_name_of_a_dtype_is_taken(schema: Any) -> None:
         (TimelineConfig, "window_tokens=7", "window=[LEFT,RIGHT] without the query's own key"),
     ],
 )
-def test_a_key_of_another_command_is_refused_with_the_one_here(schema: Any, word: str, new: str) -> None:
+def test_the_error_of_another_commands_key_names_this_commands_key(
+    schema: Any, argument: str, replacement: str
+) -> None:
     with pytest.raises(InputError) as refused:
-        spelled([word], schema)
-    assert str(refused.value).startswith(f"{word}: this key has another name here; write {new}")
+        spelled([argument], schema)
+    assert str(refused.value).startswith(f"{argument}: this key has another name here; write {replacement}")
 
 
-def test_every_key_of_elsewhere_leads_to_a_key_of_some_command() -> None:
+def test_every_replacement_key_exists_in_a_command() -> None:
     keys = {leaf for schema in (*COMMANDS, CalibrateConfig, SweepConfig) for leaf, _, _ in leaves(schema())}
     assert {new.partition("=")[0] for new in ELSEWHERE.values()} <= keys
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("argument", "message"),
     [
         ("preset=8B", "preset=8B: did you mean llama3-8b?"),
         ("preset=lama3-8b", "preset=lama3-8b: did you mean llama3-8b?"),
@@ -315,44 +315,45 @@ def test_every_key_of_elsewhere_leads_to_a_key_of_some_command() -> None:
         ("hardware=v100", "hardware=v100: unknown machine; one of "),
     ],
 )
-def test_a_wrong_name_is_answered_with_one_that_makes_sense(words: str, told: str) -> None:
+def test_the_error_of_a_wrong_name_suggests_a_valid_name(argument: str, message: str) -> None:
     with pytest.raises(InputError) as refused:
-        plan.main([words])
-    assert str(refused.value).startswith(told)
+        plan.main([argument])
+    assert str(refused.value).startswith(message)
     assert str(no_such_key("heads", ["model.heads", "tokens"])) == "heads: no such key; did you mean model.heads?"
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("GB200-NVL72", "gb200"), ("h100-80", "h100"), ("b2", "b200 or gb200"), ("HGX B200", "b200")]
+    ("name", "suggestion"),
+    [("GB200-NVL72", "gb200"), ("h100-80", "h100"), ("b2", "b200 or gb200"), ("HGX B200", "b200")],
 )
-def test_a_machine_is_its_model(name: str, meant: str) -> None:
-    with pytest.raises(InputError, match=f"^cluster={name}: did you mean {meant}[?] one of "):
+def test_the_error_of_a_wrong_cluster_suggests_the_gpu_model(name: str, suggestion: str) -> None:
+    with pytest.raises(InputError, match=f"^cluster={name}: did you mean {suggestion}[?] one of "):
         cluster_named(name)
 
 
-# --- what a command says at once -------------------------------------------------------------------------------------
+# --- help and output before slow imports -----------------------------------------------------------------------------
 
 
 SLOW = ("torch", "hydra", "matplotlib", "jinja2")
-"""Packages that take from half a second to several."""
+"""Packages that take half a second or more to import."""
 
 
-def test_the_names_are_those_of_what_they_name() -> None:
+def test_the_choices_of_options_match_the_code_they_select() -> None:
     assert (options.ENGINES, options.TRANSPORTS, options.DTYPES) == (
         select.ENGINES, rendezvous.TRANSPORTS, tuple(exactness.DTYPES)
     )  # fmt: skip
 
 
-def test_no_help_waits_for_what_is_slow_to_load() -> None:
+def test_help_imports_no_slow_package() -> None:
     program = f"""
 import contextlib, io, json, sys
 from ringattn import cli
-found = {{}}
+results = {{}}
 for command in cli.COMMANDS:
-    with contextlib.redirect_stdout(io.StringIO()) as told:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         assert cli.main([command, "--help"]) == 0
-    found[command] = [told.getvalue()[:6], *(name for name in {SLOW!r} if name in sys.modules)]
-print(json.dumps(found))
+    results[command] = [output.getvalue()[:6], *(name for name in {SLOW!r} if name in sys.modules)]
+print(json.dumps(results))
 """
     done = python("-c", program)
     assert done.returncode == 0, done.stderr
@@ -371,7 +372,7 @@ def test_help_fits_the_width_of_the_terminal(
     assert cli.main([command, "--help"] if command else ["--help"]) == 0
     text = capsys.readouterr().out
     assert [line for line in text.splitlines() if len(line) > width and " " in line.strip()] == []
-    assert text.replace("\\\n", "").split() == widest.replace("\\\n", "").split(), "no word is lost"
+    assert text.replace("\\\n", "").split() == widest.replace("\\\n", "").split(), "a word is missing"
 
 
 def test_help_without_a_terminal_has_a_fixed_width() -> None:
@@ -379,53 +380,53 @@ def test_help_without_a_terminal_has_a_fixed_width() -> None:
     assert 90 < max(map(len, done.stdout.splitlines())) <= 100
 
 
-def test_wrapped_commands_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrapped_commands_can_be_pasted_into_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    words = "ringattn plan tokens=1000000000 recompute=full picture=plan.png"
-    lines = wrapped(f"Examples: ringattn plan\n          {words}")
+    command = "ringattn plan tokens=1000000000 recompute=full picture=plan.png"
+    lines = wrapped(f"Examples: ringattn plan\n          {command}")
     assert lines[0] == "Examples: ringattn plan" and len(lines) > 2
     assert all(line.endswith(" \\") for line in lines[1:-1]) and max(map(len, lines)) <= 40
-    assert "".join(lines[1:]).replace("\\", "").split() == words.split()
+    assert "".join(lines[1:]).replace("\\", "").split() == command.split()
 
 
-def test_prose_of_the_help_is_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paragraphs_of_the_help_are_wrapped_to_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     text = "One two three four five six seven eight nine ten\neleven.\n\n  DIR  folder of one or more points of a sweep"
     assert wrapped(text) == ["One two three four five six seven eight", "nine ten eleven.", "",
                              "  DIR  folder of one or more points of a", "       sweep"]  # fmt: skip
 
 
-def test_no_default_of_the_help_breaks_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newlines_in_defaults_are_escaped_in_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     (line,) = (line for line in help_text("train", "", TrainConfig).splitlines() if "separator" in line)
     assert r"\n\n" in line and "what documents of the text end with" in line
 
 
 @pytest.mark.parametrize("command", ["run", "sweep", "train", "check"])
-def test_what_starts_is_said_before_anything_slow_is_loaded(
+def test_the_start_is_announced_before_slow_imports(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
     def load(name: str) -> object:
-        said.append(capsys.readouterr().err)
+        messages.append(capsys.readouterr().err)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "import_module", load)
     assert cli.main([command, "tokens=8k"]) == 130
-    assert said[0].startswith(f"ringattn {command}: {cli.STARTS[command]}")
-    assert "tokens=8k is 8,000 tokens" in said[0]
+    assert messages[0].startswith(f"ringattn {command}: {cli.STARTS[command]}")
+    assert "tokens=8k is 8,000 tokens" in messages[0]
     monkeypatch.setenv("RANK", "1")
-    assert cli.main([command]) == 130 and said[1] == ""  # one rank says it
+    assert cli.main([command]) == 130 and messages[1] == ""  # only rank 0 prints it
 
 
 @pytest.mark.parametrize(
-    ("command", "again"),
+    ("command", "advice"),
     [("run", "nothing is saved; run the same command again"), ("sweep", "finished points are saved"),
      ("train", "to continue from the last checkpoint in out")],
 )  # fmt: skip
-def test_ctrl_c_while_modules_are_loaded_is_answered_at_once(
-    command: str, again: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_ctrl_c_interrupts_slow_imports_at_once(
+    command: str, advice: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(name: str) -> object:
         os.kill(os.getpid(), signal.SIGINT)
@@ -433,40 +434,44 @@ def test_ctrl_c_while_modules_are_loaded_is_answered_at_once(
         raise AssertionError("not interrupted")
 
     monkeypatch.setattr(cli, "import_module", load)
-    # Python's own handler, which a process that was started in the background lacks: there Ctrl-C is ignored.
-    theirs, before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.default_int_handler
+    # Set Python's default handler: a process that was started in the background ignores SIGINT.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert cli.main([command]) == 130
-        assert signal.getsignal(signal.SIGINT) is before
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
-        signal.signal(signal.SIGINT, theirs)
+        signal.signal(signal.SIGINT, previous)
     printed = capsys.readouterr()
-    assert f"ringattn {command}: interrupted; " in printed.err and again in printed.err
+    assert f"ringattn {command}: interrupted; " in printed.err and advice in printed.err
     assert "Traceback" not in printed.err
 
 
-def heeds_ctrl_c() -> None:
-    """What a shell in the foreground does for a command; in the background SIGINT is ignored."""
+def accept_ctrl_c() -> None:
+    """Reset SIGINT to its default, as in a foreground process. Background processes ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_ranks_at_once_and_leaves_none() -> None:
-    words = "-m", "ringattn", "run", "ranks=2", "tokens=256", "shape=small", "repeats=100000"
-    running = started(*words, start_new_session=True, preexec_fn=heeds_ctrl_c)
+def test_ctrl_c_ends_a_run_before_the_agent_times_out() -> None:
+    arguments = "-m", "ringattn", "run", "ranks=2", "tokens=256", "shape=small", "repeats=100000"
+    running = started(*arguments, start_new_session=True, preexec_fn=accept_ctrl_c)
     wait_for_line(running, "pass 1 ")
     start = time.monotonic()
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
-    took_s = time.monotonic() - start
+    duration_s = time.monotonic() - start
     assert running.returncode == 130 and "interrupted; nothing is saved" in errors and "Traceback" not in errors
-    assert took_s < 20.0  # torch's agent would wait 30 s for ranks that do not end; what is left is for a busy machine
+    # If a rank did not end, torch's agent would wait 30 s for it. The limit leaves time for a busy machine.
+    assert duration_s < 20.0
 
 
-def test_under_torchrun_what_all_ranks_refuse_is_one_failure(
+def test_torchrun_reports_an_error_of_all_ranks_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 tells torchrun why; another one ends well when torchrun ends it, and as a failure if it was alone."""
+    """Rank 0 writes the reason for torchrun and exits with 2.
+
+    Rank 1 waits. It exits with 0 if torchrun ends it, and with 2 if it does not.
+    """
     file = tmp_path / "error.json"
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(file)}.items():
         monkeypatch.setenv(name, value)
@@ -489,36 +494,36 @@ def test_under_torchrun_what_all_ranks_refuse_is_one_failure(
     assert "no such key" in capsys.readouterr().err
 
 
-# --- the mistakes that users are most likely to make -----------------------------------------------------------------
+# --- likely mistakes of users ----------------------------------------------------------------------------------------
 
 
 SMALL = ("tokens=64", "shape=small", "repeats=1", "warmup=1")
 INSIDE = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-"""What torchrun sets for rank 0 of 4; the mistakes are found before anybody meets."""
+"""The variables that torchrun sets for rank 0 of 4. The mistakes below are reported before the ranks connect."""
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         ("sweep out=/proc/nowhere tokens=64,128", "out=/proc/nowhere: cannot be written"),
         ("sweeep ranks=1,2", "'sweeep' is not a command; did you mean sweep?"),
     ],
 )
-def test_mistakes_in_words(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words.split()) == 2
+def test_mistakes_in_arguments(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments.split()) == 2
     printed = capsys.readouterr()
-    assert told in printed.err and not printed.out
+    assert message in printed.err and not printed.out
 
 
 @pytest.mark.slow
-def test_the_command_exits_with_the_code() -> None:
+def test_a_misspelled_key_exits_with_2() -> None:
     done = ringattn("run", "shedule=ring")
     assert done.returncode == 2 and "shedule: no such key; did you mean schedule?" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize(
-    ("main", "words", "told"),
+    ("main", "arguments", "message"),
     [
         (run.main, ["ranks=8", "tokens=64"], "ranks=8: torchrun started 4; leave ranks out"),
         (run.main, ["tokens=64,128"], "without torchrun, for it starts its own ranks"),
@@ -526,52 +531,52 @@ def test_the_command_exits_with_the_code() -> None:
     ],
 )
 def test_mistakes_under_torchrun(
-    main: Callable[[list[str]], int], words: list[str], told: str, capsys: pytest.CaptureFixture[str],
+    main: Callable[[list[str]], int], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     for name, value in INSIDE.items():
         monkeypatch.setenv(name, value)
-    assert main(words) == 2 and told in capsys.readouterr().err
+    assert main(arguments) == 2 and message in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
-    assert main(words) == 2 and ("sweep" in words or not capsys.readouterr().err)  # said once, not by every rank
+    assert main(arguments) == 2 and ("sweep" in arguments or not capsys.readouterr().err)  # only rank 0 prints it
 
 
 @pytest.mark.slow
-def test_a_mistake_under_torchrun_is_an_exit_code() -> None:
+def test_a_mistake_under_torchrun_exits_with_2() -> None:
     done = ringattn("run", "ranks=8", "tokens=64", env=INSIDE)
     assert done.returncode == 2 and "torchrun started 4; leave ranks out" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["ranks=2", "transport=nccl"], "transport='nccl' needs a CUDA device, and torch finds none; use gloo"),
         (["engine=triton"], "engine='triton' "),
     ],
 )
-def test_what_this_machine_cannot_do(words: list[str], told: str) -> None:
+def test_gpu_options_on_a_machine_without_a_gpu(arguments: list[str], message: str) -> None:
     if torch.cuda.is_available():
-        pytest.skip("this machine can")
-    done = ringattn("run", *words, *SMALL)
-    assert done.returncode == 2 and told in done.stderr, done.stderr
+        pytest.skip("this machine has a GPU")
+    done = ringattn("run", *arguments, *SMALL)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
-def test_a_host_that_nobody_can_reach() -> None:
-    meeting = "nnodes=2", "node_rank=1", "timeout_s=2"
+def test_an_unreachable_host() -> None:
+    nodes = "nnodes=2", "node_rank=1", "timeout_s=2"
     for host in ("127.0.0.1", "no.such.host.invalid"):
         port = free_port()
-        done = ringattn("run", *meeting, f"rdzv_endpoint={host}:{port}", *SMALL)
+        done = ringattn("run", *nodes, f"rdzv_endpoint={host}:{port}", *SMALL)
         assert done.returncode == 1
         assert f"node 0 does not answer at {host}:{port}: check the host and port" in done.stderr
 
 
 @pytest.mark.slow
-def test_a_node_that_waits_alone() -> None:
-    meeting = "nnodes=2", "node_rank=0", f"rdzv_endpoint=127.0.0.1:{free_port()}"
-    done = ringattn("run", *meeting, "timeout_s=2", *SMALL)
+def test_a_missing_node() -> None:
+    nodes = "nnodes=2", "node_rank=0", f"rdzv_endpoint=127.0.0.1:{free_port()}"
+    done = ringattn("run", *nodes, "timeout_s=2", *SMALL)
     assert done.returncode == 1 and "nodes [1] of 2 did not arrive within 2 s: start `ringattn run`" in done.stderr
 
 
@@ -580,14 +585,15 @@ def test_a_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        meeting = f"rdzv_endpoint=127.0.0.1:{taken.getsockname()[1]}"
-        done = ringattn("run", "nnodes=2", "node_rank=0", meeting, "timeout_s=2", *SMALL)
+        endpoint = f"rdzv_endpoint=127.0.0.1:{taken.getsockname()[1]}"
+        done = ringattn("run", "nnodes=2", "node_rank=0", endpoint, "timeout_s=2", *SMALL)
     assert done.returncode == 1 and "is in use on node 0: choose another" in done.stderr
 
 
 @pytest.mark.slow
 def test_a_missing_nccl(tmp_path: Path) -> None:
-    # A GPU and no libnccl: torch says that there is a GPU, and no file is found under any of the library's names.
+    # The program simulates a machine with a GPU and without libnccl: torch reports a GPU, and the library's names
+    # match no file.
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, torch\n"
@@ -617,15 +623,15 @@ def test_the_folder_of_another_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed(tmp_path: Path) -> None:
-    flights = {"RINGATTN_FLIGHT_DIR": str(tmp_path)}
-    running = started("-m", "ringattn", "run", "ranks=2", "tokens=2048", "repeats=100000", env=flights)
+def test_a_killed_rank(tmp_path: Path) -> None:
+    environment = {"RINGATTN_FLIGHT_DIR": str(tmp_path)}
+    running = started("-m", "ringattn", "run", "ranks=2", "tokens=2048", "repeats=100000", env=environment)
     wait_for_line(running, "pass 1 ")
     os.kill(process_of_rank(1, running.pid), signal.SIGKILL)
     start = time.monotonic()
     _, errors = running.communicate(timeout=120)
     assert running.returncode == 1 and time.monotonic() - start < 60
     assert "rank 1 was killed (SIGKILL)" in errors and "use fewer tokens" in errors
-    (left,) = tmp_path.iterdir()  # by the other rank
-    assert left.name == "flight-0.json" and json.loads(left.read_text())["exchanges"] > 0
+    (record,) = tmp_path.iterdir()  # rank 0 wrote it
+    assert record.name == "flight-0.json" and json.loads(record.read_text())["exchanges"] > 0
     assert cli.main(["flight", str(tmp_path)]) == 1
