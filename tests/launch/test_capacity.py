@@ -1,4 +1,4 @@
-"""The capacity planner: hand calculations, published counts, what autograd keeps; its searches, advice and command."""
+"""The capacity planner: hand calculations, published counts, comparison with real training, searches and advice."""
 
 from __future__ import annotations
 
@@ -77,12 +77,13 @@ TORCH = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
     [("125M", 12, 768, 12, 265, 1.76), ("350M", 24, 1024, 16, 95, 0.91), ("1.3B", 24, 2048, 16, 38, 0.37)],
 )
 def test_capacity_of_80_gib_by_hand(name: str, layers: int, width: int, heads: int, none_k: int, full_m: float) -> None:
-    # 16 bytes a parameter; 34 L d a token, or 2 L d and one live layer; 4 d for the last norm and the output product.
+    # Each parameter takes 16 bytes. A token takes 34 L d bytes, or with recompute 2 L d and 34 d for the live layer.
+    # The last norm and the output product take 4 d.
     parameters = 12 * layers * width**2 + 50_257 * width
     none, full = 34 * layers * width + 4 * width, 2 * layers * width + 34 * width + 4 * width
     assert int((80 * GIB - 16 * parameters) / none / 1e3) == none_k
     assert round((80 * GIB - 16 * parameters) / full / 1e6, 2) == full_m
-    # What that leaves out: biases and norms (13 d a layer, 2 d), the normalizer of each head, ids, labels, positions.
+    # The planner adds biases and norms (13 d per layer, 2 d), the normalizer of each head, ids, labels and positions.
     fixed = 16 * (parameters + 13 * layers * width + 2 * width)
     for recompute, per_token in (("none", none + 4 * heads * layers + 24), ("full", full + 4 * heads + 24)):
         run = TrainingSetup(model_shape(name), 1, recompute=recompute, transients=False)
@@ -92,14 +93,14 @@ def test_capacity_of_80_gib_by_hand(name: str, layers: int, width: int, heads: i
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("125M", 124_439_808 - 1024 * 768),  # GPT-2's released model, less its table of positions
+        ("125M", 124_439_808 - 1024 * 768),  # GPT-2's released model without its position embeddings
         ("7B", 6_738_415_616),
         ("13B", 13_015_864_320),
         ("70B", 68_976_648_192),
         ("405B", 405_853_388_800),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
-        ("qwen3-4b", 4_022_468_096 - 36 * 2 * 128),  # less the norms of queries and keys
+        ("qwen3-4b", 4_022_468_096 - 36 * 2 * 128),  # without the norms of queries and keys
         ("qwen3-30b-a3b", 30_532_122_624 - 48 * 2 * 128),
         ("mixtral-8x7b", 46_702_792_704),
     ],
@@ -108,51 +109,51 @@ def test_presets_have_the_parameters_of_the_released_models(name: str, count: in
     assert model_shape(name).parameters == count
 
 
-def test_adafactor_keeps_what_torch_keeps() -> None:
+def test_adafactor_state_bytes_match_torch() -> None:
     model = Transformer(ModelConfig(2, 96, 6, 2, 200), VOCABULARY, torch.float32, 0)
     optimizer = torch.optim.Adafactor(model.parameters())
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)
     optimizer.step()
-    held = [x for state in optimizer.state.values() for key, x in state.items() if key != "step"]
-    kept = sum(x.nbytes for x in held if isinstance(x, torch.Tensor))
-    assert optimizer_bytes(TrainingSetup(TRAINED, 1, precision="fp32", optimizer="adafactor")) == kept
+    values = [x for state in optimizer.state.values() for key, x in state.items() if key != "step"]
+    state_bytes = sum(x.nbytes for x in values if isinstance(x, torch.Tensor))
+    assert optimizer_bytes(TrainingSetup(TRAINED, 1, precision="fp32", optimizer="adafactor")) == state_bytes
 
 
-# --- the model that is really trained --------------------------------------------------------------------------------
+# --- predictions compared with real training -------------------------------------------------------------------------
 
 
 def saved_bytes(ring: Ring, dtype: str, layers: int, length: int) -> dict[str, int]:
-    """Bytes of all storages that autograd keeps after a forward pass, but for parameters: model and loss."""
+    """Return the bytes that autograd saves in forward, without parameters: by the model, and with the loss."""
     config = ModelConfig(layers, TRAINED.width, TRAINED.heads, TRAINED.kv_heads, TRAINED.ffn)
     model, seq = Transformer(config, VOCABULARY, TORCH[dtype], 0), ring.sequence(length)
-    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    seen: dict[int, torch.UntypedStorage] = {}
+    parameters = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage
         return x
 
     tokens = torch.randint(VOCABULARY, (1, length))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         logits = model(seq.shard(tokens), seq.positions(), lambda q, k, v: ring.attention(q, k, v, seq, causal=True))
-        of_model = sum(storage.nbytes() for storage in seen.values())
+        model_bytes = sum(storage.nbytes() for storage in saved.values())
         local_loss(logits, seq.shard_labels(tokens), 1)
-    return {"model": of_model, "all": sum(storage.nbytes() for storage in seen.values())}
+    return {"model": model_bytes, "all": sum(storage.nbytes() for storage in saved.values())}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16"])
-def test_a_layer_keeps_what_autograd_keeps(dtype: str) -> None:
+def test_predicted_bytes_of_a_layer_match_autograd(dtype: str) -> None:
     shape, numbers, tokens = TRAINED, PRECISIONS[TRAIN_PRECISION[dtype]], 64
-    two, three = (run_ranks(2, lambda ring, n=n: saved_bytes(ring, dtype, n, 2 * tokens))[0] for n in (2, 3))
+    by_layers = {n: run_ranks(2, lambda ring, n=n: saved_bytes(ring, dtype, n, 2 * tokens))[0] for n in (2, 3)}
     casts = cast_bytes(TrainingSetup(shape, 1, precision=TRAIN_PRECISION[dtype]))
-    of_layer = casts - cast_bytes(TrainingSetup(replace(shape, layers=1), 1, precision=TRAIN_PRECISION[dtype]))
-    assert three["model"] - two["model"] == tokens * layer_parts(shape, numbers).all.total + of_layer
+    layer_casts = casts - cast_bytes(TrainingSetup(replace(shape, layers=1), 1, precision=TRAIN_PRECISION[dtype]))
+    assert by_layers[3]["model"] - by_layers[2]["model"] == tokens * layer_parts(shape, numbers).all.total + layer_casts
     kept = tokens * (2 * layer_parts(shape, numbers).all.total + head_kept(shape, numbers).total) + casts
     ids = tokens * 8
-    assert two["model"] == kept + ids
+    assert by_layers[2]["model"] == kept + ids
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_peak_of_a_training_step_on_one_rank(dtype: str, layers: int, length: in
         seq = ring.sequence(length)
         with StorageMeter() as storages:
             model, optimizer = make_model(ring, config)
-            for step in range(2):  # the optimizer's state is there from the second on
+            for step in range(2):  # only the second step includes the optimizer state
                 backward(ring, ring, [BatchPart(seq, windows(text, step, 1, length, 0))], model, config)
                 clip(model, config)
                 update(model, optimizer)
@@ -177,7 +178,7 @@ def test_peak_of_a_training_step_on_one_rank(dtype: str, layers: int, length: in
     run = TrainingSetup(shape, length, precision=TRAIN_PRECISION[dtype], gradients_kept=False, data="whole")
     account = training_bytes(run)
     assert account.moment == moment
-    assert account.peak.total == pytest.approx(run_ranks(1, steps)[0], rel=0.02)  # issue's bound for storages
+    assert account.peak.total == pytest.approx(run_ranks(1, steps)[0], rel=0.02)
 
 
 # --- slots -----------------------------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ def test_peak_of_a_training_step_on_one_rank(dtype: str, layers: int, length: in
 def call_of(
     attention: AttentionSetup, tokens: int, ranks: int, batch: int = 1, dtype: str = "bfloat16"
 ) -> TrainingSetup:
-    """A run whose layers attend with 4:2 heads of 32."""
+    """Return a run of a model with 4 query heads and 2 key-value heads of 32."""
     shape, precision = ModelShape(1, 128, 4, 2, 128, 256, True), {"bfloat16": "bf16", "float32": "fp32"}[dtype]
     return TrainingSetup(shape, tokens, ranks, batch, attention, precision=precision)
 
@@ -194,9 +195,9 @@ def call_of(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["causal", "full"])
 @pytest.mark.parametrize("ranks", [4, 5, 16, 40])
-def test_a_ring_takes_what_the_closed_form_says(ranks: int, kind: str, dtype: str) -> None:
-    placed = _planned(AttentionSetup(kind), 256 * ranks, ranks, 4, 2, 32, dtype, "ring")
-    assert (placed.forward, placed.backward) == ring_slots_bytes(256, 64, dtype, kind == "causal")
+def test_slots_of_a_ring_match_the_closed_form(ranks: int, kind: str, dtype: str) -> None:
+    slots = _planned(AttentionSetup(kind), 256 * ranks, ranks, 4, 2, 32, dtype, "ring")
+    assert (slots.forward, slots.backward) == ring_slots_bytes(256, 64, dtype, kind == "causal")
     scaled = staging_bytes(call_of(AttentionSetup(kind), 10**6 * ranks, ranks, 3, dtype))
     expected = ring_slots_bytes(10**6, 64, dtype, kind == "causal")
     assert (scaled.forward, scaled.backward) == (3 * expected[0], 3 * expected[1])
@@ -211,27 +212,27 @@ def test_a_ring_takes_what_the_closed_form_says(ranks: int, kind: str, dtype: st
         (AttentionSetup("dilated", 0, (512, 8192, 32768), (1, 4, 16)), 8),
     ],
 )
-def test_slots_scale_with_the_lengths(attention: AttentionSetup, ranks: int) -> None:
-    facts = 4, 2, 32, "bfloat16"
-    real = _planned(attention, 4096 * ranks, ranks, *facts, "auto")
+def test_slots_scale_with_the_number_of_tokens(attention: AttentionSetup, ranks: int) -> None:
+    sizes = 4, 2, 32, "bfloat16"
+    real = _planned(attention, 4096 * ranks, ranks, *sizes, "auto")
     assert real.arena > 0
     assert staging_bytes(call_of(attention, 4096 * ranks, ranks)) == real
 
 
-def test_one_rank_has_no_slots_and_wide_segments_travel_round() -> None:
+def test_one_rank_has_no_slots_and_wide_segments_use_the_ring() -> None:
     assert staging_bytes(call_of(AttentionSetup(), 4096, 1)).arena == 0
     wide = AttentionSetup("dilated", 0, (2**20,), (64,))
     slots = staging_bytes(call_of(wide, 2**20, 64))
     assert (slots.route, slots.forward, slots.backward) == ("ring", *ring_slots_bytes(2**14, 64, "bfloat16", False))
 
 
-# --- switches --------------------------------------------------------------------------------------------------------
+# --- wrong names and sizes -------------------------------------------------------------------------------------------
 
 LONG = TrainingSetup(model_shape("1.3B"), 8 * 65536, 8)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("make", "message"),
     [
         (lambda: model_shape("1.3b"), "preset=1.3b: did you mean 1.3B"),
         (lambda: hardware("a100"), "hardware=a100: did you mean a100-40"),
@@ -257,12 +258,12 @@ LONG = TrainingSetup(model_shape("1.3B"), 8 * 65536, 8)
         (lambda: replace(hardware("h100"), flops=0.0), "flops=0.0"),
     ],
 )  # fmt: skip
-def test_wrong_words_and_sizes_are_refused(wrong: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        wrong()
+def test_wrong_names_and_sizes_are_errors(make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
 
 
-# --- what a switch leaves, and the benchmark -------------------------------------------------------------------------
+# --- peaks with savings ----------------------------------------------------------------------------------------------
 
 
 BIG = TrainConfig(tokens=512, steps=1, dtype="fp32", model=ModelConfig(4, 64, 4, 2, 192))
@@ -270,23 +271,23 @@ ROWS, DIM, HIDDEN, FLOAT_BYTES = 512, 64, 192, 4
 
 
 def measured_peak_bytes(config: TrainConfig) -> int:
-    """The most that the storages of one step take at once, weights aside."""
+    """Return the peak of the storages of one step, without weights and optimizer state."""
     batch = torch.randint(0, 256, (config.batch, config.tokens), generator=torch.Generator().manual_seed(1))
 
-    def of_rank(ring: Ring) -> int:
+    def peak_on_rank(ring: Ring) -> int:
         model, optimizer = loop.make_model(ring, config)
         seq = ring.sequence(config.tokens)
-        loop.backward(ring, ring, [BatchPart(seq, batch)], model, config)  # the ring's pool is made here
+        loop.backward(ring, ring, [BatchPart(seq, batch)], model, config)  # creates the ring's pool
         optimizer.zero_grad()
         with StorageMeter() as storages:
             loop.backward(ring, ring, [BatchPart(seq, batch)], model, config)
         return storages.peak_bytes
 
-    return run_ranks(1, of_rank)[0]
+    return run_ranks(1, peak_on_rank)[0]
 
 
 def predicted_bytes(config: TrainConfig) -> float:
-    """What the capacity planner says of one step, weights and optimizer aside."""
+    """Return the predicted peak of one step, without weights and optimizer state."""
     shape = ModelShape(*astuple(config.model)[:5], 256, tied=True)
     peak = training_bytes(TrainingSetup(
         shape, config.tokens, precision="fp32", recompute=config.recompute, gradients_kept=False,
@@ -308,10 +309,10 @@ def predicted_bytes(config: TrainConfig) -> float:
     ],
     ids=str,
 )  # fmt: skip
-def test_the_planner_says_what_a_switch_leaves(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Host memory of a GPU: what waits there is in no storage of the device.
+def test_predicted_peaks_match_measured_peaks(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Copy to numpy arrays, which the meter does not count: with a GPU, host memory is not device memory.
     monkeypatch.setattr(tiled, "to_host", lambda x: x.detach().numpy().copy())
-    monkeypatch.setattr(tiled, "from_host", lambda waiting: torch.from_numpy(waiting).clone())
+    monkeypatch.setattr(tiled, "from_host", lambda array: torch.from_numpy(array).clone())
     config = replace(BIG, **change)
     assert measured_peak_bytes(config) == pytest.approx(predicted_bytes(config), rel=0.1)
 
@@ -319,7 +320,7 @@ def test_the_planner_says_what_a_switch_leaves(change: dict[str, Any], monkeypat
 # --- the benchmark ---------------------------------------------------------------------------------------------------
 
 
-def test_other_losses_stop_the_benchmark() -> None:
+def test_differing_losses_stop_the_benchmark() -> None:
     def record(optimizer: str, *losses: float) -> dict[str, Any]:
         return {"optimizer": optimizer, "by_rank": [{"losses": [5.0, 4.0]}, {"losses": list(losses)}]}
 
@@ -336,18 +337,18 @@ def test_training_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     runs = training_memory.Combination("none", "adamw", 1), training_memory.Combination("full", "sgd", 2)
     monkeypatch.setattr(training_memory, "COMBINATIONS", runs)
     data = training_memory.main([f"results={tmp_path}"])
-    alone, shared = data["runs"]
-    assert len(shared["by_rank"]) == 2
-    for rank in (*alone["by_rank"], *shared["by_rank"]):
+    one_rank, two_ranks = data["runs"]
+    assert len(two_ranks["by_rank"]) == 2
+    for rank in (*one_rank["by_rank"], *two_ranks["by_rank"]):
         assert rank["resident_bytes"] >= 0.9 * rank["storage_bytes"] > rank["kept_bytes"]
-    assert shared["by_rank"][0]["storage_bytes"] < alone["by_rank"][0]["storage_bytes"] / 2
+    assert two_ranks["by_rank"][0]["storage_bytes"] < one_rank["by_rank"][0]["storage_bytes"] / 2
     for record in data["runs"]:
-        greatest = max(rank["resident_bytes"] for rank in record["by_rank"])
-        assert record["predicted_bytes"] == pytest.approx(greatest, rel=0.1)
+        largest = max(rank["resident_bytes"] for rank in record["by_rank"])
+        assert record["predicted_bytes"] == pytest.approx(largest, rel=0.1)
     assert "predicted / resident" in (tmp_path / "training_memory.md").read_text()
 
 
-# --- what fits and what to turn on -----------------------------------------------------------------------------------
+# --- longest sequence and smallest ring ------------------------------------------------------------------------------
 
 
 SHAPE = ModelShape(2, 96, 6, 2, 200, 256, True)
@@ -369,11 +370,11 @@ runs = st.builds(
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(runs)
-def test_more_work_never_takes_less_and_more_ranks_never_more(run: TrainingSetup) -> None:
+def test_memory_grows_with_work_and_never_with_ranks(run: TrainingSetup) -> None:
     total = training_bytes(run).peak.total
     assert training_bytes(replace(run, tokens=2 * run.tokens)).peak.total >= total
     assert training_bytes(replace(run, batch=run.batch + 1)).peak.total > total
-    if 4 <= run.ranks and 2 * run.ranks <= run.tokens:  # slots are those of a full ring from then on
+    if 4 <= run.ranks and 2 * run.ranks <= run.tokens:  # from 4 ranks on, the slots are those of a full ring
         assert training_bytes(replace(run, ranks=2 * run.ranks)).peak.total <= total
     parts = training_bytes(run).peak
     assert sum(parts) == total and min(parts) >= 0
@@ -382,7 +383,7 @@ def test_more_work_never_takes_less_and_more_ranks_never_more(run: TrainingSetup
 @pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(runs, st.sampled_from([24, 80, 141]))
-def test_the_longest_fits_and_one_more_does_not(run: TrainingSetup, gib: int) -> None:
+def test_longest_tokens_is_the_largest_length_that_fits(run: TrainingSetup, gib: int) -> None:
     longest = longest_tokens(run, gib * GIB)
     assert longest % run.ranks == 0
     assert not longest or fits(replace(run, tokens=longest), gib * GIB)
@@ -393,7 +394,7 @@ def test_the_longest_fits_and_one_more_does_not(run: TrainingSetup, gib: int) ->
     ("name", "zero", "tokens"),
     [pytest.param("1.3B", 0, 10**7, marks=pytest.mark.slow), ("7B", 3, 10**6), ("125M", 0, 1000)],
 )
-def test_the_smallest_ring_is_the_smallest(name: str, zero: int, tokens: int) -> None:
+def test_smallest_ring_is_the_fewest_ranks_that_fit(name: str, zero: int, tokens: int) -> None:
     run = TrainingSetup(model_shape(name), tokens, zero_stage=zero, recompute="full", chunked_loss_tokens=1024)
     ring = smallest_ring(run, 80 * GIB)
     assert ring is not None and fits(replace(run, ranks=ring), 80 * GIB)
@@ -404,49 +405,49 @@ def test_the_smallest_ring_is_the_smallest(name: str, zero: int, tokens: int) ->
 # --- advice, time, hardware ------------------------------------------------------------------------------------------
 
 
-def test_advice_ends_where_it_fits_and_keeps_the_arithmetic_first() -> None:
+def test_advice_ends_with_the_first_setting_that_fits() -> None:
     run, machine = TrainingSetup(model_shape("llama3-8b"), 10**6, 8), hardware("h100")
     steps = advice(run, machine)
     totals = [training_bytes(run).peak.total, *(step.total_bytes for step in steps)]
     for before, after, step in zip(totals, totals[1:], steps, strict=False):
         assert before > machine.memory_bytes and before - after == pytest.approx(step.saves_bytes)
-    eased = with_steps(run, steps)
-    assert totals[-1] == pytest.approx(training_bytes(eased).peak.total) and totals[-1] < machine.memory_bytes
-    assert steps[-1].time_factor == pytest.approx(step_seconds(eased, machine) / step_seconds(run, machine))
+    advised = with_steps(run, steps)
+    assert totals[-1] == pytest.approx(training_bytes(advised).peak.total) and totals[-1] < machine.memory_bytes
+    assert steps[-1].time_factor == pytest.approx(step_seconds(advised, machine) / step_seconds(run, machine))
     assert advice(replace(run, tokens=8, model=model_shape("125M")), machine) == []
-    alone = advice(TrainingSetup(model_shape("70B"), 10**6, 1), machine)
-    assert alone and alone[-1].total_bytes > machine.memory_bytes
-    keys = [step.switch.key for step in alone]
-    assert "zero_stage" not in keys[: keys.index("offload")]  # nobody to share with, until the host takes gradients
-    set_already = replace(
+    one_rank = advice(TrainingSetup(model_shape("70B"), 10**6, 1), machine)
+    assert one_rank and one_rank[-1].total_bytes > machine.memory_bytes
+    keys = [step.switch.key for step in one_rank]
+    assert "zero_stage" not in keys[: keys.index("offload")]  # before offload, one rank saves nothing with ZeRO
+    with_savings = replace(
         run, tokens=3 * 10**6, recompute="full", chunked_loss_tokens=512, zero_stage=3, offload="parameters",
         tiled_mlp_tokens=512,
     )  # fmt: skip
-    assert [step.switch.value for step in advice(set_already, machine)] == ["offloaded"]
+    assert [step.switch.value for step in advice(with_savings, machine)] == ["offloaded"]
 
 
-def test_operations_of_a_step() -> None:
+def test_flops_of_a_step_by_hand() -> None:
     run = TrainingSetup(model_shape("7B"), 4096, chunked_loss_tokens=0)
-    products = 2 * (run.model.parameters - 32000 * 4096 - 65 * 4096) * 4096  # no products with the embedding and norms
+    products = 2 * (run.model.parameters - 32000 * 4096 - 65 * 4096) * 4096  # without the embedding and norms
     pairs = 4096 * 4097 / 2
     assert matrix_flops(run) == products
     assert attention_flops(run) == 4 * 4096 * pairs * 32
     assert compute_flops(run) == 3 * products + 3.5 * attention_flops(run)
     layers = products - 2 * 32000 * 4096 * 4096
-    again = {one: compute_flops(replace(run, recompute=one)) - compute_flops(run) for one in ("selective", "full")}
-    assert again == {"selective": layers, "full": layers + attention_flops(run)}
+    extra = {mode: compute_flops(replace(run, recompute=mode)) - compute_flops(run) for mode in ("selective", "full")}
+    assert extra == {"selective": layers, "full": layers + attention_flops(run)}
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "window"])
-def test_pairs_are_those_of_the_mask(kind: str) -> None:
+def test_the_number_of_pairs_matches_the_mask(kind: str) -> None:
     attention = AttentionSetup(kind, window_tokens=7 if kind == "window" else 0)
     q, k = torch.arange(50)[:, None], torch.arange(50)[None]
     allowed = {"full": q == q + 0 * k, "causal": q >= k, "window": (q >= k) & (q - k <= 7)}[kind]
     assert attention.pairs(50) == allowed.sum().item()
 
 
-@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda one: one.name)
-def test_recommended_settings_fit_something(machine: Hardware) -> None:
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+def test_recommended_settings_fit_a_small_model(machine: Hardware) -> None:
     model = "125M" if machine.memory_bytes < 16 * GIB else "1.3B"
     run = replace(TrainingSetup(model_shape(model), 8 * 8192, 8, framework_bytes=GIB), **dict(machine.start))
     assert fits(run, machine.memory_bytes)
@@ -458,92 +459,93 @@ def test_recommended_settings_fit_something(machine: Hardware) -> None:
 
 
 PLANS = Path(__file__).with_name("plans.json")
-"""Plans by the words that ask for them; `python -m tests.launch.test_capacity` writes the file again."""
+"""Recorded plans by their options. `python -m tests.launch.test_capacity` rewrites the file."""
 
 
-def plan_of(words: str) -> dict[str, Any]:
-    """What the command writes for these words."""
-    config = load(words.split(), PlanConfig)
-    found: dict[str, Any] = json.loads(json.dumps(plan(config, machine_of(config))))
-    return found
+def plan_of(options: str) -> dict[str, Any]:
+    """Return what the command writes as JSON for these options."""
+    config = load(options.split(), PlanConfig)
+    result: dict[str, Any] = json.loads(json.dumps(plan(config, machine_of(config))))
+    return result
 
 
-@pytest.mark.parametrize("words", json.loads(PLANS.read_text()))
-def test_plans_are_those_recorded(words: str) -> None:
-    recorded = json.loads(PLANS.read_text())[words]
-    found = plan_of(words)
-    assert {key for key in recorded if found[key] != recorded[key]} == set() and found.keys() == recorded.keys()
+@pytest.mark.parametrize("options", json.loads(PLANS.read_text()))
+def test_plans_match_the_recorded_plans(options: str) -> None:
+    recorded = json.loads(PLANS.read_text())[options]
+    result = plan_of(options)
+    assert {key for key in recorded if result[key] != recorded[key]} == set() and result.keys() == recorded.keys()
 
 
-def planned(tmp_path: Path, *words: str) -> tuple[int, dict[str, Any]]:
-    """The exit code and the JSON."""
+def run_plan(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """Run the command, and return the exit code and the JSON."""
     path = tmp_path / "plan.json"
-    code = main(["plan", *words, f"json={path}"])
+    code = main(["plan", *options, f"json={path}"])
     return code, json.loads(path.read_text())
 
 
-def test_a_billion_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = planned(tmp_path, "tokens=1000000000", "recompute=full", "chunked_loss_tokens=1024")
-    run = TrainingSetup(model_shape("1.3B"), 10**9, found["smallest_ring"], recompute="full", chunked_loss_tokens=1024,
+def test_a_plan_for_a_billion_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = run_plan(tmp_path, "tokens=1000000000", "recompute=full", "chunked_loss_tokens=1024")
+    run = TrainingSetup(model_shape("1.3B"), 10**9, result["smallest_ring"], recompute="full", chunked_loss_tokens=1024,
               framework_bytes=GIB)  # fmt: skip
-    assert code == 0 and found["fits"]
-    assert found["total_bytes"] == training_bytes(run).peak.total <= 80 * GIB
+    assert code == 0 and result["fits"]
+    assert result["total_bytes"] == training_bytes(run).peak.total <= 80 * GIB
     assert not fits(replace(run, ranks=run.ranks - 1), 80 * GIB)
     printed = capsys.readouterr().out
-    tokens, a_token = -(-(10**9) // run.ranks), found["bytes_per_token"]
+    tokens, token_bytes = -(-(10**9) // run.ranks), result["bytes_per_token"]
     assert f"a ring of {run.ranks:,}: {tokens:,} tokens per rank" in printed
-    assert f"why: each token of a rank takes {a_token:,.0f} bytes, its {tokens:,} tokens" in printed
-    assert found["longest_tokens"] >= 10**9
+    assert f"why: each token of a rank takes {token_bytes:,.0f} bytes, its {tokens:,} tokens" in printed
+    assert result["longest_tokens"] >= 10**9
 
 
 @pytest.mark.parametrize(
-    ("words", "published"),
+    ("options", "published"),
     [(("preset=125M",), 265), (("preset=350M",), 95), (("preset=1.3B",), 38),
      (("preset=125M", "recompute=full"), 1760), (("preset=350M", "recompute=full"), 910),
      (("preset=1.3B", "recompute=full"), 370)],
 )  # fmt: skip
-def test_corrected_capacities_of_80_gib(tmp_path: Path, words: tuple[str, ...], published: int) -> None:
-    # Published in whole thousands, or ten thousands; what it leaves out (normalizers, ids) is below the last digit.
+def test_corrected_capacities_of_80_gib(tmp_path: Path, options: tuple[str, ...], published: int) -> None:
+    # Published values are rounded to thousands or ten thousands. They leave out normalizers and ids, which change less
+    # than the last digit.
     last_digit = 10 if published > 300 else 1
-    _, found = planned(tmp_path, *words, "ranks=1", "hardware=a100-80", "transients=false", "framework_gib=0")
-    assert abs(found["longest_tokens"] / 1000 - published) <= last_digit
+    _, result = run_plan(tmp_path, *options, "ranks=1", "hardware=a100-80", "transients=false", "framework_gib=0")
+    assert abs(result["longest_tokens"] / 1000 - published) <= last_digit
 
 
-def test_what_does_not_fit_is_said_and_eased(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = planned(tmp_path, "preset=llama3-8b", "ranks=8", "tokens=1000000")
+def test_savings_are_suggested_for_a_run_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = run_plan(tmp_path, "preset=llama3-8b", "ranks=8", "tokens=1000000")
     printed = capsys.readouterr().out
-    assert code == 1 and not found["fits"] and "does not fit in 80.00" in printed
-    assert found["longest_tokens"] == 0 and found["smallest_ring"] is None
-    settings = [f"{step['key']}={step['value']}" for step in found["steps"]]
+    assert code == 1 and not result["fits"] and "does not fit in 80.00" in printed
+    assert result["longest_tokens"] == 0 and result["smallest_ring"] is None
+    settings = [f"{step['key']}={step['value']}" for step in result["steps"]]
     assert all(setting in printed for setting in settings) and "then it fits" in printed
     assert "changes the arithmetic: optimizer=adamw8bit" in printed
-    # One piece of advice: no other settings beside these, and the two lengths and rings are as given and with them.
+    # No recommended settings are printed. The two smallest rings are those without and with the savings.
     assert "recommended" not in printed and printed.count("smallest ring") == 2
-    assert found["after_steps"]["smallest_ring"] <= 8 and found["after_steps"]["longest_tokens"] >= 10**6
-    chunks = [step["value"] for step in found["steps"] if step["key"] == "chunked_loss_tokens"]
+    assert result["after_steps"]["smallest_ring"] <= 8 and result["after_steps"]["longest_tokens"] >= 10**6
+    chunks = [step["value"] for step in result["steps"] if step["key"] == "chunked_loss_tokens"]
     assert chunks == [dict(hardware("h100").start)["chunked_loss_tokens"]]
     assert "a step with all of these: about" in printed
-    assert sum(found["bytes_by_component"].values()) == found["total_bytes"]
-    saved = sum(step["saves_bytes"] for step in found["steps"])
-    assert found["after_steps"]["total_bytes"] == pytest.approx(found["total_bytes"] - saved)
-    again, eased = planned(tmp_path, "preset=llama3-8b", "ranks=8", "tokens=1000000", *_last(settings))
-    assert again == 0 and eased["total_bytes"] == pytest.approx(found["after_steps"]["total_bytes"])
+    assert sum(result["bytes_by_component"].values()) == result["total_bytes"]
+    saved = sum(step["saves_bytes"] for step in result["steps"])
+    assert result["after_steps"]["total_bytes"] == pytest.approx(result["total_bytes"] - saved)
+    code, advised = run_plan(tmp_path, "preset=llama3-8b", "ranks=8", "tokens=1000000", *last_values(settings))
+    assert code == 0 and advised["total_bytes"] == pytest.approx(result["after_steps"]["total_bytes"])
 
 
-def _last(settings: list[str]) -> list[str]:
-    """The last value of each key."""
-    return [f"{key}={value}" for key, value in dict(one.split("=") for one in settings).items()]
+def last_values(settings: list[str]) -> list[str]:
+    """Return the last setting of each key."""
+    return [f"{key}={value}" for key, value in dict(setting.split("=") for setting in settings).items()]
 
 
 def test_every_option_reaches_the_run() -> None:
-    words = ("tokens=4096 ranks=4 batch=2 mask=window window_tokens=100 schedule=direct precision=fp32 "
-             "optimizer=lion recompute=selective saved_activations=int8 zero_stage=3 zero_degree=16 offload=parameters "
-             "chunked_loss_tokens=64 data=whole transients=false framework_gib=2 layers=3 "
-             "width=64 heads=8 kv_heads=2 ffn=160 vocabulary=300 tied=true block=swiglu head_dim=16 experts=4 "
-             "experts_per_token=2 shared_experts=1 tiled_mlp_tokens=32 tensor_ranks=2 pipeline_ranks=3 "
-             "pipeline_chunks=1 micro_batches=5")  # fmt: skip
+    options = ("tokens=4096 ranks=4 batch=2 mask=window window_tokens=100 schedule=direct precision=fp32 "
+               "optimizer=lion recompute=selective saved_activations=int8 zero_stage=3 zero_degree=16 "
+               "offload=parameters chunked_loss_tokens=64 data=whole transients=false framework_gib=2 layers=3 "
+               "width=64 heads=8 kv_heads=2 ffn=160 vocabulary=300 tied=true block=swiglu head_dim=16 experts=4 "
+               "experts_per_token=2 shared_experts=1 tiled_mlp_tokens=32 tensor_ranks=2 pipeline_ranks=3 "
+               "pipeline_chunks=1 micro_batches=5")  # fmt: skip
     shape = ModelShape(3, 64, 8, 2, 160, 300, True, "swiglu", 16, 4, 2, 1)
-    assert run_of(load(words.split(), PlanConfig)) == TrainingSetup(
+    assert run_of(load(options.split(), PlanConfig)) == TrainingSetup(
         shape, 4096, 4, 2, AttentionSetup("window", 99), 2 * GIB, schedule="direct", precision="fp32", optimizer="lion",
         recompute="selective", saved_activations="int8", zero_stage=3, zero_degree=16, offload="parameters",
         chunked_loss_tokens=64, data="whole", transients=False, tiled_mlp_tokens=32,
@@ -555,35 +557,35 @@ def test_every_option_reaches_the_run() -> None:
     assert (machine.memory_bytes, machine.link_bytes_s, machine.flops) == (10 * GIB, 7e9, 3e12)
 
 
-def test_dilated_branches_travel_in_slots(tmp_path: Path) -> None:
-    _, found = planned(tmp_path, "preset=125M", "ranks=2", "tokens=4096", "mask=dilated",
-                       "segment_lengths=[1024,4096]", "dilation_rates=[1,4]", "hardware=h200")  # fmt: skip
-    assert found["run"]["attention"]["segment_lengths"] == [1024, 4096]
-    assert found["route"] == "all_gather" and found["bytes_by_component"]["slots"] > 0
+def test_dilated_branches_need_slots(tmp_path: Path) -> None:
+    _, result = run_plan(tmp_path, "preset=125M", "ranks=2", "tokens=4096", "mask=dilated",
+                         "segment_lengths=[1024,4096]", "dilation_rates=[1,4]", "hardware=h200")  # fmt: skip
+    assert result["run"]["attention"]["segment_lengths"] == [1024, 4096]
+    assert result["route"] == "all_gather" and result["bytes_by_component"]["slots"] > 0
 
 
-def test_recommended_settings_start_and_given_ones_win(tmp_path: Path) -> None:
+def test_given_settings_override_recommended_settings(tmp_path: Path) -> None:
     start = dict(hardware("a100-80").start)
-    words = "hardware=a100-80", "recommended=true", "ranks=8"
-    _, found = planned(tmp_path, *words)
-    assert {key: found["run"][key] for key in start} == start
-    _, other = planned(tmp_path, *words, "recompute=full")
-    assert {key: other["run"][key] for key in start} == {**start, "recompute": "full"}
-    assert found["hardware"]["longest_tokens"] == found["longest_tokens"]
+    options = "hardware=a100-80", "recommended=true", "ranks=8"
+    _, result = run_plan(tmp_path, *options)
+    assert {key: result["run"][key] for key in start} == start
+    _, changed = run_plan(tmp_path, *options, "recompute=full")
+    assert {key: changed["run"][key] for key in start} == {**start, "recompute": "full"}
+    assert result["hardware"]["longest_tokens"] == result["longest_tokens"]
 
 
-def test_a_head_follows_the_width_that_was_given() -> None:
+def test_head_dim_follows_from_a_given_width() -> None:
     assert shape_of(load(["preset=qwen3-4b"], PlanConfig)).head_dim == 128
     assert shape_of(load(["preset=qwen3-4b", "width=2048"], PlanConfig)).head_dim == 64
     assert shape_of(load(["preset=qwen3-4b", "width=2048", "head_dim=128"], PlanConfig)).head_dim == 128
 
 
 @pytest.mark.slow
-def test_405b_over_four_kinds_of_ranks_takes_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("preset=405B tokens=131072 ranks=16 tensor_ranks=8 pipeline_ranks=16 pipeline_chunks=7 micro_batches=16 "
-             "zero_stage=2 zero_degree=128 recompute=full").split()  # fmt: skip
-    code, found = planned(tmp_path, *words)
-    step, printed = found["step"], capsys.readouterr().out
+def test_the_step_time_of_405b_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("preset=405B tokens=131072 ranks=16 tensor_ranks=8 pipeline_ranks=16 pipeline_chunks=7 "
+               "micro_batches=16 zero_stage=2 zero_degree=128 recompute=full").split()  # fmt: skip
+    code, result = run_plan(tmp_path, *options)
+    step, printed = result["step"], capsys.readouterr().out
     assert code == 0 and f"a step: about {step['seconds']:,.2f} s (products" in printed
     assert "tokens/s on 2,048 accelerators" in printed and f"MFU {step['mfu']:.1%} of 989 TFLOP/s" in printed
     assert "not measured: products 720, attention 648 forward, 561 backward TFLOP/s; products: 720" in printed
@@ -594,28 +596,28 @@ def test_picture(tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
     assert main(["plan", "preset=7B", "ranks=2", f"picture={path}"]) == 1
     pixels = matplotlib.image.imread(path)[..., :3]
-    red, optimizer = (0.7529, 0.2235, 0.1686), (0.1725, 0.6275, 0.1725)  # the memory's line; the third color of tab10
+    red, optimizer = (0.7529, 0.2235, 0.1686), (0.1725, 0.6275, 0.1725)  # the memory limit; the third color of tab10
     for color in (red, optimizer):
         assert (abs(pixels - color).max(-1) < 0.01).sum() > 50
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     ["preset=1.3B hardware=a100-80 ranks=8 tokens=1000000", "preset=7B ranks=2", "preset=125M ranks=1 tokens=1024",
      "preset=70B ranks=4 hardware=gtx1080 precision=fp32 tokens=100000"],
 )  # fmt: skip
-def test_every_value_of_the_picture_can_be_read(words: str, tmp_path: Path) -> None:
-    """The values of a bar add up to its total, each lies in its segment or above the bar, and none on another."""
-    _, found = planned(tmp_path, *words.split())
-    figure = capacity_figure(found)
+def test_every_value_of_the_picture_is_readable(options: str, tmp_path: Path) -> None:
+    """The values of a bar add up to its total. Each is inside its segment or above the bar, and no two overlap."""
+    _, result = run_plan(tmp_path, *options.split())
+    figure = capacity_figure(result)
     (ax,) = figure.axes
     figure.canvas.draw()
-    rows = 1 + bool(found["steps"])
+    rows = 1 + bool(result["steps"])
     numbers = [text for text in ax.texts if re.fullmatch(r"[\d,.]+", text.get_text())]
     totals = [text for text in ax.texts if re.fullmatch(r"[\d,.]+ GiB", text.get_text())]
     assert len(totals) == rows
     for row, (total, key) in enumerate(zip(totals, ("bytes_by_component", "after_steps"), strict=False)):
-        parts = found[key] if row == 0 else found[key]["bytes_by_component"]
+        parts = result[key] if row == 0 else result[key]["bytes_by_component"]
         values = [text for text in numbers if abs(text.get_position()[1] - row) < 0.5]
         written = [float(text.get_text().replace(",", "")) for text in values]
         assert sum(written) == pytest.approx(sum(parts.values()) / 2**30, rel=0.02)
@@ -623,16 +625,16 @@ def test_every_value_of_the_picture_can_be_read(words: str, tmp_path: Path) -> N
             sum(parts.values()) / 2**30, abs=0.05
         )
     boxes = [text.get_window_extent() for text in (*numbers, *totals)]
-    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))
     bars = [bar.get_window_extent() for bar in ax.patches if bar.get_width()]
     for text in numbers:
         box = text.get_window_extent()
-        on = [bar for bar in bars if bar.overlaps(box)]
-        assert not on or (len(on) == 1 and on[0].x0 <= box.x0 and box.x1 <= on[0].x1), text.get_text()
+        below = [bar for bar in bars if bar.overlaps(box)]
+        assert not below or (len(below) == 1 and below[0].x0 <= box.x0 and box.x1 <= below[0].x1), text.get_text()
     plt.close(figure)
 
 
-def test_labels_are_spread() -> None:
+def test_overlapping_labels_are_spread() -> None:
     assert spread([1.0, 5.0, 9.0], [2.0, 2.0, 2.0]) == [1.0, 5.0, 9.0]
     assert spread([5.0, 5.0], [2.0, 4.0]) == [3.0, 6.0]
     assert spread([0.1, 0.2, 0.3, 20.0], [2.0, 2.0, 2.0, 2.0]) == [1.0, 3.0, 5.0, 20.0]
@@ -645,7 +647,7 @@ def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         (("hardware=gtx1080",), "precision=bf16_master: gtx1080 has no bf16 arithmetic; use precision=fp32"),
         (("mask=window",), "window_tokens=0: must be at least 2"),
@@ -655,24 +657,25 @@ def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         (("width=100",), "heads=16: does not divide width=100"),
     ],
 )
-def test_wrong_words_are_refused(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *words]) == 2
-    assert said in capsys.readouterr().err
+def test_wrong_options_exit_with_2(options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *options]) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_one_rank_where_no_ring_fits() -> None:
-    found = plan(load(["preset=405B"], PlanConfig), hardware("rtx4090"))
-    assert found["run"]["ranks"] == 1 and found["smallest_ring"] is None and not found["fits"]
+def test_the_plan_is_for_one_rank_if_no_ring_fits() -> None:
+    result = plan(load(["preset=405B"], PlanConfig), hardware("rtx4090"))
+    assert result["run"]["ranks"] == 1 and result["smallest_ring"] is None and not result["fits"]
 
 
-def test_the_ring_of_the_recommended_settings_where_none_fits_as_it_is(tmp_path: Path) -> None:
-    code, found = planned(tmp_path, "preset=7B", "tokens=1000000")
-    ring, limit = found["hardware"]["smallest_ring"], 80 * GIB
-    assert code == 1 and found["smallest_ring"] is None and found["run"]["ranks"] == ring
-    recommended = TrainingSetup(model_shape("7B"), 10**6, ring, framework_bytes=GIB, **found["hardware"]["recommended"])
+def test_the_plan_is_for_the_ring_that_fits_with_recommended_settings(tmp_path: Path) -> None:
+    code, result = run_plan(tmp_path, "preset=7B", "tokens=1000000")
+    model, ring, limit = model_shape("7B"), result["hardware"]["smallest_ring"], 80 * GIB
+    assert code == 1 and result["smallest_ring"] is None and result["run"]["ranks"] == ring
+    recommended = TrainingSetup(model, 10**6, ring, framework_bytes=GIB, **result["hardware"]["recommended"])
     assert fits(recommended, limit) and not fits(replace(recommended, ranks=ring - 1), limit)
-    assert found["after_steps"]["total_bytes"] <= limit
+    assert result["after_steps"]["total_bytes"] <= limit
 
 
 if __name__ == "__main__":
-    PLANS.write_text(json.dumps({words: plan_of(words) for words in json.loads(PLANS.read_text())}, indent=1) + "\n")
+    plans = {options: plan_of(options) for options in json.loads(PLANS.read_text())}
+    PLANS.write_text(json.dumps(plans, indent=1) + "\n")
