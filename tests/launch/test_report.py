@@ -1,4 +1,4 @@
-"""`ringattn report` and `compare`: what is read, which points make a series, what the files say, what counts."""
+"""`ringattn report` and `compare`: reading sweeps, series of points, figures, the written files, comparisons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.launch.sweep_records import ENVIRONMENT, Record, folder, grid, quiet,
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_sweep_is_read_as_far_as_it_came(tmp_path: Path) -> None:
+def test_a_killed_sweep_is_read_up_to_its_unfinished_line(tmp_path: Path) -> None:
     path = folder(tmp_path, strong()) / "points.jsonl"
     path.write_text(path.read_text() + '{"hash": "abc", "stat')
     sweep = read_sweep(tmp_path)
@@ -42,7 +42,7 @@ def test_the_last_line_of_a_configuration_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (None, "holds no points.jsonl"),
         ("", "no point of a sweep in its 0 lines"),
@@ -50,17 +50,17 @@ def test_the_last_line_of_a_configuration_counts(tmp_path: Path) -> None:
         (b"\xff\xfe\n{}\n", "no point of a sweep in its 2 lines"),
     ],
 )
-def test_what_is_no_sweep_is_refused(
-    tmp_path: Path, content: str | bytes | None, words: str, capsys: pytest.CaptureFixture[str]
+def test_a_folder_without_points_is_an_error(
+    tmp_path: Path, content: str | bytes | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if content is not None:
         (tmp_path / "points.jsonl").write_bytes(content.encode() if isinstance(content, str) else content)
     assert main(["report", str(tmp_path)]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
 
 
-def test_words_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_bad_arguments_of_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--help"]) == 0 and "usage: ringattn report DIR" in capsys.readouterr().out
     assert main(["report"]) == 2 and main(["report", "a", "b"]) == 2
     assert main(["report", str(tmp_path / "none")]) == 2
@@ -71,16 +71,16 @@ def test_words_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def lines_of(path: Path, records: list[Record]) -> dict[str, list[tuple[int, int]]]:
-    """(ranks, tokens) of each series, by its view and name."""
-    found = series_of(read_sweep(folder(path, records)))
-    return {f"{s.view.name}: {s.label}": [(p.world_size, p.tokens) for p in s.points] for s in found}
+    """Return (ranks, tokens) of the points of each series, by its view and label."""
+    all_series = series_of(read_sweep(folder(path, records)))
+    return {f"{s.view.name}: {s.label}": [(p.world_size, p.tokens) for p in s.points] for s in all_series}
 
 
 def test_series_of_a_strong_sweep(tmp_path: Path) -> None:
     name = "strong: schedule {}, tokens 16,384"
     assert lines_of(tmp_path, strong()) == {
-        name.format("all_gather"): [(1, 16384), (2, 16384), (4, 16384), (8, 16384)],  # one rank is the same for all
-        name.format("direct"): [(1, 16384), (2, 16384), (4, 16384)],  # and eight ranks took too long
+        name.format("all_gather"): [(1, 16384), (2, 16384), (4, 16384), (8, 16384)],  # shared: the point of one rank
+        name.format("direct"): [(1, 16384), (2, 16384), (4, 16384)],  # eight ranks timed out
         name.format("ring"): [(1, 16384), (2, 16384), (4, 16384), (8, 16384)],
     }
 
@@ -94,7 +94,7 @@ def test_series_of_a_weak_sweep_and_of_lengths(tmp_path: Path) -> None:
     assert lines_of(tmp_path, records) == {"length: ranks 2": [(2, 4096), (2, 8192)]}
 
 
-def test_a_weak_sweep_that_meets_a_strong_one_keeps_its_last_point(tmp_path: Path) -> None:
+def test_a_weak_and_a_strong_series_can_share_a_point(tmp_path: Path) -> None:
     records = [record(1, 16384), record(2, 16384), record(4, 16384), record(1, 4096), record(2, 8192)]
     assert lines_of(tmp_path, records) == {
         "strong: tokens 16,384": [(1, 16384), (2, 16384), (4, 16384)],
@@ -102,18 +102,18 @@ def test_a_weak_sweep_that_meets_a_strong_one_keeps_its_last_point(tmp_path: Pat
     }
 
 
-def test_a_grid_is_read_along_the_ranks_alone(tmp_path: Path) -> None:
-    found = series_of(read_sweep(folder(tmp_path, grid())))
-    assert {series.view for series in found} == {STRONG}
-    assert [len(series.points) for series in found] == [5] * 40
-    panels = panels_of(found)
+def test_all_series_of_a_grid_are_strong(tmp_path: Path) -> None:
+    all_series = series_of(read_sweep(folder(tmp_path, grid())))
+    assert {series.view for series in all_series} == {STRONG}
+    assert [len(series.points) for series in all_series] == [5] * 40
+    panels = panels_of(all_series)
     assert sum(len(panel.lines) for panel in panels) == 40
     assert len({panel.title for panel in panels}) == len(panels) == 10
     for panel in panels:
         assert len({name for name, _ in panel.lines}) == len(panel.lines) == 4
 
 
-def test_more_lines_than_colors_go_to_further_panels(tmp_path: Path) -> None:
+def test_lines_beyond_the_number_of_colors_go_to_further_panels(tmp_path: Path) -> None:
     records = [dict(record(p, 4096), hash=f"{p}-{n}") for n in range(15) for p in (1, 2)]
     for line, n in zip(records, [n for n in range(15) for _ in (1, 2)], strict=True):
         line["config"] = {**line["config"], "schedule": {"name": f"s{n}"}}
@@ -121,17 +121,17 @@ def test_more_lines_than_colors_go_to_further_panels(tmp_path: Path) -> None:
     assert [len(panel.lines) for panel in panels] == [LINES, LINES, 3]
 
 
-def test_points_that_share_nothing_stand_side_by_side(tmp_path: Path) -> None:
-    found = series_of(read_sweep(folder(tmp_path, [record(2, 4096), record(2, 4096, "direct")])))
-    assert [series.view for series in found] == [SINGLE, SINGLE]
-    assert [name for name, _ in panels_of(found)[0].lines] == ["schedule direct", "schedule ring"]
+def test_single_points_share_a_panel(tmp_path: Path) -> None:
+    all_series = series_of(read_sweep(folder(tmp_path, [record(2, 4096), record(2, 4096, "direct")])))
+    assert [series.view for series in all_series] == [SINGLE, SINGLE]
+    assert [name for name, _ in panels_of(all_series)[0].lines] == ["schedule direct", "schedule ring"]
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
 def timed_record(line: Record, forward: float, backward: float, tflops: float | None) -> Record:
-    """The record with these milliseconds and this rate."""
+    """Return the record with these times in milliseconds and this rate."""
     times = {
         f"{name}_ms": {"median": ms, "p10": ms, "p90": ms, "samples": 3}
         for name, ms in (("forward", forward), ("backward", backward))
@@ -139,39 +139,39 @@ def timed_record(line: Record, forward: float, backward: float, tflops: float | 
     return {**line, **times, "pass_ms": {**times["forward_ms"], "median": forward + backward}, "tflops": tflops}
 
 
-def test_strong_speed_up_is_that_of_time(tmp_path: Path) -> None:
+def test_strong_speed_up_is_a_ratio_of_times(tmp_path: Path) -> None:
     records = [timed_record(record(p, 4096), 100 / p + 5, 200 / p, None) for p in (2, 4, 8)]
     sweep = read_sweep(folder(tmp_path, records))
-    found = scaling(sweep, series_of(sweep)[0])
+    points = scaling(sweep, series_of(sweep)[0])
     times = [155.0, 80.0, 42.5]
-    assert [one and one.speed_up for one in found] == pytest.approx([2 * times[0] / t for t in times])
-    assert [one and one.efficiency for one in found] == pytest.approx(
+    assert [point and point.speed_up for point in points] == pytest.approx([2 * times[0] / t for t in times])
+    assert [point and point.efficiency for point in points] == pytest.approx(
         [times[0] / t * 2 / p for t, p in zip(times, (2, 4, 8), strict=True)]
     )
 
 
-def test_weak_speed_up_is_that_of_the_rate_of_work(tmp_path: Path) -> None:
-    # Causal work grows with the square of the tokens: ranks that are as fast as one take p times as long.
+def test_weak_speed_up_is_a_ratio_of_rates(tmp_path: Path) -> None:
+    # Causal work grows with the square of the tokens, so p ranks of the same speed take p times as long as one rank.
     records = [timed_record(record(p, 1024 * p), 10.0 * p, 20.0 * p, 0.5 * p) for p in (1, 2, 4)]
     sweep = read_sweep(folder(tmp_path, records))
-    found = scaling(sweep, series_of(sweep)[0])
-    assert [one and one.efficiency for one in found] == pytest.approx([1.0, 1.0, 1.0])
+    points = scaling(sweep, series_of(sweep)[0])
+    assert [point and point.efficiency for point in points] == pytest.approx([1.0, 1.0, 1.0])
     unknown = read_sweep(folder(tmp_path, records, lambda line: {**line, "tflops": None}))
     assert scaling(unknown, series_of(unknown)[0]) == [None, None, None]
 
 
-def test_forward_alone_counts_where_a_backward_is_missing(tmp_path: Path) -> None:
+def test_scaling_uses_only_forward_if_a_backward_time_is_missing(tmp_path: Path) -> None:
     records = [
         timed_record(record(1, 4096), 8.0, 90.0, None),
         {**timed_record(record(2, 4096), 4.0, 1.0, None), "backward_ms": None},
     ]
     sweep = read_sweep(folder(tmp_path, records))
     assert sweep.passes == ("forward",)
-    found = scaling(sweep, series_of(sweep)[0])
-    assert [one and one.speed_up for one in found] == [1.0, 2.0]
+    points = scaling(sweep, series_of(sweep)[0])
+    assert [point and point.speed_up for point in points] == [1.0, 2.0]
 
 
-def test_results_mark_the_best_of_each_group_and_leave_out_what_nobody_knows(tmp_path: Path) -> None:
+def test_results_mark_the_best_of_each_group_and_omit_unknown_columns(tmp_path: Path) -> None:
     sweep = read_sweep(folder(tmp_path, strong(), lambda line: quiet({**line, "overlap": None})))
     table = results(sweep)
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
@@ -180,20 +180,20 @@ def test_results_mark_the_best_of_each_group_and_leave_out_what_nobody_knows(tmp
     assert [n for n, row in enumerate(rows) if row["best"]] == sorted(table.marked)
     assert "overlap" not in table.columns and "exposed ms" in table.columns
     assert rows[-1]["largest error"] == "6.0e-07"
-    alone = results(read_sweep(folder(tmp_path, [record(2, 4096)])))
-    assert "best" not in alone.columns and not alone.marked
+    single = results(read_sweep(folder(tmp_path, [record(2, 4096)])))
+    assert "best" not in single.columns and not single.marked
 
 
-def test_nothing_is_the_best_within_the_noise(tmp_path: Path) -> None:
-    ring, other = (
+def test_no_point_is_marked_best_within_the_noise(tmp_path: Path) -> None:
+    ring, direct = (
         timed_record(record(2, 4096), 10.0, 20.0, None),
         timed_record(record(2, 4096, "direct"), 11.0, 21.0, None),
     )
 
     def table_of(low: float, high: float) -> Table:
-        for line, middle in ((ring, 30.0), (other, 32.0)):
+        for line, middle in ((ring, 30.0), (direct, 32.0)):
             line["pass_ms"] = {"median": middle, "p10": middle * low, "p90": middle * high, "samples": 10}
-        return results(read_sweep(folder(tmp_path, [ring, other])))
+        return results(read_sweep(folder(tmp_path, [ring, direct])))
 
     assert table_of(0.99, 1.01).marked == {0}
     noisy = table_of(0.9, 1.1)
@@ -202,37 +202,38 @@ def test_nothing_is_the_best_within_the_noise(tmp_path: Path) -> None:
     one_rank = [
         timed_record(record(1, 4096, name), *times, None) for name, *times in (("ring", 9.0, 9.0), ("direct", 1.0, 2.0))
     ]
-    assert not results(read_sweep(folder(tmp_path, one_rank))).marked  # the same work twice
+    assert not results(read_sweep(folder(tmp_path, one_rank))).marked  # on one rank both schedules do the same
 
 
 def test_one_rank_is_the_baseline_of_every_schedule(tmp_path: Path) -> None:
-    """Of several the fastest."""
+    """If several points have one rank, the fastest of them is the baseline."""
     times = {(1, "ring"): 560.0, (1, "direct"): 298.0, (2, "ring"): 149.0, (2, "direct"): 298.0}
     records = [timed_record(record(p, 4096, name), ms, 0.0, None) for (p, name), ms in times.items()]
     sweep = read_sweep(folder(tmp_path, records))
-    found = {series.label: series for series in series_of(sweep)}
-    assert set(found) == {"schedule ring, tokens 4,096", "schedule direct, tokens 4,096"}
-    speed_ups = {label: [one and one.speed_up for one in scaling(sweep, series)] for label, series in found.items()}
+    by_label = {series.label: series for series in series_of(sweep)}
+    assert set(by_label) == {"schedule ring, tokens 4,096", "schedule direct, tokens 4,096"}
+    points = {label: scaling(sweep, series) for label, series in by_label.items()}
+    speed_ups = {label: [point and point.speed_up for point in scaled] for label, scaled in points.items()}
     assert speed_ups == {"schedule ring, tokens 4,096": [1.0, 2.0], "schedule direct, tokens 4,096": [1.0, 1.0]}
 
 
-def test_tokens_per_second_are_of_the_time_that_scaling_shows(tmp_path: Path) -> None:
+def test_tokens_per_second_use_the_time_of_the_whole_pass(tmp_path: Path) -> None:
     line = {**timed_record(record(2, 4096), 1000.0, 1100.0, None), "tokens_per_s": 4096 / 1.771}
-    line["pass_ms"] = {"median": 1771.0, "p10": 1700.0, "p90": 1800.0, "samples": 10}  # no sum of the two medians
+    line["pass_ms"] = {"median": 1771.0, "p10": 1700.0, "p90": 1800.0, "samples": 10}  # not the sum of both medians
     sweep = read_sweep(folder(tmp_path, [line]))
     assert sweep.pass_ms(sweep.ok[0]) == 1771.0 and sweep.tokens_per_s(sweep.ok[0]) == pytest.approx(4096 / 1.771)
 
 
-def test_an_upper_bound_of_the_overlap_is_called_so(tmp_path: Path) -> None:
-    known = read_sweep(folder(tmp_path, [{**record(2, 4096), "arrivals_known": True}]))
-    assert "overlap" in results(known).columns
+def test_an_upper_bound_of_the_overlap_is_labeled_at_most(tmp_path: Path) -> None:
+    exact = read_sweep(folder(tmp_path, [{**record(2, 4096), "arrivals_known": True}]))
+    assert "overlap" in results(exact).columns
     bound = read_sweep(folder(tmp_path, [{**record(2, 4096), "arrivals_known": False}]))
     assert "overlap, at most" in results(bound).columns
-    note = metrics_of(bound)[-1].note  # names no transport: a record may come from any
+    note = metrics_of(bound)[-1].note  # names no transport, because a record may come from any
     assert "An upper bound" in note and not any(name in note for name in ("gloo", "shm", "nccl"))
 
 
-def test_options_that_a_point_does_not_have_are_not_listed(tmp_path: Path) -> None:
+def test_options_that_a_point_lacks_are_not_listed(tmp_path: Path) -> None:
     def windowed(line: Record) -> Record:
         return {**line, "config": {**line["config"], "window": None if line["world_size"] == 1 else [63, 0]}}
 
@@ -242,14 +243,14 @@ def test_options_that_a_point_does_not_have_are_not_listed(tmp_path: Path) -> No
     assert not {"window", "mask"} & {key for key, _ in shared_options(sweep)}
 
 
-def test_bytes_and_waits_are_of_the_worst_rank(tmp_path: Path) -> None:
+def test_bytes_and_waits_are_those_of_the_worst_rank(tmp_path: Path) -> None:
     uneven = {"bytes_sent": [2**20, 3 * 2**20], "exposed_ms": {"forward": [1.0, 2.0], "backward": [5.0, 1.5]}}
     table = results(read_sweep(folder(tmp_path, [{**record(2, 4096), **uneven}])))
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert (row["sent MiB"], row["exposed ms"]) == ("3", "6")
 
 
-def test_charts_have_lines_of_their_own_and_the_ink_of_the_page(tmp_path: Path) -> None:
+def test_charts_use_the_line_colors_and_the_text_color_of_the_page(tmp_path: Path) -> None:
     sweep = read_sweep(folder(tmp_path, strong()))
     (panel,) = panels_of(series_of(sweep))
     charts = {chart.title: chart for chart in charts_of(sweep, panel)}
@@ -265,13 +266,13 @@ def test_charts_have_lines_of_their_own_and_the_ink_of_the_page(tmp_path: Path) 
 
 
 def test_charts_without_values_are_left_out(tmp_path: Path) -> None:
-    gone = {"predicted": None, "exposed_ms": None, "peak_bytes": None, "pool_bytes": None, "overlap": None}
-    sweep = read_sweep(folder(tmp_path, weak(), lambda line: {**line, **gone, "tflops": None, "bytes_sent": None}))
+    missing = {"predicted": None, "exposed_ms": None, "peak_bytes": None, "pool_bytes": None, "overlap": None}
+    sweep = read_sweep(folder(tmp_path, weak(), lambda line: {**line, **missing, "tflops": None, "bytes_sent": None}))
     titles = [chart.title for chart in charts_of(sweep, panels_of(series_of(sweep))[0])]
     assert titles == ["Throughput", "Time of a pass"]
 
 
-def test_predictions_for_other_machines_are_told_and_not_drawn(tmp_path: Path) -> None:
+def test_predictions_for_other_machines_are_noted_and_not_drawn(tmp_path: Path) -> None:
     def elsewhere(line: Record) -> Record:
         predicted = {"cluster": "H100", "calibrated": False, "forward_ms": 1e-4, "backward_ms": 2e-4}
         return {**line, "predicted": predicted if line["predicted"] else None}
@@ -279,26 +280,26 @@ def test_predictions_for_other_machines_are_told_and_not_drawn(tmp_path: Path) -
     sweep = read_sweep(folder(tmp_path, strong(), elsewhere))
     charts = {chart.title: chart for chart in charts_of(sweep, panels_of(series_of(sweep))[0])}
     assert "Prediction" not in charts
-    words = "Predictions are for: H100 (not calibrated)."
-    assert f"{words} They are far from these times, and not drawn." in charts["Time of a pass"].note
+    note = "Predictions are for: H100 (not calibrated)."
+    assert f"{note} They are far from these times, and not drawn." in charts["Time of a pass"].note
     table = results(sweep)
-    assert words in table.note and "0.0001" in table.rows[0]
+    assert note in table.note and "0.0001" in table.rows[0]
 
 
-def test_how_ranks_were_started_names_no_series(tmp_path: Path) -> None:
+def test_options_for_starting_ranks_do_not_split_series(tmp_path: Path) -> None:
     def started(line: Record) -> Record:
         nodes = line["world_size"] // 2 or 1
-        beside = {"nnodes": nodes, "rdzv_endpoint": f"node0:{nodes}", "threads_per_rank": nodes, "tokens_per_rank": 1}
-        return {**line, "config": {**line["config"], **beside}}
+        start = {"nnodes": nodes, "rdzv_endpoint": f"node0:{nodes}", "threads_per_rank": nodes, "tokens_per_rank": 1}
+        return {**line, "config": {**line["config"], **start}}
 
     sweep = read_sweep(folder(tmp_path, [record(p, 4096) for p in (1, 2, 4)], started))
     assert sweep.varying == [] and [len(series.points) for series in series_of(sweep)] == [3]
 
 
-def test_environments_are_told_once_and_then_where_they_differ(tmp_path: Path) -> None:
-    other = {**ENVIRONMENT, "variables": {"OMP_NUM_THREADS": "2"}}
+def test_the_second_environment_is_printed_as_differences_from_the_first(tmp_path: Path) -> None:
+    second = {**ENVIRONMENT, "variables": {"OMP_NUM_THREADS": "2"}}
     folder(tmp_path, [record(1, 4096), {**record(2, 4096), "environment": "e2"}])
-    (tmp_path / "environments.json").write_text(json.dumps({"e1": ENVIRONMENT, "e2": other}))
+    (tmp_path / "environments.json").write_text(json.dumps({"e1": ENVIRONMENT, "e2": second}))
     assert main(["report", str(tmp_path)]) == 0
     markdown = (tmp_path / "report.md").read_text()
     assert "in 2 environments that differ in variables.OMP_NUM_THREADS." in markdown
@@ -309,7 +310,7 @@ def test_environments_are_told_once_and_then_where_they_differ(tmp_path: Path) -
     assert main(["report", str(tmp_path)]) == 2
 
 
-def test_a_dirty_commit_says_so(tmp_path: Path) -> None:
+def test_the_summary_names_a_dirty_commit(tmp_path: Path) -> None:
     sweep = read_sweep(folder(tmp_path, [record(1, 4096)], lambda line: {**line, "commit": "ab12cd34ef56-dirty"}))
     assert summary_of(sweep).endswith("commit ab12cd34ef56-dirty.")
 
@@ -317,13 +318,13 @@ def test_a_dirty_commit_says_so(tmp_path: Path) -> None:
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def reported(path: Path, records: list[Record]) -> tuple[str, str]:
-    """The Markdown and the HTML."""
+def write_report(path: Path, records: list[Record]) -> tuple[str, str]:
+    """Run the command, and return the Markdown and the HTML."""
     assert main(["report", str(folder(path, records))]) == 0
     return (path / "report.md").read_text(), (path / "report.html").read_text()
 
 
-def test_what_a_report_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_contents_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder(tmp_path, strong(), quiet))]) == 0
     markdown, page = ((tmp_path / f"report.{kind}").read_text() for kind in ("md", "html"))
     printed = capsys.readouterr().out
@@ -335,51 +336,51 @@ def test_what_a_report_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert "ringattn run ranks=8 tokens=16384 schedule=ring layout=zigzag dtype=float32" in text
         assert "OMP_NUM_THREADS" in text
     assert "| ★ | ring | 16,384 | 8 |" in markdown
-    assert "1.25 GiB \\| choose schedule=ring" in markdown  # a bar of a message ends no cell
+    assert "1.25 GiB \\| choose schedule=ring" in markdown  # the bar of the message is escaped
     assert "&lt;slots&gt;" in page and "<slots>" not in page
 
 
 def test_results_come_before_the_configuration(tmp_path: Path) -> None:
-    """First what was found: charts and tables, on the page and in Markdown. Then options, commands, environments."""
-    markdown, page = reported(tmp_path, strong())
+    """Charts and tables come first, on the page and in Markdown. Options, commands and environments follow."""
+    markdown, page = write_report(tmp_path, strong())
     parts = ["</h1>", "<h2>Strong scaling", "<figure", "<h2>Results", "<h2>Scaling", "<h2>Points without results",
              "<h2>Configuration", ">Swept<", ">To repeat a point<", "<h2>Environment"]  # fmt: skip
-    places = [page.index(part) for part in parts]
-    assert places == sorted(places)
-    heads = re.findall(r"^## (.+)$", markdown, re.MULTILINE)
-    assert heads == ["Results", "Scaling", "Points without results", "Swept", "The same in all points",
-                     "Environment e1", "To repeat a point"]  # fmt: skip
+    positions = [page.index(part) for part in parts]
+    assert positions == sorted(positions)
+    headings = re.findall(r"^## (.+)$", markdown, re.MULTILINE)
+    assert headings == ["Results", "Scaling", "Points without results", "Swept", "The same in all points",
+                        "Environment e1", "To repeat a point"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("values", "labels"), [((0.1, 1e8), {"1", "100", "10k", "1M", "100M"}),
                                                 ((1500.0, 12000.0), {"2k", "5k", "10k"}),
                                                 ((3.0, 700.0), {"10", "100"})])  # fmt: skip
-def test_a_logarithmic_axis_has_labels_however_far_it_reaches(values: tuple[float, float], labels: set[str]) -> None:
+def test_a_logarithmic_axis_has_labels_at_every_range(values: tuple[float, float], labels: set[str]) -> None:
     chart = line_chart("Time", "", "ranks", "s", [Line(0, (1, 4), values)], log_base=10)
     assert chart is not None
-    written = {text.strip() for text in re.findall(r"<text[^>]*>([^<]+)</text>", chart.svg)}
-    assert labels <= written
+    texts = {text.strip() for text in re.findall(r"<text[^>]*>([^<]+)</text>", chart.svg)}
+    assert labels <= texts
 
 
-def test_a_report_of_failures_alone(tmp_path: Path) -> None:
-    markdown, page = reported(tmp_path, [record(2, 4096, status="oom", message="no memory")])
+def test_a_report_of_failed_points_only(tmp_path: Path) -> None:
+    markdown, page = write_report(tmp_path, [record(2, 4096, status="oom", message="no memory")])
     assert "1 point: 0 with results, 1 without" in markdown and "no memory" in page and "<figure" not in page
 
 
 @pytest.mark.slow
 def test_a_report_of_one_point_and_of_two_hundred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, page = reported(tmp_path / "one", [record(2, 4096)])
+    _, page = write_report(tmp_path / "one", [record(2, 4096)])
     assert "<figure" not in page and UNKNOWN not in results(read_sweep(tmp_path / "one")).rows[0]
     monkeypatch.setattr(page_module, "OPEN_PANELS", 1)
     monkeypatch.setattr(page_module, "DRAWN_PANELS", 3)
-    _, page = reported(tmp_path / "many", [quiet(line) for line in grid()])
+    _, page = write_report(tmp_path / "many", [quiet(line) for line in grid()])
     assert page.count("<figure") == 27 and page.count('<tr class="best">') == 40 and page.count("<tr") == 402
     assert "<summary>2 more panels</summary>" in page
     assert "7 more panels are not drawn; their points are in the tables." in page
 
 
 class Links(HTMLParser):
-    """Collects whatever a page would load, and every id."""
+    """Collects what a page would load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,8 +394,8 @@ class Links(HTMLParser):
             self.loaded.append(tag)
 
 
-def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
-    _, page = reported(tmp_path, strong())
+def test_the_page_loads_no_other_file(tmp_path: Path) -> None:
+    _, page = write_report(tmp_path, strong())
     links = Links()
     links.feed(page)
     assert links.loaded == []
@@ -404,13 +405,13 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
 # --- simulations -----------------------------------------------------------------------------------------------------
 
 
-def test_a_simulation_beside_a_sweep_has_a_section_of_its_page(
+def test_the_page_shows_the_simulations_in_the_folder_of_a_sweep(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = read_sweep(folder(tmp_path, strong()))
     assert "<h2>Simulated</h2>" not in page_of(sweep, "title", "summary", print)
-    words = ["ranks=1,2,4", "tokens=4Ki", "scaling=both", "heads=4", "kv_heads=2"]
-    assert main(["simulate", *words, f"json={sweep.folder / 'simulated-h100.json'}"]) == 0
+    options = ["ranks=1,2,4", "tokens=4Ki", "scaling=both", "heads=4", "kv_heads=2"]
+    assert main(["simulate", *options, f"json={sweep.folder / 'simulated-h100.json'}"]) == 0
     page = page_of(sweep, "title", "summary", print)
     assert "<h2>Simulated</h2>" in page and "ring, 4,096 tokens, H100 SXM" in page
     panel = simulated_panel(sweep.folder / "simulated-h100.json")
@@ -418,13 +419,13 @@ def test_a_simulation_beside_a_sweep_has_a_section_of_its_page(
     assert len(panel["charts"]) == 3 and all(chart.svg in page for chart in panel["charts"])
     assert "slow_rank" not in panel["title"]
     assert (
-        main(["simulate", *words, "slow_rank=0:2", "jitter=0.1", f"json={sweep.folder / 'simulated-slow.json'}"]) == 0
+        main(["simulate", *options, "slow_rank=0:2", "jitter=0.1", f"json={sweep.folder / 'simulated-slow.json'}"]) == 0
     )
     assert simulated_panel(sweep.folder / "simulated-slow.json")["title"].endswith(", slow_rank=0:2, jitter=0.1")
     capsys.readouterr()
 
 
-def test_a_file_that_is_no_simulation_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_simulation_is_an_error(tmp_path: Path) -> None:
     for text in ("[]", "{", '{"curves": {}}'):
         (tmp_path / "simulated.json").write_text(text)
         with pytest.raises(InputError, match=r"simulated\.json is not a simulation of this version"):
@@ -434,22 +435,22 @@ def test_a_file_that_is_no_simulation_is_refused(tmp_path: Path) -> None:
 # --- comparisons -----------------------------------------------------------------------------------------------------
 
 
-def compared(tmp_path: Path, before: list[Record], after: list[Record], *words: str) -> tuple[int, dict[str, Any]]:
-    """The exit code and the JSON."""
+def run_compare(tmp_path: Path, before: list[Record], after: list[Record], *options: str) -> tuple[int, dict[str, Any]]:
+    """Run the command, and return the exit code and the JSON."""
     paths = [str(folder(tmp_path / name, records)) for name, records in (("a", before), ("b", after))]
-    code = main(["compare", *paths, *words, f"json={tmp_path / 'compared.json'}"])
+    code = main(["compare", *paths, *options, f"json={tmp_path / 'compared.json'}"])
     return code, json.loads((tmp_path / "compared.json").read_text())
 
 
 def timed(ms: float, p10: float, p90: float) -> Record:
-    """A record whose forward pass takes this long."""
+    """Return a record whose forward pass takes this many milliseconds."""
     return {**record(2, 4096), "forward_ms": {"median": ms, "p10": p10, "p90": p90, "samples": 10}}
 
 
-def test_a_sweep_is_as_good_as_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = compared(tmp_path, strong(), strong())
+def test_a_sweep_compared_with_itself_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, figures = run_compare(tmp_path, strong(), strong())
     assert code == 0
-    assert found["counts"] == {"worse": 0, "better": 0, "same": 10, "no results": 2}
+    assert figures["counts"] == {"worse": 0, "better": 0, "same": 10, "no results": 2}
     assert "12 points: 0 worse, 0 better, 10 the same, 2 without results on both sides" in capsys.readouterr().out
 
 
@@ -459,38 +460,39 @@ def test_a_sweep_is_as_good_as_itself(tmp_path: Path, capsys: pytest.CaptureFixt
         ((100, 99, 101), (104, 103, 105), "same"),  # within the threshold
         ((100, 99, 101), (106, 105, 107), "worse"),
         ((100, 99, 101), (94, 93, 95), "better"),
-        ((100, 99, 101), (110, 104, 116), "same"),  # its own spread is 12
-        ((100, 94, 106), (110, 109, 111), "same"),  # the other's is
-        ((100, 96, 104), (110, 107, 113), "worse"),  # 10 is more than 8 and than 6
+        ((100, 99, 101), (110, 104, 116), "same"),  # the spread after is 12
+        ((100, 94, 106), (110, 109, 111), "same"),  # the spread before is 12
+        ((100, 96, 104), (110, 107, 113), "worse"),  # 10 exceeds the spreads 8 and 6
         ((100, 99, 101), (105, 105, 105), "same"),  # exactly at the threshold
     ],
 )
-def test_times_count_beyond_threshold_and_spread(
+def test_a_change_beyond_threshold_and_spread_counts(
     tmp_path: Path, before: tuple[float, float, float], after: tuple[float, float, float], verdict: str
 ) -> None:
-    code, found = compared(tmp_path, [timed(*before)], [timed(*after)])
-    assert found["points"][0]["changes"]["forward_ms"]["verdict"] == verdict == found["points"][0]["verdict"]
+    code, figures = run_compare(tmp_path, [timed(*before)], [timed(*after)])
+    assert figures["points"][0]["changes"]["forward_ms"]["verdict"] == verdict == figures["points"][0]["verdict"]
     assert code == (verdict == "worse")
 
 
 def test_the_threshold_can_be_chosen(tmp_path: Path) -> None:
     before, after = [timed(100, 99, 101)], [timed(115, 114, 116)]
-    assert compared(tmp_path, before, after)[0] == 1
-    assert compared(tmp_path, before, after, "threshold=0.2")[0] == 0
+    assert run_compare(tmp_path, before, after)[0] == 1
+    assert run_compare(tmp_path, before, after, "threshold=0.2")[0] == 0
 
 
 @pytest.mark.parametrize("key", ["peak_bytes", "bytes_sent"])
-def test_bytes_count_on_the_rank_that_has_most(tmp_path: Path, key: str) -> None:
+def test_bytes_are_compared_on_the_rank_with_the_most(tmp_path: Path, key: str) -> None:
     before, after = ({**record(2, 4096), key: by_rank} for by_rank in ([100, 200], [200, 100]))
-    assert compared(tmp_path, [before], [after])[0] == 0
-    code, found = compared(tmp_path, [before], [{**after, key: [220, 100]}])
-    assert code == 1 and found["points"][0]["changes"][key]["verdict"] == "worse"
-    assert compared(tmp_path, [{**before, key: [0, 0]}], [{**after, key: [1, 0]}])[0] == 1
+    assert run_compare(tmp_path, [before], [after])[0] == 0
+    code, figures = run_compare(tmp_path, [before], [{**after, key: [220, 100]}])
+    assert code == 1 and figures["points"][0]["changes"][key]["verdict"] == "worse"
+    assert run_compare(tmp_path, [{**before, key: [0, 0]}], [{**after, key: [1, 0]}])[0] == 1
 
 
 def test_worse_outweighs_better(tmp_path: Path) -> None:
-    code, found = compared(tmp_path, [timed(100, 99, 101)], [{**timed(50, 49, 51), "peak_bytes": [1 << 40, 1 << 40]}])
-    assert code == 1 and found["points"][0]["verdict"] == "worse"
+    faster_and_larger = {**timed(50, 49, 51), "peak_bytes": [1 << 40, 1 << 40]}
+    code, figures = run_compare(tmp_path, [timed(100, 99, 101)], [faster_and_larger])
+    assert code == 1 and figures["points"][0]["verdict"] == "worse"
 
 
 @pytest.mark.parametrize("status", ["oom", "error", "timeout"])
@@ -498,28 +500,28 @@ def test_a_point_that_lost_its_results_is_worse(
     tmp_path: Path, status: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = record(2, 4096), record(2, 4096, status=status, message="why")
-    code, found = compared(tmp_path, [good], [bad])
-    assert code == 1 and found["points"][0]["status"] == ["ok", status]
+    code, figures = run_compare(tmp_path, [good], [bad])
+    assert code == 1 and figures["points"][0]["status"] == ["ok", status]
     assert f"worse: ok → {status}" in capsys.readouterr().out
-    code, found = compared(tmp_path, [bad], [good])
-    assert code == 0 and found["counts"]["better"] == 1
+    code, figures = run_compare(tmp_path, [bad], [good])
+    assert code == 0 and figures["counts"]["better"] == 1
 
 
-def test_points_of_one_side_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_points_in_only_one_sweep_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shared, old, new = record(2, 4096), record(4, 4096), record(8, 4096)
-    code, found = compared(tmp_path, [shared, old], [shared, new])
-    assert code == 0 and len(found["points"]) == 1
-    assert (found["only_before"], found["only_after"]) == ([old["hash"]], [new["hash"]])
+    code, figures = run_compare(tmp_path, [shared, old], [shared, new])
+    assert code == 0 and len(figures["points"]) == 1
+    assert (figures["only_before"], figures["only_after"]) == ([old["hash"]], [new["hash"]])
     printed = capsys.readouterr().out
     assert f"only in {tmp_path / 'a'}: 4,096 tokens, 4 ranks, ok" in printed
     assert f"only in {tmp_path / 'b'}: 4,096 tokens, 8 ranks, ok" in printed
 
 
-def test_one_rank_is_named_as_in_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One rank alone has any schedule, layout and transport, whichever was written down."""
+def test_compare_names_points_of_one_rank_as_report_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their schedule, layout and transport are shown as "any", whatever the record contains."""
     shared = [record(1, 4096, "direct", "contiguous"), record(2, 4096, "ring")]
     old, new = record(1, 8192, "direct"), record(2, 8192, "direct")
-    assert compared(tmp_path, [*shared, old], [*shared, new])[0] == 0
+    assert run_compare(tmp_path, [*shared, old], [*shared, new])[0] == 0
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines() if "4,096" in line]
     assert [(row.count("any"), row.count("direct"), row.count("ring")) for row in rows] == [(2, 0, 0), (0, 0, 1)]
@@ -528,16 +530,16 @@ def test_one_rank_is_named_as_in_a_report(tmp_path: Path, capsys: pytest.Capture
 
 
 def automatic(schedule: str, ranks: int = 4) -> Record:
-    """A record of a call whose schedule was auto, which took `schedule`."""
-    made = record(ranks, 4096)
-    ran = {"schedule": schedule, "layout": "zigzag", "engine": "aten", "transport": "gloo", "sm_margin": 0}
-    return {**made, "config": {**made["config"], "schedule": "auto"}, "resolved": ran}
+    """Return the record of a call with schedule=auto that ran with `schedule`."""
+    line = record(ranks, 4096)
+    resolved = {"schedule": schedule, "layout": "zigzag", "engine": "aten", "transport": "gloo", "sm_margin": 0}
+    return {**line, "config": {**line["config"], "schedule": "auto"}, "resolved": resolved}
 
 
-def test_the_first_line_says_that_auto_took_another_schedule(
+def test_the_first_line_says_that_auto_chose_another_schedule(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, figures = compared(
+    code, figures = run_compare(
         tmp_path, [automatic("ring"), automatic("ring", 2)], [automatic("all_gather"), automatic("ring", 2)]
     )
     printed = capsys.readouterr().out
@@ -546,12 +548,13 @@ def test_the_first_line_says_that_auto_took_another_schedule(
         "different calls\n"
     )
     assert code == 0 and figures["notes"][0] in printed
-    assert [ran["schedule"] for ran in figures["points"][-1]["resolved"]] in (["ring", "all_gather"], ["ring", "ring"])
-    compared(tmp_path, [automatic("ring")], [automatic("ring")])
+    schedules = [resolved["schedule"] for resolved in figures["points"][-1]["resolved"]]
+    assert schedules in (["ring", "all_gather"], ["ring", "ring"])
+    run_compare(tmp_path, [automatic("ring")], [automatic("ring")])
     assert "auto took" not in capsys.readouterr().out
 
 
-def test_a_number_that_json_does_not_have_is_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_with_nan_is_unreadable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder(tmp_path, [record(2, 4096), record(4, 4096)])
     lines = (path / "points.jsonl").read_text().splitlines()
     (path / "points.jsonl").write_text("\n".join([re.sub('"median": [0-9.]+', '"median": NaN', lines[0]), lines[1]]))
@@ -559,7 +562,7 @@ def test_a_number_that_json_does_not_have_is_no_record(tmp_path: Path, capsys: p
     assert "1 point: 1 with results; 1 lines could not be read" in capsys.readouterr().out
 
 
-def test_tables_show_what_auto_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_show_the_schedule_that_auto_chose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder(tmp_path, [automatic("ring", 2), automatic("all_gather", 4)])
     assert main(["report", str(path)]) == 0
     assert re.findall(r"auto: (\w+)", capsys.readouterr().out) == ["ring", "all_gather"]
@@ -567,7 +570,7 @@ def test_tables_show_what_auto_took(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "auto: all_gather, ring" in page and "auto: all_gather, ring" in (path / "report.md").read_text()
 
 
-def test_different_environments_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_names_different_environments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [folder(tmp_path / name, [record(2, 4096)]) for name in ("a", "b")]
     (paths[1] / "environments.json").write_text(json.dumps({"e2": {"torch": "2.12.0"}}))
     assert main(["compare", *map(str, paths)]) == 0
@@ -575,7 +578,7 @@ def test_different_environments_are_said(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["a"], "expected two folders, got a"),
         (["a", "b", "c"], "expected two folders, got a b c"),
@@ -585,13 +588,14 @@ def test_different_environments_are_said(tmp_path: Path, capsys: pytest.CaptureF
         (["a", "c"], "a and c have no configuration in common"),
     ],
 )
-def test_bad_input_is_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_exits_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     for name, line in (("a", record(2, 4096)), ("b", record(2, 4096)), ("c", record(4, 4096))):
         folder(tmp_path / name, [line])
-    assert main(["compare", *words]) == 2
+    assert main(["compare", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -602,32 +606,34 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path")
 
 MEASURE = """<script>addEventListener("load", () => {
-  const box = (one) => { const r = one.getBoundingClientRect();
+  const box = (element) => { const r = element.getBoundingClientRect();
     return [r.left, r.top, r.right, r.bottom].map(Math.round) };
-  const inside = (one) => !one.closest(".scroll") || one.classList.contains("scroll");
-  const beyond = (one) => one.getBoundingClientRect().right > innerWidth + 1;
+  const unscrolled = (element) => !element.closest(".scroll") || element.classList.contains("scroll");
+  const beyond = (element) => element.getBoundingClientRect().right > innerWidth + 1;
   const wide = [...document.querySelectorAll("body *")]
-    .filter((one) => inside(one) && !one.closest("svg") && beyond(one)).map((one) => one.outerHTML.slice(0, 80));
+    .filter((element) => unscrolled(element) && !element.closest("svg") && beyond(element))
+    .map((element) => element.outerHTML.slice(0, 80));
   const texts = (svg) => [...svg.querySelectorAll("text")];
   const clipped = [...document.querySelectorAll("svg")].flatMap((svg) => texts(svg).filter((text) => {
     const t = text.getBoundingClientRect(), s = svg.getBoundingClientRect();
     return t.left < s.left - 1 || t.right > s.right + 1 || t.top < s.top - 1 || t.bottom > s.bottom + 1 })
     .map((text) => text.textContent));
   const page = document.documentElement;
-  const found = {viewport: innerWidth, page: [page.scrollWidth, page.scrollHeight],
+  const results = {viewport: innerWidth, page: [page.scrollWidth, page.scrollHeight],
     charts: [...document.querySelectorAll("figure svg")].map(box), wide, clipped,
-    broken: [...document.images].filter((one) => !one.naturalWidth).length,
+    broken: [...document.images].filter((image) => !image.naturalWidth).length,
     dark: matchMedia("(prefers-color-scheme: dark)").matches };
-  parent.postMessage(JSON.stringify(found), "*") })</script>"""
-# A window is at least 500 pixels wide, a frame as wide as asked for.
+  parent.postMessage(JSON.stringify(results), "*") })</script>"""
+# Chromium's windows are at least 500 pixels wide. A frame can be narrower.
 FRAME = """<!doctype html><meta name="color-scheme" content="light dark"><body style="margin: 0">
 <pre id="measured" hidden></pre>
-<script>addEventListener("message", (told) => { document.getElementById("measured").textContent = told.data })</script>
+<script>addEventListener("message", (event) => {
+  document.getElementById("measured").textContent = event.data })</script>
 <iframe src="measured.html" style="border: 0; display: block; width: WIDTHpx; height: HEIGHTpx"></iframe>"""
 
 
 def browse(page: Path, size: tuple[int, int], *flags: str) -> str:
-    """What headless Chromium prints about a file in a window of this many pixels."""
+    """Open a file in headless Chromium, in a window of `size` pixels, and return what Chromium prints."""
     assert CHROMIUM is not None
     profile = f"--user-data-dir={page.parent / 'profile'}"
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage",
@@ -637,22 +643,22 @@ def browse(page: Path, size: tuple[int, int], *flags: str) -> str:
     return done.stdout
 
 
-def drawn(path: Path, html: str, width: int, *flags: str) -> tuple[dict[str, Any], np.ndarray]:
-    """What the page measured of itself, and a picture of all of it: (height, width, 3), 0 to 255."""
+def draw(path: Path, html: str, width: int, *flags: str) -> tuple[dict[str, Any], np.ndarray]:
+    """Return what `MEASURE` measures on the page, and a picture of the whole page: (height, width, 3), 0 to 255."""
     (path / "measured.html").write_text(html.replace("</body>", f"{MEASURE}</body>"), encoding="utf-8")
     frame, shot = path / "frame.html", path / f"page-{width}.png"
     frame.write_text(FRAME.replace("WIDTH", str(width)).replace("HEIGHT", "800"), encoding="utf-8")
-    left = re.search(r'<pre id="measured"[^>]*>(.+?)</pre>', browse(frame, (1280, 800), *flags, "--dump-dom"))
-    assert left, "the page's script did not run"
-    measured = json.loads(unescape(left[1]))
+    match = re.search(r'<pre id="measured"[^>]*>(.+?)</pre>', browse(frame, (1280, 800), *flags, "--dump-dom"))
+    assert match, "the page's script did not run"
+    measured = json.loads(unescape(match[1]))
     height = measured["page"][1]
     frame.write_text(FRAME.replace("WIDTH", str(width)).replace("HEIGHT", str(height)), encoding="utf-8")
     browse(frame, (1280, height), *flags, f"--screenshot={shot}")
     return measured, np.round(matplotlib.image.imread(shot)[:, :width, :3] * 255).astype(int)
 
 
-def colored(picture: np.ndarray, box: list[int], color: tuple[float, ...]) -> int:
-    """How many pixels inside the box are of this color, give or take rounding."""
+def count_pixels(picture: np.ndarray, box: list[int], color: tuple[float, ...]) -> int:
+    """Return the number of pixels in the box that have this color, within rounding."""
     left, top, right, bottom = box
     return int((np.abs(picture[top:bottom, left:right] - np.array(color)).max(-1) <= 2).sum())
 
@@ -663,10 +669,10 @@ DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
 @in_browser
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "flags", "brightness"), [(1280, (), 1.0), (400, DARK, 1.3)])
-def test_what_a_browser_draws(tmp_path: Path, width: int, flags: tuple[str, ...], brightness: float) -> None:
+def test_the_page_fits_a_browser(tmp_path: Path, width: int, flags: tuple[str, ...], brightness: float) -> None:
     sweep = read_sweep(folder(tmp_path, strong()))
     html = page_of(sweep, title_of(sweep), summary_of(sweep), lambda line: None)
-    measured, picture = drawn(tmp_path, html, width, *flags)
+    measured, picture = draw(tmp_path, html, width, *flags)
     assert measured["viewport"] == width == measured["page"][0]
     assert measured["wide"] == [] and measured["clipped"] == []
     assert measured["broken"] == 0
@@ -675,10 +681,10 @@ def test_what_a_browser_draws(tmp_path: Path, width: int, flags: tuple[str, ...]
     assert picture[2, 2].tolist() == page
     assert len(measured["charts"]) == 9
     series = [tuple(min(255, 255 * part * brightness) for part in to_rgb(color)) for color in COLORS[:3]]
-    letters = tuple(min(255, part * brightness) for part in ink)
+    text_color = tuple(min(255, part * brightness) for part in ink)
     for box in measured["charts"]:
         assert (box[2] - box[0]) * (box[3] - box[1]) > 50_000
-        seen = [colored(picture, box, color) for color in series]
-        # Three markers of 4 x 4 pixels at least for the line on top; one below it shows at its marker's corners.
-        assert max(seen) > 48 and sum(count > 0 for count in seen) >= 2, seen
-        assert colored(picture, box, letters) > 0  # the inside of some stroke of a letter, or of an axis
+        counts = [count_pixels(picture, box, color) for color in series]
+        # The line on top shows at least three markers of 4 x 4 pixels. A line below shows corners of its markers.
+        assert max(counts) > 48 and sum(count > 0 for count in counts) >= 2, counts
+        assert count_pixels(picture, box, text_color) > 0  # the inside of a stroke of a letter or an axis
