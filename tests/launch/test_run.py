@@ -1,4 +1,4 @@
-"""`ringattn run` and `check`: options, what is measured and what is not timed; then processes, and nodes."""
+"""`ringattn run` and `check`: options, measurements, processes and nodes; `timeout_s` of every command."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ from ringattn.launch.options import leaves, presets_of
 from ringattn.launch.pictures import timeline
 from ringattn.launch.pictures.show import ExplainConfig
 from ringattn.launch.pictures.timeline import TimelineConfig
+from ringattn.launch.ranks import place_in_torchrun
 from ringattn.launch.train.config import TrainConfig
 from ringattn.launch.train.mesh import opened_mesh
 from ringattn.options import AttentionOptions
@@ -71,22 +72,22 @@ slurm.array_parallelism slurm.setup
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_options_are_these() -> None:
-    # They are a promise to scripts: a new one belongs here, an old one leaves with a decision.
+def test_the_options_of_run_and_sweep() -> None:
+    # Scripts depend on these keys. List a new key here; removing a key needs a decision record.
     assert [leaf for leaf, _, _ in leaves(RunConfig())] == OPTIONS
     assert [leaf for leaf, _, _ in leaves(SweepConfig())] == SWEEP_OPTIONS
 
 
-def test_an_option_of_the_softmax_is_a_key_of_every_call() -> None:
-    """`AttentionOptions` declares it; no command knows it by name."""
-    names = {each.name for each in fields(AttentionOptions)}
+def test_every_softmax_option_is_a_key_of_every_call() -> None:
+    """The commands take these keys from `AttentionOptions`."""
+    names = {option.name for option in fields(AttentionOptions)}
     for schema in (RunConfig, ExplainConfig, TimelineConfig):
         assert names <= {leaf for leaf, _, _ in leaves(schema())}
     config = load_run(["softcap=2", "sinks=[1,2]", "heads=2"])
     assert config.softmax() == {"softcap": 2.0, "sinks": [1.0, 2.0]} and load_run(words_of(config)) == config
 
 
-def test_names_are_the_lists_of_the_runtime() -> None:
+def test_choices_are_those_of_the_runtime() -> None:
     choices = {key: field.metadata.get("choices") for key, _, field in leaves(RunConfig())}
     assert (
         choices["schedule"] == ("auto", *ROUTES, *(f"{name}:N" for name in NUMBERED)) and choices["engine"] == ENGINES
@@ -94,31 +95,31 @@ def test_names_are_the_lists_of_the_runtime() -> None:
     assert choices["transport"] == ("auto", "shm", "gloo", "nccl", "peer")
 
 
-def test_a_key_counts_more_than_its_preset() -> None:
+def test_a_key_overrides_its_preset() -> None:
     assert presets_of("shape") == ["llama70b", "llama8b", "small"]
-    for words in (["shape=llama8b", "heads=16"], ["heads=16", "shape=llama8b"]):
-        config = load_run(words)
+    for options in (["shape=llama8b", "heads=16"], ["heads=16", "shape=llama8b"]):
+        config = load_run(options)
         assert (config.heads, config.kv_heads, config.head_dim) == (16, 8, 128)
 
 
 @pytest.mark.parametrize("schema", [RunConfig, CheckConfig, ExplainConfig, PlanConfig, TrainConfig, TimelineConfig])
 def test_no_key_has_the_name_of_a_folder_of_presets(schema: Any) -> None:
-    """Hydra would read the key as a choice of a preset, in every command."""
+    """Hydra would read such a key as the choice of a preset."""
     keys = {leaf for leaf, _, _ in leaves(schema())}
     assert not keys & {folder.name for folder in (ROOT / "launch" / "conf").iterdir()}
 
 
-def test_words_give_the_same_run_again() -> None:
-    words = ["segment_lengths=[64,128]", "dilation_rates=[1,2]", "shape=llama8b", "tokens_per_rank=40", "ranks=3",
-             "backward=false", "engine=plain", "threads_per_rank=2", "nnodes=2",
-             "rdzv_endpoint=node0:29400"]  # fmt: skip
-    config = load_run(words)
+def test_the_words_of_a_run_load_the_same_run() -> None:
+    options = ["segment_lengths=[64,128]", "dilation_rates=[1,2]", "shape=llama8b", "tokens_per_rank=40", "ranks=3",
+               "backward=false", "engine=plain", "threads_per_rank=2", "nnodes=2",
+               "rdzv_endpoint=node0:29400"]  # fmt: skip
+    config = load_run(options)
     assert config.tokens == 240
     assert load_run(words_of(config)) == config
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         ("mask=window", "mask='window': 'window' is not a mask; choose one of chunked"),
         ("mask=prefixes:3", "mask='prefixes:3': 'prefixes' is not a mask"),
@@ -158,15 +159,15 @@ def test_words_give_the_same_run_again() -> None:
         ("tokens=8,16", "tokens: one value at a time; run `ringattn sweep` instead"),
     ],
 )
-def test_mistakes_in_options(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == 2
+def test_mistakes_in_options(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options.split()) == 2
     assert message in capsys.readouterr().err
 
 
-def test_torchrun_says_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_ranks_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    place = point_place()
+    place = place_in_torchrun()
     assert load_here(["tokens_per_rank=10"], place).tokens == 40
     assert load_here(["ranks=2", "nnodes=2", "tokens=40"], place).world_size == 4
     two_nodes = ["ranks=2", "nnodes=2", "node_rank=1", "rdzv_endpoint=a:1", "tokens=40"]  # as --dry-run prints them
@@ -179,22 +180,17 @@ def test_torchrun_says_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         load_here(["tokens=8,16"], place)
 
 
-def point_place() -> Any:
-    from ringattn.launch.ranks import place_in_torchrun
-
-    return place_in_torchrun()
+# --- measurements ----------------------------------------------------------------------------------------------------
 
 
-# --- what is measured ------------------------------------------------------------------------------------------------
-
-
-def measured(words: Sequence[str], ranks: int) -> list[dict[str, Any]]:
-    config = load_run([*TINY, *words, f"ranks={ranks}"])
+def measure(options: Sequence[str], ranks: int) -> list[dict[str, Any]]:
+    """Measure a point on ranks that are threads, and return the facts on each rank."""
+    config = load_run([*TINY, *options, f"ranks={ranks}"])
     return run_ranks(ranks, lambda ring: point.measure(ring, config, lambda line: None), engine=config.engine)
 
 
-def kept_pairs(mask: str, tokens: int) -> int:
-    """Pairs of a head, counted one by one."""
+def count_pairs(mask: str, tokens: int) -> int:
+    """Return the number of pairs of query and key of a head, counted one by one."""
     return {
         "full": sum(1 for _ in range(tokens) for _ in range(tokens)),
         "causal": sum(1 for q in range(tokens) for k in range(tokens) if k <= q),
@@ -204,54 +200,54 @@ def kept_pairs(mask: str, tokens: int) -> int:
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents"])
-def test_facts_of_a_point(mask: str) -> None:
-    said = {"full": "causal=false", "causal": "causal=true", "window": "window=[49,0]", "documents": "documents=8"}
-    config = load_run([*TINY, said[mask], "schedule=ring", "ranks=2", "cluster=h100"])
-    planned = []
+def test_the_facts_of_a_point_match_its_plan(mask: str) -> None:
+    by_mask = {"full": "causal=false", "causal": "causal=true", "window": "window=[49,0]", "documents": "documents=8"}
+    config = load_run([*TINY, by_mask[mask], "schedule=ring", "ranks=2", "cluster=h100"])
+    explanations = []
 
     def on_rank(ring: Ring) -> dict[str, Any]:
-        found = point.measure(ring, config, lambda line: None)
+        facts = point.measure(ring, config, lambda line: None)
         if ring.rank == 0:
             options, documents = config.options(120), config.cu_seqlens_at(120)
             seq = ring.sequence(120, cu_seqlens=documents, for_="causal" if documents else mask)
             shape = {"q_heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": torch.float32}
-            planned.append(ring.explain(seq, schedule="ring", **shape, **options))
-        return found
+            explanations.append(ring.explain(seq, schedule="ring", **shape, **options))
+        return facts
 
-    facts = run_ranks(2, on_rank)
-    assert facts[0] == facts[1]
-    found, told = facts[0], planned[0]
-    assert set(found) == {*MEASURED, "environment"}
-    assert found["bytes_sent"] == list(told.bytes_sent) and found["messages"] == list(told.messages)
-    slots = [max(plan.arena_bytes for plan in plans) for plans in zip(*told.plans, strict=True)]
-    assert found["predicted"]["pool_bytes"] == slots
-    assert max(found["error"].values()) <= 1e-5 and set(found["error"]) == {"out", "dq", "dk", "dv"}
-    both_s = 120 / found["tokens_per_s"]
-    assert found["pass_ms"]["median"] == pytest.approx(both_s * 1e3)  # one definition of the time and of the rate
-    assert found["tflops"] == pytest.approx(3.5 * 4 * 32 * 4 * kept_pairs(mask, 120) / both_s / 1e12)
-    assert found["forward_ms"]["samples"] == found["backward_ms"]["samples"] == 2
-
-
-def test_no_backward_is_asked_for() -> None:
-    found = measured(["backward=false", "schedule=ring", "cluster=h100"], 2)[0]
-    assert found["backward_ms"] is None and found["predicted"]["backward_ms"] is None
-    with_backward = measured(["schedule=ring"], 2)[0]
-    assert all(mine < both for mine, both in zip(found["bytes_sent"], with_backward["bytes_sent"], strict=True))
+    facts, facts_of_rank_1 = run_ranks(2, on_rank)
+    assert facts == facts_of_rank_1
+    (explanation,) = explanations
+    assert set(facts) == {*MEASURED, "environment"}
+    assert facts["bytes_sent"] == list(explanation.bytes_sent) and facts["messages"] == list(explanation.messages)
+    slots = [max(plan.arena_bytes for plan in plans) for plans in zip(*explanation.plans, strict=True)]
+    assert facts["predicted"]["pool_bytes"] == slots
+    assert max(facts["error"].values()) <= 1e-5 and set(facts["error"]) == {"out", "dq", "dk", "dv"}
+    both_s = 120 / facts["tokens_per_s"]
+    assert facts["pass_ms"]["median"] == pytest.approx(both_s * 1e3)  # the rate uses the same time
+    assert facts["tflops"] == pytest.approx(3.5 * 4 * 32 * 4 * count_pairs(mask, 120) / both_s / 1e12)
+    assert facts["forward_ms"]["samples"] == facts["backward_ms"]["samples"] == 2
 
 
-def test_a_calibration_predicts_only_the_transport_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_false_measures_only_forward() -> None:
+    facts = measure(["backward=false", "schedule=ring", "cluster=h100"], 2)[0]
+    assert facts["backward_ms"] is None and facts["predicted"]["backward_ms"] is None
+    with_backward = measure(["schedule=ring"], 2)[0]
+    assert all(forward < both for forward, both in zip(facts["bytes_sent"], with_backward["bytes_sent"], strict=True))
+
+
+def test_a_calibration_predicts_only_its_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     write_calibration(tmp_path, "shm")
-    facts = measured([], 2)[0]  # ranks are threads, whose transport is "local"
+    facts = measure([], 2)[0]  # ranks are threads, whose transport is "local"
     assert facts["predicted"] is None
     assert "calibrated for shm, and messages go over local; run `ringattn calibrate" in facts["not_predicted"]
     table = table_of_point(load_run([*TINY, "ranks=2"]), facts)
     assert f"predicted     {facts['not_predicted']}" in table
     write_calibration(tmp_path, "local")
-    facts = measured([], 2)[0]
+    facts = measure([], 2)[0]
     assert facts["predicted"]["cluster"] == "this machine" and facts["not_predicted"] == ""
-    single = measured(["schedule=ring"], 1)[0]  # sends no messages, so that any transport fits
+    single = measure(["schedule=ring"], 1)[0]  # sends no messages, so every calibration applies
     assert single["predicted"]["cluster"] == "this machine"
 
 
@@ -261,13 +257,13 @@ def test_a_calibration_predicts_no_ring_on_several_nodes(tmp_path: Path, monkeyp
     write_calibration(tmp_path, "local")
     locations = tuple(Location(f"host-{rank}", f"boot/{rank}", rank, 0) for rank in range(2))
     monkeypatch.setattr(LocalTransport, "locations", locations)
-    facts = measured([], 2)[0]
+    facts = measure([], 2)[0]
     assert facts["predicted"] is None
     assert facts["not_predicted"].startswith("none: a calibration covers one machine, and these ranks run on several")
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         ["segment_lengths=[64,256]", "dilation_rates=[1,4]", "schedule=sub_rings"],
         ["dtype=bf16"],
@@ -281,50 +277,50 @@ def test_a_calibration_predicts_no_ring_on_several_nodes(tmp_path: Path, monkeyp
         ["segment_lengths=[64,256]", "dilation_rates=[1,4]", "softcap=2.0"],
     ],
 )
-def test_other_calls_are_measured_too(words: list[str]) -> None:
-    record = measured(words, 3)[0]  # refuses a call that is not exact
-    assert set(record["error"]) == {"out", "dq", "dk", "dv"} and all(error > 0 for error in record["error"].values())
-    assert len(record["peak_bytes"]) == 3
+def test_calls_with_other_options_are_measured(options: list[str]) -> None:
+    facts = measure(options, 3)[0]  # raises GateError if the call is not exact
+    assert set(facts["error"]) == {"out", "dq", "dk", "dv"} and all(error > 0 for error in facts["error"].values())
+    assert len(facts["peak_bytes"]) == 3
 
 
-def test_times_are_of_the_slowest_rank() -> None:
+def test_times_are_those_of_the_slowest_rank() -> None:
     planned = {"pairs": 1, "predicted": {}, "not_predicted": "", "resolved": {}}
     exposed = {"forward": 0.0, "backward": 0.0, "overlap": 1.0, "arrivals_known": True}
     rank = {"exposed": exposed, "planned": planned, "environment": {}, "bytes_sent": 0, "messages": 0, "peak_bytes": 0,
             "pool_bytes": 0}  # fmt: skip
     times_s = [[0.001, 0.002], [0.004, 0.002]], [[0.003, 0.001], [0.002, 0.005]]
-    found = point._facts(resolved(RunConfig(tokens=10)), [{**rank, "times_s": one} for one in times_s])
-    assert found["forward_ms"] == pytest.approx({"median": 3.5, "p10": 3.1, "p90": 3.9, "samples": 2})
-    assert found["backward_ms"]["median"] == pytest.approx(3.5)
-    assert found["pass_ms"]["median"] == pytest.approx(7.0) and found["tokens_per_s"] == pytest.approx(10 / 0.007)
+    facts = point._facts(resolved(RunConfig(tokens=10)), [{**rank, "times_s": times} for times in times_s])
+    assert facts["forward_ms"] == pytest.approx({"median": 3.5, "p10": 3.1, "p90": 3.9, "samples": 2})
+    assert facts["backward_ms"]["median"] == pytest.approx(3.5)
+    assert facts["pass_ms"]["median"] == pytest.approx(7.0) and facts["tokens_per_s"] == pytest.approx(10 / 0.007)
 
 
-def test_what_a_recorder_heard_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_facts_include_recorded_waits_and_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def recording(ring: Ring) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(exposed_us=1000.0 * (ring.rank + 1), overlap=0.5 - ring.rank / 4,
                               arrivals_known=ring.rank == 0)  # fmt: skip
 
     monkeypatch.setattr(Ring, "recording", recording)
-    found = measured([], 2)[0]
-    assert found["exposed_ms"] == {"forward": [1.0, 2.0], "backward": [1.0, 2.0]} and found["overlap"] == 0.25
-    assert found["arrivals_known"] is False  # not on all ranks
-    found = measured(["backward=false"], 2)[0]
-    assert found["exposed_ms"] == {"forward": [1.0, 2.0], "backward": None} and found["overlap"] == 0.25
+    facts = measure([], 2)[0]
+    assert facts["exposed_ms"] == {"forward": [1.0, 2.0], "backward": [1.0, 2.0]} and facts["overlap"] == 0.25
+    assert facts["arrivals_known"] is False  # only rank 0 knows them
+    facts = measure(["backward=false"], 2)[0]
+    assert facts["exposed_ms"] == {"forward": [1.0, 2.0], "backward": None} and facts["overlap"] == 0.25
 
 
-@pytest.mark.parametrize("wrong", [1e-4, float("nan")])
-def test_nothing_is_timed_behind_a_closed_gate(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+@pytest.mark.parametrize("error", [1e-4, float("nan")])
+def test_nothing_is_timed_if_the_gate_fails(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
     exact = point.attended
     timed: list[object] = []
-    monkeypatch.setattr(point, "attended", lambda *given: [exact(*given)[0], *(x + wrong for x in exact(*given)[1:])])
-    monkeypatch.setattr(point, "_timed_pass", lambda *given: timed.append(given))
+    monkeypatch.setattr(point, "attended", lambda *args: [exact(*args)[0], *(x + error for x in exact(*args)[1:])])
+    monkeypatch.setattr(point, "_timed_pass", lambda *args: timed.append(args))
     with pytest.raises(point.GateError, match=r"wrong are dq by .*, dk by .*, dv by .*; nothing is measured"):
-        measured([], 2)
+        measure([], 2)
     assert not timed
 
 
-def test_the_gate_sees_a_smaller_mask_of_the_same_kind() -> None:
+def test_the_gate_uses_a_smaller_mask_of_the_same_kind() -> None:
     window = load_run(["window=[1023,0]", "tokens=4096"])
     assert window.options(4096) == {"causal": True, "window": (1023, 0)}
     assert window.options(256) == {"causal": True, "window": (63, 0)}
@@ -339,80 +335,81 @@ def test_the_gate_sees_a_smaller_mask_of_the_same_kind() -> None:
     assert load_run(["mask='prefix:100,'", "tokens=32k"]).options(1000)["mask"] == masks.prefix([3])
 
 
-def test_a_shortage_of_memory_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def short(*given: object) -> None:
+def test_a_failed_allocation_is_an_out_of_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 
-    monkeypatch.setattr(point, "_inputs", short)
+    monkeypatch.setattr(point, "_inputs", fail)
     with pytest.raises(OutOfMemoryError, match=r"no memory for 120 tokens on 1 ranks.*use fewer tokens or more ranks"):
         point.on_rank({"config": asdict(load_run(TINY)), "quiet": True})
 
 
 def test_the_environment_names_no_machine() -> None:
-    told = str(environment()) + code_version()
-    assert socket.gethostname() not in told and str(Path.home()) not in told and str(ROOT) not in told
+    text = str(environment()) + code_version()
+    assert socket.gethostname() not in text and str(Path.home()) not in text and str(ROOT) not in text
 
 
-def test_the_code_version_is_the_commit_only_of_this_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from ringattn.launch.measure import environment as room
+def test_the_code_version_is_a_commit_only_in_this_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ringattn.launch.measure import environment as environment_module
 
-    monkeypatch.setattr(room, "PACKAGE", tmp_path)
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)  # a wheel in somebody else's checkout
-    assert code_version.__wrapped__() == (room._version("ringattn") or "unknown")
+    monkeypatch.setattr(environment_module, "PACKAGE", tmp_path)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)  # a wheel inside another repository
+    assert code_version.__wrapped__() == (environment_module._version("ringattn") or "unknown")
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_the_printed_command_does_what_run_does() -> None:
-    words = ["run", "ranks=2", *TINY, "schedule=ring"]
-    done = ringattn(*words, "--dry-run")
+def test_the_command_of_dry_run_measures_the_same_point() -> None:
+    done = ringattn("run", "ranks=2", *TINY, "schedule=ring", "--dry-run")
     command = done.stdout.strip()
     assert "-m torch.distributed.run --standalone --nproc-per-node=2 -m ringattn run " in command, done.stderr
     repeated = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment_of(), capture_output=True, text=True,
                               timeout=280)  # fmt: skip
     assert repeated.returncode == 0, repeated.stderr
     for line in ("gate: exact at a small size", "ranks         2\n", "tokens        120\n", "pass 3 of 3"):
-        assert repeated.stdout.count(line) == 1  # by one rank alone
+        assert repeated.stdout.count(line) == 1  # only rank 0 prints
 
 
 @pytest.mark.slow
-def test_two_nodes_meet_at_an_endpoint() -> None:
-    meeting = f"rdzv_endpoint=127.0.0.2:{free_port()}"
-    words = ["-m", "ringattn", "run", "ranks=1", "nnodes=2", meeting, *TINY]
-    agents = [started(*words, f"node_rank={rank}") for rank in (1, 0)]
-    (other, _), (first, errors) = (agent.communicate(timeout=280) for agent in agents)
+def test_two_nodes_connect_at_an_endpoint() -> None:
+    endpoint = f"rdzv_endpoint=127.0.0.2:{free_port()}"
+    arguments = ["-m", "ringattn", "run", "ranks=1", "nnodes=2", endpoint, *TINY]
+    agents = [started(*arguments, f"node_rank={rank}") for rank in (1, 0)]
+    (output_1, _), (output_0, errors) = (agent.communicate(timeout=280) for agent in agents)
     assert [agent.returncode for agent in agents] == [0, 0], errors
-    assert "ranks         2\n" in first and other == ""
-    assert shlex.split(first.partition("sent")[2].partition("MiB")[0])[0] != "0.0"
+    assert "ranks         2\n" in output_0 and output_1 == ""
+    assert shlex.split(output_0.partition("sent")[2].partition("MiB")[0])[0] != "0.0"
 
 
 # --- `ringattn check` ------------------------------------------------------------------------------------------------
 
 
-EVERY, PAIRED = list(check.cases()), list(check.paired_cases())
-FEW = [
+ALL_CASES, PAIRED_CASES = list(check.cases()), list(check.paired_cases())
+FEW_CASES = [
     Case("full", "contiguous", "ring"),
     Case("causal", "contiguous", "ring"),
     Case("causal", "zigzag", "ring"),
     Case("causal", "zigzag", "direct"),
 ]
-CHECKED = ["transport=local", "ranks=2", "tokens=13", "dtype=fp64", "head_dim=8", "value_dim=8"]
+CHECK_OPTIONS = ["transport=local", "ranks=2", "tokens=13", "dtype=fp64", "head_dim=8", "value_dim=8"]
 
 
 @pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "cases", lambda: iter(FEW))
+def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `ringattn check` run only `FEW_CASES`."""
+    monkeypatch.setattr(check, "cases", lambda: iter(FEW_CASES))
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> list[list[str]]:
-    assert check.main([*CHECKED, *words]) == code
+def run_check(capsys: pytest.CaptureFixture[str], *options: str, code: int) -> list[list[str]]:
+    """Run the command, assert its exit code, and return the columns of each printed line."""
+    assert check.main([*CHECK_OPTIONS, *options]) == code
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_line_for_each_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, code=0)
+def test_check_prints_a_line_for_each_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run_check(capsys, code=0)
     assert [line[:4] for line in lines[2:]] == [
         ["ring", "2", "2", "3"],  # masks, layouts, cases
         ["direct", "1", "1", "1"],
@@ -422,70 +419,65 @@ def test_a_line_for_each_schedule(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(float(error) < 1e-10 for error in line[4:8]) and line[8] == "exact"
 
 
-def test_paired_cases_hold_every_two_values_that_the_cases_hold_together() -> None:
-    wanted, found = (set().union(*(parts(case, 2) for case in some)) for some in (EVERY, PAIRED))
-    assert found == wanted and len(PAIRED) < len(EVERY) / 3
+def test_paired_cases_cover_every_pair_of_values_of_all_cases() -> None:
+    pairs, covered = (set().union(*(parts(case, 2) for case in cases)) for cases in (ALL_CASES, PAIRED_CASES))
+    assert covered == pairs and len(PAIRED_CASES) < len(ALL_CASES) / 3
 
 
-def test_the_paired_cases_are_those_that_are_tried(
+def test_combinations_pairs_checks_the_paired_cases(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "paired_cases", lambda: iter(FEW[:1]))
-    assert printed(capsys, "combinations=pairs", code=0)[-1] == ["1", "cases,", "all", "exact"]
+    monkeypatch.setattr(check, "paired_cases", lambda: iter(FEW_CASES[:1]))
+    assert run_check(capsys, "combinations=pairs", code=0)[-1] == ["1", "cases,", "all", "exact"]
 
 
 def test_verbose_prints_every_case(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [line[:3] for line in printed(capsys, "verbose=true", code=0)[2:-1]]
-    assert rows == [[case.mask, case.layout, case.schedule] for case in FEW]
+    rows = [line[:3] for line in run_check(capsys, "verbose=true", code=0)[2:-1]]
+    assert rows == [[case.mask, case.layout, case.schedule] for case in FEW_CASES]
 
 
 def test_a_wrong_case_shows_the_cases_of_its_schedule(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = exactness.attended
+    exact = exactness.attended
 
-    def wrong_by_direct(ring, case, *rest):  # type: ignore[no-untyped-def]
-        out, *grads = right(ring, case, *rest)
+    def wrong_with_direct(ring, case, *rest):  # type: ignore[no-untyped-def]
+        out, *grads = exact(ring, case, *rest)
         return [out * float("nan") if case.schedule == "direct" else out, *grads]
 
-    monkeypatch.setattr(exactness, "attended", wrong_by_direct)
-    lines = printed(capsys, code=1)
+    monkeypatch.setattr(exactness, "attended", wrong_with_direct)
+    lines = run_check(capsys, code=1)
     assert lines[2][0] == "ring" and lines[2][-1] == "exact"
     assert lines[3][:5] == ["direct", "1", "1", "1", "nan"] and lines[3][-4:] == ["1", "OVER", "THEIR", "BOUND"]
     assert lines[5][:4] == ["causal", "zigzag", "direct", "nan"] and lines[5][-1] == "OVER"
     assert lines[-1] == ["4", "cases,", "1", "over", "their", "bound"]
 
 
-@pytest.mark.parametrize(("asked", "opened"), [("nccl", "nccl"), ("peer", "peer"), ("gloo", "gloo"), ("local", "shm")])
-def test_processes_are_checked_over_the_transport_that_was_asked_for(
-    asked: str, opened: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Opened(Exception):
-        pass
+class Opened(Exception):
+    """Raised instead of opening a ring, with the option of the ring that a test compares."""
 
-    def ring(transport: str, **_: object) -> None:
+
+@pytest.mark.parametrize(("option", "opened"), [("nccl", "nccl"), ("peer", "peer"), ("gloo", "gloo"), ("local", "shm")])
+def test_processes_open_the_given_transport(option: str, opened: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_ring(transport: str, **_: object) -> None:
         raise Opened(transport)
 
-    monkeypatch.setattr("ringattn.Ring", ring)
+    monkeypatch.setattr("ringattn.Ring", open_ring)
     with pytest.raises(Opened, match=f"^{opened}$"):
-        check.worker({"transport": asked, "engine": "plain", "timeout_s": 5.0})
+        check.worker({"transport": option, "engine": "plain", "timeout_s": 5.0})
 
 
-# --- `timeout_s` is the deadline of every wait on every command that starts ranks ------------------------------------
+# --- `timeout_s` of every command that starts ranks ------------------------------------------------------------------
 
 
 CONFIGS = (RunConfig, TrainConfig, CheckConfig, TimelineConfig, CalibrateConfig, DoctorConfig)
 
 
 @pytest.mark.parametrize("schema", CONFIGS)
-def test_every_command_has_the_key_of_ring(schema: Any) -> None:
+def test_every_command_has_the_timeout_of_ring(schema: Any) -> None:
     keys = {key: field for key, _, field in leaves(schema()) if key.rpartition(".")[2] == "timeout_s"}
     assert list(keys) == ["timeout_s"] and "timeout_s" in inspect.signature(package.Ring).parameters
     assert keys["timeout_s"].metadata["about"] == "deadline of every wait for another rank, in seconds"
-
-
-class Opened(Exception):
-    """Raised instead of a ring that is opened with these options."""
 
 
 WORKERS: Mapping[str, Callable[[], Any]] = {
@@ -498,27 +490,27 @@ WORKERS: Mapping[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("open_ring", WORKERS.values(), ids=WORKERS)
-def test_the_ring_gets_it(open_ring: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(*_: Any, **options: Any) -> None:
+def test_the_ring_receives_timeout_s(open_ring: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_opened(*_: Any, **options: Any) -> None:
         raise Opened(options["timeout_s"])
 
     for module in (package, point, sys.modules[opened_mesh.__module__]):
-        monkeypatch.setattr(module, "Ring", opened)
+        monkeypatch.setattr(module, "Ring", raise_opened)
     with pytest.raises(Opened, match=r"^7"):
         open_ring()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         "run ranks=2 tokens=64 shape=small repeats=1000000 transport=shm",
         "train ranks=2 tokens=64 model=tiny steps=1000000 transport=gloo",
     ],
 )
-def test_a_stopped_rank_of_a_command_is_named_as_silent(tmp_path: Path, words: str) -> None:
-    command = started("-m", "ringattn", *words.split(), "timeout_s=10", "threads_per_rank=1", cwd=tmp_path)
-    wait_for_line(command, "pass " if words.startswith("run") else "2 x fp32  step ")  # until the ranks exchange
+def test_a_stopped_rank_of_a_command_is_reported_as_silent(tmp_path: Path, arguments: str) -> None:
+    command = started("-m", "ringattn", *arguments.split(), "timeout_s=10", "threads_per_rank=1", cwd=tmp_path)
+    wait_for_line(command, "pass " if arguments.startswith("run") else "2 x fp32  step ")  # the ranks exchange messages
     os.kill(process_of_rank(1, command.pid), signal.SIGSTOP)
     stopped_s = time.monotonic()
     _, errors = command.communicate()
