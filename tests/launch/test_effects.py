@@ -1,4 +1,4 @@
-"""Every key of `plan` and `simulate` changes the figures; where it could not, it is refused."""
+"""Every key of `plan` and `simulate` changes the figures. Giving a key that cannot have an effect is an error."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from ringattn.launch.pictures.simulate import simulated
 from ringattn.launch.pictures.simulation import SimulateConfig
 
 OUTPUTS = {"json", "picture"}
-NEEDS_OTHERS = {"zero_degree", "pipeline_chunks", "shared_experts", "scaling", "seed"}
+DEPENDENT = {"zero_degree", "pipeline_chunks", "shared_experts", "scaling", "seed"}
+"""Keys that have an effect only with the other options of their case."""
 
 PLAN = ["preset=llama3-8b", "tokens=32768", "ranks=8"]
-PLAN_WORDS = {
+PLAN_CASES = {
     "preset": "preset=7B", "hardware": "hardware=a100-80", "tokens": "tokens=65536", "ranks": "ranks=4",
     "batch": "batch=2", "mask": "mask=full", "window_tokens": "mask=window window_tokens=512",
     "segment_lengths": "mask=dilated segment_lengths=[2048] dilation_rates=[4]",
@@ -38,7 +39,7 @@ PLAN_WORDS = {
 }  # fmt: skip
 
 SIMULATE = ["ranks=8", "tokens=65536"]
-SIMULATE_WORDS = {
+SIMULATE_CASES = {
     "tokens": "tokens=32768", "batch": "batch=2", "heads": "heads=16", "kv_heads": "kv_heads=4",
     "head_dim": "head_dim=64", "dtype": "dtype=fp32", "causal": "causal=false", "window": "window=[511,0]",
     "layout": "layout=contiguous", "schedule": "schedule=all_gather", "backward": "backward=false", "ranks": "ranks=4",
@@ -49,9 +50,9 @@ SIMULATE_WORDS = {
 
 
 @cache
-def planned(words: tuple[str, ...]) -> str:
+def plan_figures(options: tuple[str, ...]) -> str:
     """Return the figures of `plan` without the names and settings that it repeats."""
-    config = load(words, PlanConfig)
+    config = load(options, PlanConfig)
     figures = plan(config, machine_of(config))
     del figures["run"], figures["model"]["name"]
     figures["hardware"] = {"longest_tokens": figures["hardware"]["longest_tokens"]}
@@ -59,45 +60,45 @@ def planned(words: tuple[str, ...]) -> str:
 
 
 @cache
-def simulation(words: tuple[str, ...]) -> str:
+def simulate_figures(options: tuple[str, ...]) -> str:
     """Return the figures of `simulate` without the settings that it repeats."""
-    figures = simulated(load_plain(words, SimulateConfig))
+    figures = simulated(load_plain(options, SimulateConfig))
     points = [point for curve in figures["curves"].values() for point in curve]
     return json.dumps([{name: value for name, value in point.items() if name != "took_s"} for point in points])
 
 
-def without(key: str, words: list[str]) -> list[str]:
-    """Return the words that `key` needs, to compare with: none if they need `key` too."""
-    return [word for word in words if not word.startswith(f"{key}=")] if key in NEEDS_OTHERS else []
+def without(key: str, options: list[str]) -> list[str]:
+    """Return the options to compare with: those of the case without `key` if it is dependent, otherwise none."""
+    return [option for option in options if not option.startswith(f"{key}=")] if key in DEPENDENT else []
 
 
-def merged(base: list[str], words: list[str]) -> tuple[str, ...]:
-    """Return the words of `base` that `words` does not replace, and `words`."""
-    keys = {word.partition("=")[0] for word in words}
-    return (*(word for word in base if word.partition("=")[0] not in keys), *words)
+def merge(base: list[str], options: list[str]) -> tuple[str, ...]:
+    """Return the base options with `options`, which replace those of the same key."""
+    keys = {option.partition("=")[0] for option in options}
+    return (*(option for option in base if option.partition("=")[0] not in keys), *options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", PLAN_WORDS)
+@pytest.mark.parametrize("key", PLAN_CASES)
 def test_a_key_of_plan_changes_the_figures(key: str) -> None:
-    words = PLAN_WORDS[key].split()
-    assert planned(merged(PLAN, words)) != planned(merged(PLAN, without(key, words)))
+    options = PLAN_CASES[key].split()
+    assert plan_figures(merge(PLAN, options)) != plan_figures(merge(PLAN, without(key, options)))
 
 
-@pytest.mark.parametrize("key", SIMULATE_WORDS)
+@pytest.mark.parametrize("key", SIMULATE_CASES)
 def test_a_key_of_simulate_changes_the_figures(key: str) -> None:
-    words = SIMULATE_WORDS[key].split()
-    assert simulation(merged(SIMULATE, words)) != simulation(merged(SIMULATE, without(key, words)))
+    options = SIMULATE_CASES[key].split()
+    assert simulate_figures(merge(SIMULATE, options)) != simulate_figures(merge(SIMULATE, without(key, options)))
 
 
 def test_every_key_has_a_case() -> None:
     # `recommended` replaces other keys before the figures are computed.
-    assert {key for key, *_ in leaves(PlanConfig())} - OUTPUTS - {"recommended"} == set(PLAN_WORDS)
-    assert {key for key, *_ in leaves(SimulateConfig())} - OUTPUTS == set(SIMULATE_WORDS)
+    assert {key for key, *_ in leaves(PlanConfig())} - OUTPUTS - {"recommended"} == set(PLAN_CASES)
+    assert {key for key, *_ in leaves(SimulateConfig())} - OUTPUTS == set(SIMULATE_CASES)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ("simulate ranks=8 seed=3", "seed=3: has no effect without jitter"),
         ("simulate ranks=8 scaling=weak", "scaling=weak: has no effect on one number of ranks"),
@@ -106,9 +107,9 @@ def test_every_key_has_a_case() -> None:
         ("explain sm_margin=4", "sm_margin=4: has no effect without a prediction"),
     ],
 )
-def test_a_key_without_effect_is_refused(
-    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_key_without_effect_is_an_error(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ringattn.launch.pictures.show.cluster_over", lambda transport: (None, "none"))
-    assert main(words.split()) == 2
+    assert main(arguments.split()) == 2
     assert message in capsys.readouterr().err
