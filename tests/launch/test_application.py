@@ -1,4 +1,4 @@
-"""`ringattn run` as a Hydra application: what users of Hydra type, what they find afterwards, and plugins."""
+"""`ringattn run` as a Hydra application: flags, overrides, written files, errors, and Hydra's plugins."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tests.adapters.environments import environment
 from tests.launch.commands import ROOT, ringattn
 
 
-class StandIn:
-    """Takes the place of the ranks: a pass takes a millisecond for each token, and two by schedule=ring."""
+class FakeRanks:
+    """Replaces the ranks. A pass takes one millisecond per token, or two with schedule=ring."""
 
     def __init__(self) -> None:
-        self.ran: list[RunConfig] = []
+        self.configs: list[RunConfig] = []
         self.error: RingError | None = None
 
     def __call__(self, config: RunConfig, place: object, quiet: bool) -> dict[str, Any]:
-        self.ran.append(config)
+        self.configs.append(config)
         if self.error is not None:
             raise self.error
         assert config.tokens is not None
@@ -42,69 +42,70 @@ class StandIn:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandIn]:
-    """No ranks are started, the working directory is empty, and Hydra's logging ends with the test."""
-    stand_in, root = StandIn(), logging.getLogger()
-    monkeypatch.setattr(run, "run_here", stand_in)
+def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeRanks]:
+    """Replace the ranks, work in an empty directory, and undo Hydra's logging after the test."""
+    fake, root = FakeRanks(), logging.getLogger()
+    monkeypatch.setattr(run, "run_here", fake)
     monkeypatch.setattr(run, "table", lambda config, facts: f"{config.tokens} {facts['forward_ms']['median']}")
     monkeypatch.chdir(tmp_path)
     handlers, level = list(root.handlers), root.level
-    yield stand_in
+    yield fake
     root.handlers[:] = handlers
     root.setLevel(level)
 
 
 def files(folder: Path) -> set[str]:
-    return {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()}
+    """Return the paths of all files below `folder`."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_plain_words_write_nothing(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_options_write_no_files(ranks: FakeRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, argv = logging.getLogger().level, list(sys.argv)
     assert run.main(["tokens=64", "schedule=ring"]) == 0
     assert capsys.readouterr().out == "64 128\n"
     assert not files(tmp_path) and logging.getLogger().level == before and sys.argv == argv
 
 
-def test_cfg_job_shows_the_configuration(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cfg_job_shows_the_configuration(ranks: FakeRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--cfg", "job", "window=[5,0]", "ranks=3", "shape=llama8b", "tokens=128k"]) == 0
-    told = capsys.readouterr()
-    shown = OmegaConf.create(told.out)
-    assert not told.err and shown.tokens == 128_000
+    printed = capsys.readouterr()
+    shown = OmegaConf.create(printed.out)
+    assert not printed.err and shown.tokens == 128_000
     assert (shown.window, shown.ranks, shown.heads, "hydra" in shown) == ([5, 0], 3, 32, False)
-    assert not ranks.ran and not files(tmp_path)
+    assert not ranks.configs and not files(tmp_path)
 
 
-def test_a_multirun_has_a_job_a_point(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_multirun_has_one_job_per_point(ranks: FakeRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["-m", "tokens=64,96", "schedule=ring,direct", "hydra.sweep.dir=sweep"]) == 0
-    found = [(one.tokens, one.schedule) for one in ranks.ran]
-    assert found == [(64, "ring"), (64, "direct"), (96, "ring"), (96, "direct")]
+    points = [(config.tokens, config.schedule) for config in ranks.configs]
+    assert points == [(64, "ring"), (64, "direct"), (96, "ring"), (96, "direct")]
     assert OmegaConf.load("sweep/3/.hydra/overrides.yaml") == ["tokens=96", "schedule=direct"]
     assert "sweep/multirun.yaml" in files(tmp_path) and {file.split("/")[0] for file in files(tmp_path)} == {"sweep"}
-    told = capsys.readouterr().out
-    assert "#3 : tokens=96 schedule=direct" in told and "96 192" in told
+    printed = capsys.readouterr().out
+    assert "#3 : tokens=96 schedule=direct" in printed and "96 192" in printed
 
 
-def test_a_job_that_fails_has_a_record_and_the_table_is_printed(
-    ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_failed_job_has_a_record_and_a_row_in_the_table(
+    ranks: FakeRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks.error = RanksError("too slow", "timeout")
     assert run.main(["-m", "tokens=64,96", "hydra.sweep.dir=sweep"]) == 1
     records = read_points(tmp_path / "sweep")
     assert [(record["tokens"], record["status"]) for record in records.values()] == [(64, "timeout"), (96, "timeout")]
-    told = capsys.readouterr()
-    assert re.findall(r"^(tokens=\d+) +timeout", told.out, re.MULTILINE) == ["tokens=64", "tokens=96"]
-    assert "ringattn run: too slow" in told.err
+    printed = capsys.readouterr()
+    assert re.findall(r"^(tokens=\d+) +timeout", printed.out, re.MULTILINE) == ["tokens=64", "tokens=96"]
+    assert "ringattn run: too slow" in printed.err
 
 
 @pytest.mark.slow
-def test_a_run_directory_of_ones_own(ranks: StandIn, tmp_path: Path) -> None:
+def test_the_run_directory_can_be_chosen(ranks: FakeRanks, tmp_path: Path) -> None:
     assert run.main(["hydra.run.dir=here", "tokens=64"]) == 0
     assert OmegaConf.load("here/.hydra/config.yaml").tokens == 64
     assert run.main(["hydra.run.dir=there", "hydra.job.chdir=true", "tokens=96"]) == 0
     assert Path.cwd() == tmp_path and (tmp_path / "there" / ".hydra" / "config.yaml").exists()
 
 
-def test_configs_and_groups_of_ones_own(ranks: StandIn, tmp_path: Path) -> None:
+def test_configs_and_groups_of_the_user(ranks: FakeRanks, tmp_path: Path) -> None:
     conf = tmp_path / "conf"
     (conf / "shape").mkdir(parents=True)
     (conf / "shape" / "near.yaml").write_text("# @package _global_\nheads: 6\nwindow: [7, 0]\n")
@@ -114,19 +115,19 @@ def test_configs_and_groups_of_ones_own(ranks: StandIn, tmp_path: Path) -> None:
     assert run.main(["--config-dir=conf", "--config-name=nightly", "++repeats=3"]) == 0
     assert run.main(["-cd", "conf", "-cn", "bare"]) == 0
     assert run.main(["hydra.searchpath=[file://conf]", "shape=near", "tokens=48"]) == 0
-    found = [(one.tokens, one.heads, one.window, one.repeats) for one in ranks.ran]
-    assert found == [(64, 6, [7, 0], 10), (96, 6, [7, 0], 3), (80, 4, None, 10), (48, 6, [7, 0], 10)]
-    assert ranks.ran[2].kv_heads == 4 and ranks.ran[2].head_dim == 64
+    points = [(config.tokens, config.heads, config.window, config.repeats) for config in ranks.configs]
+    assert points == [(64, 6, [7, 0], 10), (96, 6, [7, 0], 3), (80, 4, None, 10), (48, 6, [7, 0], 10)]
+    assert ranks.configs[2].kv_heads == 4 and ranks.configs[2].head_dim == 64
 
 
-def test_the_signs(ranks: StandIn) -> None:
-    assert run.main(["++tokens=64", "+seed=5"]) == 2  # Hydra: there is one already
+def test_the_override_signs_of_hydra(ranks: FakeRanks) -> None:
+    assert run.main(["++tokens=64", "+seed=5"]) == 2  # Hydra rejects + for an existing key
     assert run.main(["++tokens=64", "+tokens_per_rank=null", "++ranks=2", "~shape"]) == 0
-    assert (ranks.ran[0].tokens, ranks.ran[0].ranks, ranks.ran[0].heads) == (64, 2, 8)
+    assert (ranks.configs[0].tokens, ranks.configs[0].ranks, ranks.configs[0].heads) == (64, 2, 8)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         ("-m toknes=64,96", "toknes: no such key; did you mean tokens?"),
         pytest.param("++toknes=64", "toknes: no such key; did you mean tokens?", marks=pytest.mark.slow),
@@ -160,20 +161,20 @@ def test_the_signs(ranks: StandIn) -> None:
         ("-m hydra/sweeper=optuna tokens=64,96", "pip install hydra-optuna-sweeper"),
     ],
 )
-def test_mistakes(words: str, told: str, ranks: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(words.split()) == 2
-    said = capsys.readouterr().err
-    assert told in said and "ringattn run: " in said and "Traceback" not in said and not ranks.ran
+def test_mistakes(arguments: str, message: str, ranks: FakeRanks, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(arguments.split()) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and "ringattn run: " in errors and "Traceback" not in errors and not ranks.configs
 
 
 @pytest.mark.slow
-def test_a_point_that_fails(
-    ranks: StandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_failing_point_does_not_stop_a_multirun(
+    ranks: FakeRanks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks.error = RingError("rank 1 is lost")
     assert run.main(["-m", "tokens=64,96"]) == 1
     assert "ringattn run: rank 1 is lost" in capsys.readouterr().err
-    assert len(ranks.ran) == 2  # the others run, and the multirun fails
+    assert len(ranks.configs) == 2  # the second job runs too
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(Exception, match="Could not find 'shape/rign'"):
         run.main(["-m", "shape=small,rign"])
@@ -181,19 +182,19 @@ def test_a_point_that_fails(
 
 
 @pytest.mark.slow
-def test_a_multirun_under_torchrun(
-    ranks: StandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_multirun_under_torchrun_is_an_error(
+    ranks: FakeRanks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     assert run.main(["-m", "tokens=64,96"]) == 2
     assert "every rank would run all points" in capsys.readouterr().err
-    assert run.main(["++tokens=64"]) == 0 and ranks.ran[0].ranks == 4
+    assert run.main(["++tokens=64"]) == 0 and ranks.configs[0].ranks == 4
     assert run.main(["++tokens=64", "ranks=2"]) == 2
     assert "ranks=2: torchrun started 4" in capsys.readouterr().err
 
 
-def test_the_task_returns_what_a_sweeper_minimises(ranks: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_task_returns_the_time_that_sweepers_minimise(ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     spread = {"median": 1.5}
     facts = {"forward_ms": spread, "backward_ms": {"median": 2.0}, "peak_bytes": [0], "tokens_per_s": 1.0}
     monkeypatch.setattr(run, "run_here", lambda config, place, quiet: facts)
@@ -212,14 +213,14 @@ def test_the_task_returns_what_a_sweeper_minimises(ranks: StandIn, monkeypatch: 
         ("defaults: [run\ntokens: : 3\n", "nightly.yaml, line 2: is no YAML: expected ',' or ']', but got ':'"),
     ],
 )
-def test_a_config_of_ones_own_is_refused_without_a_traceback(
-    text: str, message: str, ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_config_of_the_user_is_an_error_without_a_traceback(
+    text: str, message: str, ranks: FakeRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "nightly.yaml").write_text(text)
     assert run.main(["--config-dir", "conf", "--config-name", "nightly"]) == 2
-    told = capsys.readouterr().err
-    assert message in told and "Traceback" not in told and "full_key" not in told and not ranks.ran
+    errors = capsys.readouterr().err
+    assert message in errors and "Traceback" not in errors and "full_key" not in errors and not ranks.configs
 
 
 def test_only_hydras_public_names_are_used() -> None:
@@ -228,27 +229,27 @@ def test_only_hydras_public_names_are_used() -> None:
         assert not private, f"{file.name}: {private}"
 
 
-# --- launchers and sweepers of Hydra, with processes -----------------------------------------------------------------
+# --- Hydra's launchers and sweepers, with processes ------------------------------------------------------------------
 
 
 SMALL = ("shape=small", "repeats=1", "warmup=1", "threads_per_rank=1", "backward=false")
-# What the sweeper asks for, and what that imports; alembic and SQLAlchemy as old as this Optuna.
+# The sweeper requires this Optuna, and this Optuna an old alembic and SQLAlchemy. The others are imported by them.
 OPTUNA = ("hydra-optuna-sweeper==1.3.0", "optuna==2.10.1", "alembic==1.12.1", "cmaes==0.13.1", "colorlog==6.12.0",
           "joblib==1.6.0", "mako==1.4.3", "scipy==1.17.1", "sqlalchemy==1.4.54")  # fmt: skip
 JOBLIB = ("hydra-joblib-launcher==1.2.0", "joblib==1.6.0")
 
 
-def ran(folder: Path, *words: str, packages: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`ringattn run` in `folder`, with the packages in another folder."""
-    path = os.pathsep.join(str(each) for each in (ROOT, packages) if each is not None)
-    return ringattn("run", *words, cwd=folder, env={"PYTHONPATH": path})
+def run_in(folder: Path, *arguments: str, packages: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Start `ringattn run` in `folder`, with the folder `packages` on the path."""
+    path = os.pathsep.join(str(entry) for entry in (ROOT, packages) if entry is not None)
+    return ringattn("run", *arguments, cwd=folder, env={"PYTHONPATH": path})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", ["basic", "submitit_local", "joblib"])
 def test_a_multirun_leaves_a_record_per_job_and_prints_one_table(launcher: str, tmp_path: Path) -> None:
-    words = [
+    arguments = [
         "-m",
         f"hydra/launcher={launcher}",
         "hydra.sweep.dir=sweep",
@@ -257,36 +258,36 @@ def test_a_multirun_leaves_a_record_per_job_and_prints_one_table(launcher: str, 
         "ranks=2",
     ]
     packages = environment(*JOBLIB) if launcher == "joblib" else None
-    done = ran(tmp_path, *words, *SMALL, packages=packages)
+    done = run_in(tmp_path, *arguments, *SMALL, packages=packages)
     assert done.returncode == 0, done.stderr
     jobs = [read_points(tmp_path / "sweep" / str(number)) for number in range(4)]
-    every = read_points(tmp_path / "sweep")
-    assert [len(each) for each in jobs] == [1] * 4 and len(every) == 4
-    assert all(every[key] == record for job in jobs for key, record in job.items())
-    assert sorted((record["tokens"], record["resolved"]["schedule"]) for record in every.values()) == [
+    records = read_points(tmp_path / "sweep")
+    assert [len(job) for job in jobs] == [1] * 4 and len(records) == 4
+    assert all(records[key] == record for job in jobs for key, record in job.items())
+    assert sorted((record["tokens"], record["resolved"]["schedule"]) for record in records.values()) == [
         (64, "direct"), (64, "ring"), (96, "direct"), (96, "ring")
     ]  # fmt: skip
     rows = re.findall(r"^(tokens=\d+ schedule=\w+) +ok ", done.stdout, re.MULTILINE)
     assert rows == [f"tokens={tokens} schedule={name}" for tokens in (64, 96) for name in ("direct", "ring")]
     assert "records of all jobs: " in done.stdout
-    reported = ringattn("report", "sweep", cwd=tmp_path)
-    assert reported.returncode == 0 and "4 points: 4 with results" in reported.stdout
+    report = ringattn("report", "sweep", cwd=tmp_path)
+    assert report.returncode == 0 and "4 points: 4 with results" in report.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_optuna_minimises_the_time(tmp_path: Path) -> None:
-    """What it calls best is the least of the times that were measured, over schedules and lengths."""
-    done = ran(
+    """Optuna's best value is the shortest of the measured times, and its best parameters are those of that job."""
+    done = run_in(
         tmp_path, "-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1",
         "hydra.sweeper.direction=minimize", "hydra.sweeper.sampler.seed=1", "hydra.sweep.dir=sweep", "ranks=1",
         "schedule=choice(ring,direct)", "tokens=choice(64,512,2048)", *SMALL, packages=environment(*OPTUNA),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     best = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml")
-    times = [float(one) for one in re.findall(r"^forward +([\d.]+) ms", done.stdout, re.MULTILINE)]
-    jobs = [OmegaConf.load(one) for one in sorted((tmp_path / "sweep").glob("*/.hydra/overrides.yaml"))]
+    times = [float(time) for time in re.findall(r"^forward +([\d.]+) ms", done.stdout, re.MULTILINE)]
+    jobs = [OmegaConf.load(file) for file in sorted((tmp_path / "sweep").glob("*/.hydra/overrides.yaml"))]
     assert len(times) == len(jobs) == 3
-    assert best.best_value == pytest.approx(min(times), abs=1e-3)  # as it is printed
+    assert best.best_value == pytest.approx(min(times), abs=1e-3)  # printed times are rounded
     chosen = jobs[times.index(min(times))]
     assert {f"schedule={best.best_params.schedule}", f"tokens={best.best_params.tokens}"} <= set(chosen)
