@@ -1,9 +1,9 @@
-"""`python -m tests.launch.fuzz_train`: drawn training runs with a fault each.
+"""`python -m tests.launch.fuzz_train`: random training runs, each with one fault.
 
-runs=200     how many
-seed=N       the first seed, each run has the next; else a fresh one
-kinds=a,b    of these faults only, as kinds="nan,full disk"
-failures=1   stop after so many
+runs=200     number of runs
+seed=N       seed of the first run, counted up from run to run; random by default
+kinds=a,b    draw only these kinds of fault, for example kinds="nan,full disk"
+failures=1   stop after this number of failures
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ringattn.launch.train.checkpoints import RUN, named
 from ringattn.launch.train.config import ModelConfig, TrainConfig, check_sizes
 from ringattn.testing import run_ranks
 
-# --- what a seed draws: a training run, how it is spread, what befalls it and when -----------------------------------
+# --- a case: a training run, how it is spread over ranks, and its fault ----------------------------------------------
 
 KINDS = {
     "undisturbed": 2,
@@ -50,69 +50,68 @@ KINDS = {
     "nan skipped": 3,
     "second run": 2,
 }
-"""Kinds of fault, and how often each is drawn."""
-PLACES = ("draw", "update", "save", "write_run", "rename", "remove")
-"""Where a run is stopped: before it draws a step's sequences, before its weights change, in the parts of a save."""
+"""The kinds of fault, with the weight of each in the draw."""
+STOPS = ("draw", "update", "save", "write_run", "rename", "remove")
+"""The calls that stop a run: drawing the sequences of a step, updating the weights, and the parts of a save."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run and its fault."""
+    """A training run and its fault."""
 
     seed: int
     kind: str
     plain: TrainConfig
-    """The run on one rank, without anything that should change nothing."""
+    """The run on one rank, with the default layout, recomputation, chunks and micro-batches."""
     spread: TrainConfig
-    """The same with all that: ranks, layout, recomputation."""
-    place: str
-    """Where it happens."""
+    """The same run on `ranks` ranks, with random settings that must not change what it learns."""
+    target: str
+    """The key in `TARGETS` of the call that a stop interrupts."""
     count: int
-    """The call there at which it happens, from 1; or the step, from 0."""
+    """The number of that call, from 1."""
     rank: int
-    """To which rank."""
+    """The rank whose loss or gradient is not finite."""
     again: TrainConfig
-    """How the run goes on after the fault."""
+    """The run that resumes after the fault."""
     dice: random.Random
-    """For what only the fault itself can draw."""
+    """The generator of everything that the fault draws later."""
 
 
 def draw(seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> Case:
-    """The case of a seed, among `kinds`."""
+    """Draw the case of a seed, with one of these kinds of fault."""
     dice = random.Random(seed)
-    kind = dice.choices(kinds, [KINDS[one] for one in kinds])[0]
+    kind = dice.choices(kinds, [KINDS[name] for name in kinds])[0]
     plain = _run(dice, kind)
     ranks = dice.choice([1, 2, 3]) if kind in ("undisturbed", "nan") else 1
     spread = _spread(dice, plain, ranks)
     check_sizes(spread)
-    # Some faults come in a save: the first is at the step `checkpoint_every_steps`.
-    place = dice.choice(PLACES if kind == "stop" else PLACES[:2])
+    target = dice.choice(STOPS if kind == "stop" else STOPS[:2])
     every = plain.checkpoint_every_steps or 1
     saves = -(-plain.steps // every)
-    if place in ("draw", "update"):
+    if target in ("draw", "update"):
         count = dice.randint(1, plain.steps)
-    elif place == "remove":
+    elif target == "remove":  # a save removes a checkpoint if there are two already
         count = max(1, dice.randint(0, saves - 2))
     else:
         count = dice.randint(1, saves)
     again = _spread(dice, plain, 1) if dice.random() < 0.5 else spread
-    return Case(seed, kind, plain, spread, place, count, dice.randrange(ranks), again, dice)
+    return Case(seed, kind, plain, spread, target, count, dice.randrange(ranks), again, dice)
 
 
 def _run(dice: random.Random, kind: str) -> TrainConfig:
-    """What is trained, by one rank."""
+    """Draw the run on one rank."""
     start = dice.randint(6, 14)
-    grows: dict[str, Any] = {}
+    curriculum: dict[str, Any] = {}
     length = dice.randint(8, 48)
     if dice.random() < 0.2:
         length = start * dice.choice([2, 4])
-        grows = {"curriculum_start_tokens": start, "curriculum_steps": dice.randint(1, 4)}
-    packs: dict[str, Any] = {}
+        curriculum = {"curriculum_start_tokens": start, "curriculum_steps": dice.randint(1, 4)}
+    packing: dict[str, Any] = {}
     if dice.random() < 0.3:
-        packs = {"pack_documents": True, "separator": dice.choice(["\n", " ", "\n\n", "."])}
-    dilates: dict[str, Any] = {}
+        packing = {"pack_documents": True, "separator": dice.choice(["\n", " ", "\n\n", "."])}
+    dilation: dict[str, Any] = {}
     if dice.random() < 0.2:
-        dilates = {"attention": "dilated", "segment_lengths": [8, 64], "dilation_rates": [1, dice.choice([2, 3])]}
+        dilation = {"attention": "dilated", "segment_lengths": [8, 64], "dilation_rates": [1, dice.choice([2, 3])]}
     heads, kv_heads = dice.choice([(2, 1), (2, 2), (4, 2)])
     optimizers = ["adamw", "sgd"] if kind in ("undisturbed", "nan") else ["adamw", "sgd", "adafactor"]
     return TrainConfig(
@@ -121,12 +120,12 @@ def _run(dice: random.Random, kind: str) -> TrainConfig:
         clip_norm=dice.choice([0.1, 1.0, 10.0]), seed=dice.randrange(1000), layout="auto", timeout_s=60.0,
         prompt_tokens=dice.choice([0, 0, 1, 3]), checkpoint_every_steps=dice.randint(1, 3),
         model=ModelConfig(dice.choice([1, 1, 2]), 16, heads, kv_heads, 24, tied=dice.random() < 0.7),
-        **grows, **packs, **dilates,
+        **curriculum, **packing, **dilation,
     )  # fmt: skip
 
 
 def _spread(dice: random.Random, plain: TrainConfig, ranks: int) -> TrainConfig:
-    """The same run with other switches, none of which may change what it learns."""
+    """Return the same run on `ranks` ranks, with random settings that must not change what it learns."""
     return replace(
         plain,
         ranks=ranks,
@@ -137,7 +136,7 @@ def _spread(dice: random.Random, plain: TrainConfig, ranks: int) -> TrainConfig:
     )
 
 
-# --- what befalls a run: the trainer stops, fails or is spoiled at a drawn call; files are spoiled -------------------
+# --- the faults: a stop at some call, a loss or gradient that is not finite, a full disk, a damaged file -------------
 
 TARGETS: dict[str, tuple[Any, str]] = {
     "draw": (loop, "drawn"),
@@ -147,77 +146,78 @@ TARGETS: dict[str, tuple[Any, str]] = {
     "rename": (Path, "rename"),
     "remove": (checkpoints, "remove"),
 }
+"""The functions whose calls can be interrupted: the owner and the name of each."""
 
 
 class StoppedError(BaseException):
-    """The machine stopped: nothing is tidied up after it."""
+    """A simulated stop of the machine: no handler of `Exception` cleans up after it."""
 
 
 def stop() -> None:
-    """Stop the machine."""
+    """Simulate a stop of the machine."""
     raise StoppedError
 
 
 @contextmanager
-def at(place: str, count: int, act: Callable[[], None], after: bool = False) -> Iterator[None]:
-    """`act` before, or after, the `count`-th call of the trainer at `place`; calls of the warm-up do not count."""
-    owner, name = TARGETS[place]
-    kept, calls = getattr(owner, name), 0
+def interrupt(target: str, count: int, act: Callable[[], None], after: bool = False) -> Iterator[None]:
+    """Call `act` before, or after, the `count`-th call of the target in training or in a save of a checkpoint."""
+    owner, name = TARGETS[target]
+    original, calls = getattr(owner, name), 0
 
-    def acts(*arguments: Any, **named: Any) -> Any:
+    def interrupted(*arguments: Any, **keywords: Any) -> Any:
         nonlocal calls
-        warms_up = place in ("draw", "update") and not _is_of_the_run(arguments)
-        if place == "rename":  # of a checkpoint that gets its name
-            warms_up = not arguments[0].name.endswith(".partial") or arguments[0].name.startswith("result")
-        calls += not warms_up
-        now = calls == count and not warms_up
+        counts = target not in ("draw", "update") or not _warms_up(arguments)
+        if target == "rename":  # count only renames from the temporary to the final name of a checkpoint
+            counts = arguments[0].name.endswith(".partial") and not arguments[0].name.startswith("result")
+        calls += counts
+        now = calls == count and counts
         if now and not after:
             act()
-        answer = kept(*arguments, **named)
+        result = original(*arguments, **keywords)
         if now and after:
             act()
-        return answer
+        return result
 
-    with mock.patch.object(owner, name, acts):
+    with mock.patch.object(owner, name, interrupted):
         yield
 
 
-def _is_of_the_run(arguments: tuple[Any, ...]) -> bool:
-    """Whether a call of `drawn` or `update` is not that of the warm-up, whose model is 16 wide inside."""
-    for one in arguments:
-        config = getattr(one, "model", None) or getattr(one, "config", None)
+def _warms_up(arguments: tuple[Any, ...]) -> bool:
+    """Return whether a call of `drawn` or `update` belongs to the warm-up, whose model has a `hidden_dim` of 16."""
+    for argument in arguments:
+        config = getattr(argument, "model", None) or getattr(argument, "config", None)
         if config is not None:
-            return bool(config.hidden_dim != 16)
-    return True
+            return bool(config.hidden_dim == 16)
+    return False
 
 
 @contextmanager
 def spoiled(step: int, rank: int, value: float, what: str) -> Iterator[None]:
-    """The loss, or a gradient alone, of one step (from 0) of one rank is `value`."""
+    """Make the loss of one step (from 0) of one rank `value`, or only its gradient, depending on `what`."""
     drawn, local_part = loop.drawn, loop.local_part
-    now: dict[int, int] = {}
+    steps: dict[int, int] = {}  # the current step of each rank
 
-    def drawn_now(ring: Any, replica: int, text: Any, number: int, config: Any) -> Any:
-        now[ring.rank] = number if _is_of_the_run((config,)) else -1
+    def note_step(ring: Any, replica: int, text: Any, number: int, config: Any) -> Any:
+        steps[ring.rank] = -1 if _warms_up((config,)) else number
         return drawn(ring, replica, text, number, config)
 
-    def part(seq: Any, *more: Any) -> Tensor:
+    def spoiled_part(seq: Any, *more: Any) -> Tensor:
         loss = local_part(seq, *more)
-        if now[seq.ring.rank] != step or seq.ring.rank != rank:
+        if steps[seq.ring.rank] != step or seq.ring.rank != rank:
             return loss
         if what == "loss":
             return torch.where(torch.ones_like(loss, dtype=torch.bool), loss + value, loss)
         loss.register_hook(lambda grad: grad * value)
         return loss * 1.0
 
-    with mock.patch.object(loop, "drawn", drawn_now), mock.patch.object(loop, "local_part", part):
+    with mock.patch.object(loop, "drawn", note_step), mock.patch.object(loop, "local_part", spoiled_part):
         yield
 
 
 @contextmanager
 def full_disk(save: int, limit_bytes: int) -> Iterator[None]:
-    """In the `save`-th save no file takes more than `limit_bytes`: real writes fail, at any byte."""
-    kept, calls = checkpoints.Checkpoints.save, 0
+    """Limit the size of every file to `limit_bytes` during the save number `save`, so that real writes fail."""
+    original, calls = checkpoints.Checkpoints.save, 0
 
     def limited(*arguments: Any) -> None:
         nonlocal calls
@@ -226,7 +226,7 @@ def full_disk(save: int, limit_bytes: int) -> Iterator[None]:
         if calls == save:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
         try:
-            kept(*arguments)
+            original(*arguments)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -235,7 +235,7 @@ def full_disk(save: int, limit_bytes: int) -> Iterator[None]:
 
 
 def spoil(kind: str, path: Path, dice: random.Random) -> None:
-    """Flip a bit of a file, cut it, or take it away."""
+    """Damage a file: flip one bit, truncate it or delete it."""
     if kind == "missing":
         path.unlink()
     elif kind == "truncated":
@@ -246,30 +246,38 @@ def spoil(kind: str, path: Path, dice: random.Random) -> None:
         path.write_bytes(content)
 
 
-# --- whether a run comes to the curve of an undisturbed one, or to a named error -------------------------------------
+# --- judging a run: it must reach the curve of the undisturbed run, or fail with a clear error -----------------------
 
 REL = 1e-10
-"""Of losses and norms in float64 by another number of ranks; the same number has the same bits."""
+"""Relative tolerance of losses and norms in float64 on another number of ranks. On the same number they are equal."""
 
 
 class WrongError(AssertionError):
-    """A run was lost, or silently changed."""
+    """The run was lost or silently changed."""
 
 
-def train(config: TrainConfig, ranks_of_run: int = 1) -> dict[str, Any]:
-    """The result of a run on threads; all ranks' curves must be the same."""
-    results = run_ranks(ranks_of_run, lambda ring: loop.train(ring, config))
+def train(config: TrainConfig, world_size: int = 1) -> dict[str, Any]:
+    """Train on threads and return the result. The curves of all ranks must be equal."""
+    results = run_ranks(world_size, lambda ring: loop.train(ring, config))
     for result in results:
         _same(result, results[0], 0.0, "ranks differ")
     return results[0]
 
 
 def judge(case: Case) -> str:
-    """What it came to, in a word: exact, told (a named error, and nothing was lost) or refused. Raises `WrongError`."""
+    """Run a case and return its outcome.
+
+    Returns:
+        "exact" if the losses are those of the undisturbed run, "reported" if a clear error reported the fault and
+        nothing was lost, or "refused" if this configuration cannot be trained at all.
+
+    Raises:
+        WrongError: The run was lost or silently changed.
+    """
     plain = replace(case.plain, checkpoint_every_steps=None, out="/nonexistent/out")
     try:
         whole = train(plain)
-    except InputError as error:  # what cannot be trained at all
+    except InputError as error:
         return _refused(case, error)
     folder = Path(tempfile.mkdtemp(prefix="fuzz-train-"))
     try:
@@ -280,25 +288,25 @@ def judge(case: Case) -> str:
 
 
 def _refused(case: Case, error: InputError) -> str:
-    """It is refused spread over ranks as well."""
+    """Check that the run on several ranks is refused with the same message."""
     spread = replace(case.spread, checkpoint_every_steps=None)
-    again = _raises(InputError, lambda: train(spread, spread.ranks or 1))
-    if str(again) != str(error):
-        raise WrongError(f"one rank refuses {error}, {spread.ranks} refuse {again}")
+    spread_error = _raises(InputError, lambda: train(spread, spread.ranks or 1))
+    if str(spread_error) != str(error):
+        raise WrongError(f"one rank raises {error}, but {spread.ranks} ranks raise {spread_error}")
     return "refused"
 
 
-def _same(found: dict[str, Any], expected: dict[str, Any], rel: float, what: str) -> None:
+def _same(result: dict[str, Any], expected: dict[str, Any], rel: float, what: str) -> None:
     for key in ("losses", "grad_norms"):
-        pairs = list(zip(found[key], expected[key], strict=False))
-        alike = all(a is b is None or (None not in (a, b) and math.isclose(a, b, rel_tol=rel)) for a, b in pairs)
-        if not alike or len(found[key]) != len(expected[key]):
-            raise WrongError(f"{what}: {key} {found[key]} instead of {expected[key]}")
+        pairs = list(zip(result[key], expected[key], strict=False))
+        close = all(a is b is None or (None not in (a, b) and math.isclose(a, b, rel_tol=rel)) for a, b in pairs)
+        if not close or len(result[key]) != len(expected[key]):
+            raise WrongError(f"{what}: {key} {result[key]} instead of {expected[key]}")
 
 
-def _raises(kind: type[BaseException], do: Callable[[], Any]) -> BaseException:
+def _raises(kind: type[BaseException], function: Callable[[], Any]) -> BaseException:
     try:
-        do()
+        function()
     except kind as error:
         return error
     raise WrongError(f"no {kind.__name__} was raised")
@@ -310,30 +318,30 @@ def _undisturbed(case: Case, whole: dict[str, Any], folder: Path) -> str:
     return "exact"
 
 
-def _goes_on(case: Case, whole: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The run goes on in its folder, to the curve that it would have had."""
+def _resume(case: Case, whole: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Resume the run in its folder, and check that it reaches the curve of the undisturbed run."""
     config = replace(case.again, ranks=1, out=str(folder))
     result = train(config)
     _same(result, whole, REL, f"resumed from step {result['first_step']}")
     if left := [path.name for path in (folder / "checkpoints").iterdir() if path.suffix]:
         if result["step_s"]:
-            raise WrongError(f"a run that ended well left {left}")
+            raise WrongError(f"a successful run left {left}")
     return result
 
 
 def _stopped(case: Case, whole: dict[str, Any], folder: Path) -> str:
-    """Stopped at any call, it goes on from the last complete checkpoint."""
-    with at(case.place, case.count, stop, after=case.dice.random() < 0.3):
-        _interrupted(case, folder)
+    """Stop the run at a call. It must resume from the last complete checkpoint."""
+    with interrupt(case.target, case.count, stop, after=case.dice.random() < 0.3):
+        _train_until_stopped(case, folder)
     complete = named(folder / "checkpoints")
-    result = _goes_on(case, whole, folder)
+    result = _resume(case, whole, folder)
     first = int(complete[0].name.removeprefix("step-")) if complete else 0
     if result["first_step"] != first or result["damaged_checkpoints"]:
-        raise WrongError(f"went on from step {result['first_step']} and not from {first}")
+        raise WrongError(f"resumed from step {result['first_step']} and not from {first}")
     return "exact"
 
 
-def _interrupted(case: Case, folder: Path) -> None:
+def _train_until_stopped(case: Case, folder: Path) -> None:
     try:
         train(replace(case.spread, out=str(folder)))
     except StoppedError:
@@ -341,114 +349,115 @@ def _interrupted(case: Case, folder: Path) -> None:
 
 
 def _spoiled_file(case: Case, whole: dict[str, Any], folder: Path) -> str:
-    """The newest checkpoint is damaged after a stop: the one before is taken, and it is said."""
-    with at("draw", case.dice.randint(2, case.plain.steps + 1), stop):
-        _interrupted(case, folder)
+    """Damage the newest checkpoint after a stop. The run must report it and resume from the checkpoint before it."""
+    with interrupt("draw", case.dice.randint(2, case.plain.steps + 1), stop):
+        _train_until_stopped(case, folder)
     complete = named(folder / "checkpoints")
     if not complete:
-        _goes_on(case, whole, folder)
+        _resume(case, whole, folder)
         return "exact"
     file = case.dice.choice(sorted(complete[0].iterdir()))
     spoil(case.kind, file, case.dice)
     if len(complete) == 1:
         try:
-            _goes_on(case, whole, folder)
+            _resume(case, whole, folder)
         except InputError as error:
             if str(file) not in str(error):
-                raise WrongError(f"{file} was {case.kind}, and {error} was said") from error
+                raise WrongError(f"{file} was {case.kind}, but the error is {error}") from error
             if named(folder / "checkpoints") != complete:
-                raise WrongError("a refused run touched the checkpoints") from error
-            return "told"
+                raise WrongError("a refused run changed the checkpoints") from error
+            return "reported"
         result = {"damaged_checkpoints": []}
     else:
-        result = _goes_on(case, whole, folder)
-        told = " ".join(result["damaged_checkpoints"])
-        if str(file) in told and str(complete[1]) in told:
+        result = _resume(case, whole, folder)
+        warnings = " ".join(result["damaged_checkpoints"])
+        if str(file) in warnings and str(complete[1]) in warnings:
             return "exact"
-    if file.name == RUN and case.kind == "flipped":  # a bit that changes no value, as 1e-05 and 1E-05
+    if file.name == RUN and case.kind == "flipped":  # a flipped bit can leave the value unchanged: 1e-05 to 1E-05
         return "exact"
-    raise WrongError(f"{file} was {case.kind}, and {result['damaged_checkpoints']} was said")
+    raise WrongError(f"{file} was {case.kind}, but the run reports {result['damaged_checkpoints']}")
 
 
 def _full_disk(case: Case, whole: dict[str, Any], folder: Path) -> str:
-    """A save that the disk does not take is told, removed, and costs no checkpoint."""
+    """Let the disk fill up in a save. The run must report it, delete the partial save and keep its checkpoints."""
     every = case.plain.checkpoint_every_steps or 1
     save = case.dice.randint(1, -(-case.plain.steps // every))
-    config, told = replace(case.spread, out=str(folder)), ""
+    config, message = replace(case.spread, out=str(folder)), ""
     with full_disk(save, case.dice.randrange(0, 400_000)):
         try:
-            _same(train(config), whole, REL, "a save that had room")
+            _same(train(config), whole, REL, "a save that fits")
         except RingError as error:
-            told = str(error)
-    if not told:
+            message = str(error)
+    if not message:
         return "exact"
-    if "could not be written" not in told or "needs about" not in told or str(folder) not in told:
-        raise WrongError(f"not the error of a full disk: {told}")
-    kept = [path.name for path in (folder / "checkpoints").iterdir()] if (folder / "checkpoints").exists() else []
-    if sorted(kept) != sorted(path.name for path in named(folder / "checkpoints")) or len(kept) < min(save - 1, 2):
-        raise WrongError(f"after the save number {save} failed there is {kept}")
-    result = _goes_on(case, whole, folder)
+    if "could not be written" not in message or "needs about" not in message or str(folder) not in message:
+        raise WrongError(f"not the error of a full disk: {message}")
+    names = [path.name for path in (folder / "checkpoints").iterdir()] if (folder / "checkpoints").exists() else []
+    if sorted(names) != sorted(path.name for path in named(folder / "checkpoints")) or len(names) < min(save - 1, 2):
+        raise WrongError(f"after save number {save} failed, the folder contains {names}")
+    result = _resume(case, whole, folder)
     if result["first_step"] != (save - 1) * every:
-        raise WrongError(f"went on from step {result['first_step']}, and the save of step {save * every} had failed")
-    return "told"
+        raise WrongError(f"resumed from step {result['first_step']}, but the save of step {save * every} had failed")
+    return "reported"
 
 
-def _plant(case: Case, step: int) -> Callable[[int], Any]:
+def _draw_spoiler(case: Case, step: int) -> Callable[[int], Any]:
+    """Draw whether the loss or a gradient is spoiled at this step, and by which value; the rank is the argument."""
     value, what = case.dice.choice([math.nan, math.inf]), case.dice.choice(["loss", "gradient"])
     return lambda rank: spoiled(step, rank, value, what)
 
 
 def _nan(case: Case, whole: dict[str, Any], folder: Path) -> str:
-    """The first step that is not finite ends the run by name, on all ranks; without it the run goes on."""
+    """Make a step non-finite. All ranks must fail and name that step; without the fault the run must resume."""
     step = case.dice.randrange(case.plain.steps)
     config = replace(case.spread, out=str(folder))
     if (config.ranks or 1) > 1:
         config = replace(config, checkpoint_every_steps=None)
-    with _plant(case, step)(case.rank):
+    with _draw_spoiler(case, step)(case.rank):
         error = _raises(NonFiniteError, lambda: train(config, config.ranks or 1))
     if not str(error).startswith(f"step {step + 1} of {config.steps}: its "):
-        raise WrongError(f"step {step + 1} was spoiled, and {error} was said")
-    result = _goes_on(case, whole, folder)
+        raise WrongError(f"step {step + 1} was spoiled, but the error is {error}")
+    result = _resume(case, whole, folder)
     every = case.plain.checkpoint_every_steps or 1
     if config.checkpoint_every_steps and result["first_step"] != step // every * every:
-        raise WrongError(f"went on from step {result['first_step']}")
-    return "told"
+        raise WrongError(f"resumed from step {result['first_step']}")
+    return "reported"
 
 
 def _nan_skipped(case: Case, whole: dict[str, Any], folder: Path) -> str:
-    """A skipped step is counted; stopped and resumed it is the same run."""
+    """Skip a non-finite step. The result must report it, and a resumed run must have the curve of an unbroken one."""
     step, steps = case.dice.randrange(case.plain.steps), case.plain.steps
-    config, plant = replace(case.spread, nonfinite="skip"), _plant(case, step)
-    with plant(0):
+    config, spoil_rank = replace(case.spread, nonfinite="skip"), _draw_spoiler(case, step)
+    with spoil_rank(0):
         expected = train(replace(config, checkpoint_every_steps=None))
     if expected["skipped_steps"] != [step] or expected["losses"][step] is not None:
-        raise WrongError(f"step {step} was spoiled, and {expected['skipped_steps']} were skipped")
+        raise WrongError(f"step {step} was spoiled, but {expected['skipped_steps']} were skipped")
     stop_at = case.dice.randint(1, steps)
-    with plant(0):
+    with spoil_rank(0):
         train(replace(config, out=str(folder), steps=stop_at)) if stop_at > 1 or step else None
         result = train(replace(config, out=str(folder)))
     if result["skipped_steps"] != [step]:
-        raise WrongError(f"resumed, it skipped {result['skipped_steps']}")
+        raise WrongError(f"step {step} was spoiled, but the resumed run reports {result['skipped_steps']}")
     _same(result, expected, 0.0, "resumed")
     _same({key: expected[key][:step] for key in ("losses", "grad_norms")},
           {key: whole[key][:step] for key in ("losses", "grad_norms")}, REL, "before the skipped step")  # fmt: skip
-    return "told"
+    return "reported"
 
 
 def _second_run(case: Case, whole: dict[str, Any], folder: Path) -> str:
-    """A second run in the folder is refused, with who holds it, and the first does not notice."""
-    config, told = replace(case.spread, out=str(folder)), []
+    """Start a second run in the same folder. Its error must name the first process, and the first must not change."""
+    config, messages = replace(case.spread, out=str(folder)), []
 
-    def second() -> None:
+    def start_second() -> None:
         with mock.patch.object(loop, "drawn", drawn):
-            told.append(str(_raises(InputError, lambda: train(replace(case.again, out=str(folder))))))
+            messages.append(str(_raises(InputError, lambda: train(replace(case.again, out=str(folder))))))
 
     drawn = loop.drawn
-    with at("draw", case.dice.randint(1, case.plain.steps), second):
+    with interrupt("draw", case.dice.randint(1, case.plain.steps), start_second):
         _same(train(config), whole, REL, "the first run")
-    if len(told) != 1 or "another run is writing there, process " not in told[0]:
-        raise WrongError(f"the second run was told {told}")
-    return "told"
+    if len(messages) != 1 or "another run is writing there, process " not in messages[0]:
+        raise WrongError(f"the errors of the second run are {messages}")
+    return "reported"
 
 
 JUDGES: dict[str, Callable[[Case, dict[str, Any], Path], str]] = {
@@ -463,15 +472,15 @@ JUDGES: dict[str, Callable[[Case, dict[str, Any], Path], str]] = {
 OPTIONS = ("runs", "seed", "kinds", "failures")
 
 
-def main(words: list[str]) -> int:
-    """The exit code: 1 where a run was lost or silently changed."""
-    given = dict(word.partition("=")[::2] for word in words)
-    kinds = tuple(given["kinds"].split(",")) if "kinds" in given else tuple(KINDS)
-    if set(given) - set(OPTIONS) or not all(given.values()) or set(kinds) - set(KINDS):
+def main(arguments: list[str]) -> int:
+    """Run random cases and print their outcomes. Return 1 if a run was lost or silently changed."""
+    options = dict(argument.partition("=")[::2] for argument in arguments)
+    kinds = tuple(options["kinds"].split(",")) if "kinds" in options else tuple(KINDS)
+    if set(options) - set(OPTIONS) or not all(options.values()) or set(kinds) - set(KINDS):
         print(__doc__, "kinds:", ", ".join(KINDS))
         return 2
-    first = int(given.get("seed") or randbelow(10**9))
-    runs, allowed = int(given.get("runs", 200)), int(given.get("failures", 1))
+    first = int(options.get("seed") or randbelow(10**9))
+    runs, allowed = int(options.get("runs", 200)), int(options.get("failures", 1))
     counts: Counter[tuple[str, str]] = Counter()
     failures, began, shown = 0, time.monotonic(), 0.0
     print(f"seeds from {first}", flush=True)
@@ -481,7 +490,7 @@ def main(words: list[str]) -> int:
             outcome = judge(case)
         except KeyboardInterrupt:
             break
-        except BaseException as error:  # torch's own of checkpoints are no Exceptions
+        except BaseException as error:  # torch's checkpoint errors do not derive from Exception
             outcome, failures = "wrong", failures + 1
             print(f"\nseed {seed}, {case.kind}: {type(error).__name__}: {error}\n{case}", flush=True)
         counts[case.kind, outcome] += 1
