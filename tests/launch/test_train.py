@@ -1,6 +1,6 @@
-"""Training on several ranks is training on one; what differs between ranks, is not finite or dies is named.
+"""Training on several ranks gives the losses of one process; errors name what differs, is not finite or died.
 
-Threads in float64, where only a wrong rule can show; then real processes.
+Most tests run the ranks as threads in float64, so that rounding cannot hide an error; some start real processes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def alone() -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "auto"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_losses_do_not_depend_on_the_ranks(alone: dict[str, Any], world_size: int, layout: str) -> None:
+def test_losses_do_not_depend_on_the_number_of_ranks(alone: dict[str, Any], world_size: int, layout: str) -> None:
     same(run(replace(TINY, layout=layout), world_size), alone)
 
 
@@ -66,35 +66,35 @@ def test_the_model_learns(alone: dict[str, Any]) -> None:
         (3, {"model": replace(TINY.model, tied=False)}),
         (3, {"model": replace(TINY.model, kv_heads=4)}),
         (3, {"model": replace(TINY.model, kv_heads=1)}),
-        # 40 of 61 tokens are read only; of four contiguous shards the first two have no label at all.
+        # The first 40 of 61 tokens have no label, so the first two of four contiguous shards have none at all.
         (4, {"prompt_tokens": 40, "layout": "contiguous"}),
         (5, {"tokens": 3, "layout": "contiguous"}),  # ranks without tokens
         (2, {"optimizer": "sgd"}),
         (2, {"optimizer": "adafactor"}),
     ],
 )  # fmt: skip
-def test_ranks_train_other_models_like_one_process(ranks: int, change: dict[str, Any]) -> None:
+def test_ranks_train_other_configurations_like_one_process(ranks: int, change: dict[str, Any]) -> None:
     config = replace(TINY, **change)
     same(run(config, ranks), run(config))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_that_has_had_its_time_is_ended(world_size: int) -> None:
-    def of_rank(ring: Ring) -> None:  # one rank's clock is enough
+def test_a_run_ends_when_one_rank_reaches_the_time_limit(world_size: int) -> None:
+    def of_rank(ring: Ring) -> None:
         loop.train(ring, replace(TINY, steps=10**6, limit_s=2.0 if ring.rank == world_size - 1 else 3600.0))
 
     with pytest.raises(RingError, match=r"^limit_s=2: .* after \d+ of 1000000 steps; raise limit_s"):
         run_ranks(world_size, of_rank)
 
 
-def test_a_command_that_has_had_its_time_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["model=tiny", "tokens=32", "transport=gloo", "steps=3", "limit_s=0.001", f"out={tmp_path}"]
-    assert train.main(words) == 1
+def test_a_command_that_reaches_its_time_limit_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["model=tiny", "tokens=32", "transport=gloo", "steps=3", "limit_s=0.001", f"out={tmp_path}"]
+    assert train.main(arguments) == 1
     assert capsys.readouterr().err.startswith("ringattn train: limit_s=0.001: ")
     assert not (tmp_path / "result.json").exists()
 
 
-def test_ranks_start_from_rank_0s_weights() -> None:
+def test_all_ranks_start_with_the_weights_of_rank_0() -> None:
     def of_rank(ring: Ring) -> Tensor:
         model, _ = loop.make_model(ring, replace(TINY, seed=ring.rank))
         return torch.cat([weight.detach().flatten() for weight in model.parameters()])
@@ -115,7 +115,7 @@ def test_bf16_keeps_its_weights_in_fp32() -> None:
     assert run(replace(TINY, dtype="bf16"), 2)["losses"] == pytest.approx(run(TINY)["losses"], rel=1e-2)
 
 
-def test_memory_counts_what_is_allocated_after_the_start() -> None:
+def test_memory_growth_counts_allocations_after_the_start() -> None:
     before = torch.ones(30 << 20, dtype=torch.uint8)
     memory = PeakMemory(torch.device("cpu"))
     torch.ones(50 << 20, dtype=torch.uint8)
@@ -127,22 +127,22 @@ def test_memory_counts_what_is_allocated_after_the_start() -> None:
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_torchrun_that_is_killed_end(tmp_path: Path) -> None:
-    words = ["tokens=64", "model=tiny", "transport=gloo", "steps=1000000", "checkpoint_every_steps=1"]
-    agent = started(*TORCHRUN, "--nproc-per-node=2", "-m", "ringattn", "train", *words, f"out={tmp_path}")
+def test_ranks_end_when_their_torchrun_is_killed(tmp_path: Path) -> None:
+    arguments = ["tokens=64", "model=tiny", "transport=gloo", "steps=1000000", "checkpoint_every_steps=1"]
+    agent = started(*TORCHRUN, "--nproc-per-node=2", "-m", "ringattn", "train", *arguments, f"out={tmp_path}")
     assert soon(lambda: bool(list(tmp_path.glob("checkpoints/step-*/run.json"))), 120.0)
     _, *ranks = below(agent.pid)
     assert len(ranks) >= 2
     agent.kill()
     agent.communicate()
     assert all_end(ranks)
-    with locked_folder(str(tmp_path)):  # nobody writes there any more
+    with locked_folder(str(tmp_path)):  # raises if another process still holds the lock
         pass
 
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_a_process_ends_with_its_parent(kernel: bool) -> None:
-    """The kernel's signal, and the look at the parent where there is no such kernel; also if it had ended before."""
+    """The kernel sends the signal or the process polls its parent. A process that finds another parent ends at once."""
     child = (
         "import sys, time\nfrom ringattn.launch import processes\n"
         f"processes._asked_the_kernel = processes._asked_the_kernel if {kernel} else lambda number: False\n"
@@ -162,11 +162,11 @@ def test_a_process_ends_with_its_parent(kernel: bool) -> None:
     starter.kill()
     starter.communicate()
     assert all_end([pid])
-    of_another = python("-c", child, "1")
-    assert (of_another.returncode, of_another.stdout) == (-signal.SIGKILL, "")
+    orphan = python("-c", child, "1")  # process 1 is not its parent
+    assert (orphan.returncode, orphan.stdout) == (-signal.SIGKILL, "")
 
 
-def test_torchruns_ranks_are_not_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_option_must_agree_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (agreed_ranks(None), agreed_ranks(3)) == (1, 3)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -195,33 +195,33 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [4, 16, 39, 100])
-def test_values_of_memory_bars_can_be_read(ranks: int) -> None:
-    """Values have room above their bars, with as many ranks as are labelled; the title names the largest bars."""
+def test_labels_of_memory_bars_do_not_overlap(ranks: int) -> None:
+    """Up to 40 bars have a label each, and more have none; the title names the largest bar of each run."""
     shared = [(1000 + rank) << 20 for rank in range(ranks)]
     figure = memory_figure([Bars("1 process", 1 << 20, [9000 << 20]), Bars(f"{ranks} processes", 1 << 20, shared)], "")
     (axes,) = figure.axes
     figure.canvas.draw()
     boxes = [text.get_window_extent() for text in axes.texts]
     assert len(boxes) == (0 if ranks == 100 else 1 + ranks)
-    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    assert not any(left.overlaps(right) for left, right in combinations(boxes, 2))
     assert not any(box.overlaps(axes.get_legend().get_window_extent()) for box in boxes)
     most = f"at most 9000 MiB with 1 process and {999 + ranks} MiB with {ranks} processes"
     assert axes.get_title(loc="left").endswith(most)
     plt.close(figure)
 
 
-# --- ranks that would train other runs than each other ---------------------------------------------------------------
+# --- ranks with different configurations -----------------------------------------------------------------------------
 
 
-def refusals(config: TrainConfig, odd: TrainConfig) -> list[InputError]:
-    """What each of two ranks, of one ring or of two replicas, is told where rank 1 has the configuration `odd`."""
+def refusals(rank_0: TrainConfig, rank_1: TrainConfig) -> list[InputError]:
+    """Start two ranks, of one ring or of two replicas, with these configurations. Return the error of each."""
     worlds = [LocalWorld(1, 20.0) for _ in range(2)]
 
     def of_rank(everyone: Ring) -> InputError:
-        mine = odd if everyone.rank == 1 else config
-        shared = everyone if config.replicas == 1 else Ring(transport=worlds[everyone.rank].transport(0))
+        config = rank_1 if everyone.rank == 1 else rank_0
+        ring = everyone if rank_0.replicas == 1 else Ring(transport=worlds[everyone.rank].transport(0))
         with pytest.raises(InputError) as raised:
-            loop.train(shared, mine, everyone=everyone)
+            loop.train(ring, config, everyone=everyone)
         return raised.value
 
     return run_ranks(2, of_rank, timeout_s=20.0)
@@ -240,13 +240,15 @@ def refusals(config: TrainConfig, odd: TrainConfig) -> list[InputError]:
     ],
     ids=str,
 )
-def test_another_run_on_one_rank_is_refused_on_all(replicas: int, change: dict[str, Any], message: str) -> None:
+def test_all_ranks_refuse_if_a_setting_differs_between_ranks(
+    replicas: int, change: dict[str, Any], message: str
+) -> None:
     config = replace(SMALL, replicas=replicas)
     for error in refusals(config, replace(config, **change)):
         assert isinstance(error, DisagreementError) and re.match(message, str(error))
 
 
-def test_other_documents_of_the_same_tokens_are_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_tokens_cut_into_other_documents_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_the_first_cut(config: TrainConfig) -> Documents:
         text = load(config)
         return replace(text, cuts=(0, *text.cuts[2:])) if config.timeout_s == 1.0 else text
@@ -257,7 +259,7 @@ def test_other_documents_of_the_same_tokens_are_another_text(monkeypatch: pytest
         assert str(error).startswith("text=: rank 1 reads other tokens or documents than rank 0")
 
 
-def test_a_folder_that_rank_0_cannot_write_is_refused_on_all(tmp_path: Path) -> None:
+def test_all_ranks_refuse_a_folder_that_rank_0_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     config = replace(SMALL, out=str(tmp_path / "taken"), checkpoint_every_steps=1)
     first, second = refusals(config, config)
@@ -266,14 +268,14 @@ def test_a_folder_that_rank_0_cannot_write_is_refused_on_all(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("change", [{"text": "nowhere.txt"}, {"tokens": 10**9}, {"replicas": 2}], ids=str)
-def test_what_one_rank_cannot_load_is_refused_on_all(change: dict[str, Any]) -> None:
+def test_all_ranks_refuse_settings_that_one_rank_cannot_load(change: dict[str, Any]) -> None:
     first, second = refusals(SMALL, replace(SMALL, **change))
     key, value = next(iter(change.items()))
     assert str(second).startswith(f"{key}={value}: ")
     assert str(first).startswith(f"rank 1 refused the call, so all ranks do: {key}={value}: ")
 
 
-def test_a_file_may_lie_elsewhere_on_another_machine(tmp_path: Path) -> None:
+def test_each_rank_may_have_its_own_path_timeout_and_threads(tmp_path: Path) -> None:
     files = [tmp_path / "here", tmp_path / "there"]
     for file in files:
         file.write_bytes(bytes(range(256)))
@@ -288,31 +290,31 @@ def test_a_file_may_lie_elsewhere_on_another_machine(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_every_key_is_compared_or_a_process_own() -> None:
+def test_keys_that_may_differ_between_ranks_exist() -> None:
     assert {key for key, _, _ in leaves(SMALL)} > PROCESS_KEYS
 
 
-# --- steps that are not finite, or that have nothing to learn --------------------------------------------------------
+# --- steps that are not finite ---------------------------------------------------------------------------------------
 
 
-OVERSHOOTS = replace(SMALL, dtype="fp32", optimizer="sgd", warmup_steps=0, learning_rate=1e38, weight_decay=1e6)
-"""Its first step is finite and leaves weights that are not."""
+OVERSHOOTING = replace(SMALL, dtype="fp32", optimizer="sgd", warmup_steps=0, learning_rate=1e38, weight_decay=1e6)
+"""A run whose first step has a finite loss and gradient norm, but makes the weights non-finite."""
 
 
-Plant = Callable[..., None]
+Spoil = Callable[..., None]
 
 
 @pytest.fixture
-def plant() -> Iterator[Plant]:
-    """Spoils one step (from 0) of the model that is trained, on one rank: its loss, or a gradient alone."""
+def spoil() -> Iterator[Spoil]:
+    """A function that makes the loss of one step (from 0) of one rank non-finite, or only its gradient."""
     with ExitStack() as stack:
         yield lambda step, rank=0, value=math.nan, what="loss": stack.enter_context(spoiled(step, rank, value, what))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_the_first_step_that_is_not_finite_ends_the_run_on_all_ranks(plant: Plant, value: float, what: str) -> None:
-    plant(2, rank=1, value=value, what=what)
+def test_all_ranks_end_at_the_first_step_that_is_not_finite(spoil: Spoil, value: float, what: str) -> None:
+    spoil(2, rank=1, value=value, what=what)
 
     def of_rank(ring: Ring) -> str:
         with pytest.raises(NonFiniteError) as raised:
@@ -321,51 +323,50 @@ def test_the_first_step_that_is_not_finite_ends_the_run_on_all_ranks(plant: Plan
 
     first, second = run_ranks(2, of_rank)
     assert first == second and first.startswith("step 3 of 6: its ")
-    spoilt = "loss is" if what == "loss" else "gradient norm is"
-    assert re.findall("(loss is|gradient norm is)", first) == [spoilt] and "nonfinite=skip" in first
+    named = "loss is" if what == "loss" else "gradient norm is"
+    assert re.findall("(loss is|gradient norm is)", first) == [named] and "nonfinite=skip" in first
 
 
 @pytest.mark.slow
-def test_the_reason_is_the_last_line_of_a_command_that_met_a_nan(tmp_path: Path) -> None:
-    words = ["ranks=2", "tokens=64", "steps=3", "model=tiny", "learning_rate=1e30", "transport=shm", f"out={tmp_path}"]
-    done = ringattn("train", *words, "checkpoint_every_steps=1")
+def test_the_last_line_of_a_failed_command_names_the_step_that_is_not_finite(tmp_path: Path) -> None:
+    arguments = ["ranks=2", "tokens=64", "steps=3", "model=tiny", "learning_rate=1e30", "transport=shm"]
+    done = ringattn("train", *arguments, f"out={tmp_path}", "checkpoint_every_steps=1")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert re.match(r"ringattn train: rank \d failed first: NonFiniteError: step \d of 3: ", last)
-    assert "learning_rate" in last and all(
-        checkpoints.read_run(each) for each in checkpoints.named(tmp_path / "checkpoints")
-    )
+    assert "learning_rate" in last
+    assert all(checkpoints.read_run(path) for path in checkpoints.named(tmp_path / "checkpoints"))
 
 
-def test_the_last_finite_checkpoints_stay(tmp_path: Path, plant: Plant) -> None:
-    plant(4)
+def test_finite_checkpoints_are_kept_after_a_step_that_is_not_finite(tmp_path: Path, spoil: Spoil) -> None:
+    spoil(4)
     with pytest.raises(NonFiniteError):
         run(replace(SMALL, out=str(tmp_path), checkpoint_every_steps=1))
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    # The step itself is finite; what it makes of the weights is not.
-    config = replace(OVERSHOOTS, out=str(tmp_path), checkpoint_every_steps=1)
+    config = replace(OVERSHOOTING, out=str(tmp_path), checkpoint_every_steps=1)
     run(replace(config, steps=2, learning_rate=1e-9))
     with pytest.raises(NonFiniteError, match=r"^step 3 of 6: .* are not finite, so they are not saved"):
         run(config)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_a_skipped_step_is_counted_and_changes_no_weight(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_step_is_reported_and_changes_no_weight(spoil: Spoil, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = loop.drawn
-    monkeypatch.setattr(loop, "drawn", lambda ring, replica, text, at, config: drawn(ring, replica, text, 0, config))
-    undisturbed = run(SMALL, ranks=2)["losses"]  # of the same sequences at each step
-    plant(2, rank=1)
+    # Train on the sequences of step 0 at every step, so that the step after the skipped one has the loss of that one.
+    monkeypatch.setattr(loop, "drawn", lambda ring, replica, text, step, config: drawn(ring, replica, text, 0, config))
+    undisturbed = run(SMALL, ranks=2)["losses"]
+    spoil(2, rank=1)
     result = run(replace(SMALL, nonfinite="skip"), ranks=2)
     losses = result["losses"]
     assert (result["skipped_steps"], losses[2], result["grad_norms"][2]) == ([2], None, None)
     assert losses[:2] == undisturbed[:2] and losses[3] == undisturbed[2] and None not in losses[4:]
 
 
-def test_a_resumed_run_remembers_what_it_skipped(tmp_path: Path, plant: Plant) -> None:
-    plant(1)
+def test_a_resumed_run_reports_steps_skipped_before(tmp_path: Path, spoil: Spoil) -> None:
+    spoil(1)
     config = replace(SMALL, nonfinite="skip", out=str(tmp_path), checkpoint_every_steps=2)
     whole = run(replace(config, checkpoint_every_steps=None))
     run(replace(config, steps=4))
@@ -374,9 +375,9 @@ def test_a_resumed_run_remembers_what_it_skipped(tmp_path: Path, plant: Plant) -
     assert (resumed["losses"], resumed["grad_norms"]) == (whole["losses"], whole["grad_norms"])
 
 
-def test_a_checkpoint_before_the_first_step_that_counts_changes_nothing(tmp_path: Path, plant: Plant) -> None:
-    """torch makes the state of an optimizer that has none by a step of its own, which would count."""
-    plant(0)
+def test_a_checkpoint_before_the_first_update_changes_nothing(tmp_path: Path, spoil: Spoil) -> None:
+    """To save an optimizer without state, torch takes a step first, which would count as a step of training."""
+    spoil(0)
     config = replace(SMALL, nonfinite="skip")
     expected = run(config)
     saves = replace(config, out=str(tmp_path), checkpoint_every_steps=1)
@@ -387,24 +388,23 @@ def test_a_checkpoint_before_the_first_step_that_counts_changes_nothing(tmp_path
     assert run(stopped)["losses"] == expected["losses"]
 
 
-def test_skipping_cannot_help_spoiled_weights() -> None:
-    config = replace(OVERSHOOTS, nonfinite="skip")
+def test_weights_that_are_not_finite_end_a_run_that_skips() -> None:
+    config = replace(OVERSHOOTING, nonfinite="skip")
     with pytest.raises(NonFiniteError, match=r"^step 2 of 6: .* weights are not finite, which skipping cannot mend"):
         run(config)
 
 
-def test_the_result_is_strict_json(tmp_path: Path, plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
-    plant(1)
-    words = ["model=tiny", "tokens=32", "transport=gloo", "steps=3", f"out={tmp_path}"]
-    words += ["model.layers=1"]
-    assert train.main(words) == 1
+def test_the_result_is_strict_json(tmp_path: Path, spoil: Spoil, capsys: pytest.CaptureFixture[str]) -> None:
+    spoil(1)
+    arguments = ["model=tiny", "model.layers=1", "tokens=32", "transport=gloo", "steps=3", f"out={tmp_path}"]
+    assert train.main(arguments) == 1
     assert "step 2 of 3: its loss is nan" in capsys.readouterr().err and not (tmp_path / "result.json").exists()
-    assert train.main([*words, "nonfinite=skip"]) == 0
+    assert train.main([*arguments, "nonfinite=skip"]) == 0
 
-    def refused(token: str) -> None:
-        raise AssertionError(f"{token} is no JSON")
+    def refuse(token: str) -> None:
+        raise AssertionError(f"{token} is not JSON")
 
-    result = json.loads((tmp_path / "result.json").read_text(), parse_constant=refused)
+    result = json.loads((tmp_path / "result.json").read_text(), parse_constant=refuse)
     assert result["skipped_steps"] == [1] and result["losses"][1] is None
     assert "1 skipped" in capsys.readouterr().out
 
@@ -419,9 +419,9 @@ def test_numbers_that_are_not_finite_are_refused_by_key(key: str, value: str) ->
 # --- nothing to learn ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", ["a", "aaa"])  # a separator is a token of the document before it
+@pytest.mark.parametrize("content", ["a", "aaa"])  # a separator belongs to the document that it ends
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_text_without_a_second_token_in_any_document_is_refused(tmp_path: Path, content: str, ranks: int) -> None:
+def test_a_text_whose_documents_all_have_one_token_is_refused(tmp_path: Path, content: str, ranks: int) -> None:
     (tmp_path / "text").write_text(content)
     config = replace(SMALL, text=str(tmp_path / "text"), pack_documents=True, separator="a")
     with pytest.raises(InputError, match=r"^text=.*: no document has a second token, so there is nothing to learn"):
@@ -429,29 +429,29 @@ def test_a_text_without_a_second_token_in_any_document_is_refused(tmp_path: Path
 
 
 def test_a_step_without_a_label_is_refused_by_its_number(tmp_path: Path) -> None:
-    # Of sequences of 8 tokens one in 50 has the document with a second token.
+    # One in 50 sequences of 8 tokens contains the only document of two or more tokens.
     (tmp_path / "text").write_text("a" * 400 + "bc")
     config = replace(SMALL, tokens=8, text=str(tmp_path / "text"), pack_documents=True, separator="a", batch=1)
     with pytest.raises(InputError, match=r"^step \d of 6: no label is counted"):
         run(config, 2)
 
 
-def test_a_prompt_of_all_tokens_is_refused_at_its_first_step() -> None:
+def test_a_prompt_of_all_tokens_is_refused_at_the_first_step() -> None:
     with pytest.raises(InputError, match=r"^step 1 of 6: no label is counted.*prompt_tokens=41"):
         run(replace(SMALL, prompt_tokens=41), 2)
 
 
-# --- a rank that is killed costs the steps since the last checkpoint, and nothing else -------------------------------
+# --- a killed rank: the run resumes from the last checkpoint ---------------------------------------------------------
 
 
-WORDS = [
+ARGUMENTS = [
     "tokens=41", "batch=2", "steps=8", "dtype=fp64", "transport=gloo", "model.layers=1", "model.dim=16",
     "model.heads=2", "model.kv_heads=1", "model.hidden_dim=24", "checkpoint_every_steps=2", "timeout_s=100",
 ]  # fmt: skip
 
 
 def check_result(folder: Path) -> None:
-    """The run died at step 5, went on from step 4, and came to what a run comes to that never died."""
+    """Check that the run died at step 5, resumed from step 4 and has the curve of an undisturbed run."""
     assert (folder / "died").exists()
     result = json.loads((folder / "result.json").read_text())
     never_killed = run(replace(SMALL, steps=8, warmup_steps=TrainConfig().warmup_steps))
@@ -460,118 +460,121 @@ def check_result(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_launcher_starts_killed_ranks_again(
+def test_the_launcher_restarts_killed_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "ENTRY", "tests.launch.train_entries:train_and_die_once")
     mesh = ["replicas=2", "ranks=1", "sharding=zero2"]
-    assert train.main([*WORDS, *mesh, "restarts=1", f"out={tmp_path}"]) == 0
+    assert train.main([*ARGUMENTS, *mesh, "restarts=1", f"out={tmp_path}"]) == 0
     check_result(tmp_path)
-    told = capsys.readouterr().err
-    assert "ringattn train: rank 1 was killed (SIGKILL)" in told
-    assert f"starting again from {tmp_path}/checkpoints/step-00000004" in told
+    errors = capsys.readouterr().err
+    assert "ringattn train: rank 1 was killed (SIGKILL)" in errors
+    assert f"starting again from {tmp_path}/checkpoints/step-00000004" in errors
 
 
 @pytest.mark.slow
-def test_torchrun_starts_killed_ranks_again(tmp_path: Path) -> None:
+def test_torchrun_restarts_killed_ranks(tmp_path: Path) -> None:
     restarting = (*TORCHRUN, "--nproc-per-node=2", "--max-restarts=1")
-    done = python(*restarting, "-m", "tests.launch.train_entries", *WORDS, f"out={tmp_path}")
+    done = python(*restarting, "-m", "tests.launch.train_entries", *ARGUMENTS, f"out={tmp_path}")
     assert done.returncode == 0, done.stderr
     check_result(tmp_path)
 
 
-# --- when not to start again -----------------------------------------------------------------------------------------
+# --- the number of restarts ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def tries(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The runs that the launcher asks for, all of which fail; `refused` if so says their text."""
-    asked: list[dict[str, Any]] = []
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The runs that the launcher starts. All of them are killed; with seed 7 they are refused instead."""
+    runs: list[dict[str, Any]] = []
 
-    def fails(entry: str, spec: dict[str, Any], *more: Any) -> list[dict[str, Any]]:
-        asked.append(spec["runs"][0])
+    def fail(entry: str, spec: dict[str, Any], *more: Any) -> list[dict[str, Any]]:
+        runs.append(spec["runs"][0])
         raise RanksError("planted", "killed", refused=spec["runs"][0]["seed"] == 7)
 
-    monkeypatch.setattr(train, "run_ranks_in_processes", fails)
-    return asked
+    monkeypatch.setattr(train, "run_ranks_in_processes", fail)
+    return runs
 
 
-def test_restarts_are_counted(tmp_path: Path, tries: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*WORDS, "ranks=2", "restarts=2", f"out={tmp_path}", "resume=never"]
-    assert train.main(words) == 1
-    assert [one["resume"] for one in tries] == ["never"] * 3
+def test_a_run_is_restarted_as_often_as_restarts_allows(
+    tmp_path: Path, attempts: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main([*ARGUMENTS, "ranks=2", "restarts=2", f"out={tmp_path}", "resume=never"]) == 1
+    assert [attempt["resume"] for attempt in attempts] == ["never"] * 3
     assert capsys.readouterr().err.count("starting again from the first step") == 2
 
 
-def test_a_restart_goes_on_from_its_own_checkpoint(tmp_path: Path, tries: list[dict[str, Any]]) -> None:
+def test_a_restart_resumes_from_its_own_checkpoint(tmp_path: Path, attempts: list[dict[str, Any]]) -> None:
     (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000002" / "run.json").touch()
-    assert train.main([*WORDS, "ranks=2", "restarts=1", f"out={tmp_path}", "resume=somewhere"]) == 1
-    assert [one["resume"] for one in tries] == ["somewhere", "auto"]
+    assert train.main([*ARGUMENTS, "ranks=2", "restarts=1", f"out={tmp_path}", "resume=somewhere"]) == 1
+    assert [attempt["resume"] for attempt in attempts] == ["somewhere", "auto"]
 
 
-def test_what_was_refused_is_not_tried_again(tmp_path: Path, tries: list[dict[str, Any]]) -> None:
-    assert train.main([*WORDS, "ranks=2", "restarts=2", "seed=7", f"out={tmp_path}"]) == 2
-    assert len(tries) == 1
+def test_a_refused_run_is_not_restarted(tmp_path: Path, attempts: list[dict[str, Any]]) -> None:
+    assert train.main([*ARGUMENTS, "ranks=2", "restarts=2", "seed=7", f"out={tmp_path}"]) == 2
+    assert len(attempts) == 1
 
 
-def test_one_process_is_started_so_that_it_can_be_started_again(tmp_path: Path, tries: list[dict[str, Any]]) -> None:
-    assert train.main([*WORDS, "restarts=1", f"out={tmp_path}"]) == 1
-    assert len(tries) == 2
+def test_a_run_on_one_rank_is_restarted_too(tmp_path: Path, attempts: list[dict[str, Any]]) -> None:
+    assert train.main([*ARGUMENTS, "restarts=1", f"out={tmp_path}"]) == 1
+    assert len(attempts) == 2
 
 
-# --- the story of `make demo`: runs and check are stand-ins ----------------------------------------------------------
+# --- the output of `make demo`, with stand-ins for its runs and for `ringattn check` ---------------------------------
 
 
 CHECK_LINES = 8
-"""What `ringattn check` prints: two of heading, one for each of five schedules, one for all."""
+"""Lines that `ringattn check` prints: a heading of two, one per schedule for five schedules, and a summary."""
 
 
-def test_the_story_has_about_twenty_lines(
+def test_the_demo_prints_about_twenty_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained(config: TrainConfig, ranks: int, console: object) -> list[dict[str, Any]]:
-        found = []
+        results = []
         for dtype in ("fp32", "fp64"):
             with TrainingProgress(f"{ranks} x {dtype}", 40, lines=1) as progress:
                 for step in range(40):
                     progress.done(step, 5.0 - step / 10, 1e3)
-            found.append({
+            results.append({
                 "config": {"dtype": dtype}, "losses": [5.0 - step / 10 + 1e-7 * (ranks > 1) for step in range(40)],
                 "ranks": ranks, "memory_growth_bytes": [2**20] * ranks, "tokens_of_rank": [2048 // ranks] * ranks,
                 "tokens_per_s": 1e3, "memory_method": "a scale",
             })  # fmt: skip
-            found[-1]["losses"] = [loss if dtype == "fp32" else 5.0 for loss in found[-1]["losses"]]
-        return found
+            results[-1]["losses"] = [loss if dtype == "fp32" else 5.0 for loss in results[-1]["losses"]]
+        return results
 
     monkeypatch.setattr(demo, "_train", trained)
     monkeypatch.setattr(demo, "_check", lambda console, verbose: True)
     monkeypatch.setattr(demo, "explain", lambda config, ranks: None)
-    monkeypatch.setattr(demo, "_write", lambda *given: None)
+    monkeypatch.setattr(demo, "_write", lambda *_: None)
     monkeypatch.setenv("COLUMNS", "120")
     assert demo.main([f"out={tmp_path}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) + CHECK_LINES <= 24
-    told = "\n".join(lines)
-    assert "    40            1.1000001        1.1000000    +1.0e-07" in told
-    assert "        4             512         1.0 MiB      1,000" in told
-    assert "fp32: over 40 steps" in told and "fp64: over 40 steps" in told and "DIFFERENT" not in told
+    output = "\n".join(lines)
+    assert "    40            1.1000001        1.1000000    +1.0e-07" in output
+    assert "        4             512         1.0 MiB      1,000" in output
+    assert "fp32: over 40 steps" in output and "fp64: over 40 steps" in output and "DIFFERENT" not in output
 
 
-def test_slow_steps_print_by_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_lines_of_a_long_run_are_spaced_by_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
     monkeypatch.setattr(loop.time, "monotonic", lambda: now)
     with TrainingProgress("a run", 1_000_000) as progress:
         for step in range(2000):
             now += 1.0
             progress.done(step, 1.0, 1.0)
-    shown = [int(each) for each in re.findall(r"step (\d+)/", capsys.readouterr().out)]
-    assert shown[:4] == [1, 6, 11, 16] and shown[-1] - shown[-2] == 40  # 2 % of the time so far
+    steps = [int(step) for step in re.findall(r"step (\d+)/", capsys.readouterr().out)]
+    assert steps[:4] == [1, 6, 11, 16] and steps[-1] - steps[-2] == 40  # every 5 s; later every 2 % of the time so far
 
 
-def test_a_run_prints_as_many_lines_as_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    for asked, printed in ((0, 0), (1, 1), (10, 11)):
-        with TrainingProgress("a run", 40 if asked else 0, asked) as progress:
+def test_the_lines_option_bounds_the_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    for lines, printed in ((0, 0), (1, 1), (10, 11)):
+        with TrainingProgress("a run", 40 if lines else 0, lines) as progress:
             for step in range(40):
                 progress.done(step, 1.0, 1.0)
         assert len(capsys.readouterr().out.splitlines()) == printed
