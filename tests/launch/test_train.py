@@ -305,8 +305,11 @@ Spoil = Callable[..., None]
 
 
 @pytest.fixture
-def spoil() -> Iterator[Spoil]:
-    """A function that makes the loss of one step (from 0) of one rank non-finite, or only its gradient."""
+def spoil(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spoil]:
+    """A function that makes the loss of one step (from 0) of one rank non-finite, or only its gradient.
+
+    It requests `monkeypatch`, so that its patches of the trainer are undone before those of a test.
+    """
     with ExitStack() as stack:
         yield lambda step, rank=0, value=math.nan, what="loss": stack.enter_context(spoiled(step, rank, value, what))
 
