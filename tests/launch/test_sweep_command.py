@@ -1,4 +1,4 @@
-"""`ringattn sweep`: which points, what is kept of them, what is refused, what goes on after a kill; by submitit."""
+"""`ringattn sweep`: its points and their records, refusals, resuming after a kill, and jobs of submitit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KEYS = {
 
 
 def facts(config: RunConfig) -> dict[str, Any]:
-    """What `point.measure` would say."""
+    """Return a result like that of `point.measure`."""
     spread = {"median": 1.5, "p10": 1.0, "p90": 2.0, "samples": config.repeats}
     ranks = [0] * config.world_size
     return {
@@ -48,7 +48,7 @@ def facts(config: RunConfig) -> dict[str, Any]:
 
 
 class StandIn:
-    """Takes the place of the ranks; `answer` may raise."""
+    """Replaces `run_here`: records the configurations and returns `answer` of each, which may raise."""
 
     def __init__(self) -> None:
         self.ran: list[RunConfig] = []
@@ -70,8 +70,8 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "points.jsonl").read_text().splitlines()]
 
 
-def swept(folder: Path, *words: str) -> int:
-    return sweep.main([f"out='{folder}'", *words])
+def run_sweep(folder: Path, *arguments: str) -> int:
+    return sweep.main([f"out='{folder}'", *arguments])
 
 
 TWO_BY_TWO = "ranks=1,2", "schedule=ring,all_gather", "tokens=64"
@@ -80,18 +80,18 @@ TWO_BY_TWO = "ranks=1,2", "schedule=ring,all_gather", "tokens=64"
 # --- points ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_combination_is_a_line(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "a=folder, (two)"  # Hydra's grammar gives all of these a meaning
-    assert swept(folder, *TWO_BY_TWO) == 0
-    found = lines(folder)
-    combinations = [(1, "all_gather"), (2, "ring"), (2, "all_gather")]  # one rank has no schedule to speak of
-    assert [(one["world_size"], one["config"]["schedule"]) for one in found] == combinations
+def test_every_combination_has_a_record(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a=folder, (two)"  # characters with a meaning in Hydra's grammar
+    assert run_sweep(folder, *TWO_BY_TWO) == 0
+    records = lines(folder)
+    combinations = [(1, "all_gather"), (2, "ring"), (2, "all_gather")]  # on one rank, all schedules are equal
+    assert [(record["world_size"], record["config"]["schedule"]) for record in records] == combinations
     environments = json.loads((folder / "environments.json").read_text())
-    for one, config in zip(found, ranks.ran, strict=True):
-        assert list(one) == list(RECORD_KEYS)
-        assert set(one) == KEYS and one["status"] == "ok" and one["tokens"] == 64
-        assert one["hash"] == hash_of(config) == hash_of(load_run(one["command"].split()[2:]))
-        assert environments[one["environment"]] == {"torch": "2", "ranks": config.world_size}
+    for record, config in zip(records, ranks.ran, strict=True):
+        assert list(record) == list(RECORD_KEYS)
+        assert set(record) == KEYS and record["status"] == "ok" and record["tokens"] == 64
+        assert record["hash"] == hash_of(config) == hash_of(load_run(record["command"].split()[2:]))
+        assert environments[record["environment"]] == {"torch": "2", "ranks": config.world_size}
     assert len(environments) == 2
     printed = capsys.readouterr().out
     assert "3/3  ok      ranks=2 schedule=all_gather  forward 1.500 ms  about 0 s left" in printed
@@ -100,60 +100,56 @@ def test_every_combination_is_a_line(ranks: StandIn, tmp_path: Path, capsys: pyt
     assert not list(tmp_path.glob("multirun")) and not (ROOT / "multirun").exists()
 
 
-def test_a_record_repeats_what_auto_took(ranks: StandIn, tmp_path: Path) -> None:
-    taken = {"schedule": "double_ring:2", "layout": "zigzag", "engine": "aten", "transport": "shm+gloo", "sm_margin": 0}
-    ranks.answer = lambda config: {**facts(config), "resolved": taken}
-    assert swept(tmp_path, "ranks=1,4", "tokens=64") == 0
-    alone, shared = lines(tmp_path)
-    words = ["schedule=double_ring:2", "layout=zigzag", "engine=aten", "transport=shm"]
-    assert set(words) <= set(shared["command"].split()) and shared["resolved"] == taken
-    assert {word for word in alone["command"].split() if word.partition("=")[0] in AUTOMATIC} == {"engine=aten"}
-    for record in (alone, shared):
+def test_the_command_of_a_record_repeats_the_choices_of_auto(ranks: StandIn, tmp_path: Path) -> None:
+    resolved = {
+        "schedule": "double_ring:2", "layout": "zigzag", "engine": "aten", "transport": "shm+gloo", "sm_margin": 0
+    }  # fmt: skip
+    ranks.answer = lambda config: {**facts(config), "resolved": resolved}
+    assert run_sweep(tmp_path, "ranks=1,4", "tokens=64") == 0
+    one_rank, four_ranks = lines(tmp_path)
+    choices = {"schedule=double_ring:2", "layout=zigzag", "engine=aten", "transport=shm"}
+    assert choices <= set(four_ranks["command"].split()) and four_ranks["resolved"] == resolved
+    automatic = {option for option in one_rank["command"].split() if option.partition("=")[0] in AUTOMATIC}
+    assert automatic == {"engine=aten"}
+    for record in (one_rank, four_ranks):
         repeated = load_run(record["command"].split()[2:])
         assert record["resolved_hash"] == hash_of(repeated) != record["hash"]
 
 
-def test_json_is_no_key_of_a_sweep(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert swept(tmp_path, "json=a.json", "tokens=64") == 2
+def test_json_is_not_an_option_of_a_sweep(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run_sweep(tmp_path, "json=a.json", "tokens=64") == 2
     assert "json: a sweep writes the records of its points into out" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_masks_layouts_and_dtypes_are_axes_too(ranks: StandIn, tmp_path: Path) -> None:
-    words = ["ranks=2", "window=[9,0],[99,0]", "dtype=fp32,bf16", "layout=zigzag,striped"]
-    assert swept(tmp_path / "a", *words) == 0
+def test_masks_layouts_and_dtypes_can_vary(ranks: StandIn, tmp_path: Path) -> None:
+    arguments = ["ranks=2", "window=[9,0],[99,0]", "dtype=fp32,bf16", "layout=zigzag,striped"]
+    assert run_sweep(tmp_path / "a", *arguments) == 0
     assert len({hash_of(config) for config in ranks.ran}) == 8
-    assert swept(tmp_path / "b", "causal=true,false", "mask=null,chunked:5", "repeats=1") == 0
+    assert run_sweep(tmp_path / "b", "causal=true,false", "mask=null,chunked:5", "repeats=1") == 0
     assert [(config.causal, config.mask) for config in ranks.ran[8:]] == [
         (True, None), (True, "chunked:5"), (False, None), (False, "chunked:5")
     ]  # fmt: skip
 
 
-def test_points_that_come_out_equal_are_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_points_with_the_same_work_are_run_once(capsys: pytest.CaptureFixture[str]) -> None:
     _, points = sweep.described(["ranks=1,2", "schedule=ring,direct", "tokens=512"])
     assert [point.label for point in points] == ["ranks=1", "ranks=2 schedule=ring", "ranks=2 schedule=direct"]
     assert sweep.equal_points(points) == ["the same work, run once: ranks=1, with schedule=ring; schedule=direct"]
-    again = load_run(words_of(points[0].config))  # what repeats a point has no word without effect
+    again = load_run(words_of(points[0].config))  # raises for options without effect
     assert plain(points[0].config) == plain(again)
 
 
-def test_one_rank_alone_has_nothing_between_ranks() -> None:
-    words = [
-        "ranks=1,2",
-        "schedule=ring,direct",
-        "transport=gloo,shm",
-        "layout=zigzag,striped",
-        "dtype=fp32,fp64",
-        "tokens=64",
-    ]
-    _, points = sweep.described(words)
-    alone = [point for point in points if point.config.world_size == 1]
-    assert [point.label for point in alone] == ["ranks=1 dtype=fp32", "ranks=1 dtype=fp64"]
-    assert len(points) == 2 + 16 and all(len(point.equal) == 8 for point in alone)
+def test_one_rank_has_no_schedule_transport_or_layout() -> None:
+    options = "schedule=ring,direct transport=gloo,shm layout=zigzag,striped dtype=fp32,fp64"
+    _, points = sweep.described(["ranks=1,2", *options.split(), "tokens=64"])
+    one_rank = [point for point in points if point.config.world_size == 1]
+    assert [point.label for point in one_rank] == ["ranks=1 dtype=fp32", "ranks=1 dtype=fp64"]
+    assert len(points) == 2 + 16 and all(len(point.equal) == 8 for point in one_rank)
 
 
 @pytest.mark.parametrize(
-    ("words", "sizes"),
+    ("arguments", "sizes"),
     [
         (["preset=strong"], [(1, 8192), (2, 8192), (4, 8192)]),
         (["preset=weak"], [(1, 4096), (2, 8192), (4, 16384)]),
@@ -161,12 +157,12 @@ def test_one_rank_alone_has_nothing_between_ranks() -> None:
         (["preset=weak", "ranks=2,3", "tokens=60"], [(2, 60), (3, 60)]),
     ],
 )
-def test_presets(words: list[str], sizes: list[tuple[int, int]]) -> None:
-    _, points = sweep.described(words)
+def test_presets_give_ranks_and_tokens(arguments: list[str], sizes: list[tuple[int, int]]) -> None:
+    _, points = sweep.described(arguments)
     assert [(point.config.world_size, point.config.tokens) for point in points] == sizes
 
 
-def test_a_rank_has_as_many_threads_in_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_have_the_same_number_of_threads_in_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     _, points = sweep.described(["ranks=1,2,4"])
     assert [point.config.threads_per_rank for point in points] == [4, 4, 4]
@@ -176,61 +172,61 @@ def test_a_rank_has_as_many_threads_in_every_point(monkeypatch: pytest.MonkeyPat
     assert [point.config.threads_per_rank for point in points] == [None, None]
 
 
-def test_the_hash_is_of_what_may_change_the_result() -> None:
+def test_the_hash_depends_on_options_that_may_change_the_result() -> None:
     base = load_run(["tokens=64"])
     assert hash_of(load_run(["tokens=64", "limit_s=9"])) == hash_of(base)
     two_nodes = ["tokens=64", "nnodes=2"]
     assert hash_of(load_run([*two_nodes, "rdzv_endpoint=a:1"])) == hash_of(load_run(two_nodes))
-    for word in ("seed=1", "causal=false", "timeout_s=9", "nnodes=2", "repeats=3"):
-        assert hash_of(load_run(["tokens=64", word])) != hash_of(base)
+    for option in ("seed=1", "causal=false", "timeout_s=9", "nnodes=2", "repeats=3"):
+        assert hash_of(load_run(["tokens=64", option])) != hash_of(base)
     assert len(hash_of(base)) == 12 and hash_of(load_run(["tokens_per_rank=64"])) != hash_of(base)
 
 
-# --- failures are results --------------------------------------------------------------------------------------------
+# --- failed points ---------------------------------------------------------------------------------------------------
 
 
-def test_a_point_that_fails_leaves_the_others(
+def test_a_sweep_records_failed_points_and_repeats_only_those(
     ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ends = {1: RanksError("no memory", "OutOfMemoryError"), 2: RanksError("too slow", "timeout"), 3: RingError("odd")}
+    errors = {1: RanksError("no memory", "OutOfMemoryError"), 2: RanksError("too slow", "timeout"), 3: RingError("odd")}
 
     def answer(config: RunConfig) -> dict[str, Any]:
-        if config.world_size in ends:
-            raise ends[config.world_size]
+        if config.world_size in errors:
+            raise errors[config.world_size]
         return facts(config)
 
     ranks.answer = answer
-    assert swept(tmp_path, "ranks=1,2,3,4", "tokens=64") == 1
-    found = lines(tmp_path)
-    assert [(one["status"], one["message"]) for one in found] == [
+    assert run_sweep(tmp_path, "ranks=1,2,3,4", "tokens=64") == 1
+    records = lines(tmp_path)
+    assert [(record["status"], record["message"]) for record in records] == [
         ("oom", "no memory"), ("timeout", "too slow"), ("error", "odd"), ("ok", "")
     ]  # fmt: skip
-    assert {one["status"] for one in found} == set(STATUSES)
-    assert all(set(one) == KEYS for one in found) and found[0]["forward_ms"] is None
+    assert {record["status"] for record in records} == set(STATUSES)
+    assert all(set(record) == KEYS for record in records) and records[0]["forward_ms"] is None
     assert "1 of 4 points are ok" in capsys.readouterr().out
 
     ranks.answer = facts
-    assert swept(tmp_path, "ranks=1,2,3,4", "tokens=64") == 0
-    assert [config.world_size for config in ranks.ran[4:]] == [1, 2, 3]  # the failed ones alone
-    assert {one["status"] for one in read_points(tmp_path).values()} == {"ok"}
+    assert run_sweep(tmp_path, "ranks=1,2,3,4", "tokens=64") == 0
+    assert [config.world_size for config in ranks.ran[4:]] == [1, 2, 3]
+    assert {record["status"] for record in read_points(tmp_path).values()} == {"ok"}
 
 
-def test_a_job_that_dies_is_a_point_that_failed(ranks: StandIn, tmp_path: Path) -> None:
+def test_an_unexpected_exception_is_a_failed_point(ranks: StandIn, tmp_path: Path) -> None:
     def answer(config: RunConfig) -> dict[str, Any]:
         if config.world_size == 1:
             raise ZeroDivisionError("planted")
         return facts(config)
 
     ranks.answer = answer
-    assert swept(tmp_path, "ranks=1,2", "tokens=64") == 1
-    assert [one["status"] for one in lines(tmp_path)] == ["error", "ok"]
+    assert run_sweep(tmp_path, "ranks=1,2", "tokens=64") == 1
+    assert [record["status"] for record in lines(tmp_path)] == ["error", "ok"]
     assert "ZeroDivisionError('planted')" == lines(tmp_path)[0]["message"]
 
 
 # --- resume ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stopped_sweep_goes_on_where_it_stopped(ranks: StandIn, tmp_path: Path) -> None:
+def test_a_stopped_sweep_runs_only_the_missing_points(ranks: StandIn, tmp_path: Path) -> None:
     def answer(config: RunConfig) -> dict[str, Any]:
         if len(ranks.ran) == 2:
             raise KeyboardInterrupt
@@ -238,101 +234,102 @@ def test_a_stopped_sweep_goes_on_where_it_stopped(ranks: StandIn, tmp_path: Path
 
     ranks.answer = answer
     with pytest.raises(KeyboardInterrupt):
-        swept(tmp_path, *TWO_BY_TWO)
+        run_sweep(tmp_path, *TWO_BY_TWO)
     assert len(lines(tmp_path)) == 1
     ranks.answer = facts
     other_order = "tokens=64", "schedule=all_gather,ring", "ranks=2,1"
-    assert swept(tmp_path, *other_order) == 0
+    assert run_sweep(tmp_path, *other_order) == 0
     assert len(ranks.ran) == 4 and len(read_points(tmp_path)) == len(lines(tmp_path)) == 3
-    assert swept(tmp_path, *TWO_BY_TWO) == 0
+    assert run_sweep(tmp_path, *TWO_BY_TWO) == 0
     assert len(ranks.ran) == 4
 
 
-def test_what_jobs_left_meanwhile_is_taken_in(ranks: StandIn, tmp_path: Path) -> None:
-    assert swept(tmp_path, "ranks=1", "tokens=64") == 0
-    left = lines(tmp_path)[0]
+def test_records_that_jobs_left_are_collected(ranks: StandIn, tmp_path: Path) -> None:
+    assert run_sweep(tmp_path, "ranks=1", "tokens=64") == 0
+    record = lines(tmp_path)[0]
     (tmp_path / "points.jsonl").unlink()
-    leave(tmp_path, {**left, "environment": {"torch": "2"}})
-    assert swept(tmp_path, "ranks=1", "tokens=64") == 0
-    assert len(ranks.ran) == 1 and lines(tmp_path)[0]["hash"] == left["hash"]
+    leave(tmp_path, {**record, "environment": {"torch": "2"}})
+    assert run_sweep(tmp_path, "ranks=1", "tokens=64") == 0
+    assert len(ranks.ran) == 1 and lines(tmp_path)[0]["hash"] == record["hash"]
 
 
 @pytest.mark.parametrize("last", [0, 1])
-def test_records_are_taken_in_as_their_points_ended(tmp_path: Path, last: int) -> None:
+def test_records_are_collected_in_the_order_in_which_jobs_ended(tmp_path: Path, last: int) -> None:
     for number, name in enumerate("ab"):
         leave(tmp_path, {"hash": name, "environment": None})
         ended_s = 10**9 + (number == last)
         os.utime(tmp_path / ARRIVALS / f"{name}.json", (ended_s, ended_s))
-    assert [one["hash"] for one in Folder(tmp_path).collect()][-1] == "ab"[last] == list(read_points(tmp_path))[-1]
+    collected = [record["hash"] for record in Folder(tmp_path).collect()]
+    assert collected[-1] == "ab"[last] == list(read_points(tmp_path))[-1]
     assert not list(Folder(tmp_path).collect())
 
 
-def test_a_kill_before_a_taken_record_is_taken_away(ranks: StandIn, tmp_path: Path) -> None:
-    assert swept(tmp_path, "ranks=1", "tokens=64") == 0
-    kept = lines(tmp_path)
-    leave(tmp_path, {**kept[0], "environment": facts(ranks.ran[0])["environment"]})
-    assert swept(tmp_path, "ranks=1", "tokens=64") == 0
-    assert lines(tmp_path) == kept and not list((tmp_path / ARRIVALS).iterdir())
+def test_a_record_collected_before_a_kill_is_not_appended_again(ranks: StandIn, tmp_path: Path) -> None:
+    assert run_sweep(tmp_path, "ranks=1", "tokens=64") == 0
+    records = lines(tmp_path)
+    leave(tmp_path, {**records[0], "environment": facts(ranks.ran[0])["environment"]})
+    assert run_sweep(tmp_path, "ranks=1", "tokens=64") == 0
+    assert lines(tmp_path) == records and not list((tmp_path / ARRIVALS).iterdir())
 
 
-def test_a_torn_line_is_passed_over(ranks: StandIn, tmp_path: Path) -> None:
-    assert swept(tmp_path, *TWO_BY_TWO) == 0
+def test_a_torn_line_is_ignored(ranks: StandIn, tmp_path: Path) -> None:
+    assert run_sweep(tmp_path, *TWO_BY_TWO) == 0
     whole = (tmp_path / "points.jsonl").read_bytes()
     (tmp_path / "points.jsonl").write_bytes(whole[:-40])
     assert len(read_points(tmp_path)) == 2
-    assert swept(tmp_path, *TWO_BY_TWO) == 0
+    assert run_sweep(tmp_path, *TWO_BY_TWO) == 0
     assert len(ranks.ran) == 4 and len(read_points(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(
-    "more", [["tokens=128"], *(pytest.param([word], marks=pytest.mark.slow) for word in ("repeats=3", "ranks=1,2,4"))]
+    "change", ["tokens=128", *(pytest.param(change, marks=pytest.mark.slow) for change in ("repeats=3", "ranks=1,2,4"))]
 )
-def test_another_sweep_is_not_mixed_in(
-    ranks: StandIn, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+def test_the_folder_of_another_sweep_is_refused(
+    ranks: StandIn, tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert swept(tmp_path, *TWO_BY_TWO) == 0
-    assert swept(tmp_path, *TWO_BY_TWO, *more) == 2
-    told = capsys.readouterr().err
-    assert "holds the points of another sweep (" in told and "ranks=1,2 schedule=ring,all_gather" in told
-    assert "give this sweep a folder of its own with out=" in told
+    assert run_sweep(tmp_path, *TWO_BY_TWO) == 0
+    assert run_sweep(tmp_path, *TWO_BY_TWO, change) == 2
+    error = capsys.readouterr().err
+    assert "holds the points of another sweep (" in error and "ranks=1,2 schedule=ring,all_gather" in error
+    assert "give this sweep a folder of its own with out=" in error
     assert len(ranks.ran) == 3 and len(lines(tmp_path)) == 3
 
 
 @pytest.mark.slow
-def test_another_version_of_the_code_is_not_mixed_in(
+def test_the_folder_of_another_version_of_the_code_is_refused(
     ranks: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert swept(tmp_path, *TWO_BY_TWO) == 0
+    assert run_sweep(tmp_path, *TWO_BY_TWO) == 0
     monkeypatch.setattr(sweep, "code_version", lambda: "0123456789ab-dirty")
-    assert swept(tmp_path, *TWO_BY_TWO) == 2
+    assert run_sweep(tmp_path, *TWO_BY_TWO) == 2
     assert "and this is 0123456789ab-dirty" in capsys.readouterr().err
     (tmp_path / "sweep.json").unlink()
-    assert swept(tmp_path, *TWO_BY_TWO) == 2
+    assert run_sweep(tmp_path, *TWO_BY_TWO) == 2
     assert "no sweep.json says whose they are" in capsys.readouterr().err
 
 
-def test_two_processes_in_one_folder(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_process_in_the_folder_is_refused(
+    ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with opened(tmp_path):
-        assert swept(tmp_path, *TWO_BY_TWO) == 2
+        assert run_sweep(tmp_path, *TWO_BY_TWO) == 2
     assert "another sweep is writing there" in capsys.readouterr().err and not ranks.ran
-    assert swept(tmp_path, *TWO_BY_TWO) == 0  # the lock went with its holder
+    assert run_sweep(tmp_path, *TWO_BY_TWO) == 0
 
 
-def half_written(file: int, data: bytes) -> int:
-    """As a disk that fills up: it takes a part of the data, without an error."""
+def write_half(file: int, data: bytes) -> int:
+    """Write the first half of the data without an error, like a disk that fills up."""
     return write(file, data[: len(data) // 2])
 
 
 write = os.write
 
 
-def not_synced(file: int) -> None:
+def fail_to_sync(file: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_record_that_may_not_be_written_is_not_called_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_permission_is_not_reported_as_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, content: str) -> Path:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -341,8 +338,8 @@ def test_a_record_that_may_not_be_written_is_not_called_a_full_disk(
         leave(tmp_path, {"hash": "abc"})
 
 
-@pytest.mark.parametrize(("name", "failing"), [("write", half_written), ("fsync", not_synced)])
-def test_a_disk_that_fills_ends_a_sweep_in_one_sentence(
+@pytest.mark.parametrize(("name", "failing"), [("write", write_half), ("fsync", fail_to_sync)])
+def test_a_full_disk_ends_a_sweep_with_one_message(
     ranks: StandIn, tmp_path: Path, name: str, failing: Any, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answer(config: RunConfig) -> dict[str, Any]:
@@ -351,7 +348,7 @@ def test_a_disk_that_fills_ends_a_sweep_in_one_sentence(
         return facts(config)
 
     ranks.answer = answer
-    assert swept(tmp_path, *TWO_BY_TWO) == 1
+    assert run_sweep(tmp_path, *TWO_BY_TWO) == 1
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1] == (
         f"ringattn sweep: {tmp_path}/points.jsonl: the record of this point could not be written (No space left on "
@@ -363,22 +360,22 @@ def test_a_disk_that_fills_ends_a_sweep_in_one_sentence(
     monkeypatch.undo()
     monkeypatch.setattr(sweep, "run_here", ranks)
     ranks.answer = facts
-    assert swept(tmp_path, *TWO_BY_TWO) == 0
-    assert len(lines(tmp_path)) == 3 and len(ranks.ran) == 3  # the measured point was kept, and is not measured again
+    assert run_sweep(tmp_path, *TWO_BY_TWO) == 0
+    assert len(lines(tmp_path)) == 3 and len(ranks.ran) == 3  # no point was measured twice
 
 
-def test_a_record_that_cannot_be_left_ends_a_sweep_in_one_sentence(
+def test_a_record_that_a_job_cannot_leave_ends_a_sweep_with_one_message(
     ranks: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(path: Path, content: str) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(points, "write_file", full)
-    assert swept(tmp_path, "ranks=1", "tokens=64") == 1
+    assert run_sweep(tmp_path, "ranks=1", "tokens=64") == 1
     assert ".json: the record of this point could not be written (No space left" in capsys.readouterr().err
 
 
-def test_lines_are_appended_whole(tmp_path: Path) -> None:
+def test_a_record_is_not_appended_to_a_torn_line(tmp_path: Path) -> None:
     from datetime import UTC, datetime
 
     record = make_record(load_run([]), "error", "x" * 100_000, {}, datetime.now(UTC), 1.0)
@@ -389,11 +386,11 @@ def test_lines_are_appended_whole(tmp_path: Path) -> None:
     assert (tmp_path / "points.jsonl").read_text().count("\n") == 3
 
 
-# --- refusals, plans, progress ---------------------------------------------------------------------------------------
+# --- refusals and dry runs -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ("lancher=slurm", "lancher: no such key; did you mean launcher?"),
         ("shedule=ring,direct", "shedule: no such key; did you mean schedule?"),
@@ -410,14 +407,18 @@ def test_lines_are_appended_whole(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refusals(ranks: StandIn, tmp_path: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert swept(tmp_path / "out", *words.split()) == 2
+def test_wrong_options_are_refused(
+    ranks: StandIn, tmp_path: Path, arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_sweep(tmp_path / "out", *arguments.split()) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and not ranks.ran
 
 
-def test_a_plan_runs_nothing(ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert swept(tmp_path / "out", *TWO_BY_TWO, "--dry-run") == 0
+def test_a_dry_run_prints_commands_and_runs_nothing(
+    ranks: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_sweep(tmp_path / "out", *TWO_BY_TWO, "--dry-run") == 0
     printed = capsys.readouterr().out
     assert printed.count("-m torch.distributed.run --standalone") == 3 and "--nproc-per-node=2" in printed
     assert not (tmp_path / "out").exists() and not ranks.ran
@@ -427,19 +428,19 @@ def test_a_plan_runs_nothing(ranks: StandIn, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_resumed_gives_the_same_table(tmp_path: Path) -> None:
-    words = "sweep", f"out={tmp_path}", "ranks=1,2", "tokens=96", "shape=small", "repeats=1", "warmup=1"
-    killed = started("-m", "ringattn", *words)
+def test_a_killed_sweep_can_be_resumed(tmp_path: Path) -> None:
+    arguments = "sweep", f"out={tmp_path}", "ranks=1,2", "tokens=96", "shape=small", "repeats=1", "warmup=1"
+    killed = started("-m", "ringattn", *arguments)
     wait_for_line(killed, "1/2")
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     first = lines(tmp_path)
-    assert [one["world_size"] for one in first] == [1]
-    resumed = ringattn(*words)
+    assert [record["world_size"] for record in first] == [1]
+    resumed = ringattn(*arguments)
     assert resumed.returncode == 0, resumed.stderr
     assert "2 points, 1 of them there already" in resumed.stdout
-    assert lines(tmp_path)[:1] == first and [one["world_size"] for one in lines(tmp_path)] == [1, 2]
-    again = ringattn(*words)
+    assert lines(tmp_path)[:1] == first and [record["world_size"] for record in lines(tmp_path)] == [1, 2]
+    again = ringattn(*arguments)
 
     def table(printed: str) -> str:
         return printed[printed.index("point    ") :]
@@ -447,17 +448,18 @@ def test_a_killed_sweep_resumed_gives_the_same_table(tmp_path: Path) -> None:
     assert table(again.stdout) == table(resumed.stdout)
 
 
-# --- submitit: real jobs of its local executor, and the script that sbatch would get ---------------------------------
+# --- submitit: real jobs of its local executor, and the script for sbatch --------------------------------------------
 
 
 pytest.importorskip("submitit")
 
-STAND_IN = """#!/bin/bash
+SBATCH = """#!/bin/bash
 cp "$1" "$(dirname "$0")/submitted.sh"
 echo "planted: no such partition" >&2
 exit 1
 """
-ASKED = [
+"""A replacement for sbatch that saves the script and fails, like sbatch for a partition that does not exist."""
+SLURM = [
     "launcher=slurm", "slurm.partition=gpu", "slurm.account=us", "slurm.gpus_per_node=8", "slurm.cpus_per_task=16",
     "slurm.mem_gb=64", "slurm.array_parallelism=2", "slurm.setup=['module load cuda','ulimit -l unlimited']",
     "ranks=8", "limit_s=600",
@@ -466,51 +468,53 @@ ASKED = [
 
 @pytest.fixture
 def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in that keeps the script it is given and fails, as sbatch does for a wrong partition."""
+    """Put replacements for sbatch and srun on the path. Return the file in which they save the script."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("sbatch", "srun"):
-        (folder / name).write_text(STAND_IN)
+        (folder / name).write_text(SBATCH)
         (folder / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     return folder / "submitted.sh"
 
 
-def test_the_printed_script_is_what_sbatch_gets(
+def test_a_dry_run_prints_the_script_that_sbatch_receives(
     tmp_path: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = f"out={tmp_path / 'out'}"
-    assert sweep.main([*ASKED, out, "tokens=64,96,128", "--dry-run"]) == 0
+    assert sweep.main([*SLURM, out, "tokens=64,96,128", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     script = printed[printed.index("#!/bin/bash") :].strip()
     for line in ("--array=0-2%2", "--partition=gpu", "--account=us", "--gpus-per-node=8", "--cpus-per-task=16",
                  "--mem=64GB", "--nodes=1", "--ntasks-per-node=1", "--time=15"):  # fmt: skip
         assert f"#SBATCH {line}\n" in script
     assert "module load cuda\nulimit -l unlimited\n" in script
-    assert sweep.main([*ASKED, out, "tokens=64,96,128"]) == 1
-    told = capsys.readouterr().err
-    assert "planted: no such partition" in told and "give the same command again" in told
+    assert sweep.main([*SLURM, out, "tokens=64,96,128"]) == 1
+    error = capsys.readouterr().err
+    assert "planted: no such partition" in error and "give the same command again" in error
     assert not (tmp_path / "out" / "points.jsonl").exists()
 
-    def without_job(text: str) -> list[str]:
-        """All lines but the one that names the job's own files."""
-        own = "srun", "#SBATCH --output", "#SBATCH --error"
-        return [line for line in text.strip().splitlines() if not line.startswith(own)]
+    def common_lines(text: str) -> list[str]:
+        """Return all lines except those with the paths of the job's files."""
+        paths = "srun", "#SBATCH --output", "#SBATCH --error"
+        return [line for line in text.strip().splitlines() if not line.startswith(paths)]
 
-    assert without_job(sbatch.read_text()) == without_job(script)
+    assert common_lines(sbatch.read_text()) == common_lines(script)
 
 
-def test_nodes_of_a_sweep_are_asked_for_together() -> None:
+def test_points_with_the_same_number_of_nodes_share_a_slurm_job_array() -> None:
     configs = [load_run(["ranks=8", f"nnodes={nodes}", "limit_s=60"]) for nodes in (1, 2, 1)]
-    slurm, here = (sweep.SweepConfig(launcher=name) for name in ("slurm", "submitit_local"))
+    slurm, local = (sweep.SweepConfig(launcher=name) for name in ("slurm", "submitit_local"))
     batches = sweep._batches(slurm, configs)
     assert [[config.nnodes for config in batch] for batch in batches] == [[1, 1], [2]]
-    asked = sweep.parameters(slurm, batches[1])
-    assert asked["nodes"] == 2 and asked["tasks_per_node"] == 1
-    assert [len(batch) for batch in sweep._batches(here, configs)] == [1, 1, 1]
+    parameters = sweep.parameters(slurm, batches[1])
+    assert parameters["nodes"] == 2 and parameters["tasks_per_node"] == 1
+    assert [len(batch) for batch in sweep._batches(local, configs)] == [1, 1, 1]
 
 
-def test_without_submitit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_without_submitit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sweep, "find_spec", lambda name: None)
     assert sweep.main(["launcher=slurm", f"out={tmp_path}", "tokens=64"]) == 2
     assert "launcher=slurm: needs submitit; pip install 'ringattn[slurm]'" in capsys.readouterr().err
@@ -518,11 +522,11 @@ def test_without_submitit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
 
 @pytest.mark.slow
 def test_a_job_of_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Two nodes are two tasks of one job, as by Slurm; here they share the machine.
+    # As with Slurm, the two nodes are two tasks of one job; here they share the machine.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     small = "tokens=64", "shape=small", "repeats=1", "warmup=1"
     assert sweep.main([f"out={tmp_path}", "launcher=submitit_local", "nnodes=2", *small]) == 0
-    found = [json.loads(line) for line in (tmp_path / "points.jsonl").read_text().splitlines()]
-    assert [(one["status"], one["world_size"], len(one["bytes_sent"])) for one in found] == [("ok", 2, 2)]
-    assert all(found[0]["bytes_sent"])
+    (record,) = lines(tmp_path)
+    assert (record["status"], record["world_size"], len(record["bytes_sent"])) == ("ok", 2, 2)
+    assert all(record["bytes_sent"])
     assert list((tmp_path / ".submitit").glob("*/*_submitted.pkl"))
