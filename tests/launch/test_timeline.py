@@ -1,4 +1,4 @@
-"""`ringattn timeline`: runs or reads recordings; its trace, clocks, picture, prediction and refusals."""
+"""`ringattn timeline`: recordings, the trace and the picture of them, predictions, and the clocks of ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.launch.commands import write_calibration
 
 
 def scripted(ranks: int, exposed: bool = True, arrivals_known: bool = True) -> list[Track]:
-    """Half a pass of work, and messages that it hides, or a second half of nothing else."""
+    """Return tracks of two passes of 8 ms: 4 ms of work, and messages that it hides or that last 4 ms longer."""
     end = 8000.0 if exposed else 3900.0
     spans = Span("step 0 attend", COMPUTE, 0.0, 4000.0), Span("step 0 exchange", COMM, 100.0, end, 64)
     passes = tuple(RecordedPass(name, 0.0, 8000.0, spans) for name in ("forward", "backward"))
@@ -55,51 +55,52 @@ def scripted(ranks: int, exposed: bool = True, arrivals_known: bool = True) -> l
 
 
 def shares(path: Path) -> dict[str, float]:
-    """Of the picture's pixels, those of a color."""
+    """Return the share of the picture's pixels that have each color."""
     pixels = matplotlib.image.imread(path)[:, :, :3]
     colors = ATTEND, MESSAGES, EXPOSED
     return {color: float((np.abs(pixels - to_rgb(color)).max(2) < 0.01).mean()) for color in colors}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(16, marks=pytest.mark.slow)])
-def test_the_picture_shows_work_messages_and_what_is_exposed(tmp_path: Path, ranks: int) -> None:
+def test_the_picture_shows_work_and_hidden_and_exposed_messages(tmp_path: Path, ranks: int) -> None:
     hidden, exposed = tmp_path / "hidden.png", tmp_path / "exposed.png"
     draw_timeline(hidden, scripted(ranks, exposed=False))
     draw_timeline(exposed, scripted(ranks))
     before, after = shares(hidden), shares(exposed)
     assert before[ATTEND] > 0.05 and after[ATTEND] == pytest.approx(before[ATTEND], rel=0.02)
-    assert before[MESSAGES] == pytest.approx(before[ATTEND], rel=0.15)  # 3900 us of 4000, and no numbers on it
-    # Half of a hatched bar is white; the legend and the labels are orange in both.
+    assert before[MESSAGES] == pytest.approx(before[ATTEND], rel=0.15)  # 3900 us and 4000 us; only work has labels
+    # Half of a hatched bar is white. The orange of the legend and the labels is the same in both pictures.
     assert after[EXPOSED] - before[EXPOSED] > 0.3 * before[ATTEND]
 
 
 @pytest.mark.parametrize("lasts_us", [(8000.0, 20000.0), (100.0, 20000.0), (3000.0, 3000.0), (0.0, 0.0)])
-@pytest.mark.parametrize("ahead", [1.0, 1.6])
-def test_all_ranks_and_passes_have_one_scale_of_time(lasts_us: tuple[float, float], ahead: float) -> None:
-    """A millisecond is as wide in each panel, also where a prediction ends later or a pass is short."""
+@pytest.mark.parametrize("predicted_ratio", [1.0, 1.6])
+def test_a_millisecond_has_the_same_width_in_all_panels(lasts_us: tuple[float, float], predicted_ratio: float) -> None:
+    """The scale does not change if a prediction ends later than the recording or a pass is short."""
     spans = [(Span("step 0 attend", COMPUTE, 0.0, last), Span("step 0 exchange", COMM, 0.0, last)) for last in lasts_us]
     passes = tuple(
         RecordedPass(name, 50.0, 50.0 + last, of_pass)
         for name, last, of_pass in zip(("forward", "backward"), lasts_us, spans, strict=True)
     )
     tracks = [Track(rank, passes, True, 0.0) for rank in range(2)]
-    later = (Span("step 0 attend", COMPUTE, 0.0, ahead * lasts_us[0]),)
-    figure = timeline_figure(tracks, [[later] * 2, [spans[1]] * 2] if ahead > 1 else [], "a made-up machine")
+    later = (Span("step 0 attend", COMPUTE, 0.0, predicted_ratio * lasts_us[0]),)
+    predictions = [[later] * 2, [spans[1]] * 2] if predicted_ratio > 1 else []
+    figure = timeline_figure(tracks, predictions, "a made-up machine")
     figure.canvas.draw()
     scales = [ax.get_xlim()[1] / ax.get_window_extent().width for ax in figure.axes]
     assert scales[0] == pytest.approx(scales[1], rel=0.01)
     shown_ms = [ax.get_xlim()[1] for ax in figure.axes]
-    assert shown_ms[0] >= ahead * lasts_us[0] / 1e3 and shown_ms[1] >= lasts_us[1] / 1e3
+    assert shown_ms[0] >= predicted_ratio * lasts_us[0] / 1e3 and shown_ms[1] >= lasts_us[1] / 1e3
     gaps = {round(b - a, 9) for ax in figure.axes for a, b in pairwise(ax.get_xticks())}
     assert len(gaps) == 1
     plt.close(figure)
 
 
-def test_what_was_predicted_for_is_written_in_full() -> None:
-    tracks, words = scripted(2), "2 cores of a made-up processor with a long name, " * 6
-    figure = timeline_figure(tracks, [[track.passes[0].spans for track in tracks]] * 2, words)
+def test_a_long_name_of_the_predicted_machine_fits_into_the_picture() -> None:
+    tracks, machine = scripted(2), "2 cores of a made-up processor with a long name, " * 6
+    figure = timeline_figure(tracks, [[track.passes[0].spans for track in tracks]] * 2, machine)
     figure.canvas.draw()
-    assert figure.legends[0].get_title().get_text().replace("\n", " ") == f"predicted for {words.strip()}"
+    assert figure.legends[0].get_title().get_text().replace("\n", " ") == f"predicted for {machine.strip()}"
     boxes = [legend.get_window_extent() for legend in figure.legends]
     boxes += [text.get_window_extent() for text in (*figure.texts, *(text for ax in figure.axes for text in ax.texts))]
     assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
@@ -107,18 +108,18 @@ def test_what_was_predicted_for_is_written_in_full() -> None:
 
 
 @pytest.mark.slow
-def test_predictions_are_drawn_beneath(tmp_path: Path) -> None:
-    tracks, alone, beside = scripted(4), tmp_path / "alone.png", tmp_path / "beside.png"
-    draw_timeline(alone, tracks)
-    draw_timeline(beside, tracks, [[track.passes[0].spans for track in tracks]] * 2, "a made-up machine")
-    one, other = (matplotlib.image.imread(path) for path in (alone, beside))
-    assert other.shape[0] > one.shape[0] and one.shape[1] == other.shape[1]
-    pale = np.abs(other[:, :, :3] - (0.45 * np.array(to_rgb(ATTEND)) + 0.55)).max(2) < 0.02
+def test_predictions_are_drawn_below_in_paler_colors(tmp_path: Path) -> None:
+    tracks, files = scripted(4), (tmp_path / "recorded.png", tmp_path / "predicted.png")
+    draw_timeline(files[0], tracks)
+    draw_timeline(files[1], tracks, [[track.passes[0].spans for track in tracks]] * 2, "a made-up machine")
+    recorded, predicted = map(matplotlib.image.imread, files)
+    assert predicted.shape[0] > recorded.shape[0] and recorded.shape[1] == predicted.shape[1]
+    pale = np.abs(predicted[:, :, :3] - (0.45 * np.array(to_rgb(ATTEND)) + 0.55)).max(2) < 0.02
     assert pale.mean() > 0.01
 
 
 @pytest.mark.slow
-def test_the_command_records_and_reads_again(
+def test_the_command_records_and_reads_its_recordings(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a folder without a calibration
@@ -126,9 +127,9 @@ def test_the_command_records_and_reads_again(
     files = [f"trace={tmp_path / 'a.json'}", f"picture={tmp_path / 'a.png'}", f"keep={tmp_path / 'kept'}"]
     assert main(["timeline", "ranks=2", "tokens=64", "warmup=1", "head_dim=8", *files]) == 0
     printed = capfd.readouterr().out
-    for words in ("starting 2 processes", "call 1 of 2", "call 2 of 2", "upper bounds", "ui.perfetto.dev",
-                  "recorded over shm", f"predicted: {NOT_CALIBRATED}"):  # fmt: skip
-        assert words in printed
+    for text in ("starting 2 processes", "call 1 of 2", "call 2 of 2", "upper bounds", "ui.perfetto.dev",
+                 "recorded over shm", f"predicted: {NOT_CALIBRATED}"):  # fmt: skip
+        assert text in printed
     trace = json.loads((tmp_path / "a.json").read_text())
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in slices} == {0, 1}
@@ -144,20 +145,20 @@ def test_the_command_records_and_reads_again(
     assert not (tmp_path / "b.png").exists()
 
 
-def test_forward_alone_has_one_pass() -> None:
+def test_without_backward_only_forward_is_recorded() -> None:
     config = TimelineConfig(tokens=40, head_dim=8, backward=False, warmup=0)
     for track in run_ranks(2, lambda ring: record_rank(ring, config)):
-        assert [one.name for one in track.passes] == ["forward"]
+        assert [recorded.name for recorded in track.passes] == ["forward"]
 
 
-def test_the_table_says_what_was_exposed() -> None:
+def test_the_table_shows_the_exposed_time_of_each_rank() -> None:
     lines = table(scripted(2), []).splitlines()
     assert len(lines) == 5 and lines[1].split() == ["forward", "0", "8.00", "7.90", "4.00", "49.4%"]
     assert "upper bounds" in table(scripted(2, arrivals_known=False), [])
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (None, r"holds no recording-<rank>\.json"),
         ({"recording-0.json": "{"}, "recording-0.json is not a recording"),
@@ -165,14 +166,16 @@ def test_the_table_says_what_was_exposed() -> None:
         ({"recording-0.json": "[]"}, "recording-0.json is not a recording"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path: Path, content: dict[str, str] | None, words: str) -> None:
+def test_the_error_names_a_file_that_is_not_a_recording(
+    tmp_path: Path, content: dict[str, str] | None, message: str
+) -> None:
     for name, text in (content or {}).items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=message):
         read_tracks(tmp_path)
 
 
-def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+def test_recordings_of_all_ranks_are_needed(tmp_path: Path) -> None:
     write_tracks(tmp_path, scripted(11)[1:])
     with pytest.raises(InputError, match="in order, got"):
         read_tracks(tmp_path)
@@ -180,29 +183,31 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     assert [track.rank for track in read_tracks(tmp_path)] == list(range(11))
 
 
-# --- what was predicted ----------------------------------------------------------------------------------------------
+# --- predictions -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
-    """A folder with the recording of a call of two ranks."""
+def recordings(tmp_path: Path) -> Path:
+    """A folder with the recordings of a call of two ranks."""
     config = TimelineConfig(ranks=2, tokens=64, head_dim=8, schedule="ring", warmup=0)
-    write_tracks(tmp_path / "kept", run_ranks(2, lambda ring: record_rank(ring, config)))
-    return tmp_path / "kept"
+    write_tracks(tmp_path / "recordings", run_ranks(2, lambda ring: record_rank(ring, config)))
+    return tmp_path / "recordings"
 
 
 CALL = ["ranks=2", "tokens=64", "head_dim=8", "schedule=ring", "cluster=a100"]
 
 
-def test_the_prediction_stands_beside(kept: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_prediction_is_in_the_table_the_trace_and_the_picture(
+    recordings: Path, tmp_path: Path, capsys: Any
+) -> None:
     trace, picture = tmp_path / "a.json", tmp_path / "a.png"
-    assert main(["timeline", f"recorded={kept}", *CALL, f"trace={trace}", f"picture={picture}"]) == 0
+    assert main(["timeline", f"recorded={recordings}", *CALL, f"trace={trace}", f"picture={picture}"]) == 0
     printed = capsys.readouterr().out
-    told = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith(("forward", "backward"))]
+    rows = [line.split() for line in printed.splitlines() if line.startswith(("forward", "backward"))]
     config = TimelineConfig(ranks=2, tokens=64, head_dim=8, schedule="ring")
-    foretold = predicted_spans(config, CLUSTERS["a100"], read_tracks(kept))
-    ends_ms = [max(span.end_us for span in spans) / 1e3 for by_rank in foretold for spans in by_rank]
-    assert "predicted ms" in printed and told == pytest.approx(ends_ms, abs=0.006)
+    predicted = predicted_spans(config, CLUSTERS["a100"], read_tracks(recordings))
+    ends_ms = [max(span.end_us for span in spans) / 1e3 for by_rank in predicted for spans in by_rank]
+    assert "predicted ms" in printed and [float(row[-1]) for row in rows] == pytest.approx(ends_ms, abs=0.006)
     events = json.loads(trace.read_text())
     names = [event["args"]["name"] for event in events["traceEvents"] if event["name"] == "process_name"]
     assert names == ["rank 0", "rank 1", "predicted rank 0", "predicted rank 1"]
@@ -210,36 +215,38 @@ def test_the_prediction_stands_beside(kept: Path, tmp_path: Path, capsys: Any) -
     assert picture.exists()
 
 
-def test_predicted_and_measured_steps_have_the_same_names(kept: Path) -> None:
+def test_predicted_and_measured_steps_have_the_same_names(recordings: Path) -> None:
     config = TimelineConfig(ranks=2, tokens=64, head_dim=8, schedule="ring")
-    tracks = read_tracks(kept)
+    tracks = read_tracks(recordings)
     for number, by_rank in enumerate(predicted_spans(config, CLUSTERS["a100"], tracks)):
-        for track, foretold in zip(tracks, by_rank, strict=True):
+        for track, spans in zip(tracks, by_rank, strict=True):
             measured = {span.name: span for span in track.passes[number].spans}
-            known = {span.name: span for span in foretold}
-            assert {name for name in measured if name.endswith("attend")} <= known.keys()
+            predicted = {span.name: span for span in spans}
+            assert {name for name in measured if name.endswith("attend")} <= predicted.keys()
             assert {name: span.nbytes for name, span in measured.items() if span.lane == COMM} == {
-                name: span.nbytes for name, span in known.items() if span.lane == COMM
+                name: span.nbytes for name, span in predicted.items() if span.lane == COMM
             }
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("option", "message"),
     [
-        (["ranks=3"], "ranks=3: 2 ranks were recorded; describe the recorded call"),
-        (["backward=false"], "2 passes were recorded and 1 predicted"),
-        (["cluster=a10"], "a100"),
-        (["tokens=128"], "in its forward pass rank 0 sent 2,048 bytes in 1 exchanges, not 4,096 bytes in 1"),
-        (["transport=gloo"], "transport=gloo: has no effect with recorded="),
+        ("ranks=3", "ranks=3: 2 ranks were recorded; describe the recorded call"),
+        ("backward=false", "2 passes were recorded and 1 predicted"),
+        ("cluster=a10", "a100"),
+        ("tokens=128", "in its forward pass rank 0 sent 2,048 bytes in 1 exchanges, not 4,096 bytes in 1"),
+        ("transport=gloo", "transport=gloo: has no effect with recorded="),
     ],
 )
-def test_a_prediction_of_something_else_is_refused(kept: Path, words: list[str], message: str, capsys: Any) -> None:
-    call = [word for word in CALL if word.split("=")[0] != words[0].split("=")[0]]
-    assert main(["timeline", f"recorded={kept}", "trace=", "picture=", *call, *words]) == 2
+def test_a_prediction_of_another_call_than_the_recorded_one_is_refused(
+    recordings: Path, option: str, message: str, capsys: Any
+) -> None:
+    call = [setting for setting in CALL if setting.split("=")[0] != option.split("=")[0]]
+    assert main(["timeline", f"recorded={recordings}", "trace=", "picture=", *call, option]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_calibration_of_this_machine_predicts_its_own_transport_only(
+def test_a_calibration_predicts_only_the_transport_that_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
@@ -251,17 +258,17 @@ def test_the_calibration_of_this_machine_predicts_its_own_transport_only(
 
     assert prediction() == ([], "", NOT_CALIBRATED)
     write_calibration(tmp_path, "shm")
-    without = prediction()
-    assert without.passes == [] and "calibrated for shm, and messages go over local; run `ringattn" in without.basis
+    passes, _, basis = prediction()
+    assert passes == [] and "calibrated for shm, and messages go over local; run `ringattn" in basis
     write_calibration(tmp_path, "local")
     passes, cluster, basis = prediction()
     plans = run_ranks(2, lambda ring: explanation_on(ring, config))[0].plans
-    assert passes == [simulate(each, CLUSTERS["cpu"]).spans for each in plans]
+    assert passes == [simulate(plan, CLUSTERS["cpu"]).spans for plan in plans]
     assert cluster == "this machine" and basis == "for this machine, by the constants of its calibration: this machine"
 
 
-def test_the_prediction_is_of_the_plans_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # On a calibrated machine a ring keeps more blocks for backward, so it sends fewer messages.
+def test_the_plans_that_ran_are_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a calibrated machine, a ring caches more blocks for backward and sends fewer messages.
     monkeypatch.chdir(tmp_path)
     config = TimelineConfig(ranks=2, tokens=64, head_dim=8, cluster="a100", warmup=0)
     calibration = replace(CLUSTERS["cpu"], name="this machine", calibrated=True)
@@ -270,21 +277,21 @@ def test_the_prediction_is_of_the_plans_that_ran(tmp_path: Path, monkeypatch: py
         return record_rank(ring, config), predict(ring, config)
 
     messages = set()
-    for machines in (None, calibration):
-        answers = run_ranks(2, body, cluster=machines)
-        tracks = [track for track, _ in answers]
-        assert not difference_of(tracks, answers[0][1].passes)
-        assert answers[0][1].basis.startswith("by the constants of a preset")
+    for cluster in (None, calibration):
+        results = run_ranks(2, body, cluster=cluster)
+        tracks, prediction = [track for track, _ in results], results[0][1]
+        assert not difference_of(tracks, prediction.passes)
+        assert prediction.basis.startswith("by the constants of a preset")
         messages.add(tracks[0].passes[1].messages)
-        if machines is not None:
+        if cluster is not None:
             write_calibration(tmp_path, "shm")
-        # Recordings do not say for which machines their ring planned.
-        assert predicted_spans(config, CLUSTERS["a100"], tracks) == answers[0][1].passes
+        # Recordings do not name the cluster for which their ring planned.
+        assert predicted_spans(config, CLUSTERS["a100"], tracks) == prediction.passes
     assert len(messages) == 2
 
 
 @pytest.mark.parametrize(
-    ("words", "basis"),
+    ("arguments", "basis"),
     [
         ([], "predicted: none: recordings do not name their machine; give cluster="),
         (CALL, "predicted: by the constants of a preset, which were not measured on this machine: A100"),
@@ -292,26 +299,26 @@ def test_the_prediction_is_of_the_plans_that_ran(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_the_basis_of_a_prediction_is_printed(
-    kept: Path, tmp_path: Path, words: list[str], basis: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    recordings: Path, tmp_path: Path, arguments: list[str], basis: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_calibration(tmp_path, "shm")
-    assert main(["timeline", f"recorded={kept}", "trace=", "picture=", *words]) == 0
+    assert main(["timeline", f"recorded={recordings}", "trace=", "picture=", *arguments]) == 0
     printed = capsys.readouterr().out
     assert basis in printed and "recorded over local" in printed
-    assert ("predicted ms" in printed) == bool(words)
+    assert ("predicted ms" in printed) == bool(arguments)
 
 
-def test_old_recordings_name_no_transport(kept: Path, capsys: Any) -> None:
-    for file in kept.iterdir():
+def test_recordings_without_a_transport_can_be_read(recordings: Path, capsys: Any) -> None:
+    for file in recordings.iterdir():
         content = json.loads(file.read_text())
         del content["transport"]
         file.write_text(json.dumps(content))
-    assert main(["timeline", f"recorded={kept}", "trace=", "picture="]) == 0
+    assert main(["timeline", f"recorded={recordings}", "trace=", "picture="]) == 0
     assert "recorded over a transport that the recordings do not name" in capsys.readouterr().out
 
 
-def test_the_page_shows_what_works(tmp_path: Path, capsys: Any) -> None:
+def test_the_code_of_the_documentation_works(tmp_path: Path, capsys: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "tracing.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {"folder": tmp_path, "clock_offset": clock_offset}
@@ -328,16 +335,16 @@ def test_the_page_shows_what_works(tmp_path: Path, capsys: Any) -> None:
     assert main(["timeline", f"recorded={tmp_path}", "trace=", "picture="]) == 0
 
 
-# --- traces: structure after the trace event format, clocks of ranks laid over each other ----------------------------
+# --- traces in the trace event format --------------------------------------------------------------------------------
 
 
 NUMBERS = (int, float)
 CLOSE_US = 1e-3
-"""What floats of microseconds since a machine's start, up to some months, may lose in a few additions."""
+"""The rounding error of a few additions of floats that count the microseconds since the start of a machine."""
 
 
-def recorded(ranks: int, schedule: str = "ring", calls: int = 2) -> list[Track]:
-    """Tracks of a few small calls, forward and backward, on threads."""
+def record(ranks: int, schedule: str = "ring", calls: int = 2) -> list[Track]:
+    """Record a few small calls, forward and backward, on threads."""
 
     def body(ring: Ring) -> Track:
         seq = ring.sequence(41, layout="zigzag")
@@ -350,8 +357,8 @@ def recorded(ranks: int, schedule: str = "ring", calls: int = 2) -> list[Track]:
     return run_ranks(ranks, body)
 
 
-def checked(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events, if they are what viewers read."""
+def checked_events(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    """Check that the events have the format that viewers read, and return them."""
     events = json.loads(json.dumps(trace, allow_nan=False))["traceEvents"]
     lanes: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     flows: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -367,12 +374,12 @@ def checked(trace: dict[str, Any]) -> list[dict[str, Any]]:
     for slices in lanes.values():
         for (_, ended), (began, _) in pairwise(sorted(slices)):
             assert ended <= began + CLOSE_US, "slices of a lane overlap"
-    for sent, heard in flows.values():
-        assert (sent["ph"], heard["ph"], heard["bp"]) == ("s", "f", "e")
-        assert sent["ts"] <= heard["ts"] and sent["pid"] != heard["pid"]
-        for one in (sent, heard):
-            slices = lanes[one["pid"], one["tid"]]
-            assert any(began - CLOSE_US <= one["ts"] <= ended + CLOSE_US for began, ended in slices)
+    for sent, received in flows.values():
+        assert (sent["ph"], received["ph"], received["bp"]) == ("s", "f", "e")
+        assert sent["ts"] <= received["ts"] and sent["pid"] != received["pid"]
+        for event in (sent, received):
+            slices = lanes[event["pid"], event["tid"]]
+            assert any(began - CLOSE_US <= event["ts"] <= ended + CLOSE_US for began, ended in slices)
     return events
 
 
@@ -383,48 +390,49 @@ def names(events: Sequence[dict[str, Any]], what: str) -> dict[tuple[int, int], 
 @pytest.mark.parametrize("schedule", ["ring", "all_gather", "all_to_all"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_trace_is_well_formed(ranks: int, schedule: str) -> None:
-    tracks = recorded(ranks, schedule)
+    tracks = record(ranks, schedule)
     trace = chrome_trace(tracks)
-    events = checked(trace)
+    events = checked_events(trace)
     assert names(events, "process_name") == {(rank, 0): f"rank {rank}" for rank in range(ranks)}
     threads = {(rank, thread): lane for rank in range(ranks) for lane, thread in LANES.items()}
     assert names(events, "thread_name") == threads
     slices = [e for e in events if e["ph"] == "X"]
-    spans = [span for track in tracks for one in track.passes for span in one.spans]
+    passes = [recorded for track in tracks for recorded in track.passes]
+    spans = [span for recorded in passes for span in recorded.spans]
     assert len(slices) == len(spans) + 4 * ranks  # two calls, forward and backward
     assert {e["pid"] for e in slices} == set(range(ranks))
     assert min(e["ts"] for e in slices) == 0
-    assert sum(e["ph"] == "s" for e in events) == sum(one.messages for track in tracks for one in track.passes)
+    assert sum(e["ph"] == "s" for e in events) == sum(recorded.messages for recorded in passes)
     assert trace["otherData"]["overlap is"] == "measured"
 
 
-def test_a_counter_shows_the_bytes_under_way() -> None:
-    tracks = recorded(3)
-    counters = [e for e in checked(chrome_trace(tracks)) if e["ph"] == "C"]
+def test_a_counter_shows_the_bytes_in_flight() -> None:
+    tracks = record(3)
+    counters = [e for e in checked_events(chrome_trace(tracks)) if e["ph"] == "C"]
     for track in tracks:
         values = [e["args"]["bytes"] for e in counters if e["pid"] == track.rank]
-        assert sum(values) == sum(one.bytes_sent for one in track.passes) > 0
+        assert sum(values) == sum(recorded.bytes_sent for recorded in track.passes) > 0
         assert values[1::2] == [0] * (len(values) // 2)
 
 
-def test_predicted_ranks_are_processes_of_their_own() -> None:
-    tracks = recorded(2, calls=1)
-    foretold = (Span("step 0 attend", COMPUTE, 0.0, 50.0), Span("step 0 exchange", COMM, 5.0, 60.0, 128))
-    trace = chrome_trace(tracks, [[foretold, foretold], [foretold, ()]], "a made-up machine")
-    events = checked(trace)
-    called = {2: "predicted rank 0", 3: "predicted rank 1"}
-    assert {pid: name for (pid, _), name in names(events, "process_name").items() if pid > 1} == called
+def test_predicted_ranks_are_separate_processes_of_a_trace() -> None:
+    tracks = record(2, calls=1)
+    predicted = (Span("step 0 attend", COMPUTE, 0.0, 50.0), Span("step 0 exchange", COMM, 5.0, 60.0, 128))
+    trace = chrome_trace(tracks, [[predicted, predicted], [predicted, ()]], "a made-up machine")
+    events = checked_events(trace)
+    predicted_names = {2: "predicted rank 0", 3: "predicted rank 1"}
+    assert {pid: name for (pid, _), name in names(events, "process_name").items() if pid > 1} == predicted_names
     first = [e for e in events if e["ph"] == "X" and e["pid"] == 2]
     steps = ["step 0 attend", "step 0 exchange"]
     assert [e["name"] for e in first] == ["predicted forward 0", *steps, "predicted backward 1", *steps]
     assert first[0]["dur"] == pytest.approx(60.0) and first[0]["ts"] == 0
     assert trace["otherData"]["predicted by"] == "a made-up machine"
     with pytest.raises(InputError, match="2 passes were recorded and 1 predicted"):
-        chrome_trace(tracks, [[foretold, foretold]])
+        chrome_trace(tracks, [[predicted, predicted]])
 
 
 def test_ranks_must_have_recorded_the_same_passes() -> None:
-    tracks = recorded(2, calls=1)
+    tracks = record(2, calls=1)
     with pytest.raises(InputError, match="rank 1 recorded 1 passes and rank 0 2"):
         chrome_trace([tracks[0], tracks[1]._replace(passes=tracks[1].passes[:1])])
     with pytest.raises(InputError, match=r"in order, got \[1, 0\]"):
@@ -432,13 +440,13 @@ def test_ranks_must_have_recorded_the_same_passes() -> None:
 
 
 def test_a_track_survives_json() -> None:
-    for track in recorded(2):
+    for track in record(2):
         assert Track.from_dict(json.loads(json.dumps(track.as_dict()))) == track
 
 
-def test_an_unknown_arrival_makes_the_overlap_a_bound() -> None:
-    one = RecordedPass("forward", 0.0, 10.0, (Span("step 0 exchange", COMM, 0.0, 9.0),))
-    trace = chrome_trace([Track(0, (one,), arrivals_known=False, uncertainty_us=3.0)])
+def test_without_arrival_times_the_overlap_is_an_upper_bound() -> None:
+    forward = RecordedPass("forward", 0.0, 10.0, (Span("step 0 exchange", COMM, 0.0, 9.0),))
+    trace = chrome_trace([Track(0, (forward,), arrivals_known=False, uncertainty_us=3.0)])
     assert trace["otherData"]["overlap is"] == "an upper bound"
     assert trace["otherData"]["clock uncertainty, us"] == 3.0
 
@@ -446,59 +454,64 @@ def test_an_unknown_arrival_makes_the_overlap_a_bound() -> None:
 # --- clocks ----------------------------------------------------------------------------------------------------------
 
 
-def offsets(skews_s: Sequence[float], clocks: Sequence[str | None], delay_s: Callable[[int], float]) -> list[Offset]:
-    """What ranks whose clocks run ahead by `skews_s` find out, over an agreement that takes a while for each."""
+def measure_offsets(
+    skews_s: Sequence[float], clocks: Sequence[str | None], delay_s: Callable[[int], float]
+) -> list[Offset]:
+    """Return the offsets that ranks measure if their clocks run ahead by `skews_s`.
+
+    Each all-gather delays a rank by `delay_s` of it, once before all ranks have arrived and once after.
+    """
     barrier = threading.Barrier(len(skews_s))
-    rows: list[bytes] = [b""] * len(skews_s)
-    found: list[Offset] = [Offset(0.0, 0.0)] * len(skews_s)
+    payloads: list[bytes] = [b""] * len(skews_s)
+    offsets: list[Offset] = [Offset(0.0, 0.0)] * len(skews_s)
     times = [0.0] * len(skews_s)
 
-    def life(rank: int) -> None:
-        def agree(payload: bytes) -> list[bytes]:
+    def measure(rank: int) -> None:
+        def all_gather(payload: bytes) -> list[bytes]:
             times[rank] += delay_s(rank)
-            rows[rank] = payload
+            payloads[rank] = payload
             barrier.wait()
             arrived = max(times)
-            answer = list(rows)
+            gathered = list(payloads)
             barrier.wait()
             times[rank] = arrived + delay_s(rank)
-            return answer
+            return gathered
 
-        found[rank] = clock_offset(agree, rank, now=lambda: times[rank] + skews_s[rank], clock=clocks[rank])
+        offsets[rank] = clock_offset(all_gather, rank, now=lambda: times[rank] + skews_s[rank], clock=clocks[rank])
 
-    threads = [threading.Thread(target=life, args=(rank,)) for rank in range(len(skews_s))]
+    threads = [threading.Thread(target=measure, args=(rank,)) for rank in range(len(skews_s))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return offsets
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_true_offset_lies_within_the_uncertainty(seed: int) -> None:
+def test_the_error_of_an_offset_is_within_the_uncertainty(seed: int) -> None:
     draw = random.Random(seed)
     skews = [draw.uniform(-1000, 1000) for _ in range(4)]
-    # One way may take much longer than the other, as on a crowded network.
-    found = offsets(skews, ["a", "b", "c", "d"], lambda rank: draw.uniform(1e-6, 1e-3 * (1 + rank)))
-    assert found[0] == Offset(0.0, 0.0)
-    for skew, offset in zip(skews[1:], found[1:], strict=True):
+    # One direction may take much longer than the other, as on a congested network.
+    offsets = measure_offsets(skews, ["a", "b", "c", "d"], lambda rank: draw.uniform(1e-6, 1e-3 * (1 + rank)))
+    assert offsets[0] == Offset(0.0, 0.0)
+    for skew, offset in zip(skews[1:], offsets[1:], strict=True):
         reference_us = (skews[0] - skew) * 1e6
         assert abs(offset.offset_us - reference_us) <= offset.uncertainty_us + 1e-3
         assert 0 < offset.uncertainty_us <= 10_000
 
 
 def test_ranks_of_one_host_share_their_clock() -> None:
-    assert offsets([5.0, 5.0, 7.0], ["a", "a", "b"], lambda rank: 1e-4)[:2] == [Offset(0.0, 0.0)] * 2
-    assert all(track.uncertainty_us == 0.0 for track in recorded(2))
+    assert measure_offsets([5.0, 5.0, 7.0], ["a", "a", "b"], lambda rank: 1e-4)[:2] == [Offset(0.0, 0.0)] * 2
+    assert all(track.uncertainty_us == 0.0 for track in record(2))
 
 
-def test_clocks_that_differ_are_not_taken_for_one() -> None:
-    # Two containers of one host, of which one was given a clock of its own.
-    _, offset = offsets([0.0, 3.0], ["a", "a"], lambda rank: 1e-4)
+def test_an_offset_is_measured_if_clocks_with_the_same_id_differ() -> None:
+    # Two containers of one host can have the same boot id, and one of them its own time namespace.
+    _, offset = measure_offsets([0.0, 3.0], ["a", "a"], lambda rank: 1e-4)
     assert offset.offset_us == pytest.approx(-3e6, abs=1e3)
 
 
-def test_without_a_boot_id_the_host_names_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_boot_id_the_host_name_identifies_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> str:
         raise FileNotFoundError
 
