@@ -1,4 +1,4 @@
-"""What a training step is given: the text, packed documents, a tokenizer, short sequences first; on any mesh."""
+"""The data of training steps, on any mesh: text, tokenizer, packed documents, windows and the curriculum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.launch.test_train_mesh import MESH
 from tests.launch.training import TINY, alone, run, same
 
 PACKED: dict[str, Any] = {"pack_documents": True, "separator": "\n"}
-GROWING: dict[str, Any] = {"tokens": 64, "curriculum_start_tokens": 16, "curriculum_steps": 3}
+CURRICULUM: dict[str, Any] = {"tokens": 64, "curriculum_start_tokens": 16, "curriculum_steps": 3}
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,9 @@ GROWING: dict[str, Any] = {"tokens": 64, "curriculum_start_tokens": 16, "curricu
         (1, 3, {**PACKED, "layout": "contiguous", "prompt_tokens": 5}),
         (2, 1, {**PACKED, "layout": "zigzag", "dtype": "fp64", "recompute": "full"}),
         (1, 2, {**PACKED, "attention": "dilated", "segment_lengths": [8, 64], "dilation_rates": [1, 3]}),
-        (1, 2, GROWING),
-        (2, 2, {**GROWING, "micro_batch": 1}),
-        (2, 2, {**GROWING, **PACKED}),
+        (1, 2, CURRICULUM),
+        (2, 2, {**CURRICULUM, "micro_batch": 1}),
+        (2, 2, {**CURRICULUM, **PACKED}),
     ],
 )
 def test_any_mesh_trains_like_one_process(replicas: int, ranks: int, change: dict[str, Any]) -> None:
@@ -46,8 +46,8 @@ def test_any_mesh_trains_like_one_process(replicas: int, ranks: int, change: dic
     same(run(config, ranks), alone(config))
 
 
-def test_packed_documents_do_not_see_each_other() -> None:
-    """A packed step's loss is that of each document alone, weighed by its labels."""
+def test_packed_documents_do_not_attend_to_each_other() -> None:
+    """The loss of a packed step is the mean of the losses of its separate documents, weighted by their labels."""
     config = replace(TINY, batch=1, pack_documents=True, separator=" ")
 
     def of_rank(ring: Ring) -> tuple[Tensor, Tensor]:
@@ -68,9 +68,9 @@ def test_packed_documents_do_not_see_each_other() -> None:
         torch.testing.assert_close(whole, expected, rtol=1e-12, atol=0)
 
 
-def test_a_step_has_as_many_tokens_throughout_and_leaves_none_out() -> None:
-    growing = replace(MESH, **GROWING, **PACKED)
-    whole = replace(growing, curriculum_start_tokens=None, curriculum_steps=0)
+def test_a_curriculum_splits_the_sequences_of_a_step_and_keeps_its_tokens() -> None:
+    curriculum = replace(MESH, **CURRICULUM, **PACKED)
+    full_length = replace(curriculum, curriculum_start_tokens=None, curriculum_steps=0)
 
     def steps(config: TrainConfig) -> list[list[Tensor]]:
         def of_rank(ring: Ring) -> list[list[Tensor]]:
@@ -79,52 +79,53 @@ def test_a_step_has_as_many_tokens_throughout_and_leaves_none_out() -> None:
 
         return run_ranks(1, of_rank)[0]
 
-    found, expected = steps(growing), steps(whole)
-    assert [[tokens.shape[1] for tokens in step] for step in found] == [[16] * 16, [16] * 16, [32] * 8, [64] * 4]
-    for some, others in zip(found, expected, strict=True):
-        assert torch.equal(torch.cat(some, 1), torch.cat(others, 1))
+    split, expected = steps(curriculum), steps(full_length)
+    assert [[tokens.shape[1] for tokens in step] for step in split] == [[16] * 16, [16] * 16, [32] * 8, [64] * 4]
+    for parts, whole in zip(split, expected, strict=True):
+        assert torch.equal(torch.cat(parts, 1), torch.cat(whole, 1))
 
 
-def test_a_tokenizer_gives_the_model_its_vocabulary(tmp_path: Path) -> None:
+def word_tokenizer(vocabulary: dict[str, int]) -> Any:
+    """Return a tokenizer that splits at white space and maps words outside the vocabulary to "?"."""
     tokenizers = pytest.importorskip("tokenizers")
-    words = {word: number for number, word in enumerate(["?", "the", "of", "a", "is"])}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+def test_the_model_has_the_vocabulary_of_the_tokenizer(tmp_path: Path) -> None:
+    vocabulary = {word: number for number, word in enumerate(["?", "the", "of", "a", "is"])}
+    word_tokenizer(vocabulary).save(str(tmp_path / "tokenizer.json"))
     config = replace(TINY, tokenizer=str(tmp_path / "tokenizer.json"), pack_documents=True, steps=2)
     result = run(replace(config, replicas=2), 2)
     same(result, alone(config))
-    assert result["losses"][0] < 2.0 < alone(replace(TINY, steps=1))["losses"][0]  # of 5 words, and of 256 bytes
+    # The first loss is about log 5 with 5 words, and log 256 with bytes.
+    assert result["losses"][0] < 2.0 < alone(replace(TINY, steps=1))["losses"][0]
 
 
-def test_a_vocabulary_goes_up_to_the_greatest_id(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "the": 3, "of": 9}, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
+def test_the_size_of_the_vocabulary_is_the_largest_id_plus_1(tmp_path: Path) -> None:
+    word_tokenizer({"?": 0, "the": 3, "of": 9}).save(str(tmp_path / "tokenizer.json"))
     config = replace(TINY, tokenizer=str(tmp_path / "tokenizer.json"), steps=2)
     text = load(config)
     assert (text.vocabulary, int(text.tokens.max())) == (10, 9)
     assert len(alone(config)["losses"]) == 2
 
 
-def test_what_a_tokenizer_carries_for_batches_leaves_no_token_out(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+def test_truncation_and_padding_of_a_tokenizer_are_ignored(tmp_path: Path) -> None:
+    tokenizer = word_tokenizer({"?": 0, "a": 1, "b": 2})
     parts = ["a b a b a b\n\n", "b"]
-    whole = [made.encode(part, add_special_tokens=False).ids for part in parts]
-    made.enable_truncation(4)
-    made.enable_padding(length=8)
-    made.save(str(tmp_path / "tokenizer.json"))
+    ids = [tokenizer.encode(part, add_special_tokens=False).ids for part in parts]
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text").write_text("".join(parts))
     config = TrainConfig(text=str(tmp_path / "text"), tokenizer=str(tmp_path / "tokenizer.json"), pack_documents=True)
     text = load(config)
-    assert text.tokens.tolist() == whole[0] + whole[1] == [1, 2, 1, 2, 1, 2, 2] and text.cuts == (0, 6, 7)
+    assert text.tokens.tolist() == ids[0] + ids[1] == [1, 2, 1, 2, 1, 2, 2] and text.cuts == (0, 6, 7)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["curriculum_start_tokens=512"], "curriculum_steps: goes with curriculum_start_tokens"),
         (["curriculum_steps=5"], "curriculum_steps: goes with curriculum_start_tokens"),
@@ -142,12 +143,12 @@ def test_what_a_tokenizer_carries_for_batches_leaves_no_token_out(tmp_path: Path
         (["layout=per_document"], "layout=per_document: there are no documents"),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_key(words: list[str], message: str) -> None:
+def test_the_error_of_incompatible_options_begins_with_a_key(arguments: list[str], message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
-        load_train(words)
+        load_train(arguments)
 
 
-def test_a_short_text_is_refused_unless_it_is_packed(tmp_path: Path) -> None:
+def test_a_text_shorter_than_a_sequence_is_refused_unless_documents_are_packed(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("short")
     config = TrainConfig(text=str(tmp_path / "text"))
     with pytest.raises(InputError, match=r"^tokens=2048: the text has only 5 tokens"):
@@ -155,16 +156,13 @@ def test_a_short_text_is_refused_unless_it_is_packed(tmp_path: Path) -> None:
     assert load(replace(config, pack_documents=True)).cuts == (0, 5)
 
 
-def test_all_but_one_token_may_be_a_prompt() -> None:
+def test_a_prompt_may_leave_a_single_token_to_learn() -> None:
     load_train(["prompt_tokens=2047"])
     load_train(["prompt_tokens=255", "curriculum_start_tokens=256", "curriculum_steps=5"])
 
 
 def test_a_text_without_tokens_is_refused(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
+    word_tokenizer({"?": 0}).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text").write_text(" \n\n ")
     config = TrainConfig(text=str(tmp_path / "text"), tokenizer=str(tmp_path / "tokenizer.json"), pack_documents=True)
     with pytest.raises(InputError, match=r"^tokenizer=.*tokenizer\.json: makes no token of the text"):
@@ -176,44 +174,47 @@ def test_a_text_without_tokens_is_refused(tmp_path: Path) -> None:
 # --- documents -------------------------------------------------------------------------------------------------------
 
 
-def marked(lengths: list[int]) -> Documents:
-    """Documents whose tokens are all different."""
+def make_documents(lengths: list[int]) -> Documents:
+    """Return documents of these lengths, whose tokens count up from 0."""
     cuts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     return Documents(torch.arange(cuts[-1], dtype=torch.int32), tuple(cuts), cuts[-1])
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 30), st.integers(0, 5))
-def test_packing_leaves_nothing_out_and_mixes_no_documents(lengths: list[int], length: int, seed: int) -> None:
-    documents = marked(lengths)
-    total, wanted = documents.cuts[-1], 3
-    sequences = -(-wanted * total // length)
+def test_packing_keeps_all_tokens_and_separates_documents(lengths: list[int], length: int, seed: int) -> None:
+    documents = make_documents(lengths)
+    total, passes = documents.cuts[-1], 3
+    sequences = -(-passes * total // length)
     stream, ends = [], []
     for index in range(sequences):
         tokens, cuts = packed(documents, index, length, seed)
         assert tokens.dtype == torch.int64 and len(tokens) == length and (cuts[0], cuts[-1]) == (0, length)
         for start, stop in pairwise(cuts):
             inside = tokens[start:stop]
-            assert stop > start and (inside.diff() == 1).all()  # one piece of the text ...
+            assert stop > start and (inside.diff() == 1).all()  # consecutive tokens of the text ...
             owners = torch.bucketize(inside, torch.tensor(documents.cuts[1:]), right=True)
-            assert owners.unique().numel() == 1  # ... of one document
+            assert owners.unique().numel() == 1  # ... from a single document
             ends.append(index * length + stop)
         stream += tokens.tolist()
-    for round_ in range(wanted):  # each pass over the text has all of it
-        assert sorted(stream[round_ * total : (round_ + 1) * total]) == list(range(total))
+    for number in range(passes):  # each pass over the text has every token once
+        assert sorted(stream[number * total : (number + 1) * total]) == list(range(total))
 
 
-def test_a_document_that_is_too_long_goes_on_in_the_next_sequence() -> None:
-    documents = marked([10])
+def test_a_long_document_continues_in_the_next_sequence() -> None:
+    documents = make_documents([10])
     assert [packed(documents, index, 4, 0)[0].tolist() for index in range(3)] == [
         [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]  # fmt: skip
     assert packed(documents, 2, 4, 0)[1] == (0, 2, 4)
 
 
-def test_passes_and_seeds_have_other_orders() -> None:
-    documents = marked([1] * 50)
-    first, second, other = (packed(documents, *where)[0].tolist() for where in ((0, 50, 0), (1, 50, 0), (0, 50, 1)))
-    assert sorted(first) == sorted(second) == sorted(other) and first != second and first != other
-    assert packed(documents, 0, 50, 0)[0].tolist() == first
+def test_the_order_of_documents_changes_with_the_pass_and_the_seed() -> None:
+    documents = make_documents([1] * 50)
+    first = packed(documents, 0, 50, seed=0)[0].tolist()
+    second_pass = packed(documents, 1, 50, seed=0)[0].tolist()
+    other_seed = packed(documents, 0, 50, seed=1)[0].tolist()
+    assert sorted(first) == sorted(second_pass) == sorted(other_seed)
+    assert first != second_pass and first != other_seed
+    assert packed(documents, 0, 50, seed=0)[0].tolist() == first
 
 
 def test_documents_of_a_file_keep_every_byte(tmp_path: Path) -> None:
@@ -227,32 +228,29 @@ def test_documents_of_a_file_keep_every_byte(tmp_path: Path) -> None:
         load_documents(str(file), separator="")
 
 
-def test_a_digest_tells_tokens_and_documents_apart() -> None:
-    documents = marked([3, 4])
-    assert documents.digest() == marked([3, 4]).digest()
-    others = [
-        marked([4, 3]),
-        marked([7]),
+def test_digests_depend_on_tokens_documents_and_vocabulary() -> None:
+    documents = make_documents([3, 4])
+    assert documents.digest() == make_documents([3, 4]).digest()
+    variants = [
+        make_documents([4, 3]),
+        make_documents([7]),
         Documents(documents.tokens.flip(0), documents.cuts, documents.vocabulary),
         Documents(documents.tokens, documents.cuts, 256),
     ]
-    assert len({one.digest() for one in (documents, *others)}) == 5
+    assert len({variant.digest() for variant in (documents, *variants)}) == 5
 
 
-def test_a_tokenizer_is_used_and_its_faults_are_named(tmp_path: Path) -> None:
+def test_a_tokenizer_encodes_the_text_and_errors_name_the_file(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.models.WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?")
-    made = tokenizers.Tokenizer(model)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
+    word_tokenizer({"one": 0, "two": 1, "?": 2}).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text.txt").write_text("two one\n\n\n\none three two")
     documents = load_documents(str(tmp_path / "text.txt"), tokenizer=str(tmp_path / "tokenizer.json"))
     assert documents.tokens.tolist() == [1, 0, 0, 2, 1] and documents.tokens.dtype == torch.int32
     assert documents.cuts == (0, 2, 5) and documents.vocabulary == 3
-    lacking = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0}, unk_token="?"))
-    lacking.save(str(tmp_path / "lacking.json"))
-    with pytest.raises(InputError, match=r"tokenizer=.*lacking\.json: cannot encode the text, "):
-        load_documents(str(tmp_path / "text.txt"), tokenizer=str(tmp_path / "lacking.json"))
+    no_unknown = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0}, unk_token="?"))
+    no_unknown.save(str(tmp_path / "no_unknown.json"))
+    with pytest.raises(InputError, match=r"tokenizer=.*no_unknown\.json: cannot encode the text, "):
+        load_documents(str(tmp_path / "text.txt"), tokenizer=str(tmp_path / "no_unknown.json"))
     with pytest.raises(InputError, match=r"tokenizer=nowhere\.json: there is no such file"):
         load_documents(tokenizer="nowhere.json")
     (tmp_path / "bad.json").write_text(json.dumps({}))
@@ -272,7 +270,7 @@ def test_short_sequences_come_first() -> None:
 
 
 @pytest.mark.parametrize(("start", "length"), [(100, 1024), (2048, 1024), (3, 1024), (341, 1024)])
-def test_lengths_that_do_not_double_into_the_whole_are_refused(start: int, length: int) -> None:
+def test_a_start_length_that_does_not_double_to_the_full_length_is_refused(start: int, length: int) -> None:
     with pytest.raises(InputError, match=f"curriculum_start_tokens={start}: must be tokens={length}, its half"):
         doublings(start, length)
 
@@ -280,13 +278,13 @@ def test_lengths_that_do_not_double_into_the_whole_are_refused(start: int, lengt
 # --- the text and its windows ----------------------------------------------------------------------------------------
 
 
-def test_the_language_reference_is_real_text() -> None:
+def test_the_default_text_is_the_language_reference() -> None:
     text = load_documents().tokens
     assert text.dtype == torch.uint8 and len(text) > 300_000 and len(load_documents().cuts) > 1000
     assert b'The "while" statement' in bytes(text.tolist())
 
 
-def test_windows_are_pieces_of_the_text() -> None:
+def test_windows_are_consecutive_tokens_of_the_text() -> None:
     text = torch.arange(100, dtype=torch.uint8)
     batch = windows(text, step=3, batch=5, tokens=8, seed=1)
     assert batch.dtype == torch.int64 and batch.shape == (5, 8)
@@ -299,7 +297,7 @@ def test_windows_reach_both_ends_of_the_text() -> None:
     assert set(starts.tolist()) == {0, 1}
 
 
-def test_text_errors_name_their_key(tmp_path: Path) -> None:
+def test_the_error_of_an_unreadable_text_begins_with_its_key(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^text=.*nowhere.txt: No such file"):
         load_documents(str(tmp_path / "nowhere.txt"))
     (tmp_path / "empty.txt").touch()
@@ -308,7 +306,7 @@ def test_text_errors_name_their_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["model.layres=3"], "model.layres: no such key; did you mean model.layers?"),
         (["hydra.run.dir=x"], "hydra.run.dir: no such key"),
@@ -324,9 +322,9 @@ def test_text_errors_name_their_key(tmp_path: Path) -> None:
         (["model.dim=20"], "model.dim=20: must be an even multiple of model.heads=4"),
     ],
 )
-def test_config_errors_begin_with_the_key(words: list[str], message: str) -> None:
+def test_the_error_of_a_wrong_option_begins_with_its_key(arguments: list[str], message: str) -> None:
     with pytest.raises(InputError) as raised:
-        load_train(words)
+        load_train(arguments)
     assert str(raised.value).startswith(message)
 
 
