@@ -1,4 +1,4 @@
-"""What the ranks of `test_ranks.py` do: entries for `run_ranks_in_processes` that plant a fault."""
+"""Entries for `run_ranks_in_processes` that cause the faults of `test_ranks.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def fail_on_rank_1(spec: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0 outlives rank 1."""
+    """Raise on rank 1, while rank 0 sleeps."""
     if RANK == 1:
         raise ValueError(f"planted {spec['word']}")
     time.sleep(60)
@@ -24,7 +24,7 @@ def fail_on_rank_1(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_for_end(spec: dict[str, Any]) -> dict[str, Any]:
-    """Each rank writes its process id and that of a child into files, and never ends."""
+    """Write the process id of this rank and of a child into a file, and sleep."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     (Path(spec["folder"]) / str(RANK)).write_text(f"{os.getpid()} {child.pid} ", encoding="utf-8")
     time.sleep(300)
@@ -32,7 +32,7 @@ def wait_for_end(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def meet(spec: dict[str, Any]) -> dict[str, Any]:
-    """A ring; in it, rank `rank` sends itself `signal`, if given, and the others wait for it at a barrier."""
+    """Open a ring. If a `rank` is given, it sends itself `signal`, while the other ranks wait at a barrier."""
     with Ring(transport=spec["transport"], timeout_s=spec["timeout_s"]) as ring:
         ring.barrier()
         if ring.rank == spec.get("rank"):
@@ -42,7 +42,7 @@ def meet(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def leave_early(spec: dict[str, Any]) -> dict[str, Any]:
-    """Rank 1 ends without a word."""
+    """Exit on rank 1 without a result or an error."""
     if RANK == 1:
         print("these were its words", file=sys.stderr, flush=True)
         os._exit(spec["code"])
@@ -50,6 +50,6 @@ def leave_early(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def ignore_sigterm(spec: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0 cannot be ended by SIGTERM; rank 1 fails."""
+    """Ignore SIGTERM on rank 0, and raise on rank 1."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return wait_for_end(spec) if RANK == 0 else fail_on_rank_1({"word": "word"})

@@ -1,4 +1,4 @@
-"""Ranks that a command starts: the first cause is named, nothing is left, nodes meet, and nobody else is let in."""
+"""The ranks that a command starts: their failures, their end, the rendezvous of nodes, and listening on loopback."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from tests.launch.commands import all_end, below, environment, soon, started
 
 ENTRIES = "tests.launch.rank_entries"
 
-# --- which failure decides -------------------------------------------------------------------------------------------
+# --- the first failure -----------------------------------------------------------------------------------------------
 
 ADVICE = "it was the kernel, because memory ran out"
 
 
 def report(folder: Path, rank: int, kind: str, time_s: float) -> None:
-    """What a rank leaves that failed."""
+    """Write the report that a failed rank leaves."""
     content = {"rank": rank, "time_s": time_s, "kind": kind, "message": "why", "refused": False, "traceback": ""}
     (folder / f"failure-{rank}.json").write_text(json.dumps(content), encoding="utf-8")
 
@@ -45,18 +45,18 @@ def report(folder: Path, rank: int, kind: str, time_s: float) -> None:
 @pytest.mark.parametrize(
     ("reports", "exits", "message", "kind"),
     [
-        # Alone, and before a rank that only lost a peer, whichever wrote first.
+        # An error counts more than the loss of a peer, whichever was reported first.
         ({1: ("ValueError", 5.0)}, {1: (1, 4.0)}, "rank 1 failed first: ValueError: why", "ValueError"),
         ({0: ("PeerLostError", 1.0), 1: ("ValueError", 5.0)}, {0: (1, 1.0), 1: (1, 5.0)}, "rank 1", "ValueError"),
         ({0: ("PeerLostError", 2.0), 2: ("ClosedError", 1.0)}, {0: (1, 2.0), 2: (1, 1.0)}, "rank 2", "ClosedError"),
-        # A death by a signal, whatever the others made of it.
+        # A signal counts more than the errors of the other ranks after it.
         ({}, {1: (-9, 1.0)}, f"rank 1 was killed (SIGKILL). If nobody did that, {ADVICE}", "killed"),
         ({0: ("PeerLostError", 2.0)}, {0: (1, 2.0), 1: (-9, 1.0)}, "rank 1 was killed (SIGKILL)", "killed"),
         ({0: ("RuntimeError", 2.0)}, {0: (1, 2.0), 1: (-9, 1.0)}, "rank 1 was killed (SIGKILL)", "killed"),
         ({}, {1: (-11, 1.0)}, "rank 1 was killed (SIGSEGV)", "killed"),
         ({}, {1: (-15, 1.0)}, "rank 1 was killed (SIGTERM). This command did not send it", "killed"),
         ({}, {1: (-40, 1.0)}, "rank 1 was killed (signal 40)", "killed"),
-        # Not a death after the ring has named a silent rank, nor after an error.
+        # A signal after a rank reported a silent peer or an error does not count.
         (
             {0: ("DeadlineError", 1.0)},
             {0: (1, 1.0), 1: (-9, 2.0)},
@@ -65,12 +65,12 @@ def report(folder: Path, rank: int, kind: str, time_s: float) -> None:
         ),
         ({0: ("ValueError", 1.0)}, {0: (1, 1.0), 1: (-9, 2.0)}, "rank 0 failed first: ValueError", "ValueError"),
         ({1: ("ValueError", 1.0)}, {1: (-6, 0.9)}, "rank 1 failed first: ValueError", "ValueError"),
-        # A deadline that passed because a rank was killed before.
+        # A deadline that passed because a rank had been killed does not count.
         ({0: ("DeadlineError", 9.0)}, {0: (1, 9.0), 1: (-9, 1.0)}, "rank 1 was killed (SIGKILL)", "killed"),
         ({}, {2: (3, 2.0), 1: (7, 1.0)}, "rank 1 ended with exit code 7 and reported no error\nits last words", "exit"),
     ],
 )
-def test_the_first_cause_is_named(
+def test_the_first_failure_is_named(
     tmp_path: Path, reports: dict[int, Any], exits: dict[int, Any], message: str, kind: str
 ) -> None:
     for rank, (name, time_s) in reports.items():
@@ -95,7 +95,7 @@ def test_the_first_cause_is_named(
         (ValueError("planted"), "ValueError: planted", True),
     ],
 )
-def test_only_an_error_that_does_not_explain_itself_has_a_traceback(
+def test_only_unexpected_errors_have_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str, shows_traceback: bool
 ) -> None:
     def fail(spec: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ def test_only_an_error_that_does_not_explain_itself_has_a_traceback(
     assert ("Traceback" in text) == ("\n" in text) == shows_traceback
 
 
-def test_a_full_disk_of_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_of_the_reports_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "errors-0.txt").touch()
     usage = SimpleNamespace(free=processes.REPORT_BYTES - 1)
     monkeypatch.setattr(processes.shutil, "disk_usage", lambda path: usage)
@@ -129,21 +129,21 @@ def test_a_full_disk_of_temporary_files_is_named(tmp_path: Path, monkeypatch: py
         run_ranks_in_processes(f"{ENTRIES}:meet", {}, 2)
 
 
-def scripts(folder: Path, *code: str) -> tuple[RankProcesses, list[int]]:
-    """Ranks that run these lines of Python, without torch, and their process ids."""
+def start_scripts(folder: Path, *code: str) -> tuple[RankProcesses, list[int]]:
+    """Start a rank for each of these Python programs, without torch. Return the ranks and their process ids."""
     ranks = RankProcesses(folder)
     for rank, lines in enumerate(code):
         ranks.start(rank, [sys.executable, "-c", f"import os, signal, time\n{lines}"], os.environ)
     return ranks, [process.pid for process in ranks._all]
 
 
-def test_the_launchers_own_signals_are_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 stops, rank 0's ring names it and ends, and only then the launcher kills rank 1."""
+def test_signals_of_the_launcher_do_not_count_as_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is stopped. Rank 0 reports it as silent and ends, and only then the launcher kills rank 1."""
     monkeypatch.setattr(processes, "REPORT_S", 0.3)
     monkeypatch.setattr(processes, "GRACE_S", 0.3)
     report(tmp_path, 0, "DeadlineError", time.time())
     stopped = "signal.signal(15, signal.SIG_IGN)\nos.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(60)"
-    ranks, pids = scripts(tmp_path, "raise SystemExit(1)", stopped)
+    ranks, pids = start_scripts(tmp_path, "raise SystemExit(1)", stopped)
     with ranks:
         assert ranks.finish(20.0)
         error = root_cause(tmp_path, ranks.exits)
@@ -152,14 +152,14 @@ def test_the_launchers_own_signals_are_no_cause(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_stopped_rank_may_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is continued, so that it handles SIGTERM: it can leave its flight record."""
+    """The launcher continues a stopped rank, so that it handles SIGTERM and can write its flight record."""
     monkeypatch.setattr(processes, "REPORT_S", 0.3)
-    cleans = (
+    cleans_up = (
         "def leave(*_):\n open('left', 'w').close()\n os._exit(0)\n"
         "signal.signal(15, leave)\nos.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(60)"
     )
     monkeypatch.chdir(tmp_path)
-    ranks, pids = scripts(tmp_path, "raise SystemExit(1)", cleans)
+    ranks, pids = start_scripts(tmp_path, "raise SystemExit(1)", cleans_up)
     with ranks:
         while "T (stopped)" not in Path(f"/proc/{pids[1]}/status").read_text():
             time.sleep(0.01)
@@ -168,17 +168,17 @@ def test_a_stopped_rank_may_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_rank_has_no_input_and_its_own_session(tmp_path: Path) -> None:
-    ranks, pids = scripts(tmp_path, "assert not os.read(0, 1)\nassert os.getsid(0) == os.getpid()")
+    ranks, pids = start_scripts(tmp_path, "assert not os.read(0, 1)\nassert os.getsid(0) == os.getpid()")
     with ranks:
         assert ranks.finish(20.0) and not ranks.exits
     assert all_end(pids)
 
 
-# --- nothing is left -------------------------------------------------------------------------------------------------
+# --- no process is left ----------------------------------------------------------------------------------------------
 
 
-def written_pids(folder: Path, ranks: int) -> list[int]:
-    """The process ids of all ranks and of their children, once they are there."""
+def read_pids(folder: Path, ranks: int) -> list[int]:
+    """Wait until all ranks have written their process id and that of a child, and return all of these."""
     files = [folder / str(rank) for rank in range(ranks)]
     assert soon(lambda: all(file.exists() and file.read_text().endswith(" ") for file in files)), "did not start"
     return [int(pid) for file in files for pid in file.read_text().split()]
@@ -193,21 +193,21 @@ def test_a_failure_names_the_rank_and_shows_its_traceback() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_rank_that_leaves_without_an_answer_is_named(code: int) -> None:
+def test_a_rank_that_exits_without_a_result_is_named(code: int) -> None:
     with pytest.raises(RanksError, match=rf"^rank 1 ended with exit code {code} and reported no error\nthese were"):
         run_ranks_in_processes(f"{ENTRIES}:leave_early", {"code": code}, 2, 50)
 
 
 @pytest.mark.slow
-def test_no_process_is_left_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_left_after_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def finish(self: RankProcesses, limit_s: float | None) -> bool:
-        written_pids(tmp_path, 2)  # so that the test does not depend on how fast they start
+        read_pids(tmp_path, 2)  # wait until both ranks have started, however long that takes
         return False
 
     monkeypatch.setattr(RankProcesses, "finish", finish)
     with pytest.raises(RanksError, match="2 ranks did not end within 99 s"):
         run_ranks_in_processes(f"{ENTRIES}:wait_for_end", {"folder": str(tmp_path)}, 2, 99.0)
-    assert all_end(written_pids(tmp_path, 2))
+    assert all_end(read_pids(tmp_path, 2))
 
 
 @pytest.mark.slow
@@ -215,39 +215,39 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(processes, "GRACE_S", 0.5)
     with pytest.raises(RanksError, match="rank 1 failed first: ValueError: planted word"):
         run_ranks_in_processes(f"{ENTRIES}:ignore_sigterm", {"folder": str(tmp_path)}, 2, 50)
-    assert all_end(written_pids(tmp_path, 1))
+    assert all_end(read_pids(tmp_path, 1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_launcher_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     code = (
-        # A test run that was started in the background inherits an ignored SIGINT.
+        # A process that was started in the background inherits an ignored SIGINT, so install the handler again.
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from ringattn.launch.ranks import _environment, run_ranks_in_processes as run\n"
         f"run('{ENTRIES}:wait_for_end', {{'folder': sys.argv[1]}}, 2, 200)"
     )
-    # SIGKILL leaves the launcher's folder of the ranks' files.
+    # After SIGKILL, the launcher's folder of temporary files remains: put it into the folder of the test.
     launcher = started("-c", code, str(tmp_path), env={"TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
-    pids, shared = written_pids(tmp_path, 2), set(os.listdir("/dev/shm"))
+    pids, shared = read_pids(tmp_path, 2), set(os.listdir("/dev/shm"))
     launcher.send_signal(number)
     launcher.communicate(timeout=60)
     assert launcher.returncode
     ranks, children = pids[::2], pids[1::2]
     assert all_end(ranks)
-    if number == signal.SIGKILL:  # only the ranks themselves asked the kernel to end with it
+    if number == signal.SIGKILL:  # the kernel ends only the ranks with their launcher, not the children of the ranks
         for pid in children:
             os.kill(pid, signal.SIGKILL)
     assert all_end(children)
     assert set(os.listdir("/dev/shm")) <= shared
 
 
-# --- faults in a ring ------------------------------------------------------------------------------------------------
+# --- stopped and killed ranks of a ring ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_stopped_rank_is_named_as_silent(transport: str) -> None:
+def test_a_stopped_rank_is_reported_as_silent(transport: str) -> None:
     spec = {"transport": transport, "timeout_s": 4.0, "rank": 1, "signal": int(signal.SIGSTOP)}
     with pytest.raises(RanksError, match=r"rank 0 failed first: DeadlineError: .*rank 1 is silent") as raised:
         run_ranks_in_processes(f"{ENTRIES}:meet", spec, 2, 100)
@@ -257,7 +257,7 @@ def test_a_stopped_rank_is_named_as_silent(transport: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_killed_rank_is_named_as_killed(transport: str) -> None:
+def test_a_killed_rank_is_reported_as_killed(transport: str) -> None:
     spec = {"transport": transport, "timeout_s": 20.0, "rank": 1, "signal": int(signal.SIGKILL)}
     with pytest.raises(RanksError, match=rf"rank 1 was killed .SIGKILL.\. If nobody did that, {ADVICE}"):
         run_ranks_in_processes(f"{ENTRIES}:meet", spec, 2, 100)
@@ -266,48 +266,48 @@ def test_a_killed_rank_is_named_as_killed(transport: str) -> None:
 # --- nodes -----------------------------------------------------------------------------------------------------------
 
 
-def met(*machines: Nodes, ranks: tuple[int, ...] = (1, 1, 1)) -> list[str]:
-    """The run id that each node gets, or the error, in launchers that are threads."""
-    answers = [""] * len(machines)
+def meet(*machines: Nodes, ranks: tuple[int, ...] = (1, 1, 1)) -> list[str]:
+    """Run the launcher of each node as a thread. Return the run id of each, or its error."""
+    messages = [""] * len(machines)
 
     def launch(number: int) -> None:
         try:
-            with meeting(machines[number], ranks[number]) as meeting_place:
-                answers[number] = meeting_place.run_id
+            with meeting(machines[number], ranks[number]) as rendezvous:
+                messages[number] = rendezvous.run_id
         except RanksError as error:
-            answers[number] = str(error)
+            messages[number] = str(error)
 
     threads = [threading.Thread(target=launch, args=(number,)) for number in range(len(machines))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30.0)
-    return answers
+    return messages
 
 
 def node(rank: int, count: int, endpoint: str, timeout_s: float = 20.0) -> Nodes:
     return Nodes(count, rank, endpoint, timeout_s)
 
 
-def test_nodes_meet_under_one_run_id() -> None:
+def test_all_nodes_receive_the_same_run_id() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    messages = met(*(node(rank, 3, endpoint) for rank in (2, 0, 1)))
-    assert len(set(messages)) == 1 and len(messages[0]) == 32
+    run_ids = meet(*(node(rank, 3, endpoint) for rank in (2, 0, 1)))
+    assert len(set(run_ids)) == 1 and len(run_ids[0]) == 32
 
 
-def test_nodes_that_do_not_fit_together_are_refused() -> None:
+def test_nodes_with_contradictory_options_are_refused() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    messages = met(node(0, 2, endpoint), node(1, 2, endpoint), ranks=(1, 2))
+    messages = meet(node(0, 2, endpoint), node(1, 2, endpoint), ranks=(1, 2))
     assert messages == ["ranks=2 on node 1, and ranks=1 on node 0: give all the same"] * 2
-    messages = met(node(0, 3, endpoint), node(1, 3, endpoint), node(1, 3, endpoint))
+    messages = meet(node(0, 3, endpoint), node(1, 3, endpoint), node(1, 3, endpoint))
     assert messages == ["node_rank=1 was given to two nodes: give each its own"] * 3
 
 
-def test_a_node_that_is_missing_is_named() -> None:
+def test_a_missing_node_is_named() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    messages = met(node(0, 3, endpoint, 0.5), node(2, 3, endpoint))
+    messages = meet(node(0, 3, endpoint, 0.5), node(2, 3, endpoint))
     assert all(text.startswith("nodes [1] of 3 did not arrive within 0.5 s: start `ringattn run`") for text in messages)
-    (message,) = met(node(1, 2, endpoint, 0.5))
+    (message,) = meet(node(1, 2, endpoint, 0.5))
     assert message.startswith(f"node 0 does not answer at {endpoint}: check") and "node_rank=0 is started" in message
 
 
@@ -319,23 +319,23 @@ def test_a_node_that_is_missing_is_named() -> None:
         ("127.0.0.1:0", "rdzv_endpoint=127.0.0.1:0: write host:port"),
     ],
 )
-def test_an_endpoint_that_is_none_is_refused(endpoint: str, message: str) -> None:
-    assert met(node(0, 2, endpoint))[0].startswith(message)
+def test_a_wrong_endpoint_is_refused(endpoint: str, message: str) -> None:
+    assert meet(node(0, 2, endpoint))[0].startswith(message)
 
 
-def test_a_port_in_use_is_called_so() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        (message,) = met(node(0, 2, f"127.0.0.1:{port}"))
+def test_a_port_in_use_is_reported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        (message,) = meet(node(0, 2, f"127.0.0.1:{port}"))
     assert message.startswith(f"the port of rdzv_endpoint, {port}, is in use on node 0")
 
 
 @contextmanager
 def listening(host: str, addresses: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where node 0 listens if `host` has these addresses."""
+    """Let `host` have these addresses, and yield the address on which node 0 listens."""
     monkeypatch.setattr(
         socket, "getaddrinfo",
-        lambda _, port, **__: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (each, port)) for each in addresses],
+        lambda _, port, **__: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port)) for address in addresses],
     )  # fmt: skip
     with nodes._listening(host, 0) as listener:
         yield listener.getsockname()[0]
@@ -346,7 +346,7 @@ def test_node_0_listens_on_the_address_of_its_endpoint(
 ) -> None:
     with listening("127.0.0.2", ["127.0.0.2"], monkeypatch) as address:
         assert address == "127.0.0.2" and not capsys.readouterr().err
-    # The name of this machine in its /etc/hosts, and an address that a router translates.
+    # An address of this machine's name in its /etc/hosts, and an address that a router translates.
     for host, addresses in (("node0", ["127.0.1.1"]), ("node0.example", ["192.0.2.7"])):
         with listening(host, addresses, monkeypatch) as address:
             assert address == "0.0.0.0"
@@ -354,9 +354,9 @@ def test_node_0_listens_on_the_address_of_its_endpoint(
 
 
 def test_a_port_that_node_0_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The address is not of this machine, so node 0 tries every interface, where the port is taken as well.
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
+    # The address is not of this machine, so node 0 listens on all interfaces, where the port is in use too.
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
         monkeypatch.setattr(
             socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("192.0.2.7", port))]
         )
@@ -376,18 +376,20 @@ def test_a_port_that_node_0_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_ranks_of_one_machine_use_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    place = Meeting("127.0.0.1", 29400, "run", lambda: None)
-    alone = _environment(place, 2, ALONE, 1)
-    assert (alone["GLOO_SOCKET_IFNAME"], alone["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")  # the user's choice stays
-    assert "GLOO_SOCKET_IFNAME" not in _environment(place, 2, Nodes(2, 1, "node0:29400"), 1)
+    rendezvous = Meeting("127.0.0.1", 29400, "run", lambda: None)
+    variables = _environment(rendezvous, 2, ALONE, 1)
+    assert variables["GLOO_SOCKET_IFNAME"] == "lo"
+    assert variables["NCCL_SOCKET_IFNAME"] == "eth7"  # the user's setting
+    assert "GLOO_SOCKET_IFNAME" not in _environment(rendezvous, 2, Nodes(2, 1, "node0:29400"), 1)
 
 
-# --- processes listen on loopback alone ------------------------------------------------------------------------------
+# --- processes listen only on loopback -------------------------------------------------------------------------------
 
 
 LISTEN = "0A"
+"""The state of a listening socket in /proc/net."""
 LOOPBACK = re.compile(r"^(0{24}|0{16}F{4}0{4})?[0-9A-F]{6}7F$|^0{24}01000000$")
-"""127.0.0.0/8, the same as an IPv6 address, and ::1, as /proc/net has them: words of four bytes, each reversed."""
+"""127.0.0.0/8, the same as an IPv6 address, and ::1, in the format of /proc/net: words of four bytes, each reversed."""
 
 COMMANDS = {
     "run": "run ranks=2 tokens=64 shape=small warmup=1 repeats=1 transport=gloo",
@@ -407,7 +409,7 @@ def is_loopback(address: str) -> bool:
 
 
 def listening_addresses(command: int) -> set[str]:
-    """The addresses on which the process `command` and those below it listen, as in /proc/net."""
+    """Return the addresses on which a process and its descendants listen, in the format of /proc/net."""
     sockets = set()
     for process in below(command):
         for descriptor in Path(f"/proc/{process}/fd").glob("*"):
@@ -422,25 +424,25 @@ def listening_addresses(command: int) -> set[str]:
     return addresses
 
 
-def test_addresses_of_loopback_are_told_apart() -> None:
+def test_loopback_addresses_are_recognized() -> None:
     assert all(map(is_loopback, ("0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F")))
     assert not any(map(is_loopback, ("0" * 8, "0" * 32, "0100000A")))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
-def test_commands_listen_on_loopback_only(tmp_path: Path, words: str) -> None:
-    lacking = {name: value for name, value in environment().items() if not name.endswith("SOCKET_IFNAME")}
-    with (tmp_path / "printed").open("wb") as printed:
-        command = subprocess.Popen([sys.executable, "-m", "ringattn", *words.split()], cwd=tmp_path, env=lacking,
-                                   stdout=printed, stderr=printed)  # fmt: skip
-    seen: set[str] = set()
+@pytest.mark.parametrize("line", COMMANDS.values(), ids=COMMANDS)
+def test_commands_listen_only_on_loopback(tmp_path: Path, line: str) -> None:
+    variables = {name: value for name, value in environment().items() if not name.endswith("SOCKET_IFNAME")}
+    with (tmp_path / "output").open("wb") as output:
+        command = subprocess.Popen([sys.executable, "-m", "ringattn", *line.split()], cwd=tmp_path, env=variables,
+                                   stdout=output, stderr=output)  # fmt: skip
+    addresses: set[str] = set()
     try:
         while command.poll() is None:
-            seen |= listening_addresses(command.pid)
+            addresses |= listening_addresses(command.pid)
             time.sleep(0.02)
     finally:
         command.terminate()
         command.wait()
-    assert command.returncode == 0, (tmp_path / "printed").read_text()
-    assert seen and all(map(is_loopback, seen)), seen
+    assert command.returncode == 0, (tmp_path / "output").read_text()
+    assert addresses and all(map(is_loopback, addresses)), addresses
