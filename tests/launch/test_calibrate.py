@@ -1,4 +1,4 @@
-"""Calibration: constants that made up the times are found again, and the command measures, writes and refuses."""
+"""Calibration: the fit recovers the constants of made-up times, and the command measures, writes and refuses."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ REFERENCE = Cluster(
 )  # fmt: skip
 
 
-def made_up(cluster: Cluster) -> dict[str, float]:
-    """What a machine with these constants would take."""
+def times_of(cluster: Cluster) -> dict[str, float]:
+    """Return the seconds of every measurement on a machine with these constants."""
     seconds = {"copy": COPIED * COPY_BYTES / 1.5e10, "pass": cluster.pass_s, "alone": 0.01, "crowd": 0.02}
     for number, shape in enumerate(SHAPES):
         problem = shape.problem("float32")
@@ -60,24 +60,25 @@ def made_up(cluster: Cluster) -> dict[str, float]:
 @pytest.mark.parametrize(
     "reference", [REFERENCE, replace(REFERENCE, block_keys=0, softmax_dims=0.0, tile_s=0.0, received_dims=0.0)]
 )
-def test_constants_are_found_again(reference: Cluster) -> None:
-    found, kernel, link = constants_of(made_up(reference), "float32", 1, 4)
-    for key, value in found.items():
+def test_the_fit_recovers_the_constants(reference: Cluster) -> None:
+    constants, kernel, link = constants_of(times_of(reference), "float32", 1, 4)
+    for key, value in constants.items():
         assert value == pytest.approx(getattr(reference, key), rel=1e-6, abs=1e-9), key
     assert max(map(abs, (*kernel.errors, *link.errors))) < 1e-6
     fixed = {"ranks_per_node", "node_bandwidth", "node_latency_s", "pcie_bandwidth", "sms",
              "peer_bandwidth", "node_peer_bandwidth", "sync_s", "message_sms", "state_passes"}  # fmt: skip
-    assert set(found) == set(UNITS) - fixed
+    assert set(constants) == set(UNITS) - fixed
 
 
-def test_noise_moves_rates_little() -> None:
+def test_noise_changes_the_fitted_rates_little() -> None:
     rng = np.random.default_rng(0)
-    noisy = {name: value * (1 + 0.05 * rng.standard_normal()) for name, value in made_up(REFERENCE).items()}
-    found, kernel, _ = constants_of(noisy, "float32", 1, 4)
-    assert found["block_keys"] == 512
-    # 36 samples with an error of 5 %, five costs: a rate is off by some 5 % / sqrt(7), dims and rate trade off.
+    noisy = {name: value * (1 + 0.05 * rng.standard_normal()) for name, value in times_of(REFERENCE).items()}
+    constants, kernel, _ = constants_of(noisy, "float32", 1, 4)
+    assert constants["block_keys"] == 512
+    # Five costs are fitted to 36 samples with an error of 5 %, so the error of a rate is about 5 % / sqrt(7). The
+    # errors of `flops` and `softmax_dims` compensate each other, so compare the rates that they give together.
     for sizes in (64, 128):
-        rate = found["flops"] / (sizes + found["softmax_dims"])
+        rate = constants["flops"] / (sizes + constants["softmax_dims"])
         assert rate == pytest.approx(REFERENCE.flops / (sizes + REFERENCE.softmax_dims), rel=0.1)
     assert 0.01 < kernel.median_error < 0.1
 
@@ -93,17 +94,17 @@ def test_costs_are_never_negative() -> None:
 
 
 def test_short_calls_count_as_much_as_long_ones() -> None:
-    columns, wanted = np.array([[1.0], [1.0]]), np.array([1.0, 1000.0])
-    # The relative squares (c - 1)^2 + (c / 1000 - 1)^2 are least at (1 + 1 / 1000) / (1 + 1 / 1000^2).
-    assert least_squares(columns, wanted, wanted)[0] == pytest.approx(1.001 / 1.000001)
+    columns, seconds = np.array([[1.0], [1.0]]), np.array([1.0, 1000.0])
+    # The sum of the relative squares, (c - 1)^2 + (c / 1000 - 1)^2, is least at (1 + 1 / 1000) / (1 + 1 / 1000^2).
+    assert least_squares(columns, seconds, seconds)[0] == pytest.approx(1.001 / 1.000001)
 
 
-def test_a_figure_is_the_median_of_its_rounds() -> None:
+def test_a_result_is_the_median_over_rounds_of_the_mean_over_ranks() -> None:
     ranks = [{"seconds": {"copy": [1.0, 9.0, 3.0, 2.0]}}, {"seconds": {"copy": [3.0, 9.0, 3.0, 2.0]}}]
-    assert finalized(ranks) == {"copy": 2.5}  # means 2, 9, 3, 2
+    assert finalized(ranks) == {"copy": 2.5}  # the means are 2, 9, 3 and 2
 
 
-def test_shapes_tell_costs_apart() -> None:
+def test_the_shapes_vary_in_every_cost() -> None:
     assert {shape.dim for shape in SHAPES} == {32, 64, 128} and {shape.causal for shape in SHAPES} == {False, True}
     sixteen = Shape(64, 64, tiles=16)
     work = call_work(sixteen.problem("float32"), sixteen.table(), False, 0)
@@ -113,18 +114,18 @@ def test_shapes_tell_costs_apart() -> None:
 
 
 def test_received_queries_are_measured_as_passes_compute_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The output of a received query stays with its owner: delta comes, as the gradient of its lse.
-    engine, seeds = AtenEngine(torch.device("cpu")), list[BackwardInputs]()
-    monkeypatch.setattr(engine, "attend_grad", lambda q, kv, seed, *rest: seeds.append(seed))
-    for received in (False, True):
-        shape = Shape(16, 16, 1, 1, received=received)
+    # The owner of a query sends delta instead of its output, and the engine gets it as dlse = -delta.
+    engine, calls = AtenEngine(torch.device("cpu")), list[BackwardInputs]()
+    monkeypatch.setattr(engine, "attend_grad", lambda q, kv, inputs, *rest: calls.append(inputs))
+    for is_received in (False, True):
+        shape = Shape(16, 16, 1, 1, received=is_received)
         calibration._passes(engine, shape, torch.device("cpu"), "float32")[1]()
-    own, other = seeds
-    assert own.dlse is None and own.out.any()
-    assert other.dlse is not None and torch.equal(other.dlse, -other.delta) and not other.out.any()
+    local, received = calls
+    assert local.dlse is None and local.out.any()
+    assert received.dlse is not None and torch.equal(received.dlse, -received.delta) and not received.out.any()
 
 
-def test_everything_that_is_fitted_is_measured() -> None:
+def test_every_time_of_the_fit_is_measured() -> None:
     def on_rank(ring: Ring) -> set[str]:
         works = calibration._works(ring, "float32", {NEAR: (1 - ring.rank, 1 - ring.rank)})
         for name in ("forward 0", "backward 0", "backward 14", "copy", "message 1024", "pass", "crowd"):
@@ -132,23 +133,23 @@ def test_everything_that_is_fitted_is_measured() -> None:
         assert ring.counters()["messages"] == 0  # an empty pass sends nothing
         return set(works)
 
-    assert run_ranks(2, on_rank) == [{name for name in made_up(REFERENCE) if not name.startswith("processor")}] * 2
+    assert run_ranks(2, on_rank) == [{name for name in times_of(REFERENCE) if not name.startswith("processor")}] * 2
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_calibrated_cluster(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "here.json"
     assert main(["calibrate", "rounds=1", "transport=gloo", f"out='{out}'"]) == 0
-    shown = capfd.readouterr().out
-    assert "round 1 of 1" in shown and "FLOP/s" in shown and f"cluster={out}" in shown
-    described = json.loads(out.read_text())
+    printed = capfd.readouterr().out
+    assert "round 1 of 1" in printed and "FLOP/s" in printed and f"cluster={out}" in printed
+    content = json.loads(out.read_text())
     cluster = cluster_named(str(out))
     assert cluster.calibrated and cluster.flops > 0 and cluster.cores and "calibrated" in cluster.name
-    assert described["units"] == UNITS and described["torch"] == torch.__version__ and described["ranks"] == 2
-    assert len(described["fit"]["kernel"]["errors"]) == 2 * len(SHAPES)
+    assert content["units"] == UNITS and content["torch"] == torch.__version__ and content["ranks"] == 2
+    assert len(content["fit"]["kernel"]["errors"]) == 2 * len(SHAPES)
 
 
-def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_options_are_refused_before_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InputError, match="ranks=2: there are 1 GPUs; use fewer ranks, or transport=shm"):
         calibrate.main(["transport=nccl"])
@@ -160,19 +161,19 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.
         calibrate.main(["transport=gloo", f"out='{tmp_path / 'no' / 'file.json'}'"])
 
 
-def test_words_are_read_as_hydra_reads_them() -> None:
-    """`calibrate` runs where there is no Hydra, and understands what other commands do."""
-    for words in (
+def test_options_are_parsed_as_by_hydra() -> None:
+    """`calibrate` must run without Hydra, and accept the syntax of the other commands."""
+    for arguments in (
         ["ranks=3", "dtype=bf16", "rounds=2"],
         ["dtype=null", "out='with a blank.json'"],
         ["transport=gloo", 'out="x.json"'],
     ):
-        assert load_plain(words, CalibrateConfig) == load(words, CalibrateConfig), words
+        assert load_plain(arguments, CalibrateConfig) == load(arguments, CalibrateConfig), arguments
 
 
 @pytest.mark.slow
-def test_no_hydra_is_needed() -> None:
-    """On a GPU machine without a network there is none."""
+def test_the_command_runs_without_hydra() -> None:
+    """A GPU machine without a network may not have it."""
     program = """
 import sys
 class Absent:
@@ -188,31 +189,31 @@ sys.exit(main(["calibrate", "ranks=1"]))
     assert done.stderr.splitlines()[1:] == ["ringattn calibrate: ranks=1: must be at least 2"]
 
 
-def test_fits_say_how_far_they_are_off() -> None:
-    seconds = made_up(REFERENCE)
+def test_a_fit_reports_the_error_of_each_measurement() -> None:
+    seconds = times_of(REFERENCE)
     seconds["forward 3"] *= 2
     _, kernel, _ = constants_of(seconds, "float32", 1, 4)
     assert max(kernel.errors) == kernel.errors[6] > 0.5  # forward and backward alternate
     assert calibrate._errors(kernel)["greatest_error"] == kernel.errors[6]
 
 
-def test_the_bench_predicts_what_the_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_of_predictions_simulates_the_plans_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(prediction.SHAPES) == 10
     for shape in prediction.SHAPES:
         for backward in (False, True):
             plans = timed_calls.plans_of(shape, 2, backward)
             assert all(plan.backward == backward for plan in plans)
-            alone = simulate(plans, REFERENCE)
-            assert alone.total_us / 1e6 >= timed_calls.processor_s(plans, replace(REFERENCE, wire_cores=0.0)) - 1e-9
-    error = run_ranks(2, lambda ring: timed_calls.TimedCall(ring, prediction.SHAPES[6].small(2)).gate())
-    assert max(error) < 1e-5
-    monkeypatch.setitem(timed_calls.BOUND, torch.float32, min(error) / 2)
+            simulated_s = simulate(plans, REFERENCE).total_us / 1e6
+            assert simulated_s >= timed_calls.processor_s(plans, replace(REFERENCE, wire_cores=0.0)) - 1e-9
+    errors = run_ranks(2, lambda ring: timed_calls.TimedCall(ring, prediction.SHAPES[6].small(2)).gate())
+    assert max(errors) < 1e-5
+    monkeypatch.setitem(timed_calls.BOUND, torch.float32, min(errors) / 2)
     with pytest.raises(GateError, match="nothing is measured"):
         run_ranks(2, lambda ring: timed_calls.TimedCall(ring, prediction.SHAPES[6].small(2)).gate())
 
 
 @pytest.mark.slow
-def test_the_bench_runs(tmp_path: Path) -> None:
+def test_the_benchmark_of_predictions_runs(tmp_path: Path) -> None:
     constants = tmp_path / "constants.json"
     constants.write_text(json.dumps({"constants": asdict(REFERENCE)}))
     data = prediction.main([f"cluster={constants}", "ranks=2", "shapes=1", "repeats=1", f"results={tmp_path}"])
