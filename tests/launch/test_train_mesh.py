@@ -1,7 +1,7 @@
-"""Training over a mesh of replicas and rings is training in one process: any shape, any sharding, any accumulation.
+"""Training on a mesh of replicas and rings gives the losses of one process, with any shape, sharding and accumulation.
 
-Threads where torch's process group is not needed, then one set of four processes for everything that needs it; in
-float64 unless said, against one process.
+The tests without torch's process group run ranks as threads, and one test runs everything else in four processes. The
+dtype is float64 unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.launch.training import TINY, alone, run, same
 
 MESH = replace(TINY, batch=4, steps=6)
 CLIPPED: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.5, "clip_norm": 0.1, "weight_decay": 0.0}
-"""Plain SGD, because AdamW hardly minds a gradient of the wrong length."""
+"""Plain SGD, because the scale of the gradients hardly changes the updates of AdamW."""
 FEW_LABELS: dict[str, Any] = {"prompt_tokens": 40, "layout": "contiguous"}
 DILATED: dict[str, Any] = {"attention": "dilated", "segment_lengths": [8, 64], "dilation_rates": [1, 3]}
 
@@ -41,7 +41,7 @@ DILATED: dict[str, Any] = {"attention": "dilated", "segment_lengths": [8, 64], "
         (2, 2, {}),
         (2, 2, {"micro_batch": 1}),
         (4, 1, {}),
-        (1, 2, {"micro_batch": 3}),  # three sequences, then one
+        (1, 2, {"micro_batch": 3}),  # parts of three sequences and of one
         (2, 2, FEW_LABELS),
         (2, 1, {**CLIPPED, "micro_batch": 1}),
         (2, 2, DILATED),
@@ -57,38 +57,39 @@ def test_a_mesh_of_threads_trains_like_one_process(replicas: int, ranks: int, ch
     assert len(result["memory_growth_bytes"]) == replicas * ranks
 
 
-def test_attention_is_what_the_configuration_says() -> None:
+def test_the_attention_option_selects_dilated_attention() -> None:
     full, dilated = alone(MESH), alone(replace(MESH, **DILATED))
     assert dilated["losses"][-1] != pytest.approx(full["losses"][-1], rel=1e-6)
-    # One branch that keeps every position of one segment is full attention.
-    whole = replace(MESH, attention="dilated", segment_lengths=[61], dilation_rates=[1])
-    same(alone(whole), full)
+    # A branch with one segment and a rate of 1 is full attention.
+    undilated = replace(MESH, attention="dilated", segment_lengths=[61], dilation_rates=[1])
+    same(alone(undilated), full)
 
 
 @pytest.mark.slow
-def test_accumulating_holds_the_activations_of_a_part() -> None:
+def test_gradient_accumulation_holds_the_activations_of_one_part() -> None:
     big = replace(MESH, batch=8, tokens=512, dtype="fp32")
     batch = torch.randint(0, 256, (8, 512), generator=torch.Generator().manual_seed(1))
 
     def peak_bytes(config: TrainConfig) -> int:
         def of_rank(ring: Ring) -> int:
             model, _ = loop.make_model(ring, config)
-            parts = [BatchPart(ring.sequence(512), some) for some in batch.split(config.micro_batch or 8)]
-            loop.backward(ring, ring, parts, model, config)  # the ring's pool is made here
+            parts = [BatchPart(ring.sequence(512), tokens) for tokens in batch.split(config.micro_batch or 8)]
+            loop.backward(ring, ring, parts, model, config)  # the first call allocates the memory pool of the ring
             with StorageMeter() as storages:
                 loop.backward(ring, ring, parts, model, config)
             return storages.peak_bytes
 
         return run_ranks(1, of_rank)[0]
 
-    assert peak_bytes(replace(big, micro_batch=1)) < peak_bytes(big) / 4  # an eighth, and gradients and tokens
+    # An eighth of the activations, and the same gradients and tokens.
+    assert peak_bytes(replace(big, micro_batch=1)) < peak_bytes(big) / 4
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- refused options -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["replicas=2", "batch=3"], "batch=3: cannot be divided among replicas=2"),
         (["segment_lengths=[8]"], r"segment_lengths=\[8\]: attention=full has no branches"),
@@ -104,18 +105,18 @@ def test_accumulating_holds_the_activations_of_a_part() -> None:
         (["restarts=1"], "restarts=1: there is nothing to go on from"),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_key(words: list[str], message: str) -> None:
+def test_the_error_of_incompatible_options_begins_with_a_key(arguments: list[str], message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
-        load_train(words)
+        load_train(arguments)
 
 
-def test_branches_that_reach_too_little_are_told(
+def test_branches_that_skip_offsets_print_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "_run", lambda config: (_ for _ in ()).throw(InputError("no rank is started")))
     assert train.main(["attention=dilated", "segment_lengths=[16]", "dilation_rates=[8]"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert told[0].startswith("ringattn train: branch (w=16, r=8): 4 heads have 4 of 8 offsets") and len(told) > 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("ringattn train: branch (w=16, r=8): 4 heads have 4 of 8 offsets") and len(lines) > 1
     assert train.main(["attention=dilated", "segment_lengths=[16]", "dilation_rates=[1]"]) == 2
     assert capsys.readouterr().err == "ringattn train: no rank is started\n"
 
@@ -125,7 +126,9 @@ def test_a_mesh_of_another_size_is_refused() -> None:
         run_ranks(2, lambda ring: loop.train(ring, replace(MESH, replicas=2)))
 
 
-def test_torchruns_processes_are_dealt_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_and_replicas_must_multiply_to_the_processes_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (agreed_ranks_of_ring(None, 3), agreed_ranks_of_ring(4, 2)) == (1, 4)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "6")
@@ -143,7 +146,7 @@ def test_torchruns_processes_are_dealt_out(monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.slow
-def test_four_processes_in_every_shape_train_like_one(tmp_path: Path) -> None:
+def test_four_processes_on_any_mesh_train_like_one(tmp_path: Path) -> None:
     saved = str(tmp_path / "first" / "checkpoints" / "step-00000003")
     mesh = replace(MESH, replicas=2, ranks=2, transport="gloo")
     first = replace(mesh, sharding="zero3", micro_batch=1, checkpoint_every_steps=3, out=str(tmp_path / "first"))
@@ -159,7 +162,7 @@ def test_four_processes_in_every_shape_train_like_one(tmp_path: Path) -> None:
         replace(mesh, sharding="zero3", **FEW_LABELS),
         replace(mesh, sharding="zero2", **DILATED),
         replace(mesh, sharding="zero3", chunked_loss_tokens=7, tiled_mlp_tokens=7, saved_activations="int8"),
-        # FSDP reduces float64 in another way than these.
+        # FSDP reduces these dtypes in another way than float64.
         replace(mesh, sharding="zero2", dtype="fp32", micro_batch=1, steps=2),
         replace(mesh, sharding="zero3", dtype="bf16", steps=2),
     ]
@@ -167,19 +170,19 @@ def test_four_processes_in_every_shape_train_like_one(tmp_path: Path) -> None:
         "runs": [asdict(config) for config in configs],
         "counted": asdict(replace(mesh, sharding="zero3", micro_batch=1)),
     }
-    answers = run_ranks_in_processes("tests.launch.train_entries:train_and_count", spec, 4, limit_s=200)
+    reports = run_ranks_in_processes("tests.launch.train_entries:train_and_count", spec, 4, limit_s=200)
     expected = [alone(config) for config in configs]
-    weights = [weight.numel() for weight in Transformer(MESH.model, 256, torch.float64, 0).parameters()]
-    steps = 4 * len(weights)  # AdamW counts steps in a float32 for each weight
-    # Weights, gradients and two moments; every number of rows is even.
-    assert answers[0]["runs"][0]["replicated_bytes"] == 4 * 8 * sum(weights) // 4 + steps
-    assert expected[0]["replicated_bytes"] == 4 * 8 * sum(weights) + steps
-    assert max(expected[4]["grad_norms"]) > 3 * CLIPPED["clip_norm"]  # clipping has something to do
-    for answer in answers:
-        for found, wanted in zip(answer["runs"], expected, strict=True):
-            same(found, wanted)
-        assert [result["first_step"] for result in answer["runs"]] == [0, 3, 3, 3, 0, 0, 0, 0, 0, 0, 0, 0]
-        assert answer["reductions"] == answer["sharded_parts"]  # two micro steps, one reduction of each part
-    back = run(replace(MESH, resume=saved))
-    assert back["first_step"] == 3
-    same(back, expected[0])
+    sizes = [weight.numel() for weight in Transformer(MESH.model, 256, torch.float64, 0).parameters()]
+    step_bytes = 4 * len(sizes)  # AdamW counts steps in a float32 for each weight
+    # Weights, gradients and two moments, each sharded over four processes without padding.
+    assert reports[0]["runs"][0]["replicated_bytes"] == 4 * 8 * sum(sizes) // 4 + step_bytes
+    assert expected[0]["replicated_bytes"] == 4 * 8 * sum(sizes) + step_bytes
+    assert max(expected[4]["grad_norms"]) > 3 * CLIPPED["clip_norm"]  # gradients are clipped
+    for report in reports:
+        for result, reference in zip(report["runs"], expected, strict=True):
+            same(result, reference)
+        assert [result["first_step"] for result in report["runs"]] == [0, 3, 3, 3, 0, 0, 0, 0, 0, 0, 0, 0]
+        assert report["reductions"] == report["sharded_parts"]  # two micro-batches, one reduction of each part
+    resumed_alone = run(replace(MESH, resume=saved))
+    assert resumed_alone["first_step"] == 3
+    same(resumed_alone, expected[0])
