@@ -1,4 +1,4 @@
-"""The pictures of a schedule and of dilated branches: every box, arrow, number and row is the schedule's."""
+"""The pictures of a schedule and of dilated branches: boxes, arrows, numbers and rows are those of the schedule."""
 
 from __future__ import annotations
 
@@ -66,37 +66,37 @@ def passes(explanation: Explanation) -> list[Schedule]:
 
 
 def rows_of(table: str) -> list[list[str]]:
-    """The cells of each table of steps of a text, pass by pass: the step's number, then one cell a rank."""
+    """Return the rows of each table of steps in a text, one table per pass: the step's number and a cell per rank."""
     lines = table.splitlines()
     heads = [number for number, line in enumerate(lines) if line.startswith("step  ")]
     tables = []
     for head in heads:
-        starts = [0, *(found.end() for found in re.finditer(r"-  (?=-)", lines[head + 1]))]
+        starts = [0, *(gap.end() for gap in re.finditer(r"-  (?=-)", lines[head + 1]))]
         rows = list(takewhile(str.strip, lines[head + 2 :]))
         ends = [*starts[1:], None]
         tables.append([[row[start:end].strip() for start, end in zip(starts, ends, strict=True)] for row in rows])
     return tables
 
 
-def test_text_and_plans_number_steps_alike(explained: tuple[Explanation, Figure]) -> None:
-    """A step that an error or a recording names by its number is found in the table."""
+def test_the_table_has_the_step_numbers_of_the_plans(explained: tuple[Explanation, Figure]) -> None:
+    """So a step number in an error or in a recording can be looked up in the table."""
     explanation, _ = explained
     tables = rows_of(str(explanation))
     assert len(tables) == 2
     for schedule, rows, plans in zip(passes(explanation), tables, explanation.plans, strict=True):
         planned = {(step.number, plan.rank) for plan in plans for step in plan.steps}
-        # A rank that only receives in a step has the step in its plan, and an empty cell.
+        # A rank that only receives in a step has this step in its plan, but an empty cell.
         cells = {(int(row[0]), rank) for row in rows for rank, cell in enumerate(row[1:]) if cell != "-"}
         assert cells <= planned and {number for number, _ in planned} == {number for number, _ in cells}
-        # Numbers that are left out are named.
-        left_out = set(range(len(schedule.steps))) - {number for number, _ in planned}
-        words = idle_steps(schedule)
-        assert bool(words) == bool(left_out) and words.endswith(spans(left_out))
-        assert not words or f" ({words})\nstep  " in str(explanation)
+        # The line above the table names the steps without a row.
+        idle = set(range(len(schedule.steps))) - {number for number, _ in planned}
+        remark = idle_steps(schedule)
+        assert bool(remark) == bool(idle) and remark.endswith(spans(idle))
+        assert not remark or f" ({remark})\nstep  " in str(explanation)
 
 
-def test_rows_of_the_picture_count_up_and_lose_no_operation(explained: tuple[Explanation, Figure]) -> None:
-    """Idle steps have no row, and a step that only adds is drawn with the next one, or at the end."""
+def test_the_picture_numbers_its_rows_and_has_every_operation(explained: tuple[Explanation, Figure]) -> None:
+    """Idle steps have no row. A step that only merges is drawn in the row of the next step, or at the end."""
     explanation, figure = explained
     for ax, schedule in zip(figure.axes, passes(explanation), strict=True):
         rows = drawn_rows(schedule)
@@ -116,7 +116,7 @@ def test_rows_of_the_picture_count_up_and_lose_no_operation(explained: tuple[Exp
         assert boxes == {(y, rank) for y, ranks in enumerate(busy) for rank in ranks}
 
 
-def test_half_a_box_is_a_part_of_the_local_block() -> None:
+def test_a_box_of_half_a_local_block_is_labelled_as_a_part() -> None:
     figure = schedule_figure(explanation_of(ExplainConfig(ranks=4, tokens=256, schedule="ring", head_dim=8)))
     parts = [[text.get_text() for text in ax.texts if "part of" in text.get_text()] for ax in figure.axes]
     assert not parts[0]
@@ -126,7 +126,7 @@ def test_half_a_box_is_a_part_of_the_local_block() -> None:
     plt.close(figure)
 
 
-def test_boxes_are_not_empty(explained: tuple[Explanation, Figure]) -> None:
+def test_every_box_has_a_label(explained: tuple[Explanation, Figure]) -> None:
     explanation, figure = explained
     for ax, schedule in zip(figure.axes, passes(explanation), strict=True):
         busy = sum(len({item.rank for item in step.work} | {copy.src for copy in step.copies})
@@ -135,35 +135,34 @@ def test_boxes_are_not_empty(explained: tuple[Explanation, Figure]) -> None:
         assert all(text.get_text() for text in ax.texts)
 
 
-def test_arrows_have_the_color_of_what_they_carry_and_the_legend_tells_it(
-    explained: tuple[Explanation, Figure],
-) -> None:
+def test_the_legend_names_the_colors_of_the_arrows(explained: tuple[Explanation, Figure]) -> None:
     explanation, figure = explained
-    carried = set()
+    all_kinds = set()
     for ax, schedule in zip(figure.axes, passes(explanation), strict=True):
         kinds = [copy.block.kind for step in schedule.steps for copy in step.copies]
-        drawn = [to_hex(patch.get_edgecolor()) for patch in ax.patches if isinstance(patch, FancyArrowPatch)]
-        assert sorted(drawn) == sorted(TRAVELS[kind][0] for kind in kinds)
-        carried |= set(kinds)
+        colors = [to_hex(patch.get_edgecolor()) for patch in ax.patches if isinstance(patch, FancyArrowPatch)]
+        assert sorted(colors) == sorted(TRAVELS[kind][0] for kind in kinds)
+        all_kinds |= set(kinds)
     legend = figure.legends[0] if figure.legends else figure.axes[0].get_legend()
-    told = {text.get_text() for text in legend.get_texts()}
-    assert told - {one for one in told if one.startswith("box")} == {f"arrow: {TRAVELS[kind][1]}" for kind in carried}
+    entries = {text.get_text() for text in legend.get_texts()}
+    arrows = {entry for entry in entries if not entry.startswith("box")}
+    assert arrows == {f"arrow: {TRAVELS[kind][1]}" for kind in all_kinds}
 
 
-def test_no_label_is_wider_than_its_box(explained: tuple[Explanation, Figure]) -> None:
+def test_labels_fit_into_their_boxes(explained: tuple[Explanation, Figure]) -> None:
     _, figure = explained
     figure.canvas.draw()
     for ax in figure.axes:
         boxes = [patch.get_window_extent() for patch in ax.patches if isinstance(patch, FancyBboxPatch)]
         for text, box in zip(ax.texts, boxes, strict=True):
-            inside = text.get_window_extent()
-            assert box.x0 <= inside.x0 and inside.x1 <= box.x1, text.get_text()
-            assert box.y0 <= inside.y0 and inside.y1 <= box.y1, text.get_text()
+            label = text.get_window_extent()
+            assert box.x0 <= label.x0 and label.x1 <= box.x1, text.get_text()
+            assert box.y0 <= label.y0 and label.y1 <= box.y1, text.get_text()
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 9, 64])
-def test_labels_can_be_read_on_the_color_of_every_owner(ranks: int) -> None:
-    """Contrast by WCAG 2: 4.5 is its bound for text."""
+def test_labels_are_readable_on_the_color_of_every_owner(ranks: int) -> None:
+    """WCAG 2 requires a contrast of at least 4.5 for text."""
 
     def luminance(color: Any) -> float:
         parts = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(color)]
@@ -173,7 +172,7 @@ def test_labels_can_be_read_on_the_color_of_every_owner(ranks: int) -> None:
     assert min((luminance(charts._color(owner, ranks)) + 0.05) / (ink + 0.05) for owner in range(ranks)) > 4.5
 
 
-def test_labels_say_what_is_attended_and_what_is_merged(explained: tuple[Explanation, Figure]) -> None:
+def test_labels_name_the_attended_and_the_merged_blocks(explained: tuple[Explanation, Figure]) -> None:
     explanation, _ = explained
     for schedule in passes(explanation):
         for step in schedule.steps:
@@ -194,13 +193,13 @@ def test_labels_say_what_is_attended_and_what_is_merged(explained: tuple[Explana
 @pytest.mark.parametrize(
     ("numbers", "text"), [([0], "0"), ([0, 1], "0,1"), ([3, 1, 2, 0], "0–3"), ([0, 1, 2, 5], "0–2,5"), ([1, 3], "1,3")]
 )
-def test_numbers_in_short(numbers: list[int], text: str) -> None:
+def test_consecutive_numbers_are_printed_as_ranges(numbers: list[int], text: str) -> None:
     assert spans(numbers) == text
 
 
 @pytest.mark.parametrize("rates", [(1, 4, 8), (1, 12), (3, 20), (1, 7, 49), (1, 1000)])
-def test_stripes_of_one_rate_are_equally_wide(rates: tuple[int, ...]) -> None:
-    """Rows of a rate lie in bins that are equally far apart, or in all bins."""
+def test_rows_of_a_rate_have_equal_distances_in_the_picture(rates: tuple[int, ...]) -> None:
+    """The bins that contain rows of a rate are equally far apart, or are all bins."""
     layout = make_layout("contiguous", 9000, 2)
     mask = Dilated((500, 9000, 9000)[: len(rates)], rates).mask(9000, 9000, None, None, 1, 1)
     width = bin_width(Problem(layout, layout, mask, 1, 1, 1, 8, 8, "float32"))
@@ -216,7 +215,7 @@ def test_bins_are_drawn_with_whole_pixels(tmp_path: Path) -> None:
     image = matplotlib.image.imread(tmp_path / "rows.png")[:, :, :3]
     blue = (np.abs(image - to_rgb("#1f77b4")).max(2) < 0.02).astype(int)
     gaps = [np.diff(np.flatnonzero(np.diff(line) == 1)) for line in blue]
-    striped = [line for line in gaps if len(line) > 20]  # 300 rows of the first rank, every eighth
+    striped = [line for line in gaps if len(line) > 20]  # every eighth of the 300 rows of the first rank
     assert striped and all(len(set(line.tolist())) == 1 for line in striped)
 
 
@@ -228,47 +227,47 @@ BRANCHES = ((8, 30, 61), (1, 3, 4))
 
 
 @pytest.mark.parametrize("head", range(HEADS))
-@pytest.mark.parametrize("layout", ["contiguous", "striped"])
-def test_rows_are_those_of_the_definition(layout: str, head: int) -> None:
-    lay = make_layout(layout, TOKENS, RANKS)
+@pytest.mark.parametrize("layout_name", ["contiguous", "striped"])
+def test_drawn_rows_are_those_of_the_dense_reference(layout_name: str, head: int) -> None:
+    layout = make_layout(layout_name, TOKENS, RANKS)
     mask = Dilated(*BRANCHES).mask(TOKENS, TOKENS, None, None, HEADS, HEADS)
-    problem = Problem(lay, lay, mask, 1, HEADS, HEADS, 8, 8, "float32")
-    kept = coverage(TOKENS, HEADS, HEADS, *BRANCHES).numpy()[:, head]
+    problem = Problem(layout, layout, mask, 1, HEADS, HEADS, 8, 8, "float32")
+    kept_by_branch = coverage(TOKENS, HEADS, HEADS, *BRANCHES).numpy()[:, head]
     owner = np.empty(TOKENS, np.int64)
     for rank in range(RANKS):
-        owner[lay.positions(rank)] = rank
-    for width, keeps, branch in zip(BRANCHES[0], kept, branches_of(problem, head), strict=True):
-        meets = keeps[:, None] & keeps[None, :] & (np.arange(TOKENS)[:, None] // width == np.arange(TOKENS) // width)
+        owner[layout.positions(rank)] = rank
+    for width, kept, branch in zip(BRANCHES[0], kept_by_branch, branches_of(problem, head), strict=True):
+        segments = np.arange(TOKENS) // width
+        attends = kept[:, None] & kept[None, :] & (segments[:, None] == segments)
         for rank in range(RANKS):
             read, sent = rows_of_branch(problem, branch, rank)
-            assert np.array_equal(read, np.where(meets[owner == rank].any(0), owner + 1, 0))
-            assert np.array_equal(sent > 0, meets[owner != rank].any(0) & (owner == rank))
+            assert np.array_equal(read, np.where(attends[owner == rank].any(0), owner + 1, 0))
+            assert np.array_equal(sent > 0, attends[owner != rank].any(0) & (owner == rank))
 
 
-BRANCHED = ["ranks=4", "tokens=1024", "causal=false", "heads=4", "kv_heads=4", "segment_lengths=[128,512,1024]",
+DILATED = ["ranks=4", "tokens=1024", "causal=false", "heads=4", "kv_heads=4", "segment_lengths=[128,512,1024]",
          "dilation_rates=[1,4,8]"]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_the_command_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", *BRANCHED, f"rows_picture={tmp_path / 'rows.png'}"]) == 0
+def test_the_command_draws_the_rows_of_branches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *DILATED, f"rows_picture={tmp_path / 'rows.png'}"]) == 0
     image = matplotlib.image.imread(tmp_path / "rows.png")
     assert image.shape[0] > 500 and len(np.unique(image.reshape(-1, image.shape[2]), axis=0)) > 20
-    told = capsys.readouterr().out
-    # In all of K and V: 512 rows of r = 4 cross one of two borders, 3 * 64 of r = 8 reach three ranks; 4 heads of 128.
-    assert (
-        "forward sends 1.05MB in total; a full ring 6.29MB (6 times), an all-gather of the sparse rows 2.36MB" in told
-    )
+    # Rows of K and of V that are sent: 512 with r = 4 cross one of two borders, 3 * 64 with r = 8 reach three ranks.
+    # Each has 4 heads of 128.
+    line = "forward sends 1.05MB in total; a full ring 6.29MB (6 times), an all-gather of the sparse rows 2.36MB"
+    assert line in capsys.readouterr().out
 
 
-def test_without_dilation_there_is_nothing_to_draw(tmp_path: Path) -> None:
+def test_a_picture_of_rows_without_branches_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="give segment_lengths= and dilation_rates="):
         show.main(["tokens=64", f"rows_picture={tmp_path / 'rows.png'}"])
 
 
 @pytest.mark.slow
-def test_the_worked_example() -> None:
-    """2^20 tokens on 8 ranks: a full ring sends 299 times, LongNet's all-gather 4.08 times as much."""
+def test_traffic_of_one_million_tokens_on_8_ranks() -> None:
+    """A full ring sends 299 times the bytes of the chosen schedule, and LongNet's all-gather 4.08 times."""
     powers = [1 << i for i in range(10)]
     config = ExplainConfig(
         ranks=8, tokens=1 << 20, causal=False, heads=12, kv_heads=12, head_dim=64, backward=False,
