@@ -1,4 +1,4 @@
-"""Odd places, terminals and planted links: no command ends in a traceback, finds out late or writes elsewhere."""
+"""Outputs of commands: numbers beyond bounds, paths and disks that cannot be written, terminals, symbolic links."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ from tests.launch.sweep_records import folder, quiet, record, strong
 DIGITS = "9" * 400
 
 
-def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of a command that refuses its words, after that of what it began."""
-    assert main(words) == 2
-    told = capsys.readouterr()
-    begun = [f"ringattn {words[0]}: {STARTS[words[0]]}"] if words[0] in STARTS else []
-    *before, line = told.err.splitlines()
-    assert told.out == "" and before == begun
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that refuses its arguments. Return its error, a single line after that of its start."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    command = arguments[0]
+    start = [f"ringattn {command}: {STARTS[command]}"] if command in STARTS else []
+    *before, line = captured.err.splitlines()
+    assert captured.out == "" and before == start
     return line
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("command", "message"),
     [
         *((f"plan {key}={DIGITS}", f"{key}={DIGITS}: must be at most")
           for key in ("batch", "tokens", "ranks", "layers", "vocabulary", "chunked_loss_tokens")),
@@ -63,18 +64,18 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (f"train seed={MOST_SEED + 1}", f"seed={MOST_SEED + 1}: must be at most {MOST_SEED}"),
     ],
 )  # fmt: skip
-def test_numbers_beyond_bounds_are_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said in refused(words.split(), capsys)
+def test_numbers_beyond_bounds_are_refused(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refusal(command.split(), capsys)
 
 
-def test_the_greatest_seed_draws_batches() -> None:
+def test_the_largest_seed_can_draw_batches() -> None:
     assert load([f"seed={MOST_SEED}"], TrainConfig).seed == load([f"seed={MOST_SEED}"], RunConfig).seed == MOST_SEED
     text = load_documents().tokens
     drawn = [windows(text, step, 1, 64, MOST_SEED).tolist() for step in (0, 0, 2**31)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_a_window_longer_than_any_sequence_hides_nothing() -> None:
+def test_a_window_longer_than_any_sequence_masks_nothing() -> None:
     from ringattn.core.mask import make_mask
 
     assert make_mask(9, 9, causal=True, window=(int(DIGITS), 0)) == make_mask(9, 9, causal=True)
@@ -86,22 +87,22 @@ def test_a_window_longer_than_any_sequence_hides_nothing() -> None:
      ("explain", "rows_picture", "a.png"), ("timeline", "trace", "a.json"), ("timeline", "picture", "a.png"),
      ("calibrate", "out", "a.json")],
 )  # fmt: skip
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+def test_a_path_that_cannot_be_written_is_refused_before_the_work(
     command: str, key: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     (tmp_path / "is.png").mkdir()
     missing = tmp_path / "no" / name
-    assert f"{key}={missing}: its folder does not exist" in refused([command, f"{key}={missing}"], capsys)
-    assert f"{key}={tmp_path}/is.png: is a folder" in refused([command, f"{key}={tmp_path}/is.png"], capsys)
+    assert f"{key}={missing}: its folder does not exist" in refusal([command, f"{key}={missing}"], capsys)
+    assert f"{key}={tmp_path}/is.png: is a folder" in refusal([command, f"{key}={tmp_path}/is.png"], capsys)
     with monkeypatch.context() as patched:
-        patched.setattr("os.access", lambda *_: False)  # whoever runs the tests may write everywhere
-        assert "cannot be written" in refused([command, f"{key}={tmp_path / name}"], capsys)
+        patched.setattr("os.access", lambda *_: False)  # root may write everywhere
+        assert "cannot be written" in refusal([command, f"{key}={tmp_path / name}"], capsys)
     if "picture" in key:
         bad = tmp_path / "a.foo"
-        assert "a picture's name ends in one of .png, .svg, .pdf" in refused([command, f"{key}={bad}"], capsys)
+        assert "a picture's name ends in one of .png, .svg, .pdf" in refusal([command, f"{key}={bad}"], capsys)
 
 
-def test_a_disk_that_fills_meanwhile_is_one_line(
+def test_a_disk_that_fills_up_during_the_work_is_reported_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: Path, *_: Any, **__: Any) -> int:
@@ -121,7 +122,7 @@ def test_a_disk_that_fills_meanwhile_is_one_line(
     assert "c.json: cannot be written (No space left on device)" in capsys.readouterr().err
 
 
-def test_a_folder_is_locked_on_a_disk_that_takes_nothing(tmp_path: Path) -> None:
+def test_a_folder_can_be_locked_on_a_full_disk(tmp_path: Path) -> None:
     code = (
         "import resource, sys; from pathlib import Path; from ringattn.launch.folders import locked\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
@@ -131,9 +132,7 @@ def test_a_folder_is_locked_on_a_disk_that_takes_nothing(tmp_path: Path) -> None
     assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
 
 
-def test_an_unknown_error_while_the_disk_is_full_is_of_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_error_is_attributed_to_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = RuntimeError("unexpected pos 704 vs 598")  # what torch's writer raises
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     full = f"{tmp_path}/a could not be written: No space left on device; it needs about 2.0 MiB, and the disk at "
@@ -141,7 +140,7 @@ def test_an_unknown_error_while_the_disk_is_full_is_of_the_disk(
     assert "RuntimeError: unexpected pos 704 vs 598; it needs about 0.5 KiB" in str(not_written(tmp_path, error, 500))
 
 
-def test_pictures_of_the_demo_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_writes_its_summary_before_pictures_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -152,51 +151,53 @@ def test_pictures_of_the_demo_on_a_full_disk(tmp_path: Path, monkeypatch: pytest
     assert json.loads((tmp_path / "summary.json").read_text())["equal"] is True
 
 
-def test_bytes_that_are_no_text_and_lines_that_are_no_records(tmp_path: Path, capsys: Any) -> None:
+def test_lines_that_are_not_records_are_skipped_and_wrong_environments_refused(tmp_path: Path, capsys: Any) -> None:
     points = folder(tmp_path, [record(1, 4096), record(2, 4096)]) / "points.jsonl"
     points.write_bytes(b"\xff\xfe\x00 torn\n3\n[]\n{}\n" + b'{"hash": 3}\n' + points.read_bytes())
-    assert [one["world_size"] for one in read_points(tmp_path).values()] == [1, 2]
+    assert [record["world_size"] for record in read_points(tmp_path).values()] == [1, 2]
     assert main(["report", str(tmp_path)]) == 0
     assert "5 lines" in capsys.readouterr().out
-    for odd in ("3", "[]", '{"e1": 3}', '"\udcff"'):
-        (tmp_path / "environments.json").write_text(odd, encoding="utf-8", errors="surrogateescape")
-        assert "environments.json" in refused(["report", str(tmp_path)], capsys)
+    for content in ("3", "[]", '{"e1": 3}', '"\udcff"'):
+        (tmp_path / "environments.json").write_text(content, encoding="utf-8", errors="surrogateescape")
+        assert "environments.json" in refusal(["report", str(tmp_path)], capsys)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_without_unicode(encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = [folder(tmp_path / name, strong(), quiet) for name in ("a", "b")]
-    lines = [json.loads(line) for line in (sides[1] / "points.jsonl").read_text().splitlines()]
+def test_a_terminal_without_unicode_shows_escapes(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [folder(tmp_path / name, strong(), quiet) for name in ("a", "b")]
+    lines = [json.loads(line) for line in (folders[1] / "points.jsonl").read_text().splitlines()]
     lines[0] |= {"forward_ms": {**lines[0]["forward_ms"], "median": 1e6}, "message": "größer ★"}
-    (sides[1] / "points.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folders[1] / "points.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     expected = {"report": "★", "compare": "→", "plan": "★", "ä": "ä"}
-    for words in (["report", str(sides[1])], ["compare", *map(str, sides)], ["plan", "preset=★"], ["ä"]):
+    for arguments in (["report", str(folders[1])], ["compare", *map(str, folders)], ["plan", "preset=★"], ["ä"]):
         written = io.BytesIO()
         streams = [io.TextIOWrapper(written, encoding=encoding, write_through=True) for _ in range(2)]
         with monkeypatch.context() as patched:
             patched.setattr(sys, "stdout", streams[0])
             patched.setattr(sys, "stderr", streams[1])
-            main(words)
-        letter = expected[words[0]]
+            main(arguments)
+        letter = expected[arguments[0]]
         assert letter.encode(encoding, "backslashreplace") in written.getvalue()
 
 
-# --- planted links lead nowhere --------------------------------------------------------------------------------------
+# --- symbolic links are not followed ---------------------------------------------------------------------------------
 
 
-KEPT = "what the user keeps elsewhere"
+ORIGINAL = "a file of the user"
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     """A file outside the folder that commands write to."""
     path = tmp_path / "target"
-    path.write_text(KEPT)
+    path.write_text(ORIGINAL)
     return path
 
 
-def planted(target: Path, *names: str) -> Path:
-    """A folder with links of these names that lead to the target."""
+def folder_with_links(target: Path, *names: str) -> Path:
+    """Make a folder in which each of these names is a symbolic link to the target."""
     shared = target.parent / "shared"
     for name in names:
         (shared / name).parent.mkdir(parents=True, exist_ok=True)
@@ -211,10 +212,10 @@ WRITERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 
 @pytest.mark.parametrize(("name", "write"), WRITERS.values(), ids=WRITERS)
-def test_links_are_replaced_and_their_targets_stay(target: Path, name: str, write: Callable[[Path], Any]) -> None:
-    shared = planted(target, name, f"{name}.partial", str(Path(name).with_suffix(".partial")))
+def test_a_link_is_replaced_and_its_target_is_unchanged(target: Path, name: str, write: Callable[[Path], Any]) -> None:
+    shared = folder_with_links(target, name, f"{name}.partial", str(Path(name).with_suffix(".partial")))
     assert write(shared) != 2
-    assert target.read_text() == KEPT
+    assert target.read_text() == ORIGINAL
     assert not (shared / name).is_symlink() and (shared / name).stat().st_size
     assert not (shared / f"{name}.partial").is_symlink()
 
@@ -224,11 +225,11 @@ def test_reports_replace_links(target: Path, tmp_path: Path) -> None:
     for name in ("report.md", "report.html", "report.md.partial"):
         (shared / name).symlink_to(target)
     assert main(["report", str(shared)]) == 0
-    assert target.read_text() == KEPT and not (shared / "report.html").is_symlink()
+    assert target.read_text() == ORIGINAL and not (shared / "report.html").is_symlink()
 
 
-def test_files_that_are_kept_open_are_refused_behind_a_link(target: Path) -> None:
-    shared = planted(target, ".lock", "points.jsonl", "run.json")
+def test_locks_and_records_are_not_opened_through_a_link(target: Path) -> None:
+    shared = folder_with_links(target, ".lock", "points.jsonl", "run.json")
     with pytest.raises(InputError, match=r"out=.*: \.lock there is a symbolic link; remove it, or go away"):
         with locked(shared, "out", "sweep", "go away"):
             pass
@@ -236,23 +237,24 @@ def test_files_that_are_kept_open_are_refused_behind_a_link(target: Path) -> Non
         Folder(shared).append({"hash": "abc", "environment": None})
     with pytest.raises(FileExistsError):
         write_run(shared, {}, {})
-    assert target.read_text() == KEPT
+    assert target.read_text() == ORIGINAL
 
 
-def test_a_file_is_created_exclusively(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link that is planted after the last look is not followed either."""
-    shared = planted(target, "result.json.partial")
+def test_a_link_that_appears_before_the_file_is_created_is_not_followed(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = folder_with_links(target, "result.json.partial")
     monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: None)
     with pytest.raises(RingError, match=r"result\.json could not be written: File exists"):
         write_json(shared / "result.json", {})
-    assert target.read_text() == KEPT
+    assert target.read_text() == ORIGINAL
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_file(tmp_path / "file", "old")
     assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
 
-    def full(self: Path, other: Path) -> Path:
+    def full(self: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "rename", full)
@@ -267,17 +269,17 @@ def _umask() -> int:
     return mask
 
 
-def test_links_to_open_files_are_written_through(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As /dev/stdout, which root could replace; a folder of this test stands for /dev."""
+def test_links_to_open_files_are_followed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/stdout is such a link, and root could replace it. Here, a temporary folder takes the place of /dev."""
     assert all(is_stream(Path(path)) for path in ("/dev/stdout", "/dev/null", "/dev/fd/63"))
     assert not is_stream(Path("/dev/shm/file")) and not is_stream(Path("stdout"))
-    shared = planted(target, "stdout")
+    shared = folder_with_links(target, "stdout")
     monkeypatch.setattr(files, "STREAMS", (str(shared),))
     assert main(["plan", f"json={shared / 'stdout'}"]) == 0
     assert (shared / "stdout").is_symlink() and "model" in json.loads(target.read_text())
 
 
-def test_what_is_no_regular_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_is_not_a_regular_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert main(["plan", f"json={tmp_path / 'pipe'}"]) == 2
     assert "is no regular file; name one, or /dev/stdout" in capsys.readouterr().err
@@ -285,16 +287,16 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 SAFE = {
     "launch/ranks.py": "in a private folder with a random name",
-    "launch/processes.py": "there, too, and exclusively",
-    "launch/train/checkpoints.py": "exclusively",
-    "launch/report/page.py": "a picture into memory",
-    "ringattn/observe/files.py": "the one place",
-    "ringattn/observe/memory.py": "/proc",
+    "launch/processes.py": "in the same folder, and created exclusively",
+    "launch/train/checkpoints.py": "created exclusively",
+    "launch/report/page.py": "a picture in memory",
+    "ringattn/observe/files.py": "the function that all commands use",
+    "ringattn/observe/memory.py": "a file of /proc",
 }
+"""Modules that may open files for writing, and why that is safe."""
 
 
-def test_all_files_are_written_in_one_place() -> None:
-    """Nothing else in the commands opens a file to write."""
+def test_only_known_modules_open_files_for_writing() -> None:
     writers = set()
     for file in (*(ROOT / "launch").rglob("*.py"), *(ROOT / "ringattn" / "observe").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
