@@ -1,4 +1,4 @@
-"""How tests start a command as a person would, and look after its processes."""
+"""Helpers that start commands as a user does, and observe their processes."""
 
 from __future__ import annotations
 
@@ -18,81 +18,83 @@ from ringattn.planner.cluster import CLUSTERS
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 INSIDE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun sets."""
+"""Variables that torchrun sets."""
 
 
 def python(
-    *words: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout_s: float = 280.0
+    *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout_s: float = 280.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these words and return what it printed."""
-    return subprocess.run([sys.executable, *words], cwd=cwd, env=environment(env), capture_output=True, text=True,
+    """Run Python with these arguments. Return the process with its output."""
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment(env), capture_output=True, text=True,
                           timeout=timeout_s)  # fmt: skip
 
 
-def started(*words: str, cwd: Path = ROOT, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
-    """Start Python with these words; its output and errors are pipes."""
+def started(
+    *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, **options: Any
+) -> subprocess.Popen[str]:
+    """Start Python with these arguments, with pipes for its output and errors."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen([sys.executable, *words], cwd=cwd, env=environment(env), text=True, bufsize=1, **pipes)
+    return subprocess.Popen([sys.executable, *arguments], cwd=cwd, env=environment(env), text=True, bufsize=1, **pipes)
 
 
 def environment(more: dict[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without torchrun's variables, with the checkout on the path."""
+    """Return this process's environment without torchrun's variables, with the checkout on the path."""
     clean = {name: value for name, value in os.environ.items() if name not in INSIDE}
     return {**clean, "PYTHONPATH": str(ROOT), **(more or {})}
 
 
-def ringattn(*words: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user does and return what it printed."""
-    return python("-m", "ringattn", *words, cwd=cwd, env=env)
+def ringattn(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user does. Return the process with its output."""
+    return python("-m", "ringattn", *arguments, cwd=cwd, env=env)
 
 
-def wait_for_line(process: subprocess.Popen[str], begins: str) -> None:
-    """Read a process's output up to a line that begins so."""
+def wait_for_line(process: subprocess.Popen[str], prefix: str) -> None:
+    """Read the output of a process up to a line with this prefix."""
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith(begins):
+        if line.startswith(prefix):
             return
-    raise AssertionError(f"no line begins with {begins!r}")
+    raise AssertionError(f"no line begins with {prefix!r}")
 
 
 def below(command: int) -> list[int]:
-    """The process and all that it started, directly or not."""
+    """Return the process ids of a command and of all its descendants."""
     processes = [command]
     for process in processes:
         for children in Path(f"/proc/{process}/task").glob("*/children"):
             try:
                 processes += map(int, children.read_text(encoding="ascii").split())
             except OSError:
-                continue  # ended meanwhile
+                continue  # the process has ended
     return processes
 
 
 def process_of_rank(rank: int, command: int) -> int:
-    """The process of a rank that the command has started."""
+    """Return the process id of a rank that the command has started."""
     variables = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in below(command)[1:]}
-    return next(pid for pid, names in variables.items() if f"RANK={rank}".encode() in names)
+    return next(pid for pid, settings in variables.items() if f"RANK={rank}".encode() in settings)
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not yet waited for does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
 
 
-def soon(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Whether it holds within that time."""
-    ends = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > ends:
+def soon(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Wait until the condition is true. Return False if it is not within this time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
             return False
         time.sleep(0.05)
     return True
 
 
 def all_end(pids: list[int]) -> bool:
-    """Whether all processes end within moments: one that was killed still shows as running while it is torn down."""
+    """Return whether all processes end within seconds: a killed process still counts as running for a moment."""
     return soon(lambda: not any(map(runs, pids)), 5.0)
 
 
