@@ -1,6 +1,6 @@
-"""A run that stops and goes on is the run that never stopped; checkpoints that are damaged or a stranger's are refused.
+"""Checkpoints: a resumed run equals an uninterrupted one; damaged and malicious checkpoints are refused.
 
-One process, bit by bit; other numbers of processes are in `test_train_mesh.py`.
+The runs have one process and are compared bit by bit. `test_train_mesh.py` resumes on other numbers of processes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tests.launch.training import SMALL, names, run
 
 @pytest.fixture
 def saved(tmp_path: Path) -> TrainConfig:
-    """A run of three steps that has left its checkpoint; more steps would go on from it."""
+    """The configuration of a run of three steps that has saved a checkpoint at its end."""
     config = replace(SMALL, steps=3, checkpoint_every_steps=3, out=str(tmp_path / "run"))
     run(config)
     return config
@@ -62,25 +62,25 @@ def saved(tmp_path: Path) -> TrainConfig:
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, optimizer: str, dtype: str) -> None:
     config = replace(SMALL, optimizer=optimizer, dtype=dtype, out=str(tmp_path), checkpoint_every_steps=2)
     whole = run(replace(config, checkpoint_every_steps=None))
-    run(replace(config, steps=3))  # ends, and saves, between two checkpoints
+    run(replace(config, steps=3))  # saves at its end, between two regular checkpoints
     resumed = run(config)
     assert (resumed["first_step"], len(resumed["step_s"])) == (3, 3)
     assert (resumed["losses"], resumed["grad_norms"]) == (whole["losses"], whole["grad_norms"])
 
 
-def test_the_last_two_are_kept(tmp_path: Path) -> None:
+def test_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
     run(replace(SMALL, out=str(tmp_path), checkpoint_every_steps=2, steps=5))
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
     run(replace(SMALL, out=str(tmp_path), checkpoint_every_steps=1, steps=7))
     assert names(tmp_path) == ["step-00000006", "step-00000007"]
 
 
-def test_no_checkpoints_without_being_asked(tmp_path: Path) -> None:
+def test_no_checkpoint_is_saved_by_default(tmp_path: Path) -> None:
     run(replace(SMALL, out=str(tmp_path / "none")))
     assert not (tmp_path / "none").exists()
 
 
-def test_a_run_that_has_ended_ends_again(saved: TrainConfig) -> None:
+def test_a_finished_run_can_be_started_again_and_trains_no_step(saved: TrainConfig) -> None:
     again = run(saved)
     assert (again["first_step"], again["step_s"], again["tokens_per_s"]) == (3, [], 0.0)
     assert again["losses"] == run(replace(SMALL, steps=3))["losses"]
@@ -101,20 +101,19 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     for name in ("step-00000009", "step-00000010", "step-99999999.partial", "step-00000011", "step-x"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        if name != "step-00000011":  # no longer, or not yet, whole
+        if name != "step-00000011":  # a checkpoint without run.json is incomplete
             (tmp_path / "checkpoints" / name / "run.json").touch()
     assert latest(tmp_path) == tmp_path / "checkpoints" / "step-00000010"
 
 
-def test_a_run_that_saves_nothing_goes_on_too(saved: TrainConfig) -> None:
+def test_a_run_without_checkpoints_of_its_own_resumes_too(saved: TrainConfig) -> None:
     again = run(replace(saved, steps=5, checkpoint_every_steps=None))
     assert again["first_step"] == 3 and len(again["losses"]) == 5
     assert names(saved.out) == ["step-00000003"]
 
 
-def test_what_is_no_checkpoint_makes_way(tmp_path: Path) -> None:
+def test_remains_of_interrupted_saves_and_deletions_are_removed(tmp_path: Path) -> None:
     config = replace(SMALL, out=str(tmp_path), checkpoint_every_steps=2)
-    # As a save or a deletion that was stopped leaves them.
     for name in ("step-00000002.deleted", "step-00000004.partial", "step-00000077.partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "remains").touch()
@@ -124,7 +123,7 @@ def test_what_is_no_checkpoint_makes_way(tmp_path: Path) -> None:
     assert run(config)["first_step"] == 6
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- checkpoints of another run --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -148,7 +147,7 @@ def test_what_is_no_checkpoint_makes_way(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_another_run_is_refused_by_key(
+def test_the_checkpoint_of_another_run_is_refused_with_the_key_that_differs(
     saved: TrainConfig, change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -156,23 +155,23 @@ def test_another_run_is_refused_by_key(
         run(replace(saved, **{"steps": 6, **change}))
 
 
-def test_what_may_change_changes_nothing_that_was_learned(saved: TrainConfig) -> None:
+def test_options_that_may_change_keep_the_curve_so_far(saved: TrainConfig) -> None:
     again = run(replace(saved, steps=4, micro_batch=1, recompute="full", learning_rate=1e-4, clip_norm=5.0))
     assert again["first_step"] == 3 and again["losses"][:3] == run(replace(SMALL, steps=3))["losses"]
 
 
-def test_every_key_is_of_the_run_or_may_change() -> None:
-    known = {key for key, _, _ in leaves(TrainConfig())}
-    assert known > MAY_CHANGE
-    # Whoever adds a key decides: these are the model and the data.
-    assert {key for key in known - MAY_CHANGE if not key.startswith("model.")} == {
+def test_keys_of_the_model_and_the_data_may_not_change() -> None:
+    keys = {key for key, _, _ in leaves(TrainConfig())}
+    assert keys > MAY_CHANGE
+    # A new key belongs either here or to MAY_CHANGE.
+    assert {key for key in keys - MAY_CHANGE if not key.startswith("model.")} == {
         "attention", "segment_lengths", "dilation_rates", "batch", "dtype", "tokens", "optimizer",
         "prompt_tokens", "seed", "text", "weight_decay", "pack_documents", "separator", "curriculum_start_tokens",
         "curriculum_steps",
     }  # fmt: skip
 
 
-def test_the_text_is_known_by_what_it_says(tmp_path: Path) -> None:
+def test_the_text_is_identified_by_its_content(tmp_path: Path) -> None:
     text, config = tmp_path / "text", replace(SMALL, checkpoint_every_steps=3, out=str(tmp_path / "run"))
     text.write_bytes(bytes(range(256)) * 4)
     run(replace(config, steps=3, text=str(text)))
@@ -183,25 +182,25 @@ def test_the_text_is_known_by_what_it_says(tmp_path: Path) -> None:
         run(replace(config, text=str(moved)))
 
 
-@pytest.mark.parametrize("lacking", [[1], [0, 1]], ids=str)
-def test_a_checkpoint_that_a_machine_does_not_see_is_told_on_all(
-    tmp_path: Path, saved: TrainConfig, monkeypatch: pytest.MonkeyPatch, lacking: list[int]
+@pytest.mark.parametrize("missing", [[1], [0, 1]], ids=str)
+def test_all_ranks_refuse_a_checkpoint_that_some_machines_do_not_see(
+    tmp_path: Path, saved: TrainConfig, monkeypatch: pytest.MonkeyPatch, missing: list[int]
 ) -> None:
     monkeypatch.setattr(checkpoints, "join_process_group", lambda *_: None)  # these ranks are threads
-    begins_from = latest(Path(saved.out))
+    checkpoint = latest(Path(saved.out))
 
     def of_rank(ring: Ring) -> str:
-        seen = f"{begins_from}-of-another-machine" if ring.rank in lacking else str(begins_from)
-        config = replace(saved, out=str(tmp_path / "own"), resume=seen)
+        path = f"{checkpoint}-of-another-machine" if ring.rank in missing else str(checkpoint)
+        config = replace(saved, out=str(tmp_path / "own"), resume=path)
         with pytest.raises(InputError) as raised:
             Checkpoints(ring, config, load(config)).resume(*loop.make_model(ring, config))
-        return str(raised.value).removeprefix(f"resume={seen}: ")
+        return str(raised.value).removeprefix(f"resume={path}: ")
 
-    told = f"no complete checkpoint is there on ranks {lacking}; name a folder step-N that all machines see"
-    assert run_ranks(2, of_rank, timeout_s=20.0) == [told] * 2
+    message = f"no complete checkpoint is there on ranks {missing}; name a folder step-N that all machines see"
+    assert run_ranks(2, of_rank, timeout_s=20.0) == [message] * 2
 
 
-def test_the_documents_of_a_text_are_of_it(saved: TrainConfig) -> None:
+def test_the_same_tokens_cut_into_other_documents_are_another_text(saved: TrainConfig) -> None:
     def of_rank(ring: Ring) -> None:
         text = load(saved)
         Checkpoints(ring, saved, text).resume(*loop.make_model(ring, saved))
@@ -212,71 +211,74 @@ def test_the_documents_of_a_text_are_of_it(saved: TrainConfig) -> None:
     run_ranks(1, of_rank)
 
 
-def test_a_folder_that_one_machine_alone_sees_is_told(saved: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_refuse_a_folder_that_one_machine_does_not_see(
+    saved: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoints, "join_process_group", lambda *_: None)  # these ranks are threads
-    latest_here = latest
 
     def of_rank(ring: Ring) -> str:
         config = replace(saved, checkpoint_every_steps=None)
         if ring.rank == 1:
             config = replace(config, out=f"{saved.out}-of-another-machine")
-        found = checkpoints.checkpoints_of(ring, config, load(config))
-        assert found is not None and (latest_here(Path(config.out)) is None) == (ring.rank == 1)
+        store = checkpoints.checkpoints_of(ring, config, load(config))
+        assert store is not None and (latest(Path(config.out)) is None) == (ring.rank == 1)
         with pytest.raises(InputError) as raised:
-            found.resume(*loop.make_model(ring, config))
+            store.resume(*loop.make_model(ring, config))
         return str(raised.value)
 
-    assert all(told.endswith("all machines must share this folder") for told in run_ranks(2, of_rank))
+    assert all(message.endswith("all machines must share this folder") for message in run_ranks(2, of_rank))
 
 
 @pytest.mark.parametrize(("every", "key"), [(None, "resume=auto"), (3, "checkpoint_every_steps")])
-def test_threads_neither_keep_nor_pass_over_checkpoints(saved: TrainConfig, every: int | None, key: str) -> None:
+def test_threads_refuse_to_save_or_to_ignore_checkpoints(saved: TrainConfig, every: int | None, key: str) -> None:
     config = replace(saved, checkpoint_every_steps=every)
     with pytest.raises(InputError, match=rf"^{key}: the ranks are threads"):
         run_ranks(2, lambda ring: loop.train(ring, config))
 
 
-# --- restarts of torchrun --------------------------------------------------------------------------------------------
+# --- restarts by torchrun --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The environment of a process that torchrun has started, here by the parent of this one."""
+    """Set the environment as if torchrun were the parent of this process. The value can change it further."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     return monkeypatch
 
 
 @pytest.mark.parametrize("resume", ["never", "of another run"])
-def test_a_restart_of_torchrun_goes_on_with_its_own(
+def test_a_restart_by_torchrun_resumes_from_its_own_checkpoint(
     tmp_path: Path, saved: TrainConfig, job: pytest.MonkeyPatch, resume: str
 ) -> None:
-    begins_from = str(latest(Path(saved.out))) if resume != "never" else resume
-    config = replace(saved, out=str(tmp_path / "own"), resume=begins_from)
+    path = str(latest(Path(saved.out))) if resume != "never" else resume
+    config = replace(saved, out=str(tmp_path / "own"), resume=path)
     assert run(replace(config, steps=4, checkpoint_every_steps=4))["first_step"] == (0 if resume == "never" else 3)
     with pytest.raises(InputError, match=r"^resume=.*/own/checkpoints/step-00000004 is in the folder already"):
-        run(config)  # no restart
+        run(config)  # not a restart
     job.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert run(replace(config, steps=5))["first_step"] == 4
 
 
 @pytest.mark.parametrize("earlier", ["by hand", "by another torchrun"])
-def test_a_restart_of_torchrun_goes_on_with_no_others(tmp_path: Path, job: pytest.MonkeyPatch, earlier: str) -> None:
+def test_a_restart_by_torchrun_refuses_the_checkpoints_of_another_job(
+    tmp_path: Path, job: pytest.MonkeyPatch, earlier: str
+) -> None:
     config = replace(SMALL, out=str(tmp_path), checkpoint_every_steps=3, resume="never")
     with job.context() as before:
         before.setattr(checkpoints, "torchrun_job", lambda: None if earlier == "by hand" else "none of this boot 7 9")
         run(replace(config, steps=3))
-    # torchrun starts ranks again whatever they ended of, so also those that were refused.
+    # torchrun restarts ranks after any failure, also after a refusal.
     job.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(InputError, match=r"^resume=never: .*/step-00000003 is in the folder already"):
         run(config)
 
 
-def test_a_torchrun_is_known_by_its_process(job: pytest.MonkeyPatch) -> None:
-    mine = ranks.torchrun_job()
-    assert mine is not None and mine == ranks.torchrun_job()
+def test_a_torchrun_job_is_identified_by_its_process(job: pytest.MonkeyPatch) -> None:
+    first = ranks.torchrun_job()
+    assert first is not None and first == ranks.torchrun_job()
     job.setattr(ranks.os, "getppid", lambda: os.getpid())
-    assert ranks.torchrun_job() not in (None, mine)
+    assert ranks.torchrun_job() not in (None, first)
     job.delenv("TORCHELASTIC_RUN_ID")
     assert ranks.torchrun_job() is None
 
@@ -284,16 +286,16 @@ def test_a_torchrun_is_known_by_its_process(job: pytest.MonkeyPatch) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["model=tiny", "tokens=32", "transport=gloo", "checkpoint_every_steps=2", f"out={tmp_path}"]
-    assert train.main([*words, "steps=2"]) == 0
+def test_the_command_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["model=tiny", "tokens=32", "transport=gloo", "checkpoint_every_steps=2", f"out={tmp_path}"]
+    assert train.main([*arguments, "steps=2"]) == 0
     assert "in 2 steps\n" in capsys.readouterr().out
-    assert train.main([*words, "steps=5"]) == 0
+    assert train.main([*arguments, "steps=5"]) == 0
     printed = capsys.readouterr().out
     assert "in 5 steps, 2 of them before\n" in printed and "step 3/5" in printed and "step 2/5" not in printed
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["first_step"], len(result["losses"]), len(result["step_s"])) == (2, 5, 3)
-    assert train.main([*words, "steps=5", "model.layers=2"]) == 2
+    assert train.main([*arguments, "steps=5", "model.layers=2"]) == 2
     assert "ringattn train: model.layers=2: the checkpoint" in capsys.readouterr().err
 
 
@@ -303,10 +305,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc"), Path("/proc/nope")):
         for more in ([], ["checkpoint_every_steps=1"]):
-            words = ["model=tiny", "tokens=32", "transport=gloo", "steps=1", *more, f"out={folder}"]
-            assert train.main(words) == 2
-            shown = capsys.readouterr()
-            assert shown.err.startswith(f"ringattn train: out={folder}: ") and not shown.out, shown
+            assert train.main(["model=tiny", "tokens=32", "transport=gloo", "steps=1", *more, f"out={folder}"]) == 2
+            captured = capsys.readouterr()
+            assert captured.err.startswith(f"ringattn train: out={folder}: ") and not captured.out, captured
 
 
 # --- damaged checkpoints ---------------------------------------------------------------------------------------------
@@ -317,25 +318,25 @@ DESCRIBED = checkpoints.described
 
 @pytest.fixture
 def saved_twice(tmp_path: Path) -> TrainConfig:
-    """A run that has left checkpoints after its steps 2 and 4, and would go on to 6."""
+    """The configuration of a run of 6 steps that ended after step 4, with checkpoints of steps 2 and 4."""
     config = replace(SMALL, checkpoint_every_steps=2, out=str(tmp_path / "run"))
     run(replace(config, steps=4))
     return config
 
 
-def flipped(path: Path) -> None:
+def flip_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x10
     path.write_bytes(content)
 
 
-def truncated(path: Path) -> None:
+def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "flipped": (flipped, "is damaged"),
-    "truncated": (truncated, "is (truncated|damaged)"),
+    "flipped": (flip_bit, "is damaged"),
+    "truncated": (truncate, "is (truncated|damaged)"),
     "empty": (lambda path: os.truncate(path, 0), "is (truncated|damaged)"),
     "missing": (Path.unlink, "is missing"),
 }
@@ -343,35 +344,35 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("part", ["__0_0.distcp", ".metadata", "run.json"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_loaded(
     saved_twice: TrainConfig, capsys: pytest.CaptureFixture[str], part: str, fault: str
 ) -> None:
     whole = run(SMALL)
-    spoil, told = FAULTS[fault]
-    broken = Path(saved_twice.out) / "checkpoints" / "step-00000004"
-    spoil(broken / part)
+    damage, message = FAULTS[fault]
+    damaged = Path(saved_twice.out) / "checkpoints" / "step-00000004"
+    damage(damaged / part)
     resumed = run(saved_twice)
     assert resumed["first_step"] == 2
     assert (resumed["losses"], resumed["grad_norms"]) == (whole["losses"], whole["grad_norms"])
     (line,) = resumed["damaged_checkpoints"]
-    assert re.fullmatch(rf".*{broken / part} {told}.*; going on from .*/step-00000002", line)
+    assert re.fullmatch(rf".*{damaged / part} {message}.*; going on from .*/step-00000002", line)
     assert f"ringattn train: {line}\n" in capsys.readouterr().err
     assert names(saved_twice.out) == ["step-00000004", "step-00000006"]
     assert run(saved_twice)["damaged_checkpoints"] == []
 
 
-def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_next_good_one(saved_twice: TrainConfig) -> None:
+def test_resuming_from_a_damaged_path_is_refused_and_a_good_one_proposed(saved_twice: TrainConfig) -> None:
     folder = Path(saved_twice.out) / "checkpoints"
-    flipped(folder / "step-00000004" / "__0_0.distcp")
+    flip_bit(folder / "step-00000004" / "__0_0.distcp")
     config = replace(saved_twice, out=f"{saved_twice.out}-2", resume=str(folder / "step-00000004"))
     with pytest.raises(InputError, match=r"__0_0\.distcp is damaged.*the next older good one is .*/step-00000002$"):
         run(config)
     assert run(replace(config, resume=str(folder / "step-00000002")))["first_step"] == 2
 
 
-def test_a_run_does_not_begin_anew_where_all_are_damaged(saved_twice: TrainConfig) -> None:
+def test_a_run_does_not_start_from_scratch_if_all_checkpoints_are_damaged(saved_twice: TrainConfig) -> None:
     folder = Path(saved_twice.out) / "checkpoints"
-    truncated(folder / "step-00000002" / "__0_0.distcp")
+    truncate(folder / "step-00000002" / "__0_0.distcp")
     (folder / "step-00000004" / "run.json").unlink()
     with pytest.raises(
         InputError, match=r"^resume=auto: .*4/run.json is missing; .*2/__0_0.distcp is truncated .*no older"
@@ -380,23 +381,25 @@ def test_a_run_does_not_begin_anew_where_all_are_damaged(saved_twice: TrainConfi
     assert names(saved_twice.out) == ["step-00000002", "step-00000004"]
 
 
-def test_a_damaged_checkpoint_evicts_no_good_one(saved_twice: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Damaged while the run goes on: of two that are kept one would be worth nothing."""
+def test_a_save_keeps_two_good_checkpoints_besides_a_damaged_one(
+    saved_twice: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a checkpoint is damaged during the run, it does not count as one of the two that are kept."""
     save = checkpoints.Checkpoints.save
 
-    def damages(self: Any, model: Any, optimizer: Any, curve: Any) -> None:
-        flipped(self.folder / "step-00000004" / "__0_0.distcp")
+    def damage_and_save(self: Any, model: Any, optimizer: Any, curve: Any) -> None:
+        flip_bit(self.folder / "step-00000004" / "__0_0.distcp")
         save(self, model, optimizer, curve)
 
-    with monkeypatch.context() as broken:
-        broken.setattr(checkpoints.Checkpoints, "save", damages)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints.Checkpoints, "save", damage_and_save)
         run(saved_twice)
     assert names(saved_twice.out) == ["step-00000002", "step-00000004", "step-00000006"]
     run(replace(saved_twice, steps=8))
     assert names(saved_twice.out) == ["step-00000006", "step-00000008"]
 
 
-def test_the_curve_in_a_checkpoint_has_a_digest(saved_twice: TrainConfig) -> None:
+def test_a_changed_loss_in_a_checkpoint_is_detected(saved_twice: TrainConfig) -> None:
     path = Path(saved_twice.out) / "checkpoints" / "step-00000004" / "run.json"
     content = json.loads(path.read_text())
     content["losses"][0] += 1.0
@@ -404,13 +407,13 @@ def test_the_curve_in_a_checkpoint_has_a_digest(saved_twice: TrainConfig) -> Non
     assert "run.json is damaged (its digest differs)" in run(saved_twice)["damaged_checkpoints"][0]
 
 
-def test_a_checkpoint_that_does_not_load_is_an_error_of_the_run(
+def test_an_error_of_torch_while_loading_is_reported_with_the_checkpoint(
     saved_twice: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any, **__: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise CheckpointException("load", {0: (ValueError("planted"), None)})  # type: ignore[dict-item]
 
-    monkeypatch.setattr(checkpoints.dcp, "load", fails)
+    monkeypatch.setattr(checkpoints.dcp, "load", fail)
     with pytest.raises(RingError, match=r"step-00000004 could not be loaded: ValueError: planted"):
         run(saved_twice)
 
@@ -431,18 +434,18 @@ def full_in_torch(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "how"),
+    ("owner", "name", "failure"),
     [
         (checkpoints.dcp, "save", full_in_torch),
         (checkpoints, "write_run", full),
         (checkpoints, "described", full_while_saving),
     ],
 )
-def test_a_full_disk_is_told_and_leaves_the_old_checkpoints(
-    saved_twice: TrainConfig, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, how: Any
+def test_a_full_disk_is_reported_and_leaves_the_old_checkpoints(
+    saved_twice: TrainConfig, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, failure: Any
 ) -> None:
-    with monkeypatch.context() as filled:
-        filled.setattr(where, name, how)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, failure)
         with pytest.raises(
             RingError, match=r"/step-00000006 could not be written: No space left on device; it needs about"
         ) as raised:
@@ -453,7 +456,7 @@ def test_a_full_disk_is_told_and_leaves_the_old_checkpoints(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_failed_first_save_promises_no_earlier_checkpoints(
+def test_the_error_of_a_failed_first_save_names_no_earlier_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     folder = tmp_path / "checkpoints"
@@ -472,15 +475,15 @@ def test_a_failed_first_save_promises_no_earlier_checkpoints(
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_signal_in_a_save_is_not_a_full_disk(
+def test_a_signal_during_a_save_is_not_reported_as_a_full_disk(
     saved_twice: TrainConfig, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, error: type[BaseException]
 ) -> None:
-    def interrupted(*_: Any, **__: Any) -> Any:
+    def interrupt(*_: Any, **__: Any) -> Any:
         signal.raise_signal(number)
 
     handlers = {signal.SIGTERM: lambda *_: sys.exit(7), signal.SIGINT: signal.default_int_handler}
     before = signal.signal(number, handlers[number])  # a shell may have started the tests with SIGINT ignored
-    monkeypatch.setattr(FileSystemWriter, "write_data", interrupted)
+    monkeypatch.setattr(FileSystemWriter, "write_data", interrupt)
     try:
         with pytest.raises(error):
             loop.train_rank({"runs": [asdict(saved_twice)]})
@@ -495,11 +498,12 @@ def test_a_signal_in_a_save_is_not_a_full_disk(
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait for the lock of a folder."""
     monkeypatch.setattr(mesh, "DYING_S", 0.0)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("no_wait")
 def test_a_second_run_in_a_folder_is_refused(saved_twice: TrainConfig) -> None:
     before = names(saved_twice.out)
     with mesh.locked_folder(saved_twice.out):
@@ -510,51 +514,52 @@ def test_a_second_run_in_a_folder_is_refused(saved_twice: TrainConfig) -> None:
     assert run(saved_twice)["first_step"] == 4
 
 
-@pytest.mark.usefixtures("impatient")
-def test_the_command_is_refused_before_its_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("no_wait")
+def test_a_second_command_in_a_folder_is_refused_before_its_ranks_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with mesh.locked_folder(str(tmp_path)):
         assert train.main(["ranks=2", "tokens=64", f"out={tmp_path}"]) == 2
     assert "another run is writing there" in capsys.readouterr().err
 
 
-def test_a_run_waits_a_moment_for_one_that_dies(tmp_path: Path) -> None:
+def test_a_run_waits_for_the_lock_of_a_dying_process(tmp_path: Path) -> None:
     code = (
         "import fcntl, sys, time; lock = open(sys.argv[1], 'a'); "
         "fcntl.flock(lock, 2); print(flush=True); time.sleep(60)"
     )
-    words = [sys.executable, "-c", code, str(tmp_path / ".lock")]
-    holder = subprocess.Popen(words, stdout=subprocess.PIPE)
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / ".lock")], stdout=subprocess.PIPE)
     assert holder.stdout is not None
     holder.stdout.readline()
     with pytest.raises(InputError), locked(tmp_path, "out", "run", "", wait_s=0.0):
         pass
-    holder.send_signal(signal.SIGKILL)  # a lock ends with its process, however that ends
+    holder.send_signal(signal.SIGKILL)  # the kernel releases the lock
     with locked(tmp_path, "out", "run", "", wait_s=5.0) as lock:
         assert lock.lost() is None
     holder.wait()
 
 
-def test_a_folder_that_was_replaced_meanwhile_is_not_written_to(
+def test_a_folder_that_was_replaced_during_the_run_is_not_written_to(
     saved_twice: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = checkpoints.Checkpoints.save
 
-    def moved(self: Any, model: Any, optimizer: Any, curve: Any) -> None:
+    def replace_and_save(self: Any, model: Any, optimizer: Any, curve: Any) -> None:
         Path(saved_twice.out).rename(f"{saved_twice.out}-moved")
         Path(saved_twice.out).mkdir()
         save(self, model, optimizer, curve)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "save", moved)
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", replace_and_save)
     with pytest.raises(RingError, match=r"^out=.*/run: the folder was removed or replaced"):
         run(saved_twice)
     assert not list(Path(saved_twice.out).iterdir())
 
 
-# --- checkpoints of a stranger, into which something is planted; their digests are right -----------------------------
+# --- malicious checkpoints with correct digests ----------------------------------------------------------------------
 
 
-class Calls:
-    """Unpickled, it calls `function(argument)`."""
+class CallsOnLoad:
+    """An object whose unpickling calls `function(*arguments)`."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.call = function, arguments
@@ -565,29 +570,29 @@ class Calls:
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """A file that planted code makes."""
+    """A file that the code in a malicious checkpoint would create."""
     return tmp_path / "code has run"
 
 
-def strange_checkpoint(folder: Path) -> Path:
-    """The checkpoint of a run."""
+def make_checkpoint(folder: Path) -> Path:
+    """Train a run and return its checkpoint."""
     run(replace(SMALL, steps=3, checkpoint_every_steps=3, out=str(folder / "foreign")))
     path = latest(folder / "foreign")
     assert path is not None
     return path
 
 
-def sealed(path: Path) -> TrainConfig:
-    """A run that resumes from the checkpoint, after its digests were made those of its files."""
+def update_digests(path: Path) -> TrainConfig:
+    """Make the digests of a changed checkpoint correct. Return the configuration of a run that resumes from it."""
     content = read_run(path)
     del content["files"]
     (path / RUN).unlink()
     write_run(path, content, {file.name: described(file) for file in path.iterdir()})
-    return replace(SMALL, steps=5, checkpoint_every_steps=3, out=str(path.parents[2] / "mine"), resume=str(path))
+    return replace(SMALL, steps=5, checkpoint_every_steps=3, out=str(path.parents[2] / "own"), resume=str(path))
 
 
-def refused(path: Path, reason: str) -> None:
-    config = sealed(path)
+def check_refused(path: Path, reason: str) -> None:
+    config = update_digests(path)
     with pytest.raises(InputError) as raised:
         run(config)
     message = str(raised.value)
@@ -596,66 +601,66 @@ def refused(path: Path, reason: str) -> None:
 
 
 def test_a_good_checkpoint_is_loaded(tmp_path: Path) -> None:
-    assert run(sealed(strange_checkpoint(tmp_path)))["first_step"] == 3
+    assert run(update_digests(make_checkpoint(tmp_path)))["first_step"] == 3
 
 
 @pytest.mark.parametrize(
     "function", ["os.system", "builtins.exec", "builtins.getattr", "torch.load", "pathlib.Path.touch"]
 )
 def test_metadata_that_calls_a_function_is_refused(tmp_path: Path, marker: Path, function: str) -> None:
-    path = strange_checkpoint(tmp_path)
+    path = make_checkpoint(tmp_path)
     metadata = pickle.loads((path / ".metadata").read_bytes())
-    calls, name = {
-        "os.system": (Calls(os.system, f"touch '{marker}'"), "posix.system"),
-        "builtins.exec": (Calls(exec, f"open({str(marker)!r}, 'w')"), "builtins.exec"),
-        "builtins.getattr": (Calls(getattr, str, "upper"), "builtins.getattr"),
-        "torch.load": (Calls(torch.load, str(marker)), "torch.serialization.load"),
-        "pathlib.Path.touch": (Calls(Path.touch, marker), "pathlib.Path.touch"),
+    malicious, name = {
+        "os.system": (CallsOnLoad(os.system, f"touch '{marker}'"), "posix.system"),
+        "builtins.exec": (CallsOnLoad(exec, f"open({str(marker)!r}, 'w')"), "builtins.exec"),
+        "builtins.getattr": (CallsOnLoad(getattr, str, "upper"), "builtins.getattr"),
+        "torch.load": (CallsOnLoad(torch.load, str(marker)), "torch.serialization.load"),
+        "pathlib.Path.touch": (CallsOnLoad(Path.touch, marker), "pathlib.Path.touch"),
     }[function]
-    metadata.planner_data = [calls]
+    metadata.planner_data = [malicious]
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(path, f".metadata names {name}; it might run code")
+    check_refused(path, f".metadata names {name}; it might run code")
     assert not marker.exists()
 
 
-def test_a_whole_metadata_that_is_none_is_refused(tmp_path: Path) -> None:
-    path = strange_checkpoint(tmp_path)
+def test_metadata_of_another_type_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
     (path / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": {}}))
-    refused(path, ".metadata holds a dict; ")
+    check_refused(path, ".metadata holds a dict; ")
 
 
 @pytest.mark.parametrize(
     "target", ["torch.distributed.checkpoint.metadata Metadata", "torch.serialization _get_layout"]
 )
-def test_metadata_changes_no_class_or_function(tmp_path: Path, target: str) -> None:
-    path = strange_checkpoint(tmp_path)
-    # The name of the target, None as its first state, and {"planted": 1} to be set by setattr, BUILD.
+def test_metadata_that_sets_attributes_of_a_class_or_function_is_refused(tmp_path: Path, target: str) -> None:
+    path = make_checkpoint(tmp_path)
+    # Pickle's BUILD with the state (None, {"planted": 1}), which sets the attribute `planted` of the target to 1.
     code = f"c{target.replace(' ', chr(10))}\n".encode() + b"N}X\x07\x00\x00\x00plantedK\x01s\x86b."
     (path / ".metadata").write_bytes(code)
-    refused(path, ".metadata sets attributes of <")
+    check_refused(path, ".metadata sets attributes of <")
     assert not hasattr(Metadata, "planted") and not hasattr(torch.serialization._get_layout, "planted")
 
 
 def test_an_entry_that_calls_a_function_is_refused(
     tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = checkpoints._state
+    original = checkpoints._state
 
-    def planted(*given: Any) -> dict[str, Any]:
-        state = good(*given)
-        state["optimizer"]["param_groups"][0]["weight_decay"] = Calls(os.system, f"touch '{marker}'")
+    def malicious_state(*arguments: Any) -> dict[str, Any]:
+        state = original(*arguments)
+        state["optimizer"]["param_groups"][0]["weight_decay"] = CallsOnLoad(os.system, f"touch '{marker}'")
         return state
 
-    monkeypatch.setattr(checkpoints, "_state", planted)
+    monkeypatch.setattr(checkpoints, "_state", malicious_state)
     monkeypatch.setattr(checkpoints, "all_finite", lambda *_: True)
-    path = strange_checkpoint(tmp_path)
+    path = make_checkpoint(tmp_path)
     monkeypatch.undo()
-    refused(path, "its entry optimizer.param_groups.0.weight_decay holds posix.system; it might run code")
+    check_refused(path, "its entry optimizer.param_groups.0.weight_decay holds posix.system; it might run code")
     assert not marker.exists()
 
 
-def test_every_class_that_torch_writes_is_taken(tmp_path: Path) -> None:
-    """Tensors of every dtype, and entries of every kind that weights are made of."""
+def test_every_class_in_the_metadata_of_torch_is_accepted(tmp_path: Path) -> None:
+    """The metadata describes tensors of several dtypes and the values in the state of an optimizer."""
     state = {
         **{
             str(dtype): torch.zeros(2, dtype=dtype)
@@ -668,9 +673,10 @@ def test_every_class_that_torch_writes_is_taken(tmp_path: Path) -> None:
         metadata = MetadataUnpickler(file).load()
     assert isinstance(metadata, Metadata)
     with (tmp_path / "checkpoint" / ".metadata").open("rb") as file:
-        true = pickle.load(file)
-    assert metadata.state_dict_metadata == true.state_dict_metadata and metadata.storage_data == true.storage_data
-    assert {type(each) for each in metadata.state_dict_metadata.values()} <= set(INSTANCES)
+        expected = pickle.load(file)
+    assert metadata.state_dict_metadata == expected.state_dict_metadata
+    assert metadata.storage_data == expected.storage_data
+    assert {type(entry) for entry in metadata.state_dict_metadata.values()} <= set(INSTANCES)
 
 
 # --- random runs, each with one fault --------------------------------------------------------------------------------
