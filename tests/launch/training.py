@@ -1,4 +1,4 @@
-"""What the tests of training share: two small runs, how threads train them, and what their curves are compared by."""
+"""Helpers of the tests of training: two small configurations, training on threads, and the comparison of curves."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ringattn.transport.local import LocalWorld
 
 SMALL = TrainConfig(tokens=41, batch=2, steps=6, dtype="fp64", warmup_steps=4, model=ModelConfig(1, 16, 2, 1, 24))
 TINY = TrainConfig(tokens=61, batch=2, steps=4, dtype="fp64", warmup_steps=2, model=ModelConfig(2, 32, 4, 2, 48))
-"""61 is a prime number, so that the ranks of a ring have different counts."""
+"""61 is a prime number, so the ranks of a ring have different numbers of tokens."""
 
 
 def run(config: TrainConfig, ranks: int = 1) -> dict[str, Any]:
-    """Train on threads, `config.replicas` rings of `ranks`; return the result, whose curves all ranks must report."""
+    """Train on threads, with `config.replicas` rings of `ranks`. Return the result, which must be that of all ranks."""
     rings = [LocalWorld(ranks, 60.0) for _ in range(config.replicas)]
 
     def of_rank(everyone: Ring) -> dict[str, Any]:
@@ -37,18 +37,18 @@ def run(config: TrainConfig, ranks: int = 1) -> dict[str, Any]:
 
 
 def alone(config: TrainConfig) -> dict[str, Any]:
-    """Train the same in one process, from its first step."""
+    """Train the same run on one rank, from its first step."""
     return run(replace(config, ranks=1, replicas=1, micro_batch=None, sharding="none", checkpoint_every_steps=None,
                        resume="never", out=TrainConfig().out))  # fmt: skip
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Losses and norms before clipping agree to 1e-10 in float64, in other dtypes as far as these go."""
+def same(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Check that losses and gradient norms before clipping agree within the tolerance of the dtype."""
     rel = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}[expected["config"]["dtype"]]
     for key in ("losses", "grad_norms"):
-        assert found[key] == pytest.approx(expected[key], rel=rel)
+        assert result[key] == pytest.approx(expected[key], rel=rel)
 
 
 def names(folder: str | Path) -> list[str]:
-    """What is in the folder of checkpoints."""
+    """Return the names in the folder of checkpoints, sorted."""
     return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
