@@ -1,4 +1,4 @@
-"""Folders as a sweep leaves them, with records that follow a simple law and a seeded noise."""
+"""Folders like those of a sweep: the times of their records follow a simple formula with seeded noise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 SLOWER = {"ring": 1.0, "all_gather": 1.12, "direct": 1.05}
 HEADS, HEAD_DIM, FLOPS = 8, 64, 90e9
-"""Of one rank, FLOP/s: a core of a CPU."""
+"""`FLOPS` is the rate of one rank, a core of a CPU."""
 ENVIRONMENT = {"python": "3.11.7", "torch": "2.13.0", "hardware": "4 cores", "variables": {"OMP_NUM_THREADS": "1"}}
 
 
@@ -22,7 +22,7 @@ def record(
     ranks: int, tokens: int, schedule: str = "ring", layout: str = "zigzag", dtype: str = "float32", *,
     status: str = "ok", message: str | None = None, seed: int = 0, backward: bool = True,
 ) -> Record:  # fmt: skip
-    """One line of `points.jsonl`; exactly the same for the same arguments."""
+    """Return a record of `points.jsonl`, which depends only on the arguments."""
     config = {
         "ranks": ranks, "tokens": tokens, "layout": layout, "dtype": dtype, "batch": 1, "repeats": 10,
         "schedule": schedule, "transport": "gloo", "engine": "aten", "heads": HEADS, "kv_heads": 2,
@@ -53,12 +53,12 @@ def _results(ranks: int, tokens: int, schedule: str, layout: str, dtype: str, se
     ideal_ms = flops / FLOPS / ranks * 1e3 * lost
     forward_ms = ideal_ms * SLOWER[schedule] * noise.uniform(0.98, 1.06) + wait_ms
     times = {"forward": forward_ms, "backward": forward_ms * 2.4}
-    kept = times if backward else {"forward": forward_ms}
-    timed = {f"{name}_ms": _timed(ms, noise) for name, ms in kept.items()}
-    total_s, work = sum(kept.values()) / 1e3, 3.5 if backward else 1.0
-    both = {name: sum(one[name] for one in timed.values()) for name in ("median", "p10", "p90")}
+    passes = times if backward else {"forward": forward_ms}
+    timed = {f"{name}_ms": _timed(ms, noise) for name, ms in passes.items()}
+    total_s, work = sum(passes.values()) / 1e3, 3.5 if backward else 1.0
+    total = {name: sum(times[name] for times in timed.values()) for name in ("median", "p10", "p90")}
     return {
-        "backward_ms": None, **timed, "pass_ms": {**both, "samples": 10}, "arrivals_known": ranks == 1,
+        "backward_ms": None, **timed, "pass_ms": {**total, "samples": 10}, "arrivals_known": ranks == 1,
         "tokens_per_s": tokens / total_s, "tflops": flops * work / total_s / 1e12,
         "bytes_sent": [shard_bytes * 3 * (ranks - 1)] * ranks, "messages": [3 * (ranks - 1)] * ranks,
         "exposed_ms": {name: [wait_ms * (1 + 0.1 * rank) for rank in range(ranks)] for name in ("forward", "backward")},
@@ -80,7 +80,7 @@ def _timed(median_ms: float, noise: random.Random) -> Record:
 
 
 def quiet(line: Record) -> Record:
-    """The record of a machine without noise."""
+    """Return the record without noise between samples."""
     if line["status"] != "ok":
         return line
     total = line["forward_ms"]["median"] + line["backward_ms"]["median"]
@@ -88,7 +88,7 @@ def quiet(line: Record) -> Record:
 
 
 def strong() -> list[Record]:
-    """Three schedules on 1, 2, 4 and 8 ranks; one point ran out of memory, one took too long."""
+    """Return records of three schedules on 1, 2, 4 and 8 ranks. One ran out of memory, and one timed out."""
     records = [record(ranks, 16384, schedule) for schedule, ranks in product(SLOWER, (1, 2, 4, 8))]
     gone = "rank 0 failed first: OutOfMemoryError: no memory for <slots> of 1.25 GiB | choose schedule=ring"
     records[4] = record(1, 16384, "all_gather", status="oom", message=gone)
@@ -97,13 +97,13 @@ def strong() -> list[Record]:
 
 
 def weak() -> list[Record]:
-    """4,096 tokens of each of 1, 2, 4 and 8 ranks, two layouts."""
+    """Return records of two layouts on 1, 2, 4 and 8 ranks with 4,096 tokens each."""
     pairs = product(("zigzag", "contiguous"), (1, 2, 4, 8))
     return [record(ranks, 4096 * ranks, layout=layout) for layout, ranks in pairs]
 
 
 def grid() -> list[Record]:
-    """200 points: ten world sizes and lengths, schedules, layouts, dtypes."""
+    """Return 200 records with various world sizes, lengths, schedules, layouts and dtypes."""
     ranks, tokens = (1, 2, 4, 8, 16), (4096, 8192, 16384, 32768, 65536)
     options = [("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"), ("direct", "zigzag")]
     return [
@@ -113,7 +113,7 @@ def grid() -> list[Record]:
 
 
 def folder(path: Path, records: Iterable[Record], change: Callable[[Record], Record] = lambda line: line) -> Path:
-    """`path` with the records, each after `change`, as a sweep leaves it."""
+    """Write the records, each changed by `change`, into `path` like a sweep. Return `path`."""
     path.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(change(line)) for line in records]
     (path / "points.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The key `json` of the commands: with `json=-` the standard output is one JSON document, and text is elsewhere."""
+"""The option `json` of the commands: with `json=-`, standard output is one JSON document and text goes to stderr."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def test_standard_output_is_one_document(command: str, capsys: pytest.CaptureFix
     assert keys <= set(json.loads(captured.out)) and captured.err.strip()
 
 
-def test_a_file_gets_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_contains_the_same_document_as_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["explain", "ranks=3", "tokens=100"]
     assert main([*arguments, f"json={tmp_path / 'figures.json'}"]) == 0
     text = capsys.readouterr().out
@@ -39,21 +41,21 @@ def test_a_file_gets_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixt
     assert figures["by_rank"]["tokens"] == [33, 33, 34] and figures["ranks"] == 3
 
 
-def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_prints_a_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(folder(tmp_path, strong()))
     assert main(["compare", path, path, "json=-"]) == 0
     assert json.loads(capsys.readouterr().out)["counts"]["worse"] == 0
 
 
 @pytest.mark.parametrize(
-    "words", ["run ranks=2 tokens=64 repeats=1 warmup=1", "check transport=gloo ranks=2 combinations=pairs", "doctor"]
+    "command", ["run ranks=2 tokens=64 repeats=1 warmup=1", "check transport=gloo ranks=2 combinations=pairs", "doctor"]
 )
-def test_ranks_that_are_processes_print_nothing_else(words: str, tmp_path: Path) -> None:
-    done = ringattn(*words.split(), "json=-", cwd=tmp_path)
+def test_processes_of_ranks_print_nothing_else_to_standard_output(command: str, tmp_path: Path) -> None:
+    done = ringattn(*command.split(), "json=-", cwd=tmp_path)
     figures: dict[str, Any] = json.loads(done.stdout)
-    if words.startswith("run"):
+    if command.startswith("run"):
         assert figures["resolved"]["transport"] == "shm" and figures["forward_ms"]["samples"] == 1
-    assert done.returncode == 0 or words == "doctor"
+    assert done.returncode == 0 or command == "doctor"
 
 
 def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
