@@ -1,4 +1,4 @@
-"""Layers with projections: many ranks are one rank, keys leave first, torch's own layer, refusals on every rank."""
+"""Attention layers: results equal those of one rank and of torch's layer, keys are sent early, errors on all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.face import errors
 
 TOKENS, EMBED, HEADS = 23, 24, 4
 X = torch.randn(2, TOKENS, EMBED, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-SEED = torch.randn(2, TOKENS, EMBED, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+DOUT = torch.randn(2, TOKENS, EMBED, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -43,7 +43,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def layer(**options: Any) -> RingMultiheadAttention:
-    """A float64 layer, the same at each call, in which no parameter is 0 or 1."""
+    """Return a float64 layer with the same weights in every call. No parameter is 0 or 1."""
     module = RingMultiheadAttention(EMBED, HEADS, **options).double()
     generator = torch.Generator().manual_seed(5)
     for weight in module.parameters():
@@ -52,12 +52,12 @@ def layer(**options: Any) -> RingMultiheadAttention:
 
 
 def trained(ring: Ring, options: dict[str, Any], layout: str, tokens: int) -> dict[str, Tensor]:
-    """The whole output, the gradient of the whole input and, summed over the ranks, those of the parameters."""
+    """Return the output and the gradients of the input and of the parameters, gathered or summed over the ranks."""
     module = layer(**options)
     seq = ring.sequence(tokens, layout=layout)
     x = X[:, :tokens].clone().requires_grad_()
     out = module(seq.shard(x), seq)
-    out.backward(seq.shard(SEED[:, :tokens]))
+    out.backward(seq.shard(DOUT[:, :tokens]))
     grads = {name: weight.grad for name, weight in module.named_parameters()}
     assert x.grad is not None and all(grad is not None for grad in grads.values())
     ring.all_reduce([x.grad, *(grad for grad in grads.values() if grad is not None)])
@@ -69,8 +69,8 @@ def trained(ring: Ring, options: dict[str, Any], layout: str, tokens: int) -> di
     [(2, "contiguous", TOKENS), (3, "zigzag", TOKENS), (2, "striped", TOKENS), (2, "zigzag", 1), (4, "contiguous", 3)],
 )
 @pytest.mark.parametrize("name", LAYERS)
-def test_many_ranks_are_one(name: str, world_size: int, layout: str, tokens: int) -> None:
-    """Also where a rank has no token, or no key that another rank reads."""
+def test_results_do_not_depend_on_the_number_of_ranks(name: str, world_size: int, layout: str, tokens: int) -> None:
+    """This includes ranks without tokens, and ranks whose keys no other rank reads."""
     (reference,) = run_ranks(1, lambda ring: trained(ring, LAYERS[name], "contiguous", tokens))
     for actual in run_ranks(world_size, lambda ring: trained(ring, LAYERS[name], layout, tokens), poison=True):
         assert actual.keys() == reference.keys()
@@ -78,11 +78,11 @@ def test_many_ranks_are_one(name: str, world_size: int, layout: str, tokens: int
             torch.testing.assert_close(actual[key], value, rtol=1e-10, atol=1e-10)
 
 
-# --- projections while keys travel -----------------------------------------------------------------------------------
+# --- projections overlap with the transfer of keys -------------------------------------------------------------------
 
 
 def projected_before(module: RingMultiheadAttention, x: Tensor, seq: Any, rope: Rope) -> Tensor:
-    """The heads' outputs of a causal layer, projected first."""
+    """Return the outputs of the heads of a causal layer that projects everything before attention."""
     q, k, v = project_qkv(
         x, module.in_proj_weight, module.in_proj_bias, HEADS, module.num_kv_heads, module.head_dim,
         q_norm=module.q_norm, k_norm=module.k_norm, rope=rope, positions=seq.positions(), length=seq.length,
@@ -96,16 +96,18 @@ def projected_before(module: RingMultiheadAttention, x: Tensor, seq: Any, rope: 
     ("ranks", "layout", "tokens"),
     [(1, "contiguous", TOKENS), (2, "zigzag", TOKENS), (3, "striped", TOKENS), (2, "zigzag", 1), (4, "contiguous", 3)],
 )
-def test_as_if_projected_before(ranks: int, layout: str, tokens: int, schedule: str) -> None:
+def test_overlapped_projections_give_the_results_of_separate_ones(
+    ranks: int, layout: str, tokens: int, schedule: str
+) -> None:
     rope = Rope(xpos_scale=16.0)
 
     def body(ring: Ring) -> list[list[Tensor]]:
         module = layer(num_kv_heads=2, qk_norm=True, sinks=True, causal=True, rope="neox", schedule=schedule)
         module.rope = rope
         seq, results = ring.sequence(tokens, layout=layout), []
-        for on_the_way in (True, False, True):
+        for overlaps in (True, False, True):
             x = seq.shard(X[:, :tokens]).clone().requires_grad_()
-            out = module(x, seq) if on_the_way else module.out_proj(projected_before(module, x, seq, rope).flatten(2))
+            out = module(x, seq) if overlaps else module.out_proj(projected_before(module, x, seq, rope).flatten(2))
             results.append([out.detach(), *torch.autograd.grad(out.sum(), [x, *module.parameters()])])
         return results
 
@@ -118,39 +120,39 @@ def test_as_if_projected_before(ranks: int, layout: str, tokens: int, schedule: 
 @pytest.mark.parametrize(
     ("window", "wire", "straight"), [(None, None, True), ((5, 0), None, False), (None, "int8", False)], ids=str
 )
-def test_keys_leave_before_queries_are_made(
+def test_keys_are_sent_before_queries_are_projected(
     window: tuple[int, int] | None, wire: str | None, straight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And from where they were made, if all of them leave in one message as they are."""
+    """If a message contains all keys unchanged, they are not packed into a staging buffer first."""
     events: dict[int, list[str]] = defaultdict(list)
 
-    def noted(work: Any, event: Any) -> Any:
-        def wrapped(*facts: Any, **options: Any) -> Any:
-            events[threading.get_ident()].append(event(*facts) if callable(event) else event)
-            return work(*facts, **options)
+    def record(function: Any, event: Any) -> Any:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            events[threading.get_ident()].append(event(*arguments) if callable(event) else event)
+            return function(*arguments, **options)
 
         return wrapped
 
-    projected = noted(project, lambda x, weight, bias, heads, *_: "queries" if heads else "keys")
-    monkeypatch.setattr(base, "project", projected)
-    monkeypatch.setattr(executor_module, "pack", noted(executor_module.pack, "pack"))
+    recorded = record(project, lambda x, weight, bias, heads, *_: "queries" if heads else "keys")
+    monkeypatch.setattr(base, "project", recorded)
+    monkeypatch.setattr(executor_module, "pack", record(executor_module.pack, "pack"))
 
     def body(ring: Ring) -> list[str]:
         seq = ring.sequence(30, layout="contiguous")
-        ring.transport.exchange = noted(ring.transport.exchange, "leave")  # type: ignore[method-assign]
+        ring.transport.exchange = record(ring.transport.exchange, "send")  # type: ignore[method-assign]
         module = RingMultiheadAttention(16, 2, causal=True, window=window, schedule="ring")
         module(torch.ones(1, 10, 16), seq)
         return events[threading.get_ident()]
 
     for rank, order in enumerate(run_ranks(3, body, engine="plain", kv_wire_dtype=wire)):
-        begun = order[: order.index("queries") + 1]
-        sends = rank < 2  # with a causal mask nobody reads the last rank's keys
+        start = order[: order.index("queries") + 1]
+        sends = rank < 2  # with a causal mask, no other rank reads the keys of the last rank
         packs = ["pack"] if sends and not straight else []
-        assert begun == ["keys", *packs, *(["leave"] if rank or sends else []), "queries"], order
+        assert start == ["keys", *packs, *(["send"] if rank or sends else []), "queries"], order
 
 
-def test_keys_that_cannot_be_made_end_the_ring_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank's projection fails after the ranks have compared their calls: no rank waits."""
+def test_a_failed_projection_of_keys_closes_the_ring_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails on one rank after the ranks have compared their calls, and no other rank may hang."""
 
     def broken(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
         if not x.any():
@@ -182,13 +184,13 @@ def test_weights_that_do_not_fit_are_refused_on_all_ranks(weight: str, message: 
             setattr(module, weight, nn.Parameter(getattr(module, weight)[1:].detach()))
         with pytest.raises(InputError) as caught:
             module(seq.shard(X), seq)
-        ring.barrier()  # it lives on
+        ring.barrier()  # the ring is still usable
         return str(caught.value)
 
     assert all("rank 1" in error and message in error for error in run_ranks(3, body, engine="plain"))
 
 
-def test_autocast_leaves_float64_as_torchs_layers_do() -> None:
+def test_autocast_does_not_change_float64_layers() -> None:
     module = layer(**LAYERS["llm"])
 
     def autocast(ring: Ring, enabled: bool) -> Tensor:
@@ -216,27 +218,27 @@ MASKS: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor | None]] = {
         torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1) & (torch.arange(TOKENS) >= 6),
     ),
 }  # fmt: skip
-"""Options of the layer, of its call, and the same as torch's attn_mask."""
+"""Options of the layer, options of its call, and the attn_mask with which torch's layer computes the same."""
 
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("bias", [{}, {"bias": False}])
-def test_torchs_own_layer(name: str, bias: dict[str, Any]) -> None:
-    """The same defaults: its state loads; output and every gradient, over two ranks."""
+def test_two_ranks_compute_the_same_as_torchs_layer(name: str, bias: dict[str, Any]) -> None:
+    """The state of torch's layer loads, and the output and all gradients agree."""
     options, called, attn_mask = MASKS[name]
     torch_layer = nn.MultiheadAttention(EMBED, HEADS, batch_first=True, dtype=torch.float64, **bias)
     for weight in torch_layer.parameters():
         nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(weight.numel()))
     x = X.clone().requires_grad_()
     true = torch_layer(x, x, x, attn_mask=attn_mask, need_weights=False)[0]
-    true.backward(SEED)
+    true.backward(DOUT)
 
     def body(ring: Ring) -> dict[str, Tensor]:
         module = RingMultiheadAttention(EMBED, HEADS, batch_first=True, dtype=torch.float64, **bias, **options)
         module.load_state_dict(torch_layer.state_dict())
         seq, x = ring.sequence(TOKENS), X.clone().requires_grad_()
         out = module(seq.shard(x), seq, **called)
-        out.backward(seq.shard(SEED))
+        out.backward(seq.shard(DOUT))
         grads = {key: weight.grad for key, weight in module.named_parameters()} | {"x": x.grad}
         ring.all_reduce([grad for grad in grads.values() if grad is not None])
         return {"out": seq.gather(out.detach()), **{key: grad for key, grad in grads.items() if grad is not None}}
@@ -279,7 +281,7 @@ def test_options_of_torchs_layer_are_refused_by_name(options: dict[str, Any], me
         ({"is_causal": "no"}, "causal must be True or False"),
     ],
 )
-def test_what_a_call_of_torchs_layer_takes_is_refused_on_all(called: dict[str, Any], message: str) -> None:
+def test_call_options_of_torchs_layer_are_refused_on_all_ranks(called: dict[str, Any], message: str) -> None:
     def body(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)
         layer()(seq.shard(X), seq, **called if ring.rank else {"average_attn_weights": False})
@@ -290,7 +292,7 @@ def test_what_a_call_of_torchs_layer_takes_is_refused_on_all(called: dict[str, A
         layer()(X, X)
 
 
-def test_state_is_plain_and_new_layers_are_drawn_well() -> None:
+def test_parameters_have_the_expected_names_shapes_and_initial_values() -> None:
     module = RingMultiheadAttention(EMBED, HEADS, 2, bias=True, qk_norm=True, sinks=True)
     shapes = {name: tuple(weight.shape) for name, weight in module.state_dict().items()}
     assert shapes == {
@@ -301,11 +303,11 @@ def test_state_is_plain_and_new_layers_are_drawn_well() -> None:
     assert all(module.get_parameter(name).unique().tolist() == [1.0] for name in ("q_norm", "k_norm"))
     assert not any(module.get_parameter(name).any() for name in ("in_proj_bias", "out_proj.bias", "attention.sinks"))
     assert set(RingMultiheadAttention(EMBED, HEADS, bias=False).state_dict()) == {"in_proj_weight", "out_proj.weight"}
-    placed = RingMultiheadAttention(EMBED, HEADS, sinks=True, qk_norm=True, device="meta", dtype=torch.bfloat16)
-    assert {(weight.device.type, weight.dtype) for weight in placed.parameters()} == {("meta", torch.bfloat16)}
+    on_meta = RingMultiheadAttention(EMBED, HEADS, sinks=True, qk_norm=True, device="meta", dtype=torch.bfloat16)
+    assert {(weight.device.type, weight.dtype) for weight in on_meta.parameters()} == {("meta", torch.bfloat16)}
 
 
-def test_attention_alone_keeps_its_options() -> None:
+def test_ring_attention_passes_its_options_to_every_call() -> None:
     q, k, v = X.unflatten(-1, (3, 8)).unsqueeze(0).expand(3, -1, -1, -1, -1).contiguous()
     attend = RingAttention(causal=True, window=(4, 0), scale=0.7, schedule="all_gather")
 
@@ -320,7 +322,7 @@ def test_attention_alone_keeps_its_options() -> None:
 
 
 @pytest.mark.parametrize("spoil", [lambda x: x[:, 1:], lambda x: x[..., 1:], lambda x: x[0], lambda x: x[None]])
-def test_a_wrong_input_of_one_rank_is_refused_on_all(spoil: Any) -> None:
+def test_a_wrong_input_of_one_rank_is_refused_on_all_ranks(spoil: Any) -> None:
     def body(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)
         x = seq.shard(X)
@@ -341,12 +343,12 @@ def test_a_wrong_input_of_one_rank_is_refused_on_all(spoil: Any) -> None:
         ({"chunk": 8}, "chunk=8 is now a mask"),
     ],
 )
-def test_a_layer_refuses_wrong_options_when_it_is_made(options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_refused_when_the_layer_is_constructed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         layer(**options)
 
 
-def test_options_that_belong_elsewhere() -> None:
+def test_options_of_the_functional_interface_are_refused_with_their_replacement() -> None:
     with pytest.raises(InputError, match="sinks: they are a parameter of this layer; pass sink_heads"):
         RingAttention(sinks=torch.ones(2))  # type: ignore[call-arg]
     with pytest.raises(InputError, match="dropout_seed: every call needs a different seed"):
@@ -357,8 +359,8 @@ def test_options_that_belong_elsewhere() -> None:
         RingDilatedAttention([4], [1], dropout_p=0.1)
 
 
-def test_a_seed_or_sinks_of_one_rank_are_refused_on_all() -> None:
-    def seeded(ring: Ring) -> None:
+def test_a_wrong_seed_or_sinks_of_one_rank_are_refused_on_all_ranks() -> None:
+    def with_seed(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)
         layer(dropout=0.1)(seq.shard(X), seq, dropout_seed="1" if ring.rank == 1 else 1)  # type: ignore[arg-type]
 
@@ -368,12 +370,12 @@ def test_a_seed_or_sinks_of_one_rank_are_refused_on_all() -> None:
             module.attention.sinks = nn.Parameter(torch.zeros(HEADS, dtype=torch.int64), requires_grad=False)
         module(seq.shard(X), seq)
 
-    for body, message in ((seeded, "dropout_seed must be a whole number"), (with_sinks, "sinks are torch.int64")):
+    for body, message in ((with_seed, "dropout_seed must be a whole number"), (with_sinks, "sinks are torch.int64")):
         assert all(isinstance(error, InputError) and message in str(error) for error in errors(body))
 
 
-def test_dropout_in_training_mode_with_the_seed_of_the_call() -> None:
-    # Made once: ranks are threads here, and draw from one generator.
+def test_dropout_is_applied_in_training_mode_with_the_seed_of_the_call() -> None:
+    # Create the layer once: the ranks are threads, which would draw different weights from the shared generator.
     module = layer(dropout=0.4, causal=True)
 
     def body(ring: Ring) -> list[Tensor]:
@@ -407,13 +409,13 @@ def test_dropout_in_training_mode_with_the_seed_of_the_call() -> None:
         ({"rope": "neox", "head_dim": 5}, "even head_dim, got 5"),
     ],
 )
-def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+def test_incompatible_sizes_and_rope_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         RingMultiheadAttention(**{"embed_dim": EMBED, "num_heads": HEADS, **options})
 
 
 @pytest.mark.parametrize("name", ["attention", "dilated", "multihead", "multihead dilated"])
-def test_what_is_no_sequence_is_refused_by_the_name_of_its_argument(name: str) -> None:
+def test_the_error_of_a_missing_sequence_names_the_argument(name: str) -> None:
     q, x = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 16)
     layers = {
         "attention": (RingAttention(), (q, q, q)),
@@ -426,7 +428,7 @@ def test_what_is_no_sequence_is_refused_by_the_name_of_its_argument(name: str) -
         layer(*tensors, None)
 
 
-def test_memory_info() -> None:
+def test_memory_info_counts_the_layer_and_the_ring() -> None:
     module = RingMultiheadAttention(EMBED, HEADS, 2, bias=False, qk_norm=True).bfloat16()
     layer_bytes = {"parameter_bytes": 2 * (48 * EMBED + EMBED * EMBED + 12), "kv_bytes_per_token": 2 * 2 * 6 * 2}
     assert module.get_memory_info() == layer_bytes
@@ -445,8 +447,8 @@ def test_memory_info() -> None:
 @pytest.mark.parametrize(
     "options", [None, {}, {"grad": "detached", "offset": "block"}], ids=["plain", "dilated", "detached"]
 )
-def test_an_empty_batch_between_others(options: dict[str, Any] | None) -> None:
-    """It gives empty results and no gradients, and begins nothing that the next call would find under way."""
+def test_an_empty_batch_has_zero_gradients_and_does_not_affect_the_next_call(options: dict[str, Any] | None) -> None:
+    """It must not start a transfer that the next call would find unfinished."""
 
     def body(ring: Ring) -> list[Tensor]:
         if options is None:

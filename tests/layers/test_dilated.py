@@ -38,7 +38,7 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-X, SEED = random(2, TOKENS, EMBED, seed=1), random(2, TOKENS, EMBED, seed=2)
+X, DOUT = random(2, TOKENS, EMBED, seed=1), random(2, TOKENS, EMBED, seed=2)
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -153,7 +153,7 @@ def test_the_layer_over_ranks_is_the_layer_alone(name: str, world_size: int, lay
     alone = single(**LAYERS[name])
     (x,) = leaves(X)
     out = alone(x)
-    out.backward(SEED)
+    out.backward(DOUT)
     assert x.grad is not None
 
     def body(ring: Ring) -> dict[str, Tensor]:
@@ -162,7 +162,7 @@ def test_the_layer_over_ranks_is_the_layer_alone(name: str, world_size: int, lay
         seq = ring.sequence(TOKENS, layout=layout)
         (x,) = leaves(X)
         attended = layer(seq.shard(x), seq)
-        attended.backward(seq.shard(SEED))
+        attended.backward(seq.shard(DOUT))
         grads = {key: weight.grad for key, weight in layer.named_parameters()} | {"x": x.grad}
         actual = {key: grad for key, grad in grads.items() if grad is not None}
         ring.all_reduce(list(actual.values()))
