@@ -1,4 +1,4 @@
-"""Readings, levels and actions, in one process, and in threads and processes of a ring."""
+"""The memory monitor: its readings, levels and actions, in one process and over a ring."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def alone(**options: Any) -> MemoryMonitor:
     ("aggressive", (0.92, 0.94, 0.96, 0.98)), ("balanced", (0.90, 0.92, 0.95, 0.97)),
     ("conservative", (0.85, 0.88, 0.92, 0.95)),
 ])  # fmt: skip
-def test_profiles_and_their_levels(name: str, bounds: tuple[float, ...]) -> None:
+def test_a_profile_has_a_level_from_each_of_its_bounds(name: str, bounds: tuple[float, ...]) -> None:
     profile = PROFILES[name]
     assert tuple(profile) == bounds
     for number, bound in enumerate(bounds[1:]):
@@ -51,10 +51,10 @@ def test_profiles_and_their_levels(name: str, bounds: tuple[float, ...]) -> None
     assert profile.level(1.0) is Level.EMERGENCY
 
 
-def test_a_reading_counts_tensors_once_and_the_pool_apart() -> None:
+def test_a_reading_counts_views_once_and_the_pool_separately() -> None:
     monitor = alone()
     before = monitor.read()
-    storage = torch.ones(64 * MIB, dtype=torch.uint8)  # too large for malloc to take from freed pages
+    storage = torch.ones(64 * MIB, dtype=torch.uint8)  # too large for malloc to reuse freed pages
     views = [storage[:MIB], storage.view(2, -1)]
     monitor._pool.reserve(4 * MIB)
     after = monitor.read()
@@ -68,14 +68,17 @@ def test_a_reading_counts_tensors_once_and_the_pool_apart() -> None:
     assert monitor.read().allocated_bytes <= before.allocated_bytes + 256
 
 
-def test_fragmentation_is_what_no_tensor_has() -> None:
+def test_fragmentation_is_the_share_of_reserved_bytes_without_tensors() -> None:
     assert ONE.fragmentation == pytest.approx(0.1) and "10.0% of it gaps" in str(ONE)
     assert replace(ONE, reserved_bytes=0).fragmentation is None
     segments = [{"address": 1000, "total_size": 24}, {"address": 4096, "total_size": 512}]
-    assert [at for at in (999, 1000, 1023, 1024, 4096, 4607, 4608) if lies_in(at, segments)] == [1000, 1023, 4096, 4607]
+    addresses = (999, 1000, 1023, 1024, 4096, 4607, 4608)
+    assert [address for address in addresses if lies_in(address, segments)] == [1000, 1023, 4096, 4607]
 
 
-def test_cuda_figures_come_from_torch_and_count_the_pool_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_reading_counts_the_pool_once_inside_and_outside_torchs_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monitor = alone()
     monitor._device = torch.device("cuda")
     monitor._pool.reserve(300)
@@ -94,7 +97,9 @@ def test_cuda_figures_come_from_torch_and_count_the_pool_once(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("allowed", "capacity"), [("max\n", 64 * 1024), ("4096\n", 4096), (None, 64 * 1024)])
-def test_capacity_of_a_cpu(tmp_path: Path, monkeypatch: Any, allowed: str | None, capacity: int) -> None:
+def test_the_capacity_of_a_cpu_is_limited_by_its_cgroup(
+    tmp_path: Path, monkeypatch: Any, allowed: str | None, capacity: int
+) -> None:
     (tmp_path / "meminfo").write_text("MemFree:  1 kB\nMemTotal:       64 kB\n")
     if allowed is not None:
         (tmp_path / "max").write_text(allowed)
@@ -105,7 +110,7 @@ def test_capacity_of_a_cpu(tmp_path: Path, monkeypatch: Any, allowed: str | None
         memory.status_bytes("Swap", tmp_path / "meminfo")
 
 
-def test_unknown_profile() -> None:
+def test_an_unknown_profile_is_refused_and_a_custom_one_accepted() -> None:
     with pytest.raises(InputError, match="aggressive, balanced, conservative"):
         alone(profile="brave")
     assert alone(profile=Profile(0.1, 0.2, 0.3, 0.4)).profile.critical == 0.3
@@ -129,7 +134,7 @@ def test_unknown_profile() -> None:
         ({"actions": {Level.CRITICAL: [log, None]}}, r"actions\[<Level.CRITICAL: 2>\] has None, which is not"),
     ],
 )  # fmt: skip
-def test_options_that_make_no_sense_are_refused_at_the_call(options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match="rank 3: .*" + message):
         alone(rank=3, **options)
 
@@ -141,7 +146,9 @@ def test_options_that_make_no_sense_are_refused_at_the_call(options: dict[str, A
     (0.5, Level.NORMAL, []), (0.93, Level.WARNING, ["w"]), (0.955, Level.CRITICAL, ["w", "c"]),
     (0.99, Level.EMERGENCY, ["w", "c", "e"]),
 ])  # fmt: skip
-def test_actions_of_every_level_reached(used: float, level: Level, taken: list[str], monkeypatch: Any) -> None:
+def test_the_actions_of_all_levels_up_to_the_current_one_run(
+    used: float, level: Level, taken: list[str], monkeypatch: Any
+) -> None:
     done: list[str] = []
     actions = {
         Level.EMERGENCY: [lambda *_: done.append("e")], Level.WARNING: [lambda *_: done.append("w")],
@@ -152,7 +159,7 @@ def test_actions_of_every_level_reached(used: float, level: Level, taken: list[s
     assert monitor.check() is level and done == taken
 
 
-def test_what_the_actions_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_warns_and_stop_raises(caplog: pytest.LogCaptureFixture) -> None:
     readings = [replace(ONE, device="cpu", used_bytes=1), replace(ONE, rank=1, device="cpu")]
     with caplog.at_level(logging.WARNING, logger="ringattn"):
         log(Level.WARNING, readings)
@@ -164,18 +171,18 @@ def test_what_the_actions_do(caplog: pytest.LogCaptureFixture) -> None:
 # --- over a ring -----------------------------------------------------------------------------------------------------
 
 
-def test_every_rank_sees_the_fullest_and_raises() -> None:
+def test_all_ranks_raise_for_the_fullest_rank() -> None:
     def body(ring: Ring) -> tuple[list[Reading], list[Reading]]:
         seq = ring.sequence(TOKENS)
         ring.attention(*(seq.shard(X) for _ in range(3)), seq)
-        calm = ring.memory_monitor()
-        report = calm.report()
-        assert calm.check() is Level.NORMAL
+        monitor = ring.memory_monitor()
+        report = monitor.report()
+        assert monitor.check() is Level.NORMAL
         full = ring.memory_monitor(actions={Level.EMERGENCY: [stop]}, capacity_bytes=1 if ring.rank == 2 else None)
         with pytest.raises(OutOfMemoryError, match="rank 2"):
             full.check()
         ring.barrier()  # all ranks raised, so the ring is still usable
-        return report, calm.report()
+        return report, monitor.report()
 
     for first, again in run_ranks(RANKS, body):
         assert [reading.rank for reading in first] == list(range(RANKS))
@@ -183,9 +190,9 @@ def test_every_rank_sees_the_fullest_and_raises() -> None:
         assert "rank" not in largest(again) and "device" not in largest(again)
 
 
-def test_tensors_inside_vmap_have_no_storage_and_are_passed_over() -> None:
-    def seen(x: torch.Tensor) -> torch.Tensor:
+def test_tensors_inside_vmap_have_no_storage_and_are_ignored() -> None:
+    def check_bytes(x: torch.Tensor) -> torch.Tensor:
         assert tensor_bytes(torch.device("cpu")) >= 4096
         return x
 
-    torch.vmap(seen)(torch.zeros(1024))
+    torch.vmap(check_bytes)(torch.zeros(1024))

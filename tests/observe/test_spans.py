@@ -53,7 +53,7 @@ bounds = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted)
 
 
 @given(st.lists(st.tuples(st.sampled_from([COMM, COMPUTE]), bounds), max_size=8))
-def test_exposed_agrees_with_counting_microseconds(drawn: list[tuple[str, list[int]]]) -> None:
+def test_exposed_time_is_that_of_counted_microseconds(drawn: list[tuple[str, list[int]]]) -> None:
     spans = [Span("x", lane, *pair) for lane, pair in drawn]
     busy, sending = (
         {us for span in spans if span.lane == lane for us in range(int(span.start_us), int(span.end_us))}
@@ -69,7 +69,7 @@ def test_exposed_agrees_with_counting_microseconds(drawn: list[tuple[str, list[i
 
 @pytest.mark.parametrize("schedule", list(ROUTES))
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_spans_of_a_pass(ranks: int, schedule: str) -> None:
+def test_a_pass_records_the_spans_and_messages_of_its_plan(ranks: int, schedule: str) -> None:
     def body(ring: Ring) -> tuple[Recording, dict[str, int], list[Any]]:
         both_passes(ring, schedule)
         ring.reset_counters()
@@ -103,19 +103,19 @@ def test_spans_of_a_pass(ranks: int, schedule: str) -> None:
             assert (recording.exposed_us, recording.comm_us, recording.overlap) == (0.0, 0.0, 1.0)
 
 
-def test_spans_of_several_passes_count_from_the_first() -> None:
+def test_spans_of_several_passes_are_timed_from_the_start_of_the_first() -> None:
     with Ring() as ring, ring.recording() as recording:
         for _ in range(3):
             both_passes(ring)
-        early = len(recording.passes)
+        passes_before = len(recording.passes)
         both_passes(ring)
-    assert early == 6 and len(recording.passes) == 8
+    assert passes_before == 6 and len(recording.passes) == 8
     first, *_, last = recording.passes
     assert recording.spans[0] == first.spans[0]
     assert recording.spans[-1].end_us == pytest.approx(last.spans[-1].end_us + last.start_us - first.start_us)
 
 
-def test_projecting_queries_while_keys_travel_is_work() -> None:
+def test_projections_before_and_during_the_transfer_of_keys_are_recorded() -> None:
     def body(ring: Ring) -> Recording:
         seq = ring.sequence(TOKENS)
         layer = RingMultiheadAttention(16, 2)
@@ -125,9 +125,9 @@ def test_projecting_queries_while_keys_travel_is_work() -> None:
 
     for recording in run_ranks(2, body):
         spans = recording.passes[0].spans
-        before, behind = (span for span in spans if span.name == "step 0 project")
+        keys, queries = (span for span in spans if span.name == "step 0 project")
         (exchange,) = lane(spans, COMM)
-        assert before.end_us <= exchange.start_us <= behind.start_us
+        assert keys.end_us <= exchange.start_us <= queries.start_us
         assert [span.name for span in spans].count("step 0 attend") == 1
 
 
@@ -144,7 +144,7 @@ class FakeClock(threading.local):
 
 
 class Slow:
-    """A local transport whose exchanges take `delay_s`, of which `reports_arrivals` says whether it reports them."""
+    """A local transport whose exchanges take `delay_s`. It reports the times of arrivals if `reports_arrivals`."""
 
     def __init__(self, inner: Any, clock: FakeClock, delay_s: float, reports_arrivals: bool) -> None:
         self.inner, self.clock, self.delay_s, self.reports_arrivals = inner, clock, delay_s, reports_arrivals
@@ -199,7 +199,7 @@ class SlowEngine:
         (0.020, 0.080, 0.020, 0.080, 0.0),  # it arrived earlier; without a report the wait is the bound
     ],
 )
-def test_a_slow_transport_is_exposed_for_as_long_as_no_work_hides_it(
+def test_the_time_of_a_transfer_that_work_does_not_hide_is_exposed(
     monkeypatch: pytest.MonkeyPatch,
     delay_s: float, work_s: float, comm_s: float, bound_s: float, exposed_s: float, reports_arrivals: bool,
 ) -> None:  # fmt: skip
@@ -223,7 +223,7 @@ def test_a_slow_transport_is_exposed_for_as_long_as_no_work_hides_it(
 # --- off, nested, broken ---------------------------------------------------------------------------------------------
 
 
-def test_off_makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_recorded_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     created: list[Any] = []
     make = PassProfiler.__init__
     monkeypatch.setattr(PassProfiler, "__init__", lambda self, *args: created.append(args[1:]) or make(self, *args))
@@ -250,7 +250,7 @@ def test_recordings_end_with_their_block_and_do_not_nest() -> None:
             assert [len(recording.passes) for recording in recordings] == [2] * number and ring._recording is None
 
 
-def test_a_pass_that_fails_is_left_out() -> None:
+def test_a_failed_pass_is_not_recorded() -> None:
     class Broken(SlowEngine):
         def attend(self, *arguments: Any) -> None:
             raise ZeroDivisionError
@@ -279,7 +279,7 @@ def names_of(profile: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_profiler_sees_our_steps_by_name(recorded: bool) -> None:
+def test_the_torch_profiler_shows_the_names_of_steps(recorded: bool) -> None:
     def body(ring: Ring) -> set[str]:
         both_passes(ring, "ring")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -290,15 +290,15 @@ def test_a_profiler_sees_our_steps_by_name(recorded: bool) -> None:
                 both_passes(ring, "ring")
         return names_of(profile)
 
-    (names,) = run_ranks(1, body)  # a profiler watches one thread
+    (names,) = run_ranks(1, body)  # the profiler sees only the thread that starts it
     assert {"ringattn forward step 0 attend", "ringattn backward step 1 attend"} <= names
 
 
-# --- what it costs ---------------------------------------------------------------------------------------------------
+# --- the cost of recording -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_the_benchmark_measures_both(tmp_path: Path) -> None:
+def test_the_benchmark_measures_passes_with_and_without_recording(tmp_path: Path) -> None:
     sizes = ["length_tokens=128", "heads=2", "kv_heads=2", "head_dim=16", "repeats=2", f"results={tmp_path}"]
     data = bench_recording.main(sizes)
     assert all(len(data["samples"][mode][name]) == 2 for mode in ("off", "on", "off, again") for name in PASSES)
@@ -307,7 +307,7 @@ def test_the_benchmark_measures_both(tmp_path: Path) -> None:
     assert "of the pass" in (tmp_path / "recording.md").read_text()
 
 
-def test_the_verdict_trusts_times_only_where_they_tell() -> None:
+def test_the_verdict_ignores_times_if_noise_exceeds_the_bound() -> None:
     def note(off_s: float, on_s: float, again_s: float, recorder_s: float) -> str:
         seconds = {"off": off_s, "on": on_s, "off, again": again_s}
         samples = {
@@ -415,9 +415,7 @@ class Event:
         return (other.us - self.us) / 1e3
 
 
-def test_on_a_device_moments_are_events_that_are_read_behind_the_pass(
-    nvtx: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_of_a_device_are_read_only_after_the_pass(nvtx: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     compute, lanes = Stream(), Stream()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
@@ -425,7 +423,7 @@ def test_on_a_device_moments_are_events_that_are_read_behind_the_pass(
     waits: list[int] = []
 
     class DeviceHop:
-        """A device's hop: posted at once, it takes 100 us on its stream, and the wait orders the compute stream."""
+        """A hop of a device: it takes 100 us on its own stream, and a wait for it makes the compute stream wait."""
 
         arrived_s = None
 
