@@ -53,8 +53,8 @@ def measured(
             work()
             ring.synchronize()
             wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-            waits_for_nobody = ring.device.type == "cpu" and name.split()[0] in ON_PROCESSOR
-            seconds.setdefault(name, []).append(cpu_s if waits_for_nobody else wall_s)
+            is_local = ring.device.type == "cpu" and name.split()[0] in ON_PROCESSOR
+            seconds.setdefault(name, []).append(cpu_s if is_local else wall_s)
             seconds.setdefault(f"processor {name}", []).append(cpu_s)
     return {"seconds": seconds, "transport": ring.transport.name, "engine": _engine(ring, dtype).name,
             "jobs": _jobs(ring) * ring.world_size}  # fmt: skip
@@ -85,7 +85,7 @@ def _engine(ring: ringattn.Ring, dtype: str) -> Engine:
 
 
 def _jobs(ring: ringattn.Ring) -> int:
-    """Return the threads per rank with which all ranks together have twice as many threads as processors."""
+    """Return the threads per rank that give all ranks together two threads per processor."""
     return -(-2 * len(os.sched_getaffinity(0)) // ring.world_size)
 
 

@@ -1,7 +1,7 @@
 """This machine: its class, the versions of packages, the commit of this package, and the calibrated constants.
 
-Guarantees: no host, user or path appears in the result. If no cluster is named, a prediction is for this machine, or
-there is none.
+Guarantees: no host, user or path appears in the result. If no cluster is named, a prediction uses the calibrated
+constants of this machine; without a calibration there is no prediction.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def _exposed(
 
 
 def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
-    """Return the allowed pairs times heads, the prediction (or why there is none), and what `auto` took."""
+    """Return the allowed pairs times heads, the prediction or the reason for its absence, and the choices of `auto`."""
     options = config.options(seq.length, ring.device)
     cluster, reason = (cluster_named(config.cluster), "") if config.cluster else cluster_for(ring)
     explained = ring.explain(

@@ -64,7 +64,7 @@ RECORD_KEYS = {
     "command": "the command that repeats the point, with the values of `resolved`",
 }
 """Every key of a record, with its meaning."""
-BESIDE = ("node_rank", "rdzv_endpoint", "limit_s", "json")
+NOT_HASHED = ("node_rank", "rdzv_endpoint", "limit_s", "json")
 """Options that do not change the result."""
 POINTS, ENVIRONMENTS, SWEEP, ARRIVALS = "points.jsonl", "environments.json", "sweep.json", "jobs"
 OTHER = "give this sweep a folder of its own with out="
@@ -72,7 +72,7 @@ OTHER = "give this sweep a folder of its own with out="
 
 def hash_of(config: RunConfig) -> str:
     """Return 12 hex digits that depend on every option that may change the result."""
-    return _digest({key: value for key, value in asdict(config).items() if key not in BESIDE})
+    return _digest({key: value for key, value in asdict(config).items() if key not in NOT_HASHED})
 
 
 def make_record(

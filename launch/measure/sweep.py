@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from submitit import AutoExecutor
 
 PURPOSE = """\
-Measures every combination of the values given as key=1,2,4; all keys of `ringattn run` can have several. Given again
-with the same options it goes on where it stopped. --dry-run prints what would be run.
+Measures every combination of the values given as key=1,2,4; every key of `ringattn run` can have several values.
+Run again with the same options, it resumes. --dry-run prints the commands and runs nothing.
 Example: ringattn sweep out=DIR ranks=1,2,4 schedule=ring,all_gather,direct tokens=4096,8192
-Presets: preset=strong (one length, more ranks), preset=weak (one length for each rank); other words change them.
+Presets: preset=strong (one length, more ranks), preset=weak (one length for each rank); other options override them.
 Slurm:   ringattn sweep launcher=slurm slurm.partition=gpu slurm.gpus_per_node=8 ranks=8 nnodes=1,2,4 ..."""
 
 SCALING = "scaling"
-"""Folder of the presets; not `preset`, which Hydra would take for a group and hide that plain key of every command."""
+"""Folder of the presets. If it were `preset`, Hydra would read this key of the commands as a group."""
 LOOK_S = 0.2
-"""Seconds between two looks for records that have arrived."""
+"""Seconds between two checks for new records of jobs."""
 LAUNCHERS = ("local", "submitit_local", "slurm")
 START_MIN = 5
 """Minutes a job gets in addition to the point's own limit, for imports and for starting ranks."""
@@ -52,13 +52,13 @@ SIGNAL_S = 60
 class SlurmConfig:
     """Options of the Slurm jobs; nodes, processes and time follow from the points."""
 
-    partition: str | None = option(None, "of Slurm; its default if not set")
-    account: str | None = option(None, "of Slurm, that pays")
-    gpus_per_node: int | None = option(None, "GPUs of each node, for as many processes", least=1)
-    cpus_per_task: int | None = option(None, "cores of each node, for all its processes", least=1)
+    partition: str | None = option(None, "Slurm partition; Slurm's default if not set")
+    account: str | None = option(None, "Slurm account that is charged")
+    gpus_per_node: int | None = option(None, "GPUs of each node, one for each process", least=1)
+    cpus_per_task: int | None = option(None, "cores of each node, shared by its processes", least=1)
     mem_gb: int | None = option(None, "host memory of each node in GB", least=1)
     array_parallelism: int = option(1, "points that may run at the same time", least=1)
-    setup: list[str] | None = option(None, "shell lines before a job, as setup=['module load cuda']")
+    setup: list[str] | None = option(None, "shell lines before a job, for example setup=['module load cuda']")
 
 
 @dataclass
@@ -72,9 +72,9 @@ class SweepConfig:
 
 
 class Point(NamedTuple):
-    """A configuration, labelled with the `key=value` words that vary over the sweep.
+    """A configuration, labelled with the `key=value` options that vary over the sweep.
 
-    `equal`: if several combinations are the same work, which is then done once, the words that differ between them.
+    `equal`: if several combinations are the same work, which is then done once, the options in which they differ.
     """
 
     config: RunConfig
