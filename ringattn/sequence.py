@@ -198,29 +198,33 @@ class Sequence(Generic[RingType]):
         call = self.ring.check_same_call(described, {"x": x})
         return _Gather.apply(x, call.anchor(x), self, _dimension(x, dim), call.number)
 
-    def shard_labels(self, tokens: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
+    def shard_labels(self, tokens: Tensor, dim: int = 1, ignore_index: int = -100, *, shift: int = 1) -> Tensor:
         """Return the next-token labels of this rank's tokens: shifted over the whole sequence, then sharded. Local.
 
         Args:
             tokens: The full tensor, of any integer type except uint64.
             dim: The dimension of the tokens.
-            ignore_index: The label of the last token of the sequence and of each document.
+            ignore_index: The label of the last `shift` tokens of the sequence and of each document.
+            shift: How many tokens ahead a label is: 2 and more for the heads of multi-token prediction.
 
         Returns:
             int64, a tensor like `tokens` with counts[rank] labels in `dim`.
 
         Raises:
             InputError: The tokens are not of such a type, or their number is not the length of the sequence;
-                `ignore_index` is not an integer of 64 bits.
+                `ignore_index` is not an integer of 64 bits, or `shift` not a positive integer.
         """
         where = f"rank {self.ring.rank}: shard_labels"
         if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.uint64:
             raise InputError(f"{where} makes int64 labels of integer tokens, got {tokens.dtype}; give it tokens.long()")
         if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
             raise InputError(f"{where}: ignore_index must be an integer of 64 bits, got {ignore_index!r}")
+        if type(shift) is not int or shift < 1:
+            raise InputError(f"{where}: shift must be a positive integer, got {shift!r}")
         dim = self._whole(tokens, dim, "shard_labels")
-        labels = tokens.to(torch.int64).roll(-1, dim)
-        ends = [stop - 1 for stop in (self.documents or (0, self.length))[1:] if stop]
+        labels = tokens.to(torch.int64).roll(-shift, dim)
+        documents = pairwise(self.documents or (0, self.length))
+        ends = [token for start, stop in documents for token in range(max(start, stop - shift), stop)]
         labels.index_fill_(dim, torch.tensor(ends, dtype=torch.int64, device=tokens.device), ignore_index)
         return self.shard(labels, dim)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from typing import Any
 
 import pytest
@@ -64,6 +64,31 @@ def test_tokens_that_cannot_be_labels_are_refused(dtype: torch.dtype) -> None:
 def test_an_ignore_index_that_is_no_label_is_refused(ignore_index: Any) -> None:
     with Ring() as ring, pytest.raises(InputError, match=r"ignore_index must be an integer"):
         ring.sequence(5).shard_labels(torch.zeros(1, 5, dtype=torch.int64), ignore_index=ignore_index)
+
+
+@pytest.mark.parametrize("shift", [0, -1, 1.0, True, None])
+def test_a_shift_that_is_no_positive_integer_is_refused(shift: Any) -> None:
+    with Ring() as ring, pytest.raises(InputError, match=r"shift must be a positive integer"):
+        ring.sequence(5).shard_labels(torch.zeros(1, 5, dtype=torch.int64), shift=shift)
+
+
+@pytest.mark.parametrize("shift", [1, 2, 3, 9])
+@pytest.mark.parametrize("cuts", [None, [0, 1, 3, 9], [0, 9, 9]])
+def test_labels_of_later_tokens_stay_in_their_document(shift: int, cuts: list[int] | None) -> None:
+    tokens = torch.arange(9)[None] + 20
+    bounds = cuts or [0, 9]
+    expected = [
+        20 + token + shift if token + shift < stop else -1
+        for start, stop in pairwise(bounds)
+        for token in range(start, stop)
+    ]
+
+    def body(ring: Ring) -> list[int]:
+        seq = ring.sequence(9, cu_seqlens=cuts, layout="zigzag")
+        labels: list[int] = seq.gather(seq.shard_labels(tokens, ignore_index=-1, shift=shift))[0].tolist()
+        return labels
+
+    assert run_ranks(2, body) == [expected] * 2
 
 
 @pytest.mark.parametrize("tokens", [0, TOKENS - 1, TOKENS + 1])

@@ -1,4 +1,4 @@
-"""The loss of a sharded step: its scale, and a comparison of the step with the same step on one process."""
+"""The loss of a sharded step: its scale, log-probabilities, and a comparison with the same step on one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ringattn.sequence import Sequence
 # averages gradients (DDP, FSDP) also divides by the number of ranks, which the factor has to undo. A mean of the ranks'
 # means is a different loss, and the log does not show it.
 
-__all__ = ["count_labels", "loss_scale", "parity"]
+__all__ = ["count_labels", "loss_scale", "parity", "sum_documents", "token_log_probs"]
 
 GRADIENTS = ("mean", "sum")
 
@@ -100,6 +100,130 @@ def loss_scale(
     valid = count_labels(labels, ring, data_parallel=data_parallel, ignore_index=ignore_index)
     replicas = 1 if data_parallel is None else dist.get_world_size(data_parallel)
     return (ring.world_size * replicas if gradients == "mean" else 1) / max(1, valid)
+
+
+# --- Log-probabilities ------------------------------------------------------------------------------------------------
+# Losses of reinforcement and preference learning (GRPO, DPO) are functions of the log-probabilities of tokens, or of
+# their sums over documents. Logits stay on the rank of their token.
+
+ROWS_AT_A_TIME = 1024
+"""Rows of logits whose probabilities exist at a time."""
+
+
+def token_log_probs(logits: Tensor, labels: Tensor, seq: Sequence, *, ignore_index: int = -100) -> Tensor:
+    """Return the log-probability of each label under this rank's logits; differentiable. Local.
+
+    Computed in float32, or float64 for float64 logits. A part of the rows is computed at a time, forward and backward,
+    so no second tensor of the size of the logits is made, except their gradient.
+
+    Args:
+        logits: This rank's logits.
+        labels: This rank's labels, already shifted (`Sequence.shard_labels`).
+        seq: The sequence of the tokens.
+        ignore_index: The log-probability of a label with this value is 0.
+
+    Shape:
+        logits: (batch, tokens, vocabulary)
+        labels: (batch, tokens)
+
+    Returns:
+        (batch, tokens), float32 or float64.
+
+    Raises:
+        InputError: On all ranks: the shapes do not fit each other or this rank's number of tokens.
+
+    Example:
+        log_probs = token_log_probs(model(seq.shard(tokens)), seq.shard_labels(tokens), seq)
+    """
+    tokens = seq.counts[seq.ring.rank]
+    with seq.ring.refused_by_all():
+        if logits.dim() != 3 or labels.shape != logits.shape[:2] or labels.shape[1] != tokens:
+            raise InputError(
+                f"rank {seq.ring.rank}: logits {tuple(logits.shape)} and labels {tuple(labels.shape)} must be (batch, "
+                f"tokens, vocabulary) and (batch, tokens), with this rank's {tokens} tokens"
+            )
+    result: Tensor = _LabelLogProbs.apply(logits.flatten(0, 1), labels.flatten(), ignore_index)
+    return result.unflatten(0, labels.shape)
+
+
+class _LabelLogProbs(torch.autograd.Function):
+    """(rows, vocabulary), (rows,) -> (rows,)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        counts = labels != ignore_index
+        indices = torch.where(counts, labels, 0)
+        lse = torch.cat([part.to(dtype).logsumexp(1) for part in logits.split(ROWS_AT_A_TIME)] or [logits.new_zeros(0)])
+        at_label = logits.gather(1, indices[:, None])[:, 0].to(dtype)
+        ctx.save_for_backward(logits, indices, counts, lse)
+        return torch.where(counts, at_label - lse, 0.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, indices, counts, lse = ctx.saved_tensors
+        scale = torch.where(counts, grad, 0.0)
+        grad_logits = torch.empty_like(logits)
+        # d log p(label) / d logit = 1 at the label, minus the probability.
+        for start in range(0, len(logits), ROWS_AT_A_TIME):
+            rows = slice(start, start + ROWS_AT_A_TIME)
+            part = (logits[rows].to(lse.dtype) - lse[rows, None]).exp_().mul_(-scale[rows, None])
+            part.scatter_add_(1, indices[rows, None], scale[rows, None])
+            part[~counts[rows]] = 0  # also where the logits of an ignored row are NaN
+            grad_logits[rows] = part
+        return grad_logits, None, None
+
+
+def sum_documents(values: Tensor, seq: Sequence) -> Tensor:
+    """Sum a value per token over each document, on all ranks; differentiable. A collective call.
+
+    Compute the same loss from the result on every rank. The gradients of a rank are then its tokens' part of the
+    gradient of one process: sum them over ranks, or multiply the loss by `ring.world_size` if they are averaged.
+
+    Args:
+        values: One value for each of this rank's tokens, for example `token_log_probs`.
+        seq: The sequence of the tokens. Without documents, the sequence is one.
+
+    Shape:
+        values: (batch, tokens)
+
+    Returns:
+        (batch, documents), the same on all ranks.
+
+    Raises:
+        InputError: On all ranks: the number of tokens is not this rank's.
+        RingError: What `Ring.all_reduce` raises.
+
+    Example:
+        margin = sum_documents(token_log_probs(logits, labels, seq) - reference, seq)
+    """
+    tokens = seq.counts[seq.ring.rank]
+    with seq.ring.refused_by_all():
+        if values.dim() != 2 or values.shape[1] != tokens:
+            raise InputError(
+                f"rank {seq.ring.rank}: values {tuple(values.shape)} must be (batch, tokens), with this rank's "
+                f"{tokens} tokens"
+            )
+    cuts = torch.tensor((seq.documents or (0, seq.length))[1:], device=values.device)
+    documents = torch.bucketize(seq.positions().to(values.device), cuts, right=True)
+    sums = values.new_zeros(len(values), len(cuts)).index_add(1, documents, values)
+    result: Tensor = _SumOverRanks.apply(sums, seq.ring)
+    return result
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks. The gradient passes through unchanged, because every rank computes the whole loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ring: Ring) -> Tensor:
+        total = x.clone()
+        ring.all_reduce([total])
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 # --- Comparison with one process --------------------------------------------------------------------------------------
@@ -190,8 +314,11 @@ def parity(
         raise InputError(f"gradients={gradients!r} is not known; choose one of {', '.join(GRADIENTS)}")
     ring = seq.ring
     lone_model, sharded_model = (copy.deepcopy(model).double() for _ in range(2))
-    with torch.random.fork_rng(sorted({x.device for x in model.parameters() if x.is_cuda}, key=str)):
+    # Each run begins with the same random state, so that a step that draws one number for all ranks draws it twice.
+    devices = sorted({x.device for x in model.parameters() if x.is_cuda}, key=str)
+    with torch.random.fork_rng(devices):
         expected, eps = _run(step, lone_model, lone_sequence(seq.length, seq.documents))
+    with torch.random.fork_rng(devices):
         sharded_loss, sharded_eps = _run(step, sharded_model, seq)
     pairs = {}
     for (name, parameter), sharded_parameter in zip(

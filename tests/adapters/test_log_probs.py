@@ -1,0 +1,116 @@
+"""Log-probabilities of shards, their sums over documents, and losses of preferences, against one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringattn import InputError, Ring
+from ringattn.adapters import loss
+from ringattn.adapters.loss import sum_documents, token_log_probs
+from ringattn.testing import run_ranks
+
+IGNORED = -7
+
+
+def dense_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return log-probabilities of whole rows by torch's log_softmax; 0 for ignored labels."""
+    picked = F.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return torch.where(labels == IGNORED, torch.zeros_like(picked), picked)
+
+
+def preference(sums: Tensor) -> Tensor:
+    """Return a loss of all pairs of rows and documents, as DPO's is of two."""
+    return F.softplus(sums.flatten()[:, None] - 0.3 * sums.flatten()[None].sin()).sum()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_preference_loss_and_its_gradients_equal_one_process(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    tokens, batch, vocabulary = draw.randint(1, 40), draw.randint(1, 3), draw.randint(2, 9)
+    cuts = sorted({0, *draw.sample(range(1, tokens), min(draw.randint(0, 3), tokens - 1)), tokens})
+    documents = None if len(cuts) == 2 and draw.random() < 0.5 else cuts
+    ranks, layout = draw.randint(1, 4), draw.choice(["zigzag", "contiguous", "striped"])
+    monkeypatch.setattr(loss, "ROWS_AT_A_TIME", draw.randint(1, 7))
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(batch, tokens, vocabulary, dtype=torch.float64, generator=generator)
+    text = torch.randint(vocabulary, (batch, tokens), generator=generator)
+
+    def body(ring: Ring) -> tuple[Tensor, Tensor, Tensor]:
+        seq = ring.sequence(tokens, layout=layout, cu_seqlens=documents)
+        labels = seq.shard_labels(text, ignore_index=IGNORED)
+        mine = seq.shard(logits).detach().requires_grad_()
+        log_probs = token_log_probs(mine, labels, seq, ignore_index=IGNORED)
+        sums = sum_documents(log_probs, seq)
+        preference(sums).backward()
+        return seq.gather(log_probs.detach()), sums.detach(), seq.gather(mine.grad)
+
+    whole = logits.clone().requires_grad_()
+    with Ring() as ring:
+        labels = ring.sequence(tokens, cu_seqlens=documents).shard_labels(text, ignore_index=IGNORED)
+    expected = dense_log_probs(whole, labels)
+    expected_sums = torch.stack([expected[:, start:stop].sum(1) for start, stop in pairwise(cuts)], 1)
+    preference(expected_sums).backward()
+    for log_probs, sums, grad in run_ranks(ranks, body, timeout_s=20.0):
+        torch.testing.assert_close(log_probs, expected.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(sums, expected_sums.detach(), rtol=0, atol=1e-11)
+        torch.testing.assert_close(grad, whole.grad, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_logits_are_summed_in_float32(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = (4 * torch.randn(1, 6, 500, generator=generator)).to(dtype)
+    labels = torch.randint(500, (1, 6), generator=generator)
+    labels[0, 2] = IGNORED
+    weights = torch.randn(1, 6, generator=generator)
+    with Ring() as ring:
+        mine = logits.clone().requires_grad_()
+        log_probs = token_log_probs(mine, labels, ring.sequence(6), ignore_index=IGNORED)
+        (log_probs * weights).sum().backward()
+    exact = logits.double().requires_grad_()
+    expected = dense_log_probs(exact, labels)
+    (expected * weights).sum().backward()
+    assert log_probs.dtype == torch.float32 and mine.grad.dtype == dtype
+    torch.testing.assert_close(log_probs.double(), expected, rtol=0, atol=4e-6)
+    # The gradient is rounded once, to the dtype of the logits.
+    bound = torch.finfo(dtype).eps / 2 * exact.grad.abs() + 1e-6
+    assert ((mine.grad.double() - exact.grad).abs() <= bound).all()
+
+
+def test_logits_of_ignored_labels_do_not_matter() -> None:
+    logits = torch.randn(1, 4, 5, dtype=torch.float64)
+    logits[0, 1], logits[0, 3] = torch.nan, torch.inf
+    labels = torch.tensor([[2, IGNORED, 0, IGNORED]])
+    with Ring() as ring:
+        mine = logits.clone().requires_grad_()
+        log_probs = token_log_probs(mine, labels, ring.sequence(4), ignore_index=IGNORED)
+        log_probs.sum().backward()
+    assert log_probs[0, [1, 3]].tolist() == [0.0, 0.0] and mine.grad[0, [1, 3]].count_nonzero() == 0
+    torch.testing.assert_close(log_probs[0, [0, 2]], F.log_softmax(logits[0, [0, 2]], -1)[[0, 1], [2, 0]])
+
+
+Call = Callable[[Ring], object]
+WRONG: dict[str, Call] = {
+    "labels": lambda ring: token_log_probs(torch.zeros(1, 4, 5), torch.zeros(1, 3).long(), ring.sequence(8)),
+    "logits": lambda ring: token_log_probs(torch.zeros(4, 5), torch.zeros(4).long(), ring.sequence(8)),
+    "tokens": lambda ring: token_log_probs(torch.zeros(1, 8, 5), torch.zeros(1, 8).long(), ring.sequence(8)),
+    "values": lambda ring: sum_documents(torch.zeros(1, 8), ring.sequence(8)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_shapes_that_are_not_those_of_a_shard_are_refused(name: str) -> None:
+    def body(ring: Ring) -> str:
+        with pytest.raises(InputError) as error:
+            WRONG[name](ring)
+        return str(error.value)
+
+    for rank, message in enumerate(run_ranks(2, body, timeout_s=10.0)):
+        assert message.startswith(f"rank {rank}: ") and "this rank's 4 tokens" in message
