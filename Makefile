@@ -3,18 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Processes that share the test files. One more than two cores, for many tests wait for deadlines or for each other's
-# ranks, each of which has one thread: 7 min 49 s, where two processes take 8 min 20 s and 8 min 38 s.
+# The number of processes that run the tests: one more than two cores, because many tests wait for deadlines or for
+# ranks. Three processes took 7 min 49 s, two took 8 min 20 s and 8 min 38 s.
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-rest test-all prove durations lint docs demo bench gpu-here gpu-compile gpu-check gpu-check-first gpu-check-kernels gpu-check-sanitizer \
+.PHONY: help setup test test-rest test-all hosts prove durations lint docs demo bench gpu-here gpu-compile gpu-check gpu-check-first gpu-check-kernels gpu-check-sanitizer \
 	gpu-check-speed gpu-check-speed-short gpu-check-tune gpu-check-qkv gpu-check-nccl gpu-check-nccl-alone gpu-check-nccl-processes gpu-check-many \
 	gpu-check-many-hops gpu-check-many-overlap gpu-check-many-ring gpu-check-many-life gpu-check-many-faults \
 	gpu-check-many-report gpu-tune clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
 
 setup: $(STAMP) ## make .venv with everything the tests need
 
@@ -25,11 +25,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps torchtitan megatron-core
 	@touch $@
 
-# Hundreds of processes import the same modules: they are compiled once, also where the environment forbids it.
-test test-rest test-all prove: export PYTHONDONTWRITEBYTECODE :=
+# Hundreds of processes import the same modules, so Python must keep compiled modules even if the environment says no.
+test test-rest test-all hosts prove: export PYTHONDONTWRITEBYTECODE :=
 
-# The tests that a marker expression takes: first those that share the machine, then one after another those that do not.
-# For these only the files are imported that name the marker. Status 5 says that there is none.
+# The tests that a marker expression selects: first those that may share the machine, then the others one by one, for
+# which only files with the marker are imported. Status 5 means that there are none.
 tests = failed=0; \
 	$(BIN)/python -m pytest -q -m "not alone $(1)" -n $(WORKERS) --dist worksteal --durations=10 \
 		--junitxml=build/tests-$(2).xml || failed=1; \
@@ -39,7 +39,7 @@ tests = failed=0; \
 
 RUFF = $(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-# mypy runs beside the tests, much of whose time is waiting.
+# mypy runs at the same time as the tests, which spend much of their time waiting.
 test: $(STAMP) ## ruff, mypy and the tests on CPU that are not marked slow: minutes on two cores
 	@$(RUFF)
 	@mkdir -p build; $(BIN)/mypy . > build/mypy.log 2>&1 & types=$$!; \
@@ -49,36 +49,39 @@ test: $(STAMP) ## ruff, mypy and the tests on CPU that are not marked slow: minu
 # Slow tests start processes of their own, which fill the cores.
 test-rest test-all: WORKERS = 2
 
-# Of kernels whose proof is recorded none runs again: `make test` runs them where something that they read has changed.
-test-rest: $(STAMP) ## the tests that `make test` leaves out, but for kernels that are proven as they are
+# Kernels whose proof is recorded are left out: `make test` runs them if something that they read has changed.
+test-rest: $(STAMP) ## the tests that `make test` leaves out, except kernels whose proof is recorded
 	@$(call tests,and slow and not unchanged,slow)
 
 test-all: lint ## every test on CPU
 	@$(call tests,,all)
 
-prove: $(STAMP) ## run the compile gates and interpreted kernels where what they read has changed, and record what passes
+hosts: $(STAMP) ## run the adapters with every version of their hosts and write docs/host-versions.md, half an hour
+	$(BIN)/python -m tests.adapters.host_table
+
+prove: $(STAMP) ## run the compile gates and interpreted kernels whose inputs have changed, and record those that pass
 	$(BIN)/python -m tests.unchanged
 
-durations: $(STAMP) ## write what the tests took, of the last `make test` and `make test-rest`, into tests/durations.json
+durations: $(STAMP) ## write how long the tests of the last `make test` and `make test-rest` took to tests/durations.json
 	$(BIN)/python -m tests.durations
 
 lint: $(STAMP) ## ruff and mypy
 	$(RUFF)
 	$(BIN)/mypy .
 
-docs: $(STAMP) ## the documentation site, in build/docs/index.html; a warning fails it
+docs: $(STAMP) ## build the documentation site in build/docs/index.html; a warning is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/docs
 
-demo: $(STAMP) ## the tour: several ranks on this machine, exact against one dense attention
+demo: $(STAMP) ## a tour: several ranks on this machine, compared with dense attention
 	$(BIN)/python -m ringattn.launch.train.demo
 
-bench: $(STAMP) ## the benchmarks, each behind its correctness gate
+bench: $(STAMP) ## run the benchmarks, each after its check of the results
 	$(BIN)/python -m ringattn.bench
 
-# On a GPU machine: its own Python, torch and driver, no .venv and no network. GPU_CHECK_COMMIT names the commit where
-# there is no git. Each part ends within eight minutes by its own limits, keeps its results as they come in
-# bench/results/gpu, and copies them to the folder OUT where that is set. gpu-check is the parts in this order, by what
-# decides most; a part that fails does not stop the next.
+# For a GPU machine with its own Python, torch and driver, without .venv and network. GPU_CHECK_COMMIT names the commit if
+# there is no git. Each part ends within eight minutes, writes results to bench/results/gpu as they arrive, and copies
+# them to the folder OUT if it is set. gpu-check runs the parts below, the most decisive first; a part that fails does not
+# stop the next.
 # The folder of compiled kernels is the same on every machine, because Triton stores absolute paths in it.
 GPU_KERNELS := /tmp/ringattn-gpu-kernels
 GPU_PYTHON = env PYTHONUNBUFFERED=1 GPU_CHECK_COPY=$(OUT) PYTHONPATH=. TRITON_CACHE_DIR=$(GPU_KERNELS) $(PYTHON)
@@ -87,7 +90,7 @@ GPU_CHECKS := first kernels speed speed-short tune qkv nccl
 export GPU_CHECK_COMMIT ?= $(shell git rev-parse --short HEAD 2>/dev/null)
 PARTS := 1 2 3 4 5 6 7 8 9 10 11 12 13 14
 
-gpu-check: gpu-here ## the checks that need a CUDA device, with the system's Python and torch
+gpu-check: gpu-here ## run the checks that need a CUDA device, with the system's Python and torch
 	@failed=0; for part in $(GPU_CHECKS); do $(MAKE) gpu-check-$$part || failed=1; done; exit $$failed
 
 gpu-compile: ## compile the kernels of the GPU tests without a GPU, into build/gpu-kernels.tar.xz, which gpu-here unpacks
@@ -99,46 +102,46 @@ gpu-compile: ## compile the kernels of the GPU tests without a GPU, into build/g
 
 gpu-here:
 	@[ ! -f build/gpu-kernels.tar.xz ] || [ -d $(GPU_KERNELS) ] || tar xJf build/gpu-kernels.tar.xz -C $(dir $(GPU_KERNELS))
-	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check needs a CUDA device and finds none")'
-	@[ -n "$(GPU_CHECK_COMMIT)" ] || echo "no git here: set GPU_CHECK_COMMIT=<commit>, or the results will not say what they are of"
+	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check needs a CUDA device, and torch finds none")'
+	@[ -n "$(GPU_CHECK_COMMIT)" ] || echo "no git: set GPU_CHECK_COMMIT=<commit>, or the results do not name their commit"
 
-gpu-check-first: gpu-here ## of them: speed of three kernels at one size, in two minutes
+gpu-check-first: gpu-here ## part of gpu-check: the speed of three kernels at one size, in two minutes
 	@timeout -k 10 240 $(GPU_PYTHON) -m ringattn.bench.kernels only=cudnn,descriptors,gluon tokens=8192 file=kernels_first budget_s=200
 
-gpu-check-kernels: gpu-here ## of them: the kernels un-interpreted, by several processes, which share the compiling
+gpu-check-kernels: gpu-here ## part of gpu-check: the compiled kernels, tested by several processes
 	@mkdir -p build; rm -f build/gpu-part-*.log; for part in $(PARTS); do \
 		timeout -k 10 460 $(GPU_TESTS) --part=$$part/$(words $(PARTS)) --session-timeout=430 -k "not compute_sanitizer" \
 			tests/gpu/test_engines.py tests/gpu/test_kernels.py tests/gpu/test_gluon.py tests/gpu/test_rows.py tests/gpu/test_adapters.py \
 			> build/gpu-part-$$part.log 2>&1 & started="$$started $$!"; done; \
-	failed=0; for one in $$started; do wait $$one || failed=1; done; \
+	failed=0; for process in $$started; do wait $$process || failed=1; done; \
 	cat build/gpu-part-*.log > build/gpu-kernels.log; $(call gpu-copy,build/gpu-kernels.log) \
 	grep -hE "^(FAILED|ERROR)|Timeout|^=+ .*(passed|failed|error)" build/gpu-part-*.log; exit $$failed
 
-gpu-check-sanitizer: gpu-here ## not of them, slow: one scenario of each form under compute-sanitizer
+gpu-check-sanitizer: gpu-here ## not in gpu-check, slow: one scenario of each kernel form under compute-sanitizer
 	@timeout -k 10 460 $(GPU_TESTS) --timeout=300 -k compute_sanitizer tests/gpu/test_kernels.py
 
-gpu-check-speed: gpu-here ## of them: speed beside cuDNN and FlashAttention at 32,768 tokens, ring steps, launch costs
+gpu-check-speed: gpu-here ## part of gpu-check: speed compared with cuDNN at 32,768 tokens, ring steps, launch costs
 	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.kernels
 
-gpu-check-speed-short: gpu-here ## of them: the same at 8,192 tokens, one sequence
+gpu-check-speed-short: gpu-here ## part of gpu-check: the same at 8,192 tokens, one sequence
 	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.kernels total=8192 tokens=4096,8192 file=kernels_short
 
-gpu-check-tune: gpu-here ## of them: the most promising block sizes of out and of dK and dV; nothing is written back
+gpu-check-tune: gpu-here ## part of gpu-check: the most promising block sizes of forward and of dK, dV; writes no file
 	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.tune dims=128 forms=descriptors kernels=forward,grad_kv limit=25
 
-gpu-check-qkv: gpu-here ## of them: the projection
+gpu-check-qkv: gpu-here ## part of gpu-check: the QKV projection
 	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.qkv
 
-gpu-check-nccl: gpu-here ## the two parts below: the transports, by what is cheapest first
+gpu-check-nccl: gpu-here ## part of gpu-check: the transports, by the two targets below
 	@failed=0; for part in alone processes; do $(MAKE) gpu-check-nccl-$$part || failed=1; done; exit $$failed
 
-gpu-check-nccl-alone: gpu-here ## of them: the transport over real NCCL in one process
+gpu-check-nccl-alone: gpu-here ## real NCCL in one process
 	@$(call gpu-tests,lifetimes:120 peer_driver:120 loopback:190)
 
-gpu-check-nccl-processes: gpu-here ## of them: between processes, which may share a GPU: real NCCL, then transport=peer
+gpu-check-nccl-processes: gpu-here ## real NCCL, then transport=peer, between processes that may share a GPU
 	@$(call gpu-tests,processes:280 peer:180)
 
-gpu-check-many: gpu-here ## on 2 to 8 GPUs: the five parts below, and one page of what they found
+gpu-check-many: gpu-here ## on 2 to 8 GPUs: the five parts below, and a page of the results
 	@failed=0; for part in hops overlap ring life faults report; do \
 		$(MAKE) gpu-check-many-$$part || failed=1; done; exit $$failed
 
@@ -148,13 +151,13 @@ gpu-check-many-hops gpu-check-many-overlap gpu-check-many-ring gpu-check-many-li
 gpu-check-many-faults: gpu-here
 	@$(call gpu-tests,processes:450)
 
-# File and seconds of each: the tests of a file end by their own limit, and do not keep those of the next from running.
+# Each entry is a test file and its limit in seconds. A file that reaches its limit does not stop the next.
 gpu-tests = mkdir -p build; failed=0; for part in $(1); do name=$${part%:*}; \
 		timeout -k 10 $${part\#*:} $(GPU_TESTS) tests/gpu/test_$$name.py > build/gpu-$$name.log 2>&1 || failed=1; \
 		tail -n 25 build/gpu-$$name.log; $(call gpu-copy,build/gpu-$$name.log) done; exit $$failed
 gpu-copy = $(if $(OUT),mkdir -p $(OUT) && cp $(1) $(OUT);)
 
-gpu-tune: gpu-here ## find the fastest block sizes of this GPU and write them into kernels/configs.json; run it again to go on
+gpu-tune: gpu-here ## find the fastest block sizes of this GPU and write kernels/configs.json; run again to continue
 	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.tune write=true
 
 clean: ## remove .venv and every cache

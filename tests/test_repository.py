@@ -1,4 +1,4 @@
-"""The repository as a whole: layers, names, sizes, what a wheel holds.
+"""The repository as a whole: import layers, names, sizes, and the contents of a wheel.
 
 Walks the source; imports the package only in subprocesses, so that one test's imports cannot hide another's.
 """

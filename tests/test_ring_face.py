@@ -1,4 +1,4 @@
-"""Bad input: a named error on every rank, long before any deadline, and a ring that lives on.
+"""Bad input raises a named error on every rank, long before any deadline, and the ring stays usable.
 
 Not covered: results (see test_exact.py), failures in a pass (see test_ring_fails.py).
 """

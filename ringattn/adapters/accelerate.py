@@ -4,7 +4,6 @@
 
 A Trainer that creates its Accelerator with this configuration gets `RingTrainerMixin` as its first base class. So it
 has the same guarantees and refusals as a Trainer written with the mixin.
-Checked with accelerate 1.15 and transformers 5.23.
 """
 
 from __future__ import annotations
@@ -17,11 +16,22 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig
 
 from ringattn.adapters.groups import ring_of
-from ringattn.adapters.hosts import require_checked
+from ringattn.adapters.host_versions import Host
 from ringattn.adapters.transformers.trainer import RingTrainerMixin
 from ringattn.errors import InputError, UnsupportedError
 
 __all__ = ["RingParallelismConfig"]
+
+_CONFIG = "accelerate.parallelism_config:ParallelismConfig"
+HOST = Host(
+    "accelerate",
+    ("1.12", "1.14", "1.15"),
+    parameters={f"{_CONFIG}._validate_accelerator": ("accelerator",), "accelerate:Accelerator._prepare_cp": ("args",)},
+    sources={
+        f"{_CONFIG}.__post_init__": ("055e48e6", "681f54a6"),
+        f"{_CONFIG}.build_device_mesh": ("5774b698", "9ebbb8e7"),
+    },
+)
 
 
 class RingParallelismConfig(ParallelismConfig):
@@ -50,7 +60,7 @@ class RingParallelismConfig(ParallelismConfig):
     """
 
     def __post_init__(self) -> None:
-        require_checked("accelerate", "1.15")
+        HOST.require()
         for name in ("cp_handler", "sp_handler", "tp_handler", "cp_backend", "sp_backend"):
             if getattr(self, name) is not None:
                 raise UnsupportedError(f"{name} belongs to another form of parallelism than a ring; leave it out")
@@ -62,6 +72,11 @@ class RingParallelismConfig(ParallelismConfig):
                 )
         # For "torch", accelerate and Trainer would set up torch's context parallel attention.
         self.cp_backend = "ringattn"
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """1. Before 5.19, Trainer divides its count of labels by this size, but `RingTrainerMixin` has done so."""
+        return 1
 
     def build_device_mesh(self, device_type: str) -> Any:
         """Build the mesh of all ranks. The ranks of a ring are consecutive.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import sequence_of
-from ringattn.adapters.hosts import require_checked
+from ringattn.adapters.host_versions import Host
 from ringattn.core.layout import Layout
 from ringattn.errors import InputError
 from ringattn.ring import Ring
@@ -29,8 +29,17 @@ from ringattn.sequence import Sequence
 
 __all__ = ["JointSequence", "RingAttnProcessor", "RingFluxAttnProcessor"]
 
-CHECKED = ("0.42",)
-require_checked("diffusers", *CHECKED)
+HOST = Host(
+    "diffusers",
+    ("0.40", "0.41", "0.42"),
+    # The processors below repeat these, except for the attention itself.
+    sources={
+        "diffusers.models.attention_processor:AttnProcessor2_0.__call__": ("389a5780",),
+        "diffusers.models.transformers.transformer_flux:FluxAttnProcessor.__call__": ("8b663f42",),
+        "diffusers.models.embeddings:apply_rotary_emb": ("8cc02b3e",),
+    },
+)
+HOST.require()
 
 
 class JointSequence(Sequence):

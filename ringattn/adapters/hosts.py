@@ -1,11 +1,10 @@
-"""Helpers of several adapters: version checks, comparison of batches across ranks, heads under tensor parallelism."""
+"""Helpers of several adapters: comparison of batches across ranks, heads under tensor parallelism."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
 from hashlib import sha256
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -14,17 +13,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ringattn.errors import DisagreementError, InputError, UnsupportedError
 from ringattn.ring import Ring
-
-
-def require_checked(package: str, *checked: str) -> None:
-    """Raise `UnsupportedError` unless the minor version ("0.3") of the installed `package` is among `checked`."""
-    installed = version(package)
-    if ".".join(installed.split(".")[:2]) not in checked:
-        raise UnsupportedError(
-            f"this adapter was checked with {package} {', '.join(checked)}, but {installed} is installed and may lay "
-            "out tensors differently: install a checked version, or run the adapter's tests with yours and add it"
-        )
-
 
 # --- Comparison of batches --------------------------------------------------------------------------------------------
 

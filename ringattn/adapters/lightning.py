@@ -18,7 +18,8 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from ringattn.adapters.hosts import check_alike, require_checked
+from ringattn.adapters.host_versions import Host
+from ringattn.adapters.hosts import check_alike
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
@@ -26,8 +27,12 @@ from ringattn.sequence import Sequence, check_documents
 
 __all__ = ["RingMixin"]
 
-CHECKED = ("2.6",)
-require_checked("lightning", *CHECKED)
+HOST = Host(
+    "lightning",
+    ("2.5", "2.6"),
+    parameters={"lightning.pytorch:Callback.on_exception": ("trainer", "pl_module", "exception")},
+)
+HOST.require()
 
 
 class _OnException(Callback):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ringattn.adapters.attend import UNTRACED, as_autocast, lone_sequence
 from ringattn.adapters.groups import ring_of
-from ringattn.adapters.hosts import require_checked
+from ringattn.adapters.host_versions import Host
 from ringattn.core.layout import Layout
 from ringattn.errors import InputError
 from ringattn.ring import Ring
@@ -33,8 +33,26 @@ from ringattn.sequence import Sequence, check_documents
 
 __all__ = ["RingCoreAttention"]
 
-CHECKED = ("0.16",)
-require_checked("megatron-core", *CHECKED)
+HOST = Host(
+    "megatron-core",
+    ("0.16",),
+    # The layer spec passes the arguments of Megatron's own class.
+    parameters={
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__": (
+            "config", "layer_number", "attn_mask_type", "attention_type", "attention_dropout", "softmax_scale",
+            "cp_comm_type", "pg_collection",
+        ),
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.forward": (
+            "query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias", "packed_seq_params",
+        ),
+    },
+    # The layout of a ring must be the one in which Megatron shards a batch.
+    sources={
+        "megatron.core.utils:get_batch_on_this_cp_rank": ("5dea4524",),
+        "megatron.core.transformer.utils:is_layer_window_attention": ("d723bc57",),
+    },
+)  # fmt: skip
+HOST.require()
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True,
            AttnMaskType.no_mask: False, AttnMaskType.padding: False}  # fmt: skip

@@ -22,7 +22,7 @@ from torch.distributed import DeviceMesh
 from ringattn.adapters import transformers
 from ringattn.adapters.dropout import default_seed
 from ringattn.adapters.groups import ring_of
-from ringattn.adapters.hosts import require_checked
+from ringattn.adapters.host_versions import Host
 from ringattn.adapters.transformers import shard_batch
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
@@ -30,7 +30,15 @@ from ringattn.sequence import Sequence
 
 __all__ = ["prepare"]
 
-CHECKED = ("0.7",)
+_CP = "nemo_automodel.components.distributed.context_parallel"
+HOST = Host(
+    "nemo-automodel",
+    ("0.7",),
+    parameters={
+        f"{_CP}:ContextParallelSharder": ("shard_batch", "local_token_global_indices"),
+        f"{_CP}.sharder:ShardLayout": ("original_seq_len", "padded_seq_len"),
+    },
+)
 _MASKS, _COMPILED = "attach_context_parallel_hooks", "attach_cp_sdpa_hooks"
 
 
@@ -48,15 +56,15 @@ def prepare(model: Any, device_mesh: DeviceMesh | Ring) -> Any:
         The model.
 
     Raises:
-        UnsupportedError: The version of NeMo or transformers was not checked, the model shards batches itself, or its
-            layers are compiled. Also what `ringattn.adapters.transformers.prepare` raises.
+        UnsupportedError: NeMo or transformers differ where the adapter relies on them, the model shards batches
+            itself, or its layers are compiled. Also what `ringattn.adapters.transformers.prepare` raises.
 
     Example:
         recipe.setup()
         prepare(recipe.model_parts[0], recipe.device_mesh)
         recipe.run_train_validation_loop()
     """
-    require_checked("nemo-automodel", *CHECKED)
+    HOST.require()
     if getattr(getattr(model, "prepare_model_inputs_for_cp", prepare), "__module__", None) != __name__:
         raise UnsupportedError(
             f"{type(model).__name__} is a custom model of NeMo and shards its batches itself "

@@ -28,15 +28,28 @@ from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 from ringattn.adapters.attend import as_autocast, lone_sequence
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.groups import close_rings, ring_of
-from ringattn.adapters.hosts import local_heads, require_checked
+from ringattn.adapters.host_versions import Host
+from ringattn.adapters.hosts import local_heads
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.runtime.activation import activation
 from ringattn.sequence import Sequence
 
 __all__ = ["RingAttention", "RingTrainerMixin", "prepare_context_parallel_input"]
 
-CHECKED = ("0.3",)
-require_checked("torchtitan", *CHECKED)
+HOST = Host(
+    "torchtitan",
+    ("0.3",),
+    parameters={"torchtitan.models.common.attention:ScaledDotProductAttention.forward": (
+        "q_BLNH", "k_BLNH", "v_BLNH", "scale", "enable_gqa"
+    )},
+    # The adapter replaces the first function, must be left alone by the second, and shards in front of the third.
+    sources={
+        "torchtitan.distributed.context_parallel:prepare_context_parallel_input": ("fab699aa",),
+        "torchtitan.distributed.context_parallel:apply_cp_to_forward": ("0e522e84",),
+        "torchtitan.protocols.module:Module.parallelize": ("abf8c45b",),
+    },
+)  # fmt: skip
+HOST.require()
 
 Rows = tuple[Sequence, ...]
 """The sequence of each row of a batch. Rows may be cut into different documents."""

@@ -6,7 +6,6 @@
 Guarantees: loss, gradients and TRL's metrics (entropy, mean_token_accuracy, num_tokens) equal those of one process.
 This holds for every packing strategy, for loss on completions or assistant turns only, with `peft_config`, with label
 smoothing, and for the losses nll and dft.
-Checked with TRL 1.16, PEFT 0.21 and transformers 5.23.
 """
 
 from __future__ import annotations
@@ -19,13 +18,22 @@ import torch
 from torch import Tensor
 from trl import SFTTrainer
 
-from ringattn.adapters.hosts import require_checked
+from ringattn.adapters.host_versions import Host
 from ringattn.adapters.transformers.checks import base_of, declare_outputs
 from ringattn.adapters.transformers.memory import refuse_logits
 from ringattn.adapters.transformers.trainer import RingTrainerMixin, last_turn
 from ringattn.errors import UnsupportedError
 
 __all__ = ["RingSFTTrainer"]
+
+HOST = Host(
+    "trl",
+    ("1.16",),
+    sources={
+        "trl:SFTTrainer.compute_loss": ("3a509764",),
+        "trl:SFTTrainer.prediction_step": ("900fe140",),
+    },
+)
 
 
 class RingSFTTrainer(RingTrainerMixin, SFTTrainer):
@@ -47,7 +55,7 @@ class RingSFTTrainer(RingTrainerMixin, SFTTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require_checked("trl", "1.16")
+        HOST.require()
         super().__init__(*args, **kwargs)
         host: Any = self
         if host._is_vlm:

@@ -1,4 +1,4 @@
-"""Folders of packages of other versions, to be put before those of the tests: made once, kept in build/environments."""
+"""Folders of packages in other versions, for the front of the path; created once and kept in build/environments."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 KEPT = Path(__file__).resolve().parents[2] / "build" / "environments" / "site-packages"
-"""dill, with which data sets are hashed, takes modules that lie elsewhere for the user's own."""
+"""Named site-packages, because dill, which hashes data sets, takes modules in other folders for the user's code."""
 _UNREACHABLE = "connection", "temporary failure", "timed out", "name or service not known", "proxy"
 
 
 def environment(*requirements: str) -> Path:
-    """The folder of these packages, none of what they require; skips the test where no package index is reached."""
+    """Return a folder of these packages without their requirements. Skips the test if no package index is reached."""
     folder = KEPT / "-".join([requirements[0].replace("==", "-"), sha256(repr(requirements).encode()).hexdigest()[:8]])
     if folder.exists():
         return folder

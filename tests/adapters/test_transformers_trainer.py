@@ -18,9 +18,11 @@ import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.state import AcceleratorState
+from transformers.trainer_pt_utils import LabelSmoother
 
 from ringattn import InputError, Ring
 from ringattn.adapters import accelerate as by_configuration
+from ringattn.adapters import host_versions
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.dropout import seed_from
@@ -87,14 +89,42 @@ def test_a_trainer_of_another_form(monkeypatch: pytest.MonkeyPatch, ring: Ring) 
     check_trainer(RingTrainer)
     with pytest.raises(UnsupportedError, match=r"must inherit from RingTrainerMixin and then"):
         check_trainer(RingTrainerMixin)
+    host_versions._require.cache_clear()
     monkeypatch.setattr(transformers.Trainer, "_prepare_context_parallel_inputs", lambda self, inputs: None)
-    message = r"in another way than the checked versions 5\.18 to 5\.23.*shard_batch"
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(UnsupportedError, match=r"adapter's Trainer .*Trainer._prepare_context_parallel_inputs has ch"):
         RingTrainer(ring=ring)
     monkeypatch.undo()
-    monkeypatch.delattr(transformers.Trainer, "get_cp_size")  # as 4.57's, which counts the labels of every process
-    with pytest.raises(UnsupportedError, match=message):
+    monkeypatch.delattr(transformers.Trainer, "get_cp_size")  # as in 4.57, which counts the labels of every process
+    with pytest.raises(UnsupportedError, match=r"Trainer\.get_cp_size does not exist"):
         RingTrainer(ring=ring)
+
+
+def test_smoothed_labels_that_are_not_counted_over_ranks_are_refused(
+    tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def smooth(self: Any, model_output: Any, labels: Any, shift_labels: bool = False) -> None: ...
+
+    monkeypatch.setattr(LabelSmoother, "__call__", smooth)  # as before transformers 5.15
+    with pytest.raises(UnsupportedError, match=r"label_smoothing_factor.*5\.15 or later"):
+        build_trainer(tmp_path, ring, args={"label_smoothing_factor": 0.1})
+
+
+def test_tokens_that_would_be_counted_once_per_rank_are_refused(
+    tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"include_num_input_tokens_seen": "all"}
+    build_trainer(tmp_path, ring, args=options)
+    monkeypatch.delattr(transformers.Trainer, "_track_num_input_tokens")  # as before transformers 5.3
+    with pytest.raises(UnsupportedError, match=r"once per rank; .*5\.3 or later"):
+        build_trainer(tmp_path, ring, args=options)
+
+
+def test_a_trainer_that_adds_callbacks_before_it_sets_its_options_is_refused(ring: Ring) -> None:
+    trainer = RingTrainer.__new__(RingTrainer)  # without options, as before transformers 5.2
+    trainer.begin_ring(ring)
+    trainer.callback_handler = SimpleNamespace(add_callback=lambda callback: None)
+    with pytest.raises(UnsupportedError, match=r"RingParallelismConfig needs transformers 5\.2 or later"):
+        trainer.add_callback(transformers.TrainerCallback())
 
 
 def test_what_needs_logits_of_a_model_that_makes_none(tmp_path: Path, ring: Ring) -> None:
@@ -207,7 +237,7 @@ def test_a_custom_loss_with_another_scale_is_refused(
 
     monkeypatch.setattr(transformers.Trainer, "compute_loss", compute_loss)
     build_trainer(tmp_path, ring)
-    with pytest.raises(UnsupportedError, match=r"compute_loss of Ours, or compute_loss_func: .* transformers 5\.20"):
+    with pytest.raises(UnsupportedError, match=r"compute_loss of Ours, or compute_loss_func: .* transformers 5\.19"):
         build_trainer(tmp_path, ring, kind, **options)
 
 

@@ -1,9 +1,10 @@
-"""The versions of transformers that the adapter runs with: each does what its column of the table says."""
+"""The versions of transformers: each does what its row of docs/host-versions.md says."""
 
 from __future__ import annotations
 
-import json
+import math
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,58 +13,97 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
 
 import torch
+from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function
 
 from ringattn import Ring
-from ringattn.adapters import hosts
+from ringattn.adapters import host_versions
 from ringattn.adapters import transformers as adapter
-from ringattn.adapters.transformers import attention
-from ringattn.adapters.transformers.attention import CHECKED, MaskSpec, mask_spec
+from ringattn.adapters.host_versions import VARIABLE, UntestedHostWarning
+from ringattn.adapters.transformers import attention, trainer
+from ringattn.adapters.transformers.attention import MaskSpec, mask_spec
 from ringattn.errors import UnsupportedError
+from tests.adapters.host_table import EXACT, PAGE, REFUSED, WRONG, outcome, page, read, span
 from tests.adapters.models import tiny_model
-from tests.adapters.versions import EVERY_CELL, TOLERANCE, VERSIONS, cells, documented
+from tests.adapters.versions import EVERY_CELL, VERSIONS, cells
 
-OTHERS = (
-    "Llama", "Llama, packed, `position_ids`", "LoRA of PEFT", "Trainer, 3 steps, packed",
-    "TRL's SFTTrainer, 3 steps, packed", "TRL's DPOTrainer", "FSDP2, 2 steps, packed", "gradient checkpointing",
-    "Llama 4: chunks, packed",
-)  # fmt: skip
-"""Of versions that lie between others: without compilation, which takes a third of the time."""
-WHOLE = VERSIONS if os.environ.get(EVERY_CELL) else ("4.57.6", "5.18.0")
-"""The oldest of each major version; the newest is the one that all other tests run with."""
+ENDS = (next(iter(VERSIONS)), "5.0.0", next(reversed(VERSIONS)))
+"""The oldest of each major version, and the newest."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_version_in_an_environment_of_its_own(version: str, tmp_path: Path) -> None:
-    actual = cells(version, tmp_path, *(() if version in WHOLE else OTHERS))
-    assert not {name: x for name, x in actual.items() if isinstance(x, float) and not x <= TOLERANCE}
-    claimed = documented(version)
-    assert len(actual) == len(claimed if version in WHOLE else OTHERS)
-    assert {name: "refused" if isinstance(x, str) else "exact" for name, x in actual.items()} == {
-        name: claimed[name] for name in actual
+@pytest.mark.parametrize("version", VERSIONS if os.environ.get(EVERY_CELL) else ENDS)
+def test_a_version_in_a_separate_environment(version: str, tmp_path: Path) -> None:
+    actual, recorded = cells(version, tmp_path), read().transformers[version]
+    wrong = {name: verdict for name, verdict in actual.items() if outcome(verdict) == WRONG}
+    assert not wrong
+    assert {name: outcome(verdict) for name, verdict in actual.items()} == {
+        name: outcome(verdict) for name, verdict in recorded.items()
     }
 
 
-def test_the_table_of_hosts_has_every_version() -> None:
-    rows = json.loads(Path(__file__).with_name("hosts.json").read_text(encoding="utf-8"))
-    assert {f"transformers {version}" for version in VERSIONS} <= set(rows)
+def test_the_page_of_versions_shows_the_results_of_all_of_them() -> None:
+    results = read().transformers
+    assert list(results) == list(VERSIONS) and PAGE.read_text(encoding="utf-8") == page(read())
+    assert {outcome(verdict) for row in results.values() for verdict in row.values()} == {EXACT, REFUSED}
+    assert len({tuple(row) for row in results.values()}) == 1
+    minors = [version.rpartition(".")[0] for version in VERSIONS]
+    assert minors == list(attention.HOST.tested) == ["4.57", *trainer.HOST.tested]
 
 
-@pytest.mark.parametrize("version", ["4.56.2", "5.0.0", "5.17.0", "5.24.0", "6.0.0"])
-def test_other_versions_are_refused_by_name(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_above_the_tolerance_or_a_nan_is_wrong() -> None:
+    assert [outcome(verdict) for verdict in (0.0, 1e-9, 2e-9, math.nan, "leave it out")] == [
+        EXACT, EXACT, WRONG, WRONG, REFUSED
+    ]  # fmt: skip
+
+
+def test_neighbouring_versions_are_one_range() -> None:
+    every = ["1.0", "1.1", "1.2", "2.0"]
+    assert span(every, every) == "all" and span(["1.1"], every) == "1.1"
+    assert span(["1.0", "1.1", "2.0"], every) == "1.0 to 1.1, 2.0"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets the version of transformers that seems to be installed, and forgets what was checked."""
+
+    def set_version(version: str) -> None:
+        monkeypatch.setattr(host_versions, "version", lambda package: version)
+        host_versions._require.cache_clear()
+
+    yield set_version
+    host_versions._require.cache_clear()
+
+
+def test_prepare_and_register_run_with_an_untested_version_after_a_warning(
+    installed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed("6.0.0")
     model = tiny_model("llama", "eager")
-    monkeypatch.setattr(hosts, "version", lambda package: version)
-    with pytest.raises(
-        UnsupportedError, match=rf"4\.57, 5\.18, .*5\.23, but {version} is installed.*install a checked"
-    ):
+    with pytest.warns(UntestedHostWarning, match=r"5\.24, not with transformers 6\.0\.0; all 10 functions"):
         adapter.prepare(model)
-    with pytest.raises(UnsupportedError, match=f"but {version} is installed"):
+    assert model.config._attn_implementation == "ringattn"
+    monkeypatch.setenv(VARIABLE, "error")
+    with pytest.raises(UnsupportedError, match=r"transformers 6\.0\.0 is installed.*allows tested versions only"):
         adapter.register()
-    assert model.config._attn_implementation == "eager"
 
 
-def test_a_mask_of_4_57_tells_the_places_of_its_queries() -> None:
+@pytest.mark.parametrize("version", ["5.23.0", "6.0.0"])
+def test_a_mask_function_with_another_meaning_is_refused_by_name(
+    version: str, installed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sliding_window_overlay(sliding_window: int) -> Callable[..., object]:
+        return lambda batch, head, query, key: key > query - sliding_window - 1
+
+    installed(version)
+    monkeypatch.setattr(masking_utils, "sliding_window_overlay", sliding_window_overlay)
+    model = tiny_model("llama", "eager")
+    with pytest.raises(UnsupportedError, match=r"masking_utils:sliding_window_overlay has changed") as error:
+        adapter.prepare(model)
+    assert "chunked_overlay" not in str(error.value) and model.config._attn_implementation == "eager"
+
+
+def test_a_mask_of_4_57_has_the_positions_of_its_queries() -> None:
     def spec_at(first: int) -> MaskSpec:
         return mask_spec(
             batch_size=1, cache_position=torch.arange(first, 9), kv_length=9, mask_function=causal_mask_function
@@ -84,7 +124,3 @@ def test_chunks_of_packed_documents(by_document: bool, cuts: list[int], monkeypa
     with Ring() as ring:
         ((row_seq, rows),) = spec.rows(ring.sequence(cu_seqlens=[0, 4, 17]), lambda rows: None)
     assert list(row_seq.documents or ()) == cuts and rows == (0,)
-
-
-def test_every_version_has_a_column() -> None:
-    assert {version.rpartition(".")[0] for version in VERSIONS} == set(CHECKED)

@@ -1,11 +1,12 @@
 """Results of one version of transformers over two ranks.
 
-For a process with that version first on the path, see tests.adapters.versions. Each cell is the worst error against one
-process, in float64 throughout, or the words of the refusal.
+Runs in a process with that version first on the path, see tests.adapters.versions. Each cell is the worst error against
+one process, in float64 throughout, or the text of the refusal.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,10 +18,12 @@ from transformers import DataCollatorWithFlattening
 
 from ringattn import InputError, Ring
 from ringattn.adapters.context import recompute_context
+from ringattn.adapters.host_versions import UntestedHostWarning
 from ringattn.adapters.transformers import prepare
 from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer
 from ringattn.testing import run_ranks
 from tests.adapters.models import rotary, tiny_model, with_lora
+from tests.adapters.processes import forked, forked_ranks, worst_error
 from tests.adapters.ranks import (
     DOCUMENTS,
     TOKENS,
@@ -32,7 +35,7 @@ from tests.adapters.ranks import (
     far_off_sharded,
     forward,
 )
-from tests.adapters.trainer import RingTrainer, compute_errors
+from tests.adapters.trainer import RingTrainer, rank, trained
 
 Cell = Callable[[], float]
 PLAIN, PACKED, PADDED = batches().values()
@@ -71,16 +74,36 @@ def checkpointed(model: Any) -> Any:
     return model
 
 
-def trained(folder: str) -> float:
-    """Trainer's weights, and the loss of its evaluation; losses of steps are rounded to float32 by it."""
-    check_trainer(RingTrainer)  # what a process raises is lost
-    errors = []
-    for answer in compute_errors(folder, 2, ["packed", "packed, labels of each process"]).values():
-        (*steps, evaluated), (*true_steps, truly) = answer["losses"]
-        assert len(steps) == 3
-        rounded = [abs(a / b - 1) for a, b in zip(steps, true_steps, strict=True)]
-        errors += [*answer["weights"].values(), abs(evaluated / truly - 1), *(x for x in rounded if x > 1e-6)]
-    return max(errors)
+def train(folder: str, *cases: str) -> float:
+    """Return the error of a Trainer's weights, losses and counts. Trainer rounds the losses of steps to float32."""
+    check_trainer(RingTrainer)
+    tiny_model("qwen2", "eager")  # imported here, so that no forked process has to
+    (expected,) = forked(lambda: {case: trained(folder, case) for case in cases})
+
+    def attempt(number: int) -> dict[str, Any] | str:
+        try:
+            return rank(folder, 2, expected, number)
+        except InputError as error:
+            return str(error)
+
+    answers = forked_ranks(2, attempt)[-1]
+    if isinstance(answers, str):
+        raise InputError(answers)
+    return max(_worst(answer) for answer in answers.values())
+
+
+def _worst(answer: dict[str, Any]) -> float:
+    losses = [abs(loss / expected - 1) for loss, expected in zip(*answer["losses"], strict=True)]
+    counts, expected_counts = answer["counted"]
+    assert counts.keys() == expected_counts.keys()
+    counted = [
+        (torch.tensor(counts[name], dtype=torch.float64), torch.tensor(expected, dtype=torch.float64))
+        for name, expected in expected_counts.items()
+    ]
+    evaluated = losses[-1]
+    return max(
+        *answer["weights"].values(), worst_error(counted), evaluated, *(error for error in losses if error > 1e-6)
+    )
 
 
 def fine_tuned(folder: str) -> float:
@@ -129,7 +152,14 @@ def generated() -> float:
 
 
 FORKED: dict[str, Callable[[str], float]] = {
-    "Trainer, 3 steps, packed": trained,
+    "Trainer, 3 steps, packed": lambda folder: train(folder, "packed", "packed, labels of each process"),
+    "Trainer, metrics, smoothed labels": lambda folder: train(folder, "measured"),
+    "Trainer, a stream": lambda folder: train(folder, "streamed"),
+    "Trainer, `compute_loss_func`": lambda folder: train(folder, "function"),
+    "Trainer, `compute_loss` overridden": lambda folder: train(folder, "z-loss"),
+    "`RingParallelismConfig`, packed": lambda folder: train(folder, "packed by configuration"),
+    "`RingParallelismConfig`, checkpointed": lambda folder: train(folder, "packed, checkpointed by configuration"),
+    "`RingParallelismConfig`, FSDP2": lambda folder: train(folder, "packed, sharded by configuration"),
     "TRL's SFTTrainer, 3 steps, packed": fine_tuned,
     "TRL's DPOTrainer": preferred,
     "FSDP2, 2 steps, packed": lambda folder: far_off_sharded(eager("llama"), PACKED),
@@ -198,7 +228,7 @@ REFUSED: dict[str, Cell] = {
 
 
 def verdict(cell: Cell) -> float | str:
-    """Its error, or the words of the refusal."""
+    """Return the error of a cell, or the text of its refusal."""
     try:
         return cell()
     except InputError as error:
@@ -207,5 +237,6 @@ def verdict(cell: Cell) -> float | str:
 
 def verdicts(folder: str, *names: str) -> dict[str, float | str]:
     """Return the verdicts of these cells, or of all."""
+    warnings.simplefilter("error", UntestedHostWarning)  # each version here must be among the tested ones
     by_name: dict[str, Cell] = {name: partial(cell, folder) for name, cell in FORKED.items()} | EXACT | REFUSED
     return {name: verdict(cell) for name, cell in by_name.items() if not names or name in names}

@@ -1,48 +1,69 @@
-"""Versions of transformers, each in a separate environment, and the claims of the documentation about them."""
+"""Versions of transformers, each in a separate environment."""
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from tests.adapters.environments import environment
 from tests.adapters.processes import ROOT, call_in_program
 
-PAGE = ROOT / "docs" / "embedding-transformers.md"
-TABLE = re.compile(r"(^<!-- versions -->\n).*?(^<!-- end of versions -->$)", re.MULTILINE | re.DOTALL)
 TOLERANCE = 1e-9
 EVERY_CELL = "TESTS_EVERY_CELL"
-"""A variable: whether the tests run every cell of every version."""
+"""A variable: whether the tests run every version."""
 TRL, PEFT = "1.16.0", "0.21.2"
 WITH_TRL = (
     f"trl=={TRL}", f"peft=={PEFT}", "datasets==5.2.0", "pyarrow==24.0.0", "pandas==3.1.1", "dill==0.4.1",
     "multiprocess==0.70.19", "xxhash==4.1.0", "python-dateutil==4.0.0", "six==1.17.0", "pytz==2026.6", "tzdata==2026.6",
 )  # fmt: skip
-"""TRL, and what of its requirements the tests' own environment lacks."""
+"""TRL, and the requirements of it that the tests' environment lacks."""
 BEFORE_TRL = {"4.57.6": ("datasets==4.7.0", "httpx==0.28.1", "httpcore==1.0.9")}
-"""What TRL needs otherwise with a version: datasets that run with its huggingface_hub."""
+"""Other requirements of TRL for a version: datasets that run with its huggingface_hub."""
+_HUB_1 = ("huggingface_hub==1.33.0", "httpx==0.28.1", "httpcore==1.0.9")
+_TOKENIZERS_22 = (*_HUB_1, "tokenizers==0.22.2")
 VERSIONS: dict[str, tuple[str, ...]] = {
     "4.57.6": ("huggingface_hub==0.36.2", "tokenizers==0.22.2"),
+    "5.0.0": _TOKENIZERS_22,
+    "5.1.0": _TOKENIZERS_22,
+    "5.2.0": _TOKENIZERS_22,
+    "5.3.0": _TOKENIZERS_22,
+    "5.4.0": _TOKENIZERS_22,
+    "5.5.4": _TOKENIZERS_22,
+    "5.6.2": _TOKENIZERS_22,
+    "5.7.0": _TOKENIZERS_22,
+    "5.8.1": _TOKENIZERS_22,
+    "5.9.0": _TOKENIZERS_22,
+    "5.10.4": _TOKENIZERS_22,
+    "5.11.0": _TOKENIZERS_22,
+    "5.12.1": _TOKENIZERS_22,
+    "5.13.1": _TOKENIZERS_22,
+    "5.14.1": _TOKENIZERS_22,
+    "5.15.1": _TOKENIZERS_22,
+    "5.16.1": _HUB_1,
+    "5.17.0": _HUB_1,
     "5.18.0": (),
     "5.19.0": (),
     "5.20.2": (),
     "5.21.1": (),
     "5.22.2": (),
     "5.23.0": (),
+    "5.24.0": (),
 }
 """The newest patch of each minor version, and its requirements that the tests' environment does not satisfy."""
 Verdict = float | str
-"""The worst error, or the words of a refusal."""
+"""The worst error, or the text of a refusal."""
 
 
 def packages(version: str) -> Path:
-    """The folder of this version of transformers and of PEFT; skips the test where no package index is reached."""
+    """Return the folder of this version and of PEFT. Skips the test if no package index can be reached."""
     return environment(f"transformers=={version}", *VERSIONS[version], f"peft=={PEFT}")
 
 
 def cells(version: str, folder: Path, *names: str) -> dict[str, Verdict]:
-    """What this version does, by cell, of these or of all; `folder` is for files. Raises where the script fails."""
+    """Return the verdicts of a version on these cells, or on all. `folder` is for files.
+
+    Raises `AssertionError` if the program fails.
+    """
     besides = [str(environment(*extra)) for extra in (BEFORE_TRL.get(version, ()), WITH_TRL) if extra]
     path = os.pathsep.join([str(packages(version)), *besides, str(ROOT)])
     variables = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -51,12 +72,3 @@ def cells(version: str, folder: Path, *names: str) -> dict[str, Verdict]:
         "tests.adapters.version_cells:verdicts", str(folder), *names, **variables
     )
     return verdicts
-
-
-def documented(version: str) -> dict[str, str]:
-    """What the page says of a version, by cell, without errors: "exact" or "refused"."""
-    block = TABLE.search(PAGE.read_text(encoding="utf-8"))
-    assert block is not None
-    head, _, *rows = [line.strip("| ").split(" | ") for line in block[0].splitlines() if line.startswith("|")]
-    column = head.index(version)
-    return {row[0]: row[column].split()[0] for row in rows if row[0] != "worst error"}

@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 from torch import nn
 
-from ringattn.adapters.transformers.attention import attention_forward, mask_spec, require_known
+from ringattn.adapters.transformers.attention import HOST, attention_forward, mask_spec
 from ringattn.adapters.transformers.batches import shard_batch
 from ringattn.adapters.transformers.calls import mark_parts, refuse_text_towers, watch, watch_rotary
 from ringattn.adapters.transformers.checks import accept_liger_loss, base_of, refuse_alibi
@@ -42,13 +42,14 @@ def register() -> None:
     """Make `attn_implementation="ringattn"` known to transformers: attention and masks. Idempotent.
 
     Raises:
-        UnsupportedError: This adapter was not checked with the installed version of transformers.
+        UnsupportedError: The installed version of transformers differs where this adapter relies on it, see
+            `host_versions`.
 
     Example:
         register()
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ringattn")
     """
-    require_known()
+    HOST.require()
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention_forward)
@@ -77,8 +78,7 @@ def prepare(
         InputError: A number is below 1, or differs from the one that the model was prepared with.
         UnsupportedError: The model's attention cannot be set or adds ALiBi itself, the model has a text encoder with a
             separate configuration, or its PEFT adapters do not work on one token at a time. With `tiled_mlp`: its
-            feed-forwards are experts. With `chunked_loss`: its loss is not transformers' causal one. Or this adapter
-            was not checked with the installed version of transformers.
+            feed-forwards are experts. With `chunked_loss`: its loss is not transformers' causal one. Or as `register`.
 
     Example:
         model = prepare(AutoModelForCausalLM.from_pretrained(name))

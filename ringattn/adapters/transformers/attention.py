@@ -2,7 +2,7 @@
 
 transformers builds masks from small functions of (batch, head, query, key) indices. `mask_spec` recognises these
 functions by name and never evaluates them. The result is a `MaskSpec` of constant size, whatever the number of tokens.
-Everything that differs between the supported versions of transformers (`CHECKED`) is in the first section.
+Everything that differs between the supported versions of transformers is in the first section.
 
 Guarantees: a mask function with an unknown name is refused, so that no mask is dropped or guessed. Every refusal says
 what to do instead.
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from ringattn.adapters.attend import as_autocast, attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.dropout import drawn_seed, refuse_without_seed, seed_from
-from ringattn.adapters.hosts import local_sinks, require_checked
+from ringattn.adapters.host_versions import ABSENT, Host
+from ringattn.adapters.hosts import local_sinks
 from ringattn.adapters.transformers.calls import PART, ModelCall, attending_call
 from ringattn.adapters.transformers.checks import (
     check_encoder,
@@ -38,15 +39,29 @@ from ringattn.runtime.activation import activate, active_sequence, attended
 from ringattn.sequence import Sequence
 
 # --- Versions of transformers -----------------------------------------------------------------------------------------
-# 4.57 and 5.18 to 5.23. Code outside this section uses no version number, and only names that all these versions have.
+# Code outside this section uses no version number, and only names that all these versions have.
 
-CHECKED = ("4.57", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23")
-"""Minor versions; docs/embedding-transformers.md has a table of what was tested with each."""
-
-
-def require_known() -> None:
-    """Raise `UnsupportedError` unless the installed version of transformers was checked."""
-    require_checked("transformers", *CHECKED)
+_MASKS, _LOSSES = "transformers.masking_utils", "transformers.loss.loss_utils"
+HOST = Host(
+    "transformers",
+    ("4.57", "5.0", "5.1", "5.2", "5.3", "5.4", "5.5", "5.6", "5.7", "5.8", "5.9", "5.10", "5.11", "5.12", "5.13",
+     "5.14", "5.15", "5.16", "5.17", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24"),
+    # `mask_spec` takes the meaning of a mask from the names of these functions, and never calls them.
+    sources={
+        f"{_MASKS}:causal_mask_function": ("71bbca9c",),
+        f"{_MASKS}:bidirectional_mask_function": (ABSENT, "9d0131f1"),
+        f"{_MASKS}:sliding_window_overlay": ("6cc6cc7f",),
+        f"{_MASKS}:sliding_window_bidirectional_overlay": (ABSENT, "a5fa0edb"),
+        f"{_MASKS}:chunked_overlay": ("5496dffb",),
+        f"{_MASKS}:packed_sequence_mask_function": ("d61c7974",),
+        f"{_MASKS}:remap_positions_for_packed_sequence": (ABSENT, "bf77d094"),
+        f"{_MASKS}:and_masks": ("64b58f77",),
+        # A rank's loss is a part of the sum, because these divide by `num_items_in_batch` and take shifted labels.
+        f"{_LOSSES}:ForCausalLMLoss": ("b9e62288", "2d4495d9"),
+        f"{_LOSSES}:fixed_cross_entropy": ("e2fa8f5c", "01b72230"),
+    },
+)  # fmt: skip
+"""docs/embedding-transformers.md has a table of what was tested with each version."""
 
 
 def query_range(arguments: Mapping[str, Any]) -> tuple[int, int | Tensor]:

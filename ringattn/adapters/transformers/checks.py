@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from ringattn.adapters.hosts import require_checked
+from ringattn.adapters.host_versions import Host
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.sequence import Sequence
 
@@ -305,16 +305,23 @@ def refuse_adapters(model: Any) -> None:
 # They work on one token at a time, except the loss. The fused loss takes labels that are already shifted, and divides
 # by num_items_in_batch. So a rank's loss is its part of the loss of the whole batch.
 
+_LIGER = Host(
+    "liger-kernel",
+    ("0.8",),
+    sources={"liger_kernel.transformers.model.loss_utils:LigerForCausalLMLoss": ("c0fda452",)},
+)
+
 
 def accept_liger_loss(model: Any) -> None:
     """Accept the loss of a model whose forward is Liger's.
 
-    Raises `UnsupportedError` for an unchecked version of Liger, and for forwards other than Liger's language models.
+    Raises `UnsupportedError` for a version of Liger whose loss differs, and for forwards other than those of Liger's
+    language models.
     """
     forward = model.forward
     if not (getattr(forward, "__module__", "") or "").startswith("liger_kernel."):
         return
-    require_checked("liger-kernel", "0.8")
+    _LIGER.require()
     if forward.__name__ != "lce_forward":
         raise UnsupportedError(
             f"Liger's {forward.__name__} of {type(model).__name__} was not compared with one process; leave "

@@ -1,11 +1,10 @@
 """The Trainer of transformers over the ranks of a ring.
 
 `RingTrainerMixin` overrides the private method of Trainer that shards batches for context parallelism. It refuses a
-Trainer in which this method has another signature. Trainer's default loss is computed from each rank's tokens. A loss
-of the user (`compute_loss`, `compute_loss_func`) gets the whole batch and whole outputs.
+Trainer whose methods around it differ from the reviewed ones (`HOST`). Trainer's default loss is computed from each
+rank's tokens. A loss of the user (`compute_loss`, `compute_loss_func`) gets the whole batch and whole outputs.
 
 Guarantees: the loss and gradients of one process, also in evaluation. Labels are counted over the whole batch.
-Checked with transformers 5.18 to 5.23, accelerate 1.15 and TRL 1.16.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, IterableDataset
 
 from ringattn.adapters.dropout import seed_from
+from ringattn.adapters.host_versions import Host
 from ringattn.adapters.transformers import prepare, prepared_models
 from ringattn.adapters.transformers.batches import WholeOutput, shard_batch, whole_calls
 from ringattn.adapters.transformers.calls import is_wrapped
@@ -31,9 +31,37 @@ from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 
-# --- The mixin --------------------------------------------------------------------------------------------------------
-
 __all__ = ["RingTrainerMixin", "check_trainer"]
+
+_TRAINER = "transformers.trainer:Trainer"
+HOST = Host(
+    "transformers",
+    ("5.0", "5.1", "5.2", "5.3", "5.4", "5.5", "5.6", "5.7", "5.8", "5.9", "5.10", "5.11", "5.12", "5.13", "5.14",
+     "5.15", "5.16", "5.17", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24"),
+    feature="Trainer",
+    parameters={
+        f"{_TRAINER}.call_model_init": ("trial",),
+        f"{_TRAINER}.get_eval_dataloader": ("eval_dataset",),
+        f"{_TRAINER}.get_test_dataloader": ("test_dataset",),
+        f"{_TRAINER}.add_callback": ("callback",),
+        f"{_TRAINER}.floating_point_ops": ("inputs",),
+    },
+    # Where Trainer counts labels, scales the loss, and calls the methods that the mixin overrides.
+    sources={
+        f"{_TRAINER}._prepare_context_parallel_inputs": ("56658a92", "b9348e70"),
+        f"{_TRAINER}.get_cp_size": ("b4ad013c",),
+        f"{_TRAINER}.get_tp_size": ("a0371918", "b2c58d10"),
+        f"{_TRAINER}._get_num_items_in_batch": ("1ce7abfb", "24e2ec7e", "b72882a3", "b4468acb"),
+        f"{_TRAINER}.compute_loss": ("dba7291c", "ce3a1d59", "d9ea8329", "713fc665", "193ec826"),
+        f"{_TRAINER}.training_step": ("8dcc0731", "5c1cfc86", "ae8a8211", "f5504bae"),
+        f"{_TRAINER}.prediction_step": ("773e7e87", "a8cb154d", "1b088cd7", "53896179"),
+        "accelerate.data_loader:BatchSamplerShard.__init__": ("7fc1a43d", "3f4359df"),
+        "accelerate.data_loader:BatchSamplerShard.__iter__": ("549f7723",),
+        "accelerate.data_loader:IterableDatasetShard.__iter__": ("566f63ea",),
+    },
+)  # fmt: skip
+
+# --- The mixin --------------------------------------------------------------------------------------------------------
 
 
 class RingTrainerMixin:
@@ -59,8 +87,11 @@ class RingTrainerMixin:
         RingTrainer(model=model, args=args, train_dataset=texts, ring=ringattn.Ring()).train()
     """
 
-    shards_evaluation = True
-    """Whether the host's prediction_step calls the sharding method for batches with labels, as Trainer's does."""
+    shards_evaluation: bool | None = None
+    """Whether the host's prediction_step calls the sharding method for batches with labels.
+
+    None: as Trainer's, which does so from transformers 5.16 on.
+    """
 
     def __init__(self, *args: Any, ring: Ring, layout: LayoutName | str = "auto", **kwargs: Any) -> None:
         self.begin_ring(ring, layout)
@@ -100,6 +131,11 @@ class RingTrainerMixin:
         """
         super().add_callback(callback)  # type: ignore[misc]
         if self._checks_with_callbacks:
+            if not hasattr(self, "label_smoother"):
+                raise UnsupportedError(
+                    "RingParallelismConfig needs transformers 5.2 or later: an earlier Trainer adds callbacks before "
+                    "it has set its options, so they cannot be checked; derive from RingTrainerMixin and pass `ring`"
+                )
             self._checks_with_callbacks = False
             self._check_options()
 
@@ -139,8 +175,10 @@ class RingTrainerMixin:
         return 1 if self._is_counting else self.ring.world_size
 
     _is_counting = False
+    _evaluated: Mapping[str, Any] | None = None
+    """The whole batch of an evaluation whose step gets only this rank's shard; its labels are counted."""
 
-    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_num_items_in_batch(self, batch_samples: Any, *args: Any, **kwargs: Any) -> Any:
         """Count the labels of all ranks, each once.
 
         Before 5.23, Trainer rounds down when it divides by `get_cp_size`, so the division is done here.
@@ -150,7 +188,8 @@ class RingTrainerMixin:
         # each rank divides its part of the sum by it, and the average over ranks by DDP or FSDP is the mean.
         self._is_counting = True
         try:
-            labels = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+            whole = batch_samples if self._evaluated is None else [self._evaluated]
+            labels = super()._get_num_items_in_batch(whole, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._is_counting = False
         host: Any = self
@@ -259,15 +298,16 @@ class RingTrainerMixin:
         # If Trainer's step does not call the sharding method, shard here.
         active: Callable[[], Any] = nullcontext
         args, whole = host.args, inputs
-        if inputs.get("labels") is None or not self.shards_evaluation:
+        if inputs.get("labels") is None or not self._step_shards_evaluation():
             active, inputs = self._prepare_context_parallel_inputs(model, host._prepare_inputs(inputs))
+            self._evaluated = whole if self._seq is not None else None
         across = args.average_tokens_across_devices
         args.average_tokens_across_devices = False  # labels of other rings' batches must not count
         try:
             with active():
                 result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
         finally:
-            args.average_tokens_across_devices = across
+            args.average_tokens_across_devices, self._evaluated = across, None
         loss, logits, labels = result
         if labels is not None:
             labels = whole["labels"]
@@ -279,6 +319,14 @@ class RingTrainerMixin:
             loss /= self.ring.world_size
         self._gathers_losses = loss is not None
         return loss, self._gather_tokens(logits), labels
+
+    def _step_shards_evaluation(self) -> bool:
+        """Return whether the host's prediction_step calls the sharding method for batches with labels."""
+        from transformers import Trainer
+
+        if self.shards_evaluation is not None:
+            return self.shards_evaluation
+        return "_prepare_context_parallel_inputs" in Trainer.prediction_step.__code__.co_names
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return this rank's part of Trainer's estimate, which Trainer sums over ranks.
@@ -432,22 +480,15 @@ def check_trainer(kind: type[Any]) -> None:
         kind: The class, which inherits from `RingTrainerMixin` and then from transformers' Trainer.
 
     Raises:
-        UnsupportedError: The class does not inherit like this, its version of transformers shards batches in another
-            way, it is a trainer of TRL whose loss needs whole texts, or it is a RingSFTTrainer that overrides
+        UnsupportedError: The class does not inherit like this, the installed Trainer differs where the mixin relies on
+            it, it is a trainer of TRL whose loss needs whole texts, or it is a RingSFTTrainer that overrides
             compute_loss.
     """
     import transformers
 
-    method = getattr(transformers.Trainer, "_prepare_context_parallel_inputs", None)
     if not issubclass(kind, transformers.Trainer):
         raise UnsupportedError(f"{kind.__name__} must inherit from RingTrainerMixin and then from transformers.Trainer")
-    # The signature stands for the version: the method is private and may change in any release.
-    is_checked = method is not None and list(inspect.signature(method).parameters) == ["self", "model", "inputs"]
-    if not is_checked or not hasattr(transformers.Trainer, "get_cp_size"):
-        raise UnsupportedError(
-            f"the Trainer of transformers {transformers.__version__} shards batches in another way than the checked "
-            "versions 5.18 to 5.23; write the loop with shard_batch, or use one of those versions"
-        )
+    HOST.require()
     ring_compute_loss = getattr(kind, "ring_compute_loss", None)
     if ring_compute_loss is None:
         _refuse_trl(kind)
@@ -476,12 +517,12 @@ def refuse_custom_loss(host: Any) -> None:
     """Raise `UnsupportedError` for a loss of the user if the scale that Trainer applies to it cannot be corrected."""
     import transformers
 
-    # Before 5.20, compute_loss never calls `get_tp_size`, by which `RingTrainerMixin` corrects the scale.
+    # Before 5.19, compute_loss never calls `get_tp_size`, by which `RingTrainerMixin` corrects the scale.
     if has_custom_loss(host) and "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:
         raise UnsupportedError(
             f"compute_loss of {type(host).__name__}, or compute_loss_func: every rank computes the whole loss, which "
             f"the Trainer of transformers {transformers.__version__} would scale by the number of ranks; use "
-            "transformers 5.20 or later, or leave it out"
+            "transformers 5.19 or later, or leave it out"
         )
 
 
@@ -507,6 +548,8 @@ def refuse_parallelism(args: Any) -> None:
 
 def refuse_options(host: Any) -> None:
     """Raise `UnsupportedError` for options of a Trainer that would have another effect on shards."""
+    from transformers import Trainer
+
     if not hasattr(base_of(host.model), "config"):
         raise UnsupportedError(
             f"{type(host.model).__name__} is not a transformers model; shard its batches in your own loop"
@@ -523,14 +566,21 @@ def refuse_options(host: Any) -> None:
             f"label_smoothing_factor: {type(host.model).__name__} takes no num_items_in_batch, so the labels of all "
             "ranks are not counted; leave it at 0"
         )
+    smoother = getattr(host.label_smoother, "loss", None)
+    if smoother is not None and "num_items_in_batch" not in inspect.signature(smoother).parameters:
+        raise UnsupportedError(
+            "label_smoothing_factor: this version of transformers divides the smoothed loss by the labels of one rank; "
+            "leave it at 0, or use transformers 5.15 or later"
+        )
     if host.args.neftune_noise_alpha is not None:
         raise UnsupportedError(
             "neftune_noise_alpha: the noise is scaled by the tokens of a row, but a rank has a part; leave it out"
         )
-    if host.args.include_num_input_tokens_seen != "no" and not hasattr(type(host), "_track_num_input_tokens"):
+    counts = host.args.include_num_input_tokens_seen not in ("no", False)
+    if counts and not hasattr(Trainer, "_track_num_input_tokens"):  # which `RingTrainerMixin` corrects
         raise UnsupportedError(
             "include_num_input_tokens_seen would count the tokens of a ring once per rank; leave it out, or use "
-            "transformers 5.23"
+            "transformers 5.3 or later"
         )
 
 
@@ -539,7 +589,7 @@ def refuse_loaders(host: Any) -> None:
     for name in ("dispatch_batches", "split_batches"):
         if getattr(host.accelerator, name):
             raise UnsupportedError(f"{name} would split batches among the ranks of a ring; leave it at False")
-    if host.args.train_sampling_strategy == "batch_rebalance":
+    if getattr(host.args, "train_sampling_strategy", "") == "batch_rebalance":  # from transformers 5.2 on
         raise UnsupportedError(
             "train_sampling_strategy='batch_rebalance' distributes texts over the processes of a ring; use "
             "'group_by_length'"

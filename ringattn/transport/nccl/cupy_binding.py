@@ -1,4 +1,4 @@
-"""NCCL through `cupy.cuda.nccl`: the calls of a hop on blocking communicators, and none of the capabilities.
+"""NCCL through `cupy.cuda.nccl`: blocking communicators, without the optional capabilities of `Binding`.
 
 Guarantees: see `Binding`. A garbage-collected cupy communicator calls ncclCommDestroy, a collective that hangs if a
 peer is dead. So each communicator is kept from collection, also at exit, until `destroy` or `abort` has emptied it.

@@ -1,0 +1,131 @@
+"""The three states of a host's version: tested, expected to work, refused."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+
+from ringattn.adapters import host_versions
+from ringattn.adapters.host_versions import ABSENT, VARIABLE, Host, UntestedHostWarning, digest_of, source_digest
+from ringattn.errors import InputError, UnsupportedError
+
+HOSTS = [
+    ("transformers", "transformers.attention"), ("transformers", "transformers.trainer"), ("accelerate", "accelerate"),
+    ("trl", "trl"), ("lightning", "lightning"), ("diffusers", "diffusers"), ("megatron.core", "megatron"),
+    ("torchtitan", "torchtitan"), ("nemo_automodel", "nemo"),
+]  # fmt: skip
+SOURCE = '''
+def attend(q, k, scale=None):
+    return q * k
+
+
+class Layer:
+    def forward(self, x, mask=None, **rest):
+        """Return the input."""
+        return x  # unchanged
+'''
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A host with one version, 2.7.1, of two functions."""
+    (tmp_path / "made_up_host.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(host_versions, "version", lambda package: "2.7.1")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    yield import_module("made_up_host")
+    del sys.modules["made_up_host"]
+
+
+def described(*tested: str, **relied_on: tuple[str, ...]) -> Host:
+    sources = {"made_up_host:attend": (digest_of("made_up_host:attend"),)} | relied_on.pop("sources", {})
+    return Host("made-up-host", tested, sources=sources, **relied_on)
+
+
+def test_a_tested_version_runs_silently(module: ModuleType) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        described("2.6", "2.7").require()
+
+
+def test_an_untested_version_with_the_expected_functions_runs_after_one_warning(module: ModuleType) -> None:
+    host = described("2.6", parameters={"made_up_host:Layer.forward": ("x", "mask")})
+    expected = "tested with made-up-host 2.6, not with made-up-host 2.7.1; all 2 functions .* as expected, so it runs"
+    with pytest.warns(UntestedHostWarning, match=expected) as caught:
+        host.require()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        host.require()
+    assert len(caught) == 1
+
+
+def test_the_variable_refuses_untested_versions(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "error")
+    with pytest.raises(UnsupportedError, match=rf"made-up-host 2\.7\.1 is installed.*{VARIABLE}=error allows tested"):
+        described("2.6").require()
+    described("2.7").require()
+    monkeypatch.setenv(VARIABLE, "warn")
+    with pytest.warns(UntestedHostWarning):
+        described("2.6").require()
+    monkeypatch.setenv(VARIABLE, "no")
+    with pytest.raises(InputError, match=f"{VARIABLE}=no: must be warn"):
+        described("2.7").require()
+
+
+@pytest.mark.parametrize("tested", ["2.6", "2.7"])
+@pytest.mark.parametrize(
+    ("relied_on", "difference"),
+    [
+        ({"parameters": {"made_up_host:gone": ()}}, "made_up_host:gone does not exist"),
+        ({"parameters": {"made_up_host.gone:attend": ()}}, "made_up_host.gone:attend does not exist"),
+        ({"parameters": {"made_up_host:attend": ("q", "k", "window")}}, "attend has no parameter window"),
+        ({"parameters": {"made_up_host:attend": ("q",)}}, "attend requires the parameter k"),
+        ({"sources": {"made_up_host:gone": ("12345678",)}}, "made_up_host:gone does not exist"),
+        ({"sources": {"made_up_host:Layer.forward": (ABSENT, "12345678")}}, r"Layer.forward has changed \(digest "),
+        ({"sources": {"math:sqrt": ("12345678",)}}, "the source of math:sqrt cannot be read"),
+    ],
+)
+def test_a_version_that_differs_is_refused_by_the_name_of_the_function(
+    module: ModuleType, tested: str, relied_on: dict[str, dict[str, tuple[str, ...]]], difference: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=rf"differs in made-up-host 2\.7\.1: .*{difference}") as error:
+        described(tested, **relied_on).require()
+    assert "made_up_host:attend has changed" not in str(error.value)
+
+
+def test_a_function_that_some_reviewed_versions_lack_may_be_absent(module: ModuleType) -> None:
+    described("2.7", sources={"made_up_host:later": (ABSENT, "12345678")}).require()
+
+
+def test_a_missing_dependency_of_a_host_is_reported_as_itself(module: ModuleType, tmp_path) -> None:
+    (tmp_path / "made_up_part.py").write_text("import a_package_that_is_not_installed\n")
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_installed"):
+        described("2.7", sources={"made_up_part:f": (ABSENT,)}).require()
+
+
+def test_successive_versions_are_one_range_in_messages(module: ModuleType) -> None:
+    with pytest.warns(UntestedHostWarning, match=r"tested with made-up-host 1\.9, 2\.0 to 2\.2, 2\.4, not with"):
+        described("1.9", "2.0", "2.1", "2.2", "2.4").require()
+
+
+def test_a_digest_is_of_the_code_alone(module: ModuleType, tmp_path) -> None:
+    def digest(name: str, source: str) -> str:
+        (tmp_path / f"{name}.py").write_text(source)
+        return source_digest(import_module(name).Layer.forward)
+
+    same = SOURCE.replace("Return the input.", "Return\n\n        the same tensor.").replace("return x ", "return  x ")
+    same = same.replace("        return", "        # a comment\n        return")
+    assert digest("made_up_1", SOURCE) == digest("made_up_2", same)
+    assert digest("made_up_1", SOURCE) != digest("made_up_3", SOURCE.replace("return x", "return 2 * x"))
+    assert digest("made_up_1", SOURCE) != digest("made_up_4", SOURCE.replace("mask=None", "mask=1"))
+
+
+@pytest.mark.parametrize(("package", "adapter"), HOSTS, ids=[adapter for _, adapter in HOSTS])
+def test_the_installed_host_is_as_its_adapter_expects(package: str, adapter: str) -> None:
+    pytest.importorskip(package)
+    assert import_module(f"ringattn.adapters.{adapter}").HOST.differences() == []
