@@ -103,9 +103,7 @@ after two or three steps, and the losses of the steps and of an evaluation.
 page. It takes half an hour. The tests repeat the oldest and the newest version. A version that is not in the table
 runs if the functions that the adapter relies on are unchanged, see [versions](embedding-transformers.md#versions).
 
-The columns are these features:
-
-{features}
+Versions with the same results share a column. The largest error of all ✓ is {worst:.0e}.
 
 {table}
 
@@ -125,26 +123,36 @@ versions, all tests of the host's adapter passed:
 def page(written: Table) -> str:
     """Return the page of these results."""
     results = written.transformers
+    versions = list(results)
     features = list(next(iter(results.values()), {}))
-    table = [["version", *(str(number) for number in range(1, len(features) + 1)), "worst error"]]
+    numbers = [str(number) for number in range(1, len(features) + 1)]
+    columns: list[tuple[list[str], list[str]]] = []  # versions, and an outcome for each feature
     refused: dict[tuple[str, str], list[str]] = {}
     for version, verdicts in results.items():
-        table.append([version, *(outcome(verdicts[name]) for name in features), f"{worst(verdicts):.0e}"])
-        for name, verdict in verdicts.items():
+        outcomes = [outcome(verdicts[name]) for name in features]
+        if columns and columns[-1][1] == outcomes:
+            columns[-1][0].append(version)
+        else:
+            columns.append(([version], outcomes))
+        for number, verdict in zip(numbers, verdicts.values(), strict=True):
             if isinstance(verdict, str):
-                number = str(features.index(name) + 1)
                 refused.setdefault((first_sentence(verdict, version), number), []).append(version)
     # Features that are refused for the same reason in the same versions share a row.
     reasons: dict[tuple[str, str], list[str]] = {}
-    for (reason, number), versions in refused.items():
-        reasons.setdefault((reason, span(versions, list(results))), []).append(number)
+    for (reason, number), among in refused.items():
+        reasons.setdefault((reason, span(among, versions)), []).append(number)
     return TEXT.format(
         cells=len(results) * len(features),
-        table=markdown(table),
-        features="\n".join(f"{number}. {name}" for number, name in enumerate(features, 1)),
+        worst=max((verdict for row in results.values() for verdict in row.values() if not isinstance(verdict, str)),
+                  default=0.0),
+        table=markdown([
+            ["", "feature", *(span(alike, versions) for alike, _ in columns)],
+            *([number, name, *(outcomes[row] for _, outcomes in columns)]
+              for row, (number, name) in enumerate(zip(numbers, features, strict=True))),
+        ]),
         reasons=markdown([
             ["features", "versions", "reason"],
-            *([span(numbers, table[0][1:-1]), versions, reason] for (reason, versions), numbers in reasons.items()),
+            *([span(alike, numbers), among_versions, reason] for (reason, among_versions), alike in reasons.items()),
         ]),
         others=markdown([
             ["host", "tests that passed"],
@@ -157,11 +165,6 @@ def markdown(rows: list[list[str]]) -> str:
     """Return a table whose first row is its head."""
     head, *rest = ("| " + " | ".join(row) + " |" for row in rows)
     return "\n".join([head, "|---" * len(rows[0]) + "|", *rest])
-
-
-def worst(verdicts: dict[str, Verdict]) -> float:
-    """Return the largest error of a version."""
-    return max(verdict for verdict in verdicts.values() if not isinstance(verdict, str))
 
 
 def first_sentence(refusal: str, version: str) -> str:
