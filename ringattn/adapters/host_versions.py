@@ -148,7 +148,10 @@ def _parameter_difference(path: str, names: tuple[str, ...]) -> str:
     function = _find(path)
     if function is None:
         return f"{path} does not exist"
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return f"the parameters of {path} cannot be read"
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     missing = [] if takes_any else [name for name in names if name not in parameters]
     required = [

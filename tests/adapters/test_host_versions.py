@@ -85,6 +85,7 @@ def test_the_variable_refuses_untested_versions(module: ModuleType, monkeypatch:
         ({"parameters": {"made_up_host.gone:attend": ()}}, "made_up_host.gone:attend does not exist"),
         ({"parameters": {"made_up_host:attend": ("q", "k", "window")}}, "attend has no parameter window"),
         ({"parameters": {"made_up_host:attend": ("q",)}}, "attend requires the parameter k"),
+        ({"parameters": {"builtins:vars": ()}}, "the parameters of builtins:vars cannot be read"),
         ({"sources": {"made_up_host:gone": ("12345678",)}}, "made_up_host:gone does not exist"),
         ({"sources": {"made_up_host:Layer.forward": (ABSENT, "12345678")}}, r"Layer.forward has changed \(digest "),
         ({"sources": {"math:sqrt": ("12345678",)}}, "the source of math:sqrt cannot be read"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ringattn import InputError, Ring, UnsupportedError
-from ringattn.adapters import hosts, nemo
+from ringattn.adapters import host_versions, nemo
+from ringattn.adapters.host_versions import UntestedHostWarning
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.testing import run_ranks
 
@@ -108,13 +110,29 @@ class ContextParallelSharder:
         return context, shards
 
 
+def install(monkeypatch: pytest.MonkeyPatch, nemo_version: str) -> None:
+    """Pretend that this version of NeMo is installed, and forget what was checked."""
+    monkeypatch.setattr(
+        host_versions, "version", lambda package: nemo_version if "nemo" in package else version(package)
+    )
+    monkeypatch.setattr(nemo, "HOST", replace(nemo.HOST))
+
+
+@dataclass
+class ShardLayout:
+    """NeMo's lengths of a sequence."""
+
+    original_seq_len: int
+    padded_seq_len: int
+
+
 @pytest.fixture
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "version", lambda package: VERSION if "nemo" in package else version(package))
+    install(monkeypatch, VERSION)
     package = "nemo_automodel.components.distributed.context_parallel"
     for name in (*(package.rsplit(".", cut)[0] for cut in (3, 2, 1)), package, f"{package}.sharder"):
         module = ModuleType(name)
-        module.__dict__.update(ContextParallelSharder=ContextParallelSharder, ShardLayout=SimpleNamespace)
+        module.__dict__.update(ContextParallelSharder=ContextParallelSharder, ShardLayout=ShardLayout)
         monkeypatch.setitem(sys.modules, name, module)
 
 
@@ -167,9 +185,15 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         nemo_model.prepare_model_inputs_for_cp = lambda batch, *, num_chunks=1: {}
         with pytest.raises(UnsupportedError, match=r"a custom model of NeMo .*force_hf=True"):
             nemo.prepare(nemo_model, ring)
-        monkeypatch.setattr(hosts, "version", lambda package: "0.8.1" if "nemo" in package else version(package))
-        with pytest.raises(UnsupportedError, match=r"checked with nemo-automodel 0\.7, but 0\.8\.1 is installed"):
-            nemo.prepare(nemo_model, ring)
+        install(monkeypatch, "0.8.1")
+        with pytest.warns(
+            UntestedHostWarning, match=r"with nemo-automodel 0\.7, not with nemo-automodel 0\.8\.1"
+        ):
+            nemo.prepare(tiny_model("mistral", "sdpa"), ring)
+        install(monkeypatch, "0.8.1")
+        monkeypatch.setattr(ContextParallelSharder, "__init__", lambda self, *, shard: None)
+        with pytest.raises(UnsupportedError, match=r"ContextParallelSharder has no parameter shard_batch"):
+            nemo.prepare(tiny_model("mistral", "sdpa"), ring)
 
 
 @pytest.mark.usefixtures("_stand_ins")

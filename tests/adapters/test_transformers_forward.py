@@ -17,8 +17,9 @@ from torch import Tensor, nn
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from ringattn import InputError, Ring, UnsupportedError
-from ringattn.adapters import hosts
-from ringattn.adapters.transformers import prepare
+from ringattn.adapters import host_versions
+from ringattn.adapters.host_versions import Host, UntestedHostWarning
+from ringattn.adapters.transformers import checks, prepare
 from ringattn.adapters.transformers.calls import _refuse_replaced, around_forward, is_wrapped
 from ringattn.testing import run_ranks
 from tests.adapters.environments import environment
@@ -113,10 +114,15 @@ def test_the_loss_of_liger(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def install(version: str) -> None:
         real = importlib.metadata.version
-        monkeypatch.setattr(hosts, "version", lambda name: version if name == "liger-kernel" else real(name))
+        monkeypatch.setattr(host_versions, "version", lambda name: version if name == "liger-kernel" else real(name))
+        # Liger is not installed here: the slow test below checks its source.
+        monkeypatch.setattr(checks, "_LIGER", Host("liger-kernel", checks._LIGER.tested))
 
+    monkeypatch.setattr(host_versions, "version", lambda name: LIGER)
+    with pytest.raises(UnsupportedError, match=r"LigerForCausalLMLoss does not exist"):
+        prepare(ours())
     install("0.9.0")
-    with pytest.raises(UnsupportedError, match=r"checked with liger-kernel 0\.8"):
+    with pytest.warns(UntestedHostWarning, match=r"tested with liger-kernel 0\.8, not with liger-kernel 0\.9\.0"):
         prepare(ours())
     install(LIGER)
     with pytest.raises(UnsupportedError, match="Liger's mtp_forward of LlamaForCausalLM was not compared"):
