@@ -237,7 +237,7 @@ def mask_spec(
     local_size: int | None = None,
     config: Any = None,
     **others: Any,
-) -> MaskSpec:
+) -> MaskSpec | Tensor | None:
     """Mask function for transformers' `AttentionMaskInterface`. It refuses nothing, because attention may be local."""
     known, names = _known_functions(), _names(mask_function)
     meanings = {known[name] for name in names if name in known}
@@ -255,10 +255,14 @@ def mask_spec(
         "kv_length": kv_length, "mask_function": mask_function, "attention_mask": attention_mask,
         "local_size": local_size, "config": config, **others,
     }  # fmt: skip
-    return MaskSpec(
+    spec = MaskSpec(
         "causal" in meanings, window, chunk, attention_mask, tuple(sorted(names - set(known))), queries, kv_length,
         isinstance(offset, Tensor) or offset != 0, config, arguments,
     )  # fmt: skip
+    # A static cache has room for more keys than those so far, or its offset in a tensor. From 5.24 on, `generate` makes
+    # the mask of such a cache before it calls the model, which reads its dimensions: only a table has these.
+    has_room = isinstance(offset, Tensor) or queries + offset != kv_length
+    return spec.local(may_be_none=False) if has_room and active_sequence() is None else spec
 
 
 @cache
