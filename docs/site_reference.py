@@ -76,8 +76,8 @@ def _keys_of(schema: type) -> str:
 
 def _limits(metadata: Any) -> str:
     """Return the limits of a number as text."""
-    words = {"least": "at least", "most": "at most", "above": "more than"}
-    limits = {text: metadata[name] for name, text in words.items() if name in metadata}
+    phrases = {"least": "at least", "most": "at most", "above": "more than"}
+    limits = {text: metadata[name] for name, text in phrases.items() if name in metadata}
     return ", ".join(f"{text} {limit:,}" for text, limit in limits.items() if limit < UNUSUAL)
 
 

@@ -53,8 +53,8 @@ DISTURBANCES = "slow_rank", "slow_link", "jitter"
 
 def page_of(sweep: Sweep, title: str, summary: str, say: Callable[[str], None]) -> str:
     """Return the page as HTML. `say` gets a line about each part that is drawn."""
-    found = series_of(sweep)
-    panels = [panel for panel in panels_of(found) if panel.view is not SINGLE or len(panel.lines) > 1]
+    all_series = series_of(sweep)
+    panels = [panel for panel in panels_of(all_series) if panel.view is not SINGLE or len(panel.lines) > 1]
     drawn = []
     for number, panel in enumerate(panels[:DRAWN_PANELS], 1):
         say(f"panel {number} of {min(len(panels), DRAWN_PANELS)}")
@@ -70,7 +70,7 @@ def page_of(sweep: Sweep, title: str, summary: str, say: Callable[[str], None]) 
         open_panels=OPEN_PANELS,
         undrawn=max(0, len(panels) - DRAWN_PANELS),
         simulations=[simulated_panel(file) for file in sorted(sweep.folder.glob(SIMULATED))],
-        tables=tables_of(sweep, found),
+        tables=tables_of(sweep, all_series),
         environments=environments_of(sweep),
     )
 
@@ -83,8 +83,8 @@ def _panel(title: str, names: Sequence[str], charts: Sequence[Any], note: str = 
 def simulated_panel(file: Path) -> dict[str, Any]:
     """Return the panel of a simulation, a line for each scaling. Raises `InputError` for a file of another kind."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        curves, config = found["curves"], found["config"]
+        record = json.loads(file.read_text(encoding="utf-8"))
+        curves, config = record["curves"], record["config"]
         measures = {
             ("Time of a call, simulated", "Nothing of it was measured.", "s"): lambda point: point["total_s"],
             ("Efficiency, simulated", "Allowed pairs alone, at the kernel's rate, over the simulated time.", "%"):
@@ -97,9 +97,9 @@ def simulated_panel(file: Path) -> dict[str, Any]:
             lines = [Line(number, [point["ranks"] for point in points], [value(point) for point in points])
                      for number, points in enumerate(curves.values())]  # fmt: skip
             charts.append(line_chart(title, note, "ranks", unit, lines, log_base=10 if unit == "s" else 0))
-        heading = f"{config['schedule']}, {config['tokens']:,} tokens, {found['cluster']['name']}"
+        heading = f"{config['schedule']}, {config['tokens']:,} tokens, {record['cluster']['name']}"
         heading += "".join(f", {key}={config[key]}" for key in DISTURBANCES if config[key])
-        return _panel(heading, [f"{name} scaling" for name in curves], charts, found["cluster"]["source"])
+        return _panel(heading, [f"{name} scaling" for name in curves], charts, record["cluster"]["source"])
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise InputError(
             f"{file} is not a simulation of this version of ringattn: {error!r}; write it again with `ringattn "
@@ -188,9 +188,9 @@ def metrics_of(sweep: Sweep) -> list[Metric]:
 
     ratios = [ratio for point in sweep.ok if (ratio := of_measured(predicted)(point)) is not None]
     drawn = bool(ratios) and 1 / FAR <= median(ratios) <= FAR
-    words = prediction_text(sweep)
-    if words and not drawn:
-        words += " They are far from these times, and not drawn."
+    note = prediction_text(sweep)
+    if note and not drawn:
+        note += " They are far from these times, and not drawn."
     bound = " An upper bound: the transport does not report when a hidden message arrived. Exposed time is measured."
     metrics = [
         Metric("Throughput", "tokens/s", (Curve(sweep.tokens_per_s),), logarithmic=True),
@@ -200,10 +200,10 @@ def metrics_of(sweep: Sweep) -> list[Metric]:
             (Curve(sweep.pass_ms, "measured", spread=sweep.pass_spread),
              *((Curve(predicted, "predicted", dashed=True),) if drawn else ())),
             logarithmic=True,
-            note=f"{' + '.join(sweep.passes).capitalize()}, slowest rank, with p10 to p90. {words}",
+            note=f"{' + '.join(sweep.passes).capitalize()}, slowest rank, with p10 to p90. {note}",
         ),
         Metric("Prediction", "% of measured", (Curve(of_measured(predicted), dashed=True),),
-               note=f"100 is right, less is too hopeful. {words}", aim=1.0),
+               note=f"100 is right, less is too hopeful. {note}", aim=1.0),
         Metric("Exposed communication", "% of the pass", (Curve(of_measured(lambda p: p.exposed_ms(sweep.passes))),),
                note="Time in which the rank that waited longest stood still for messages."),
         Metric("Memory of a rank", "MiB",
@@ -236,10 +236,12 @@ def _curves(panel: Panel, metric: Metric) -> Chart | None:
     lines = []
     for number, (_, series) in enumerate(panel.lines):
         for curve in metric.curves:
-            at = [(x, y, point) for x, point in zip(series.xs(), series.points, strict=True)
+            drawn_points = [(x, y, point) for x, point in zip(series.xs(), series.points, strict=True)
                   if (y := curve.value(point)) is not None]  # fmt: skip
-            spread = [curve.spread(point) for _, _, point in at] if curve.spread else ()
-            lines.append(Line(number, [x for x, _, _ in at], [y for _, y, _ in at], curve.dashed, spread))
+            spread = [curve.spread(point) for _, _, point in drawn_points] if curve.spread else ()
+            lines.append(
+                Line(number, [x for x, _, _ in drawn_points], [y for _, y, _ in drawn_points], curve.dashed, spread)
+            )
     aim = metric.aim
     perfect = None if aim is None else lambda _: aim
     log_base = 10 if metric.logarithmic else 0

@@ -83,7 +83,7 @@ def outcome(verdict: Verdict) -> str:
 
 
 def read() -> Table:
-    """Return the written data; empty if there is none."""
+    """Return the written data, or an empty table if nothing was written."""
     return Table(**json.loads(DATA.read_text(encoding="utf-8"))) if DATA.exists() else Table({}, {})
 
 

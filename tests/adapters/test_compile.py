@@ -147,19 +147,19 @@ def test_a_sequence_given_compiles_once_more_and_a_batch_size_too() -> None:
         model, counter = Layers(), CompileCounterWithBackend("aot_eager")
         run = torch.compile(model, backend=counter, fullgraph=True)
         seqs = [ring.sequence(cu_seqlens=documents, layout="zigzag") for documents in cuts]
-        found = [step(ring, seq, model, run, inputs(2), causal, seq) for seq in seqs]
+        outputs = [step(ring, seq, model, run, inputs(2), causal, seq) for seq in seqs]
         for_sequences, counter.frame_count = counter.frame_count, 0
-        found += [step(ring, seqs[1], model, run, inputs(batch), causal) for batch in (2, 3, 5)]
-        return found, (for_sequences, counter.frame_count)
+        outputs += [step(ring, seqs[1], model, run, inputs(batch), causal) for batch in (2, 3, 5)]
+        return outputs, (for_sequences, counter.frame_count)
 
     results = run_ranks(2, body)
     # Ranks that are threads learn from each other which numbers change, so one of them may need fewer.
     assert all(1 <= count <= 2 for _, counts in results for count in counts)
-    for found, _ in results:
-        for one, documents in zip(found[:4], cuts, strict=True):
-            assert_same(one, reference(inputs(2), documents))
-        for one, batch in zip(found[4:], (2, 3, 5), strict=True):
-            assert_same(one, reference(inputs(batch), DOCUMENTS))
+    for outputs, _ in results:
+        for output, documents in zip(outputs[:4], cuts, strict=True):
+            assert_same(output, reference(inputs(2), documents))
+        for output, batch in zip(outputs[4:], (2, 3, 5), strict=True):
+            assert_same(output, reference(inputs(batch), DOCUMENTS))
 
 
 # --- the operators ---------------------------------------------------------------------------------------------------
@@ -273,14 +273,14 @@ def test_a_policy_that_saves_the_operator_sends_nothing_again() -> None:
     def body(ring: Ring) -> tuple[list[Tensor], int]:
         model, seq = Layers(), ring.sequence(TOKENS, layout="zigzag")
         contexts = partial(create_selective_checkpoint_contexts, policy)
-        found = step(
+        output = step(
             ring, seq, model, lambda x: checkpoint(model, x, causal, use_reentrant=False, context_fn=contexts), inputs()
         )
-        return found, ring.counters()["passes"]
+        return output, ring.counters()["passes"]
 
-    for found, passes in run_ranks(2, body):
+    for output, passes in run_ranks(2, body):
         assert passes == 2 + 2
-        assert_same(found, reference(inputs()))
+        assert_same(output, reference(inputs()))
 
 
 def test_what_cannot_be_known_is_refused() -> None:

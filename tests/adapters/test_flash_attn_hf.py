@@ -180,12 +180,12 @@ def test_the_page() -> None:
         names: dict[str, Any] = {"process_group": ring, "loader": [batch], "ranks": 2, "rank": ring.rank}
         names["model"] = flash_model("llama")
         exec(block, names)
-        found: Tensor = names["logits"]
-        return found
+        logits: Tensor = names["logits"]
+        return logits
 
-    found = torch.cat(run_ranks(2, body, timeout_s=20.0), 1)
+    logits = torch.cat(run_ranks(2, body, timeout_s=20.0), 1)
     true = tiny_model("llama", "eager")(input_ids=TOKENS[:, :5]).logits
-    torch.testing.assert_close(found[:, :5], true, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[:, :5], true, rtol=1e-5, atol=1e-5)
 
 
 def test_the_names_of_that_package() -> None:

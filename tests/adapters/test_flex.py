@@ -330,11 +330,13 @@ def test_compiled_code_breaks_its_graph_here() -> None:
 
     def body(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)
-        mine = seq.shard(drawn(kv_heads=4)[0], 2).requires_grad_()
+        shard = seq.shard(drawn(kv_heads=4)[0], 2).requires_grad_()
         with ring.activate(seq):
-            outs = compiled(mine), 2 * flex_attention(mine.sin(), mine, mine, block_mask=mask)
-        for one, other in zip(*([out, *torch.autograd.grad(out.sin().sum(), mine)] for out in outs), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+            outs = compiled(shard), 2 * flex_attention(shard.sin(), shard, shard, block_mask=mask)
+        for actual, expected in zip(
+            *([out, *torch.autograd.grad(out.sin().sum(), shard)] for out in outs), strict=True
+        ):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
     run_ranks(2, body)
 
@@ -344,8 +346,8 @@ def test_local_is_torchs_own() -> None:
         q, k, v, _ = drawn(kv_heads=4)
         mask = block_mask(prefix)
         with ring.activate(ring.sequence(TOKENS)), ring.activate(None):
-            found, lse = flex_attention(q, k, v, block_mask=mask, return_lse=True)
-        torch.testing.assert_close(found, dense(q, k, v, prefix)[0], rtol=1e-12, atol=1e-12)
+            actual, lse = flex_attention(q, k, v, block_mask=mask, return_lse=True)
+        torch.testing.assert_close(actual, dense(q, k, v, prefix)[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(lse, dense(q, k, v, prefix)[1], rtol=1e-12, atol=1e-12)
 
     run_ranks(1, body)
@@ -359,7 +361,7 @@ LEARNED = torch.tensor(3.0, requires_grad=True)
 FULL, CAUSAL = FoundMask(False, None, None), FoundMask(True, None, None)
 
 
-def found(mod: Mod | None, *masks: FoundMask, length: int = TOKENS, heads: int = HEADS) -> FoundScore:
+def recognised(mod: Mod | None, *masks: FoundMask, length: int = TOKENS, heads: int = HEADS) -> FoundScore:
     return recognise_score(mod, masks or (CAUSAL,), length, heads, CPU)
 
 
@@ -390,15 +392,15 @@ def found(mod: Mod | None, *masks: FoundMask, length: int = TOKENS, heads: int =
 )  # fmt: skip
 def test_other_score_mods_are_refused(mod: Mod, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message) as raised:
-        found(mod, FULL, FULL)
+        recognised(mod, FULL, FULL)
     assert r"ALiBi, - slope[head] * abs(query - key)" in str(raised.value)
 
 
 def test_score_mods_that_are_known() -> None:
-    assert found(None) == found(lambda s, b, h, q, k: s) == FoundScore()
-    assert found(capped) == FoundScore(2.5)
-    assert found(lambda s, b, h, q, k: torch.tanh(s * 0.02) * 50).softcap == pytest.approx(50.0, rel=1e-15)
-    assert found(lambda s, b, h, q, k: s + 0 * k) == FoundScore()
+    assert recognised(None) == recognised(lambda s, b, h, q, k: s) == FoundScore()
+    assert recognised(capped) == FoundScore(2.5)
+    assert recognised(lambda s, b, h, q, k: torch.tanh(s * 0.02) * 50).softcap == pytest.approx(50.0, rel=1e-15)
+    assert recognised(lambda s, b, h, q, k: s + 0 * k) == FoundScore()
 
 
 def by_formula(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -434,21 +436,21 @@ WITHIN = torch.cat([torch.arange(stop - start) for start, stop in pairwise(CUTS)
 def test_alibi_is_recognized(name: str) -> None:
     mod, mask = ALIBI[name]
     expected = tuple(SLOPES.double().tolist())
-    assert found(mod, mask, mask) == FoundScore(None, expected)
+    assert recognised(mod, mask, mask) == FoundScore(None, expected)
 
     def both(s: Tensor, *place: Tensor) -> Tensor:
         return mod(capped(s, *place), *place)
 
-    assert found(both, mask) == FoundScore(2.5, expected)
+    assert recognised(both, mask) == FoundScore(2.5, expected)
 
 
 def test_alibi_by_the_formula_of_the_paper_and_without_neighbors() -> None:
-    slopes = found(by_formula).alibi_slopes
+    slopes = recognised(by_formula).alibi_slopes
     assert slopes == tuple(2.0 ** (-2 * (head + 1)) for head in range(HEADS))
-    thirds = found(lambda s, b, h, q, k: s - (q - k) / 3 * (h + 1)).alibi_slopes
+    thirds = recognised(lambda s, b, h, q, k: s - (q - k) / 3 * (h + 1)).alibi_slopes
     assert thirds is not None and thirds == pytest.approx([(head + 1) / 3 for head in range(HEADS)], rel=2**-22)
     alone = FoundMask(False, (0, 0), None)
-    assert found(lambda s, b, h, q, k: s + 5 * (q - k), alone) == FoundScore()
+    assert recognised(lambda s, b, h, q, k: s + 5 * (q - k), alone) == FoundScore()
 
 
 @pytest.mark.parametrize("exception", ["distance", "end", "pair", "head"])
@@ -468,9 +470,9 @@ def test_all_pairs_are_compared(monkeypatch: pytest.MonkeyPatch, exception: str)
 
     if exception == "distance":
         for mod, mask in ALIBI.values():
-            assert found(mod, mask).alibi_slopes == tuple(SLOPES.double().tolist())
+            assert recognised(mod, mask).alibi_slopes == tuple(SLOPES.double().tolist())
     with pytest.raises(UnsupportedError, match="but ALiBi with its slope"):
-        found(almost)
+        recognised(almost)
 
 
 def test_what_was_found_is_kept_for_each_mask_until_the_slopes_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,11 +45,11 @@ def test_a_preference_loss_and_its_gradients_equal_one_process(seed: int, monkey
     def body(ring: Ring) -> tuple[Tensor, Tensor, Tensor]:
         seq = ring.sequence(tokens, layout=layout, cu_seqlens=documents)
         labels = seq.shard_labels(text, ignore_index=IGNORED)
-        mine = seq.shard(logits).detach().requires_grad_()
-        log_probs = token_log_probs(mine, labels, seq, ignore_index=IGNORED)
+        shard = seq.shard(logits).detach().requires_grad_()
+        log_probs = token_log_probs(shard, labels, seq, ignore_index=IGNORED)
         sums = sum_documents(log_probs, seq)
         preference(sums).backward()
-        return seq.gather(log_probs.detach()), sums.detach(), seq.gather(mine.grad)
+        return seq.gather(log_probs.detach()), sums.detach(), seq.gather(shard.grad)
 
     whole = logits.clone().requires_grad_()
     with Ring() as ring:
@@ -71,17 +71,17 @@ def test_low_precision_logits_are_summed_in_float32(dtype: torch.dtype) -> None:
     labels[0, 2] = IGNORED
     weights = torch.randn(1, 6, generator=generator)
     with Ring() as ring:
-        mine = logits.clone().requires_grad_()
-        log_probs = token_log_probs(mine, labels, ring.sequence(6), ignore_index=IGNORED)
+        shard = logits.clone().requires_grad_()
+        log_probs = token_log_probs(shard, labels, ring.sequence(6), ignore_index=IGNORED)
         (log_probs * weights).sum().backward()
     exact = logits.double().requires_grad_()
     expected = dense_log_probs(exact, labels)
     (expected * weights).sum().backward()
-    assert log_probs.dtype == torch.float32 and mine.grad.dtype == dtype
+    assert log_probs.dtype == torch.float32 and shard.grad.dtype == dtype
     torch.testing.assert_close(log_probs.double(), expected, rtol=0, atol=4e-6)
     # The gradient is rounded once, to the dtype of the logits.
     bound = torch.finfo(dtype).eps / 2 * exact.grad.abs() + 1e-6
-    assert ((mine.grad.double() - exact.grad).abs() <= bound).all()
+    assert ((shard.grad.double() - exact.grad).abs() <= bound).all()
 
 
 def test_logits_of_ignored_labels_do_not_matter() -> None:
@@ -89,10 +89,10 @@ def test_logits_of_ignored_labels_do_not_matter() -> None:
     logits[0, 1], logits[0, 3] = torch.nan, torch.inf
     labels = torch.tensor([[2, IGNORED, 0, IGNORED]])
     with Ring() as ring:
-        mine = logits.clone().requires_grad_()
-        log_probs = token_log_probs(mine, labels, ring.sequence(4), ignore_index=IGNORED)
+        shard = logits.clone().requires_grad_()
+        log_probs = token_log_probs(shard, labels, ring.sequence(4), ignore_index=IGNORED)
         log_probs.sum().backward()
-    assert log_probs[0, [1, 3]].tolist() == [0.0, 0.0] and mine.grad[0, [1, 3]].count_nonzero() == 0
+    assert log_probs[0, [1, 3]].tolist() == [0.0, 0.0] and shard.grad[0, [1, 3]].count_nonzero() == 0
     torch.testing.assert_close(log_probs[0, [0, 2]], F.log_softmax(logits[0, [0, 2]], -1)[[0, 1], [2, 0]])
 
 

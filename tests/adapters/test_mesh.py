@@ -51,7 +51,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.rms_norm(x, (DIM,))
-        q, k, v = (one(h).unflatten(2, (-1, DIM // 4)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        q, k, v = (
+            projection(h).unflatten(2, (-1, DIM // 4)).transpose(1, 2) for projection in (self.q, self.k, self.v)
+        )
         return x + self.out(self.attend(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
 
 
@@ -175,8 +177,8 @@ def with_context_parallel(again: bool) -> dict[str, Tensor]:
         with context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[1, 1]) as seq:
             loss_of(model, x, y).backward()
             shard = x.clone()
-        (found,) = context_parallel_unshard(mesh, [shard], [1])
-        assert torch.equal(found, tokens) and torch.equal(x, tokens)
+        (unsharded,) = context_parallel_unshard(mesh, [shard], [1])
+        assert torch.equal(unsharded, tokens) and torch.equal(x, tokens)
         OPENED.add(seq.ring)
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     seq.ring.all_reduce(grads)
@@ -223,11 +225,11 @@ def everything(_: dict[str, Any]) -> dict[str, Any]:
     expected, errors = reference(), {}
     for case in CASES:
         for again in (False, True):
-            found = case(again)
-            assert found.keys() == expected.keys()
+            actual = case(again)
+            assert actual.keys() == expected.keys()
             name = f"{case.__name__}{' again' if again else ''}"
-            errors[name] = max(float((found[key] - expected[key]).abs().max()) for key in expected)
-    said = refusals()
+            errors[name] = max(float((actual[key] - expected[key]).abs().max()) for key in expected)
+    refused = refusals()
     torch._inductor.config.compile_threads = 1
     code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     exec("".join(code), {})
@@ -235,8 +237,8 @@ def everything(_: dict[str, Any]) -> dict[str, Any]:
     dist.destroy_process_group()
     gc.collect()
     rings = [open_before, any(ring.is_open for ring in OPENED)]
-    greatest = max(float(one.abs().max()) for one in expected.values())
-    return {"errors": errors, "said": said, "open": rings, "greatest": greatest}
+    greatest = max(float(value.abs().max()) for value in expected.values())
+    return {"errors": errors, "refused": refused, "open": rings, "greatest": greatest}
 
 
 # --- tests -----------------------------------------------------------------------------------------------------------
@@ -274,7 +276,7 @@ def test_other_meshes_and_placements_are_refused_by_name(
     answers: list[dict[str, Any]], case: str, parts: tuple[str, ...]
 ) -> None:
     for answer in answers:
-        assert all(word in answer["said"][case] for word in parts), answer["said"]
+        assert all(word in answer["refused"][case] for word in parts), answer["refused"]
 
 
 def test_a_ring_that_context_parallel_opened_ends_with_the_process_group(answers: list[dict[str, Any]]) -> None:

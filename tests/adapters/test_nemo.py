@@ -144,18 +144,18 @@ def resolved(model: Any, batch: dict[str, Any]) -> Any:
 @pytest.mark.usefixtures("_stand_ins")
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_step_over_two_ranks_equals_one_process(packed: bool) -> None:
-    wanted = reference(packed)
+    expected = reference(packed)
 
     def body(ring: Ring) -> float:
         model, whole = tiny_model("mistral", "sdpa"), batch(packed)
         attach_context_parallel_hooks(model)
         assert nemo.prepare(model, ring) is model and nemo.prepare(model, ring) is model
         sharder = resolved(model, whole)
-        found = step(model, sharder, whole)
-        ring.all_reduce(found)
+        results = step(model, sharder, whole)
+        ring.all_reduce(results)
         rows = sharder.indices(None, TOKENS)
         assert len(rows) == TOKENS // 2 and sharder.layout.original_seq_len == TOKENS
-        return worst(found, wanted)
+        return worst(results, expected)
 
     assert max(run_ranks(2, body)) < 1e-10
 
@@ -186,9 +186,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UnsupportedError, match=r"a custom model of NeMo .*force_hf=True"):
             nemo.prepare(nemo_model, ring)
         install(monkeypatch, "0.8.1")
-        with pytest.warns(
-            UntestedHostWarning, match=r"with nemo-automodel 0\.7, not with nemo-automodel 0\.8\.1"
-        ):
+        with pytest.warns(UntestedHostWarning, match=r"with nemo-automodel 0\.7, not with nemo-automodel 0\.8\.1"):
             nemo.prepare(tiny_model("mistral", "sdpa"), ring)
         install(monkeypatch, "0.8.1")
         monkeypatch.setattr(ContextParallelSharder, "__init__", lambda self, *, shard: None)

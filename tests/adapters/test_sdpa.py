@@ -80,26 +80,30 @@ def test_local_attention_is_torchs_own() -> None:
 
 def test_context_parallel_shards_redirects_and_restores() -> None:
     def body(ring: Ring) -> tuple[Tensor, Tensor, Tensor]:
-        x, other, left = whole(0), torch.arange(TOKENS), torch.arange(2 * TOKENS).view(TOKENS, 2).clone()
+        x, positions, left = whole(0), torch.arange(TOKENS), torch.arange(2 * TOKENS).view(TOKENS, 2).clone()
         view, place = x[0], x.data_ptr()
         memory = weakref.ref(left.untyped_storage())
         with context_parallel(
-            ring, buffers=[x, other, left], buffer_seq_dims=[2, -1, 0], no_restore_buffers={left}, cu_seqlens=DOCUMENTS
+            ring,
+            buffers=[x, positions, left],
+            buffer_seq_dims=[2, -1, 0],
+            no_restore_buffers={left},
+            cu_seqlens=DOCUMENTS,
         ) as seq:
             assert x.shape[2] == seq.counts[ring.rank] < TOKENS
             assert memory() is None  # of a buffer that is not restored
-            assert torch.equal(other, seq.positions()) and torch.equal(left[:, 0], 2 * other)
+            assert torch.equal(positions, seq.positions()) and torch.equal(left[:, 0], 2 * positions)
             q = x.clone().requires_grad_()
             out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
             out.sin().sum().backward()
             assert q.grad is not None
-            found = context_parallel_unshard(ring, [out, q.grad], [2, 2])
+            gathered = context_parallel_unshard(ring, [out, q.grad], [2, 2])
         assert torch.equal(x, whole(0)) and x.data_ptr() == place and torch.equal(view, x[0])
-        assert torch.equal(other, torch.arange(TOKENS)) and len(left) == seq.counts[ring.rank]
+        assert torch.equal(positions, torch.arange(TOKENS)) and len(left) == seq.counts[ring.rank]
         (after,) = context_parallel_unshard(ring, [out], [2], seq)
         local = F.scaled_dot_product_attention(x, x, x, is_causal=True)  # torch's again
         close(local, reference(x, x, x, causal=True))
-        return found[0], found[1], after
+        return gathered[0], gathered[1], after
 
     x = whole(0).requires_grad_()
     expected = reference(x, x, x, causal=True, cu_seqlens=DOCUMENTS)
@@ -137,7 +141,7 @@ def attend(x: Tensor) -> Tensor:
 
 def test_checkpointed_regions_attend_over_the_ring_again_or_raise() -> None:
     def body(ring: Ring) -> tuple[list[Tensor], int]:
-        x, found = whole(0), []
+        x, results = whole(0), []
         for late in (False, True):
             q = whole(0).requires_grad_()
             with context_parallel(ring, buffers=[x], buffer_seq_dims=[2]) as seq:
@@ -155,12 +159,12 @@ def test_checkpointed_regions_attend_over_the_ring_again_or_raise() -> None:
                 with pytest.raises(CheckpointError):
                     silent.backward()
             assert q.grad is not None
-            found.append(q.grad)
+            results.append(q.grad)
         passes = ring.counters()["passes"]
         with torch.no_grad(), context_parallel(ring, buffers=[x], buffer_seq_dims=[2]):
             attend(x)
-        ring.all_reduce(found)
-        return found, passes
+        ring.all_reduce(results)
+        return results, passes
 
     x = whole(0).requires_grad_()
     reference(x.sin(), x, x, causal=True).sin().sum().backward()

@@ -186,16 +186,16 @@ def test_recomputation_has_its_sequence_as_an_argument() -> None:
 
     def body(ring: Ring) -> None:
         sharded = model(adapter.RingAttention.Config())
-        mine, targets, extra = adapter.prepare_context_parallel_input(
+        shard, targets, extra = adapter.prepare_context_parallel_input(
             tokens, labels, {"positions": positions}, ring, ring.device
         )
         for name, block in sharded.layers.items():
             sharded.layers[name].forward = lambda *args, run=block.forward: checkpoint(run, *args, use_reentrant=False)
-        loss = loss_of(sharded(mine, **extra), targets)
+        loss = loss_of(sharded(shard, **extra), targets)
         grads = [*torch.autograd.grad(loss, list(sharded.parameters())), loss.detach()]
         ring.all_reduce(grads)
-        for found, wanted in zip(grads, [*expected, expected_loss], strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+        for actual, reference in zip(grads, [*expected, expected_loss], strict=True):
+            torch.testing.assert_close(actual, reference, rtol=1e-10, atol=1e-12)
 
     run_ranks(3, body)
 
@@ -210,8 +210,12 @@ def test_windows_and_what_is_made_of_lse() -> None:
         module = adapter.RingAttention.Config(window_size=(3, 0)).build()
         with ring.activate(seq):
             shards = map(seq.shard, (q, k, v))
-            found = module(*shards, scale=0.2, enable_gqa=True, out_transform=lambda out, lse: out * lse[..., None])
-        torch.testing.assert_close(seq.gather(found), out * lse.transpose(1, 2)[..., None], rtol=1e-10, atol=1e-10)
+            transformed = module(
+                *shards, scale=0.2, enable_gqa=True, out_transform=lambda out, lse: out * lse[..., None]
+            )
+        torch.testing.assert_close(
+            seq.gather(transformed), out * lse.transpose(1, 2)[..., None], rtol=1e-10, atol=1e-10
+        )
 
     run_ranks(2, body)
     both_ways = adapter.RingAttention.Config(window_size=(-1, -1)).build()
@@ -267,9 +271,9 @@ def test_what_one_rank_alone_gets_wrong() -> None:
         extra = {} if ring.rank else {"positions": positions}
         with pytest.raises(InputError, match=r"positions.* is missing"):
             adapter.prepare_context_parallel_input(tokens, labels, extra, ring, ring.device)
-        own = [x[:, : TOKENS - ring.rank] for x in (tokens, labels, positions)]
+        shortened = [x[:, : TOKENS - ring.rank] for x in (tokens, labels, positions)]
         with pytest.raises(DisagreementError, match=r"batch of \(2, 22\) tokens, zigzag\n.*batch of \(2, 21\) tokens"):
-            adapter.prepare_context_parallel_input(*own[:2], {"positions": own[2]}, ring, ring.device)
+            adapter.prepare_context_parallel_input(*shortened[:2], {"positions": shortened[2]}, ring, ring.device)
         x = torch.zeros(2, 5, 1, 8)
         with pytest.raises(InputError, match="attention_masks has 1 rows, the batch has 2"):
             module(x, x, x, attention_masks=(ring.sequence(10),) * (2 - ring.rank))

@@ -98,9 +98,9 @@ def test_two_ranks_have_the_loss_and_gradients_of_one(name: str) -> None:
         with InDouble():
             model = adapter.prepare(tiny_model(name, "ringattn"), **ALL)
             loss = loss_over(ring, model)
-            total, found = loss.detach().clone(), summed_gradients(ring, model, loss)
+            total, sums = loss.detach().clone(), summed_gradients(ring, model, loss)
             ring.all_reduce([total])
-        return max(worst(found, grads), abs(total.item() / true.loss.item() - 1))
+        return max(worst(sums, grads), abs(total.item() / true.loss.item() - 1))
 
     assert max(run_ranks(2, body)) < EXACT
 
@@ -196,9 +196,9 @@ def test_copies_of_a_model_save_memory_too() -> None:
     copied = copy.deepcopy(model)
     assert adapter.prepare(copied, **ALL) is copied
     assert list(inspect.signature(copied.forward).parameters)[:2] == ["input_ids", "attention_mask"]
-    (out, grads), (again, found) = called(model), called(copied)
+    (out, grads), (again, copied_grads) = called(model), called(copied)
     assert again.logits is None and torch.equal(out.loss, again.loss)
-    assert all(torch.equal(found[of], grads[of]) for of in grads)
+    assert all(torch.equal(copied_grads[of], grads[of]) for of in grads)
     with torch.no_grad():
         model.lm_head.weight.zero_()
     assert called(copied)[0].loss == again.loss != called(model)[0].loss

@@ -110,11 +110,11 @@ def test_a_router_loss_with_logits_is_left_out() -> None:
 def test_a_cache_that_was_filled_under_a_sequence() -> None:
     def body(ring: Ring) -> None:
         model, seq = tiny_model("llama", "ringattn", use_cache=True).eval(), ring.sequence(TOKENS)
-        cache, given = call(seq, model).past_key_values, transformers.DynamicCache()
-        call(seq, model, past_key_values=given)
+        cache, passed = call(seq, model).past_key_values, transformers.DynamicCache()
+        call(seq, model, past_key_values=passed)
         more = {"input_ids": ROWS[:, :1], "position_ids": torch.full((2, 1), TOKENS)}
         with ring.activate(None), torch.no_grad():
-            for kept in (cache, given):
+            for kept in (cache, passed):
                 with pytest.raises(InputError, match="cache holds only this rank's tokens"):
                     model(**more, past_key_values=kept)
             cache.reset() if hasattr(cache, "reset") else None
@@ -200,10 +200,10 @@ def test_cross_attention_with_padding_of_the_encoder(name: str, prepared: bool) 
     def body(seq: Sequence) -> None:
         model = crossing(name)
         model.set_attn_implementation("ringattn")
-        given = {"encoder_hidden_states": seq.shard(STATES), "encoder_attention_mask": seq.shard(mask),
+        arguments = {"encoder_hidden_states": seq.shard(STATES), "encoder_attention_mask": seq.shard(mask),
                  "input_ids": seq.shard(ROWS), "position_ids": seq.positions()[None].expand(2, -1)}  # fmt: skip
         with seq.ring.activate(seq):
-            (adapter.prepare(model) if prepared else model)(**given)
+            (adapter.prepare(model) if prepared else model)(**arguments)
 
     refused(lambda seq: body(seq.ring.sequence(TOKENS)), "cross attention to an encoder with padding")
 

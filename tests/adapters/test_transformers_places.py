@@ -152,18 +152,18 @@ def test_places_of_embeddings_and_of_documents() -> None:
     assert far_off(lambda: counting("Roberta"), {"inputs_embeds": embeds}) < 1e-9
 
     def body(ring: Ring) -> None:
-        model, given = adapter.prepare(counting("Roberta")), {"input_ids": ids(27, 1)}
-        packed = {**given, "cu_seq_lens_q": torch.tensor(DOCUMENTS)}
-        seq, mine = shard_batch(ring, packed, model=model)
-        assert torch.equal(mine["position_ids"], seq.shard(restarting(DOCUMENTS)) + 2)
+        model, arguments = adapter.prepare(counting("Roberta")), {"input_ids": ids(27, 1)}
+        packed = {**arguments, "cu_seq_lens_q": torch.tensor(DOCUMENTS)}
+        seq, shards = shard_batch(ring, packed, model=model)
+        assert torch.equal(shards["position_ids"], seq.shard(restarting(DOCUMENTS)) + 2)
         again, same = shard_batch(ring, {**packed, "position_ids": restarting(DOCUMENTS) + 2}, model=model)
-        assert again == seq and torch.equal(same["position_ids"], mine["position_ids"])
-        one = model.eval()
+        assert again == seq and torch.equal(same["position_ids"], shards["position_ids"])
+        evaluated = model.eval()
         with torch.no_grad():
             with ring.activate(seq):
-                states = one(input_ids=mine["input_ids"], position_ids=mine["position_ids"]).last_hidden_state
+                states = evaluated(input_ids=shards["input_ids"], position_ids=shards["position_ids"]).last_hidden_state
             with ring.activate(None):
-                parts = [one(given["input_ids"][:, a:b]).last_hidden_state for a, b in pairwise(DOCUMENTS)]
+                parts = [evaluated(arguments["input_ids"][:, a:b]).last_hidden_state for a, b in pairwise(DOCUMENTS)]
         torch.testing.assert_close(seq.gather(states), torch.cat(parts, 1), rtol=0, atol=1e-6)  # eager rounds
 
     run_ranks(2, body, timeout_s=10.0)

@@ -336,8 +336,8 @@ def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any
         assert any(isinstance(weight, DTensor) for weight in trainer.model.parameters())
     weights = {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    found = trainer.evaluate()
-    losses += [found[name] for name in sorted(found) if name.endswith("loss")]
+    evaluated = trainer.evaluate()
+    losses += [evaluated[name] for name in sorted(evaluated) if name.endswith("loss")]
     counted: dict[str, Any] = {"tokens": trainer.state.num_input_tokens_seen}
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, Calls):
@@ -345,10 +345,10 @@ def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any
     if trainer.args.per_device_train_batch_size != 4 and trainer.args.world_size < 4:  # others pad otherwise
         counted["operations"] = trainer.state.total_flos
     if trainer.compute_metrics is not None:
-        said = trainer.predict(texts()[:4])
-        counted |= {"evaluated": found["eval_accuracy"], "said": said.metrics["test_accuracy"]}
-        counted["loss"] = said.metrics["test_loss"]
-        counted["right"] = said.predictions[said.label_ids != -100].tolist()
+        prediction = trainer.predict(texts()[:4])
+        counted |= {"evaluated": evaluated["eval_accuracy"], "predicted": prediction.metrics["test_accuracy"]}
+        counted["loss"] = prediction.metrics["test_loss"]
+        counted["right"] = prediction.predictions[prediction.label_ids != -100].tolist()
         counted["unlabeled"] = unlabeled(trainer)
     return weights, losses, counted
 
@@ -379,8 +379,8 @@ def compute_errors(folder: str, world_size: int, cases: list[str]) -> dict[str, 
 def rank(folder: str, world_size: int, expected: dict[str, Any], number: int) -> dict[str, Any]:
     """Return the errors on one of several processes."""
     errors = {}
-    for case, (theirs, true_losses, truly_counted) in expected.items():
-        mine, losses, counted = trained(folder, case, rings=world_size // 2)
-        off_by = {name: worst_error([(mine[name], weight)]) for name, weight in theirs.items()}
+    for case, (expected_weights, true_losses, truly_counted) in expected.items():
+        weights, losses, counted = trained(folder, case, rings=world_size // 2)
+        off_by = {name: worst_error([(weights[name], weight)]) for name, weight in expected_weights.items()}
         errors[case] = {"weights": off_by, "losses": [losses, true_losses], "counted": [counted, truly_counted]}
     return errors

@@ -54,8 +54,8 @@ def dilated_reference(
     counts = reference.dilated_counts(
         tokens, documents, heads, segment_lengths, dilation_rates, causal, offset, layer, tail
     )
-    at = reference.places(tokens, documents)
-    bias = None if alibi_slopes is None else reference.alibi(alibi_slopes.tolist(), at, at)
+    positions = reference.places(tokens, documents)
+    bias = None if alibi_slopes is None else reference.alibi(alibi_slopes.tolist(), positions, positions)
     return reference.attention(q, k, v, counts, scale, softcap, sinks, grad == "detached", bias=bias)
 
 
@@ -71,8 +71,8 @@ def coverage(
 ) -> Tensor:
     """Which positions each query head keeps in each branch: booleans (branches, q_heads, length)."""
     _check_layer(offset, layer)
-    at, branches = reference.places(length, documents), zip(segment_lengths, dilation_rates, strict=True)
-    return torch.stack([reference.kept_rows(at, (q_heads, kv_heads), w, r, offset, layer) for w, r in branches])
+    positions, branches = reference.places(length, documents), zip(segment_lengths, dilation_rates, strict=True)
+    return torch.stack([reference.kept_rows(positions, (q_heads, kv_heads), w, r, offset, layer) for w, r in branches])
 
 
 def _check_layer(offset: str, layer: int | None) -> None:

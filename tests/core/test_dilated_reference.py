@@ -95,14 +95,14 @@ def test_zero_pad_is_zero_rows_appended_to_each_segment(tokens: int, w: int, r: 
     places = torch.tensor([t // real * padded + t % real for t in range(tokens)])
     length = -(-tokens // real) * padded
     longer = [torch.zeros(2, length, *x.shape[2:]).double().index_copy(1, places, x) for x in leaves]
-    wanted, wanted_lse = dilated_reference(*longer, segment_lengths=[padded], dilation_rates=[r], offset=offset)
+    expected, expected_lse = dilated_reference(*longer, segment_lengths=[padded], dilation_rates=[r], offset=offset)
     options: dict[str, Any] = {"segment_lengths": [w], "dilation_rates": [r], "offset": offset}
     out, lse = dilated_reference(*leaves, tail="zero_pad", **options)
-    close(out, wanted[:, places])
-    close(lse, wanted_lse[..., places])
-    losses = out.square().sum(), wanted[:, places].square().sum()
-    for mine, theirs in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
-        close(mine, theirs)
+    close(out, expected[:, places])
+    close(lse, expected_lse[..., places])
+    losses = out.square().sum(), expected[:, places].square().sum()
+    for actual, reference_grad in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
+        close(actual, reference_grad)
     assert (out - dilated_reference(*leaves, **options)[0]).abs().max() > 1e-3
     causal = [dilated_reference(*leaves, causal=True, tail=tail, **options)[0] for tail in ("ragged", "zero_pad")]
     assert torch.equal(*causal)
@@ -119,8 +119,8 @@ def on_torchscales_terms(case: Case) -> dict[str, Tensor]:
 
 
 def golden(name: str) -> dict[str, Any]:
-    (found,) = (case for case in json.loads(GOLDENS.read_text(encoding="utf-8")) if case["name"] == name)
-    return found
+    (golden,) = (case for case in json.loads(GOLDENS.read_text(encoding="utf-8")) if case["name"] == name)
+    return golden
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("rows shift")])

@@ -82,26 +82,26 @@ WORDS = {
 @pytest.mark.parametrize("name", WORDS)
 def test_a_trillion_tokens_are_explained(name: str) -> None:
     length = [] if "documents" in name else [f"tokens={TRILLION}"]
-    told = explanation_of(load(["ranks=8", *length, *WORDS[name]], ExplainConfig))
-    assert sum(told.problem.q_layout.counts) == TRILLION and len(told.plans) == 2
-    assert f"{TRILLION} tokens on 8 ranks" in str(told)
+    explanation = explanation_of(load(["ranks=8", *length, *WORDS[name]], ExplainConfig))
+    assert sum(explanation.problem.q_layout.counts) == TRILLION and len(explanation.plans) == 2
+    assert f"{TRILLION} tokens on 8 ranks" in str(explanation)
     if name in ("zigzag", "striped documents"):
         pairs = [TRILLION] if name == "zigzag" else [300_000_000_000, 7, 699_999_999_993]
-        assert sum(told.pairs) == 8 * sum(n * (n + 1) // 2 for n in pairs)
+        assert sum(explanation.pairs) == 8 * sum(n * (n + 1) // 2 for n in pairs)
 
 
 @pytest.mark.parametrize("schedule", schedule_params(quick=["balanced"]))
 def test_every_schedule_of_a_trillion_tokens(schedule: str) -> None:
-    told = explanation_of(load(["ranks=4", f"tokens={TRILLION}", f"schedule={schedule}"], ExplainConfig))
+    explanation = explanation_of(load(["ranks=4", f"tokens={TRILLION}", f"schedule={schedule}"], ExplainConfig))
     small = explanation_of(load(["ranks=4", "tokens=4000", f"schedule={schedule}"], ExplainConfig))
-    assert told.messages == small.messages and len(told.forward.steps) == len(small.forward.steps)
-    pairs = zip(told.bytes_sent, small.bytes_sent, strict=True)
+    assert explanation.messages == small.messages and len(explanation.forward.steps) == len(small.forward.steps)
+    pairs = zip(explanation.bytes_sent, small.bytes_sent, strict=True)
     # Rows that travel follow the length; half a row more or less at the ends of chunks does not.
-    assert all(abs(one / two / (TRILLION / 4000) - 1) < 1e-9 for one, two in pairs)
+    assert all(abs(large / little / (TRILLION / 4000) - 1) < 1e-9 for large, little in pairs)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         ([f"tokens={TRILLION}", "segment_lengths=[2048,8192]", "dilation_rates=[1,4]"],
          r"9 branches cut the contiguous layout of 1000000000000 tokens on 8 ranks into 1464843816 pieces, but at most "
@@ -115,14 +115,14 @@ def test_every_schedule_of_a_trillion_tokens(schedule: str) -> None:
     ],
 )  # fmt: skip
 def test_what_is_too_large_is_refused_with_the_count(
-    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def made(*_: Any) -> None:
-        raise AssertionError("nothing is made")
+    def fail(*_: Any) -> None:
+        raise AssertionError("no schedule may be built")
 
-    monkeypatch.setattr("ringattn.explain.choose_route", made)
-    with pytest.raises(InputError, match=said):
-        explanation_of(load([*(["ranks=8"] if "ranks" not in words[0] else []), *words], ExplainConfig))
+    monkeypatch.setattr("ringattn.explain.choose_route", fail)
+    with pytest.raises(InputError, match=message):
+        explanation_of(load([*(["ranks=8"] if "ranks" not in arguments[0] else []), *arguments], ExplainConfig))
 
 
 def test_plan_of_a_trillion_tokens(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,12 +125,12 @@ def test_both_ends_of_a_link_are_shared_by_hand(src: int, dst: int) -> None:
 def test_ranks_share_processors_by_hand() -> None:
     # Causal and contiguous, two ranks on one processor, messages for nothing: own blocks take 531.25 us each and, at
     # half speed, both end at 1062.5; then rank 1 works alone for 1000 us.
-    one = replace(SLOW_LINK, bandwidth=1e30, latency_s=0.0, cores=1)
-    time = simulate(plans_of(problem_of(2, causal=True)), one)
+    single = replace(SLOW_LINK, bandwidth=1e30, latency_s=0.0, cores=1)
+    time = simulate(plans_of(problem_of(2, causal=True)), single)
     assert time.total_us == pytest.approx(2062.5)
     assert time.busy_us == pytest.approx((1062.5, 2062.5)) and time.exposed_us == pytest.approx((0, 0), abs=1e-6)
     # Two processors are enough, and so is one on each of two machines.
-    for enough in (replace(one, cores=2), replace(one, ranks_per_node=1)):
+    for enough in (replace(single, cores=2), replace(single, ranks_per_node=1)):
         assert simulate(plans_of(problem_of(2, causal=True)), enough).total_us == pytest.approx(1531.25)
 
 
@@ -171,8 +171,8 @@ def test_links_of_unlike_classes_by_hand() -> None:
     plans = plans_of(problem_of(4))
     assert simulate(plans, free.joined(links)).total_us == pytest.approx(3 * 1100)
     # On one node the slowest pair is the one over PCIe, at half the network's time, with the latency of a node.
-    one = replace(free, links=replace(links, nodes=(0, 0, 0, 0)))
-    assert simulate(plans, one).total_us == pytest.approx(3 * 501)
+    one_node = replace(free, links=replace(links, nodes=(0, 0, 0, 0)))
+    assert simulate(plans, one_node).total_us == pytest.approx(3 * 501)
     # Each rank sends to three others at once, in one step; of each class the bytes share a link. Rank 1: 1000 over PCIe
     # and twice 1000 over the network.
     far = free.joined(Links((0, 1, 0, 0), LinkClass.NVLINK, ((0, 2, LinkClass.PCIE),)))
@@ -227,13 +227,13 @@ def test_a_step_with_messages_costs_its_launches_by_hand() -> None:
 
 def test_messages_hold_multiprocessors_while_they_travel_by_hand() -> None:
     # A quarter of the multiprocessors for 1200 us: 300 us of work are done later, and a margin gives them back.
-    held = replace(SLOW_LINK, sms=100, message_sms=25)
-    assert simulate(plans_of(problem_of(2)), held).total_us == pytest.approx(1300 + 1000)
-    margin = held.leaving(25)
+    reserved = replace(SLOW_LINK, sms=100, message_sms=25)
+    assert simulate(plans_of(problem_of(2)), reserved).total_us == pytest.approx(1300 + 1000)
+    margin = reserved.leaving(25)
     assert simulate(plans_of(problem_of(2)), margin).total_us == pytest.approx(2 * 4000 / 3)
     # To two readers at once: one link carries both, and what comes from both.
-    three = simulate(plans_of(problem_of(3), "all_gather"), replace(held, flops=1e30))
-    assert three.total_us == pytest.approx(2200) and step_s_of_first(held) == pytest.approx(1000e-6 + 2200e-6 / 4)
+    three = simulate(plans_of(problem_of(3), "all_gather"), replace(reserved, flops=1e30))
+    assert three.total_us == pytest.approx(2200) and step_s_of_first(reserved) == pytest.approx(1000e-6 + 2200e-6 / 4)
 
 
 def step_s_of_first(cluster: Cluster) -> float:
@@ -297,7 +297,7 @@ COSTLY = Cluster("all costs", 1e8, 1e7, 1e-4, call_s=1e-5, copy_bytes_s=1e8, til
 def all_times(case: Case, cluster: Cluster) -> list[tuple[tuple[Plan, ...], Timeline]]:
     """Of both passes by three routes."""
     plans = [plans_of(case.problem, route, back) for route in ("ring", "direct", "ulysses") for back in (False, True)]
-    return [(one, simulate(one, cluster)) for one in plans]
+    return [(plan, simulate(plan, cluster)) for plan in plans]
 
 
 @pytest.mark.slow

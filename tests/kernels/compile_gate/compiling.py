@@ -85,7 +85,7 @@ class Gate(NamedTuple):
 
 
 def all_compiled(names: Sequence[str], gate: Gate) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """Yield (name, the finding as a dict, or why there is none) in the order in which the children end."""
+    """Yield (name, the finding as a dict or the reason why it is missing), in the order in which the children end."""
     waiting, running = list(names), dict[int, str]()
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder

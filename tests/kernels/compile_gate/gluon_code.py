@@ -31,7 +31,7 @@ def read(code: KernelCode) -> dict[str, Any]:
 def gluon_faults(name: str, registers: int, facts: dict[str, Any]) -> list[str]:
     """Return what is wrong with the machine code of a case, for example `sm_90/half/128/gluon/forward`.
 
-    Warpgroups must transfer registers, load rows by TMA, issue as many products as the algorithm has, and overlap each
+    Warpgroups must transfer registers, load rows by TMA, issue exactly the products of the algorithm, and overlap each
     softmax except the first with a product.
     """
     dim, kernel = int(name.split("/")[2]), name.split("/")[4]
