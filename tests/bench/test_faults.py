@@ -31,7 +31,7 @@ from ringattn.planner.simulate import simulate
 from ringattn.ring import Ring
 from ringattn.transport.base import Message
 from ringattn.transport.nccl.options import NcclOptions
-from tests.launch.test_calibrate import REFERENCE, made_up
+from tests.launch.test_calibrate import REFERENCE, times_of
 from tests.transport.nccl_rings import on_rings, results
 from tests.transport.simulated.world import SimWorld
 
@@ -366,7 +366,7 @@ def test_what_crosses_between_the_nodes(schedule: str, forward: int, backward: i
 
 
 def test_constants_of_both_kinds_of_messages_are_recovered() -> None:
-    seconds = made_up(NODES)
+    seconds = times_of(NODES)
     for nbytes in MESSAGE_BYTES:
         seconds[f"{FAR} {nbytes}"] = 1e-4 + nbytes / 25e6
     assert f"{NEAR} {MESSAGE_BYTES[0]}" in seconds
