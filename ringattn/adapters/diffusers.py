@@ -35,11 +35,17 @@ HOST = Host(
     # The processors below repeat these, except for the attention itself.
     sources={
         "diffusers.models.attention_processor:AttnProcessor2_0.__call__": ("389a5780",),
-        "diffusers.models.transformers.transformer_flux:FluxAttnProcessor.__call__": ("8b663f42",),
         "diffusers.models.embeddings:apply_rotary_emb": ("8cc02b3e",),
     },
 )
 HOST.require()
+# Checked when a processor is made, because this module of diffusers imports more of a process than its attention does.
+FLUX = Host(
+    "diffusers",
+    HOST.tested,
+    feature="RingFluxAttnProcessor",
+    sources={"diffusers.models.transformers.transformer_flux:FluxAttnProcessor.__call__": ("8b663f42",)},
+)
 
 
 class JointSequence(Sequence):
@@ -132,9 +138,15 @@ class RingFluxAttnProcessor:
 
     Activate a `JointSequence`, or another sequence that counts a rank's text and image tokens together.
 
+    Raises:
+        UnsupportedError: The processor of the installed diffusers differs from the one that this class repeats.
+
     Example:
         model.set_attn_processor(RingFluxAttnProcessor())
     """
+
+    def __init__(self) -> None:
+        FLUX.require()
 
     def __call__(
         self,
