@@ -25,7 +25,7 @@ LINKED = ("kernels", "launch", "bench")  # real folders at the top, links inside
 
 GPU_PACKAGES = {"triton", "cupy", "cuda", "nvidia"}
 _contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
-CONTRACTS = {one["id"]: f"{one['name']} BROKEN" for one in _contracts}
+CONTRACTS = {contract["id"]: f"{contract['name']} BROKEN" for contract in _contracts}
 LAYERS: list[str] = _contracts[0]["layers"]
 TORCH_FREE = {"errors", "core", "schedule", "planner"}
 
@@ -155,7 +155,7 @@ from pathlib import Path
 loaded = {}
 for name, module in list(sys.modules.items()):
     if name.split(".")[0] in ("ringattn", "kernels", "launch", "bench"):
-        # A folder without __init__.py has no file; another package named kernels is none of ours.
+        # A folder without __init__.py has no file. Another package named kernels does not count.
         place = Path(getattr(module, "__file__", None) or next(iter(module.__path__))).resolve()
         if place.is_relative_to(Path.cwd()):
             loaded.setdefault(place, []).append(name)
@@ -166,7 +166,7 @@ print(len(loaded), bare, [names for names in loaded.values() if len(names) > 1])
 
 @pytest.mark.slow
 def test_no_file_loads_under_two_names() -> None:
-    # From the root, where the bare names could be found as well.
+    # From the root, where the bare names can be imported too.
     printed = python(IMPORT_ALL + PRINT_TWICE, ",".join(GPU_PACKAGES | hosts()), *module_names(), cwd=ROOT)
     count, twice = printed.splitlines()[-1].split(" ", 1)
     assert twice == "[] []"
@@ -174,7 +174,7 @@ def test_no_file_loads_under_two_names() -> None:
 
 
 def test_lower_layers_import_without_torch(tmp_path: Path) -> None:
-    # A bare package object stands in for ringattn/__init__.py, which is of layer 6.
+    # A bare package object replaces ringattn/__init__.py, which is of layer 6.
     bare = "import types\nstub = types.ModuleType('ringattn')\nstub.__path__ = [sys.argv.pop(1)]\n"
     code = "BLOCKED = {'torch'}" + BLOCK + bare + "sys.modules['ringattn'] = stub\n" + IMPORT_ALL
     python(code, str(PACKAGE), "", *module_names(TORCH_FREE), cwd=tmp_path)

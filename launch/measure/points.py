@@ -67,7 +67,7 @@ RECORD_KEYS = {
 NOT_HASHED = ("node_rank", "rdzv_endpoint", "limit_s", "json")
 """Options that do not change the result."""
 POINTS, ENVIRONMENTS, SWEEP, ARRIVALS = "points.jsonl", "environments.json", "sweep.json", "jobs"
-OTHER = "give this sweep a folder of its own with out="
+OTHER = "give this sweep a separate folder with out="
 
 
 def hash_of(config: RunConfig) -> str:

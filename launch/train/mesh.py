@@ -166,7 +166,7 @@ def folder_of_run(everyone: Ring, config: TrainConfig, keeps_result: bool) -> It
 
 def locked_folder(path: str) -> AbstractContextManager[FolderLock]:
     """Lock the folder of a run's results and checkpoints for this process; see `locked`."""
-    return locked(Path(path), "out", "run", "give this run a folder of its own", DYING_S)
+    return locked(Path(path), "out", "run", "give this run a separate folder", DYING_S)
 
 
 def _keys(config: TrainConfig) -> dict[str, Any]:

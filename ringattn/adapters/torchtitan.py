@@ -42,7 +42,8 @@ HOST = Host(
     parameters={"torchtitan.models.common.attention:ScaledDotProductAttention.forward": (
         "q_BLNH", "k_BLNH", "v_BLNH", "scale", "enable_gqa"
     )},
-    # The adapter replaces the first function, must be left alone by the second, and shards in front of the third.
+    # The mixin replaces the first function. The second wraps attention modules of certain classes, which decides the
+    # class of `RingAttention`. The third applies the sharding config that `RingAttention.parallelize` has changed.
     sources={
         "torchtitan.distributed.context_parallel:prepare_context_parallel_input": ("fab699aa",),
         "torchtitan.distributed.context_parallel:apply_cp_to_forward": ("0e522e84",),

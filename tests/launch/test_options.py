@@ -619,7 +619,7 @@ def test_the_folder_of_another_sweep(tmp_path: Path) -> None:
         folder.claim(["tokens=64,128"], ["0123456789ab"], code_version())
     done = ringattn("sweep", f"out={tmp_path}", *SMALL, "seed=1,2")
     assert done.returncode == 2 and "holds the points of another sweep (tokens=64,128)" in done.stderr
-    assert "give this sweep a folder of its own with out=" in done.stderr
+    assert "give this sweep a separate folder with out=" in done.stderr
 
 
 @pytest.mark.slow

@@ -291,7 +291,7 @@ def test_the_folder_of_another_sweep_is_refused(
     assert run_sweep(tmp_path, *TWO_BY_TWO, change) == 2
     error = capsys.readouterr().err
     assert "holds the points of another sweep (" in error and "ranks=1,2 schedule=ring,all_gather" in error
-    assert "give this sweep a folder of its own with out=" in error
+    assert "give this sweep a separate folder with out=" in error
     assert len(ranks.ran) == 3 and len(lines(tmp_path)) == 3
 
 

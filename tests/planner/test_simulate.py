@@ -231,7 +231,7 @@ def test_messages_hold_multiprocessors_while_they_travel_by_hand() -> None:
     assert simulate(plans_of(problem_of(2)), reserved).total_us == pytest.approx(1300 + 1000)
     margin = reserved.leaving(25)
     assert simulate(plans_of(problem_of(2)), margin).total_us == pytest.approx(2 * 4000 / 3)
-    # To two readers at once: one link carries both, and what comes from both.
+    # Each rank sends to two peers at once: its link carries both messages, and the two that it receives.
     three = simulate(plans_of(problem_of(3), "all_gather"), replace(reserved, flops=1e30))
     assert three.total_us == pytest.approx(2200) and step_s_of_first(reserved) == pytest.approx(1000e-6 + 2200e-6 / 4)
 

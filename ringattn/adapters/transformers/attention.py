@@ -61,7 +61,7 @@ HOST = Host(
         f"{_LOSSES}:fixed_cross_entropy": ("e2fa8f5c", "01b72230"),
     },
 )  # fmt: skip
-"""docs/embedding-transformers.md has a table of what was tested with each version."""
+"""docs/host-versions.md shows what was tested with each version."""
 
 
 def query_range(arguments: Mapping[str, Any]) -> tuple[int, int | Tensor]:

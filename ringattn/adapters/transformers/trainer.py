@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.host_versions import Host
 from ringattn.adapters.transformers import prepare, prepared_models
+from ringattn.adapters.transformers.attention import HOST as MODELS
 from ringattn.adapters.transformers.batches import WholeOutput, shard_batch, whole_calls
 from ringattn.adapters.transformers.calls import is_wrapped
 from ringattn.adapters.transformers.checks import base_of
@@ -36,8 +37,7 @@ __all__ = ["RingTrainerMixin", "check_trainer"]
 _TRAINER = "transformers.trainer:Trainer"
 HOST = Host(
     "transformers",
-    ("5.0", "5.1", "5.2", "5.3", "5.4", "5.5", "5.6", "5.7", "5.8", "5.9", "5.10", "5.11", "5.12", "5.13", "5.14",
-     "5.15", "5.16", "5.17", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24"),
+    tuple(version for version in MODELS.tested if version != "4.57"),  # whose Trainer has no `get_cp_size`
     feature="Trainer",
     parameters={
         f"{_TRAINER}.call_model_init": ("trial",),
