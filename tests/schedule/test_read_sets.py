@@ -10,6 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.core.geometry import StridedRange
+from ringattn.core.layout import make_layout
+from ringattn.core.mask import make_mask
+from ringattn.core.problem import Problem
+from ringattn.core.tiling import meeting_pieces
 from ringattn.planner.choose import choose_route
 from ringattn.schedule.content import (
     HeadRows,
@@ -67,8 +71,11 @@ def test_reads_are_found_block_by_block(block: int, monkeypatch: pytest.MonkeyPa
 
 @covering
 def test_contents_are_canonical(case: Case) -> None:
-    # Parts ascend, no range is empty, and no row occurs twice. Without dilation, equal sets are equal values.
+    # Parts ascend, no range is empty, and no row occurs twice. Equal sets are equal values, unless dilation or the stride
+    # of the queries cuts the keys into residue classes.
     needs = ReadSets(case.problem)
+    branches = case.problem.mask.branches
+    is_cut = any((meeting_pieces(case.problem, branch)[1].row_stride > 1).any() for branch in branches)
     for owner in range(case.ranks):
         contents = [needs.read(owner, reader) for reader in range(case.ranks)]
         contents += [needs.union_of(owner, slice(distance, None)) for distance in range(1, case.ranks)]
@@ -77,8 +84,19 @@ def test_contents_are_canonical(case: Case) -> None:
             for part in content:
                 rows = [row for run in part.rows for row in run.members()]
                 assert rows and all(run.count for run in part.rows) and len(set(rows)) == len(rows)
-                if all(branch.dilation == 1 for branch in case.problem.mask.branches):
+                if not is_cut:
                     assert part.dense and part.rows == merge_runs(part.rows)
+
+
+def test_keys_of_another_sequence_are_read_by_the_stride_of_the_queries() -> None:
+    layout, kv_layout = make_layout("striped", 5, 2), make_layout("contiguous", 13, 2)
+    mask = make_mask(5, 13, causal=True, window=(2, 0))
+    needs = ReadSets(Problem(layout, kv_layout, mask, 1, 4, 1, 8, 4, "bfloat16"))
+    # Rank 0 has the queries 0, 2 and 4, rank 1 has 1 and 3; rank 0 owns all of these keys.
+    for reader, rows in enumerate((("0,2,4", "1,3"), ("1,3", "0,2"))):
+        (part,) = needs.read(0, reader)
+        assert sorted(row for run in part.rows for row in run.members()) == list(range(5 - reader))
+        assert {",".join(map(str, run.members())) for run in part.rows} == set(rows)
 
 
 def rows_sent(case: Case) -> tuple[int, int]:
