@@ -71,8 +71,8 @@ def test_reads_are_found_block_by_block(block: int, monkeypatch: pytest.MonkeyPa
 
 @covering
 def test_contents_are_canonical(case: Case) -> None:
-    # Parts ascend, no range is empty, and no row occurs twice. Equal sets are equal values, unless dilation or the stride
-    # of the queries cuts the keys into residue classes.
+    # Parts ascend, no range is empty, and no row occurs twice. Equal sets are equal values, unless dilation or the
+    # stride of the queries cuts the keys into residue classes.
     needs = ReadSets(case.problem)
     branches = case.problem.mask.branches
     is_cut = any((meeting_pieces(case.problem, branch)[1].row_stride > 1).any() for branch in branches)
