@@ -69,7 +69,7 @@ def coverage(
     layer: int | None = None,
     documents: Sequence[int] | None = None,
 ) -> Tensor:
-    """Which positions each query head keeps in each branch: booleans (branches, q_heads, length)."""
+    """Return which positions each query head keeps in each branch: booleans (branches, q_heads, length)."""
     _check_layer(offset, layer)
     positions, branches = reference.places(length, documents), zip(segment_lengths, dilation_rates, strict=True)
     return torch.stack([reference.kept_rows(positions, (q_heads, kv_heads), w, r, offset, layer) for w, r in branches])

@@ -147,7 +147,7 @@ def test_placed_at_once_moved_first_tokens_cost_a_row_each() -> None:
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_placed_at_once_no_single_even_choice_sends_fewer_rows(ranks: int) -> None:
-    """For documents where the choices differ, and where a change between ranks saves rows."""
+    """The choices differ for these documents, and moving a document to another rank saves rows."""
     lengths = (
         11, 31, 11, 25, 1096, 16, 969, 36, 148, 11, 53, 25, 32, 19, 1115, 38, 51, 43, 27, 82, 34, 29, 13, 28, 13, 31,
         21, 61, 31, 18,

@@ -150,12 +150,12 @@ def test_explain_predicts_for_no_machine_that_nobody_named(
 
     without = explained()
     assert "predicted: none: this machine is not calibrated" in without and not re.search(r"predicted \d", without)
-    own = {"constants": GOOD, "hardware": hardware()}
-    (tmp_path / "calibrated.json").write_text(json.dumps(own))
+    calibration = {"constants": GOOD, "hardware": hardware()}
+    (tmp_path / "calibrated.json").write_text(json.dumps(calibration))
     assert re.search(r"predicted [\d.]+ [mu]?s on mine", explained())
-    (tmp_path / "calibrated.json").write_text(json.dumps({**own, "hardware": "8 x another GPU"}))
+    (tmp_path / "calibrated.json").write_text(json.dumps({**calibration, "hardware": "8 x another GPU"}))
     assert "predicted: none" in explained()
-    (tmp_path / "elsewhere.json").write_text(json.dumps(own))
+    (tmp_path / "elsewhere.json").write_text(json.dumps(calibration))
     monkeypatch.setenv("RINGATTN_CALIBRATION", "elsewhere.json")
     assert re.search(r"predicted [\d.]+ [mu]?s on mine", explained())
     monkeypatch.setenv("RINGATTN_CALIBRATION", "none.json")

@@ -220,7 +220,8 @@ def test_a_pair_of_a_received_query_costs_more_dimensions_backward_by_hand() -> 
 
 def test_a_step_with_messages_costs_its_launches_by_hand() -> None:
     # 50 us in each step that sends or receives: two of three.
-    time, plain = (simulate(plans_of(problem_of(3)), one) for one in (replace(SLOW_LINK, sync_s=300e-6), SLOW_LINK))
+    clusters = replace(SLOW_LINK, sync_s=300e-6), SLOW_LINK
+    time, plain = (simulate(plans_of(problem_of(3)), cluster) for cluster in clusters)
     assert (plain.total_us, time.total_us) == pytest.approx((2 * 1200 + 1000, 2 * 1300 + 1000))
     assert simulate(plans_of(problem_of(1)), replace(SLOW_LINK, sync_s=1.0)).total_us == pytest.approx(1000)
 
@@ -295,7 +296,7 @@ COSTLY = Cluster("all costs", 1e8, 1e7, 1e-4, call_s=1e-5, copy_bytes_s=1e8, til
 
 
 def all_times(case: Case, cluster: Cluster) -> list[tuple[tuple[Plan, ...], Timeline]]:
-    """Of both passes by three routes."""
+    """Return the plans of both passes by three routes, each with its timeline."""
     plans = [plans_of(case.problem, route, back) for route in ("ring", "direct", "ulysses") for back in (False, True)]
     return [(plan, simulate(plan, cluster)) for plan in plans]
 
