@@ -1,1 +1,1 @@
-"""What a sweep found, as tables and charts."""
+"""Reports of a sweep: tables and charts of its results."""

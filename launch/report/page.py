@@ -112,12 +112,12 @@ def simulated_panel(file: Path) -> dict[str, Any]:
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("P", "✚"))
-"""Of each line: matplotlib's name, and the same form as a character for the legend."""
+"""The marker of each line: its name in matplotlib, and the same shape as a character for the legend."""
 INK = "#0badf0"
 """Stands for the page's own color of text: becomes `currentColor` in the SVG."""
 SIZE_INCHES = (4.4, 2.9)
 MOST_RATIO = 200
-"""Of the ends of a logarithmic axis on which also 2 and 5 times each power of ten have ticks."""
+"""If the ratio of its ends is below this, a logarithmic axis also has ticks at 2 and 5 times each power of ten."""
 FAR = 10.0
 """Predictions this many times off would flatten what was measured; they are in the tables and not drawn."""
 
@@ -133,7 +133,7 @@ class Chart(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """What is drawn of every series: `spread` as a bar from low to high; `dashed` lines have hollow markers."""
+    """A value to draw for every series. `spread` becomes a bar from low to high; `dashed` lines have hollow markers."""
 
     value: Value
     name: str = ""

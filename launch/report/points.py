@@ -185,7 +185,7 @@ class Sweep:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """Return the sweep in `folder`. Raises `InputError` if there is none, or if no line is a point."""
+    """Return the sweep in `folder`. Raises `InputError` if the folder has no sweep, or if no line is a point."""
     try:
         records = read_lines(folder)
     except OSError as error:
