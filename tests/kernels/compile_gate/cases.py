@@ -24,7 +24,7 @@ WIDE_KEYS = {"wide_keys": 192}
 """The key dimension of each variant, with values of 128; these calls use the entries for 256."""
 
 DROPOUT = {"dropout": 4, "apart": 1}
-"""How many keys share a random draw, by variant."""
+"""The number of keys that share a random draw, by variant."""
 
 
 def arch_of(name: str) -> int:

@@ -27,7 +27,7 @@ from tests.kernels.compile_gate import gluon_code, loops
 from tests.kernels.compile_gate.cases import COUNTED, ENTRIES, GLUON, arch_of, call_of
 
 GOLDEN = Path(__file__).with_name("golden")
-"""The folder with a table for each tested Triton version, because each version has another assembler."""
+"""This folder has a table for each tested Triton version, because each version has a different assembler."""
 AT_ONCE = 2
 MATRIX = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|FFMA)\b")
 RANKED = ("UTC", "HGMMA", "HMMA", "FFMA")
