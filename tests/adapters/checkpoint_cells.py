@@ -79,7 +79,7 @@ def make_model(kind: str, compiled: str) -> tuple[Any, Any, Any]:
 
 
 def loss_of(cell: Cell, ring: Ring | None, number: int) -> Any:
-    """The loss of batch `number`. Evaluations are checkpointed too, because the model stays in training mode."""
+    """Return the loss of batch `number`. Evaluations are checkpointed too, because the model stays in training mode."""
     model, step, _ = make_model(cell.kind, cell.compiled)
     batch = make_batch(cell.data, number)
     labels = int((batch["labels"][:, 1:] != -100).sum())
@@ -92,7 +92,7 @@ def loss_of(cell: Cell, ring: Ring | None, number: int) -> Any:
 
 @in_double()
 def run_loop(cell: Cell, ring: Ring | None) -> list[Tensor]:
-    """The gradients of each step and the loss of an evaluation between its forward and backward passes.
+    """Return each step's gradients, and the loss of an evaluation between its forward and backward passes.
 
     Backward runs the last pass first, under no activation, then under another sequence, then under `activate(None)`.
     """
@@ -103,8 +103,8 @@ def run_loop(cell: Cell, ring: Ring | None) -> list[Tensor]:
         losses = [loss_of(cell, ring, cell.passes * step + index) for index in range(cell.passes)]
         with torch.no_grad():
             results.append(loss_of(cell, ring, 9 + step))
-        other = None if ring is None or step == 2 else ring.sequence(24, layout="zigzag")
-        with nullcontext() if ring is None or step == 0 else ring.activate(other):
+        active = None if ring is None or step == 2 else ring.sequence(24, layout="zigzag")
+        with nullcontext() if ring is None or step == 0 else ring.activate(active):
             for loss in reversed(losses):
                 loss.backward()
         gradients = [weight.grad for weight in weights if weight.grad is not None]

@@ -103,7 +103,7 @@ def data(kind: str) -> Dataset:
 
 
 def trained(folder: str, case: str, ring: Ring | None) -> tuple[dict[str, Tensor], list[list[float]]]:
-    """Weights after three steps, and what was logged: of each step, and of an evaluation."""
+    """Return the weights after three steps, and the logged metrics of each step and of an evaluation."""
     kind, differs = CASES[case]
     if ring is None:
         differs = {name: x for name, x in differs.items() if name not in OVER_RANKS}
@@ -151,8 +151,8 @@ def rank(folder: str, expected: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def train_errors(folder: str, *cases: str) -> dict[str, Any]:
-    """Return how far two processes are from one, by case; all are forked from this one."""
-    tiny_model("llama", "eager")  # imported here, so that no process that is forked has to
+    """Return the errors of two processes against a single process, by case. All are forked from this process."""
+    tiny_model("llama", "eager")  # imported here, so that no forked process has to
 
     def alone() -> dict[str, Any]:
         with in_double():
@@ -165,7 +165,7 @@ def train_errors(folder: str, *cases: str) -> dict[str, Any]:
 
 @in_double()
 def adapters(folder: str) -> dict[str, Any]:
-    """PeftModels prepared before and after, by threads, and adapters saved by a ring."""
+    """Return the results of PeftModels prepared before and after PEFT, on threads, and of adapters saved by a ring."""
     answers: dict[str, Any] = {"off by": {}, "saved": 0.0}
     tokens = torch.randint(3, 64, (2, 27), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens.clone()}
@@ -197,11 +197,11 @@ def adapters(folder: str) -> dict[str, Any]:
             grads = run_ranks(RANKS, body, timeout_s=20.0)[0]
             learned = [name for name, grad in true.items() if grad.any()]
             answers["off by"][f"{kind}: {order}"] = worst_error((grads[name], true[name]) for name in learned)
-    one, two = (
+    single, sharded = (
         PeftModel.from_pretrained(tiny_model("llama", "eager"), f"{folder}/adapter-{n}").double() for n in (0, RANKS)
     )
-    answers["saved"] = (one(tokens).logits - two(tokens).logits).abs().max().item()
-    answers["changed"] = (one(tokens).logits - tiny_model("llama", "eager")(tokens).logits).abs().max().item()
+    answers["saved"] = (single(tokens).logits - sharded(tokens).logits).abs().max().item()
+    answers["changed"] = (single(tokens).logits - tiny_model("llama", "eager")(tokens).logits).abs().max().item()
     answers["refused"] = refused(batch)
     return answers
 
@@ -253,7 +253,7 @@ def refused(batch: dict[str, Tensor]) -> dict[str, str]:
 
 
 def modes(folder: str) -> dict[str, float]:
-    """How far a model with LoRA is from one process, by mode of the table of hosts."""
+    """Return the error of a model with LoRA against one process, by mode of the table of hosts."""
     trainers = ("packed, LoRA", "packed, LoRA by configuration")
     trained = plain_trainer.compute_errors(folder, RANKS, list(trainers))
     errors = {name: max(trained[name]["weights"].values()) for name in trainers}
@@ -277,7 +277,7 @@ def compute_errors(folder: str) -> dict[str, Any]:
 
 
 def refused_trainers() -> dict[str, str]:
-    """By the name of each trainer of TRL, how it is refused before it is made, or "taken"."""
+    """Return how each trainer of TRL is refused before its creation, by name, or "taken" if it is accepted."""
     messages = {}
     for name in sorted(name for name in dir(trl) if name.endswith("Trainer")):
         try:

@@ -33,7 +33,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def filled(module: nn.Module) -> nn.Module:
-    """In float64, with weights that are alike on every rank."""
+    """Return the module in float64, with weights that are equal on every rank."""
     generator = torch.Generator().manual_seed(4)
     module.double()
     with torch.no_grad():
@@ -62,7 +62,7 @@ def gradients(model: nn.Module, out: Tensor) -> list[Tensor]:
 
 
 def check(ring: Ring, model: nn.Module, out: Tensor, expected: list[Tensor]) -> float:
-    """Gradients of the ranks' parts sum to those of one process; the largest relative error."""
+    """Check that the summed gradients of all ranks equal those of one process. Return the largest relative error."""
     actual = gradients(model, out)
     ring.all_reduce(actual)
     worst = worst_error(zip(actual, expected, strict=True))
@@ -130,7 +130,7 @@ def test_a_flux_transformer_equals_one_process(ranks: int, mode: str) -> None:
 
 
 def of_processes(spec: dict[str, Any]) -> dict[str, float]:
-    """One of two ranks: the greatest relative error of each mode's gradients."""
+    """Return the largest relative error of each mode's gradients, on one of two ranks."""
     from peft import LoraConfig
 
     def sharded(model: Any) -> Any:
@@ -147,7 +147,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
     for mode, changed in (("FSDP2", plain), ("PEFT", adapted)):
         alone = changed(flux())
         expected[mode] = gradients(alone, alone(**flux_inputs(lambda x, dim: x, lambda x, dim: x))[0])
-    assert 0 < len(expected["PEFT"]) < len(expected["FSDP2"]) and all(one.any() for one in expected["PEFT"])
+    assert 0 < len(expected["PEFT"]) < len(expected["FSDP2"]) and all(grad.any() for grad in expected["PEFT"])
     errors = {}
     with Ring(dist.group.WORLD) as ring:
         joint = JointSequence(ring, TEXT, IMAGE)
@@ -177,15 +177,15 @@ def test_a_joint_sequence_deals_out_both_streams() -> None:
     def body(ring: Ring) -> tuple[list[int], list[int]]:
         joint = JointSequence(ring, 5, 6)
         text, image = torch.arange(5), torch.arange(6.0).view(1, 6).requires_grad_()
-        mine = joint.shard_image(image)
-        assert joint.counts[ring.rank] == len(joint.shard_text(text, 0)) + mine.shape[1]
-        whole = joint.gather_image(mine)
+        shard = joint.shard_image(image)
+        assert joint.counts[ring.rank] == len(joint.shard_text(text, 0)) + shard.shape[1]
+        whole = joint.gather_image(shard)
         whole.sum().backward()
         assert torch.equal(whole, image) and image.grad is not None
-        assert image.grad[0].nonzero()[:, 0].tolist() == mine[0].long().tolist()
+        assert image.grad[0].nonzero()[:, 0].tolist() == shard[0].long().tolist()
         with pytest.raises(InputError, match=r"\(1, 6\) must have the 5 tokens of its stream in dimension 1"):
             joint.shard_text(image)
-        return joint.shard_text(text, 0).tolist(), mine[0].long().tolist()
+        return joint.shard_text(text, 0).tolist(), shard[0].long().tolist()
 
     texts, images = zip(*run_ranks(3, body), strict=True)
     assert sorted(map(len, texts)) == [1, 2, 2] and [*map(len, images)] == [2, 2, 2]

@@ -112,7 +112,7 @@ def trainer(**options: Any) -> Trainer:
 
 
 def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
-    """One of two ranks: of each case, weights after an epoch and the last logged loss; and refusals."""
+    """Return the refusals, and the weights after an epoch and last logged loss of each case, on one of two ranks."""
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -160,7 +160,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def alone(replicas: int, documents: list[int] | None = None) -> tuple[list[Tensor], float]:
-    """Plain training on one process, of the batches that `replicas` see, averaged over them."""
+    """Train on one process with the batches of all `replicas`, and average their losses."""
     net, (tokens,) = Net(), dataset().tensors
     loss = torch.zeros(())
     for step in range(4 // replicas):
@@ -183,8 +183,8 @@ def alone(replicas: int, documents: list[int] | None = None) -> tuple[list[Tenso
 
 @pytest.mark.slow
 def test_training_goes_the_way_of_one_process_or_is_refused() -> None:
-    one, cases = alone(1), ("one ring", "again", "checkpointing", "compile", "FSDP2")
-    expected = {**dict.fromkeys(cases, one), "two rings": alone(2), "packed": alone(1, DOCUMENTS)}
+    single, cases = alone(1), ("one ring", "again", "checkpointing", "compile", "FSDP2")
+    expected = {**dict.fromkeys(cases, single), "two rings": alone(2), "packed": alone(1, DOCUMENTS)}
     for answers in run_ranks_in_processes("tests.adapters.test_lightning:of_processes", {}, 2, 120, 1):
         for case, (weights, loss) in expected.items():
             answer = answers[case]

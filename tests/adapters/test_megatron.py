@@ -90,7 +90,7 @@ def config(**options: Any) -> TransformerConfig:
 
 
 def gpt(core: type, groups: ProcessGroupCollection, **options: Any) -> GPTModel:
-    """Weights alike on every rank and in both models."""
+    """Return a GPT model whose weights are equal on every rank and in both models."""
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = core
     positions = "learned_absolute"  # Megatron's rotary ones over a context parallel group need a GPU
@@ -104,7 +104,7 @@ def gpt(core: type, groups: ProcessGroupCollection, **options: Any) -> GPTModel:
 
 
 def results(model: GPTModel, loss: Tensor) -> list[Tensor]:
-    """Every gradient, whole, and the loss."""
+    """Return every whole gradient, and the loss."""
     model.zero_grad()
     loss.backward()
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
@@ -112,14 +112,14 @@ def results(model: GPTModel, loss: Tensor) -> list[Tensor]:
 
 
 def error(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """The greatest relative error of what is found, summed over ranks."""
+    """Return the largest relative error of the tensors in `actual`, summed over ranks."""
     for grad in actual:
         torch.distributed.all_reduce(grad)
     return worst_error(zip(actual, expected, strict=True))
 
 
 def of_processes(spec: dict[str, Any]) -> dict[str, float]:
-    """One of two ranks: the greatest relative error of each case."""
+    """Return the largest relative error of each case, on one of two ranks."""
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -274,11 +274,11 @@ def test_a_batch_may_bring_its_own_group(kind: str, size: int | None, brings: bo
     def body(ring: Ring) -> None:
         tensors = [x + ring.rank for x in qkv(1, 15)]  # not two equal chunks, which one rank does not need
         reference = dense_attention(*tensors, causal=True)[0][0].flatten(1)
-        with Ring(transport="local") as other:
+        with Ring(transport="local") as group:
             shards = [x[0] if kind == "thd" else x.transpose(0, 1) for x in tensors]
-            params = PackedSeqParams(kind, cuts, cuts, local_cp_size=size, cp_group=other if brings else None)
+            params = PackedSeqParams(kind, cuts, cuts, local_cp_size=size, cp_group=group if brings else None)
             out = core(ring)(*shards, None, packed_seq_params=params)
-            assert other.counters()["passes"] == brings
+            assert group.counters()["passes"] == brings
         assert ring.counters()["passes"] == 0
         torch.testing.assert_close(out if kind == "thd" else out[:, 0], reference, rtol=1e-10, atol=1e-10)
 

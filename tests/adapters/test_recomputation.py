@@ -28,13 +28,13 @@ from ringattn.runtime.activation import active_sequence
 from ringattn.testing import dense_attention, run_ranks
 
 DOCUMENTS = [0, 3, 12, 16], None, [0, 5, 16]
-"""Of the sequences that a program chooses from."""
+"""The documents of each sequence that a program chooses from."""
 KINDS = "plain", "reentrant", "non-reentrant", "function", "context_fn"
 Body = Callable[[Tensor], Tensor]
 
 
 class CheckpointFunction(torch.autograd.Function):
-    """A checkpoint as trainers write their own."""
+    """A custom checkpoint function, as trainers define it."""
 
     @staticmethod
     def forward(ctx: Any, body: Body, x: Tensor) -> Tensor:
@@ -386,12 +386,12 @@ def test_an_activation_that_only_the_forward_run_enters_is_refused_in_recomputat
 
 def test_nothing_active_is_local_only_while_no_ring_is_shared() -> None:
     assert sequence_of() is None
-    with Ring() as alone, Ring() as other:
+    with Ring() as alone, Ring() as second:
         assert sequence_of() is None
         with alone.activate(alone.sequence(5)):
             assert sequence_of() is active_sequence() is not None
         with pytest.raises(InputError, match="activate takes a sequence of this ring"):
-            alone.activate(other.sequence(4))
+            alone.activate(second.sequence(4))
 
     def body(ring: Ring) -> Sequence | None:
         with pytest.raises(InputError, match=r"no sequence is active.*ring\.activate\(seq\)"):

@@ -132,11 +132,11 @@ def test_the_loss_of_liger(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(ring: Ring) -> Tensor:
         seq = ring.sequence(TOKENS.shape[1])
         labels = seq.shard_labels(TOKENS)
-        given = {"labels": labels, "shift_labels": labels, "position_ids": seq.positions()[None]}
+        arguments = {"labels": labels, "shift_labels": labels, "position_ids": seq.positions()[None]}
         with ring.activate(seq):
             with pytest.raises(InputError, match="labels without shift_labels"):
-                model(input_ids=seq.shard(TOKENS), labels=labels, position_ids=given["position_ids"])
-            loss: Tensor = model(input_ids=seq.shard(TOKENS), num_items_in_batch=13, **given).loss.detach()
+                model(input_ids=seq.shard(TOKENS), labels=labels, position_ids=arguments["position_ids"])
+            loss: Tensor = model(input_ids=seq.shard(TOKENS), num_items_in_batch=13, **arguments).loss.detach()
         ring.all_reduce([loss])
         return loss
 

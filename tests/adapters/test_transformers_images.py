@@ -84,7 +84,7 @@ def logits(out: Any) -> Tensor:
     pytest.param("qwen3_vl_moe", "zigzag", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_every_gradient(name: str, layout: str) -> None:
-    """Those of the tower too; features of the lower layers (Qwen3) reach their tokens."""
+    """Includes the gradients of the vision tower. Features of its lower layers (Qwen3) reach their tokens."""
     assert far_off(lambda: model(name), batch(name), score=logits, layout=layout) < 1e-9
 
 
@@ -99,9 +99,9 @@ def test_padding_and_loss() -> None:
 
     def body(ring: Ring) -> Tensor:
         ours = prepare(model("qwen2_vl"))
-        seq, mine = shard_batch(ring, {**whole, "labels": labels}, model=ours)
+        seq, shards = shard_batch(ring, {**whole, "labels": labels}, model=ours)
         with ring.activate(seq):
-            loss = ours(**mine, num_items_in_batch=count).loss.detach()
+            loss = ours(**shards, num_items_in_batch=count).loss.detach()
         ring.all_reduce([loss])
         return loss
 

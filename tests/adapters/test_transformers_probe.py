@@ -40,13 +40,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def state_of(model: Any) -> dict[Any, Any]:
-    """All attributes and buffers of all modules, and the states of the generators, as values that compare."""
-    found: dict[Any, Any] = {
+    """Return all attributes and buffers of all modules, and the states of the generators, as comparable values."""
+    state: dict[Any, Any] = {
         (path, name): _plain(value) for path, module in model.named_modules() for name, value in vars(module).items()
     }
     numpy_state: Any = np.random.get_state()
-    found["generators"] = torch.get_rng_state().tolist(), random.getstate(), _plain(list(numpy_state))
-    return found
+    state["generators"] = torch.get_rng_state().tolist(), random.getstate(), _plain(list(numpy_state))
+    return state
 
 
 def _plain(value: Any) -> Any:
@@ -64,7 +64,7 @@ def _plain(value: Any) -> Any:
 
 
 def counted(model: Any) -> Counter[str]:
-    """The calls from now on, by module: of its two hooks, and of a forward that a user has set on an embedding."""
+    """Count calls from now on, by module: of its two hooks, and of a forward that a user has set on an embedding."""
     calls: Counter[str] = Counter()
 
     def count(path: str) -> Callable[..., None]:

@@ -31,7 +31,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def over_ranks(make_loss: Loss, ranks: int = 2, **options: Any) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Of every rank the loss, and the mean over ranks of each gradient."""
+    """Return the loss of every rank, and the mean over ranks of each gradient."""
     models = [prepare(tiny_model("llama", "eager")) for _ in range(ranks)]
 
     def body(ring: Ring) -> tuple[Tensor, dict[str, Tensor]]:
@@ -39,9 +39,9 @@ def over_ranks(make_loss: Loss, ranks: int = 2, **options: Any) -> list[tuple[Te
         with whole_calls(ring, model, model, "auto", 0):
             loss = make_loss(model(**BATCH, **options))
             loss.backward()
-        found = gradients(model)
-        ring.all_reduce(list(found.values()))
-        return loss.detach(), {name: grad / ring.world_size for name, grad in found.items()}
+        grads = gradients(model)
+        ring.all_reduce(list(grads.values()))
+        return loss.detach(), {name: grad / ring.world_size for name, grad in grads.items()}
 
     return run_ranks(ranks, body, timeout_s=20.0)
 
@@ -55,7 +55,7 @@ def in_logits(outputs: Any) -> Tensor:
 
 
 def in_views(outputs: Any) -> Tensor:
-    """Through views, one of which is changed in place."""
+    """Return a loss computed through views, one of which is changed in place."""
     logits = outputs.logits[:, :-1]
     logits = logits.masked_fill(logits > 2.0, 0.5)
     rest = outputs["logits"].clone()
@@ -64,7 +64,7 @@ def in_views(outputs: Any) -> Tensor:
 
 
 def in_place(outputs: Any) -> Tensor:
-    """Changed in place, through a view and as it is, after a first read without a graph."""
+    """Return a loss of logits changed in place, directly and through a view, after a first read without a graph."""
     with torch.no_grad():
         first = outputs.logits.std()
     shifted = outputs.logits[:, :-1]

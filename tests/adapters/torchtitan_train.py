@@ -110,7 +110,7 @@ CASES: dict[str, dict[str, Any]] = {
     "full checkpointing": {"checkpointing": FullAC.Config()},
     "partial_dtensor": {"backend": "partial_dtensor"},
 }
-"""What differs from the defaults of `trained`, by name."""
+"""The options of each case that differ from the defaults of `trained`."""
 
 
 class Dense(ScaledDotProductAttention):
@@ -156,7 +156,7 @@ class Tokens(BaseDataLoader):
 
 
 class Tokenizer(BaseTokenizer):
-    """None is needed, and the Trainer makes one."""
+    """A stand-in: the tokens are random, but the Trainer always builds a tokenizer."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -208,7 +208,7 @@ class DenseTrainer(Trainer):
 
 
 def model(inner: Any) -> Llama3Model.Config:
-    """A Llama 3 of two layers."""
+    """Return a Llama 3 of two layers."""
     rope = ComplexRoPE.Config(dim=DIM // HEADS, max_seq_len=TOKENS, theta=10000, scaling="none")
     layers = _build_llama3_layers(
         n_layers=2, dim=DIM, n_heads=HEADS, n_kv_heads=2, hidden_dim=48, rope=rope, attn_backend="flex"
@@ -227,7 +227,7 @@ def model(inner: Any) -> Llama3Model.Config:
 
 @torch.no_grad()
 def fill(part: torch.nn.Module) -> None:
-    """Weights that are the same over any number of ranks, which random shards are not on a CPU."""
+    """Fill the weights equally for any number of ranks. Random shards on a CPU would depend on that number."""
     for name, weight in sorted((n.replace("_checkpoint_wrapped_module.", ""), w) for n, w in part.named_parameters()):
         generator = torch.Generator().manual_seed(sum(map(ord, name)))
         whole = torch.randn(weight.shape, generator=generator) * 0.1 + ("norm" in name)
@@ -245,7 +245,7 @@ def trained(
     checkpointing: Any = SelectiveAC.Config(),  # noqa: B008
     backend: str = "spmd_types",
 ) -> list[tuple[float, float]]:
-    """The loss and the norm of the gradients of each of ten steps, over all ranks."""
+    """Return the loss and the gradient norm of each of ten steps, over all ranks."""
     attention = {"ring": RingAttention, "dense": Dense, "torchtitan": ScaledDotProductAttention}[inner]
     trainer = {"ring": RingTrainer, "dense": DenseTrainer, "torchtitan": Trainer}[inner]
     spec = ModelSpec("llama3", "tiny", model(attention.Config()), parallelize_llama, None, None, None)
@@ -279,12 +279,12 @@ def trained(
 
 
 def main() -> None:
-    """Runs the cases that the arguments name; the first argument is the file to write."""
+    """Run the cases that the arguments name; the first argument is the file to write."""
     torch.set_num_threads(1)
     file = Path(sys.argv[1])
-    found = {name: trained(file.parent, **CASES[name]) for name in sys.argv[2:]}
+    results = {name: trained(file.parent, **CASES[name]) for name in sys.argv[2:]}
     if os.environ["RANK"] == "0":
-        file.write_text(json.dumps(found), encoding="utf-8")
+        file.write_text(json.dumps(results), encoding="utf-8")
     torch.distributed.destroy_process_group()
 
 
