@@ -24,7 +24,7 @@ from tests.adapters.ranks import Batch, InDouble, batches, in_double, one_proces
 
 P, NAME = 0.3, "known_dropout"
 HOW: tuple[dict[str, Any], ...] = ({"use_reentrant": True}, {"use_reentrant": False})
-"""Of checkpointed layers, which the two world sizes have in turns."""
+"""The options of checkpointed layers, which alternate between the two world sizes."""
 PARTS: list[list[int]] = [[0], [1, 3], [2]]
 """Rows of the padded batch whose real tokens begin alike, which attend together where attention is causal."""
 CASES = (("gpt2", "plain"), ("gpt2", "packed"), ("gpt2", "padded"), ("llama", "padded"))
@@ -32,7 +32,7 @@ CASES = (("gpt2", "plain"), ("gpt2", "packed"), ("gpt2", "padded"), ("llama", "p
 
 
 def build(name: str, attention: str) -> Any:
-    """In training mode, with attention dropout alone."""
+    """Return a model in training mode, with attention dropout only."""
     if name == "llama":
         return tiny_model("llama", attention, attention_dropout=P)
     config = transformers.GPT2Config(
@@ -69,7 +69,7 @@ class KnownDropout:
 
 
 def reference_values(name: str, batch: Batch, step: int) -> dict[str, Tensor]:
-    """Logits, loss and gradients of one process."""
+    """Return the logits, the loss and the gradients of one process."""
     AttentionInterface.register(NAME, KnownDropout(batch, step))
     AttentionMaskInterface.register(NAME, AttentionMaskInterface()["eager"])
     with InDouble():

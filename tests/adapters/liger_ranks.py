@@ -33,7 +33,7 @@ BATCHES: dict[str, dict[str, Tensor]] = {
 }
 """No document begins with a label."""
 DOCUMENTS = torch.block_diag(*(torch.ones(count, count).tril() for count in (4, 13, 10)))
-"""What sees what in the packed batch."""
+"""The mask of the packed batch: which key each query attends to."""
 
 
 def as_compiled() -> None:

@@ -72,7 +72,7 @@ def inputs(batch: int = 1, seed: int = 0) -> Tensor:
 
 
 def step(ring: Ring, seq: Sequence, model: nn.Module, run: Callable[..., Tensor], x: Tensor, *how: Any) -> list[Tensor]:
-    """One forward and backward pass over the ring: the whole output, then the summed gradients."""
+    """Run one forward and backward pass over the ring. Return the whole output, then the summed gradients."""
     model.zero_grad()
     with ring.activate(None if seq in how else seq):  # what is given counts
         out = run(seq.shard(x), *how)
@@ -83,7 +83,7 @@ def step(ring: Ring, seq: Sequence, model: nn.Module, run: Callable[..., Tensor]
 
 
 def reference(x: Tensor, documents: list[int] | None = None, **options: Any) -> list[Tensor]:
-    """The same by one process."""
+    """Return the output and the gradients of one process."""
     model = Layers()
     out = model(x, lambda q, k, v: dense_attention(q, k, v, causal=True, cu_seqlens=documents, **options)[0])
     out.sin().sum().backward()

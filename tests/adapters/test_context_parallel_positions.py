@@ -99,7 +99,7 @@ def test_positions_that_compiled_code_makes_are_refused() -> None:
 
 
 def test_other_ranges_stay() -> None:
-    """Those of other lengths, of local attention, of one rank, and any next to provided positions."""
+    """Ranges are unchanged if their length differs, attention is local, one rank runs, or positions are provided."""
 
     def call(model: Model, x: Tensor, positions: Tensor, seq: Any) -> Tensor:
         for start, end, step in ((0, TOKENS, 1), (0, 14, 1), (1, 13, 1), (1, 14, 1), (0, 13, 2)):

@@ -27,7 +27,7 @@ TOKENS, HEADS, P = 23, 2, 0.4
 
 
 def make_input(seed: int = 0) -> Tensor:
-    """(batch, heads, tokens, head_dim), the same on every rank."""
+    """Return an input (batch, heads, tokens, head_dim), the same on every rank."""
     return torch.randn(2, HEADS, TOKENS, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -36,7 +36,7 @@ def layer(x: Tensor) -> Tensor:
 
 
 def dense(x: Tensor, seed: int) -> Tensor:
-    """`layer` of whole tensors, in which `seed` drops."""
+    """Return what `layer` computes from whole tensors, with the dropout of `seed`."""
     kept = philox.kept(2, HEADS, TOKENS, TOKENS, seed, P)
     rows = x.transpose(1, 2)
     mask = oracle.allowed_mask(TOKENS, TOKENS, causal=True)
@@ -45,7 +45,7 @@ def dense(x: Tensor, seed: int) -> Tensor:
 
 
 def dense_steps(*seeds: int) -> tuple[Tensor, Tensor]:
-    """Two layers, one after the other, and the gradient of their input; `seeds`: of their calls."""
+    """Return the output of one layer for each seed, in sequence, and the gradient of their input."""
     x = make_input().requires_grad_()
     out = x
     for seed in seeds:
@@ -145,7 +145,7 @@ def test_a_region_drops_the_same_when_it_is_computed_again(how: dict[str, Any]) 
 
 
 def _grad(out: Tensor, x: Tensor) -> Tensor:
-    """A reentrant checkpoint has no part in `torch.autograd.grad`."""
+    """Return the gradient of `x` by `backward`, because reentrant checkpoints do not support `torch.autograd.grad`."""
     out.sin().sum().backward()
     assert x.grad is not None
     return x.grad

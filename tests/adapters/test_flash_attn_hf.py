@@ -31,7 +31,7 @@ TOKENS = torch.randint(3, 64, (1, 28), generator=torch.Generator().manual_seed(1
 
 @pytest.fixture(autouse=True)
 def _registries() -> Iterator[None]:
-    """They are the process's."""
+    """Restore the registries of transformers after each test, because they belong to the process."""
     kept = [(interface, interface._global_mapping[NAME]) for interface in (AttentionInterface, AttentionMaskInterface)]
     yield
     for interface, function in kept:
@@ -39,14 +39,14 @@ def _registries() -> Iterator[None]:
 
 
 def flash_model(name: str, **options: Any) -> Any:
-    """As `from_pretrained(..., attn_implementation="flash_attention_2")` leaves it where flash-attn is installed."""
+    """Return a model as `from_pretrained(attn_implementation="flash_attention_2")` does if flash-attn is installed."""
     model = tiny_model(name, "eager", **options)
     model.config._attn_implementation = NAME
     return model
 
 
 def part(x: Tensor, ring: Ring, dim: int = 1) -> Tensor:
-    """As that package's users cut a packed row."""
+    """Return this rank's part of a packed row, cut as users of that package cut it."""
     return x.chunk(ring.world_size, dim)[ring.rank]
 
 

@@ -62,7 +62,7 @@ def prefix(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def prefixes(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Of the first document the first 3 keys, of the second none, of the third all."""
+    """Prefixes: the first 3 keys of the first document, no key of the second, every key of the third."""
     return documents(CUTS)(b, h, q, k) & ((q >= k) | (k < 3) | (k >= 19))
 
 
@@ -75,7 +75,7 @@ def block_mask(mod: Mod, tokens: int = TOKENS, batch: int | None = None, heads: 
 
 
 def drawn(tokens: int = TOKENS, heads: int = 4, kv_heads: int = 2, batch: int = 2) -> list[Tensor]:
-    """q, k, v and the gradient of out."""
+    """Return q, k, v and the gradient of out."""
     generator = torch.Generator().manual_seed(7)
     each = (heads, kv_heads, kv_heads, heads)
     return [torch.randn(batch, h, tokens, 8, dtype=torch.float64, generator=generator) for h in each]
@@ -84,7 +84,7 @@ def drawn(tokens: int = TOKENS, heads: int = 4, kv_heads: int = 2, batch: int = 
 def dense(
     q: Tensor, k: Tensor, v: Tensor, mod: Mod, score_mod: Mod | None = None, scale: float | None = None
 ) -> list[Tensor]:
-    """Out and lse by the definition, with torch's own table of the mask."""
+    """Compute out and lse by the definition, with torch's table of the mask."""
     seen = create_mask(mod, q.shape[0], q.shape[1], q.shape[2], k.shape[2], device="cpu")
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -98,7 +98,7 @@ def check(
     mod: Mod, ranks: int, layout: str, *, score_mod: Mod | None = None, batched: bool = False,
     scale: float | None = None, seq_cuts: list[int] | None = None,
 ) -> float:  # fmt: skip
-    """The greatest error of out, lse, dq, dk and dv over `ranks` (see tests/fuzz/test_fuzz_hosts.py for many more)."""
+    """Return the largest error of out, lse, dq, dk, dv over `ranks` (tests/fuzz/test_fuzz_hosts.py has more cases)."""
     tensors = drawn()
     leaves = [x.clone().requires_grad_() for x in tensors[:3]]
     out, lse = dense(leaves[0], leaves[1], leaves[2], mod, score_mod, scale)

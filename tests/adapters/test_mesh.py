@@ -82,12 +82,12 @@ def model_and_tokens() -> tuple[Model, Tensor]:
 
 
 def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """The sum over this rank's labels, divided by how many there are on all ranks."""
+    """Return the loss summed over this rank's labels, divided by the number of labels on all ranks."""
     return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / (ROWS * (TOKENS - 1))
 
 
 def reference() -> dict[str, Tensor]:
-    """Gradients of one process, whose attention is torch's: no ring is open yet."""
+    """Return the gradients of one process. It uses torch's attention, because no ring is open yet."""
     model, tokens = model_and_tokens()
     labels = tokens.roll(-1, 1)
     labels[:, -1] = -100
@@ -96,7 +96,7 @@ def reference() -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By name, whole, without what wrappers add to names."""
+    """Return whole gradients by name, without the prefixes that wrappers add."""
     grads = {}
     for name, weight in model.named_parameters():
         grad = weight.grad
@@ -106,7 +106,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def step(model: nn.Module, ring: Ring, rows: slice, world: int) -> dict[str, Tensor]:
-    """One forward and backward pass over these rows, of gradients that are averaged over `world` ranks."""
+    """Return the gradients of one forward and backward pass over these rows, averaged over `world` ranks."""
     _, tokens = model_and_tokens()
     seq = ring.sequence(TOKENS, layout="zigzag")
     with ring.activate(seq):
@@ -116,7 +116,7 @@ def step(model: nn.Module, ring: Ring, rows: slice, world: int) -> dict[str, Ten
 
 
 def rows_of(mesh: DeviceMesh) -> slice:
-    """This rank's part of the data."""
+    """Return this rank's part of the data."""
     each = ROWS // mesh.size()
     return slice(mesh.get_local_rank() * each, (mesh.get_local_rank() + 1) * each)
 
@@ -189,7 +189,7 @@ CASES = (with_fsdp, with_ddp, with_tensor_parallel, with_context_parallel)
 
 
 def refusals() -> dict[str, str]:
-    """What is said to DTensors that are not heads over ranks, and to a mesh without a dimension for the ring."""
+    """Return the errors for DTensors that are not sharded by heads, and for a mesh without a dimension for the ring."""
     both, messages = mesh_of(("cp", "tp")), dict[str, str]()
     mesh = both["tp"]
     x = torch.zeros(1, 6, 4, 8)
@@ -217,9 +217,9 @@ def refusals() -> dict[str, str]:
 
 
 def everything(_: dict[str, Any]) -> dict[str, Any]:
-    """Of each case, with and without recomputation, the greatest difference of any gradient; what was refused.
+    """Return the largest gradient difference of each case, with and without recomputation, and all refusals.
 
-    Runs the code of the documentation too, which raises where it is wrong.
+    Also runs the code of the documentation, which raises if it is wrong.
     """
     dist.init_process_group("gloo")
     expected, errors = reference(), {}
@@ -248,7 +248,7 @@ pytestmark = pytest.mark.slow  # four processes that import torch, FSDP and a mo
 
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, Any]]:
-    """Of four processes, every case one after the other."""
+    """Return the answers of four processes, which run all cases in sequence."""
     return run_ranks_in_processes("tests.adapters.test_mesh:everything", {}, 4, 200.0, 1)
 
 

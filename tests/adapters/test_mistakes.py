@@ -48,7 +48,7 @@ def logits_of(net: nn.Module, seq: Sequence, positions: Tensor | None = None) ->
 
 
 def shifted_locally(seq: Sequence) -> Tensor:
-    """What a model does with the labels of its shard."""
+    """Return the labels of a shard, shifted within the shard as a model would do it."""
     return F.pad(seq.shard(learned())[:, 1:], (0, 1), value=-100).flatten()
 
 

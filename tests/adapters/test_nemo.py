@@ -33,11 +33,11 @@ from tests.adapters.versions import packages
 
 TOKENS, DOCUMENTS = 22, [0, 7, 13, 22]
 VERSION, PINNED = "0.7.0", "5.18.0"
-"""Of NeMo Automodel, and of transformers, which it requires."""
+"""The versions of NeMo Automodel and of transformers, which NeMo requires."""
 
 
 def batch(packed: bool) -> dict[str, Tensor]:
-    """As NeMo's collaters make it: labels stand at the token that predicts them."""
+    """Return a batch as NeMo's collaters build it: each label is at the token that predicts it."""
     tokens = torch.randint(3, 64, (1, TOKENS + 1), generator=torch.Generator().manual_seed(5))
     places = torch.arange(TOKENS)
     for start, stop in pairwise(DOCUMENTS):
@@ -49,12 +49,12 @@ def batch(packed: bool) -> dict[str, Tensor]:
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """What NeMo's MaskedCrossEntropy computes, without its cast to float32."""
+    """Return the loss that NeMo's MaskedCrossEntropy computes, without its cast to float32."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (TOKENS - 3)
 
 
 def reference(packed: bool, change: Callable[[Any], Any] = lambda model: model) -> list[Tensor]:
-    """Loss and gradients of one process that sees every document alone. `change`: of the model, before."""
+    """Return the gradients and loss of one process that runs each document separately. `change` modifies the model."""
     model, whole = change(tiny_model("mistral", "sdpa")), batch(packed)  # eager has its softmax in float32
     total = torch.zeros((), dtype=torch.float64)
     for start, stop in pairwise(DOCUMENTS) if packed else [(0, TOKENS)]:
@@ -83,7 +83,7 @@ def attach_cp_sdpa_hooks(model: nn.Module) -> None:
 
 
 def step(model: Any, sharder: Any, whole: dict[str, Tensor]) -> list[Tensor]:
-    """As NeMo's recipe for language models does it: loss and gradients of this rank."""
+    """Return this rank's gradients and loss, computed as in NeMo's recipe for language models."""
     context, shards = sharder.shard(whole)
     with context():
         labels = shards.pop("labels")
@@ -212,12 +212,12 @@ def test_a_batch_that_one_rank_alone_gets_wrong_is_refused_by_all() -> None:
 
 @pytest.fixture(scope="module")
 def package() -> Path:
-    """NeMo Automodel without what it requires, most of which is for a GPU."""
+    """Return the folder of NeMo Automodel without its requirements, most of which need a GPU."""
     return environment(f"nemo-automodel=={VERSION}")
 
 
 def with_lora(model: Any) -> Any:
-    """NeMo's own adapters, its fused MLP among them, with random weights, since theirs begin as zeros."""
+    """Add NeMo's LoRA adapters, including its fused MLP. Their weights are random, because NeMo's start as zeros."""
     from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
 
     names = ["*.q_proj", "*.v_proj", "*.gate_proj", "*.up_proj", "*.down_proj"]
@@ -230,7 +230,7 @@ def with_lora(model: Any) -> Any:
 
 
 def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
-    """One of two ranks with NeMo's own mesh, sharder, hooks and loss: the greatest relative error of each case."""
+    """Return the largest relative error of each case with NeMo's mesh, sharder, hooks and loss, on one of two ranks."""
     import transformers
     from nemo_automodel.components.distributed.config import FSDP2Config
     from nemo_automodel.components.distributed.context_parallel import ContextParallelSharder, utils

@@ -40,13 +40,13 @@ from tests.adapters.processes import ROOT, run_program, worst_error
 
 DIM, HEADS, VOCABULARY, TOKENS = 32, 4, 50, 22
 STARTS = ((0, 7, 13), (0, 18))
-"""Where the documents of each row begin."""
+"""The first token of each document, by row."""
 
 
 def model(inner: Any, adapters: bool = False) -> nn.Module:
-    """A Llama 3 of two layers with torchtitan's own builders, float64, random weights that are alike on every rank.
+    """Return a Llama 3 of two layers by torchtitan's builders, in float64, with equal random weights on every rank.
 
-    `adapters`: with its LoRA, of which alone gradients are taken.
+    `adapters` adds torchtitan's LoRA; only its weights then have gradients.
     """
     rope = ComplexRoPE.Config(dim=DIM // HEADS, max_seq_len=64, theta=10000, scaling="none")
     layers = _build_llama3_layers(
@@ -75,7 +75,7 @@ def model(inner: Any, adapters: bool = False) -> nn.Module:
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, labels and positions, (2, tokens)."""
+    """Return tokens, labels and positions, (2, tokens)."""
     tokens = torch.randint(VOCABULARY, (2, TOKENS + 1), generator=torch.Generator().manual_seed(5))
     places = torch.arange(TOKENS).repeat(2, 1)
     for row, starts in zip(places, STARTS, strict=True):
@@ -85,7 +85,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum over tokens divided by all of the batch, as torchtitan does."""
+    """Return the loss summed over tokens, divided by the tokens of the whole batch, as torchtitan does."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (2 * TOKENS)
 
 
@@ -94,7 +94,7 @@ def learned(of: nn.Module) -> list[nn.Parameter]:
 
 
 def reference(adapters: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradients of one process that sees every document alone, through torchtitan's own attention."""
+    """Return the loss and gradients of one process, which runs each document separately with torchtitan's attention."""
     alone, (tokens, labels, _) = model(ScaledDotProductAttention.Config(), adapters), batch()
     total = torch.zeros((), dtype=torch.float64)
     for row, starts in enumerate(STARTS):
@@ -105,7 +105,7 @@ def reference(adapters: bool = False) -> tuple[Tensor, list[Tensor]]:
 
 
 def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
-    """One of two ranks: what each of the next two functions says, by its name; torchtitan takes seconds to import."""
+    """Return the answers of the next two functions by name, on one of two ranks. Importing torchtitan takes seconds."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
     mesh, answers = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), {}
     for case in (of_a_model, of_half_a_recipe):
@@ -117,12 +117,12 @@ def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, Any]]:
-    """Of two processes, every case one after the other."""
+    """Return the answers of two processes, which run all cases in sequence."""
     return run_ranks_in_processes("tests.adapters.test_torchtitan:of_processes", {}, 2, 200, 1)
 
 
 def of_a_model(mesh: DeviceMesh) -> dict[str, float]:
-    """The greatest relative error of loss and gradients for each load balancer, and with LoRA."""
+    """Return the largest relative error of loss and gradients for each load balancer, and with LoRA."""
     set_spmd_backend("partial_dtensor")
     tokens, labels, positions = batch()
     device, errors = torch.device("cpu"), dict[str, float]()
@@ -349,7 +349,7 @@ AT_TWO = ("plain", "packed", "full checkpointing", "partial_dtensor")
 
 
 def trained(folder: Path, ranks: int, *cases: str) -> dict[str, Any]:
-    """By case, the loss and the norm of the gradients of each step; see torchtitan_train.py."""
+    """Return the loss and gradient norm of each step, by case (see torchtitan_train.py)."""
     file = folder / f"{ranks}.json"
     script = [str(ROOT / "tests" / "adapters" / "torchtitan_train.py"), str(file), *cases]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -360,7 +360,7 @@ def trained(folder: Path, ranks: int, *cases: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone_trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One process with torchtitan's own attention, and one that attends densely within each document."""
+    """Return the results of one process, with torchtitan's attention and with dense attention within each document."""
     return trained(tmp_path_factory.mktemp("alone"), 1, "torchtitan", "dense, packed")
 
 

@@ -46,13 +46,13 @@ PLAIN = batches()["plain"]
 
 
 def called(model: Any, **changes: Any) -> tuple[Any, dict[str, Tensor]]:
-    """The output of one process's call with labels, and all gradients."""
+    """Return the output of a call with labels in one process, and all gradients."""
     out = model(**{**PLAIN, "num_items_in_batch": labels_of(PLAIN), **changes})
     return out, gradients(model, out.loss)
 
 
 def worst(actual: dict[str, Tensor], true: dict[str, Tensor]) -> float:
-    """The greatest relative error."""
+    """Return the largest relative error."""
     return worst_error(((actual[name], true[name]) for name in true), floor=1.0)
 
 
@@ -82,7 +82,7 @@ def test_checkpoints_on_the_host_change_no_bit(host: list[int]) -> None:
 
 
 def loss_over(ring: Ring, model: Any) -> Tensor:
-    """This rank's part of the loss."""
+    """Return this rank's part of the loss."""
     seq, shards = shard_batch(ring, PLAIN, layout="zigzag")
     with ring.activate(seq):
         loss: Tensor = model(**shards, num_items_in_batch=labels_of(PLAIN)).loss
@@ -106,7 +106,7 @@ def test_two_ranks_have_the_loss_and_gradients_of_one(name: str) -> None:
 
 
 def sharded_errors() -> list[float]:
-    """For a separate process: errors under FSDP2, with the head in the root's group and in a separate group."""
+    """Return the errors under FSDP2, with the head in the root's group and in its own. Needs a fresh process."""
 
     def make() -> Any:
         model = adapter.prepare(tiny_model("llama", "ringattn"), **ALL)

@@ -42,7 +42,7 @@ def call(seq: Sequence, model: Any, **inputs: Any) -> Any:
 
 
 def refuses(make: Callable[[], Any], match: str, **inputs: Any) -> None:
-    """`inputs` are given as they are on every rank."""
+    """Check that a call is refused. Every rank passes the whole `inputs`."""
     refused(lambda seq: call(seq.ring.sequence(TOKENS), make(), **inputs), match)
 
 

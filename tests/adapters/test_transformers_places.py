@@ -1,6 +1,6 @@
-"""Where a model of transformers puts its tokens: RoPE chosen by the whole length, places that a model counts by itself.
+"""Positions in models of transformers: RoPE chosen by the whole length, and positions that a model counts itself.
 
-Each is the gradient of one process that makes its places itself, or an error on every rank.
+Each test expects the gradients of one process that counts its positions itself, or an error on every rank.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def test_a_model_whose_attention_cannot_be_set() -> None:
 
 
 def test_encoder_and_decoder_by_themselves() -> None:
-    """What the refusal of such a model advises."""
+    """The refusal advises to run a prepared encoder and to pass its states to a prepared decoder."""
     targets = ROW.flip(1)
 
     def alone(model: Any) -> Tensor:
@@ -177,7 +177,7 @@ def test_positions_that_look_local() -> None:
 
 
 def test_positions_of_a_padded_row() -> None:
-    """Counted from the first real token they are right, one further they are not."""
+    """Positions that start at the first real token are accepted; positions shifted by one are refused."""
 
     def call(seq: Sequence, shift: int) -> None:
         mask = torch.ones(1, TOKENS, dtype=torch.int64)
@@ -190,7 +190,7 @@ def test_positions_of_a_padded_row() -> None:
 
 
 def test_positions_that_attention_does_not_get() -> None:
-    """Llama 4 hands none on; `prepare` does, for one model and one call."""
+    """Llama 4 does not pass positions to attention. `prepare` does, for one model and one call."""
 
     def call(seq: Sequence) -> None:
         models = [tiny_model("llama4_text", "ringattn", attn_temperature_tuning=False) for _ in range(2)]
@@ -364,7 +364,7 @@ def test_masks_that_have_no_form_here() -> None:
 
 
 def test_a_mask_in_the_arithmetic_of_a_model() -> None:
-    """What a model does with a table by itself: refused by name, whatever function it is."""
+    """A model that reads its mask as a table is refused, whichever operation reads it."""
     tokens = 1 << 40  # no table is made
     table: Any = mask_spec(
         q_length=tokens, kv_length=tokens, mask_function=masking_utils.causal_mask_function, batch_size=1

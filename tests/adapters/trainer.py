@@ -49,25 +49,25 @@ class Stream(IterableDataset):
 
 
 def texts() -> list[dict[str, list[int]]]:
-    """Twelve texts of other lengths."""
+    """Return twelve texts of different lengths."""
     generator = torch.Generator().manual_seed(3)
     return [{"input_ids": torch.randint(3, 64, (9 + 2 * i,), generator=generator).tolist()} for i in range(12)]
 
 
 def equal_texts() -> list[dict[str, list[int]]]:
-    """Six texts of one length, so that means of texts are means of labels."""
+    """Return six texts of one length, so that means of texts are means of labels."""
     return [{"input_ids": row["input_ids"][:9]} for row in texts()[:6]]
 
 
 def padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """A batch (texts, tokens), padded on the right."""
+    """Return a batch (texts, tokens), padded on the right."""
     tokens = [torch.tensor(row["input_ids"]) for row in rows]
     batch = {"input_ids": pad_sequence(tokens, True, 0), "labels": pad_sequence(tokens, True, -100)}
     return {**batch, "attention_mask": (batch["labels"] != -100).long()}
 
 
 def left_padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """A batch (texts, tokens), padded on the left, without labels that are predicted from padding."""
+    """Return a batch (texts, tokens), padded on the left, without labels that are predicted from padding."""
     batch = padded([{"input_ids": row["input_ids"][::-1]} for row in rows])
     batch = {name: x.flip(1) for name, x in batch.items()}
     batch["labels"][:, 1:][batch["attention_mask"][:, :-1] == 0] = -100
@@ -75,13 +75,13 @@ def left_padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 
 def unpadded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """A batch of texts of one length, without a mask."""
+    """Return a batch of texts of one length, without a mask."""
     tokens = torch.tensor([row["input_ids"] for row in rows])
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def real(inputs: dict[str, Tensor]) -> Tensor:
-    """Which positions predict a label, (rows, tokens)."""
+    """Return which positions predict a label, (rows, tokens)."""
     labels = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
     return labels != -100
 
@@ -90,18 +90,18 @@ def real(inputs: dict[str, Tensor]) -> Tensor:
 
 
 def accuracy(evaluation: EvalPrediction) -> dict[str, float]:
-    """How many of the labels are what the model would say next."""
+    """Return the share of labels that the model predicts."""
     predicted, labels = evaluation.predictions[:, :-1], evaluation.label_ids[:, 1:]
     return {"accuracy": float((predicted == labels)[labels != -100].mean())}
 
 
 def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
-    """What the model would say next, which is less to keep than its logits."""
+    """Return the most likely token at each position, which takes less memory than the logits."""
     return logits.argmax(-1)
 
 
 def sum_of_squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """A `compute_loss_func`, over the labels of a step: a mean of each batch would be another for two rings."""
+    """Compute a loss over all labels of a step. A mean of each batch would differ between one ring and two."""
     losses = cross_entropy(outputs.logits[:, :-1].mT, labels[:, 1:], ignore_index=-100, reduction="none")
     return (losses + 0.1 * losses**2).sum() / num_items_in_batch
 
@@ -125,10 +125,10 @@ class AddsTerm(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def before(self, model: Any, inputs: Any) -> Any:
-        """What is computed before Trainer's loss."""
+        """Return values computed before Trainer's loss."""
 
     def term(self, outputs: Any, inputs: Any, before: Any) -> Tensor:
-        """What is added."""
+        """Return the term to add to the loss."""
         raise NotImplementedError
 
 
@@ -183,7 +183,7 @@ class Calls(TrainerCallback):
 
 @torch.no_grad()
 def called(model: Any) -> list[float]:
-    """Logits of a text, and the tokens that the model generates after it, on every rank."""
+    """Return the logits of a text, and the tokens that the model generates after it, on every rank."""
     model.eval()
     prompt = torch.tensor([[5, 9, 33, 12]])
     with local_attention():
@@ -248,7 +248,7 @@ CASES = {
 
 
 def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict[str, Any]]:
-    """The Trainer, and what it gets: TrainingArguments and other arguments; of one process where `rings` is 0.
+    """Return the Trainer's class, its TrainingArguments and its other arguments; for one process if `rings` is 0.
 
     The last batch of an epoch and of an evaluation is not full, except where texts are packed.
     """
@@ -316,7 +316,7 @@ def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict
 
 @in_double()
 def trained(folder: str, case: str, rings: int = 0) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
-    """Weights after a few steps, all losses, of the steps and of evaluations, and whatever else was counted."""
+    """Return the weights after a few steps, the losses of all steps and evaluations, and other counted values."""
     kind, options, data = settings(case, rings)
     args = TrainingArguments(output_dir=folder, **options)
     if args.fsdp:
@@ -329,7 +329,7 @@ def trained(folder: str, case: str, rings: int = 0) -> tuple[dict[str, Tensor], 
 
 
 def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
-    """`trained`, of a trainer."""
+    """Train, and return what `trained` returns."""
     trainer.train()
     if trainer.args.fsdp:
         # A call of `Calls` leaves the weights whole that FSDP2 gathers for the model itself.
@@ -354,12 +354,12 @@ def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any
 
 
 def as_on_accelerators() -> None:
-    """From now on accelerate takes this process's CPU for an accelerator: it shards weights on no other devices."""
+    """Make accelerate treat this process's CPU as an accelerator, because it shards weights only on accelerators."""
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def unlabeled(trainer: Trainer) -> float:
-    """Of the logits of texts without labels."""
+    """Return the standard deviation of the logits of texts without labels."""
     trainer.compute_metrics = trainer.preprocess_logits_for_metrics = None
     trainer.data_collator = lambda rows: {name: x for name, x in padded(rows).items() if name == "input_ids"}
     return float(trainer.predict(equal_texts()[:2]).predictions.std())
