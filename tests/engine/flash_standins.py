@@ -1,8 +1,9 @@
-"""Stand-ins for FlashAttention 3 and 4 on the CPU, with the recorded signatures and assertions of their requirements.
+"""Stand-ins for FlashAttention 3 and 4 on the CPU. They have the recorded signatures and assert the requirements.
 
-Signatures and requirements are from Dao-AILab/flash-attention at 0251105: hopper/flash_api.cpp (TORCH_LIBRARY and the
-checks of mha_fwd and mha_bwd) and flash_attn/cute/interface.py. The second schema of bwd is from its de1584b, which
-xformers 0.0.34 includes. Causal is aligned to the bottom right corner, as in FlashAttention.
+Signatures and requirements are from Dao-AILab/flash-attention at commit 0251105: hopper/flash_api.cpp (TORCH_LIBRARY
+and the checks of mha_fwd and mha_bwd) and flash_attn/cute/interface.py. The second schema of bwd is from commit de1584b
+of the same repository, which xformers 0.0.34 includes. Causal masks are aligned to the bottom right corner, as in
+FlashAttention.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FA3_BACKWARDS = {
     "0251105": _FA3_BACKWARD + "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     "de1584b": _FA3_BACKWARD + "(Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)",
 }
-# The parameters in order, with their defaults.
+# The parameters of FlashAttention 4's Python functions, in order and with their defaults.
 FA4_FORWARD = (
     "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, "
     "max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, "
@@ -63,7 +64,7 @@ FA4_BACKWARD = (
 
 
 class Calls(list[tuple[str, dict[str, Any]]]):
-    """The recorded calls: "forward" or "backward", with the arguments by name."""
+    """The recorded calls. Each is a pair of the direction ("forward" or "backward") and the arguments by name."""
 
     def named(self, direction: str) -> list[dict[str, Any]]:
         return [arguments for called_direction, arguments in self if called_direction == direction]
@@ -71,7 +72,7 @@ class Calls(list[tuple[str, dict[str, Any]]]):
 
 @contextmanager
 def fa3_library(backward: str = FA3_BACKWARDS["0251105"]) -> Iterator[Calls]:
-    """Register `torch.ops.flash_attn_3` as the library does on import, for CPU tensors."""
+    """Register `torch.ops.flash_attn_3` for CPU tensors, as FlashAttention 3 does on import; yield the calls."""
     calls, library = Calls(), torch.library.Library("flash_attn_3", "DEF")
     returns_gradients = backward.endswith(FA3_BACKWARDS["de1584b"][len(_FA3_BACKWARD) :])
 
@@ -89,7 +90,7 @@ def fa3_library(backward: str = FA3_BACKWARDS["0251105"]) -> Iterator[Calls]:
         calls.append(("backward", a))
         operands, grads = ("dout", "q", "k", "v", "out", "softmax_lse"), ("dq", "dk", "dv")
         _only(a, defaults, *operands, *grads, "softmax_scale", "is_causal", "deterministic", "sm_margin")
-        # "Deterministic backward not supported for hdim 256."
+        # FlashAttention 3 raises "Deterministic backward not supported for hdim 256."
         assert not a["deterministic"] or a["q"].shape[-1] <= 192
         values = _backward(*(a[name] for name in operands), a["is_causal"], a["softmax_scale"])
         for name, value in zip(grads, values, strict=True):
@@ -110,7 +111,7 @@ def fa3_library(backward: str = FA3_BACKWARDS["0251105"]) -> Iterator[Calls]:
 
 @contextmanager
 def fa4_module() -> Iterator[Calls]:
-    """Install a module `flash_attn.cute.interface` like that of the package, for CPU tensors."""
+    """Install a module `flash_attn.cute.interface` for CPU tensors, as in FlashAttention 4; yield the calls."""
     calls, module = Calls(), ModuleType("flash_attn.cute.interface")
 
     def fwd(a: dict[str, Any], defaults: dict[str, Any]) -> tuple[Tensor | None, ...]:

@@ -22,7 +22,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class TestAtenOnCpu(EngineContract):
-    """The whole suite except softcap."""
+    """All tests of the engine contract except those of softcap."""
 
     softcap = False
 
@@ -31,7 +31,7 @@ class TestAtenOnCpu(EngineContract):
 
 
 class TestAtenWithSquareCausalOnly(EngineContract):
-    """The rectangles of the CUDA ops, computed by the CPU op."""
+    """The engine contract with tiles cut for the CUDA ops (causal rectangles are square), computed by the CPU op."""
 
     softcap = False
 
@@ -68,7 +68,7 @@ def test_an_op_with_the_requirements_of_cuda(
 
 @pytest.mark.parametrize("flag", [False, True], ids=["missing", "too late"])
 def test_a_wrong_first_flag_gives_a_wrong_result(flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing flag leaves NaN in uninitialized rows; a second flag overwrites earlier sums."""
+    """A missing flag leaves NaN in uninitialized rows; a flag that a later step sets again overwrites earlier sums."""
     trial = Trial(SCENARIOS["whole-zigzag-pass"], torch.float64, False)
     trial.check(trial.run(AtenEngine(HOST), Visit(overwrite=True)), 1e-10)
     monkeypatch.setattr(aten, "first_pieces", lambda steps, _: [(flag,) * len(step) for step in steps])
@@ -124,7 +124,7 @@ def test_choice_of_op(
 
 
 def test_cudnn_is_not_chosen_under_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward of cuDNN adds in any order."""
+    """The order in which cuDNN's backward pass adds is not fixed, so the flash op is chosen instead."""
     monkeypatch.setattr(aten, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -133,7 +133,7 @@ def test_cudnn_is_not_chosen_under_deterministic_algorithms(monkeypatch: pytest.
 
 
 def test_single_keys_do_not_go_to_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses single keys for cuDNN, so the flash op computes them."""
+    """Torch does not run cuDNN's attention on a single key, so the flash op computes such a rectangle."""
     lengths = []
 
     def recording(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -198,7 +198,7 @@ MEMORY = {"heads first": (0, 1, 2, 3), "tokens": (0, 2, 1, 3), "records": (2, 0,
 
 
 def meta(*shape: int, dtype: torch.dtype = HALF, memory: str = "heads first") -> Tensor:
-    """Return a tensor (batch, heads, rows, dim) without data, with the strides of that memory order."""
+    """Return a tensor (batch, heads, rows, dim) without data, with the strides of the memory order `memory`."""
     order = MEMORY[memory]
     tensor = torch.empty([shape[axis] for axis in order], dtype=dtype, device="meta")
     return tensor.permute([order.index(axis) for axis in range(4)])
@@ -230,7 +230,11 @@ def test_every_block_op_returns_the_same_shapes_dtypes_and_strides(op: BlockOp, 
 
 @pytest.mark.parametrize("op", [FLASH, CUDNN], ids=lambda op: op.name)
 def test_backward_receives_tensors_like_those_of_forward(op: BlockOp, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The merged lse, whatever its strides, and the random state have the shapes, dtypes and strides of forward's."""
+    """The op's backward receives lse and the random state as the op's forward returns them.
+
+    Both have the shapes and dtypes that they have there, and lse also has the strides, although the merged lse has
+    others.
+    """
     arguments: list[Any] = []
 
     def backward(*positional: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,7 +263,10 @@ def test_backward_receives_tensors_like_those_of_forward(op: BlockOp, monkeypatc
 def test_cudnns_backward_receives_out_and_dout_in_a_layout_that_follows_from_q(
     memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch reuses a graph for calls that differ only in these two, although it was compiled for their strides."""
+    """Torch reuses a cuDNN graph for calls that differ only in the strides of out and dout.
+
+    But the graph was compiled for the strides of the first call.
+    """
     received: list[Tensor] = []
 
     def backward(*positional: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:

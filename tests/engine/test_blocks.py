@@ -1,4 +1,7 @@
-"""Block tables against brute force: every pair once, no row in two blocks, correct full blocks, no idle visits."""
+"""Block tables against brute force.
+
+A table has every pair once, no row in two blocks, marks the right blocks as full, and visits no block without a pair.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def table(tiles: Sequence[Tile], side: str, group: int, own_rows: int, other_row
 
 
 def pairs_of_tiles(tiles: Sequence[Tile]) -> Pairs:
-    """Return the pairs by the definition of a tile."""
+    """Count the pairs that the tiles contain by the definition of a tile."""
     pairs: Pairs = Counter()
     for tile in tiles:
         for q, q_row in zip(tile.q.positions.members(), tile.q.rows.members(), strict=True):
@@ -46,7 +49,7 @@ def pairs_of_tiles(tiles: Sequence[Tile]) -> Pairs:
 
 
 def pairs_of_table(blocks: Blocks, side: str, group: int, other_rows: int) -> Pairs:
-    """Return the pairs that a kernel computes: the visited blocks of rows of each entry, masked unless marked full."""
+    """Count the pairs that a kernel computes: it visits the blocks of each entry, and masks those not marked full."""
     pairs: Pairs = Counter()
     owned: set[tuple[int, int]] = set()
     for row0, row_stride, rows, head0, heads, first, end, _ in blocks.blocks.tolist():
@@ -91,7 +94,7 @@ def test_every_pair_of_a_plan_once(case: Case) -> None:
 
 @given(st.integers(0, 400), SIZES)
 def test_every_pair_of_random_tiles_once(seed: int, sizes: tuple[int, int]) -> None:
-    """The tiles have any strides of rows and positions, overlapping rows, and parts of the heads."""
+    """The random tiles have strided rows and positions, may share rows, and may be for only some of the heads."""
     scenario = random_scenario(seed)
     for step in scenario.steps:
         check(step.tiles, scenario.group, sizes)
@@ -99,7 +102,7 @@ def test_every_pair_of_random_tiles_once(seed: int, sizes: tuple[int, int]) -> N
 
 @given(st.integers(0, 400), SIZES)
 def test_places_of_random_tiles(seed: int, sizes: tuple[int, int]) -> None:
-    """Checks the distance of every pair of an entry, the positions of its rows, and the head of the call."""
+    """The tables give the distance of every pair, the positions of the rows, and the first head within the call."""
     scenario = random_scenario(seed, places=True)
     softmax = Softmax(1.0, scenario.group, alibi_slopes=(1.0,), starts=scenario.starts, dropout_p=0.5)
     for tiles in (step.tiles for step in scenario.steps):
@@ -136,7 +139,7 @@ def test_a_distance_beyond_the_kernels_is_refused() -> None:
 
 
 def test_positions_keep_their_low_bits() -> None:
-    """Dropout needs only the low 32 bits, as in the counter, so large distances are allowed."""
+    """Dropout's counter contains only the low 32 bits of a position, so dropout allows any distance."""
     far = [Tile(strip((1 << 32) - 5, 40, 2), strip(3, 8), FULL, StridedRange(0, 1))]
     blocks = query_blocks(far, 16, 16, softmax=Softmax(1.0, dropout_p=0.5))
     assert blocks.places is None and blocks.positions is not None

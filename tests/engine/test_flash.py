@@ -38,14 +38,17 @@ def standin(op: BlockOp) -> AbstractContextManager[Calls]:
 
 @pytest.fixture
 def _all_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels take half inputs only; the stand-ins also take the dtypes that the suite compares exactly."""
+    """Let the engine pass the dtypes that the contract compares exactly; the real kernels take half inputs only."""
     monkeypatch.setattr(flash, "HALF_DTYPES", (*HALF_DTYPES, torch.float32, torch.float64))
 
 
 @pytest.mark.usefixtures("_all_dtypes", "calls")
 @BOTH
 class TestFlashAttention(EngineContract):
-    """The whole suite except softcap and infinite scores: the real kernels' results for scores of -inf are unknown."""
+    """All tests of the engine contract except those of softcap and of infinite scores.
+
+    What the real kernels return for scores of -inf is unknown.
+    """
 
     softcap = infinite_scores = False
 
@@ -123,7 +126,7 @@ def test_the_op_receives_the_deterministic_flag(
 
 @pytest.mark.parametrize("margin", [0, 6])
 def test_a_margin_reaches_every_kernel_of_an_op_that_supports_it(margin: int) -> None:
-    """FlashAttention 4 has no such argument in its recorded signature, so its engine reports a margin of 0."""
+    """FlashAttention 4 has no argument `sm_margin` in its recorded signature, so its engine reports a margin of 0."""
     for op, effective in ((FA3, margin), (FA4, 0)):
         trial = Trial(SCENARIOS["zigzag"], torch.bfloat16, True)
         engine = FlashEngine(HOST, op, margin)
@@ -154,7 +157,7 @@ def test_fa3_wide_heads_use_torchs_flash_op_if_deterministic(monkeypatch: pytest
 
 
 def test_fa3_takes_one_split() -> None:
-    """FlashAttention's default depends on the GPU, and the order of the sums depends on it."""
+    """The default number of splits depends on the GPU, and the order of the sums depends on the number of splits."""
     q, k, v, *_ = operands(64)
     with fa3_library() as calls:
         FA3.forward(q, k, v, False, 0.1)
@@ -182,7 +185,10 @@ def test_fa3_gradients_do_not_depend_on_its_return_values(schema: str) -> None:
 
 @BOTH
 def test_other_calls_run_as_in_the_aten_engine(op: BlockOp, calls: Calls) -> None:
-    """Cases: float32, and a head that is too wide because of the additional column for the gradient of lse."""
+    """FlashAttention runs neither float32 nor a backward pass whose heads are too wide.
+
+    The second case has heads of 256, which the additional column for the gradient of lse makes too wide.
+    """
     trial = Trial(SCENARIOS["zigzag"], torch.float32, True)
     trial.check(trial.run(FlashEngine(HOST, op)), 1e-5)
     assert not calls
@@ -245,7 +251,7 @@ def test_either_library_of_fa3_suffices(module: str, monkeypatch: pytest.MonkeyP
 
 
 def test_fa4_takes_narrower_heads_on_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash_attn/cute/interface.py, _validate_head_dims."""
+    """The limit is that of `_validate_head_dims` in flash_attn/cute/interface.py."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     monkeypatch.setattr(aten, "choose", lambda *_: CPU)
     with fa4_module():

@@ -27,7 +27,7 @@ TILES = (Tile(strip(0, 256), strip(0, 256), CAUSAL, StridedRange(0, 2)),)
 
 
 class Recorded:
-    """Records launches instead of running compiled kernels."""
+    """A stand-in for the cache of compiled kernels, which records launches instead of running them."""
 
     def __init__(self) -> None:
         self.calls: list[LaunchCall] = []
@@ -91,7 +91,10 @@ def test_a_call_gets_the_best_form_that_takes_it(case: dict[str, Any], form: str
 
 
 def test_another_form_for_a_tensor_has_the_tables_of_the_pass(launched: Recorded) -> None:
-    """With the flags of other blocks a launch might read a state that is not initialised."""
+    """A call in another form keeps the block sizes of the pass.
+
+    The flags of first blocks are set for those sizes; with others a launch could read a state that is not initialised.
+    """
     run_forward(TritonEngine(), rows(), rows(), rows())
     run_forward(TritonEngine(), rows(), rows(pad=1), rows())
     first, second = launched.calls[0], launched.calls[2]
@@ -220,6 +223,6 @@ def test_the_fused_backward_does_not_use_gluon(launched: Recorded) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_another_form_for_a_tensor_has_the_flags_of_the_pass(dim: int) -> None:
-    """Both forms have blocks of the same number of queries, so the first and the last blocks of a pass are the same."""
+    """Both forms have the same number of queries per block, so the same blocks of a pass are first or last in both."""
     table = configs_for(90, HALF, dim)
     assert table.grad_q.block_m == GRAD_Q[dim].block_m and GRAD_KV[dim].form == "gluon"

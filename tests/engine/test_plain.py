@@ -20,7 +20,7 @@ from tests.contract.engine_trial import Trial
 
 
 class TestPlain(EngineContract):
-    """The whole suite."""
+    """All tests of the engine contract."""
 
     places = True
 
@@ -30,7 +30,7 @@ class TestPlain(EngineContract):
 
 @pytest.mark.parametrize("name", ["causal", "window", "dilated", "blind", "softcap", "alibi"])
 def test_chunks_of_rows_make_no_difference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With seven rows at a time, chunk borders are inside every band."""
+    """The engine computes the scores of seven rows at a time, so chunks begin and end inside every band."""
     scenario = SCENARIOS[name]
     keys = scenario.steps[0].tiles[0].k.rows.count
     monkeypatch.setattr(plain, "SCORES_BYTES", 7 * 8 * keys * scenario.batch * scenario.heads)
@@ -75,7 +75,7 @@ NEG_INF = float("-inf")
 
 
 def partial(seed: int, blind: float = 0.3) -> Partial:
-    """Return a random state of 6 rows, 2 batches, 3 heads, dim 4, in which some rows have seen no key."""
+    """Return a random state of 6 rows, 2 batches, 3 heads, dim 4, in which some rows have attended to no key yet."""
     generator = torch.Generator().manual_seed(seed)
     out = torch.randn(6, 2, 3, 4, generator=generator, dtype=torch.float64)
     lse = 5 * torch.randn(2, 3, 6, generator=generator, dtype=torch.float64)
@@ -147,7 +147,7 @@ def test_published_answers(counter_and_key: tuple[int, ...]) -> None:
 
 
 def test_dropped_pairs_follow_the_definition() -> None:
-    """Uses positions far from 0 with strides, later heads, and both halves of the key."""
+    """The case has strided heads and positions that do not start at 0, and a seed that fills both words of the key."""
     heads, queries, keys, seed = StridedRange(3, 2, 2), StridedRange(5, 4, 7), StridedRange(2, 9, 3), 2**63 + 12345
     dropped = torch.empty(2, 2, 4, 9, dtype=torch.bool)
     is_dropped(dropped, heads, queries, keys, seed, 0.4)
@@ -156,7 +156,7 @@ def test_dropped_pairs_follow_the_definition() -> None:
 
 
 def test_a_position_uses_all_32_bits_of_its_word() -> None:
-    """The largest allowed positions have other random words than positions with the same lower 31 bits."""
+    """The largest allowed positions get other random numbers than the positions with the same lower 31 bits."""
     near, far = (torch.empty(1, 1, 64, 64, dtype=torch.bool) for _ in range(2))
     is_dropped(near, StridedRange(0, 1), StridedRange(2**31 - 64, 64), StridedRange(2**31 - 64, 64), 1, 0.5)
     is_dropped(far, StridedRange(0, 1), StridedRange(2**32 - 64, 64), StridedRange(2**32 - 64, 64), 1, 0.5)

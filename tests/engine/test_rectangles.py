@@ -52,7 +52,7 @@ def test_rectangles_hold_every_allowed_pair_once_and_suit_the_kernels(tile: Tile
 @settings(max_examples=500, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(-300, 300), st.integers(0, 300))
 def test_few_rectangles(q_count: int, k_count: int, lo: int, more: int) -> None:
-    """At most two rectangles per stretch as long as the band is wide, and seven more for the ends."""
+    """A tile has at most two rectangles for each band width along its shorter side, and seven more for its ends."""
     tile = Tile(
         TokenRange(StridedRange(0, q_count), StridedRange(0, q_count)),
         TokenRange(StridedRange(0, k_count), StridedRange(0, k_count)),
@@ -113,7 +113,10 @@ def triples_of(all_rectangles: list[Rectangle]) -> Counter[tuple[int, int, int]]
 
 @st.composite
 def crowded_rectangles(draw: st.DrawFn) -> list[Rectangle]:
-    """Draw all kinds of rectangles over three adjacent ranges of rows and several ranges of heads; most touch."""
+    """Draw rectangles of all kinds over three adjacent ranges of rows and several ranges of heads.
+
+    Most of the rectangles touch another rectangle.
+    """
     count, q_stride, k_stride = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     heads = draw(
         st.lists(
@@ -172,7 +175,7 @@ def test_joined_dilated_branches_keep_every_pair_of_every_head(shard: list[Tile]
 
 
 def test_a_zigzag_shard_is_a_causal_square_and_its_remote_pair_a_rectangle_for_each_run_of_heads() -> None:
-    """Squares of other heads between two squares do not prevent the join."""
+    """Rectangles of the same heads are joined even if rectangles of other heads are between them in the list."""
 
     def run(position: int, row: int) -> TokenRange:
         return TokenRange(StridedRange(position, 8), StridedRange(row, 8))
@@ -220,7 +223,7 @@ def test_first_pieces_of_random_passes() -> None:
     for seed in range(300):
         rng = Random(seed)
         cuts = sorted({0, 12, rng.randrange(1, 12)})
-        # Half of the passes cut rows and heads in the same way in every step, so that many have first pieces.
+        # Three quarters of the passes cut the rows at the same row in every step, so that many have first pieces.
         runs = [StridedRange(a, b - a) for a, b in pairwise(cuts)]
         heads = [StridedRange(0, 4)] if seed % 2 else [StridedRange(0, 1), StridedRange(1, 3), StridedRange(0, 2, 2)]
         steps = [
