@@ -1,7 +1,8 @@
 """A pytest plugin that compiles the kernels of the GPU tests for sm_90 without a GPU (`make gpu-compile`).
 
-Tensors that a test calls cuda are on the CPU. Triton's driver is a stub, which compiles for sm_90 and launches nothing.
-So all results are garbage: failed comparisons are ignored. Every other error fails its test, such as the compiler's.
+Tensors that a test puts on a GPU stay on the CPU. Triton's driver is a stub, which compiles for sm_90 and launches
+nothing. All results are garbage, so failed comparisons are ignored. Every other error, such as an error of the
+compiler, fails its test.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ H100 = {"max_shared_mem": 232_448, "max_num_regs": 65_536, "multiprocessor_count
 
 
 class CudaOnCpu(TorchFunctionMode):
-    """Every tensor says that it is on the first GPU, and is created and kept on the CPU."""
+    """A mode in which every tensor is on the CPU but reports the first GPU as its device."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer questions about devices, and replace every cuda device among the arguments."""
+        """Report the first GPU as the tensor's device, or call `function` with each cuda device replaced by the CPU."""
         if function is Tensor.device.__get__:
             return torch.device("cuda", 0)
         if function is Tensor.is_cuda.__get__:
@@ -50,7 +51,7 @@ def _on_cpu(argument: Any) -> Any:
 
 
 def pytest_configure() -> None:
-    """Pretend for the whole run."""
+    """Replace Triton's driver and torch's CUDA functions by stubs for the whole run."""
     stub = StubDriver(ARCHITECTURE)
     stub.properties, stub.registers = H100, 128
     driver.set_active(stub)
@@ -64,7 +65,7 @@ def pytest_configure() -> None:
     ringattn.engine.triton.missing = lambda device: None  # type: ignore[assignment]
     ringattn.engine.triton.architecture = lambda device: ARCHITECTURE  # type: ignore[assignment]
     kept.keep = lambda *_: None  # type: ignore[assignment]
-    from tests.gpu import test_engines  # after `keep`, which it binds
+    from tests.gpu import test_engines  # imported after `kept.keep` is replaced, because the module binds the function
 
     test_engines.DEVICE = "cpu"
     CudaOnCpu().__enter__()
@@ -72,7 +73,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Remove the marks by which tests are skipped without a GPU."""
+    """Remove the marks that skip tests if there is no GPU."""
     for item in items:
         item.own_markers = [mark for mark in item.own_markers if "CUDA device" not in str(mark.kwargs.get("reason"))]
 
@@ -85,6 +86,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many kernels are in the cache."""
+    """Print the number of compiled kernels in Triton's cache."""
     cubins = list(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin"))
     terminalreporter.write_line(f"{len(cubins)} kernels compiled for sm_{ARCHITECTURE}")

@@ -40,9 +40,10 @@ def facts() -> dict[str, str]:
 
 
 def keep(file: str, name: str, figures: Any) -> None:
-    """Write `figures` under `name` to `bench/results/gpu/<file>.json`, and drop the figures of other machines there.
+    """Write `figures` under `name` to `bench/results/gpu/<file>.json`.
 
-    The folder that GPU_CHECK_COPY names receives a copy.
+    Figures that the file has from another machine, version, commit or day are dropped. If GPU_CHECK_COPY names a
+    folder, a copy of the file is written there.
     """
     now = facts()
     FOLDER.mkdir(parents=True, exist_ok=True)

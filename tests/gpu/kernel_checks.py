@@ -1,4 +1,4 @@
-"""Checks of the kernels' guarantees for any device: run on a GPU by test_kernels.py, rehearsed in the interpreter."""
+"""Checks of the kernels' guarantees on any device: test_kernels.py runs them on a GPU, others in the interpreter."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ HEADS, SCALE = 4, 0.1
 
 
 def inputs(dtype: torch.dtype, device: str, rows: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, row-first, on a device; the numbers are the same on every device."""
+    """Return q, k and v, each (rows, batch, heads, dim), on a device; the numbers are the same on every device."""
     generator = torch.Generator().manual_seed(rows)
     q, k, v = (torch.randn(rows, 2, HEADS, dim, generator=generator).to(device, dtype) for _ in range(3))
     return q, k, v
 
 
 def ring_tiles(rows: int, steps: int) -> list[tuple[Tile, ...]]:
-    """Return the steps of the last of `steps` ranks, its own keys first. `rows`: of all ranks.
+    """Return the tiles of each ring step of the last of `steps` ranks. Its own keys are in the first step.
 
-    With `steps` 1 the single step has the same pairs.
+    `rows`: the number of rows of all ranks together.
     """
     n = rows // steps
     q = TokenRange(StridedRange(rows - n, n), StridedRange(0, n))
@@ -37,7 +37,7 @@ def ring_tiles(rows: int, steps: int) -> list[tuple[Tile, ...]]:
 
 
 def ring_errors(engine: TritonEngine, dtype: torch.dtype, device: str, rows: int, dim: int, steps: int) -> list[float]:
-    """Return the relative errors of a pass of `steps` steps and of a single step, against float64."""
+    """Return the relative error of a pass of `steps` steps and that of the same pass in one step, against float64."""
     q, k, v = inputs(dtype, device, rows, dim)
     n = rows // steps
     q, tiles = q[-n:], ring_tiles(rows, steps)
@@ -48,7 +48,7 @@ def ring_errors(engine: TritonEngine, dtype: torch.dtype, device: str, rows: int
 
 
 def whole_pass(engine: Engine, works: Sequence[Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result and dQ of a pass of a single step, with the queries as the gradient of the result."""
+    """Run forward and backward in a single step, with q as the gradient of the output; return the output and dQ."""
     state = engine.begin(works, q, v.shape[3], None)
     engine.attend(q, KV(k, v), state, works[0])
     out = state.out.finalized(q.dtype)

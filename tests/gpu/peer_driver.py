@@ -1,6 +1,6 @@
 """Two processes on a single GPU that check the peer transport's assumptions about CUDA's driver.
 
-`kind` is "cuda", or "simulated" for a rehearsal on the CPU. Each function is the part of a rank.
+`kind` is "cuda", or "simulated" for a rehearsal on the CPU. Each function that takes a rank runs in both processes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ringattn.transport.peer.transport import PeerTransport
 from tests.transport.peers.sim_driver import SimGpu
 from tests.transport.process_rings import location, meet_peer
 
-SLEEP_CYCLES = 1 << 32  # about two seconds of a kernel that does nothing
+SLEEP_CYCLES = 1 << 32  # a kernel that sleeps for so many cycles takes about two seconds
 BIG = 64 << 20
 
 
 def device(kind: str, **switches: Any) -> Any:
-    """Return the GPU, with its driver as an attribute."""
+    """Return the real or simulated GPU, with its driver as the attribute `driver`."""
     if kind == "simulated":
         return SimGpu(**switches)
     torch.zeros(1, device="cuda")
@@ -57,13 +57,13 @@ def numbers(rank: int, world_size: int, kind: str) -> dict[str, Any]:
 
 
 def ordering(rank: int, world_size: int, kind: str, rounds: int) -> int:
-    """Repeat the self-test, which refuses the ring if a flag is visible before its bytes."""
+    """Open a ring with `rounds` rounds of its self-test, which raises if a flag is visible before its bytes."""
     open_ring(rank, world_size, kind, device(kind), rounds=rounds).close()
     return rounds
 
 
 def ping_pong(rank: int, world_size: int, kind: str, count: int) -> float:
-    """Return the microseconds of a round trip of 8 bytes, including the hosts."""
+    """Return the microseconds of a round trip of 8 bytes, including the time of the host code."""
     gpu = device(kind)
     ring = open_ring(rank, world_size, kind, gpu)
     word = ring.allocate(8)
@@ -83,7 +83,10 @@ def ping_pong(rank: int, world_size: int, kind: str, count: int) -> float:
 
 
 def released(rank: int, world_size: int, kind: str, one_queue: bool) -> dict[str, Any]:
-    """Release a wait of the device that no rank satisfies by stores of the host. The device must still work."""
+    """Let rank 0's device wait for a message that is never sent, and abort, so that stores of the host end the wait.
+
+    Return how the abort went, and a sum that shows that the device still works.
+    """
     gpu = device(kind, **({"one_queue": one_queue} if kind == "simulated" else {}))
     ring = open_ring(rank, world_size, kind, gpu)
     received = ring.allocate(64)
@@ -167,7 +170,10 @@ def slow_read(kind: str, gpu: Any, slot: torch.Tensor) -> Callable[[], list[int]
 
 
 def spoiled(rank: int, world_size: int, kind: str) -> dict[str, Any]:
-    """Let rank 0 fail while rank 1's kernels read a slot into which rank 0's queued copy writes."""
+    """Let rank 0 fail while rank 1's kernels read a slot into which rank 0's queued copy writes.
+
+    Return what the rank reports and the values that its kernels read.
+    """
     gpu = device(kind)
     ring = open_ring(rank, world_size, kind, gpu)
     slot = ring.allocate(1 << 16)

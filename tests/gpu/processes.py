@@ -40,14 +40,14 @@ ALONE_ON_A_HOST = {
 TOKENS = 101
 OPENING_S = 60.0
 """The deadline of rings, except in tests of faults. With 24 processes that started at once, 20 s were too few."""
-STALL_CYCLES = 1 << 36  # over half a minute of a kernel that does nothing
-SIZES = (4 << 10, 64 << 10, 8 << 20, 80 << 20)  # both of NCCL's protocols, and beyond what it buffers
+STALL_CYCLES = 1 << 36  # a kernel that sleeps for so many cycles takes over half a minute
+SIZES = (4 << 10, 64 << 10, 8 << 20, 80 << 20)  # for both of NCCL's protocols; the largest exceeds its buffers
 TRIES = 6
 LOG_LINE = re.compile(r"(Send|Recv): opCount \S+ sendbuff \S+ recvbuff \S+ count (\d+) datatype \d+ op \d+ root (\d+)")
 
 
 def prepare(spec: dict[str, Any]) -> None:
-    """Before anything touches CUDA or NCCL. `nodes` of the spec: the node that each rank takes itself to be on."""
+    """Set the environment before anything uses CUDA or NCCL. `nodes` in the spec: the node that each rank reports."""
     rank = os.environ["RANK"]
     os.environ["RINGATTN_FLIGHT_DIR"] = spec["flights"]
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
@@ -82,7 +82,7 @@ def exact(spec: dict[str, Any]) -> Any:
 
 
 def sizes(spec: dict[str, Any]) -> Any:
-    """Exchange messages of every size in a group; return which arrived whole."""
+    """Exchange a message of each size with both neighbours; return for each size whether the message arrived whole."""
     from ringattn.transport.base import Message
 
     with open_ring(spec) as ring:
@@ -174,7 +174,7 @@ def refused_capture(spec: dict[str, Any]) -> Any:
 
 
 def beside(spec: dict[str, Any]) -> Any:
-    """Run `ringattn.bench.many_ranks.overlap` with the engine on torch's kernels."""
+    """Return the result of `ringattn.bench.many_ranks.overlap` with engine="aten"."""
     from ringattn.bench.many_ranks import overlap
 
     half = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -183,9 +183,9 @@ def beside(spec: dict[str, Any]) -> Any:
 
 
 def fault(spec: dict[str, Any]) -> Any:
-    """Lose a rank during a pass; return the error that the others raise, and when."""
+    """Lose the rank `culprit` while all ranks run passes; return the error that this rank raises, and when."""
     kind, culprit, note = spec["kind"], spec["culprit"], Path(spec["note"])
-    with open_ring(spec) as meeting:  # the deadline is no measure for processes that still load libraries
+    with open_ring(spec) as meeting:  # with the long deadline, because processes that load libraries are late
         meeting.barrier()
     ring = open_ring(spec, timeout_s=spec["timeout_s"])
     seq, (q, k, v), reference = tensors(ring)
@@ -211,7 +211,10 @@ def fault(spec: dict[str, Any]) -> Any:
 
 
 def abort(spec: dict[str, Any]) -> Any:
-    """Let rank 0 wait on the device for a message that never arrives, and abort; return how long that takes."""
+    """Let rank 0 wait on the device for a message that is never sent, and then abort.
+
+    On rank 0, return how long the abort takes; on the others, the error that they raise.
+    """
     from ringattn.transport.base import Message
 
     ring = open_ring(spec)
@@ -242,7 +245,7 @@ def write(path: Path, content: Any) -> None:
 
 
 def main(job: Path) -> None:
-    """Run a rank. Ignores SIGTERM, because torchrun ends the survivors as soon as a rank dies."""
+    """Run a rank. It ignores SIGTERM, because torchrun sends SIGTERM to the survivors as soon as a rank dies."""
     spec = json.loads(job.read_text(encoding="utf-8"))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()

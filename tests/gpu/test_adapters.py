@@ -1,7 +1,7 @@
 """One GPU, one rank: adapters with autograd's separate thread, and attention inside compiled code.
 
-`make gpu-check` runs it. A sequence of documents gives other results than local attention even on one rank, so a
-sequence that is not found shows in the gradients.
+`make gpu-check` runs it. Attention within documents gives other gradients than attention over all local tokens, even on
+one rank. So the gradients show whether the adapter found the sequence.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def in_every_layout(x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("engine", ["aten", "triton", "pointers", "fused"])
 def test_results_do_not_depend_on_the_layout_of_earlier_calls(engine: str) -> None:
-    """Torch reuses cuDNN's graph of an earlier call with the same q, k and v for another layout of dout."""
+    """Torch reuses cuDNN's graph of an earlier call with the same q, k and v, even if dout has another layout."""
     *leaves, dout = inputs(torch.bfloat16)
     reference, bound = reference_of(torch.bfloat16, MASKS["causal"]), torch.finfo(torch.bfloat16).eps
     layouts = list(zip(*map(in_every_layout, leaves), strict=True))
@@ -140,7 +140,7 @@ def test_results_do_not_depend_on_the_layout_of_earlier_calls(engine: str) -> No
 @pytest.mark.parametrize("mask", ["window", "causal window", "documents", "dilated", "causal dilated"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_many_tiles_in_half_precision(dtype: torch.dtype, mask: str) -> None:
-    """`aten` rounds its partial results here: its error is recorded, and the other engines must not be worse."""
+    """`aten` rounds its partial results, because these masks have many tiles; the other engines must not be worse."""
     reference = reference_of(dtype, MASKS[mask])
     actual = {engine: errors(ours(engine, dtype, MASKS[mask]), reference) for engine in ("plain", "triton", "aten")}
     for engine, of_engine in actual.items():

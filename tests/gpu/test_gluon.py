@@ -115,7 +115,10 @@ def _hopper() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_forward_equals_the_triton_kernel(name: str, dtype: torch.dtype, dim: int, programs: int | None) -> None:
-    """Both kernels round probabilities, with an error of half a unit, sum in float32, and round the result."""
+    """The outputs differ by rounding only.
+
+    Both kernels round each probability by at most half a unit in the last place, sum in float32, and round the result.
+    """
     from ringattn.kernels.attention_forward import forward
     from ringattn.kernels.attention_gluon import CONFIG, forward_gluon, gluon_takes
     from ringattn.kernels.configs import configs_for
@@ -135,7 +138,7 @@ def test_the_forward_equals_the_triton_kernel(name: str, dtype: torch.dtype, dim
 
 @pytest.mark.parametrize("name", ["causal", "ring", "strided"])
 def test_the_forward_has_the_same_bits_each_time(name: str) -> None:
-    """A buffer that is read too early would have other numbers at other times."""
+    """If a kernel read a buffer before it was filled, its results would vary from run to run."""
     from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
 
     inputs = inputs_of(CASES[name], torch.bfloat16, 128)
@@ -235,7 +238,7 @@ def test_the_backward_is_as_exact_as_the_triton_kernels(
 
 @pytest.mark.parametrize("name", ["causal", "ring", "strided"])
 def test_gradients_have_the_same_bits_each_time(name: str) -> None:
-    """A buffer that is read too early would have other numbers at other times."""
+    """If a kernel read a buffer before it was filled, its results would vary from run to run."""
     case = CASES[name]
     q, keys, values = inputs_of(case, torch.bfloat16, 128)
     inputs = q, keys, values, torch.randn_like(q)

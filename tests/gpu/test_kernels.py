@@ -38,7 +38,7 @@ def engine(form: str | None = None, **options: Any) -> Any:
 
 
 class TestScenarios(EngineContract):
-    """The contract on CUDA tensors; float64 is refused, and random tiles are left to the interpreter."""
+    """The engine contract on CUDA tensors. float64 is refused; only the interpreter's tests run random tiles."""
 
     device, places = "cuda", True
 
@@ -87,7 +87,10 @@ def test_forms_are_as_good_as_plain_loads(dtype: str, form: str, name: str) -> N
 
 @pytest.mark.parametrize("form", [*FORMS, "gluon"])
 def test_graphs_captured_on_one_stream_replay_at_once(form: str) -> None:
-    """Forward and backward. The tensor descriptors of a launch belong to its graph and are freed with it."""
+    """Two graphs of forward and backward give the right results at once.
+
+    The tensor descriptors of a launch belong to its graph and are freed with the graph.
+    """
     from ringattn.engine.base import Softmax
     from tests.gpu.kernel_checks import HEADS, SCALE, inputs, ring_tiles, whole_pass
 

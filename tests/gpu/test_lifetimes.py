@@ -1,4 +1,4 @@
-"""One GPU, a ring of one rank: its memory is freed in time, never too early, and always in the end.
+"""One GPU, one rank: the memory of a ring is always freed after its last use, and never earlier.
 
 `tests/gpu/test_rehearsal.py` runs the same functions over the simulated library on the CPU.
 """
@@ -44,7 +44,7 @@ class Machine(Protocol):
     def read_late(self, ring: NcclTransport, slots: torch.Tensor, late_s: float) -> Callable[[], bool]:
         """Start a pass on a separate stream that reads `slots` after `late_s`.
 
-        The returned function tells whether it has read them with the right content.
+        The returned function reports whether the pass has read `slots` with the right content.
         """
         ...
 
@@ -53,7 +53,7 @@ class Machine(Protocol):
         ...
 
     def cache(self, leaving: int) -> None:
-        """Fill torch's cache with all memory except `leaving` bytes, unused."""
+        """Let torch's allocator cache all memory except `leaving` bytes, without using it."""
         ...
 
 
@@ -76,7 +76,7 @@ class Gpu:
     def read_late(self, ring: NcclTransport, slots: torch.Tensor, late_s: float) -> Callable[[], bool]:
         """See `Machine.read_late`."""
         slots.fill_(7)
-        slots.sum(dtype=torch.int64)  # CUDA loads a kernel at its first launch, and waits for running ones to do so
+        slots.sum(dtype=torch.int64)  # the first launch of a kernel loads it, which waits until no kernel runs
         torch.cuda.synchronize()
         expected, stream, read = 7 * slots.numel(), torch.cuda.Stream(), torch.cuda.Event()
         with torch.cuda.stream(stream):
@@ -104,7 +104,7 @@ class Gpu:
 
 
 def close_waits_for_compute(machine: Machine) -> None:
-    """Close the ring while a pass still reads."""
+    """Close the ring while a pass still reads; the close waits for the pass."""
     ring = machine.open(30.0)
     slots = ring.allocate(machine.unit)
     done = machine.read_late(ring, slots, 0.5)
@@ -115,7 +115,7 @@ def close_waits_for_compute(machine: Machine) -> None:
 
 
 def a_stuck_gpu_keeps_its_memory(machine: Machine) -> None:
-    """Close the ring until its deadline passes, while a pass still reads; the pass then ends correctly."""
+    """Close the ring while a pass reads for longer than the deadline. The close gives up; the pass reads correctly."""
     ring = machine.open(0.3)
     slots = ring.allocate(machine.unit)
     done = machine.read_late(ring, slots, 1.5)
@@ -130,7 +130,7 @@ def a_stuck_gpu_keeps_its_memory(machine: Machine) -> None:
 
 
 def growth_waits_for_the_pass(machine: Machine) -> None:
-    """Allocate a larger arena while a pass still reads the smaller one, which is then freed."""
+    """Allocate a larger arena while a pass still reads the smaller one, which is freed after the pass."""
     ring = machine.open(30.0)
     slots = ring.allocate(machine.unit)
     before = machine.free_bytes()
@@ -139,7 +139,7 @@ def growth_waits_for_the_pass(machine: Machine) -> None:
     del slots
     grown = ring.allocate(2 * machine.unit)
     assert done() and grown.nbytes == 2 * machine.unit
-    assert machine.free_bytes() <= before - machine.unit // 2  # one unit more, not two
+    assert machine.free_bytes() <= before - machine.unit // 2  # the ring uses one unit more than before, not two
     assert machine.free_bytes() >= before - 3 * machine.unit // 2
     del grown
     ring.close()

@@ -33,7 +33,7 @@ SIZES = (4 << 10, 64 << 10, 8 << 20, 80 << 20)
 
 
 def nothing() -> None:
-    """A watch that never raises."""
+    """Do nothing, as a watch that never raises."""
 
 
 @pytest.fixture(params=BINDINGS)
@@ -103,7 +103,7 @@ def test_messages_of_every_size_arrive(lane: Communicator, gpu: CudaDevice, bind
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["nonblocking", "blocking"])
 def test_cost_of_a_hop_on_the_host(blocking: bool, binding: Binding, gpu: CudaDevice) -> None:
-    """Measure the host's microseconds for a group of a send and a receive, with both events."""
+    """Measure the host's microseconds for a group of a send and a receive, including the events before and after it."""
     if not blocking and Capability.NONBLOCKING not in binding.capabilities:
         pytest.skip(f"{binding.name} has no non-blocking communicators")
     lane = Communicator(Opening(HashStore(), 0, 1, 60.0), binding, gpu, CommConfig(blocking=blocking))

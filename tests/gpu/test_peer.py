@@ -48,7 +48,7 @@ def test_a_lost_rank_is_named_on_two_nodes(kind: str, tmp_path: Path) -> None:
 
 
 def test_abort_frees_the_device(tmp_path: Path) -> None:
-    """A stream waits for a word that no rank writes; the supervisor's stores release it."""
+    """A stream waits for a word that no rank writes; the supervisor's stores release the stream."""
     answers = run(tmp_path, "abort", 2, "peer")
     assert answers[0]["device_free_s"] < 5.0
     assert "rank 0 failed first: ValueError: rank 0 gives up" in answers[1]["heard"]
@@ -61,7 +61,7 @@ def test_a_lost_rank_is_named(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_capture_is_refused(tmp_path: Path) -> None:
-    """The graph would contain the numbers of an exchange. After the refusal the ring still works."""
+    """A graph would repeat the numbers of one exchange at every replay. After the refusal the ring still works."""
     for answer in run(tmp_path, "refused_capture", 2, "peer"):
         assert "transport='peer' cannot be captured into a CUDA graph" in answer["refused"] and answer["error"] < 1e-10
     keep("peer_processes", "a capture is refused", True)

@@ -1,7 +1,7 @@
 """The peer transport's assumptions about CUDA's driver, between two processes on a single GPU.
 
-Each later check relies on the earlier ones: symbols and attributes, a flag after its bytes, a wait that the host
-releases, a killed peer, a result that a failing rank spoils. The rehearsal runs the same checks on the CPU.
+The checks cover symbols and attributes, a flag that becomes visible after its bytes, a wait that the host releases, a
+killed peer, and a result that a failing rank overwrites. The rehearsal runs the same checks on the CPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def a_spoiled_result_is_not_called_good(two: Processes, kind: str) -> None:
 
 @pytest.fixture
 def two() -> Iterator[Processes]:
-    """Start new processes for each test, so that a fault which breaks a CUDA context does not outlive it."""
+    """Start new processes for each test, so that a fault that breaks a CUDA context does not affect the next test."""
     with Processes(2) as started:
         yield started
 
@@ -101,7 +101,7 @@ def test_a_spoiled_result_is_not_called_good(two: Processes) -> None:
 
 @pytest.mark.gpu
 def test_bytes_come_before_their_flag(two: Processes) -> None:
-    """The last test, because it is the longest: on a shared GPU each round takes several time slices."""
+    """This test is the last, because it is the longest: on a shared GPU each round takes several time slices."""
     keep(FILE, "rounds of 1 MiB without a difference", bytes_come_before_their_flag(two, "cuda", 2000))
 
 

@@ -71,7 +71,7 @@ def every_schedule_is_exact(
 
 
 def a_lost_rank_is_named(folder: Path, kind: str, ranks: int, transport: str = "nccl", **more: Any) -> dict[str, Any]:
-    """Return the seconds from the fault to the error that names it, by surviving rank."""
+    """Return for each surviving rank the seconds from the fault to the error that names the lost rank."""
     culprit, note = 1, folder / "note.json"
     answers = run(
         folder, "fault", ranks, transport, kind=kind, culprit=culprit, note=str(note), timeout_s=DEADLINE_S, **more
@@ -131,7 +131,7 @@ def test_all_gpus_of_this_machine(tmp_path: Path) -> None:
     keep("nccl_processes", f"exact, bf16, one rank on each of {count} GPUs", len(list(cases())))
 
 
-# Last, because it is the most likely to hang: a capture with NCCL's proxy for sockets.
+# This test is the last, because a capture with NCCL's proxy for sockets is the most likely to hang.
 @pytest.mark.parametrize("blocking", [False, True], ids=["nonblocking", "blocking"])
 def test_a_pass_is_captured_and_replayed(blocking: bool, tmp_path: Path) -> None:
     answers = run(tmp_path, "graph", 2, blocking=blocking)
