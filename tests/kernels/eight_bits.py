@@ -15,7 +15,7 @@ SMALLEST = np.float32(2.0**-126)
 
 
 def to_e4m3(x: np.ndarray) -> np.ndarray:
-    """Return the nearest value of the table; ties go to the even code."""
+    """Return for each element the nearest value of float8 e4m3; ties go to the even code."""
     size = np.abs(x)
     below = np.searchsorted(E4M3, size, side="right") - 1
     above = np.minimum(below + 1, len(E4M3) - 1)
@@ -25,7 +25,7 @@ def to_e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def rounded(x: Tensor, code: str) -> Tensor:
-    """Return finite x after quantization and restoration, by the definition."""
+    """Return x, which must be finite, quantized and restored by the definition."""
     full = x.float().numpy()
     scale = np.maximum(np.abs(full).max(-1, keepdims=True) / np.float32(LARGEST[code]), SMALLEST)
     steps = full / scale

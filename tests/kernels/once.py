@@ -1,4 +1,4 @@
-"""Share results that take minutes between test processes: one process computes them, the others read them."""
+"""Share results between test processes: one process computes a result that takes minutes, the others read it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def once(folders: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]
 
 
 def written_by(module: str, folder: Path, *arguments: str, timeout_s: float = 280) -> dict[str, Any]:
-    """Return what `python -m MODULE FILE ARGUMENTS` writes. A child, because a failed compiler assertion ends it."""
+    """Run `python -m MODULE FILE ARGUMENTS` and return the JSON that it writes to FILE.
+
+    The module runs in a child process, because a failed assertion of the compiler ends the process.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
     command = [sys.executable, "-m", module, str(folder / "found"), *arguments]

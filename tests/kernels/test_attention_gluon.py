@@ -69,11 +69,11 @@ class Pass:
     ) -> None:
         """Run all launches, with random numbers of programs and buffers and a random order of work."""
         for index, (step, (k, v)) in enumerate(zip(self.scenario.steps, self.kv, strict=True)):
-            # Each block of queries has a single key block: with three buffers a fast producer is two of them ahead.
+            # In ROTATING each block of queries has one key block, so a fast producer with three buffers is two ahead.
             alone = self.scenario == ROTATING
             config = Config(16, 8, 4, 3 if alone else rng.choice((1, 2, 2, 3)), "gluon")
             blocks, entries, slots, *_ = tables[index] if tables else query_blocks(step.tiles, 16, 8)
-            # Process a head of K/V at a time, or all heads.
+            # The size of L2 decides whether the programs process one K/V head at a time or all of them.
             gpu = attention_tiles.Gpu(rng.choice((1, 1 << 30)), 1)
             with patch.object(attention_tiles, "gpu_of", return_value=gpu):
                 call = forward_gluon(
@@ -108,7 +108,7 @@ class Pass:
 
 
 def _counts(tiles: Sequence[Tile], head: int, rows: int, k_rows: int) -> np.ndarray:
-    """Return how many tiles contain each pair of rows of a head."""
+    """Return for each query row and key row of a head the number of tiles that contain the pair."""
     counts = np.zeros((rows, k_rows))
     for tile in tiles:
         if head in tile.heads.members():
@@ -121,7 +121,7 @@ def _counts(tiles: Sequence[Tile], head: int, rows: int, k_rows: int) -> np.ndar
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_steps_of_the_contract(name: str) -> None:
-    """Covers masks, strides, incomplete blocks, grouped heads, several entries per block, and several steps."""
+    """The scenarios have masks, strides, incomplete blocks, grouped heads, several entries per block, several steps."""
     attention = Pass(PLAIN[name], 1)
     attention.run(Random(name))
     attention.check()
@@ -160,12 +160,12 @@ def test_a_pass_of_one_step_needs_no_state() -> None:
 
 
 def test_rows_without_a_key_and_blocks_without_an_entry() -> None:
-    """Both keep their state or, with flags, start and end without any key."""
+    """Such rows and blocks keep their state. With flags they get the result of a row that attends to no key."""
     for flags in (0, FIRST | LAST):
         attention = Pass(simple(((strip(0, 32), strip(20, 40), CAUSAL),), StridedRange(0, 2), 2)._replace(q_rows=32), 4)
         blocks, entries, slots, *_ = query_blocks(attention.scenario.steps[0].tiles, 16, 8)
         empty = np.array([[0, 1, 16, 0, 2, 0, 0, 0]], np.int32)
-        assert blocks[:, 0].tolist() == [16]  # its rows 16 to 19 see no key
+        assert blocks[:, 0].tolist() == [16]  # its rows 16 to 19 attend to no key
         attention.out.fill_(0.0 if flags == 0 else float("nan"))
         attention.lse.fill_(float("-inf") if flags == 0 else float("nan"))
         attention.result = torch.full_like(attention.out, float("nan"), dtype=torch.float16) if flags else None
@@ -184,7 +184,7 @@ def test_the_size_of_the_grid_and_the_turns_change_no_bit() -> None:
 
 @pytest.mark.parametrize("name", ["full", "causal", "zigzag"])
 def test_logits_that_are_all_minus_infinity(name: str) -> None:
-    """The values of q and k cause them, in blocks without a mask. The rows must look as if they saw no key."""
+    """Keys of -inf cause such logits also in blocks without a mask. The result is that of rows without a key."""
     attention = Pass(PLAIN[name], 7)
     attention.q[..., 0] = 1.0
     for k, _ in attention.kv:
@@ -197,7 +197,7 @@ def test_logits_that_are_all_minus_infinity(name: str) -> None:
 @pytest.mark.parametrize("scale", [0.0, -SCALE, 1e-42])
 @pytest.mark.parametrize("name", ["causal", "blind"])
 def test_a_scale_that_is_not_positive(name: str, scale: float) -> None:
-    """The kernel then takes the peak from scaled logits."""
+    """With such a scale the kernel computes the largest logit from the scaled logits, not from the raw ones."""
     attention = Pass(PLAIN[name], 6, scale=scale)
     attention.run(Random(6), attention.flagged_blocks())
     attention.check()
@@ -215,7 +215,7 @@ def test_the_raw_peak_needs_a_positive_scale(scale: float) -> None:
     ("scale", "raw"), [(1.0, True), (2e-38, True), (1e-42, False), (0.0, False), (-1.0, False), (float("nan"), False)]
 )
 def test_the_raw_peak_needs_a_normal_positive_scale(scale: float, raw: bool) -> None:
-    """The scale counts as float32 with numbers below 2 ** -126 as 0."""
+    """The scale is taken as float32, where numbers below 2 ** -126 count as 0."""
     q, table = rows_like(), Table(torch.zeros(0, 8), torch.zeros(0, 16), 0)
     call = forward_gluon(q, q, q, None, torch.zeros(1, 2, 8), table, CONFIG, scale=scale, result=q)
     assert call.meta["RAW_PEAK"] is raw
@@ -263,7 +263,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_simulation_detects_a_wrong_kernel(name: str) -> None:
-    """A few scenarios detect each wrong kernel, as a fault or by the reference."""
+    """Among a few scenarios, one makes each wrong kernel raise a fault or differ from the reference."""
     old, new = WRONG[name]
     assert any(old in source_of(module) for module in MODULES)
     for seed, scenario in enumerate(SEEING * 3):

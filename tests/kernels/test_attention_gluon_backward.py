@@ -39,14 +39,17 @@ class Grads:
     def __init__(self, like: Tensor, flags: int, make: torch.Generator) -> None:
         self.first, self.last = bool(flags & FIRST), bool(flags & LAST)
         self.carried = torch.randn(like.shape, generator=make)
-        # A FIRST block must not read it.
+        # A FIRST block must not read the sum before the launch.
         if self.first:
             self.carried.fill_(NAN)
         self.result = torch.full(like.shape, NAN, dtype=torch.float16)
         self.before = self.carried.clone()
 
     def check(self, added: Tensor, allowed: Tensor, met: Tensor) -> None:
-        """Check that `added`, within `allowed`, was added in the rows and heads `met`, and nothing else was written."""
+        """Check that `added` was added where the mask `met` is true, and that nothing else was written.
+
+        `allowed`: the largest allowed error of each element.
+        """
         total = added if self.first else added + self.before.double()
         rest = ~met if not self.last else torch.ones_like(met)
         assert torch.equal(self.carried[rest].nan_to_num(7.0), self.before[rest].nan_to_num(7.0))
@@ -60,8 +63,8 @@ class Grads:
 class GradPass:
     """The attend_grad calls of a scenario in float16, and their reference.
 
-    Rows that no tile reads are NaN: of K and V, and of q, dout, lse and delta. `flags`: of all key blocks of each step.
-    `silent`: a row whose lse is -inf, as if it saw no key, whatever the tiles contain.
+    Rows of K, V, q, dout, lse and delta that no tile reads are NaN. `flags`: for each step, the flags of all its key
+    blocks. `silent`: a query row whose lse is set to -inf, as if the row attended to no key.
     """
 
     def __init__(self, scenario: Scenario, seed: int, flags: Sequence[int] = (), silent: int | None = None) -> None:
@@ -84,7 +87,7 @@ class GradPass:
         self.dq_before, self.dq_result = self.dq.double(), torch.full_like(self.q, NAN)
 
     def _set_reference(self, dlse: Tensor) -> None:
-        """Compute lse and delta over all keys in float32, and for each step P, dS and the two parts of dS."""
+        """Compute lse and delta over all keys in float32, and for each step P, dS and the size of the terms of dS."""
         s = self.scenario
         self.clean = q, dout = self.q.double(), self.dout.double()
         self.wide, logits = [], []
@@ -104,7 +107,7 @@ class GradPass:
         self.parts = [p * (x.abs() + delta[..., None].abs()) for p, x in zip(self.p, dp, strict=True)]
 
     def tables(self) -> list[tuple[Blocks, Blocks]]:
-        """Return the tables of each step: by queries, in blocks of 16 x 8, and by keys, in blocks of 8 queries x 16."""
+        """Return two tables per step: by queries (blocks of 16 queries x 8 keys) and by keys (16 keys x 8 queries)."""
         s = self.scenario
         tables = [(query_blocks(step.tiles, 16, 8), key_blocks(step.tiles, s.group, 16, 8)) for step in s.steps]
         for (_, by_key), flags in zip(tables, self.flags, strict=True):
@@ -119,7 +122,7 @@ class GradPass:
             options: dict[str, Any] = {"scale": SCALE, "group": self.scenario.group, "first_kv_head": step.held.start}
             rows = self.q, *kv, self.dout, self.lse, self.delta
             carried = (None, None) if dk.first and dk.last and rng.random() < 0.5 else (dk.carried, dv.carried)
-            # A result for which no block is LAST is not written, so it may be missing.
+            # Without a LAST block the results are not written, so the call may be without them.
             results = (dk.result, dv.result) if dk.last or rng.random() < 0.5 else None
             needed = bool((pair[0].blocks[:, 7] & LAST).any()) or rng.random() < 0.5
             calls = (
@@ -172,7 +175,7 @@ def _rows_of_blocks(by_key: Blocks, first_head: int, like: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_steps_of_the_contract(name: str) -> None:
-    """Covers masks, strides, incomplete blocks, grouped heads, several entries per block, and several steps."""
+    """The scenarios have masks, strides, incomplete blocks, grouped heads, several entries per block, several steps."""
     backward = GradPass(PLAIN[name], 1)
     backward.run(Random(name))
     backward.check()
@@ -207,10 +210,13 @@ def test_a_pass_begins_without_a_state_and_ends_in_the_result(name: str) -> None
 
 @pytest.mark.parametrize("flags", range(4))
 def test_blocks_without_an_entry(flags: int) -> None:
-    """They add nothing: the carried sum stays, starts at 0 or is written to the result, which may be 0."""
+    """Such blocks add nothing. By their flags, the carried sum stays, is set to 0, or is written to the result.
+
+    With both flags the result is 0.
+    """
     backward = GradPass(simple(((strip(0, 32), strip(20, 40), CAUSAL),), StridedRange(0, 2), 2), 4, [flags])
     by_query, by_key = backward.tables()[0]
-    assert by_key.blocks[:, 0].tolist() == [0]  # keys at positions 20 to 31; none sees the others
+    assert by_key.blocks[:, 0].tolist() == [0]  # the keys at positions 20 to 31; no query attends to the other keys
     empty = np.array([[16, 1, 16, 0, 2, 0, 0, flags], [32, 1, 8, 0, 2, 0, 0, flags]], np.int32)
     table = Blocks(np.concatenate((empty, by_key.blocks)), by_key.entries, by_key.slots)
     backward.run(Random(4), [(by_query, table)])
@@ -225,7 +231,7 @@ def test_a_row_with_an_lse_of_minus_infinity_adds_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["full", "causal"])
 def test_rows_whose_logits_are_all_minus_infinity_add_nothing(name: str) -> None:
-    """They add nothing to dK and dV. dQ sums 0 times keys of -inf, which is NaN in dense attention as well."""
+    """Such rows add nothing to dK and dV. dQ is not compared: it sums 0 times -inf, in dense attention as well."""
     backward = GradPass(PLAIN[name], 8)
     backward.q[..., 0] = 1.0
     backward.lse.fill_(float("-inf"))
@@ -302,7 +308,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_simulation_detects_a_wrong_kernel(name: str) -> None:
-    """A few scenarios detect each wrong kernel, as a fault or by the reference."""
+    """Among a few scenarios, one makes each wrong kernel raise a fault or differ from the reference."""
     old, new = WRONG[name]
     assert any(old in source_of(module) for module in SOURCES)
     for seed, scenario in enumerate(TELLING * 3):

@@ -1,4 +1,4 @@
-"""Varying documents compile nothing new. Compilations are counted at the place where Triton would compile."""
+"""Varying documents compile nothing new. The tests count calls of the function in which Triton would compile."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ class Loaded:
 
 
 class Counted(NamedTuple):
-    """`kernels`: the kernels that Triton distinguishes, by name and specialization, with the arguments that are None.
+    """The counts of compilations and launches.
 
-    `kept`: ringattn's handles of the kernels. `programs`: of each launch.
+    `kernels`: the kernels that Triton distinguishes, by name and specialization, with the arguments that are None.
+    `kept`: ringattn's handles of the kernels. `programs`: the number of programs of each launch.
     """
 
     kernels: dict[tuple[str, str], frozenset[Any]]
@@ -122,14 +123,17 @@ def steps_of(random: Random, rows: int) -> list[list[Tile]]:
 
 @pytest.mark.parametrize("form", ["descriptors", "gluon", pytest.param("pointers", marks=pytest.mark.slow)])
 def test_varying_documents_compile_nothing_new(form: str, counted: Counted) -> None:
-    """Counts of blocks, batches and rows are 1, multiples of 16, or neither; a few sets already use all kernels."""
+    """After the first ten sets of documents nothing new is compiled.
+
+    The sets have counts of blocks, batches and rows that are 1, multiples of 16, or neither.
+    """
     random, engine, seen = Random(6), TritonEngine(FORMS[form]()), []
     for _ in range(SETS):
         rows = random.randrange(2, 600)
         run_pass(engine, rows, steps_of(random, rows), random.choice((1, 2)))
         seen.append(counted.both())
     assert seen[9] == seen[-1], seen[-1]
-    # One compilation per kernel and set of missing arguments. The kernel of `delta` is launched without a handle.
+    # Each kernel is compiled once for each set of arguments that are None. The kernel of `delta` has no handle.
     kinds = {(name, nones) for (name, _), nones in counted.kernels.items()}
     names = {name for name, _ in kinds}
     assert ("forward_kernel" if form == "gluon" else "_forward") in names and len(names) >= 4

@@ -46,7 +46,7 @@ def units(name: str) -> tuple[str, ...]:
     """Return the matrix units that a case may use."""
     if "/single/" in name:
         return ("FFMA",)
-    # The warp group's unit needs 64 rows of keys, which a block of the fused backward at dimension 256 does not have.
+    # HGMMA needs 64 rows of keys, and a block of the fused backward at dimension 256 has fewer.
     if name.startswith("sm_90") and "/pointers/" not in name:
         return ("HGMMA",) if "/256/descriptors/grad_fused" not in name else ("HMMA",)
     return MATRIX[arch_of(name)]
@@ -125,7 +125,7 @@ def test_the_golden_tables_are_whole(version: str) -> None:
 
 
 def test_the_gate_detects_faults() -> None:
-    """Made-up findings show each fault, because no small kernel has them."""
+    """The findings are made up, because no small kernel has these faults."""
     case, good = "sm_100/half/128/descriptors/forward", Found(200, 0, 0, 1000, 512, "UTC", 4, 0)
     assert not faults(case, good._asdict())
     assert "576 columns" in faults(case, good._replace(tensor_columns=576)._asdict())[0]
@@ -149,7 +149,7 @@ def test_the_gate_detects_faults() -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_how_many_blocks_each_architecture_holds(arch: int) -> None:
-    """Every architecture with entries can be renewed. Shared memory limits two blocks of 128 threads."""
+    """Each architecture with entries has known limits. The last one tested is shared memory, which holds two blocks."""
     small = KernelCode("", 16, 0, 128, 0, "")
     assert small.resident(arch) == (12 if arch in (86, 89, 120) else 16)
     half = (SHARED_BYTES[arch] + 1024) // 2 - 1024
@@ -157,7 +157,7 @@ def test_how_many_blocks_each_architecture_holds(arch: int) -> None:
 
 
 def test_the_gate_detects_hasty_arrivals() -> None:
-    """Made-up code shows them, because no compiler produces them on request."""
+    """The code is made up, because no compiler produces such arrivals on request."""
     left, wrote = "wgmma.wait_group.sync.aligned 0;", "st.shared.v2.b32 [%r1], {%r2, %r3};"
     met, warp, arrived = "bar.sync 2, 128;", "bar.warp.sync -1;", "mbarrier.arrive.shared::cta.b64 _;"
     assert hasty_arrivals(left + met + arrived + wrote + warp + arrived) == 0

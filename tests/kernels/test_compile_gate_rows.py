@@ -1,8 +1,9 @@
-"""The compile gate of the projection and row kernels: their machine code, for GPUs that are not here.
+"""The compile gate: the projection and row kernels as machine code, for GPUs that this machine does not have.
 
-Kernels must move rows by vectors: a bf16 row of 128 by 16 bytes per thread and instruction. Only numbers per row, such
-as an lse, and angles in the order of a matrix unit's results may be narrower. No kernel may spill in a loop over
-products, or spill more elsewhere than the golden table of the installed Triton allows.
+Kernels must load and store rows as vectors. For a bf16 row of 128 elements, each instruction of a thread must move 16
+bytes. Narrower accesses are allowed only for data with one number per row, such as lse, and for angles in the order of
+a matrix unit's results. No kernel may spill in a loop over products, or spill more elsewhere than the golden table of
+the installed Triton allows.
 `python -m tests.kernels.compile_gate.row_cases renew`, after a change of a kernel, compiles every case and writes the
 golden table of the installed Triton; `test_the_golden_tables_are_whole` then reports what is wrong with it.
 """
@@ -59,7 +60,7 @@ def faults(name: str, finding: FoundRows) -> list[str]:
         wrong.append(f"multiplies matrices by {finding.matrix or 'nothing'}")
     moved = {"loads": finding.loads, "stores": finding.stores}
     if kernel == "row_sums":
-        del moved["stores"]  # one number a row
+        del moved["stores"]  # the kernel stores one number per row
     for what, by_bits in moved.items():
         narrow = sum(count for bits, count in by_bits.items() if int(bits) < 32)
         if "128" not in by_bits or narrow > FEW:

@@ -37,7 +37,10 @@ SUITES: dict[str, tuple[list[str], dict[str, int]]] = {
 
 
 def outcomes_of(files: list[str], folder: Path) -> dict[str, str]:
-    """Return for each case of `files` why it failed and what it printed, or nothing; two processes share the cases."""
+    """Return for each case of `files` why it failed and what it printed, or "" if it passed.
+
+    Two processes share the cases.
+    """
     report = folder / "report.xml"
     options = ["-q", "-p", "no:cacheprovider", "-o", "junit_logging=system-out", f"--junitxml={report}"]
     command = [sys.executable, "-m", "pytest", *options, "-n", "2", "--dist", "worksteal", *files]

@@ -1,4 +1,4 @@
-"""Kept handles against Triton's launch, with a driver that launches nothing; and the look-up of block sizes.
+"""Launches through kept handles against Triton's launches, with a driver that launches nothing; block sizes.
 
 The tests define a separate kernel, so that nothing compiled for an absent GPU stays in a kernel of the library.
 """
@@ -73,7 +73,10 @@ def test_launches_what_triton_launches(stub: StubDriver) -> None:
 
 
 def test_each_launch_uses_its_own_tensors(stub: StubDriver) -> None:
-    """A tensor may be two operands at a launch and not at the next. An operand that is None stays fixed."""
+    """A launch may have one tensor as two operands, and the next launch two tensors.
+
+    An operand that is None stays fixed.
+    """
     call, stub.launched = call_with(), []
     repeat = Kept().repeat(call, (None, *call.args[:2]))
     x, y = torch.zeros(1), torch.zeros(1)
@@ -86,7 +89,10 @@ def test_each_launch_uses_its_own_tensors(stub: StubDriver) -> None:
 
 @pytest.mark.parametrize(("sm_margin", "programs"), [(0, 3), (1, 3), (106, 2), (107, 1), (108, 1), (200, 1)])
 def test_a_margin_of_multiprocessors_makes_the_grid_smaller(sm_margin: int, programs: int, stub: StubDriver) -> None:
-    """Each of 108 multiprocessors runs a block; at least one is always used. Without a margin there is no limit."""
+    """The grid has at most one block for each of the 108 multiprocessors that the margin leaves, and at least one.
+
+    Without a margin there is no limit.
+    """
     stub.launched, call = [], call_with()
     stub.properties |= {"max_num_regs": 0}
     repeated(call, sm_margin)(call.args[:3])
@@ -103,10 +109,10 @@ def test_a_persistent_call_gets_a_program_for_each_block_that_fits(stub: StubDri
 @pytest.mark.parametrize(
     ("changed", "resident"),
     [
-        ({"max_num_regs": 1 << 20}, 16),  # 4 warps: 2048 threads at once
-        ({}, 12),  # 40 registers of 64 K for each of 128 threads
+        ({"max_num_regs": 1 << 20}, 16),  # a multiprocessor runs 2048 threads at once, 4 warps per block
+        ({}, 12),  # a multiprocessor has 64 K registers; a block needs 40 for each of its 128 threads
         ({"max_num_regs": 128 * 40 * 5 + 9}, 5),
-        ({"max_shared_mem": 3 * (4096 + 1024) - 1024}, 3),  # 4 KiB per block, and 1 KiB reserved per block
+        ({"max_shared_mem": 3 * (4096 + 1024) - 1024}, 3),  # a block uses 4 KiB, and CUDA reserves 1 KiB per block
         ({"max_shared_mem": 100}, 1),
     ],
     ids=str,
@@ -118,7 +124,7 @@ def test_how_many_blocks_a_multiprocessor_holds(changed: dict[str, int], residen
 
 
 def test_programs_count_on_a_counter_of_their_stream(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is 0 at each launch. Launches that may overlap (other streams, captured graphs) have separate counters."""
+    """The counter is 0 at each launch. Launches that may overlap (streams, captured graphs) have separate counters."""
     stub.launched, counters, call = [], [], call_with()
     monkeypatch.setattr("ringattn.kernels.launch._counters", {})
     repeat = Kept().repeat(call._replace(counter=call.args[2]), call.args[:2])
@@ -139,7 +145,10 @@ def test_nothing_is_launched_for_an_empty_grid(stub: StubDriver) -> None:
 
 
 def test_each_launch_allocates_separate_memory(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch allocates and frees it. Two graphs captured on a stream must not share it, and it must not outlive them."""
+    """Torch allocates the memory of each launch and frees it after the launch.
+
+    So two graphs captured on one stream do not share memory, and the memory of a graph is freed with the graph.
+    """
     allocated: list[weakref.ref[torch.Tensor]] = []
 
     def empty(size: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -179,7 +188,7 @@ def allocators(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_kernel_that_needs_memory_gets_torchs_in_every_thread(
     stub: StubDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's allocator belongs to a context, and autograd launches from a separate thread."""
+    """Triton keeps its allocator in a context variable, so each launch must set it: autograd uses a separate thread."""
     seen, call, kept = allocators(monkeypatch), call_with(), Kept()
     handle = kept.compile(call)
     for scratch in (256, 0):
@@ -191,7 +200,7 @@ def test_a_kernel_that_needs_memory_gets_torchs_in_every_thread(
 
 
 def test_the_allocator_of_the_caller_stays(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stays after a plain launch, after a repeated one, and after one that fails."""
+    """The caller's allocator stays set after a plain launch, a repeated launch, and launches that fail."""
 
     def theirs(size: int, alignment: int, stream: int | None) -> torch.Tensor:
         raise AssertionError("the caller's allocator was used")

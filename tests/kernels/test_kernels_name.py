@@ -1,6 +1,7 @@
-"""Models import from the root of the repository, although the folder `kernels/` has the name of a package of the Hub.
+"""Models of transformers can be imported in the root of the repository, although it has a folder `kernels/`.
 
-The tests run with such a package and without it; `tests/test_repository.py` explains the missing `__init__.py`.
+Transformers imports the Hub's package `kernels` if it is installed. The tests run with such a package and without it;
+`tests/test_repository.py` explains why the folder has no `__init__.py`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def test_without_the_package() -> None:
 
 @pytest.mark.slow
 def test_with_a_package_of_the_version_that_transformers_needs(tmp_path: Path) -> None:
-    """A stand-in package that has every name that transformers may import from it."""
+    """Transformers uses the installed package, which is a stand-in that has every name that is imported from it."""
     from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
     (tmp_path / "kernels").mkdir()

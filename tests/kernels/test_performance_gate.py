@@ -1,7 +1,7 @@
 """The performance gate without a GPU: it reads machine code and detects a kernel that became slower.
 
 `test_compile_gate.py` and `test_compile_gate_rows.py` compile the kernels and compare each with its row of the table.
-The tests here check the reading and the comparison, on listings and rows made for them.
+The tests here check the reading and the comparison, with listings and rows that are written for the tests.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def spills(some: Sequence[sass.Instruction]) -> int:
 
 
 def test_nested_loops_are_distinguished() -> None:
-    """Only the inner loop counts: not the code around it, no loop without products, no unreachable code."""
+    """Only the inner loop counts, not the code around it, loops without products or unreachable code."""
     (loop,) = sass.product_loops(listing(NESTED))
     assert names(loop.least) == names(loop.most) == ["HGMMA", "LDL", "BRA"]
     assert spills(loop.body) == 1 and spills(sass.instructions(listing(NESTED))) == 6
@@ -116,7 +116,7 @@ def test_with_and_without_the_mask() -> None:
 
 
 def test_the_parts_of_a_split_kernel_have_loops_of_their_own() -> None:
-    """The parts follow each other's exits and are reached through a table."""
+    """The code of each part follows the exit of the part before, and a jump through a table leads to it."""
     assert [len(loop.least) for loop in sass.product_loops(listing(SPLIT))] == [2, 3]
     blind = SPLIT.replace('(*"BRANCH_TARGETS .L_one,.L_two"*)', "")
     assert [len(loop.least) for loop in sass.product_loops(listing(blind))] == [2, 3]

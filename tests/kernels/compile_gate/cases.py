@@ -1,8 +1,8 @@
 """The cases of the compile gate: each entry of the block-size tables, through the library's launch functions.
 
 Guarantees: a case is a name such as `sm_90/half/128/descriptors/forward`, followed by a variant of the call if there is
-one. `call_of` returns its launch with small tensors on the CPU. An ordinary call is one of the engine, which can end a
-pass.
+one. `call_of` returns the launch of a case with small tensors on the CPU. If the name has no variant, the call has the
+arguments with which the engine can end a pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def arch_of(name: str) -> int:
 
 
 def _entries() -> list[str]:
-    """Return every entry of the tables, without those of other forms."""
+    """Return the cases of all kernels for every entry of the tables, each in the form of its entry."""
     names = []
     for arch in ARCHITECTURES:
         for precision, dtype in DTYPES.items():
@@ -49,7 +49,7 @@ def _entries() -> list[str]:
 
 
 def _variants() -> list[str]:
-    """Return calls with options, for one architecture of each kind."""
+    """Return the cases of calls with options, for one architecture of each kind."""
     forms = {80: "pointers", 90: "descriptors", 100: "descriptors"}
     of_128 = (
         "forward/softcap", "forward/sinks", "grad_q/softcap", "grad_kv/softcap",
@@ -71,7 +71,10 @@ ENTRIES = (*ATTENTION, *GLUON)
 
 
 def _tested(name: str) -> bool:
-    """Select one architecture of each kind, and float32 and variants on one. Renewing the table compiles the rest."""
+    """Return whether the tests compile the case; `renew` compiles every case.
+
+    They compile half precision on one architecture of each kind, and float32 and variants on sm_90.
+    """
     _, precision, _, _, _, *variant = name.split("/")
     return arch_of(name) in ((80, 90, 100) if precision == "half" and not variant else (90,))
 
@@ -80,7 +83,10 @@ TESTED = tuple(name for name in ENTRIES if _tested(name))
 
 
 def _counted(name: str) -> bool:
-    """Select half precision: all forms on sm_90, and the default forms of sm_80 and sm_100 up to dimension 128."""
+    """Return whether the inner loops of the case are counted.
+
+    These are all forms of half precision on sm_90, and the default forms of sm_80 and sm_100 up to dimension 128.
+    """
     arch, precision, width, form, _, *variant = name.split("/")
     elsewhere = (arch, form) in (("sm_80", "pointers"), ("sm_100", "descriptors")) and width != "256"
     return precision == "half" and not variant and (arch == "sm_90" or elsewhere)

@@ -2,8 +2,9 @@
 
 `python -m tests.kernels.compile_gate.compiling FILE [case ...]` writes its findings to FILE, for the test.
 `python -m tests.kernels.compile_gate.compiling renew [PART ...]` compiles every entry, or those with a PART in their
-names, and writes them to the golden table of the installed Triton and to that of the inner loops (`loops.py`);
-`renew counted` compiles those that are in the latter. `row_cases` has the same commands for the row kernels.
+names, and writes them to the golden table of the installed Triton and to the table of inner loops (`loops.py`);
+`renew counted` compiles only the entries in the table of inner loops. `row_cases` has the same commands for the row
+kernels.
 Guarantees: a crash of the compiler, for example by a failed assertion, affects only its case; nothing is left in
 Triton's cache.
 """
@@ -139,7 +140,7 @@ def renew(parts: Sequence[str], gate: Gate) -> None:
 
 
 def main(arguments: Sequence[str], gate: Gate) -> None:
-    """Compile the named cases and write the findings, or `renew`."""
+    """Compile the named cases and write the findings to a file, or renew the tables."""
     if arguments[0] == "renew":
         renew(arguments[1:], gate)
     else:

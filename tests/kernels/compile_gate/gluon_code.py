@@ -37,7 +37,8 @@ def gluon_faults(name: str, registers: int, facts: dict[str, Any]) -> list[str]:
     dim, kernel = int(name.split("/")[2]), name.split("/")[4]
     forward, opcodes = kernel == "forward", facts["opcodes"]
     products = 2 * 3 * (dim // 16 + 128 // 16) if forward else 4 * (2 * dim + 128) // 16
-    # Forward: two copies of the K/V loop, whose first turn loads Q as well. Backward: four boxes of 64 columns each.
+    # Forward has two copies of the K/V loop, whose first iteration also loads Q. Backward loads four operands. A load is
+    # of 64 columns.
     loads = (3 if forward else 4) * dim // 64
     rules = {
         f"{facts['threads']} threads with {registers} registers": (facts["threads"], registers) == (384, 168),
@@ -57,9 +58,10 @@ def _step(opcode: str) -> str:
 
 
 def hasty_arrivals(code: str) -> int:
-    """Count the arrivals at a barrier before all threads of the group have synchronised.
+    """Count the arrivals at an mbarrier that come before all threads of the group have synchronised.
 
-    All threads synchronise after a wait for products; the producer's single warp does so after its writes.
+    After a wait for products all threads of a group must synchronise before they arrive. After writes to shared memory
+    the producer's single warp must do so.
     """
     hasty, apart = 0, ""
     for step in re.findall(r"wgmma\.wait_group|\bbar\.sync|bar\.warp\.sync|st\.shared|mbarrier\.arrive\.shared", code):

@@ -1,10 +1,10 @@
 """The instruction counts of the kernels' inner loops, in tables that a changed kernel must not exceed.
 
 The tables are `golden_loops/KIND-VERSION.json`, for the attention kernels and the row kernels and for each tested
-Triton. A documentation page shows those of the version on GPU machines. `compiling renew` and `row_cases renew` write
-them. A row has registers, shared memory, resident thread blocks, spills inside and outside the innermost loops over
-matrix products, and for each such loop the instructions of the shortest and of the longest pass, by class. For a kernel
-without such a loop it has the instructions of the whole kernel.
+Triton. A documentation page shows the tables of the version that GPU machines have. `compiling renew` and `row_cases
+renew` write the tables. A row has registers, shared memory, resident thread blocks, spills inside and outside the
+innermost loops over matrix products, and for each such loop the instructions of the shortest and of the longest path
+through it, by class. For a kernel without such a loop it has the instructions of the whole kernel.
 """
 
 from __future__ import annotations

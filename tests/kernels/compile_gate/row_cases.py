@@ -2,7 +2,8 @@
 
 `python -m tests.kernels.compile_gate.row_cases FILE CASE ...` writes its findings to FILE, for the test;
 `python -m tests.kernels.compile_gate.row_cases renew` compiles every case and writes the golden table of the
-installed Triton and that of the inner loops (`loops.py`); `renew counted` compiles only those in the latter.
+installed Triton and the table of inner loops (`loops.py`); `renew counted` compiles only the cases in the table of
+inner loops.
 Guarantees: a case is a name such as `sm_90/project_heads/128/neox,norm`, compiled through the library's launch
 functions with the alignments of ordinary calls; nothing is left in Triton's cache.
 """
@@ -83,7 +84,7 @@ class Call:
         self.dtype = torch.float32 if "single" in what else torch.bfloat16
 
     def described(self, kernel: str) -> LaunchCall:
-        """Return the launch of a kernel."""
+        """Return the launch of the kernel with the name `kernel`."""
         call: LaunchCall = getattr(self, kernel)()
         return call
 
@@ -168,7 +169,7 @@ def compiled(name: str) -> FoundRows:
 
 
 def widths(opcode: str, code: str) -> dict[str, int]:
-    """Count the instructions of that opcode by their bits: LDG.E.U16 has 16, LDG.E.128 has 128, LDG.E has 32."""
+    """Count the instructions of `opcode` by their width in bits: LDG.E.U16 has 16, LDG.E.128 has 128, LDG.E has 32."""
     counts: Counter[int] = Counter()
     for suffixes in re.findall(rf"\b{opcode}((?:\.\w+)+)", code):
         bits_named = [int(bits) for bits in re.findall(r"\.[US]?(8|16|64|128|256)\b", suffixes)]

@@ -1,4 +1,6 @@
-"""Run the source of the Gluon kernels on the CPU: warp groups are threads in random turns, copies land at random times.
+"""Run the source of the Gluon kernels on the CPU.
+
+Warp groups are threads that run one at a time in a random order, and copies land at random times.
 
 Guarantees: a run raises `Fault` if a GPU would hang, read a buffer or descriptor that is being written, write one that
 is being read, or use a product before it was waited for. Memory that was never filled is read as NaN. Barriers count
@@ -40,7 +42,7 @@ class Fault(Exception):
 
 
 class Abandoned(Exception):
-    """Another role of the program has failed."""
+    """Raised in the roles of a program in which another role has failed."""
 
 
 class Barrier:
@@ -72,7 +74,7 @@ class Barriers:
 
 
 class Shared:
-    """Shared memory, or a part of it. `home`: the buffer that is loaded as a unit. `step`: lets other roles run."""
+    """Shared memory, or a part of it. `home` identifies the buffer that a copy fills. `step` lets other roles run."""
 
     layout = None
 
@@ -112,7 +114,11 @@ class Product:
 
 
 class Load(NamedTuple):
-    """A copy in progress, of the rows from `first_row` on. Before the turn `due` it lands only if all roles wait."""
+    """A copy in progress, of the rows from `first_row` on.
+
+    It can land as soon as the program has taken `due` turns (each runs one role or lands one copy), or if all roles
+    wait.
+    """
 
     described: Any
     first_row: int
@@ -123,7 +129,7 @@ class Load(NamedTuple):
 
 
 class Role:
-    """A partition of a program: a thread, of which only one runs at a time."""
+    """A partition of a program, as a thread. Only one role runs at a time."""
 
     def __init__(self, program: Program, work: Callable[..., None], args: Sequence[Any], speed: int) -> None:
         self.go, self.done, self.speed = threading.Semaphore(0), False, speed
@@ -166,13 +172,13 @@ class Program:
             self.barriers += buffers.members
             return buffers if len(shape) > 1 else buffers.members[0]
         self.memories += 1
-        # An item that was never filled is an index before every table.
+        # An int32 that was never filled is an index far before the start of any table.
         fill = -(1 << 30) if dtype == np.int32 else np.nan
         return Shared(np.full(shape, fill, dtype), (self.memories, 0), self.step)
 
     def specialize(self, parts: Sequence[Any], warps: Sequence[int], registers: Sequence[int]) -> None:
         """Run all partitions to their ends."""
-        # Make some groups of warps much slower than others: only then the rotation of buffers reaches its limits.
+        # Some groups of warps are much slower than others, so that the fast ones get as far ahead as the buffers allow.
         self.roles = [Role(self, work, args, self.random.choice((1, 1, 20))) for work, args in parts]
         while True:
             self.turns += 1
@@ -218,7 +224,7 @@ class Program:
         barrier.arrive(1, count)
 
     def describe(self, first: Pointer, shape: Any, strides: Any, box: Any, layout: Any) -> Any:
-        """Make a descriptor. Descriptors that are made in the same line of code share the same memory."""
+        """Make a descriptor. All descriptors that the same line of code makes are in the same memory."""
         self.step()
         frame, line = sys._getframe(1), []
         while frame and frame.f_code.co_name != "_run":
@@ -280,9 +286,9 @@ class Program:
 
 
 class Taking:
-    """The counter from which programs take items, `total` times together.
+    """The counter from which the programs of a grid take `total` items in all.
 
-    Programs run one after another here. To look like concurrent programs, each leaves gaps, which later programs fill.
+    Programs run one after another here. To imitate concurrent programs, each skips items, which later programs take.
     """
 
     def __init__(self, counter: Tensor, total: int, programs: int, seed: int) -> None:
@@ -290,7 +296,7 @@ class Taking:
         self.place, self.last, self.total = -1, -1, total
         if counter.item():
             raise Fault("the counter is not 0 before a launch")
-        # The last program to take an item must reset the counter.
+        # The counter starts above 0, because the program that takes the last item must reset it.
         counter.fill_(total > 0)
 
     def take(self, place: int) -> Value:

@@ -49,7 +49,10 @@ class Pointer:
         return Pointer(self.memory, self.at + np.asarray(by, np.int64))
 
     def places(self, mask: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return (indices, with 0 if masked, mask), both in full shape. Raises IndexError outside the memory."""
+        """Return the indices, 0 where masked, and the mask, both in full shape.
+
+        Raises IndexError if an index is outside the memory.
+        """
         index, live = np.broadcast_arrays(self.at, True if mask is None else np.asarray(mask))
         index = np.where(live, index, 0)
         if index.min(initial=0) < 0 or index.max(initial=0) >= len(self.memory):
@@ -75,7 +78,7 @@ def store(where: Pointer, values: Any, mask: Any = None) -> None:
 
 
 def to_l2(asm: str, constraints: str, args: Sequence[Pointer], **_: Any) -> None:
-    """The only inline assembly, which prefetches lines into L2. Raises IndexError outside the memory."""
+    """Check the kernels' only inline assembly, a prefetch into L2. Raises IndexError for an address out of bounds."""
     assert asm.startswith("prefetch.global.L2")
     args[0].places(None)
 
@@ -87,7 +90,7 @@ def expand_dims(x: Any, axis: int) -> Any:
 
 
 def counted(*bounds: Any) -> Iterator[Value]:
-    """Like `range`, with members that are values of the kernel."""
+    """Return the numbers of a `range`, each as a `Value`."""
     return (value(i) for i in builtins.range(*(int(bound) for bound in bounds)))
 
 

@@ -80,7 +80,7 @@ def backward_operands(inputs: Inputs, reference: dict[str, Tensor]) -> Seeds:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairs", [MANY, WINDOW], ids=["many", "window"])
 def test_gradients_are_right(pairs: Pairs, dtype: torch.dtype, form: str) -> None:
-    """Two launches add to sums of ones, with softcap and odd head dimensions."""
+    """Two launches add dQ and dK, dV to sums that start at 1, with a softcap and odd head dimensions."""
     inputs = Inputs(pairs, dtype, 24, 40)
     reference, grads, config = inputs.reference(softcap=0.7), grads_of(inputs, fill=1.0), config_of(form)
     operands = backward_operands(inputs, reference)
@@ -93,10 +93,14 @@ def test_gradients_are_right(pairs: Pairs, dtype: torch.dtype, form: str) -> Non
 
 
 def test_neither_the_grid_nor_the_order_changes_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results add to ones, so an item that is processed twice or left out shows. Some of ten heads are idle."""
+    """The results are added to ones, so an item that is processed twice or left out changes them.
+
+    The tables have ten heads, some of which are idle.
+    """
     inputs, config, results = Inputs(ONE, torch.float32, batches=2), config_of("pointers", 32, 32), []
     queries, keys, operands = by_query(ONE, config), by_key(ONE, config), backward_operands(inputs, inputs.reference())
-    # Programs; bytes of L2; the resulting sections of ten heads and of six K/V heads.
+    # Each case: the number of programs, the bytes of L2, and the heads per section of the ten heads and of the six K/V
+    # heads.
     for programs, l2, sections in ((None, 1 << 30, (10, 6)), (1, 1, (2, 1)), (5, 46_080, (6, 3))):
         monkeypatch.setattr(attention_tiles, "gpu_of", lambda device, l2=l2: attention_tiles.Gpu(l2, 1))
         by_head = section_for(queries, inputs.k, inputs.v, sharing=GROUP)
@@ -114,7 +118,10 @@ def test_neither_the_grid_nor_the_order_changes_a_bit(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("form", ["pointers", "descriptors"])
 def test_dq_follows_the_flags_of_its_blocks(form: str) -> None:
-    """Two launches with half of the runs each, compared bitwise: a FIRST launch on NaN, then a LAST launch."""
+    """A FIRST launch on NaN and a LAST launch give the same bits as two launches without flags that start at 0.
+
+    Each of the two launches has half of the runs of keys. A single launch that is FIRST and LAST is right as well.
+    """
     inputs, config = Inputs(MANY, torch.float16), config_of(form)
     plain, flagged, once = grads_of(inputs), grads_of(inputs, fill=NAN), grads_of(inputs, fill=NAN)
     operands = backward_operands(inputs, inputs.reference())
@@ -149,7 +156,10 @@ def key_grads_of(inputs: Inputs, fill: float = NAN) -> KeyGrads:
 
 @pytest.mark.parametrize(("form", "fused"), [("pointers", True), ("descriptors", False)])
 def test_dk_and_dv_follow_the_flags_of_their_blocks(form: str, fused: bool) -> None:
-    """Two launches, compared bitwise: FIRST on NaN, then LAST, which leaves the sums; and one launch that is both."""
+    """FIRST sets the sums, which may be NaN before. LAST writes the result and leaves the sums as they are.
+
+    A launch that is FIRST and LAST needs no sums and gives the same bits.
+    """
     runs, config = MANY._replace(keys=MANY.keys[1:3]), config_of(form)
     inputs = Inputs(runs, torch.float16)
     reference, named = (
@@ -174,7 +184,7 @@ def test_dk_and_dv_follow_the_flags_of_their_blocks(form: str, fused: bool) -> N
     launch(twice.sums, twice.results, LAST)
     launch((None, None), once.results, FIRST | LAST)
     for total, result, sums, single in zip(before, twice.results, twice.sums, once.results, strict=True):
-        # The second launch adds the same again: exactly twice the first result.
+        # The second launch adds the same gradient again, so the result is exactly twice the first sum.
         assert torch.equal(result[named], (2 * total[named]).half()) and torch.equal(sums[named], total[named])
         assert torch.equal(single[named], total[named].half())
     unnamed = [row for row in range(K_ROWS) if row not in named]
@@ -183,7 +193,7 @@ def test_dk_and_dv_follow_the_flags_of_their_blocks(form: str, fused: bool) -> N
 
 
 def test_key_blocks_without_an_entry_follow_their_flags() -> None:
-    """FIRST sets zeros, LAST converts, and both together give zeros; each block follows its flags."""
+    """A FIRST block sets its sums to 0, a LAST block converts its sums, and a block with both flags returns 0."""
     inputs, config = Inputs(ONE, torch.bfloat16), config_of("pointers")
     operands, grads = backward_operands(inputs, inputs.reference()), key_grads_of(inputs)
     for x in grads.sums:
@@ -201,7 +211,10 @@ def test_key_blocks_without_an_entry_follow_their_flags() -> None:
 
 @pytest.mark.parametrize("rows", [(40, 1, 1), (0, 3, 13), (1, 2, 19)], ids=str)
 def test_lse_and_delta_are_read_from_the_rows_of_the_run(rows: tuple[int, int, int]) -> None:
-    """dK and dV for runs of queries with any start and stride; lse and delta have other strides, with NaN between."""
+    """dK and dV are right for runs of queries with any start and stride.
+
+    lse and delta are strided views with NaN between their elements.
+    """
     first, apart, count = rows if rows[0] < Q_ROWS else (Q_ROWS - 1, 1, 1)
     inputs, config = Inputs(Pairs((Keys(0, 1, 48, 0),), position=0, most=FAR), torch.float32), config_of("pointers")
     chosen = [first + apart * i for i in range(count)]
@@ -212,7 +225,7 @@ def test_lse_and_delta_are_read_from_the_rows_of_the_run(rows: tuple[int, int, i
     inputs.dout[[row for row in range(Q_ROWS) if row not in chosen]] = 0.0
     expected = inputs.reference()
     table = by_key(inputs.pairs, config)
-    # The same positions as a run of rows `apart`: key j of a block sees query i if the query's position is not smaller.
+    # Replace the entries by a strided run of query rows. Query i sees key j if its position is not below the key's.
     for block, entry in zip(table.blocks.tolist(), table.entries, strict=True):
         near = first - block[0]
         sees = (near + apart * np.arange(count))[None, :] >= np.arange(block[2])[:, None]
@@ -223,7 +236,7 @@ def test_lse_and_delta_are_read_from_the_rows_of_the_run(rows: tuple[int, int, i
     grad_kv(
         inputs.q, inputs.k, inputs.v, inputs.dout, lse, delta, *grads.sums, table, config, scale=SCALE, group=GROUP
     ).run()
-    # The other rows have dout 0, so delta = sum(dout * out) is 0 and they add nothing to the reference.
+    # Rows outside the run have a dout of 0 in the reference, so their delta is 0 and they add nothing.
     for sums, name in zip(grads.sums, ("dk", "dv"), strict=True):
         close(sums[:48], expected[name][:48], 3e-6)
     inputs.memory.check()
@@ -246,7 +259,10 @@ def test_the_fused_launch_equals_two_launches(pairs: Pairs, form: str) -> None:
 
 
 def test_a_fused_launch_adds_nothing_for_keys_beyond_a_run() -> None:
-    """All logits are far below zero, so a key past the end has an infinite weight, which must not reach dQ."""
+    """All logits are far below zero, so a key after the end of the run has an infinite weight.
+
+    The infinite weight must not reach dQ.
+    """
     inputs, config = Inputs(ONE._replace(keys=(Keys(5, 1, 3, 0),)), torch.float32), config_of("pointers")
     inputs.q.copy_(inputs.q.abs() * 40), inputs.k[5:8].copy_(-inputs.k[5:8].abs() * 40)
     reference, grads = inputs.reference(), grads_of(inputs)
@@ -259,7 +275,7 @@ def test_a_fused_launch_adds_nothing_for_keys_beyond_a_run() -> None:
 @pytest.mark.parametrize("pairs", [ALL, ONE], ids=["whole", "edges"])
 @pytest.mark.parametrize(("form", "dtype"), [("pointers", torch.float32), ("descriptors", torch.bfloat16)])
 def test_rows_whose_logits_are_all_minus_infinity_add_nothing(pairs: Pairs, form: str, dtype: torch.dtype) -> None:
-    """Their lse is -inf although they are in blocks without a mask. No launch may turn that into NaN."""
+    """Such rows have an lse of -inf although their blocks have no mask. No launch may turn that into NaN."""
     inputs, config = Inputs(pairs, dtype), config_of(form)
     reference, split, fused = silenced(inputs), grads_of(inputs), grads_of(inputs)
     operands, table = backward_operands(inputs, reference), by_key(pairs, config)
@@ -276,7 +292,7 @@ def test_rows_whose_logits_are_all_minus_infinity_add_nothing(pairs: Pairs, form
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_descriptors_equal_pointers_bitwise(dtype: torch.dtype) -> None:
-    """Forward and backward over the rows of every run."""
+    """Forward and backward with descriptors give the same bits as with pointers."""
     inputs, results = Inputs(MANY, dtype, 24, 40), []
     operands = backward_operands(inputs, inputs.reference())
     for form in ("pointers", "descriptors"):

@@ -40,13 +40,13 @@ def _bfloat16() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vary the size of the sections from test to test: a head or a group of heads, some heads, all heads."""
+    """Vary the heads per section from test to test: the smallest section, some heads, or all heads."""
     gpu = attention_tiles.Gpu(Random(request.node.name).choice((1, 9_000, 1 << 30)), 1)
     monkeypatch.setattr(attention_tiles, "gpu_of", lambda device: gpu)
 
 
 class TestTriton(EngineContract):
-    """The whole suite. float64 must be refused by name; random tiles run in float32."""
+    """All tests of the engine contract. float64 must be refused by name; random tiles run in float32."""
 
     places = True
 
@@ -124,7 +124,7 @@ def test_offsets_beyond_int32() -> None:
 
 @pytest.mark.parametrize("dims", [(80, 96), (256, 256), (1, 40)])
 def test_wide_and_odd_head_dimensions(dims: tuple[int, int]) -> None:
-    """float32 with the engine's default blocks and the usual scale."""
+    """float32 is right for these dimensions with the engine's default blocks and the usual scale."""
     scenario = simple(((strip(0, 40), strip(0, 40), CAUSAL),), StridedRange(0, 2), 1, group=2, d_k=dims[0], d_v=dims[1])
     trial = Trial(scenario, torch.float32, True, scale=dims[0] ** -0.5)
     trial.check(trial.run(TritonEngine()), TOLERANCE[torch.float32])
@@ -139,7 +139,7 @@ def test_a_bias_beside_any_scale(scale: float) -> None:
 
 
 def test_a_steep_bias_over_many_blocks() -> None:
-    """Keys are on both sides of every query, some blocks have both, and slopes have both signs."""
+    """The keys of a query are before and after it, in some blocks both, and the slopes have both signs."""
     scenario = simple(((strip(40, 70, 2), strip(0, 90), FULL),), StridedRange(0, 2), 1, group=2, alibi=True)
     trial = Trial(scenario, torch.float32, True)
     trial.softmax = trial.softmax._replace(alibi_slopes=(0.25, -0.125))
@@ -147,7 +147,10 @@ def test_a_steep_bias_over_many_blocks() -> None:
 
 
 def test_queries_far_from_all_keys() -> None:
-    """A bias common to all logits of a row, 325 powers of two, must not enter the weights; lse has four roundings."""
+    """All logits of a row share a bias of about 325 powers of two, which must not affect the weights.
+
+    The tolerance of lse is four roundings in float32.
+    """
     scenario = simple(((strip(900, 20), strip(0, 40), FULL),), StridedRange(0, 2), 1, group=2, alibi=True)
     trial = Trial(scenario, torch.float32, False)
     trial.softmax = trial.softmax._replace(alibi_slopes=(0.25, -0.25))
@@ -173,7 +176,8 @@ DRAWN = {
 def test_which_pairs_are_dropped(name: str) -> None:
     """Exactly the pairs of the definition are dropped, in out and in dV, also if a prepared launch gets another seed.
 
-    Values and gradients of out are unit vectors with as many dimensions as rows, so each pair is visible.
+    The values are unit vectors, a different one for each key, so column j of out shows whether key j is dropped. The
+    gradients of out are unit vectors in the same way for dV.
     """
     queries, keys = DRAWN[name]
     n, m, p = queries.rows.count, keys.rows.count, 0.375
@@ -205,7 +209,7 @@ def test_a_fused_backward_with_dropout() -> None:
 
 
 def test_a_strong_softcap() -> None:
-    """Scores are far beyond the cap, so tanh saturates, without an overflow."""
+    """The scores are far beyond the cap, so tanh saturates, and nothing overflows."""
     trial = Trial(SCENARIOS["softcap"]._replace(softcap=0.01), torch.float32, True)
     trial.check(trial.run(TritonEngine(SMALL)), TOLERANCE[torch.float32])
 

@@ -38,7 +38,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Bounds of relative Frobenius errors: three times the error of the same computation in that dtype."""
 LSE_TOLERANCE = 2e-7
-# Runs of every kind: short, ragged, strided, out of order, wholly seen, partly seen, not seen at all.
+# Runs of keys of every kind: short, strided, out of order, not a multiple of the block, and seen by all, some or no
+# queries.
 MANY = Pairs((Keys(1, 1, 20, 10), Keys(22, 3, 14, 24), Keys(64, 1, 5, 90), Keys(70, 1, 9, 0)), position=24)
 WINDOW = Pairs((Keys(3, 2, 33, 0, 2), Keys(71, 1, 6, 4)), position=8, apart=2, most=20)
 ONE = Pairs((Keys(5, 1, 48, 0),), position=12)
@@ -48,7 +49,7 @@ BLIND = Pairs((Keys(2, 2, 20, 100),), position=90)
 
 @pytest.fixture(autouse=True)
 def seed() -> Iterator[int]:
-    """Seed every generator, and print the seed for the report of a failure."""
+    """Seed torch's generator, and print the seed, so that the report of a failure contains it."""
     chosen = int(os.environ.get("RINGATTN_SEED") or random.SystemRandom().randrange(1 << 31))
     print(f"RINGATTN_SEED={chosen}")
     torch.manual_seed(chosen)
@@ -92,7 +93,7 @@ def run_forward(inputs: Inputs, state: State, form: str, flags: int, **options: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairs", [MANY, WINDOW], ids=["many", "window"])
 def test_one_launch_is_right(pairs: Pairs, dtype: torch.dtype, form: str) -> None:
-    """A launch does the whole pass without reading or writing a state, with sinks and odd head dimensions."""
+    """One launch computes the whole pass with sinks and odd head dimensions, without reading or writing a state."""
     inputs = Inputs(pairs, dtype, 24, 40, batches=2)
     state, reference = state_of(inputs), inputs.reference(sinks=True)
     run_forward(inputs, state, form, FIRST | LAST, out=None, sinks=inputs.sinks)
@@ -118,7 +119,7 @@ def test_without_a_result_the_state_is_written(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_carried_steps_are_right(dtype: torch.dtype, form: str, sinks: bool) -> None:
-    """Each run of keys has a launch: the first begins the pass, the last ends it."""
+    """Each run of keys has a separate launch. The first launch begins the pass, and the last launch ends it."""
     inputs = Inputs(MANY, dtype)
     options, carried, last = {"sinks": inputs.sinks if sinks else None}, state_of(inputs), len(MANY.keys) - 1
     for index, keys in enumerate(MANY.keys):
@@ -131,14 +132,17 @@ def test_carried_steps_are_right(dtype: torch.dtype, form: str, sinks: bool) -> 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_flags_leave_out_changes_nothing_else(form: str) -> None:
-    """FIRST on NaN equals no flag on (0, -inf), and LAST equals no flag followed by rounding, block by block."""
+    """A FIRST block on NaN gives the bits of a block without flags on the state (0, -inf).
+
+    A LAST block gives the bits of a block without flags whose output is then rounded.
+    """
     inputs = Inputs(ONE, torch.bfloat16)
     plain, flagged = state_of(inputs), state_of(inputs)
     plain.out.zero_(), plain.lse.fill_(-inf)
     run_forward(inputs, plain, form, 0)
     assert plain.result.isnan().all()
     table = by_query(ONE, config_of(form))
-    table.blocks[:, 7] = torch.tensor([FIRST | LAST, FIRST])  # The first 32 rows are first and last.
+    table.blocks[:, 7] = torch.tensor([FIRST | LAST, FIRST])  # the block of the first 32 rows has both flags
     run_forward(inputs, flagged, form, 0, table=table)
     done, rest = slice(32), slice(32, None)
     assert torch.equal(flagged.out[rest], plain.out[rest]) and flagged.out[done].isnan().all()
@@ -152,7 +156,7 @@ def test_what_flags_leave_out_changes_nothing_else(form: str) -> None:
 @pytest.mark.parametrize("pairs", [ALL, ONE], ids=["whole", "edges"])
 @pytest.mark.parametrize(("form", "dtype"), [("pointers", torch.float32), ("descriptors", torch.bfloat16)])
 def test_rows_whose_logits_are_all_minus_infinity_see_nothing(pairs: Pairs, form: str, dtype: torch.dtype) -> None:
-    """The values of q and k cause them, in blocks without a mask, in a new state and in a carried one."""
+    """Large values of q and k cause such logits also in blocks without a mask, with a new and with a carried state."""
     inputs = Inputs(pairs, dtype)
     reference, begun, carried = silenced(inputs), state_of(inputs), state_of(inputs)
     run_forward(inputs, begun, form, FIRST | LAST)
@@ -166,7 +170,7 @@ def test_rows_whose_logits_are_all_minus_infinity_see_nothing(pairs: Pairs, form
 
 
 def test_large_logits_keep_their_weights() -> None:
-    """The peak is the largest scaled logit, so the largest weights do not underflow."""
+    """The kernel subtracts the largest scaled logit of a row, so the largest weights do not underflow."""
     inputs = Inputs(ONE, torch.float32)
     inputs.q.mul_(40)
     state, reference = state_of(inputs), inputs.reference()

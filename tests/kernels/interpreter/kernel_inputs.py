@@ -32,7 +32,7 @@ class Keys(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Queries at the positions `position` + i * `apart`. A query sees keys at most `most` before it, up to itself."""
+    """Queries at the positions `position` + i * `apart`. A query sees its own position and the `most` before it."""
 
     keys: tuple[Keys, ...]
     position: int
@@ -91,7 +91,7 @@ def by_key(pairs: Pairs, config: Config, flags: int = 0) -> Table:
 
 
 def table_of(blocks: list[tuple[int, ...]], entries: list[tuple[int, ...]], slots: int) -> Table:
-    """Return the table. `slots` is one more than the heads of any block, so that some items are idle."""
+    """Return a table. The callers' `slots` is one more than the heads of any block, so that some items are idle."""
     padded = [(*entry, *(0,) * (16 - len(entry))) for entry in entries]
     return Table(torch.tensor(blocks, dtype=torch.int32), torch.tensor(padded, dtype=torch.int32), slots)
 
@@ -187,7 +187,7 @@ def silenced(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def close(got: Tensor, true: Tensor, tolerance: float) -> None:
-    """Check the relative Frobenius error, and that infinities are equal."""
+    """Check the relative Frobenius error, and that infinities are in the same elements."""
     assert torch.equal(got.isinf(), true.isinf()) and not got.isnan().any()
     got, true = got.double().nan_to_num(0, 0, 0), true.nan_to_num(0, 0, 0)
     error = float((got - true).norm() / true.norm())

@@ -82,7 +82,7 @@ WRONG = {
     "an edge block is left out": Wrong(
         BACKWARD, "end - (full_end - full), disable", "end - (full_end - full) - 1, disable", numbers(0, 3, 13)
     ),
-    # Detected if edge blocks come after full ones: the first full block is then processed twice, and the edge never.
+    # A case with edge blocks after full blocks detects this: the first full block is processed twice, an edge block not.
     "edge blocks are mapped wrongly": Wrong(BACKWARD, EDGES, "edge", gradients(MANY)),
     "edge blocks of dQ have no mask": Wrong(BACKWARD, MASKED, "False", gradients(WINDOW)),
     "rows without a logit weigh": Wrong(

@@ -109,7 +109,7 @@ CHANGES = {
 
 @contextmanager
 def corrected() -> Iterator[None]:
-    """Correct the interpreter, and restore it afterwards."""
+    """Correct the interpreter, and undo the corrections afterwards."""
     before = {place: getattr(*place) for place in CHANGES}
     for place, change in CHANGES.items():
         setattr(*place, change(before[place]))

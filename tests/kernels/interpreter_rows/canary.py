@@ -1,8 +1,8 @@
 """Tensors with margins that reveal reads and writes outside the tensor.
 
-Margins of inputs are NaN, so that a value read there spoils a result. Results and their margins start with a number
-that no result has. Margins are compared bit by bit at the end, so that a value written there is detected.
-Guarantees: everything is on torch's default device, with the same numbers on each device.
+Margins of inputs are NaN, so that a read from a margin makes a result NaN. Results and their margins start with a
+number that no result has. Margins are compared bit by bit at the end, so that a write to a margin is detected.
+Guarantees: all tensors are on torch's default device, with the same numbers on each device.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ class Canaries:
         self._buffers: list[tuple[Tensor, Tensor, Tensor]] = []  # buffer, its content before, mask of the margin
 
     def hold(self, x: Tensor, dense: bool = False, in_place: bool = False) -> Tensor:
-        """Return a copy of x with margins on both sides of every dimension; `dense`: contiguous, margins at its ends.
+        """Return a copy of x with margins on both sides of every dimension.
 
-        `in_place`: the margins are those of a result. Integers are indices, and their margins are far out of range.
+        `dense`: the copy is contiguous, with margins only before and after it. `in_place`: the margins are those of a
+        result. Integers are indices, and their margins are far out of range.
         """
         poison = UNWRITTEN if in_place else float("nan") if x.is_floating_point() else 1 << 40
         place = self._place(x.shape, x.dtype, dense, poison)

@@ -1,4 +1,4 @@
-"""Contents that a launch per value gathers from whole tensors and adds to them, against copies of runs."""
+"""Packing by kernel: rows gathered from local tensors and added to them, against copies of each run of rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTENTS: dict[str, Content] = {
 
 
 def local_tensor(canaries: Canaries, fused: bool, seed: int) -> torch.Tensor:
-    """Return a (rows, batch, heads, dim) tensor: separate, or every second head of a projection's output."""
+    """Return a (rows, batch, heads, dim) tensor, which is every second head of a larger tensor if `fused`."""
     if fused:
         return canaries.hold(random(BATCH, ROWS, 2 * HEADS, 16, seed=seed), in_place=True)[:, :, 1::2].transpose(0, 1)
     return canaries.hold(random(BATCH, ROWS, HEADS, 16, seed=seed), in_place=True).transpose(0, 1)

@@ -106,7 +106,7 @@ def test_keys_and_values_go_into_a_message(canaries: Canaries, backend: str) -> 
 
 @pytest.mark.parametrize("run", [StridedRange(1, 12, 3), StridedRange(5, 4, 8)], ids=str)
 def test_dilated_rows_by_list_and_by_slice(run: StridedRange) -> None:
-    """A run of rows gives the same result as a list, as a column of a wider table, and as a view of x."""
+    """Rows given as a list give the same result as a strided view of x, also if the list is a column of a table."""
     dim, x, weight = 32, random(BATCH, TOKENS, MODEL), random(2 * KV_HEADS * 32, MODEL)
     rows = torch.arange(run.start, run.stop, run.stride)
 
