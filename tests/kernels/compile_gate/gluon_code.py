@@ -37,8 +37,8 @@ def gluon_faults(name: str, registers: int, facts: dict[str, Any]) -> list[str]:
     dim, kernel = int(name.split("/")[2]), name.split("/")[4]
     forward, opcodes = kernel == "forward", facts["opcodes"]
     products = 2 * 3 * (dim // 16 + 128 // 16) if forward else 4 * (2 * dim + 128) // 16
-    # Forward has two copies of the K/V loop, whose first iteration also loads Q. Backward loads four operands. A load is
-    # of 64 columns.
+    # Forward has two copies of the K/V loop, whose first iteration also loads Q. Backward loads four operands. A load
+    # has 64 columns.
     loads = (3 if forward else 4) * dim // 64
     rules = {
         f"{facts['threads']} threads with {registers} registers": (facts["threads"], registers) == (384, 168),

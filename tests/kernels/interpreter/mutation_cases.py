@@ -82,7 +82,7 @@ WRONG = {
     "an edge block is left out": Wrong(
         BACKWARD, "end - (full_end - full), disable", "end - (full_end - full) - 1, disable", numbers(0, 3, 13)
     ),
-    # A case with edge blocks after full blocks detects this: the first full block is processed twice, an edge block not.
+    # A case with edge blocks after full blocks detects this: a full block is processed twice, an edge block never.
     "edge blocks are mapped wrongly": Wrong(BACKWARD, EDGES, "edge", gradients(MANY)),
     "edge blocks of dQ have no mask": Wrong(BACKWARD, MASKED, "False", gradients(WINDOW)),
     "rows without a logit weigh": Wrong(
