@@ -13,7 +13,7 @@ REPORTS = r"failed first: (?:DeadlineError|PeerLostError|DisagreementError)"
 
 
 def names_as_culprit(culprit: int, message: str) -> bool:
-    """Whether a message says that `culprit` is at fault, instead of only listing it among the peers."""
+    """Return whether a message says that `culprit` is at fault, instead of only listing it among the peers."""
     return re.search(rf"rank {culprit} ({VERBS})", message) is not None
 
 

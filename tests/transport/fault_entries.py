@@ -23,7 +23,10 @@ POISON = {"cause": "rank 1 failed first: poison", "closed/0": "1", "closed/1": "
 
 
 def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
-    """Open a ring. In life 0, write poison to its keys and fail. In life 1, return what the store holds."""
+    """Open a ring in the first run of the job (`life` 0) or after its restart (`life` 1).
+
+    In the first run, write poison to the keys of the ring and fail. After the restart, return what the store contains.
+    """
     raw = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     stems = [f"ringattn/{n}/0/" for n in (0, 1)]
     with ringattn.Ring(transport="gloo", timeout_s=60.0) as ring:
@@ -34,7 +37,7 @@ def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
         if life == 0:
             for key, value in POISON.items():
                 raw.set(stems[0] + key, value)
-            # The ring reads these keys, so it has failed now.
+            # The ring reads these keys, so it counts as failed from here on.
             assert control.cause() == POISON["cause"]
             (folder / f"poisoned-{rank}").touch()
             while len(list(folder.glob("poisoned-*"))) < 2:

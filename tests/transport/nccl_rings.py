@@ -130,7 +130,7 @@ def results(outcomes: list[Outcome]) -> list[Any]:
 def on_rings(
     world: SimWorld, body: Callable[[Ring], Any], *, ring: dict[str, Any] | None = None, **opening: Any
 ) -> list[Outcome]:
-    """Like `on_gpus`, but `body` gets a `Ring` over the transport. `ring` holds the options of the ring."""
+    """Run `body(ring)` as `on_gpus` does, with a `Ring` over each transport. `ring`: the options of the `Ring`."""
 
     def run_ring(transport: NcclTransport) -> Any:
         with Ring(transport=transport, **(ring or {})) as opened:
@@ -244,9 +244,9 @@ def lose_rank(ring: DeviceNodesTransport, killed: bool) -> None:
     with world.changed:
         world.dead.add(ring.rank)
         world.changed.notify_all()
-    inside._closing.acquire()  # never released: nothing is closed at the end of this process
+    inside._closing.acquire()  # never released, so that nothing is closed when this process ends
     for transport in (inside, ring.between, ring):
         closed_at_exit.pop(id(transport), None)
-    if killed:  # the kernel closes its sockets
+    if killed:  # the operating system closes the sockets of a killed process
         inside.group._service.close()
     raise Died(f"rank {ring.rank} is lost")

@@ -35,7 +35,7 @@ TRANSPORTS = {"gloo": "gloo", "shm": "shm", "shm over two hosts": "shm"}
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a ring of three ranks cannot open.
+    """A cause for which a ring of three ranks cannot open.
 
     `says`: the kind of error of each rank, and a regular expression for its whole message after "rank N: ". The ranks
     in `absent` are not started. `fault`, `variables` and `arguments` apply to rank `culprit`.
@@ -55,7 +55,7 @@ class Cause:
 
 
 def all_but(rank: int, kinds: str, pattern: str) -> dict[int, tuple[str, str]]:
-    """Return the same error for all ranks except `rank`."""
+    """Return the `says` of a cause in which all ranks except `rank` raise the same error."""
     return {each: (kinds, pattern) for each in range(RANKS) if each != rank}
 
 
@@ -79,13 +79,13 @@ REFUSED = r"rank {} failed first: InputError: {}"
 
 
 def refused(rank: int, pattern: str, **arguments: Any) -> Cause:
-    """Return the cause that an argument of `rank` is refused."""
+    """Return a cause: `rank` refuses one of its arguments, and the other ranks report this error."""
     says = all_but(rank, "PeerLostError", REFUSED.format(rank, pattern)) | {rank: ("InputError", pattern)}
     return Cause(says, rank, arguments=arguments, timeout_s=LONG_S)
 
 
 def mixed(pattern: str, **variables: str) -> Cause:
-    """Return the cause that rank 2 has a wrong rank number, world size or job."""
+    """Return a cause: rank 2 has a wrong rank number, world size or job."""
     says = ("InputError|DisagreementError|PeerLostError", rf"the ring of \d ranks cannot go on: {pattern}; {HOST}")
     return Cause(dict.fromkeys(range(RANKS), says), 2, variables=variables, timeout_s=LONG_S)
 
@@ -151,7 +151,7 @@ class Rank:
         self, variables: dict[str, str], arguments: dict[str, Any], fault: str = "", machine: str = ""
     ) -> None:
         self.pipe, child_end = Pipe()
-        # A lost query to the name service costs five seconds by default.
+        # By default, a lost query to the name service delays the process by five seconds.
         self.process = forked(
             _open_ring, child_end, variables | {"RES_OPTIONS": "timeout:1"}, arguments, fault, machine
         )
@@ -173,7 +173,7 @@ class Rank:
         return answer
 
     def stopped(self) -> bool:
-        """Whether the process is stopped."""
+        """Return whether the process is stopped."""
         assert self.process.pid is not None
         return is_stopped(self.process.pid)
 
@@ -244,7 +244,7 @@ def _plant(fault: str) -> None:
 
 
 def suffer(cause: Cause, transport: str) -> dict[int, Answer | None]:
-    """Run a cause. Return the answer of each rank that must raise."""
+    """Let three processes open a ring under `cause`. Return the answer of each rank that must raise."""
     port, host, other_program = free_port(), None, None
     if cause.agent in ("runs", "stops"):
         host = StoreHost()

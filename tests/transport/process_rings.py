@@ -31,7 +31,7 @@ OPENING_S = 20.0
 
 
 def locations(nodes: tuple[int, ...]) -> list[Location]:
-    """Return the location of each rank on these nodes."""
+    """Return the location of each rank. `nodes`: the node of each rank."""
     return [Location(f"host-{node}", f"boot/{node}", os.getpid(), os.getuid()) for node in nodes]
 
 

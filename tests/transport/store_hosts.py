@@ -26,7 +26,7 @@ def _host(pipe: Connection) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether every thread of a process is stopped."""
+    """Return whether every thread of a process is stopped."""
     threads = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(file.read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T" for file in threads)
 
@@ -53,7 +53,7 @@ class StoreHost:
             time.sleep(0.001)
 
     def resume(self) -> None:
-        """Continue the process. It also answers the requests that it received meanwhile."""
+        """Continue the process, which then also answers the requests that it received while it was stopped."""
         os.kill(self.pid, signal.SIGCONT)
 
     def end(self) -> None:

@@ -182,7 +182,7 @@ def test_a_fork_is_refused() -> None:
 
 
 class CountingStore:
-    """Counts the requests to a store, by method."""
+    """A store that counts the requests to it, by method."""
 
     def __init__(self, store: dist.Store, requests: list[str]) -> None:
         self._store, self._requests = store, requests
@@ -202,7 +202,7 @@ def gathered(stores: list[Any], payload: Callable[[int], bytes]) -> list[Any]:
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_gather_returns_every_payload_by_rank(tmp_path: Path, ranks: int) -> None:
     def payload(rank: int) -> bytes:
-        return bytes([rank, 0, 255]) * (rank * 1000)  # rank 0 has none
+        return bytes([rank, 0, 255]) * (rank * 1000)  # the payload of rank 0 is empty
 
     expected = [[payload(rank) for rank in range(ranks)]] * ranks
     tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -233,7 +233,7 @@ def test_gather_works_without_the_rank_that_reads_for_all() -> None:
     shared = dist.HashStore()
     shared.add("facts/count", 1)
     shared.set("facts/1", b"one")  # type: ignore[arg-type]
-    shared.add("facts/count", -1)  # rank 1 ended between its entry and its count
+    shared.add("facts/count", -1)  # as if rank 1 had ended after it wrote its payload and before it counted itself
     assert ControlStore(shared, 0, 2).gather("facts", b"zero", Deadline(0.05)) == [b"zero", b"one"]
 
 

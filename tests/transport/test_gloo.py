@@ -32,7 +32,7 @@ def processes() -> Iterator[Processes]:
 
 
 def opened_before_the_last(rank: int, world_size: int) -> bool:
-    """Whether this rank has opened its ring while rank 0, which is slow, still connects."""
+    """Return whether this rank has opened its ring while rank 0, which is slow, still connects."""
     store = store_of(rank, world_size)
 
     def connect_slowly(*arguments: Any) -> dist.ProcessGroupGloo:
@@ -151,7 +151,8 @@ def test_lengths_that_differ_never_pass(processes: Processes, sent: int, receive
 
 
 def deadline_wakes_the_neighbor(rank: int, world_size: int) -> None:
-    # Gloo drops the connection at the deadline of rank 0, before rank 0 publishes the cause. Rank 1 reads it twice.
+    # Gloo drops the connection at the deadline of rank 0, before rank 0 publishes the cause. So rank 1 must read the
+    # cause a second time.
     ring = meet(rank, world_size, 1.0 if rank == 0 else 20.0)
     if rank == 0:
         with pytest.raises(DeadlineError, match="kv 0"):

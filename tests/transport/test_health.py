@@ -1,4 +1,4 @@
-"""One rank's observations of the others, in the store, pages, datagrams and by its own clock, and its verdicts."""
+"""A rank's observations of the other ranks (store, shared pages, datagrams, its own clock), and its verdicts."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_a_heartbeat_is_unchanged_only_if_it_was_read_repeatedly() -> None:
         feed.note(1, 7, now_s)
         feed.note(2, int(now_s * 10), now_s)
     assert feed.unchanged(1.0, 1.0) == {1} and feed.unchanged(2.0, 1.0) == set() and feed.new(1.0) == {2}
-    assert feed.unchanged(1.0, 2.0) == set()  # not read recently
-    feed.note(1, 7, 9.0)  # nothing was read in between: this rank was stopped, or the feed did not answer
+    assert feed.unchanged(1.0, 2.0) == set()  # the last heartbeat was read too long ago
+    feed.note(1, 7, 9.0)  # no heartbeat was read in between: this rank was stopped, or the feed did not answer
     assert feed.unchanged(1.0, 0.0) == set() and feed.new(8.0) == set()
     feed.keep({2})
     feed.note(1, 7, 9.1)
@@ -123,7 +123,7 @@ def test_a_silent_rank_is_detected_before_the_explanation_must_end(ranks: int) -
 
 
 class Job:
-    """Ranks that only send heartbeats, except one, for which the others look."""
+    """The ranks of a job, which send heartbeats and do nothing else. The rank `silent` sends none."""
 
     def __init__(self, ranks: int, silent: int, place: Place = PLACE) -> None:
         self.store, self.ranks, self.requests = HashStore(), ranks, [0]
@@ -182,7 +182,7 @@ def test_one_rank_reads_all_heartbeats_and_names_the_silent_one_of_six_hundred(j
         thread.join(10.0)
     assert time.monotonic() - start < 4.0
     assert [named_at_fault(messages[rank]) for rank in (100, 200, 300)] == [{7}] * 3, messages
-    # One of them reads all heartbeats and the others wait for its cause, so ranks do not read them one after another.
+    # One of the three ranks reads all heartbeats. The other two wait for the cause that it publishes, and read none.
     assert sum("failed first: DeadlineError" in message for message in messages.values()) == 2, messages
     assert job.requests[0] < 400
 
@@ -209,7 +209,7 @@ def test_a_rank_is_called_behind_only_at_a_deadline(at_deadline: bool, named: se
 def test_a_rank_waits_for_the_cause_of_a_living_peer_whose_connection_broke() -> None:
     job = Job(3, 0)
     health = job.health(0)
-    # The peer explains its own failure for as long as it may, and its request to the store takes as long as it may.
+    # The peer takes the longest allowed time to explain its own failure, and so does its request to the store.
     cause = DeadlineError("rank 2 is silent")
     late = threading.Timer(health.limit_s + PUBLISH_S, ControlStore(job.store, 1, 3).publish_cause, (cause,))
     late.start()
@@ -227,7 +227,7 @@ def test_a_silence_that_is_short_for_the_wait_is_not_called_one() -> None:
     time.sleep(0.3)
     text = health.explain({1}, waited_s=20.0)
     assert text.startswith("rank 1 is not heard at the moment, last in") and named_at_fault(text) == set(), text
-    # The same silence is long enough after a short wait, and after a lost connection.
+    # The same silence is long enough to name rank 1 after a short wait, and after a lost connection.
     assert named_at_fault(health.explain({1}, waited_s=1.0)) == {1}
     assert named_at_fault(health.explain({1}, waited_s=20.0, lost=(1, "reset"))) == {1}
     health.detach(job)
@@ -303,9 +303,9 @@ def test_a_rank_that_was_stopped_during_its_wait_blames_no_other(monkeypatch: py
     hold.set()
     text = health.explain({1}, waited_s=2.0)
     assert text.startswith("rank 0 itself stood still for 2.") and named_at_fault(text) == set(), text
-    # A stop longer than the deadline is why the others failed, even if this rank waited only afterwards.
+    # A stop of this rank that is longer than the deadline made the others fail, even if the wait began after the stop.
     assert health.explain({1}, waited_s=0.0, timeout_s=2.0, lost=(1, "reset")).startswith("rank 0 itself stood still")
-    # A wait that began afterwards is unrelated to a shorter stop.
+    # A shorter stop has nothing to do with a wait that began after the stop.
     assert "stood still" not in health.explain({1}, waited_s=0.0, timeout_s=20.0, lost=(1, "reset"))
     until(lambda: health.silent() == {1})
     assert named_at_fault(health.explain({1}, waited_s=0.0)) == {1}
@@ -365,14 +365,14 @@ CASES: list[tuple[str, Evidence, set[int]]] = [
     ("two silent", evidence(silent={1, 2}), {1, 2}),
     ("gone", evidence(gone={2}), {2}),
     ("gone and silent", evidence(gone={2}, silent={1, 2}), {1, 2}),
-    # In the first pass of `direct`, other ranks connect to the dead one.
+    # In the first pass of `direct`, other ranks connect to the dead rank.
     ("silent before launches", evidence(RING | {0: (5, LAUNCH, {1}), 3: (5, LAUNCH, {1})}, silent={1}), {1}),
     ("silent before computing", evidence(RING | {0: (5, COMPUTE, {1})}, silent={1}), {1}),
     ("silent before behind", evidence(BEHIND, silent={2}), {2}),
     ("behind before launches", evidence(BEHIND | {0: (5, LAUNCH, {1}), 2: (5, LAUNCH, {1})}), {1}),
     ("computing", evidence(RING | {1: (5, COMPUTE, {2}), 0: (5, LAUNCH, {1})}), {1}),
     ("in a launch", evidence(RING | {1: (5, LAUNCH, {0, 2})}), {1}),
-    # Behind, but in an exchange: it waits like all ranks.
+    # Rank 1 is behind, but it is in an exchange, in which it waits as all other ranks do.
     ("behind in an exchange", evidence(RING | {1: (4, PEERS, {0})}), set()),
     ("behind without a deadline", evidence(BEHIND, at_deadline=False), set()),
     ("behind and closed", evidence(BEHIND, closed={1}), set()),
@@ -384,7 +384,7 @@ CASES: list[tuple[str, Evidence, set[int]]] = [
     ("cause before gone", evidence(cause=CAUSE, gone={1}), {3}),
     ("own standstill before all", evidence(stood_still_s=4.0, gone={1}, silent={2}, store=STORE), set()),
     ("own standstill and cause", evidence(stood_still_s=4.0, silent={2}, cause=CAUSE), {3}),
-    # If the store does not answer, the places it reported are old.
+    # If the store does not answer, the ranks' positions that it returned earlier are out of date.
     ("no store", evidence(BEHIND, store=STORE), set()),
     ("no store, silent for the neighbours", evidence(store=STORE, silent={0}), {0}),
     ("lost and silent", evidence(lost=(2, "reset"), silent={2}, at_deadline=False), {2}),
@@ -517,7 +517,7 @@ def test_ranks_bind_to_an_address_that_their_neighbours_reach(
 def test_an_observation_reaches_all_ranks_and_expires(sides: list[Side]) -> None:
     rounds(sides, [0.1 * n for n in range(8)])
     living = sides[1:]
-    # Rank 1 and rank 5 observe that rank 0 is silent; no report can pass it.
+    # Ranks 1 and 5, the neighbours of rank 0, observe that rank 0 is silent. No report can pass through rank 0.
     rounds(living, [0.8 + 0.1 * n for n in range(6)], {1: {0: "silent"}, 5: {0: "gone"}})
     for side in living[1:-1]:
         reports = {how: side.neighbours.reported(how, 1.3) for how in ("silent", "gone")}
@@ -616,7 +616,7 @@ TIMEOUT
 
 
 class RasStub:
-    """A server that answers one request as RAS does, or only part of it and then hangs."""
+    """A server that answers one request with `status`, as RAS does. If `hangs`, it does not close the connection."""
 
     def __init__(self, status: str, hangs: bool = False) -> None:
         self.request, self._status, self._hangs = b"", status, hangs

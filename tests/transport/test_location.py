@@ -327,7 +327,7 @@ def test_a_preset_is_recognised_by_the_names_of_its_gpus_and_their_links() -> No
         of(gpus([0] * 4, device="NVIDIA H200"))[1]
         == "recognised: 4 x NVIDIA H200 on 1 node, NVLink inside; preset h200"
     )
-    # One rank per node: there are no links inside.
+    # With one rank per node, there are no links inside a node.
     assert of(gpus([0, 1]))[1] == "recognised: 2 x NVIDIA H100 80GB HBM3 on 2 nodes; preset h100"
     assert {DEVICES[name] for name in DEVICES} | {"cpu"} == set(CLUSTERS)
     for device, name in DEVICES.items():
@@ -382,7 +382,7 @@ def test_a_calibration_that_all_ranks_have_is_preferred_to_a_preset() -> None:
     ):
         on_cpu = tuple(replace(rank, device=None, sms=None) for rank in others)
         assert of(on_cpu, transport).cluster is None and why in of(on_cpu, transport).why, why
-        # With GPUs, their preset remains.
+        # On GPUs, the preset of the GPUs is used instead.
         preset = of(others, transport)
         assert preset.cluster is not None and preset.cluster.recognised and "preset h100" in preset.why
 

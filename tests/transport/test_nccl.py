@@ -1,7 +1,7 @@
 """The NCCL transport over simulated GPUs: the contract of all transports, and exact attention.
 
-Shows that the real transport, communicator, supervisor and bootstrap obey the rules of NCCL that the simulator checks.
-Does not show that NCCL has no other rules.
+The tests show that the real transport, communicator, supervisor and bootstrap obey the rules of NCCL that the simulator
+checks. They do not show that NCCL has no other rules.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_a_replay_follows_the_last_pass_and_the_next_pass_follows_it() -> None:
 
         with gpu.on(streams[0]):
             run_pass("before")
-        # A capture cannot wait for work outside of it. Its replay does.
+        # A capture cannot wait for work outside of the capture. The replay waits for this work.
         with world.capture(ring.rank) as graph, gpu.on(streams[1]):
             run_pass("captured")
         with gpu.on(streams[1]):

@@ -29,7 +29,7 @@ DEADLINE_S = 2.0
 GRACE_S = 2.0
 TOKENS = 24
 BATCHES = 5
-WARM_HOPS = 2  # the hops of opening
+WARM_HOPS = 2  # the number of hops with which a ring opens
 ASYNCHRONOUS = "gets an asynchronous error"
 
 
@@ -125,7 +125,7 @@ def suffer(case: Case) -> tuple[list[Outcome], list[float]]:
                 time.sleep(0.05)  # so that a fault may occur between two calls too
         finally:
             left.discard(ring.rank)
-            if left <= {case.culprit}:  # all others have failed; a timer could fire too early on a busy machine
+            if left <= {case.culprit}:  # release the culprit after all others have failed; a timer might be too early
                 world.release(case.culprit)
 
     outcomes = on_rings(world, body, deadline_s=DEADLINE_S, ring={"engine": "plain"}, hard_s=30.0)
@@ -170,6 +170,6 @@ def _ranks_take_turns_often() -> Iterator[None]:
 
 @pytest.mark.parametrize("batch", [0, *(pytest.param(batch, marks=pytest.mark.slow) for batch in range(1, BATCHES))])
 def test_every_survivor_names_only_the_culprit_in_time(batch: int) -> None:
-    with ThreadPoolExecutor(2) as pool:  # more would slow each other down, and the deadlines are short
+    with ThreadPoolExecutor(2) as pool:  # more cases at once would slow each other down, and the deadlines are short
         wrong = [line for lines in pool.map(verdict, all_cases()[batch::BATCHES]) for line in lines]
     assert wrong == []

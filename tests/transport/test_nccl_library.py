@@ -1,7 +1,7 @@
 """The real libnccl and its header, on a machine without a CUDA device: constants, structs, signatures and errors.
 
-Reads NVIDIA's wheel. The library runs in separate processes.
-Not covered: working communicators. The stub covers them (`test_nccl_bindings.py`), and tests on GPUs.
+The tests read NVIDIA's wheel, and run its library in separate processes.
+Not covered: working communicators. Tests with the stub (`test_nccl_bindings.py`) and tests on GPUs cover them.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def test_a_rank_that_dies_while_opening_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_different_calls_of_equal_sizes_are_detected() -> None:
-    # Both calls were compared once, and their sizes match, so no exchange hangs or fails.
+    # The ranks have compared both calls in earlier rounds, and the sizes match. So no exchange hangs or fails.
     world = SimWorld(3)
 
     def body(ring: Ring) -> None:
@@ -329,7 +329,7 @@ def test_close_blames_no_rank_if_the_store_hangs() -> None:
         ring = open_on(world, rank, Frozen(store.clone(), stopped, going), timeout_s=20.0)
         opened.wait(10)
         if rank == 0:
-            # After this rank has closed, while it watches rank 1.
+            # The store stops while rank 0 closes and waits for rank 1.
             threading.Timer(1.0, stopped.set).start()
             threading.Timer(1.0 + 2.0 * LOST_S, going.set).start()
         else:
@@ -379,7 +379,10 @@ def test_a_rank_that_raises_a_user_error_is_not_silent() -> None:
 
 
 def backlog(world: SimWorld, ring: NcclTransport, behind: bool, end_s: float) -> Callable[[], Any]:
-    """Start an exchange behind compute that takes `end_s`, or before it if not `behind`. Return how to end it early."""
+    """Start an exchange after compute that takes `end_s` seconds, or before the compute if not `behind`.
+
+    Return a function that ends the compute early.
+    """
     gpu: Any = ring.gpu
     slots = ring.allocate(1024).view(2, 512)
     with gpu.on(gpu.user_stream()):

@@ -36,7 +36,7 @@ SOON_S = 30.0
 
 
 def until(what: Callable[[], bool]) -> bool:
-    """Return whether the condition becomes true soon. Collects garbage meanwhile, because a traceback is a cycle."""
+    """Return whether the condition becomes true soon. Collect garbage meanwhile, because tracebacks form cycles."""
     end_s = time.monotonic() + SOON_S
     while not what():
         gc.collect()

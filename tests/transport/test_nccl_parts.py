@@ -167,7 +167,7 @@ def test_the_margin_is_the_limit_of_thread_blocks_too(options: NcclOptions, conf
 
 
 def test_only_explicit_options_are_passed_to_a_library_that_lacks_them() -> None:
-    """Defaults are omitted. The binding refuses explicit options that it lacks."""
+    """Defaults that the library lacks are omitted. Explicit options are passed on, and the binding refuses them."""
     assert config_of(NcclOptions(blocking=True), frozenset()) == CommConfig(True)
     assert NcclOptions(blocking=True).margin == 8
     full = config_of(NcclOptions(blocking=True, sm_margin=8, cga_cluster_size=1, channels_per_net_peer=2), frozenset())

@@ -111,7 +111,7 @@ def run_passes(ranks: int, layout: str, schedule: str, timeout_s: float = 20.0) 
 
 
 def is_correct(layout: str, outcomes: list[Outcome], world: SimWorld, races: list[Race]) -> bool:
-    """Whether the results are exact, without an error, a violation or a race."""
+    """Return whether the results are exact, without an error, a violation or a race."""
     if world.violations or races or any(outcome.error for outcome in outcomes):
         return False
     output = joined([outcome.result for outcome in outcomes])
@@ -190,7 +190,7 @@ def reversed_on_one_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_count_on_one_rank(patch: pytest.MonkeyPatch) -> None:
-    """Let rank 1 receive eight bytes less than its peer sends."""
+    """Let rank 1 receive eight bytes fewer than its peer sends."""
     launch = Communicator.launch
 
     def short(self: Communicator, calls: Any, stream: int, watch: Any) -> None:

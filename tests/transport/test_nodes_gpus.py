@@ -77,7 +77,7 @@ def test_a_capture_is_refused_before_either_transport_has_started() -> None:
 
 
 def test_a_failure_is_poison_then_an_abort_of_nccl_then_paint() -> None:
-    # Otherwise corrupt bytes could reach a rank through one transport before it sees the poison of the other.
+    # In another order, wrong bytes could reach a rank through one transport before it reads the poison of the other.
     steps: list[str] = []
 
     def record(target: Any, name: str, step: str) -> None:

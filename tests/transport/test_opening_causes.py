@@ -180,5 +180,5 @@ def test_two_jobs_at_one_port_never_form_a_ring_unnoticed(order: tuple[str, ...]
             rf"the ring of 2 ranks cannot go on: two processes claim rank [01], {PROCESS} and", answer.message
         )
         assert claimed, (name, answers)
-    # Of two processes with the same rank number one is refused. A mixed ring reads the cause in its store.
+    # One of two processes with the same rank number is refused. A ring of both jobs reads the cause in its store.
     assert sum(answer.kind == "InputError" for answer in answers.values() if answer) >= 1, answers

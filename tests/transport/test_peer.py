@@ -26,7 +26,7 @@ OFFSETS = (0, 1, 7, 64)
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
-    """Return a pattern whose period no power of two divides, so that shifted bytes are noticed."""
+    """Return bytes that repeat after 251, a prime number, so that bytes shifted by a power of two differ."""
     period = torch.arange(251, dtype=torch.uint8).roll(seed)
     return period.repeat(-(-nbytes // 251))[:nbytes]
 
@@ -55,7 +55,10 @@ def sizes(rank: int, world_size: int, counts: list[int], switches: dict[str, Any
 
 
 def open_repeatedly(rank: int, world_size: int, times: int) -> tuple[list[dict[str, int]], list[int], list[int]]:
-    """Open and close repeatedly; return the driver's leftovers, open descriptors, and mappings after later times."""
+    """Open and close a ring `times` + 1 times.
+
+    Return, after each time except the first, the driver's leftovers and the number of open descriptors and mappings.
+    """
     left, descriptors, mappings = [], [], []
     for number in range(times + 1):
         gpu = SimGpu()
@@ -66,7 +69,7 @@ def open_repeatedly(rank: int, world_size: int, times: int) -> tuple[list[dict[s
         ring.close()
         if number:
             left.append(gpu.driver.leftovers())
-            gc.collect()  # a ring holds its page until it is collected
+            gc.collect()  # a ring keeps its page mapped until the ring is collected
             descriptors.append(len(os.listdir("/proc/self/fd")))
             with open("/proc/self/maps") as maps:
                 mappings.append(sum("memfd" in line for line in maps))
@@ -171,7 +174,7 @@ def mismatched_ends(rank: int, world_size: int, what: str) -> str:
 
 
 def overwritten(rank: int, world_size: int) -> dict[str, Any]:
-    """Let rank 1 overwrite the words that rank 0 paints with small numbers, for one second."""
+    """Let rank 0 abort, and rank 1 overwrite the words that rank 0 paints. Rank 1 stores small numbers for a second."""
     ring = meet_peer(rank, world_size)
     room = ring.allocate(64)
     page = ring.group.pages[0]
@@ -266,7 +269,7 @@ def test_every_byte_of_a_long_message_arrives(two: Processes) -> None:
 def test_repeated_openings_leave_no_resources(two: Processes) -> None:
     for left, descriptors, mappings in two.run(open_repeatedly, 8).values():
         assert left == [NOTHING] * 8
-        # Connections of one opening may be closed during the next; one kept at each opening would be seven more.
+        # A connection of one opening may be closed during the next. One leaked descriptor per opening would add seven.
         assert descriptors[-1] <= min(descriptors) + 2, descriptors
         assert len(set(mappings)) == 1, mappings
 

@@ -360,7 +360,7 @@ def test_structs_have_the_layout_of_the_header(
 
 
 class Stub:
-    """The stub of libcuda, loaded."""
+    """The loaded stub of libcuda."""
 
     def __init__(self, path: str) -> None:
         self.path, self._library = path, ctypes.CDLL(path)

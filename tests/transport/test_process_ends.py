@@ -123,7 +123,7 @@ def test_a_waiting_rank_ends_soon(transport: str, number: signal.Signals, code: 
     try:
         for process in ranks:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(1.0)  # until it waits
+        time.sleep(1.0)  # until the rank waits
         ranks[0].send_signal(number)
         assert ranks[0].wait(LIMIT_S) == code
     finally:
@@ -139,7 +139,7 @@ def rank_of_job(mark: str, rank: int) -> int:
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 environment = (process / "environ").read_bytes().split(b"\0")
-            except OSError:  # it has ended, or it is another user's
+            except OSError:  # the process has ended, or belongs to another user
                 continue
             if f"TEST_MARK={mark}".encode() in environment and f"RANK={rank}".encode() in environment:
                 return int(process.name)
@@ -183,12 +183,16 @@ MOST = (80, 12, 12)
 
 def counted() -> tuple[int, int, int]:
     """Count the descriptors, threads and mappings of this process."""
-    gc.collect()  # transports are cycles
+    gc.collect()  # dropped transports are in reference cycles
     return len(descriptors()), threading.active_count(), mappings()
 
 
 def drops(rank: int, world_size: int, name: str) -> list[tuple[int, int, int]]:
-    """Return the counts after the first rings and after all. Wait up to `SETTLE_S` for them to fall to the limit."""
+    """Open and drop rings in two rounds, and return the counts after each round.
+
+    Wait up to `SETTLE_S` for the counts of the first round to fall to `MOST`, and for the counts of the second round to
+    fall to the counts of the first.
+    """
     rounds: list[tuple[int, int, int]] = []
     for _ in range(2):
         for _ in range(RINGS):

@@ -118,7 +118,7 @@ def test_a_pause_ends_when_the_word_changes_and_not_later_than_a_slice() -> None
 
     start = time.monotonic()
     wait()
-    assert ended == [0] and time.monotonic() - start < 5.0  # a slice
+    assert ended == [0] and time.monotonic() - start < 5.0  # the pause ended after a slice
     page.store(BELL, 9)
     wait()
     assert ended == [0, 9]
@@ -334,7 +334,7 @@ def test_all_ranks_report_the_first_cause_if_several_fail() -> None:
 def test_the_earlier_of_two_independent_causes_is_reported() -> None:
     def body(group: SharedGroup) -> str | None:
         gathered(group)
-        if group.rank < 2:  # rank 0 fails earlier, but reports it later
+        if group.rank < 2:  # rank 0 fails before rank 1, and may report its failure later
             group.own_page.write_cause(100 + group.rank, f"rank {group.rank} failed first: independent")
             for page in group.pages.values():
                 page.store(POISON, 1 + group.rank, group.rank)
@@ -380,7 +380,7 @@ def test_a_closed_rank_fails_only_waits_for_it() -> None:
 
 
 def test_a_word_that_arrived_before_its_sender_closed_is_seen() -> None:
-    # The wait checks its condition. Then the word arrives and its sender closes, before the waiter checks again.
+    # The waiter checks its condition. Then the word arrives and its sender closes, before the waiter checks again.
     def body(group: SharedGroup) -> int:
         gathered(group)
         if group.rank == 1:

@@ -1,6 +1,6 @@
 """The simulated NCCL detects memory that is freed too early; `test_nccl_memory.py` relies on it.
 
-`test_nccl_races.py` shows that it detects a wrong order of a pass.
+`test_nccl_races.py` shows that the simulator also detects a wrong order of the work of a pass.
 """
 
 from __future__ import annotations

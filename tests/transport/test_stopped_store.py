@@ -69,7 +69,7 @@ def test_a_wait_ends_in_time(host: StoreHost, open_ring: Open, call: Callable[[A
     text, seconds = raised(lambda: call(first), (DeadlineError, PeerLostError))
     assert seconds < WITHIN_S
     assert UNANSWERED.format(port=host.port) in text
-    if open_ring is open_gloo:  # gloo reports it before the deadline
+    if open_ring is open_gloo:  # gloo reports the stopped store before the deadline
         assert f"{UNANSWERED.format(port=host.port)} {ANSWER_S:g} s" in text
     assert not names_as_culprit(1, text) and not names_as_culprit(0, text), text
 

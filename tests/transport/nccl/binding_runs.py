@@ -1,7 +1,7 @@
-"""Runs the contract of one binding, and the checks of features that only one binding has.
+"""Run the contract of one binding, and the checks of features that only one binding has.
 
 `python -m tests.transport.nccl.binding_runs RUN LIBRARY EXIT_LOG` prints, as JSON, the traceback or null of each check
-of a run. It leaves communicators open at its end; EXIT_LOG gets the calls of the library while the interpreter exits.
+of a run. It leaves communicators open, and writes to EXIT_LOG the calls of the library while the interpreter exits.
 Each run needs a separate process, because neither libnccl nor cupy can be unloaded.
 """
 
@@ -55,7 +55,7 @@ def in_progress_is_not_an_error(bench: Bench) -> None:
     bench.binding.group_start()
     bench.binding.send(64, 1, 1, comm, 0)
     assert bench.binding.group_end() == Status.IN_PROGRESS
-    assert bench.binding.send(64, 1, 1, comm, 0) == Status.INVALID_ARGUMENT  # too early
+    assert bench.binding.send(64, 1, 1, comm, 0) == Status.INVALID_ARGUMENT  # the group is still in progress
     assert [bench.binding.state(comm) for _ in waiting] == waiting
     bench.binding.finalize(comm)
     assert [bench.binding.state(comm) for _ in waiting] == waiting
@@ -146,7 +146,7 @@ left_open: Bench | None = None
 
 
 def with_a_clean_log(check: Check) -> Check:
-    """Extend a check: it must not make a call with which the library would access freed memory."""
+    """Return the check, extended: it also fails if it makes a call with which the library would access freed memory."""
 
     @wraps(check)
     def checked(bench: Bench) -> None:
@@ -158,7 +158,7 @@ def with_a_clean_log(check: Check) -> Check:
 
 
 def main(name: str, path: str, exit_log: str) -> None:
-    """Run the checks of a run. See the module."""
+    """Run the checks of the run `name`. The docstring of the module describes the arguments."""
     global left_open
     if name == "ctypes_poor":
         Stub(path).set_version(FLOOR_VERSION)

@@ -1,4 +1,4 @@
-"""Loads missing, broken, old, new and duplicate copies of libnccl, in this order, in one process.
+"""Load missing, broken, old, new and duplicate copies of libnccl, in this order, in one process.
 
 `python -m tests.transport.nccl.library_scenarios LIBRARY SECOND` takes two copies of the stub and prints, as JSON, the
 traceback or null of each scenario. The order matters, because a loaded library cannot be unloaded.
@@ -24,10 +24,10 @@ from tests.transport.nccl.stub import VERSION, Stub
 
 
 class NoWheel:
-    """An environment without NVIDIA's packages."""
+    """An import finder that hides NVIDIA's packages."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Raise for these packages."""
+        """Raise ModuleNotFoundError if `name` is one of NVIDIA's packages."""
         if name.split(".")[0] == "nvidia":
             raise ModuleNotFoundError(f"{name} is hidden", name=name)
 
@@ -36,7 +36,7 @@ def a_missing_library_is_refused_with_a_remedy(path: str, second: str) -> None:
     soname, library.SONAME = library.SONAME, "libnccl-absent.so.2"
     finders, cuda = list(sys.meta_path), torch.version.cuda
     try:
-        # First with the folder of the wheel, if it is installed, but without the file; then without the folder.
+        # At first only the file is missing: the folder of an installed wheel is found. Then the folder is hidden too.
         for hidden in ([], [NoWheel()]):
             sys.meta_path[:] = [*hidden, *finders]
             for version, remedy in {
@@ -118,7 +118,7 @@ class CupyWithACopy(Cupy):
 
 
 def cupy_refusal(cupy: Cupy | None, path: str) -> str:
-    """Return the message with which the binding refuses this cupy. None: cupy is not installed."""
+    """Return the message with which the binding refuses `cupy`. If it is None, cupy is not installed."""
     names = ("cupy", "cupy.cuda.nccl")
     try:
         sys.modules.update(dict.fromkeys(names, cupy))  # None blocks an import

@@ -80,7 +80,7 @@ class Stub:
         self._c.stub_block(function.encode())
 
     def is_inside(self) -> bool:
-        """Whether a call waits for `release`."""
+        """Return whether a call waits for `release`."""
         return bool(self._c.stub_inside())
 
     def release(self) -> None:

@@ -65,7 +65,8 @@ def _path(seen: dict[State, tuple[State, str] | None], state: State) -> list[str
 def random_order(machine: Machine, seed: int) -> tuple[list[tuple[bool, Position]], State]:
     """Return one order at random, and the state in which it ends.
 
-    An event is whether a copy completes, and the operation. The order ends at the first violation.
+    Each event is the position of an operation, with True if its copy completes and False if the operation runs. The
+    order ends at the first violation.
     """
     chance, state = random.Random(seed), machine.first()
     events: list[tuple[bool, Position]] = []
@@ -107,7 +108,7 @@ class _Clocks:
         self._stores: defaultdict[int, list[tuple[int, Clock]]] = defaultdict(list)
 
     def accesses(self) -> list[Access]:
-        """Return every access to a slot. A copy that never completes keeps its target."""
+        """Return every access to a slot. A copy that never completes accesses its target forever."""
         accesses = []
         for lands, where in self._events:
             if lands:

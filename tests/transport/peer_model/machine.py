@@ -192,7 +192,7 @@ class Machine:
         )  # fmt: skip
 
     def enabled(self, state: State, thread: int) -> bool:
-        """Whether the next operation of a thread can run."""
+        """Return whether the next operation of a thread can run."""
         ops, index = self.threads[thread], state.positions[thread]
         if index >= len(ops):
             return False
@@ -215,7 +215,7 @@ class Machine:
 
     @staticmethod
     def satisfied(state: State, op: Op) -> bool:
-        """Whether the word of a wait has the value that it waits for."""
+        """Return whether the word of a wait has the value that it waits for."""
         value = state.words[op.word]
         return value == op.value if op.exact else value >= op.value
 
@@ -271,7 +271,7 @@ class Machine:
         return state
 
     def _reported(self, state: State, rank: int, op: Op) -> bool:
-        """Whether the rank has already reported success for this kernel."""
+        """Return whether the rank has already reported success for this kernel."""
         index = state.positions[rank * 3]
         return any(op.needs[0][1] < success < index for success in self._successes[rank]) if op.needs else False
 
@@ -292,7 +292,7 @@ class Machine:
         return any(op.exact for ops in self.threads for op in ops)
 
     def _monotone(self) -> bool:
-        """Whether each word is written by one thread and only increases, and no wait is for an exact value."""
+        """Return whether each word is written by one thread and only increases, and no wait is for an exact value."""
         writer: dict[int, int] = {}
         value = dict(enumerate(self.words))
         if self._exact():
@@ -308,7 +308,10 @@ class Machine:
     # --- ranks that fail ---------------------------------------------------------------------------------------------
 
     def moves(self, state: State) -> Iterator[tuple[str, State]]:
-        """Yield every next state except faults, with its description; only one if all orders end in the same state."""
+        """Yield the description and the next state of each move, except faults.
+
+        If all orders of the moves end in the same state, yield only one of them.
+        """
         if self._confluent and state.culprit != NOBODY and self._no_rank_reports_more(state):
             yield from islice(self._moves(state), 1)
         else:
@@ -338,7 +341,7 @@ class Machine:
             yield "rank 0 goes on", state._replace(life=replaced(state.life, 0, Life.RUNS))
 
     def stuck(self, state: State) -> str:
-        """Describe the ranks that have not ended, in a state without a next one. Empty if all have."""
+        """Describe the ranks that have not ended in a state that has no next state, or return "" if all have ended."""
         left = []
         for rank, life in enumerate(state.life):
             if life >= Life.DEAD or life == Life.ENDED:
@@ -371,7 +374,7 @@ class Machine:
             yield from self._abort_step(state, rank, phase)
 
     def _abort_step(self, state: State, rank: int, phase: int) -> Iterator[tuple[str, State]]:
-        """Yield the next step of the supervisor, and the painting that continues in parallel."""
+        """Yield the next step of the rank's supervisor, and the steps that paint words in parallel."""
         after = state._replace(phase=replaced(state.phase, rank, phase + 1))
         if phase <= len(self._steps):
             step, page = self._steps[phase - 1]
@@ -403,7 +406,7 @@ class Machine:
         return next((n for n, (each, _) in enumerate(self._steps, 1) if each is step), len(self._steps) + 1)
 
     def _blocked(self, state: State, thread: int) -> bool:
-        """Whether a thread is blocked in a wait whose word is not painted."""
+        """Return whether a thread is blocked in a wait whose word is not painted."""
         ops, index = self.threads[thread], state.positions[thread]
         return (
             index < len(ops)
@@ -428,7 +431,7 @@ class Machine:
         return state._replace(phase=replaced(state.phase, rank, 1), origin=replaced(state.origin, rank, origin))
 
     def drained(self, state: State, rank: int) -> bool:
-        """Whether all work that this rank has enqueued is complete."""
+        """Return whether all work that this rank has enqueued is complete."""
         if any(where[0] // 3 == rank for where, _ in state.landing):
             return False
         return not any(self.queued(state, rank * 3 + stream) for stream in (CALLER, LANE))
@@ -476,7 +479,7 @@ class Machine:
         return all(self._reports_no_more(state, rank) for rank in range(self.world))
 
     def _reports_no_more(self, state: State, rank: int) -> bool:
-        """Whether this rank will not report success for any further kernel."""
+        """Return whether this rank will not report success for any further kernel."""
         if state.life[rank] == Life.DEAD:
             return True
         kernels = (op for op in self.queued(state, rank * 3 + CALLER) if op.kind == Kind.KERNEL)

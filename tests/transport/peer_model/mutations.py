@@ -37,7 +37,10 @@ from tests.transport.peer_model.scripts import (
 
 
 class Mutation(NamedTuple):
-    """With the protocol `broken`, `use` violates `rule`. With the correct protocol it violates no rule."""
+    """A broken protocol with a use case that detects the mistake.
+
+    With the protocol `broken`, `use` violates `rule`. With the correct protocol, `use` violates no rule.
+    """
 
     name: str
     broken: Protocol
@@ -49,7 +52,7 @@ class Mutation(NamedTuple):
 
 
 def flat(program: Program) -> list[Any]:
-    """Return the steps of the start, with one batch per memory operation."""
+    """Return the steps with which the program starts an exchange, with each memory operation in its own batch."""
     steps: list[Any] = []
     for step in program.start:
         steps += [Memops((op,)) for op in step.ops] if isinstance(step, Memops) else [step]
@@ -57,17 +60,17 @@ def flat(program: Program) -> list[Any]:
 
 
 def is_op(step: Any, kind: WordKind, op: type) -> bool:
-    """Whether a step is a store to, or a wait for, a word of this kind."""
+    """Return whether a step is a store to, or a wait for, a word of this kind."""
     return isinstance(step, Memops) and step.ops[0].word.kind is kind and isinstance(step.ops[0], op)
 
 
 def without(kind: WordKind, op: type, program: Program) -> Program:
-    """Remove the stores to these words, or the waits for them."""
+    """Return the program without the stores to words of this kind, or without the waits for them."""
     return replace(program, start=tuple(step for step in flat(program) if not is_op(step, kind, op)))
 
 
 def moved(kind: WordKind, op: type, before: Callable[[Any], bool], program: Program) -> Program:
-    """Move the stores or waits before the first step that satisfies `before`."""
+    """Return the program with the stores or waits moved to before the first step that satisfies `before`."""
     steps = [step for step in flat(program) if not is_op(step, kind, op)]
     target = next((n for n, step in enumerate(steps) if before(step)), len(steps))
     steps[target:target] = [step for step in flat(program) if is_op(step, kind, op)]
@@ -80,19 +83,19 @@ def mapped(change: Callable[[Any], Any], program: Program) -> Program:
 
 
 def unfenced(step: Any) -> Any:
-    """Let a flag overtake its data."""
+    """Return the step, changed if it stores an arrival flag: the flag may then become visible before its data."""
     if is_op(step, WordKind.ARRIVAL, Write):
         return Memops((UnfencedWrite(step.ops[0].word, step.ops[0].nth),))
     return step
 
 
 def loose(step: Any) -> Any:
-    """Let a copy begin at any later time."""
+    """Return the step, changed if it is a copy: the copy may then begin at any later time."""
     return LooseCopy(step.message, step.src, step.dst, step.nth) if isinstance(step, Copy) else step
 
 
 def exact(step: Any) -> Any:
-    """Wait for an equal value instead of at least this value."""
+    """Return the step, changed if it is a wait: it then waits for exactly its value, not for at least its value."""
     if isinstance(step, Memops) and isinstance(step.ops[0], Wait):
         return Memops((ExactWait(step.ops[0].word, step.ops[0].nth),))
     return step
@@ -140,7 +143,7 @@ def log_late(program: Program) -> Program:
 
 
 class Reused(PairNumbers):
-    """Gives the second exchange the numbers of the first."""
+    """Message numbers that are the same in the second exchange as in the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +157,7 @@ class Reused(PairNumbers):
 
 
 class OfRank(PairNumbers):
-    """Counts messages per direction of this rank instead of per pair."""
+    """Message numbers that count per direction of this rank instead of per pair."""
 
     def bases(self, program: Program) -> dict[Pair, int]:
         """Return the number of messages started in the direction of each pair."""
@@ -164,12 +167,12 @@ class OfRank(PairNumbers):
 
 
 def before_ready(step: Any) -> bool:
-    """Whether the lane waits for the caller's stream in this step."""
+    """Return whether the lane waits for the caller's stream in this step."""
     return isinstance(step, WaitEvent) and step.event is Event.READY
 
 
 def is_copy(step: Any) -> bool:
-    """Whether a step copies data."""
+    """Return whether a step copies data."""
     return isinstance(step, Copy)
 
 

@@ -52,7 +52,7 @@ class LooseCopy(Copy):
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """The host waits until the lane has run all enqueued operations."""
+    """A step in which the host waits until the lane has run all enqueued operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class BoundHop:
 
 @dataclass
 class Protocol:
-    """How exchanges run, and which mistakes they contain."""
+    """The way in which exchanges run, and the mistakes that they contain."""
 
     change: Change = lambda program: program
     one_queue: bool = False
@@ -110,7 +110,7 @@ class Draft:
 
 
 class Script:
-    """Builds the operations of one rank."""
+    """The operations of one rank, which the methods append."""
 
     def __init__(self, model: Model, rank: int) -> None:
         self.model, self.rank = model, rank
@@ -327,7 +327,7 @@ def ring(protocol: Protocol, world: int, hops: int, passes: int = 1) -> Machine:
 
 
 def star(protocol: Protocol, world: int) -> Machine:
-    """Rank 0 sends to each other rank, and they reply. The pairs have different message numbers."""
+    """Let rank 0 send to each other rank, and each other rank reply. The pairs have different message numbers."""
     model = Model(world, world, protocol)
     root, leaves = model.scripts[0], model.scripts[1:]
     root.kernel("pack", writes=[(0, 1)])
@@ -375,7 +375,7 @@ def ahead(protocol: Protocol) -> Machine:
 
 
 def other_order(protocol: Protocol) -> Machine:
-    """Rank 1 binds two receives, and starts the second one first."""
+    """Let rank 1 bind two receives, and start the second receive before the first."""
     model = Model(2, 2, protocol)
     sender, receiver = model.scripts
     sender.kernel("pack", writes=[(0, 1), (1, 2)])

@@ -1,1 +1,1 @@
-"""A GPU of processes on CPU: allocations are memfds, streams are threads."""
+"""A simulated GPU for processes on a CPU: allocations are memfds, streams are threads."""

@@ -53,7 +53,7 @@ class _Item(NamedTuple):
 
 
 class _Queue:
-    """Runs items one after another on a dedicated thread."""
+    """A queue whose items run one after another on a dedicated thread."""
 
     def __init__(self) -> None:
         self.items: deque[_Item] = deque()

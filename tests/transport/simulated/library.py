@@ -64,7 +64,7 @@ class Checks:
             raise self.refusal(function, Status.INVALID_USAGE)
 
     def find(self, function: str, handle: int) -> Communicator | None:
-        """Return the end behind a handle, or None if the handle is NULL, invalid, freed or of another rank."""
+        """Return this rank's end of a communicator, or None if `handle` is NULL, invalid, freed or of another rank."""
         end = self._world.registry.by_handle.get(handle)
         if not handle:
             self.last_refusal = f"{function}: NULL communicator"
@@ -78,7 +78,10 @@ class Checks:
         return end
 
     def usable(self, function: str, handle: int, also: Phase = Phase.READY) -> Communicator | None:
-        """Return the end behind a handle if it is ready (or in phase `also`) and no other thread uses it, else None."""
+        """Return this rank's end of a communicator, or None if it cannot be used now.
+
+        The end must be ready, or in phase `also`, and no other thread may use it.
+        """
         end = self.find(function, handle)
         if end is None:
             return None
@@ -94,7 +97,7 @@ class Checks:
 
     @contextmanager
     def inside(self, function: str, handle: int, also: Phase = Phase.READY) -> Iterator[Communicator]:
-        """Mark the end behind a handle as used by this thread until the call returns."""
+        """Mark this rank's end of a communicator as used by this thread until the call returns."""
         end = self.usable(function, handle, also)
         if end is None:
             raise self.refusal(function, Status.INVALID_ARGUMENT)
@@ -105,25 +108,25 @@ class Checks:
             end.user = before
 
     def own_memory(self, function: str, pointer: int, nbytes: int) -> bool:
-        """Whether these bytes are live memory of this rank. Record a violation if not."""
+        """Return whether these bytes are live memory of this rank. Record a violation if not."""
         owned = self._world.memory.view(self._rank, pointer, nbytes) is not None
         if not owned:
             self.broken(function, f"illegal address {pointer:#x}: not {nbytes} live bytes of this rank")
         return owned
 
     def registered(self, memory: Range) -> bool:
-        """Whether any of these bytes are registered with a communicator."""
+        """Return whether any of these bytes are registered with a communicator."""
         ends = self._world.registry.of(self._rank)
         return any(_overlap(memory, each) for end in ends for each in end.registered.values())
 
     def in_flight(self, memory: Range) -> bool:
-        """Whether a group that has not completed sends from or receives into this memory."""
+        """Return whether a group that has not completed sends from or receives into this memory."""
         launches = (launch for end in self._world.registry.of(self._rank) for launch in end.in_flight())
         return any(_overlap(memory, (op.address, op.nbytes)) for launch in launches for op in launch.ops)
 
 
 def _overlap(a: Range, b: Range) -> bool:
-    """Whether two ranges share a byte."""
+    """Return whether two ranges share a byte."""
     return a[0] < b[0] + b[1] and b[0] < a[0] + a[1]
 
 
@@ -172,7 +175,7 @@ class SimLibrary:
         return os.urandom(UNIQUE_ID_BYTES)
 
     def init(self, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
-        """See `Binding.init`. Not ready before `world_size` different ranks have joined with this id and size."""
+        """See `Binding.init`. The end is not ready before `world_size` ranks have joined with this id and size."""
         self._checks.enter("init")
         self._checks.config(config)
         world = self._world
@@ -208,7 +211,7 @@ class SimLibrary:
         return Status.SUCCESS
 
     def finalize(self, comm: int) -> None:
-        """See `Binding.finalize`. In progress until all ranks have called it and all groups have run."""
+        """See `Binding.finalize`. The end is in progress until all ranks have called it and all groups have run."""
         self._checks.enter("finalize")
         self._checks.capability(Capability.FINALIZE)
         with self._world.changed, self._checks.inside("finalize", comm) as end:
@@ -219,7 +222,7 @@ class SimLibrary:
                 end.polls_left = 0
 
     def destroy(self, comm: int) -> None:
-        """See `Binding.destroy`. Hangs until all ranks have called it and all groups have run."""
+        """See `Binding.destroy`. The call blocks until all ranks have called it and all groups have run."""
         self._checks.enter("destroy")
         with self._world.changed, self._checks.inside("destroy", comm, Phase.FINALIZED) as end:
             self._checks.no_graph("destroy", end)
@@ -331,7 +334,7 @@ class SimLibrary:
             return pointer
 
     def mem_free(self, pointer: int) -> None:
-        """See `Binding.mem_free`. Refused while the memory is registered, in flight or used by compute."""
+        """See `Binding.mem_free`. The call is refused while the memory is registered, in flight or used by compute."""
         self._checks.enter("mem_free")
         self._checks.capability(Capability.MEMORY)
         with self._world.changed:
@@ -361,7 +364,7 @@ class SimLibrary:
             return handle
 
     def deregister(self, comm: int, handle: int) -> None:
-        """See `Binding.deregister`. Refused while the memory is in flight."""
+        """See `Binding.deregister`. The call is refused while the memory is in flight."""
         self._checks.enter("deregister")
         self._checks.capability(Capability.REGISTER)
         with self._world.changed, self._checks.inside("deregister", comm, Phase.FINALIZED) as end:
@@ -384,7 +387,7 @@ class SimLibrary:
     # --- waiting inside a call ---------------------------------------------------------------------------------------
 
     def _all_ranks_ready(self, end: Communicator) -> bool:
-        """Whether all ranks are as far as this end (opened, finalized or in destroy) and its groups have run."""
+        """Return whether all ranks are as far as this end (opened, finalized or in destroy) and its groups have run."""
         clique = end.clique
         if end.phase is Phase.OPENING:
             return clique.full
@@ -395,12 +398,12 @@ class SimLibrary:
         return True
 
     def _connected(self, end: Communicator) -> bool:
-        """Whether this rank is connected with the peers of the group in progress."""
+        """Return whether this rank is connected with the peers of the group in progress."""
         launch, members = end.unlaunched, end.clique.members
         return launch is None or self._world.connected(self._rank, [members[op.peer].process for op in launch.ops])
 
     def _opened(self, function: str, end: Communicator) -> int:
-        """Return the handle of a new end. Wait until a blocking one is ready."""
+        """Return the handle of a new end. If the end is blocking, wait until it is ready."""
         self._world.changed.notify_all()
         if end.config.blocking:
             self._block(function, end)

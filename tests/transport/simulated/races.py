@@ -35,7 +35,7 @@ class Access(NamedTuple):
     end: int
 
     def before(self, later: Access) -> bool:
-        """Whether this access ends before `later` begins, on every run."""
+        """Return whether this access ends before `later` begins, on every run."""
         return later.begin[self.thread] >= self.end
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ def unordered(accesses: Iterable[Access]) -> list[Race]:
 
 
 class _Run:
-    """Replays the traces in an order that respects every edge, and computes the vector clocks."""
+    """A replay of the traces in an order that respects every edge, which computes the vector clocks."""
 
     def __init__(self, traces: Sequence[Sequence[Entry]]) -> None:
         threads: defaultdict[tuple[int, str], list[Entry]] = defaultdict(list)
@@ -112,7 +112,10 @@ class _Run:
         return self._accesses
 
     def _pass(self, thread: int, entry: Entry) -> bool:
-        """Advance a thread past one entry if all entries that it depends on have been passed. Return whether it has."""
+        """Advance a thread past one entry if all entries that it depends on have been passed.
+
+        Return whether the thread has advanced.
+        """
         if isinstance(entry, Wait):
             if entry.record not in self._records:
                 return False

@@ -150,7 +150,7 @@ class Clique:
         return self.world_size == len(self.members)
 
     def reached(self, *phases: Phase) -> bool:
-        """Whether every rank is in one of these phases."""
+        """Return whether every rank is in one of these phases."""
         return all(member.phase in phases for member in self.members.values())
 
     def opposite(self, rank: int, op: Op) -> Op | None:
@@ -200,7 +200,7 @@ class Communicator:
             self.clique.ops[op.kind, self.rank, op.peer, op.number] = op
 
     def holds(self, address: int, nbytes: int) -> bool:
-        """Whether this memory is registered with this end."""
+        """Return whether this memory is registered with this end."""
         return any(start <= address and address + nbytes <= start + size for start, size in self.registered.values())
 
     def fail(self, status: Status, text: str) -> None:
@@ -254,7 +254,7 @@ class Allocation:
 
     @property
     def gone(self) -> bool:
-        """Whether it has been freed or dropped."""
+        """Whether the memory has been freed or dropped."""
         return self.freed or self._array() is None
 
     def bytes_at(self, address: int, nbytes: int) -> np.ndarray | None:
@@ -297,7 +297,7 @@ class Memory:
         return sum(piece.nbytes for piece in self._allocations[rank] if piece.kept is not None and not piece.freed)
 
     def gone(self, rank: int, address: int, nbytes: int) -> bool:
-        """Whether any of these bytes are in memory that was freed or dropped."""
+        """Return whether any of these bytes are in memory that was freed or dropped."""
         pieces = (piece for piece in self._allocations[rank] if piece.gone)
         return any(piece.address < address + nbytes and address < piece.address + piece.nbytes for piece in pieces)
 
@@ -327,7 +327,7 @@ class Memory:
 
 
 def _pages(nbytes: int) -> np.ndarray:
-    """Return new memory as a view of its pages: at least one byte, so that each has a distinct address."""
+    """Return a new array of `nbytes` bytes. At least one byte is allocated, so that each array has its own address."""
     return np.empty(max(nbytes, 1), dtype=np.uint8)[:nbytes]
 
 
@@ -438,7 +438,7 @@ class Queues:
             comm.launches.popleft()
 
     def _present(self, op: Op) -> bool:
-        """Whether the launch of this op executes on its device now."""
+        """Return whether the launch of this op executes on its device now."""
         launch = op.launch
         alive = launch.rank not in self._dead and not launch.aborted
         return alive and launch.started and launch.comm.error is Status.SUCCESS

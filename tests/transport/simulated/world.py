@@ -47,7 +47,10 @@ class Died(BaseException):
 
 @dataclass(frozen=True)
 class Die:
-    """The process of `rank` dies just before or after it launches hop `hop`. Hops count launched groups from 0."""
+    """A fault: the process of `rank` dies just before or after it launches hop `hop`.
+
+    Hops are launched groups, counted from 0.
+    """
 
     rank: int
     hop: int
@@ -56,7 +59,7 @@ class Die:
 
 @dataclass(frozen=True)
 class Stall:
-    """Call number `call` (from 0) of `function` does not return before `SimWorld.release`."""
+    """A fault: call number `call` (from 0) of `function` does not return before `SimWorld.release`."""
 
     rank: int
     function: str
@@ -65,7 +68,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class Answer:
-    """Call number `call` of `function` does nothing, and returns or raises `status`."""
+    """A fault: call number `call` of `function` does nothing, and returns or raises `status`."""
 
     rank: int
     function: str
@@ -77,7 +80,7 @@ Fault = Die | Stall | Answer
 
 
 class Script:
-    """Counts calls and hops, and triggers the scripted faults."""
+    """The scripted faults, with the counts of calls and hops that trigger them."""
 
     def __init__(self, world: SimWorld, faults: Sequence[Fault]) -> None:
         self._world, self._faults = world, faults
@@ -105,7 +108,7 @@ class Script:
         return None
 
     def ending_group(self, rank: int) -> None:
-        """Die if the script says so, before the next hop is launched."""
+        """Let the rank die before its next hop is launched, if that is a scripted fault."""
         self._die_if(rank, Die(rank, self._hops[rank]))
 
     def launched(self, rank: int) -> None:
@@ -113,7 +116,7 @@ class Script:
         self._hops[rank] += 1
 
     def leave(self, rank: int) -> None:
-        """Die if the script says so, after the last launched hop."""
+        """Let the rank die after its last launched hop, if that is a scripted fault."""
         self._die_if(rank, Die(rank, self._hops[rank] - 1, after=True))
 
     def release(self, rank: int) -> None:
@@ -192,7 +195,7 @@ class Graph:
         self._entries.append(entry)
 
     def uses(self, comm: Communicator) -> bool:
-        """Whether the graph is alive and launches on `comm`. Then `comm` cannot be destroyed or aborted."""
+        """Return whether the graph is alive and launches on `comm`. Then `comm` cannot be destroyed or aborted."""
         return self._alive and any(isinstance(entry, Launch) and entry.comm is comm for entry in self._entries)
 
     def replay(self) -> None:
@@ -321,11 +324,11 @@ class SimWorld:
         return self._groups[rank]
 
     def capturing(self, rank: int) -> bool:
-        """Whether `rank` captures a graph."""
+        """Return whether `rank` captures a graph."""
         return rank in self._capturing
 
     def in_graph(self, comm: Communicator) -> bool:
-        """Whether a live graph launches on `comm`."""
+        """Return whether a live graph launches on `comm`."""
         return any(graph.uses(comm) for graph in self._graphs)
 
     def issue(self, entry: Entry) -> None:
