@@ -175,7 +175,10 @@ def test_strided_operands_are_not_copied() -> None:
 @pytest.mark.parametrize(("d_k", "d_v"), [(8, 1), (2, 1), (1, 1), (1, 8)])
 @pytest.mark.parametrize("with_dlse", [False, True])
 def test_a_single_column_with_batches_innermost_is_padded_correctly(d_k: int, d_v: int, with_dlse: bool) -> None:
-    """Such a column looks like channels_last. torch's `pad` and `cat` keep those strides, and the op misreads them."""
+    """A column with batches innermost looks like channels_last. Torch's `pad` and `cat` keep such strides.
+
+    The op misreads such strides.
+    """
     scenario = SCENARIOS["causal"]._replace(d_k=d_k, d_v=d_v, batch=3, memory="batches")
     trial = Trial(scenario, torch.float64, with_dlse)
     trial.check(trial.run(AtenEngine(HOST)), 1e-10)

@@ -32,7 +32,7 @@ DIMS_OF_GLUON = "the Gluon kernel takes head dimensions of 64 or 128, equal for 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """Clear the caches, so that no choice made under a stand-in outlives its test."""
+    """Clear the caches before and after a test, so that no choice of an engine is kept for the next test."""
     choose.cache_clear()
     yield
     choose.cache_clear()

@@ -114,7 +114,10 @@ def alive(like: torch.Tensor) -> float:
 
 
 def killed(rank: int, world_size: int, kind: str) -> dict[str, Any]:
-    """Kill rank 1 while copies run. Return what rank 0 raises, whether its device works, and the memory it lost."""
+    """Kill rank 1 while copies run.
+
+    Return what rank 0 raises, a sum that shows that its device works, and the bytes that were not freed.
+    """
     gpu = device(kind)
     before = free_bytes(kind)
     ring = open_ring(rank, world_size, kind, gpu)
@@ -153,7 +156,10 @@ def lost_bytes(kind: str, gpu: Any, before: int) -> int:
 
 
 def slow_read(kind: str, gpu: Any, slot: torch.Tensor) -> Callable[[], list[int]]:
-    """Put a late reader of `slot` on the caller's stream; return a function that gives the values that it read."""
+    """Enqueue a read of `slot` on the caller's stream after two seconds of waiting.
+
+    Return a function that returns the values that were read.
+    """
     if kind == "cuda":
         torch.cuda._sleep(SLEEP_CYCLES)
         values = slot.clone()

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.gpu
 
 
 def engine_named(name: str) -> Any:
-    """Return the name if `Ring` accepts it, else a Triton engine of that form."""
+    """Return `name` if it is the name of an engine for `Ring`, else a Triton engine whose kernels have this form."""
     if name not in ("pointers", "gluon", "fused"):
         return name
     if torch.cuda.get_device_capability() < (9, 0) and name == "gluon":

@@ -168,7 +168,7 @@ def test_no_forward_kernel_of_half_precision_spills() -> None:
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed here")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_under_compute_sanitizer(tool: str) -> None:
-    """A scenario of each form makes no access outside its memory and has no hazard in shared memory."""
+    """The kernels of each form access only their own memory and have no hazard in shared memory, in one scenario."""
     this = "tests/gpu/test_kernels.py::test_forms_are_as_good_as_plain_loads"
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", this]
     options = ["-m", "gpu", "-k", "whole-pass and bf16", "-p", "no:cacheprovider"]

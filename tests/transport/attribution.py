@@ -13,7 +13,7 @@ REPORTS = r"failed first: (?:DeadlineError|PeerLostError|DisagreementError)"
 
 
 def names_as_culprit(culprit: int, message: str) -> bool:
-    """Return whether a message says that `culprit` is at fault, instead of only listing it among the peers."""
+    """Return whether a message says that `culprit` is at fault. A message may also only list `culprit` as a peer."""
     return re.search(rf"rank {culprit} ({VERBS})", message) is not None
 
 

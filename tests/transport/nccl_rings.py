@@ -71,8 +71,8 @@ def on_gpus(
 ) -> list[Outcome]:
     """Open a transport on every rank, run `body(transport)`, close it, and return the outcomes by rank.
 
-    Fails if a rank hangs. `deadline_s` replaces the deadline once a rank is open, because opening many worlds at once
-    is slow.
+    The test fails if a rank hangs. `deadline_s` replaces the deadline as soon as a rank is open, because opening many
+    worlds at once is slow.
     """
 
     def open_rank(rank: int, store: Any) -> NcclTransport:

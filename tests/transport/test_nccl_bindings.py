@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(folder: Path) -> Iterator[Report]:
-    """Return a function from the name of a run to its results. The runs execute in parallel."""
+    """Start all runs in parallel. Return a function that returns the results of a run by its name."""
     started: dict[str, subprocess.Popen[str]] = {}
 
     def start(name: str, module: str, *arguments: str) -> None:

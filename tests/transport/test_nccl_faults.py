@@ -39,7 +39,7 @@ Change = Callable[[int], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """A fault in the library of one rank, or a different call of this rank."""
+    """A fault in the library of one rank, or a call of this rank that differs from the calls of the other ranks."""
 
     name: str
     culprit: int

@@ -233,7 +233,7 @@ LOST_S = 1.0
 
 @pytest.fixture
 def soon_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let close count a rank as lost after one second."""
+    """Shorten the time after which a close treats a rank as lost."""
     monkeypatch.setattr(supervisor, "LOST_S", LOST_S)
 
 

@@ -235,7 +235,7 @@ def test_a_wrong_order_that_may_give_correct_results_is_a_race(mutation: Mutatio
 
 
 def run_with_different_lengths() -> tuple[list[Outcome], SimWorld]:
-    """Run a call in which rank 1 passes a different length, so that its messages have different sizes."""
+    """Run a call in which rank 1 has a sequence of another length, so that its messages have other sizes."""
     world = SimWorld(3)
 
     def body(ring: Ring) -> None:

@@ -211,7 +211,10 @@ def opened_on(
     timeout_s: float = 20.0,
     calibrated: bool = False,
 ) -> tuple[list[Any], list[str]]:
-    """Open gloo on one thread per rank, on the node of its letter. Return transports or errors, and the warnings."""
+    """Open gloo on one thread per rank. Return the transport or the error of each rank, and the warnings.
+
+    `nodes`: a string with one letter per rank, which names the node of the rank.
+    """
     store, placed = dist.HashStore(), threading.local()
 
     def rank_location(gpu: int | None) -> Location:

@@ -171,7 +171,7 @@ def test_a_log_keeps_only_the_last_messages() -> None:
 
 @pytest.fixture
 def served() -> Any:
-    """A service that shares one segment, and a thread that answers its requests."""
+    """Start a service that shares one segment, and a thread that answers its requests."""
     service, segment, stop = Service(0), Segment.create("shared", 4096), threading.Event()
     service.share(segment)
 

@@ -1,4 +1,4 @@
-"""Wheels for another CUDA version than torch's, or for two versions: named in one line, with the remedy."""
+"""Installed wheels for a CUDA version that is not torch's, or for two versions: one line names them and the remedy."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ def test_a_fused_launch_adds_nothing_for_keys_beyond_a_run() -> None:
 @pytest.mark.parametrize("pairs", [ALL, ONE], ids=["whole", "edges"])
 @pytest.mark.parametrize(("form", "dtype"), [("pointers", torch.float32), ("descriptors", torch.bfloat16)])
 def test_rows_whose_logits_are_all_minus_infinity_add_nothing(pairs: Pairs, form: str, dtype: torch.dtype) -> None:
-    """Such rows have an lse of -inf although their blocks have no mask. No launch may turn that into NaN."""
+    """Such rows have an lse of -inf although their blocks have no mask. No launch may compute NaN from such an lse."""
     inputs, config = Inputs(pairs, dtype), config_of(form)
     reference, split, fused = silenced(inputs), grads_of(inputs), grads_of(inputs)
     operands, table = backward_operands(inputs, reference), by_key(pairs, config)

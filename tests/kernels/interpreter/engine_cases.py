@@ -139,7 +139,7 @@ def test_a_bias_beside_any_scale(scale: float) -> None:
 
 
 def test_a_steep_bias_over_many_blocks() -> None:
-    """The keys of a query are before and after it, in some blocks both, and the slopes have both signs."""
+    """Each query has keys before and after its position, in some blocks both, and the slopes have both signs."""
     scenario = simple(((strip(40, 70, 2), strip(0, 90), FULL),), StridedRange(0, 2), 1, group=2, alibi=True)
     trial = Trial(scenario, torch.float32, True)
     trial.softmax = trial.softmax._replace(alibi_slopes=(0.25, -0.125))

@@ -1,4 +1,4 @@
-"""The projection kernels against plain torch in float64: values, gradients, places, margins."""
+"""The projection kernels against plain torch in float64: values, gradients, destinations, margins."""
 
 from __future__ import annotations
 

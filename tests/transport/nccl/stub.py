@@ -17,7 +17,7 @@ VERSION = 22809
 
 
 def build(folder: Path, *without: str) -> Path:
-    """Build the library in `folder`, without the functions MEM_ALLOC, REGISTER, FINALIZE or LAST_ERROR if named."""
+    """Build the library in `folder`. `without`: functions to leave out (MEM_ALLOC, REGISTER, FINALIZE, LAST_ERROR)."""
     assert COMPILER is not None
     library = folder / "libnccl.so.2"
     flags = ["-shared", "-fPIC", "-pthread", f"-Wl,-soname,{library.name}"]

@@ -417,7 +417,7 @@ class Machine:
         )
 
     def _raise(self, state: State, rank: int) -> State:
-        """Give the error to the caller, which overwrites all slots of the rank."""
+        """Let the rank raise its error to the caller, which then overwrites all slots of the rank."""
         local = range(rank * self.slots // self.world, (rank + 1) * self.slots // self.world)
         slots = tuple(OVERWRITTEN - rank if slot in local else tag for slot, tag in enumerate(state.slots))
         return state._replace(slots=slots, life=replaced(state.life, rank, Life.RAISED))

@@ -78,7 +78,7 @@ def moved(kind: WordKind, op: type, before: Callable[[Any], bool], program: Prog
 
 
 def mapped(change: Callable[[Any], Any], program: Program) -> Program:
-    """Apply `change` to each step."""
+    """Return the program with `change` applied to each step."""
     return replace(program, start=tuple(change(step) for step in flat(program)))
 
 
@@ -102,7 +102,7 @@ def exact(step: Any) -> Any:
 
 
 def flags_of_each(program: Program) -> Program:
-    """Store and wait once per message, instead of once per pair."""
+    """Return a program that stores and waits once per message, instead of once per pair of ranks."""
     steps: list[Any] = []
     for step in flat(program):
         op = step.ops[0] if isinstance(step, Memops) else None
@@ -112,7 +112,7 @@ def flags_of_each(program: Program) -> Program:
 
 
 def arrivals_on_caller(program: Program) -> Program:
-    """Let the caller's stream wait for arrivals right after it has recorded READY."""
+    """Return a program in which the caller's stream waits for arrivals right after it has recorded READY."""
     steps: list[Any] = []
     waits = [OnCaller(step.ops[0]) for step in flat(program) if is_op(step, WordKind.ARRIVAL, Wait)]
     for step in flat(program):
@@ -124,20 +124,20 @@ def arrivals_on_caller(program: Program) -> Program:
 
 
 def block_before(kind: WordKind, op: type, program: Program) -> Program:
-    """Block the host until the lane has run all operations before the first one of this kind."""
+    """Return a program in which the host waits until the lane has run the operations before the first of this kind."""
     steps = flat(program)
     first = next((n for n, step in enumerate(steps) if is_op(step, kind, op)), len(steps))
     return replace(program, start=(*steps[:first], HostBlock(), *steps[first:]))  # type: ignore[arg-type]
 
 
 def receive_by_host(program: Program) -> Program:
-    """Let the host wait for its receives before it enqueues the flags of its sends."""
+    """Return a program in which the host waits for its receives before it enqueues the flags of its sends."""
     arrivals_first = moved(WordKind.ARRIVAL, Wait, lambda step: is_op(step, WordKind.ARRIVAL, Write), program)
     return block_before(WordKind.ARRIVAL, Write, arrivals_first)
 
 
 def log_late(program: Program) -> Program:
-    """Log the start after its operations are enqueued."""
+    """Return a program that logs the start of an exchange after it has enqueued the operations of the exchange."""
     logs = tuple(step for step in program.start if isinstance(step, LogStart))
     return replace(program, start=(*(step for step in program.start if not isinstance(step, LogStart)), *logs))
 
@@ -150,7 +150,7 @@ class Reused(PairNumbers):
         self._first = True
 
     def advance(self, program: Program) -> None:
-        """Advance, except after the first exchange."""
+        """Advance the numbers after each exchange except the first."""
         if not self._first:
             super().advance(program)
         self._first = False

@@ -157,7 +157,7 @@ class Script:
         self._host(Draft(Op(Kind.CLOSED, "close")))
 
     def _run(self, steps: Sequence[object], number: int) -> None:
-        """Run steps. Enqueue consecutive device operations together: an enqueued operation may run late anyway."""
+        """Run steps. Enqueue consecutive device operations together, because each may run late in any case."""
         queued: list[tuple[int, Draft]] = []
         for step in steps:
             on_device = self._on_device(step, number)
@@ -169,7 +169,7 @@ class Script:
         self._enqueue(queued)
 
     def _on_device(self, step: object, number: int) -> list[tuple[int, Draft]]:
-        """Return the operations that a step enqueues, with their streams. Empty for a step of the host."""
+        """Return the operations that a step enqueues, with their streams, or an empty list for a step of the host."""
         if isinstance(step, Memops):
             return [(LANE, self._memop(op, number)) for op in step.ops]
         if isinstance(step, OnCaller):

@@ -98,7 +98,7 @@ class SimStream:
         self.queue.put(_Item(mark.is_set, lambda: None))
 
     def compute(self, body: Callable[[], None]) -> None:
-        """Put any work on the stream."""
+        """Enqueue `body` on the stream."""
         self.queue.put(_Item(_at_once, body))
 
 

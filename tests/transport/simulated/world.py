@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Died(BaseException):
-    """The process of the rank is gone. A BaseException, so that no `except Exception` of the rank catches it."""
+    """Raised in a rank whose process is gone. A BaseException, so that no `except Exception` of the rank catches it."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Waiter(NamedTuple):
 
 
 class Graph:
-    """A CUDA graph: the entries that one rank issued during a capture. Alive until `reset`.
+    """A CUDA graph: the entries that one rank issued during a capture. The graph is alive until `reset`.
 
     A capture runs none of the entries; a replay issues them in the captured order. The caller's compute is host code
     here: it runs once, at the capture, and a replay only repeats its entries in the trace.
