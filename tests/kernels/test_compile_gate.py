@@ -149,7 +149,10 @@ def test_the_gate_detects_faults() -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_how_many_blocks_each_architecture_holds(arch: int) -> None:
-    """Each architecture with entries has known limits. The last one tested is shared memory, which holds two blocks."""
+    """The limits of each architecture with entries are known.
+
+    Two blocks that together fill the shared memory are resident at once. With one byte more, only one block is.
+    """
     small = KernelCode("", 16, 0, 128, 0, "")
     assert small.resident(arch) == (12 if arch in (86, 89, 120) else 16)
     half = (SHARED_BYTES[arch] + 1024) // 2 - 1024

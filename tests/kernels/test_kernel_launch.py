@@ -73,9 +73,9 @@ def test_launches_what_triton_launches(stub: StubDriver) -> None:
 
 
 def test_each_launch_uses_its_own_tensors(stub: StubDriver) -> None:
-    """A launch may have one tensor as two operands, and the next launch two tensors.
+    """One launch may have the same tensor as two operands, and the next launch two different tensors.
 
-    An operand that is None stays fixed.
+    An argument of the call that is not among the operands stays the same at each launch.
     """
     call, stub.launched = call_with(), []
     repeat = Kept().repeat(call, (None, *call.args[:2]))
