@@ -19,7 +19,10 @@ from ringattn.transport.peer.driver import OUT_OF_MEMORY, CudaDriver, DriverErro
 
 
 class ArenaPlace(NamedTuple):
-    """A part of an arena that other ranks can map. They map the whole arena, of `arena_bytes`."""
+    """The position of a buffer in memory that other ranks can map: its `offset` in allocation number `arena`.
+
+    Other ranks map the whole allocation, of `arena_bytes`.
+    """
 
     arena: int
     arena_bytes: int
@@ -34,7 +37,7 @@ class Allocation:
         # The driver's memory lives while any process holds a handle, a mapping or a descriptor of it. So closing this
         # descriptor stops new imports, and never invalidates those that exist.
         self.fd: int | None = fd
-        # The number by which other ranks ask for the descriptor; known once the allocation is shared.
+        # Other ranks request the descriptor by this number, which is assigned when the allocation is shared.
         self.arena = 0
 
 
@@ -61,7 +64,7 @@ class Arena(ViewedMemory[Allocation]):
         self._granularity = driver.granularity()
 
     def allocate(self, nbytes: int, quiet: Callable[[], None]) -> torch.Tensor:
-        """Return a flat uint8 tensor. `quiet` returns when the device can no longer touch memory without a view.
+        """Return a flat uint8 tensor. `quiet` returns once the device cannot touch memory that no tensor views.
 
         Raises `DriverError` if the device is out of memory.
         """
@@ -69,7 +72,7 @@ class Arena(ViewedMemory[Allocation]):
         if not nbytes:
             return self._gpu.empty(0)
         if not self._unused.empty():
-            # Free what has lost its views only now: `quiet` synchronizes, and a destructor must never wait.
+            # Memory whose views have ended is freed only here: `quiet` synchronizes, and a destructor must never wait.
             quiet()
             self.free()
         whole = -(-nbytes // self._granularity) * self._granularity
@@ -91,7 +94,10 @@ class Arena(ViewedMemory[Allocation]):
         return None
 
     def free_later(self, quiet: Callable[[], None]) -> None:
-        """Free the rest as its views end, each after `quiet`. Runs on its own thread once the ring has ended."""
+        """Free each remaining allocation after its last view has ended and `quiet` has returned.
+
+        Runs on a separate thread once the ring has ended.
+        """
 
         def is_quiet() -> bool:
             quiet()
@@ -139,14 +145,18 @@ class _Import(NamedTuple):
 
 
 class Imports:
-    """Mappings of other ranks' memory, made at the first message into it. For one thread at a time."""
+    """The mappings of other ranks' memory, each made at the first message into it. For one thread at a time."""
 
     def __init__(self, driver: CudaDriver, pull: Callable[[int, int], int], freed: Callable[[int], int]) -> None:
-        """`pull(rank, arena)` fetches a file descriptor of its memory; `freed(rank)` reads how often it freed some."""
+        """Create it without mappings.
+
+        `pull(rank, arena)` fetches the file descriptor of allocation number `arena` of `rank`. `freed(rank)` reads how
+        many allocations `rank` has freed.
+        """
         self._driver, self._pull, self._freed = driver, pull, freed
-        # By rank and number of its arena.
+        # The keys are a rank and the number of its allocation.
         self._mapped: dict[tuple[int, int], _Import] = {}
-        # By rank: the count of its frees at the last review.
+        # For each rank, how many allocations it had freed at the last review.
         self._reviewed: dict[int, int] = {}
         # No later copy uses these mappings, but copies in flight may.
         self._stale: list[_Import] = []
@@ -162,13 +172,16 @@ class Imports:
         return mapping.address + place.offset
 
     def review(self, ranks: set[int], quiet: Callable[[], bool]) -> None:
-        """Unmap memory of the `ranks` that have freed some since the last call. `quiet`: whether the lane is empty."""
+        """Drop the mappings of those `ranks` that have freed memory since the last call.
+
+        The memory is unmapped once `quiet` returns True, that is, once the lane is empty: now or at a later call.
+        """
         for rank in ranks:
-            # The owner publishes in its page how often it has freed memory.
+            # The owner publishes in its page how many allocations it has freed.
             count = self._freed(rank)
             if count != self._reviewed.setdefault(rank, count):
                 self._reviewed[rank] = count
-                # The count does not say which arena was freed, so drop all: the next message maps a live one again.
+                # The count does not say which allocation was freed, so drop all. The next message maps its target.
                 for key in [key for key in self._mapped if key[0] == rank]:
                     self._stale.append(self._mapped.pop(key))
         # A copy in flight may still write into a stale mapping, so unmap only when the lane has run empty.

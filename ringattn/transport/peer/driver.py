@@ -37,7 +37,7 @@ LEGACY_STREAM = 1  # CU_GET_PROC_ADDRESS_LEGACY_STREAM
 
 
 class Attribute(IntEnum):
-    """`CUdevice_attribute`."""
+    """The device attributes that the transport reads, by their numbers in `CUdevice_attribute`."""
 
     ASYNC_ENGINES = 40
     FLUSHES_REMOTE_WRITES = 98
@@ -48,7 +48,7 @@ class Attribute(IntEnum):
 
 
 class AllocationProp(ctypes.Structure):
-    """`CUmemAllocationProp`."""
+    """The C struct `CUmemAllocationProp`."""
 
     _fields_ = (
         ("type", c_int32),
@@ -64,13 +64,13 @@ class AllocationProp(ctypes.Structure):
 
 
 class AccessDescription(ctypes.Structure):
-    """`CUmemAccessDesc`."""
+    """The C struct `CUmemAccessDesc`."""
 
     _fields_ = (("location_type", c_int32), ("location_id", c_int32), ("flags", c_int32))
 
 
 class BatchOperation(ctypes.Structure):
-    """`CUstreamBatchMemOpParams`, a union of 48 bytes. Its members for 64-bit waits and writes have one layout."""
+    """The C union `CUstreamBatchMemOpParams` of 48 bytes, with the common layout of its 64-bit waits and writes."""
 
     _fields_ = (
         ("operation", c_int32),
@@ -83,7 +83,7 @@ class BatchOperation(ctypes.Structure):
 
 
 class WordOperation(NamedTuple):
-    """A write of a 64-bit word by a stream, or its wait until the word is at least `value`."""
+    """A stream operation on a 64-bit word: a write of `value`, or a wait until the word is at least `value`."""
 
     waits: bool
     address: int
@@ -99,7 +99,7 @@ class DriverError(RingError):
         self.call, self.code = call, code
 
 
-# Name and argument types of each function, in its form of `FLOOR_VERSION`. All of them return a CUresult.
+# The name and argument types of each function, as driver version `FLOOR_VERSION` defines it. All return a CUresult.
 _CALLS: dict[str, tuple[object, ...]] = {
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
@@ -123,22 +123,22 @@ _CALLS: dict[str, tuple[object, ...]] = {
 
 
 class CudaDriver:
-    """The driver for device `index` of this process, whose context torch has created. Simulations override all methods.
+    """The driver calls on device `index` of this process. Torch must have created the device's context before.
 
-    Addresses are device addresses unless stated otherwise.
+    Simulations override all methods. Addresses are device addresses unless stated otherwise.
     """
 
     version: int
     """As `cuDriverGetVersion` counts, e.g. 13000."""
 
     def __init__(self, index: int, path: str = SONAME) -> None:
-        """Raises `UnsupportedError` if there is no driver, or if it is too old."""
+        """Load the driver and look up its functions. Raises `UnsupportedError` if it is missing or too old."""
         try:
             self._library = ctypes.CDLL(path)
         except OSError as error:
             raise UnsupportedError(f"no CUDA driver ({error})") from error
         self._check("cuInit", self._library.cuInit(c_uint32(0)))
-        # `cuDriverGetVersion` has had one form in all versions, so it may be called before the version is checked.
+        # `cuDriverGetVersion` has the same signature in all versions, so it may be called before the version check.
         number = c_int()
         self._check("cuDriverGetVersion", self._library.cuDriverGetVersion(byref(number)))
         self.version = number.value
@@ -149,11 +149,11 @@ class CudaDriver:
         self._functions = {name: self._function(name, types) for name, types in _CALLS.items()}
         self._call("cuDeviceGet", byref(number), index)
         self._device = number.value
-        # Memory can be exported only if its handle type is requested at allocation. Every allocation of an arena is.
+        # Memory can be exported only if a handle type was requested at its allocation, so all allocations request one.
         self._prop = AllocationProp(
             type=PINNED, handle_types=POSIX_FD, location_type=DEVICE, location_id=self._device
         )  # fmt: skip
-        # Always this rank's device, also for other ranks' memory: this grant replaces `cuCtxEnablePeerAccess`.
+        # Access is granted to this rank's device, also for other ranks' memory, instead of by `cuCtxEnablePeerAccess`.
         self._access = AccessDescription(DEVICE, self._device, READ_WRITE)
 
     def attribute(self, attribute: Attribute) -> int:
@@ -163,9 +163,9 @@ class CudaDriver:
         return number.value
 
     def is_partition(self) -> bool:
-        """Whether the device is an instance of a partitioned GPU (MIG).
+        """Return whether the device is an instance of a partitioned GPU (MIG).
 
-        The first version of the call returns the UUID of the whole GPU, the second that of the instance.
+        The first version of `cuDeviceGetUuid` returns the UUID of the whole GPU, the second the UUID of the instance.
         """
         whole, part = ctypes.create_string_buffer(16), ctypes.create_string_buffer(16)
         # The bare symbol is the first version. The lookup by driver version finds the second.
@@ -206,8 +206,8 @@ class CudaDriver:
         return handle.value
 
     def map(self, handle: int, nbytes: int) -> int:
-        """Map the memory for reads and writes by this device; return its address. A failed step undoes those before."""
-        # Three steps: reserve addresses, map the memory there, and grant access. Until then any access is an error.
+        """Map the memory for reads and writes by this device; return its address. An error leaves nothing mapped."""
+        # Three steps: reserve addresses, map the memory there, and grant access. Before the grant any access fails.
         address = c_uint64()
         self._call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
         try:
@@ -245,7 +245,7 @@ class CudaDriver:
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy on a stream."""
-        # Not `cuMemcpyPeerAsync`: it asks for the context of the other process, and the memory is mapped in this one.
+        # `cuMemcpyPeerAsync` would need the other process's context. Both addresses are mapped in this process anyway.
         self._call("cuMemcpyDtoDAsync", dst, src, nbytes, stream)
 
     def operate(self, operations: Sequence[WordOperation], stream: int) -> None:
@@ -257,12 +257,12 @@ class CudaDriver:
             for entry, (waits, address, value, flushes) in zip(batch, part, strict=True):
                 entry.operation = WAIT_64 if waits else WRITE_64
                 entry.address, entry.value = address, value
-                # Flags 0 of a write keep its memory barrier: earlier copies on the stream are visible before the word.
+                # A write with flags 0 has a memory barrier: earlier copies on the stream are visible before the word.
                 entry.flags = AT_LEAST | (FLUSH if flushes else 0) if waits else 0
             self._call("cuStreamBatchMemOp", stream, len(part), batch, 0)
 
     def _function(self, name: str, types: tuple[object, ...]) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
-        """Look up the function `name` in its form of `FLOOR_VERSION`, whatever suffix that symbol has."""
+        """Return the function `name` as driver version `FLOOR_VERSION` defines it, whatever suffix its symbol has."""
         # LEGACY_STREAM selects the variants without per-thread default streams. The transport always names its stream.
         function, status = c_void_p(), c_int()
         code = self._library.cuGetProcAddress_v2(
@@ -271,7 +271,7 @@ class CudaDriver:
         if code or not function.value:
             raise UnsupportedError(f"CUDA driver {self.version} has no function {name} of version {FLOOR_VERSION}")
         # CFUNCTYPE releases the interpreter lock during calls, PYFUNCTYPE does not. A call that blocks on a full queue
-        # must not hold it: the thread that paints, and so empties the queue, needs the lock.
+        # must not hold the lock: an abort, which empties the queue from another thread, needs it.
         return ctypes.CFUNCTYPE(c_int, *types)(function.value)  # type: ignore[arg-type]
 
     def _call(self, name: str, *arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""Opens a ring over copy engines, or refuses and says which rank and step prevent it.
+"""The opening of a ring over copy engines: the requirements, the self-test, and the errors if either is not met.
 
 Guarantees: all ranks open or all raise with the same message, which names the rank and the step that failed. A ring
 opens only after a self-test: every pair of ranks has exchanged changing patterns, and all of them arrived intact.
@@ -55,7 +55,7 @@ class Facts:
 
 
 def facts_of(make: Callable[[], tuple[CudaDriver, CudaDevice]]) -> tuple[Facts, list[Any]]:
-    """Return this rank's facts and what `make` returned (empty if it raised)."""
+    """Return this rank's facts, and the driver and device that `make` returned (an empty list if it raised)."""
     try:
         driver, gpu = make()
         lacks = tuple(description for attribute, description in NEEDED.items() if not driver.attribute(attribute))
@@ -80,7 +80,7 @@ def refusal(facts: Sequence[Facts], places: Sequence[Location]) -> str | None:
         if fact.lacks:
             return f"rank {rank}: the GPU lacks {' and '.join(fact.lacks)}"
     links = links_of(places)
-    # Over PCIe an address-translating bridge may drop peer writes while CUDA reports success, so only NVLink will do.
+    # Over PCIe an address-translating bridge may drop peer writes while CUDA reports success, so NVLink is required.
     # Ranks of different nodes exchange through NCCL and need no link.
     for rank in range(len(facts)):
         for peer in range(rank):
@@ -112,11 +112,12 @@ def open_peer(
     leave: Callable[[str], None] | None = None,
     rounds: int = ROUNDS,
 ) -> PeerTransport:
-    """Open this rank's end, for messages to the ranks of its node.
+    """Open this rank's transport, for messages to the ranks of its node.
 
-    All ranks of the ring call it together. `make` returns this rank's driver and device, or raises the reason why it
-    cannot. `rounds`: exchanges of the self-test.
-    Raises `UnsupportedError` on all ranks if any rank cannot take part, and `DeadlineError` with the missing ranks.
+    All ranks of the ring call it together. `make` returns this rank's driver and device, or raises an error that says
+    why the rank has none. `rounds`: the number of exchanges in the self-test.
+    Raises `UnsupportedError` on all ranks if any rank cannot take part, and `DeadlineError`, which names the missing
+    ranks.
     """
     opening.name = opening.name or PeerTransport.name
     # A rank that cannot open reports its facts too: otherwise the others would wait for it until the deadline.
@@ -171,10 +172,10 @@ def _all_can(control: ControlStore, step: str, problem: str, deadline: Deadline,
 
 
 def _reach(ring: PeerTransport, deadline: Deadline) -> str:
-    """Map memory of every other rank of the node once. Return the failed step as text; empty if all succeeded."""
+    """Map memory of every other rank of the node once. Return a description of the failure; empty if there is none."""
     group, problem, place = ring.group, "", None
-    # Peers may map it after this rank has returned. That is safe: memory without a view is freed by the next
-    # `allocate` only, and before that one all ranks confirm the step.
+    # Peers may map this memory after this rank has returned. That is safe: only the next `allocate` frees memory
+    # without a view, and all ranks confirm this step before they call it.
     memory = None
     try:
         memory = ring.allocate(1)
@@ -197,7 +198,10 @@ def _reach(ring: PeerTransport, deadline: Deadline) -> str:
 
 
 def _self_test(ring: PeerTransport, rounds: int) -> str:
-    """Exchange changing patterns between all pairs of ranks of the node. Return what is wrong; empty if nothing is."""
+    """Exchange changing patterns between all pairs of ranks of the node.
+
+    Return a description of the failure; empty if every pattern arrived intact.
+    """
     peers = [rank for rank in ring.group.ranks if rank != ring.rank]
     count = PATTERN_BYTES // 4
     memory = ring.allocate((2 + 2 * len(peers)) * PATTERN_BYTES).view(torch.int32).view(2 + 2 * len(peers), count)
@@ -225,6 +229,6 @@ def _self_test(ring: PeerTransport, rounds: int) -> str:
 
 def _mark(rank: int, number: int) -> int:
     """Return the 32-bit signed number that a rank adds to its pattern in one round."""
-    # All ranks of a node have different numbers in all rounds, so bytes of another rank or of an earlier round are
-    # noticed. The last terms wrap the sum into the signed range, as int32 additions on the device do.
+    # The number differs between all ranks of a node and between all rounds, so bytes of another rank or of an earlier
+    # round are noticed. The last terms wrap the sum into the signed range, as int32 additions on the device do.
     return (SPREAD * (number + 1) + 7_919 * rank + 2**31) % 2**32 - 2**31

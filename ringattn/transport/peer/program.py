@@ -5,15 +5,16 @@ of the tests explores it, so the tests verify the order that runs. Messages of a
 from 1 for the life of a ring. An operation stores only the index of its message within the exchange, `nth`, and
 `PairNumbers` adds the number of earlier messages. This module does not import torch.
 
-The sender's copy engine writes the receiver's buffer (push). Why the order is safe, for the k-th message of a pair:
-no read before the write: copy, fence of the store, arrival >= k, DONE, consumer;
-no overwrite before the last read: last reader, READY, credit >= k, copy;
-source kept until it is read: copy, DONE, caller;
-no deadlock: credits depend only on READY, copies on credits, arrivals on copies, and READY on earlier exchanges. So
-every wait is for a smaller (exchange, phase), even if all streams of a device share one hardware queue.
+The sender's copy engine writes the receiver's buffer (push). The order is safe for the following reasons. For the k-th
+message of a pair, each of the first three lists steps of which each happens before the next:
+- The receiver never reads before the write: copy, fence of the store, arrival >= k, DONE, consumer.
+- The sender never overwrites before the last read: last reader, READY, credit >= k, copy.
+- The source is kept until it has been read: copy, DONE, caller.
+- There is no deadlock: credits depend only on READY, copies on credits, arrivals on copies, and READY on earlier
+  exchanges. So every wait is for a smaller (exchange, phase), even if all streams of a device share one hardware queue.
 Therefore stores precede waits in each batch, data and flags never share a word, and the host waits for nothing between
-the first operation it enqueues and the last. `tests/transport/peer_model` verifies this, and that breaking any rule
-is detected.
+the first operation it enqueues and the last. `tests/transport/peer_model` verifies this order, and that a violation of
+any of these rules is detected.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Pair = tuple[int, int]
 
 
 class WordKind(Enum):
-    """What a word counts. One end of the pair writes it, the other waits for it."""
+    """The two kinds of words. One rank of the pair writes the word, the other rank waits for it."""
 
     CREDIT = "credit"
     """Written by the receiver: the last message it has a buffer for. The sender must not write a later one yet."""
@@ -77,7 +78,7 @@ class Word:
 
     @property
     def writer(self) -> int:
-        """The rank that writes the word, which is also its index among the words of that kind in the page."""
+        """The rank that writes the word. It is also the word's index among the words of that kind in the page."""
         return self.dst if self.kind is WordKind.CREDIT else self.src
 
     def __str__(self) -> str:
@@ -86,7 +87,7 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Store the number of the pair's `nth` message of this exchange, once everything before it has completed."""
+    """A store of the number of the pair's `nth` message of this exchange, after all earlier steps have completed."""
 
     word: Word
     nth: int
@@ -99,7 +100,10 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Block until the word is at least (cyclically, signed) the number of the pair's `nth` message of this exchange."""
+    """A wait until the word is at least the number of the pair's `nth` message of this exchange.
+
+    The device compares cyclically: the signed difference must not be negative.
+    """
 
     word: Word
     nth: int
@@ -136,28 +140,28 @@ class _OfMessage:
 
 @dataclass(frozen=True, slots=True)
 class Copy(_OfMessage):
-    """Copy the bytes of a message into the receiver's memory."""
+    """A copy of the bytes of a message into the receiver's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogStart(_OfMessage):
-    """The host writes into its own start log which bound message is the pair's `nth` of this exchange."""
+    """A host step that records in this rank's start log which message is the pair's `nth` of this exchange."""
 
     sends: bool
 
 
 @dataclass(frozen=True, slots=True)
 class FindBuffer(_OfMessage):
-    """The host looks up the receiver's buffer of a message in that rank's start log.
+    """A host step that looks up the receiver's buffer for a message in the receiver's start log.
 
     This is the only step in which the host waits for another rank: a receiver may start its bound messages in any
-    order, so the sender waits until the receiver has logged the start of this very number.
+    order, so the sender waits until the receiver has logged the start of exactly this message number.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class RecordEvent:
-    """Completes when everything before it on its stream has completed."""
+    """The record of an event, which completes when everything before it on its stream has completed."""
 
     event: Event
     stream: Stream
@@ -165,7 +169,7 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True)
 class WaitEvent:
-    """Everything after it on its stream runs after the event."""
+    """A wait of a stream: everything after it on its stream runs after the event."""
 
     event: Event
     stream: Stream
@@ -186,7 +190,7 @@ class Program:
 
 
 class PairNumbers:
-    """Counts the messages that one rank has started, for each ordered pair."""
+    """The number of messages that one rank has started, for each ordered pair of ranks."""
 
     def __init__(self) -> None:
         # Both ranks of a pair count its messages in the same order, so they agree on each number without a message.
@@ -197,7 +201,7 @@ class PairNumbers:
         return self._started[step.pair] + step.nth
 
     def bases(self, program: Program) -> dict[Pair, int]:
-        """Return the number to add to each `nth` of this exchange, valid also after later exchanges have started."""
+        """Return the number to add to each `nth` of this exchange, which later starts of exchanges do not change."""
         return {pair: self._started[pair] for pair, _ in program.counts}
 
     def advance(self, program: Program) -> None:
@@ -228,9 +232,12 @@ def received(rank: int, peers: Sequence[int]) -> list[PairMessage]:
 
 
 def last(messages: Sequence[PairMessage]) -> list[PairMessage]:
-    """Return each pair's last message, in the order of the pairs' first ones. One word covers all of a pair."""
-    # Copies of one stream complete in order, so the last message of a pair implies all earlier ones.
-    # A dict keeps the place of a key's first value, but its last value.
+    """Return each pair's last message, in the order of the pairs' first messages.
+
+    The number of the last message is enough: it covers all messages of the pair.
+    """
+    # Copies of one stream complete in order, so the last message of a pair implies all earlier messages.
+    # A dict keeps each key where it was first inserted, with the value that was inserted last.
     return list({(message.src, message.dst): message for message in messages}.values())
 
 
@@ -254,12 +261,12 @@ MAX_MEMOPS = 255
 def push_exchange(rank: int, sends: Sequence[int], recvs: Sequence[int]) -> Program:
     """Return the program by which `rank` sends a message to each of `sends` and receives one from each of `recvs`.
 
-    A peer may occur several times. The program is empty if both sequences are.
+    A peer may occur several times. If both sequences are empty, the program has no steps.
     """
     out, into = sent(rank, sends), received(rank, recvs)
     if not out and not into:
         return Program(rank, (), (), ())
-    # Log the receives first: the peers' hosts wait for these entries, and for no entry of a send.
+    # Log the receives first: the peers' hosts wait for these entries. They wait for no entry of a send.
     logged = [LogStart(*message, sends=False) for message in into] + [LogStart(*message, sends=True) for message in out]
     # In both batches the stores precede the waits. Two ranks that wait before they store would block each other.
     allowed: list[Write | Wait] = [

@@ -4,10 +4,10 @@ Guarantees: an exchange consists of copies into the other ranks' memory, between
 on a separate stream. So the host of any rank can release every wait by a plain store. Every exchange has a deadline. A
 failure is raised on all ranks with its first cause. After `drain` no result can contain data that a failing rank has
 spoiled. A wait orders streams and returns at once: call `drain` before you keep results.
-A message is paired by the other rank's log of started receives, never by a guess, so a copy is enqueued only for a
-receive that has started. Between the first operation it enqueues and the last, the host waits for nothing. An abort
-needs no stream and no space in a queue, only host stores: set the poison flag, paint (release every wait by
-overwriting its word) until the lane has run empty, then unmap the peers' memory.
+A sender finds the receive for its message in the other rank's log of started receives, so a copy is enqueued only for
+a receive that has started. The host waits for nothing between the first and the last operation that it enqueues for an
+exchange. An abort needs no stream and no space in a queue, only host stores: set the poison flag, paint (release every
+wait by overwriting its word) until the lane has run empty, then unmap the peers' memory.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Lane:
         self.awaited: frozenset[int] = frozenset()
         """The rank that this rank's host is waiting for, until it starts its receive."""
         self._driver, self._gpu, self._group = driver, gpu, group
-        # Nothing is enqueued or mapped any more. Set under `_enqueuing`, before the peers' memory is unmapped.
+        # If True, nothing is enqueued or mapped any more. Set under `_enqueuing`, before the peers' memory is unmapped.
         self._ended = False
         # Held while operations are enqueued. The holder blocks only if the driver's queue is full.
         self._enqueuing = threading.Lock()
@@ -97,8 +97,9 @@ class Lane:
     def start(self, hop: PeerHop, ready: Event, done: Event, watch: Callable[[], None]) -> None:
         """Enqueue an exchange on the lane, after the current work of the caller's stream.
 
-        The host waits until the receivers have started theirs. Raises `DisagreementError` if the two ends of a message
-        differ, `DeadlineError`, and what `watch` raises.
+        The host waits until the receivers of its messages have started their receives.
+        Raises `DisagreementError` if sender and receiver of a message differ in its size or label, `DeadlineError` if
+        a receive does not start in time, and any error that `watch` raises.
         """
         if not self._starting.acquire(blocking=False):
             raise RingError(f"rank {self._group.rank}: two threads use one ring at once; give each thread its own")
@@ -139,7 +140,7 @@ class Lane:
             self._starting.release()
 
     def pending(self, hop: PeerHop, bases: dict[steps.Pair, int]) -> list[Operation]:
-        """Return the messages of an exchange whose peer has not done its part, according to the words."""
+        """Return the messages of an exchange that wait for their peer, according to their credit and arrival words."""
         local_page, late = self._group.own_page, []
         for step in hop.program.start:
             if isinstance(step, steps.LogStart):
@@ -199,7 +200,7 @@ class Lane:
         return self.newest is None or self.newest.query()
 
     def _paint(self) -> None:
-        """Store a number into each word of this rank's page that satisfies every wait on it."""
+        """Overwrite each word of this rank's page with a number that satisfies every wait on the word."""
         local_page = self._group.own_page
         for rank in self._group.ranks:
             local_page.store(pages.CREDIT, PAINTED, rank)
@@ -209,11 +210,12 @@ class Lane:
         return self._group.pull(rank, arena, time.monotonic() + self._group.timeout_s)
 
     def _log(self, hop: PeerHop, step: steps.LogStart, watch: Callable[[], None]) -> None:
-        """Publish one end of a message in this rank's log, where the other end finds it."""
+        """Publish a send or receive of this rank in its log, where the message's other rank finds it."""
         group, number = self._group, self.numbers.of(step)
         operation = (hop.sends if step.sends else hop.recvs)[step.message]
-        # No rank reads from the memory of a sender, so only receives have a place. The entry's first field, the number
-        # of a bound message in shared memory transports, holds here the size of the arena, which the sender maps whole.
+        # No rank reads from the memory of a sender, so only receives have a position in an arena. The entry's first
+        # field holds the size of the arena, because the sender maps the whole arena. (Other transports store the number
+        # of a bound message in this field.)
         place = ArenaPlace(0, 0, 0) if step.sends else hop.places[step.message]
         entry = pages.Entry(
             place.arena_bytes, place.arena, place.offset, operation.nbytes, str(operation.buffer.dtype), operation.label
@@ -226,7 +228,7 @@ class Lane:
                 watch()
                 return group.own_page.load(pages.ARRIVAL, operation.peer) >= overwritten
 
-            # The sender has read the entry of every message that arrived. The watch enforces the deadline.
+            # The sender has read the entry of every message that has arrived. The watch enforces the deadline.
             if overwritten > 0 and not read():
                 group.hold(read, lambda: [operation.peer], lambda: str(operation), NEVER)
         group.own_page.log(step.sends, operation.peer).write(number, entry.packed())
@@ -240,7 +242,7 @@ class Lane:
         log = group.pages[send.peer].log(False, group.rank)
         entry = log.read(number)
         if entry is None:
-            # An event on the caller's stream tells when this rank's device has reached the exchange.
+            # An event on the caller's stream shows when this rank's device has reached the exchange.
             caller_ready, ready_since = self._gpu.new_event(), 0.0
             caller_ready.record(self._gpu.current_stream())
 
@@ -262,7 +264,7 @@ class Lane:
             # Heartbeats report which rank this host waits for, so that the cause of a chain of waits can be found.
             self.awaited = frozenset({send.peer})
             try:
-                # A receiver may close or die after it has logged the start; the wait is then over and must not fail.
+                # A receiver may close or die after it has logged the start. The wait has then succeeded.
                 group.hold(started, lambda: [send.peer] if log.read(number) is None else [], lambda: str(send), NEVER)
             finally:
                 self.awaited = frozenset()
@@ -274,7 +276,7 @@ class Lane:
                 f"message {number} from rank {group.rank} to rank {send.peer} has different ends: {send}, but the peer "
                 f"receives {entry}; the ranks do not make the same calls"
             )
-        # An abort sets `_ended` and then unmaps the peers' memory, under this lock.
+        # An abort sets `_ended`, and afterwards unmaps the peers' memory while it holds this lock.
         with self._mapping:
             if self._ended:
                 watch()
@@ -313,7 +315,7 @@ class Lane:
 
 
 def cut(label: str) -> str:
-    """Return a label as a log stores it."""
+    """Return a label, cut to the length that a log entry stores."""
     return label.encode()[: pages.LABEL_BYTES].decode(errors="replace")
 
 
@@ -343,12 +345,12 @@ class PeerTransport(StreamTransport):
         self.group, self.driver = group, driver
         # Numbers the all-gathers in error messages.
         self._all_gathers = 0
-        # Acquired by the first end and never released: a close and an abort may come from two threads at once.
+        # Acquired by the first close or abort and never released, because two threads may close and abort at once.
         self._closing = threading.Lock()
         gpu.activate()
         self.lane = Lane(driver, gpu, group)
         self.stream = self.lane.stream
-        # The events of passes on other streams: memory is quiet only after the last pass as well.
+        # The order of passes on the caller's streams: memory may be freed only after the last pass has run as well.
         self.order = PassOrder(gpu)
         self.arena = Arena(driver, gpu, group.share, self._publish_frees, self._release_caches)
         self.staging = Staging(self)
@@ -392,12 +394,12 @@ class PeerTransport(StreamTransport):
         raise UnsupportedError("passes over transport='peer' cannot be captured as CUDA graphs; use transport='nccl'")
 
     def announce(self, call: int, digest: bytes, description: str, gradients: str = "") -> bool:
-        """See `Transport.announce`: calls are compared in the pages, which takes microseconds."""
+        """See `Transport.announce`. Returns False: comparing every call in the shared pages takes only microseconds."""
         self.group.health.call = call
         return False
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """See `Transport.all_gather_bytes`; over the shared pages."""
+        """See `Transport.all_gather_bytes`. The payloads are exchanged in the shared pages."""
         self.check()
         label = f"rank {self.rank} in all-gather {self._all_gathers}"
         self._all_gathers += 1
@@ -461,7 +463,7 @@ class PeerTransport(StreamTransport):
         self._finish(failed=False)
 
     def _finish(self, failed: bool) -> None:
-        """Release everything, once. If the ring has failed, a separate thread does so after the abort."""
+        """Release the ring's resources; later calls do nothing. If the ring has failed, a separate thread does it."""
         if not self._closing.acquire(blocking=False):
             return
         closed_at_exit.pop(id(self), None)
@@ -472,13 +474,13 @@ class PeerTransport(StreamTransport):
             self._clear(False)
 
     def _clear(self, failed: bool) -> None:
-        """Release the ring's resources. Everything of this rank has run, or is stuck and keeps what it may access."""
+        """Release the ring's resources, except memory that a stuck operation of this rank may still access."""
         if failed:
             self.watch.ended.wait()
         self.watch.stop()
         # The last tick: hops that have arrived drop their buffers, so that the arena can free them below.
         self.watch.tick()
-        # `leave` reports the close to the other ranks. After a failure the poison has done that.
+        # `leave` reports the close to the other ranks. After a failure the poison flag has already reported it.
         self.group.drop() if failed else self.group.leave()
         # A stuck operation may still access the arena and the pages, so keep both until the process ends.
         if failed and not self.watch.drained:
@@ -533,7 +535,7 @@ class PeerWorkHandle(StreamWorkHandle):
     def __init__(self, hop: PeerHop, flight: Flight, ready: Event, done: Event) -> None:
         super().__init__(hop, flight, ready, done)
         lane = hop.transport.lane
-        # Later starts advance the counts, so keep the numbers of this one.
+        # Later starts advance the counts, so keep the message numbers of this start.
         bases = lane.numbers.bases(hop.program)
         self.pending: Callable[[], list[Operation]] = lambda: lane.pending(hop, bases)
 
@@ -595,10 +597,13 @@ class PeerHop(StreamHop):
         return handle
 
     def _receive_places(self) -> list[ArenaPlace]:
-        """Return where the other ranks write each receive; receives into other memory get a place in staging."""
+        """Return the arena position that the sender of each receive writes to.
+
+        A receive into memory that other ranks cannot map gets a position in staging memory.
+        """
         transport = self.transport
         places_of_buffers = [transport.arena.place(o.buffer.data_ptr(), o.nbytes) for o in self.recvs]
-        # All receives into plain memory share one staging buffer, each at an aligned offset.
+        # All receives into memory that cannot be mapped share one staging buffer, each at an aligned offset.
         offsets, total = [], 0
         for operation, place in zip(self.recvs, places_of_buffers, strict=True):
             offsets.append(total)
@@ -638,7 +643,7 @@ class Staging:
             return self._transport.allocate(rounded)
 
     def give_back(self, staging: torch.Tensor) -> None:
-        """Keep a buffer for the next hop. That hop's copies follow this one's on the same stream."""
+        """Keep a buffer for the next hop, whose copies follow those of the hop before on the same stream."""
         self._free[staging.numel()].append(staging)
 
     def clear(self) -> None:
@@ -650,7 +655,7 @@ class Staging:
 
 
 class Watch(StreamWatch[PeerWorkHandle]):
-    """Watches one rank's exchanges, and ends the ring if one of them cannot complete.
+    """The thread that watches one rank's exchanges, and ends the ring if one of them cannot complete.
 
     Guarantees: every exchange has a deadline, which counts from the moment this rank is ready for it. The caller gets
     an error at its next call if any rank fails, dies or closes. The poison flag is set in every page before a wait is
@@ -659,7 +664,7 @@ class Watch(StreamWatch[PeerWorkHandle]):
 
     interval_s = 0.02
     stop_s = 1.0
-    # The caller may overwrite a buffer being sent as soon as it has the error, so the poison flag must be set before.
+    # Once the caller has the error, it may overwrite a buffer being sent. So the poison flag must be set before that.
     patience_s = ABORT_S
 
     def __init__(self, group: SharedGroup, lane: Lane, gpu: CudaDevice, leave: Callable[[str], None] | None) -> None:
@@ -674,7 +679,10 @@ class Watch(StreamWatch[PeerWorkHandle]):
         self._group, self._lane = group, lane
 
     def fail(self, error: BaseException) -> None:
-        """End the ring with `error` unless it has failed before. Return when all ranks know; `ended` is set later."""
+        """End the ring with `error` unless it has failed before.
+
+        Return when the failure is visible to all ranks. The abort is still running; it sets `ended` when it completes.
+        """
         self.report(error)
 
     def end(self, error: BaseException) -> None:
@@ -691,7 +699,7 @@ class Watch(StreamWatch[PeerWorkHandle]):
         self._reported.set()
 
     def place(self) -> Place:
-        """Return this rank's position, for its heartbeats."""
+        """Return the state that this rank's heartbeats report: its current work, and the ranks that it waits for."""
         oldest, call = self.oldest, self._group.health.call
         if oldest is None:
             waits = Waits.PEERS if self._lane.awaited else Waits.HOST
@@ -703,7 +711,7 @@ class Watch(StreamWatch[PeerWorkHandle]):
         return Place.make(f"computing before {oldest.flight.label}", call, waits)
 
     def _may_reuse(self, done: Event) -> bool:
-        """Keep the newest event: it shows whether the lane is empty, so it is not reused until another replaces it."""
+        """Return False for the newest event: it shows whether the lane is empty, until a newer event replaces it."""
         return done is not self._lane.newest
 
     def _abort(self) -> None:
@@ -718,12 +726,12 @@ class Watch(StreamWatch[PeerWorkHandle]):
             self._leave(f"rank {self._rank}: the abort is stuck, so the process ends after: {self.failure}")
 
     def _check_exchanges(self) -> None:
-        """Check once. Raises the error that ends the ring."""
+        """Check the exchanges in flight and the ranks that they wait for. Raises the error that ends the ring."""
         self.tick()
         handle = self.oldest
         pending = handle.pending if handle is not None else list
         if self._group.trouble(_peers(pending())) is not None:
-            # Look again: messages that arrived just before their sender closed or died are there now.
+            # Look again: messages that their sender finished just before it closed or died have arrived by now.
             late = pending()
             self._group.check(_peers(late), lambda: self._describe(handle, late))
         if handle is None or handle.done.query():
@@ -751,7 +759,10 @@ def _peers(pending: list[Operation]) -> set[int]:
 
 
 def _our_error(error: BaseException) -> BaseException:
-    """Return the error without frames, which might view memory. Wrap other packages' errors in `RingError`."""
+    """Return the error without its traceback, whose frames might keep memory alive.
+
+    Errors of other packages are wrapped in `RingError`.
+    """
     if isinstance(error, RingError) and type(error).__module__ == errors.__name__:
         return bare(error)
     return RingError(f"{type(error).__name__}: {error}")
