@@ -1,8 +1,8 @@
 """The interface of an NCCL binding: the calls that the runtime makes, and no others.
 
-A binding forwards calls to one loaded libnccl. Guarantees: the caller sees every status other than success. What the
-library lacks is absent from `capabilities`, and calls that need it raise an error with its name. Nothing is destroyed
-without a call, neither by garbage collection nor at exit. Every call lets other Python threads run.
+A binding forwards calls to one loaded libnccl. Guarantees: the caller sees every status other than success. A feature
+that the library lacks is absent from `capabilities`, and calls that need the feature raise an error that names it.
+Nothing is destroyed without a call, neither by garbage collection nor at exit. Every call releases Python's GIL.
 Sources: nccl.h of 2.23 to 2.32; NCCL user guide, "API" and "Fault tolerance".
 """
 
@@ -20,7 +20,7 @@ FLOOR_VERSION = 22300
 
 
 class Status(IntEnum):
-    """`ncclResult_t`."""
+    """The status of an NCCL call: the values of `ncclResult_t`."""
 
     SUCCESS = 0
     UNHANDLED_CUDA_ERROR = 1
@@ -51,8 +51,9 @@ class Capability(Enum):
 class CommConfig(NamedTuple):
     """The configuration of a communicator. None leaves a field undefined, so NCCL chooses.
 
-    `max_ctas`: the most thread blocks of a launch. `cga_cluster_size`: how many start together in one GPC of the
-    GPU. `channels_per_net_peer`: connections to a rank on another machine.
+    `max_ctas`: the largest number of thread blocks of a launch. `cga_cluster_size`: the number of thread blocks that
+    start together in one GPC of the GPU. `channels_per_net_peer`: the number of connections to each rank on another
+    machine.
     """
 
     blocking: bool = False
@@ -85,16 +86,17 @@ class NcclError(TransportError):
 
 
 class MissingError(UnsupportedError):
-    """The library or the binding lacks a requested feature. The message says which, and since when it exists."""
+    """The error for a requested feature that the library or the binding lacks. The message names the feature."""
 
 
 class Binding(Protocol):
-    """NCCL, as a binding offers it. A communicator is an int handle; 0 means none.
+    """The NCCL calls that every binding provides. A communicator is an int handle; 0 means none.
 
-    `init` and `finalize` return, and SUCCESS or IN_PROGRESS is then read by `state`. Methods raise `NcclError` for any
-    other status and `MissingError` for missing capabilities. The four calls of a hop (`send`, `recv`, `group_start`,
-    `group_end`) raise nothing and return the bare status as an int, because they are on the fast path.
-    A class that lacks optional calls inherits their refusals from here.
+    `init` and `finalize` may return before they are complete: poll `state`, which returns IN_PROGRESS until then, and
+    SUCCESS afterwards. Methods raise `NcclError` for any other status and `MissingError` for missing capabilities. The
+    four calls of a hop (`send`, `recv`, `group_start`, `group_end`) raise nothing and return the bare status as an int,
+    because they are on the fast path. A binding without the optional calls inherits from this class the methods that
+    raise `MissingError`.
     """
 
     name: str
@@ -104,7 +106,7 @@ class Binding(Protocol):
     capabilities: frozenset[Capability]
 
     def unique_id(self) -> bytes:
-        """Return `UNIQUE_ID_BYTES` by which the ranks of one communicator find each other, once."""
+        """Return a new id of `UNIQUE_ID_BYTES` bytes, by which the ranks of one communicator find each other."""
         ...
 
     def init(self, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
@@ -112,7 +114,7 @@ class Binding(Protocol):
         ...
 
     def state(self, comm: int) -> int:
-        """Return the asynchronous status of a communicator: SUCCESS, IN_PROGRESS, or an error. Never raises for it."""
+        """Return the asynchronous status of a communicator: SUCCESS, IN_PROGRESS, or an error status. Never raises."""
         ...
 
     def group_start(self) -> int: ...
@@ -126,11 +128,11 @@ class Binding(Protocol):
     def group_end(self) -> int: ...
 
     def finalize(self, comm: int) -> None:
-        """Flush a healthy communicator before `destroy`. It may be in progress; see `state`."""
+        """Flush a healthy communicator before `destroy`. The flush is complete when `state` returns SUCCESS."""
         raise not_offered(self.name, Capability.FINALIZE)
 
     def destroy(self, comm: int) -> None:
-        """Free a healthy communicator. It is collective in the node and hangs with a dead peer: then use `abort`."""
+        """Free a healthy communicator, collectively within the node. Hangs if a peer is dead: use `abort` instead."""
         ...
 
     def abort(self, comm: int) -> None:
@@ -142,7 +144,7 @@ class Binding(Protocol):
         raise not_offered(self.name, Capability.MEMORY)
 
     def mem_free(self, pointer: int) -> None:
-        """Free memory of `mem_alloc`."""
+        """Free memory that `mem_alloc` allocated."""
         raise not_offered(self.name, Capability.MEMORY)
 
     def register(self, comm: int, pointer: int, nbytes: int) -> int:
@@ -154,17 +156,17 @@ class Binding(Protocol):
         raise not_offered(self.name, Capability.REGISTER)
 
     def last_error(self, comm: int) -> str:
-        """Return the library's last error text, for a communicator or (0) this thread; empty if it has none."""
+        """Return the library's last error text for `comm`, or for this thread if `comm` is 0; empty if none."""
         return ""
 
 
 def not_offered(name: str, capability: Capability) -> MissingError:
-    """Return the error for a feature that the binding `name` lacks with any library."""
+    """Return the error for a feature that the binding `name` does not offer, whichever library it loads."""
     return MissingError(f"{capability.value} is not offered by the {name} binding; use the ctypes binding")
 
 
 def check_unique_id(unique_id: bytes) -> None:
-    """Raise `InputError` if the length is wrong."""
+    """Raise `InputError` if the id does not have `UNIQUE_ID_BYTES` bytes."""
     if len(unique_id) != UNIQUE_ID_BYTES:
         raise InputError(f"a unique id has {UNIQUE_ID_BYTES} bytes, got {len(unique_id)}; pass the one of unique_id()")
 
@@ -187,7 +189,7 @@ def end_leaked_groups(group_end: Callable[[], int]) -> None:
 
 
 def status_name(status: int) -> str:
-    """Return the name of a status for messages, also for an unknown status."""
+    """Return the name of a status for messages; "unknown status" if it is not a `Status`."""
     return Status(status).name.lower().replace("_", " ") if status in Status._value2member_map_ else "unknown status"
 
 

@@ -25,7 +25,7 @@ FailureCheck = Callable[[], None]
 
 @dataclass(frozen=True)
 class Arrival:
-    """A rank's facts. `nccl_id`: NCCL's identifier of its host, which `NCCL_HOSTID` may set."""
+    """The facts that a rank publishes at opening. `nccl_id`: NCCL's identifier of the host, see `NCCL_HOSTID`."""
 
     rank: int
     nccl_id: str
@@ -37,7 +37,7 @@ class Arrival:
 
     @classmethod
     def parse(cls, text: bytes) -> Arrival:
-        """Parse the result of `text`."""
+        """Return the arrival that another rank published as its `text()`."""
         facts = json.loads(text)
         return cls(**{**facts, "options": NcclOptions(**facts["options"])})
 
@@ -51,11 +51,12 @@ def meet(
 ) -> None:
     """Return when all ranks have arrived and fit together.
 
-    One rank compares the facts for all. Raises `DeadlineError` with the missing ranks, and what `check_fit` raises.
+    One rank compares the facts for all. Raises `DeadlineError`, which names the missing ranks, and the errors of
+    `check_fit`.
     """
 
     def refusal_of(texts: list[bytes]) -> bytes:
-        """Return why the ranks do not fit together, as every rank reads it; empty if they do."""
+        """Return the error class and message that every rank raises; empty if the ranks fit together."""
         try:
             check_fit([Arrival.parse(text) for text in texts], locations)
         except InputError as error:
@@ -102,7 +103,7 @@ def _compared(arrival: Arrival) -> dict[str, str]:
 
 
 def share_unique_id(control: ControlStore, make: Callable[[], bytes], deadline: Deadline, watch: FailureCheck) -> bytes:
-    """Return on every rank the id that rank 0 makes. Raises `DeadlineError`, and on rank 0 what `make` raises."""
+    """Return on every rank the id that `make` returns on rank 0. Raises `DeadlineError`, and the errors of `make`."""
     if control.rank == 0:
         unique_id = make()
         control.set("unique_id", unique_id)
@@ -123,10 +124,10 @@ def all_ready(control: ControlStore, deadline: Deadline, watch: FailureCheck) ->
 
 
 class StoreAllGather:
-    """An all-gather of a few bytes through the control store, numbered from 0.
+    """All-gathers of a few bytes through the control store, numbered from 0.
 
-    Guarantees: it ends at the deadline, at the first failure of any rank, or when a rank makes another call. The store
-    holds the bytes of at most two all-gathers.
+    Guarantees: each all-gather ends at the deadline, at the first failure of any rank, or when a rank makes a different
+    call. The store holds the bytes of at most two all-gathers.
     """
 
     def __init__(self, opening: Opening, supervisor: Supervisor) -> None:
@@ -168,13 +169,13 @@ class StoreAllGather:
         return f"no answer from ranks {missing} within {self._opening.timeout_s} s"
 
     def _watch(self, stem: str) -> None:
-        """Raise the ring's failure, or an error if a missing rank has closed. The supervisor compares calls."""
+        """Raise the ring's failure, such as a difference between calls, or an error if a missing rank has closed."""
         supervisor = self._supervisor
         supervisor.raise_failure()
         if self._next_look.passed:
             self._next_look = Deadline(self._look_s)
             supervisor.missing = frozenset(self._control.missing(stem))
         for rank in sorted(supervisor.missing & supervisor.closed):
-            # It may have arrived after the last check, and closed after that.
+            # The rank may have joined the all-gather after the last check, and closed after that.
             if not self._control.holds(f"{stem}/{rank}"):
                 raise PeerLostError(f"rank {rank} closed its ring")

@@ -30,7 +30,7 @@ FailureCheck = Callable[[], None]
 
 
 class State(Enum):
-    """The life of a communicator."""
+    """The states of a communicator."""
 
     NEW = "new"
     OPENING = "opening"
@@ -66,7 +66,7 @@ class Communicator:
         self._ending = threading.Lock()
 
     def open(self, unique_id: bytes, watch: FailureCheck) -> None:
-        """Join the communicator of `unique_id`. Raises `DeadlineError`, `NcclError`, and what `watch` raises."""
+        """Join the communicator of `unique_id`. Raises `DeadlineError`, `NcclError`, and the errors of `watch`."""
         if self.state is not State.NEW:
             raise RingError(f"rank {self.rank}: a communicator opens once, and this one is {self.state.value}")
         self.state = State.OPENING
@@ -103,7 +103,8 @@ class Communicator:
     def launch(self, calls: Sequence[PeerCall], stream: int, watch: FailureCheck) -> None:
         """Enqueue one hop on a stream: all `calls` in one group. Returns when NCCL accepted it, not when it has run.
 
-        Raises `ClosedError` unless ready, `RingError` for a second thread, `NcclError`, `DeadlineError`.
+        Raises `ClosedError` if the communicator is not ready, `RingError` if another thread is launching, `NcclError`,
+        and `DeadlineError`.
         """
         if not self._launching.acquire(blocking=False):
             raise RingError(f"rank {self.rank}: two threads use one ring at once; give each thread its own")
@@ -175,7 +176,10 @@ class Communicator:
                 self._using.release()
 
     def close(self, deadline: Deadline) -> bool:
-        """Free the communicator together with all other ranks, after all hops. Returns False if that takes too long."""
+        """Free the communicator together with all other ranks, after its hops have run.
+
+        Returns False if the communicator has failed or the close takes too long.
+        """
         with self._ending:
             if self.state is not State.READY:
                 return self.state is State.CLOSED

@@ -34,7 +34,7 @@ UNDEFINED_INT = -(2**31)
 
 
 class UniqueId(ctypes.Structure):
-    """`ncclUniqueId`, passed by value. Its field has bytes: ctypes would truncate chars at the first zero."""
+    """`ncclUniqueId`, passed by value. Its field is an array of bytes: ctypes would cut chars at the first zero."""
 
     _fields_ = (("internal", c_uint8 * UNIQUE_ID_BYTES),)
 
@@ -92,7 +92,7 @@ class Transfer(Protocol):
 
 
 class CtypesBinding:
-    """The functions of one library; see `Binding`."""
+    """A binding that calls the C functions of one NCCL library; see `Binding`."""
 
     name = "ctypes"
 
@@ -185,7 +185,7 @@ class CtypesBinding:
         return (text or b"").decode(errors="replace")
 
     def _call(self, name: str, *arguments: object) -> None:
-        """Call a function. Raises `NcclError` unless it returns SUCCESS or IN_PROGRESS, which `state` reports too."""
+        """Call a function of the library. Raises `NcclError` unless it returns SUCCESS or IN_PROGRESS."""
         status = self._functions[name](*arguments)
         if status not in (Status.SUCCESS, Status.IN_PROGRESS):
             raise NcclError(name, status, self.last_error(0))
@@ -221,7 +221,7 @@ class CtypesBinding:
 
 
 def _function(cdll: ctypes.CDLL, name: str) -> Any:
-    """Return a C function of the library with its types, callable from Python."""
+    """Return a C function of the library, with its argument and result types set."""
     function = cdll[name]  # a separate object, so that two bindings of one library do not share types
     function.argtypes = SIGNATURES[name]
     function.restype = c_char_p if name == "ncclGetLastError" else c_int
@@ -239,5 +239,5 @@ def _as_bytes(function: Any) -> Transfer:
 
 @cache
 def _kept(name: str) -> bytes:
-    """Return a communicator's name as bytes that are never freed, because NCCL reads them while it lives."""
+    """Return a communicator's name as bytes that are never freed: NCCL reads them while the communicator lives."""
     return name.encode()

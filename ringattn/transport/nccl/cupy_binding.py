@@ -143,7 +143,7 @@ def _cupy_nccl() -> ModuleType:
 
 
 def _status(function: Callable[[], object]) -> int:
-    """Return NCCL's status from the error that cupy raised in `function`."""
+    """Call `function` and return NCCL's status, taken from the error that cupy raises; 0 if it raises none."""
     try:
         function()
     except (RuntimeError, KeyError) as error:
@@ -152,7 +152,11 @@ def _status(function: Callable[[], object]) -> int:
 
 
 def _status_of(error: RuntimeError | KeyError) -> int:
-    """Return the status behind cupy's error: its NcclError, or a KeyError if it has no name for the status (7, 8)."""
+    """Return the NCCL status of an error of cupy.
+
+    Cupy raises its own NcclError, or a KeyError for a status that it has no name for (7 and 8). Any other error is
+    raised again.
+    """
     status = error.args[0] if isinstance(error, KeyError) else getattr(error, "status", None)
     if not isinstance(status, int):
         raise error
@@ -160,7 +164,7 @@ def _status_of(error: RuntimeError | KeyError) -> int:
 
 
 def _typed(function: str, error: RuntimeError | KeyError) -> NcclError:
-    """Convert cupy's error, keeping its text, which is NCCL's description of the status."""
+    """Return cupy's error as an `NcclError`, with cupy's text, which is NCCL's description of the status."""
     return NcclError(function, _status_of(error), "" if isinstance(error, KeyError) else str(error))
 
 

@@ -84,10 +84,10 @@ class Library:
 
 
 def load_library(path: str | None = None) -> Library:
-    """Load the libnccl of this process: `path` if given, else the one in use, else the system's, else the wheel's.
+    """Load libnccl: `path` if given, else the loaded library, else the system's, else the wheel's.
 
-    Raises `InputError` if `path` cannot be loaded, and `UnsupportedError` if there is none, if there are two, or if it
-    is too old.
+    Raises `InputError` if `path` cannot be loaded, and `UnsupportedError` if no libnccl is found, if two different
+    files are loaded, or if the library is incomplete or too old.
     """
     cdll = _load(path)
     if absent := [name for name in REQUIRED if not hasattr(cdll, name)]:
@@ -144,7 +144,7 @@ def _wheel_files() -> list[str]:
 
 
 def _remedy() -> str:
-    """Say what to install for this torch."""
+    """Return a sentence that says which packages to install for this torch."""
     cuda = torch.version.cuda
     if cuda is None:
         return "This torch has no CUDA: install a CUDA build of it, and `ringattn[cu12]` or `ringattn[cu13]` to match"
@@ -184,7 +184,9 @@ def installed(name: str) -> str | None:
 
 
 def mismatch(cuda_build: str | None, version_of: Callable[[str], str | None] = installed) -> str | None:
-    """Return one line: the installed wheels, what this torch needs, and the commands to fix it. None if all is well.
+    """Return one line if the installed wheels do not fit this torch, or None.
+
+    The line names the wheels, the CUDA version of this torch, and the commands that fix the installation.
 
     Wheels for several CUDA versions install the same files (`cupy/`, `nvidia/nccl/lib/libnccl.so.2`): the last one
     installed overwrites the others, and removing any of them removes the files of all. `cuda_build` is

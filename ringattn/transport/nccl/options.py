@@ -38,10 +38,10 @@ class NcclOptions:
         binding: ctypes, or cupy (blocking communicators only).
         library: Path of a libnccl. None: the one that this process has loaded, else the wheel's.
         sm_margin: Multiprocessors of the GPU reserved for exchanges. An exchange uses at most this number of thread
-            blocks (`maxCTAs`), and every engine that can leaves this number of multiprocessors free. 0: NCCL chooses,
+            blocks (`maxCTAs`), and engines that support it leave this number of multiprocessors free. 0: NCCL chooses,
             no engine leaves any free, and an exchange may wait for the kernels that fill the GPU. None: 8.
         cga_cluster_size: Thread blocks that start together in one GPC of the GPU, 0 to 8. NCCL's own choice on Hopper
-            is 4, which wait for four free multiprocessors of one GPC. None: 1.
+            is 4: the blocks wait until four multiprocessors of one GPC are free. None: 1.
         channels_per_net_peer: Connections to each rank on another machine, 1 to 64. None: NCCL's choice.
         name: The name of the communicators in NCCL's log. None: "ringattn" if the library supports names.
         register: Take staging buffers from `ncclMemAlloc`, registered, if the libraries of all ranks can; else use
@@ -140,9 +140,9 @@ def _nccl_groups() -> bool:
 
 
 class LateGroups:
-    """Detects torch's NCCL process groups, including those opened after a ring.
+    """A detector of torch's NCCL process groups, including groups that are opened after a ring.
 
-    Calls `callback` once, at the first `check` after torch has opened such a group.
+    It calls `callback` once, at the first `check` after torch has opened such a group.
     """
 
     def __init__(self, callback: Callable[[], None]) -> None:
@@ -150,7 +150,7 @@ class LateGroups:
         self._groups = -1
 
     def check(self) -> None:
-        """Check for new groups. Called at each call of a ring: it costs one dict length while torch opens no group."""
+        """Check for new groups. Each call of a ring does so, which is cheap: it compares the length of a dict first."""
         if self._callback is None or len(_world.pg_map) == self._groups:
             return
         self._groups = len(_world.pg_map)
@@ -188,7 +188,7 @@ def overlap_warnings(
 
 
 def open_binding(options: NcclOptions) -> Binding:
-    """Open the binding that `options` names. Raises `UnsupportedError` if the library or cupy is missing or unfit."""
+    """Open the binding that `options` names. Raises `UnsupportedError` if libnccl or cupy is missing or unsuitable."""
     if options.binding == "cupy":
         from ringattn.transport.nccl.cupy_binding import CupyBinding
 

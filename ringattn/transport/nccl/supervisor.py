@@ -42,7 +42,7 @@ ABORT_GRACE_S = 0.2
 
 
 class BrokenCommunicatorError(PeerLostError):
-    """NCCL reports a broken communicator, so some rank is at fault."""
+    """The error for a communicator that NCCL reports as broken. Some rank is at fault for it."""
 
 
 class NodeTransport(Protocol):
@@ -54,7 +54,7 @@ class NodeTransport(Protocol):
 
 
 class Supervisor(StreamWatch[StreamWorkHandle]):
-    """The watch of one rank over NCCL, which also watches the opening."""
+    """The thread that watches one rank's exchanges over NCCL, and before them the opening of the ring."""
 
     interval_s = INTERVAL_S
     stop_s = 0.3
@@ -125,7 +125,7 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
         return all_ranks_closed
 
     def stop(self) -> None:
-        """End both threads. Idempotent."""
+        """End the thread of the supervisor and the heartbeat. Idempotent."""
         self._stopped.set()
         self.health.detach(self, self.stop_s)
         super().stop()
@@ -184,7 +184,7 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
             self._unwaited.clear()
 
     def _place(self) -> Place:
-        """Return this rank's position, what it waits for there, and the peers of its oldest hop."""
+        """Return the state that this rank's heartbeats report: its current work, and the ranks that it waits for."""
         call, awaited = self._calls.number, self._waited_for()
         launching, handles = self.launching, list(self.handles)[:1]
         if launching is not None and time.monotonic() - launching[1] >= STUCK_S:
@@ -194,7 +194,10 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
         return Place.make(self.where, call, Waits.PEERS if handles or self.gathering else Waits.HOST, awaited)
 
     def _abort(self, unreported: bool) -> None:
-        """Abort. `unreported`: no call of the ring has raised the failure, so a stuck abort must end the process."""
+        """Abort the communicator.
+
+        `unreported`: no call of the ring has raised the failure, so if the abort is stuck, it must end the process.
+        """
         self.stuck = not self._communicator.abort()
         self.ended.set()
         # Kernels still wait on the GPU, and only the end of the process stops them.
@@ -227,7 +230,7 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
         self._check_leaving()
 
     def _check_launch(self) -> None:
-        """Raise if a launch exceeds `timeout_s`: NCCL connects peers in it, and blocking communicators wait there."""
+        """Raise if a launch exceeds `timeout_s`. NCCL connects peers in it, and a blocking communicator waits in it."""
         launching = self.launching
         if launching is not None and time.monotonic() - launching[1] >= self._timeout_s:
             raise DeadlineError(f"rank {self._rank}: a launch did not end in {self._timeout_s} s: {launching[0]}")
@@ -241,7 +244,7 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
             handle.note_start()
             return
         peers, age_s = self._waited_for(), time.monotonic() - handle.started_at
-        # All peers have closed, and what they sent before does not progress: it will not arrive.
+        # If all peers have closed and the exchange still has not arrived after `STANDSTILL_S`, it never will.
         if not peers <= self.closed or handle.done.query():
             self._standing = None, 0.0
         elif self._standing[0] is not handle:
@@ -255,12 +258,16 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
             )
 
     def _check_leaving(self) -> None:
-        """Raise if a rank that has only to close stopped its heartbeat: it will not close any more."""
+        """Raise if the heartbeat of a rank that has only to close has stopped: the rank will not close any more."""
         for rank in sorted(self.leaving & self.health.silent(LOST_S)):
             raise PeerLostError(f"rank {self._rank}: rank {rank} {NOT_CLOSED}")
 
     def _waited_for(self) -> set[int]:
-        """Return the peers of the oldest launch or exchange (all of a replayed pass), or ranks not closed."""
+        """Return the ranks that this rank waits for.
+
+        They are the peers of the launch in progress, else of the oldest exchange (all other ranks for a replayed pass),
+        else the ranks that are missing in an all-gather or have not closed.
+        """
         launching = self.launching
         if launching is not None:
             return launching[0].peers
@@ -310,8 +317,8 @@ class CallHistory:
     Written by the thread that makes the calls; read by the supervisor and the heartbeat thread.
 
     The chain of a call is a digest of it and all earlier calls, so equal chains imply equal earlier calls.
-    A call that the ranks compare themselves leaves the same trace in all chains, whatever each rank made of it: if all
-    refuse it together, the ring continues. The digits after the chain only explain a difference.
+    A call that the ranks compare directly adds nothing of its own digest to the chain. So the chains stay equal if all
+    ranks refuse different calls together, and the ring continues. The digits after the chain only explain a difference.
     """
 
     def __init__(self) -> None:
@@ -339,7 +346,10 @@ class CallHistory:
         }
 
     def differs(self, fields: dict[str, Any]) -> str | None:
-        """Describe the first call known to differ from that of the rank that sent `fields`; None if none is."""
+        """Describe the first known difference between this rank's calls and those of the rank that sent `fields`.
+
+        Return None if no difference is known.
+        """
         equal = 0
         for number, chain in zip(_reported_calls(fields["call"]), fields["calls"], strict=True):
             local_chain = self._chains.get(number, "")
@@ -371,7 +381,7 @@ ERRORS = re.compile(r"^\s*Errors\s*\n\s*=+\s*\n(.*?)(?=^\s*Warnings\s*\n\s*=+|\Z
 
 
 def ras_address(environment: Mapping[str, str], nccl_version: int) -> str | None:
-    """Return the address of RAS of this process's NCCL; None if NCCL has none or the user has disabled it."""
+    """Return the address of NCCL's RAS service in this process; None if NCCL has no RAS or the user has disabled it."""
     if nccl_version < SINCE or environment.get("NCCL_RAS_ENABLE") == "0":
         return None
     return environment.get("NCCL_RAS_ADDR", ADDRESS)
@@ -382,8 +392,8 @@ def ras_report(address: str) -> str:
 
     RAS (NCCL 2.24 and later, on by default) is a thread in each process of an NCCL job. It answers a text protocol:
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html
-    Its section `Errors` is quoted. Guarantee: the call takes at most `WITHIN_S`, and a socket that does not answer is
-    not an error. Untested on a GPU.
+    The result quotes the section `Errors` of its answer. Guarantee: the call takes at most `WITHIN_S`, and a socket
+    that does not answer is not an error. Untested on a GPU.
     """
     host, _, port = address.rpartition(":")
     until, status = time.monotonic() + WITHIN_S, b""

@@ -73,7 +73,7 @@ class NcclTransport(StreamTransport):
         self._memory = RingMemory(binding, gpu, self.communicator, self.can_register, self.rank)
         self.order = self._memory.order
         self._all_gather = StoreAllGather(opening, self.supervisor)
-        self.check_groups: Callable[[], None] = lambda: None  # at each call of the ring
+        self.check_groups: Callable[[], None] = lambda: None  # called at each call of the ring
 
     @classmethod
     def open(
@@ -134,7 +134,7 @@ class NcclTransport(StreamTransport):
         Replay(self, run).start()
 
     def launch(self, calls: Sequence[PeerCall]) -> None:
-        """Enqueue one group on the communication stream. `NcclHop` does the rest."""
+        """Enqueue the sends and receives of one hop as a group on the communication stream. For `NcclHop.start`."""
         try:
             self.communicator.launch(calls, self.stream.cuda_stream, self.check)
         except NcclError as error:
@@ -146,7 +146,10 @@ class NcclTransport(StreamTransport):
             raise self._end_with_attribution(error) from error
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """See `Transport.all_gather_bytes`, through the store. Raises `DisagreementError` if a rank's call differs."""
+        """See `Transport.all_gather_bytes`. The payloads are exchanged through the control store.
+
+        Raises `DisagreementError` if another rank makes a different call.
+        """
         self.check()
         try:
             return self._all_gather.all_gather_bytes(payload)
@@ -165,7 +168,7 @@ class NcclTransport(StreamTransport):
     def drain(self) -> None:
         """Return when every exchange has arrived. Raises the failure, if any.
 
-        Like the supervisor, it gives the device unlimited time to reach an exchange. The deadline starts there.
+        As in the supervisor, the device may take any time to reach an exchange. The deadline counts from then.
         """
         self._arrive(math.inf)
 
@@ -249,7 +252,10 @@ class NcclTransport(StreamTransport):
             raise DeadlineError(f"rank {self.rank}: an exchange did not end within {self.opening.timeout_s} s")
 
     def _wait_until_quiet(self) -> bool:
-        """Wait until neither exchanges nor the caller's streams touch memory without a view; return whether they do."""
+        """Wait until neither exchanges nor the caller's streams can touch memory without a view.
+
+        Return False if the caller's streams did not finish within the timeout.
+        """
         # Wait for the exchanges first, then for the caller's later work on its stream.
         self.drain()
         self.supervisor.tick()
@@ -305,7 +311,10 @@ class NcclTransport(StreamTransport):
         self.drain()
 
     def _free(self, together: bool) -> bool:
-        """End the communicator, by abort if alone: the collective close would never end. Return whether it ended."""
+        """End the communicator and return whether it ended.
+
+        `together`: all ranks do so, by a collective close. Otherwise this rank aborts, because the close would hang.
+        """
         aborted = self._wait_for_aborts()
         ended = self.communicator.close(Deadline(CLOSE_S)) if together else self.communicator.abort()
         if not aborted or not ended:
@@ -314,7 +323,7 @@ class NcclTransport(StreamTransport):
 
 
 def _version() -> str:
-    """Return the version of ringattn, if it is installed."""
+    """Return the installed version of ringattn, or "a checkout" if it is not installed."""
     try:
         return version("ringattn")
     except PackageNotFoundError:
@@ -377,7 +386,7 @@ class NcclHop(StreamHop):
 
 
 class Replay(StreamHop):
-    """A captured pass that runs again: many hops between two events, of which only the whole can be watched."""
+    """A replay of a captured pass: many hops between two events, which the supervisor can watch only as a whole."""
 
     transport: NcclTransport
 
@@ -419,7 +428,10 @@ _abandoned: list[RingMemory] = []
 
 
 class _Piece:
-    """One allocation. `plain`: torch's memory, or None for NCCL's. `registration`: its handle if it is registered."""
+    """One allocation. `plain`: the tensor that holds it if torch allocated it; None if NCCL did.
+
+    `registration`: the handle of its registration with NCCL; None if it is not registered.
+    """
 
     def __init__(self, pointer: int, plain: torch.Tensor | None) -> None:
         self.pointer, self.plain = pointer, plain
@@ -429,7 +441,7 @@ class _Piece:
 class RingMemory(ViewedMemory[_Piece]):
     """The device memory of one ring: NCCL's registered memory if all libraries support it, else torch's.
 
-    Guarantees: a piece is freed when nothing views it any more and the device has finished all work that may touch it.
+    Guarantees: memory is freed when nothing views it any more and the device has finished all work that may touch it.
     If the device is out of memory, torch's cache is released once before an error is raised.
     """
 
@@ -464,9 +476,9 @@ class RingMemory(ViewedMemory[_Piece]):
     def allocate(self, nbytes: int, quiet: Callable[[], bool]) -> torch.Tensor:
         """Return a flat uint8 tensor.
 
-        Memory without a view is freed first, if `quiet()`: it releases exchanges that have arrived, and returns whether
-        the device can no longer touch that memory; it may wait. Raises `NcclError`, or torch's error, if the device is
-        out of memory.
+        Memory without a view is freed first if `quiet` returns True. `quiet` releases the buffers of exchanges that
+        have arrived, waits for the device, and returns whether the device can no longer touch memory without a view.
+        Raises `NcclError`, or torch's error, if the device is out of memory.
         """
         if not nbytes:
             return self._gpu.empty(0)
@@ -481,22 +493,23 @@ class RingMemory(ViewedMemory[_Piece]):
         return memory
 
     def end(self, name: str, quiet: Callable[[], bool]) -> None:
-        """Free each piece after its last view has ended, once `quiet` returns that the device cannot touch it.
+        """Start a thread that frees each allocation once it has no view and `quiet` returns True.
 
-        Returns at once, because an error that a caller keeps may hold views through the frames of its traceback.
+        `quiet` returns whether the device can no longer touch the memory. The caller does not wait for the thread: an
+        error that a user keeps may hold views for any time, through the frames of its traceback.
         """
         if self._ending is None and not self.is_empty:
             self._ending = threading.Thread(target=self._run_out, args=(quiet,), name=name, daemon=True)
             self._ending.start()
 
     def leave(self) -> None:
-        """Free nothing any more, because the device may touch the memory at any time."""
+        """Keep the memory until the process ends, because the device may touch it at any time."""
         _abandoned.append(self)
 
     def _run_out(self, quiet: Callable[[], bool]) -> None:
         try:
             self._gpu.activate()
-            # Call it also before the first view ends, because it releases what this package itself still views.
+            # Call `quiet` also before the first view ends, because it releases buffers that this package still views.
             if quiet():
                 self._free_each(quiet)
         except RuntimeError as error:  # a lost device, whose memory is lost with it
