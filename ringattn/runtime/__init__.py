@@ -1,1 +1,1 @@
-"""Runs plans: the executor, its buffers and messages, and what a rank keeps between calls."""
+"""The execution of plans: the executor, its buffers and messages, and the state of a rank between calls."""

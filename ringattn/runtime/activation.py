@@ -1,9 +1,10 @@
 """The active sequence, for code whose signature cannot carry it (for example Hugging Face attention functions).
 
-It is kept in a context variable: activations nest, and threads and tasks do not see each other's. The innermost
-`Ring.activate` wins. A checkpointed region that backward recomputes is a second run of its code, often outside of the
-`with` and on a GPU in another thread. There the innermost activation entered inside the region wins; otherwise
-the region has the activation that was around it in forward, which is stored on the region (see `Regions`).
+The sequence is kept in a context variable: activations nest, and threads and tasks do not see each other's. The
+innermost `Ring.activate` wins. When backward recomputes a checkpointed region, its code runs a second time, often
+outside of the `with`, and on a GPU in another thread. In this second run the innermost activation that is entered
+inside the region wins. If there is none, the activation around the region in forward wins, which is stored on the
+region (see `Regions`).
 Guarantees: under a sequence of several ranks, attention over the local tokens only is refused: an operator that attends
 is refused where it is called, and a model that computed no attention over a ring is refused at the end of the `with`.
 """
@@ -45,8 +46,9 @@ from ringattn.sequence import Sequence
 #   forward, and a variable of the unpack hook in backward. Neither name is public.
 #   `tests/runtime/test_activation.py` fails if torch renames them, and recomputation is then refused.
 #
-# Not found are autograd functions with a separate `setup_context`, checkpoints that other libraries build on
-# saved-tensor hooks, compiled autograd, and the forward run of torch's composable `checkpoint`.
+# Regions of the following kinds are not found: autograd functions with a separate `setup_context`, checkpoints that
+# other libraries build on saved-tensor hooks, compiled autograd, and the forward run of torch's composable
+# `checkpoint`.
 
 _CHECKPOINT_FILE = torch_checkpoint.__file__
 _ENGINE_CALLS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
@@ -55,10 +57,10 @@ _NAMES = _RECOMPUTES | {"forward", "checkpoint"} | {code.co_name for code in _EN
 
 
 class Regions(NamedTuple):
-    """The regions around a call, outward to the innermost running backward pass.
+    """The checkpointed regions around a call, from the call outward to the innermost running backward pass.
 
     Attributes:
-        entered: Regions in their forward run, innermost first. Inside a recomputation: those within it.
+        entered: Regions in their forward run, innermost first. In a recomputation: only those inside `recomputed`.
         recomputed: The innermost region that is being recomputed, or None.
         backward: The number of the running backward pass, -1 outside backward.
     """
@@ -73,7 +75,7 @@ class Regions(NamedTuple):
         return self.recomputed is not None or self.backward != -1
 
     def shares_recomputation(self, other: Regions) -> bool:
-        """Whether both were taken in the same recomputation of the same region."""
+        """Return whether both calls were made in the same recomputation of the same region."""
         return self.recomputed is other.recomputed and self.backward == other.backward
 
 
@@ -119,11 +121,12 @@ _COUNTING = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatc
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """Hide the operators inside from torch's selective checkpointing, which counts the operators of a region.
+    """Hide the operators inside the `with` from torch's selective checkpointing, which counts operators of a region.
 
-    A second run calls different ones: buffers are bound already or bound again, and ranks that disagree exchange
-    messages. For such a region attention is one step that is recomputed; the operators of `adapters.torch_ops` can be
-    saved. No mode of torch's dispatcher is active inside if one of them belongs to selective checkpointing.
+    A second run of the region may call different operators: buffers may be bound already, or a disagreement of the
+    ranks may cause messages. So attention is one hidden step that is always recomputed; only the operators of
+    `adapters.torch_ops` can be saved. If a mode of torch's dispatcher belongs to selective checkpointing, all modes are
+    disabled inside.
     """
     if torch._C._len_torch_dispatch_stack() == 0:
         return nullcontext()
@@ -140,7 +143,7 @@ class Activation(NamedTuple):
 
     Attributes:
         seq: The sequence, None for local attention.
-        dropout_seed: The seed from which attention with dropout draws.
+        dropout_seed: The seed from which attention with dropout draws the seeds of its calls.
     """
 
     seq: Sequence | None
@@ -162,7 +165,7 @@ _OUTSIDE = Regions()
 
 @contextmanager
 def activate(seq: Sequence | None, *, dropout_seed: int | None = None, throughout: bool = False) -> Iterator[None]:
-    """See `Ring.activate`. `throughout`: watch every operator, whatever has attended over a ring before."""
+    """See `Ring.activate`. `throughout`: observe all operators, also after the first attention over a ring."""
     with entered(Activation(seq, dropout_seed)):
         if seq is None or seq.ring.world_size == 1:
             yield
@@ -175,8 +178,8 @@ def activate(seq: Sequence | None, *, dropout_seed: int | None = None, throughou
 def entered(activation: Activation, *, outside_regions: bool = False) -> Iterator[None]:
     """Make `activation` the innermost one, without observing operators.
 
-    `outside_regions`: It counts as entered outside of every checkpointed region, so that regions around this `with`
-    store it. For activations whose `with` recomputation does not enter again.
+    `outside_regions`: Treat the activation as entered outside of every checkpointed region, so that regions around this
+    `with` store it. Use it if a recomputation does not enter this `with` again.
     """
     token = _active.set(_Entered(activation, _OUTSIDE if outside_regions else enclosing_regions()))
     try:
@@ -186,9 +189,10 @@ def entered(activation: Activation, *, outside_regions: bool = False) -> Iterato
 
 
 def activation() -> Activation | None:
-    """Return the innermost activation, or None if nothing is active. In recomputation it is that of the forward run.
+    """Return the innermost activation, or None if nothing is active. In a recomputation, return the forward run's.
 
-    Raises `InputError` in backward if the region is not found that is recomputed, or nothing was stored on it.
+    Raises `InputError` in backward if the recomputed region is not found, or if not exactly one activation is stored on
+    it.
     """
     innermost, regions = _active.get(), enclosing_regions()
     if regions.is_recomputation and (innermost is None or not innermost.regions.shares_recomputation(regions)):
@@ -237,16 +241,16 @@ _PRODUCTS = frozenset({torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.add
 
 
 def attended() -> None:
-    """Record that an adapter computes attention over a ring, or refuses it, or that it is local on purpose."""
+    """Record that attention is computed over a ring, is refused, or is local on purpose."""
     if (watch := _watch.get()) is not None:
         watch.has_attended = True
         watch.leave()
 
 
 class _Watch(TorchDispatchMode):
-    """Observes the operators of one activation, also those of TorchScript and of kernels that are called by name.
+    """The observer of the operators of one activation, also of TorchScript and of kernels that are called by name.
 
-    It costs about 5 us per operator, so it leaves at the first attention over a ring, except in the first activation.
+    It costs about 5 us per operator, so it stops at the first attention over a ring, except in the first activation.
     """
 
     supports_higher_order_operators = True
@@ -277,7 +281,10 @@ class _Watch(TorchDispatchMode):
         self.__enter__()
 
     def leave(self, at_end: bool = False) -> None:
-        """Stop observing operators, unless another mode was entered since or compiled code runs; `at_end`, always."""
+        """Stop observing operators, unless `throughout`, another mode was entered since, or compiled code runs.
+
+        `at_end`: stop in any case.
+        """
         if self.is_on and (at_end or (not self.throughout and self._is_innermost())):
             self.is_on = False
             self.__exit__(None, None, None)
@@ -286,7 +293,7 @@ class _Watch(TorchDispatchMode):
         return _get_current_dispatch_mode() is self and not _is_in_compiled_code()
 
     def _is_meant(self) -> bool:
-        """Whether this sequence is the active one. False in backward, which recomputes operators observed before."""
+        """Return whether this sequence is active. False in backward, which recomputes operators observed before."""
         innermost = _active.get()
         is_active = innermost is not None and innermost.activation.seq is self.seq
         return is_active and torch._C._current_graph_task_id() == -1
@@ -310,14 +317,14 @@ _ADVICE = (
 
 @cache
 def _attends(func: Any) -> bool:
-    """Whether an operator of torch or another library computes attention over the tensors that it receives."""
+    """Return whether an operator of torch or another library computes attention over the tensors that it receives."""
     name = func.__name__
     ours = getattr(func, "namespace", "") == "ringattn"
     return not ours and "backward" not in name and any(part in name for part in _ATTENDING)
 
 
 def _is_in_compiled_code() -> bool:
-    """Whether the current code was called by torch.compile.
+    """Return whether the current code was called by code that torch.compile has compiled.
 
     At the end of a call, compiled code restores the dispatch keys from its beginning. If a mode was left in between,
     its key would be restored without the mode, and every later operator would fail.

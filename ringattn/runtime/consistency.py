@@ -41,10 +41,11 @@ class GradientNeeds(NamedTuple):
 
 
 def anchor(graph: bool, *inputs: Tensor | None) -> Tensor | None:
-    """Return an input that requires a gradient, if the outputs must carry a graph and no input of this rank has one.
+    """Return an additional input that requires a gradient, or None if it is not needed.
 
-    The outputs then require a gradient as on the other ranks, and so does a loss made of them, so this rank's backward
-    pass runs when the other ranks wait for it.
+    It is needed if the outputs must carry a graph (`graph`) and none of this rank's `inputs` requires a gradient. The
+    outputs then require a gradient as on the other ranks, and so does a loss computed from them. So this rank's
+    backward pass runs too, for which the other ranks wait.
     """
     if not graph or any(x is not None and x.requires_grad for x in inputs):
         return None
@@ -52,7 +53,7 @@ def anchor(graph: bool, *inputs: Tensor | None) -> Tensor | None:
 
 
 class ComparedCall(NamedTuple):
-    """A call that all ranks make. `number`: the same on all ranks, 0 in a ring of one.
+    """A call that all ranks make. `number`: its number, equal on all ranks; 0 in a ring of one rank.
 
     `graph`: whether the outputs of every rank carry a graph, because some rank needs gradients.
     """
@@ -66,7 +67,7 @@ class ComparedCall(NamedTuple):
 
 
 def gradient_needs(tensors: Inputs) -> GradientNeeds:
-    """Return which of these inputs need a gradient, in the present gradient mode."""
+    """Return which of these inputs need a gradient in the current gradient mode."""
     if not torch.is_grad_enabled():
         return GradientNeeds(obstacle="it calls without gradient mode; use torch.no_grad on all ranks, or on none")
     inputs = tuple(name for name, x in tensors.items() if x is not None and x.requires_grad)
@@ -77,11 +78,11 @@ def gradient_needs(tensors: Inputs) -> GradientNeeds:
 
 
 class ConsistencyCheck:
-    """One rank's side of the comparisons of a ring, numbered by its calls.
+    """The comparison of one rank's calls with those of the other ranks. It numbers the calls.
 
-    On a transport that notices differing calls by itself, calls are compared at their first use only: those that need
-    gradients and those that do not separately. Once some ranks needed gradients and others did not, calls with these
-    words are compared every time, so that each rank learns what the others need.
+    A transport may notice by itself that ranks make different calls. Then a call is compared only the first time that
+    its description occurs, once with gradients and once without. If some ranks needed gradients of a call and others
+    did not, later calls of the same description are compared every time, so that each rank learns what the others need.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -98,10 +99,11 @@ class ConsistencyCheck:
         backward_of: int | None,
         needs: GradientNeeds | None = None,
     ) -> str | None:
-        """Return what to send to the other ranks, or None if the transport would notice that they make another call.
+        """Announce this rank's next call to the transport. Return the message to compare with the other ranks.
 
-        The transport also gets `backward_of`, so one comparison is enough for the backward passes of all calls with
-        these words.
+        Return None if no comparison is needed, because the transport would notice a different call. `words`: the
+        description of the call. The transport also receives `backward_of`, so the backward passes of all calls of the
+        same description need only one comparison.
         """
         self.calls += 1
         message = words if backward_of is None else f"backward of call {backward_of}: {words}"
@@ -113,17 +115,17 @@ class ConsistencyCheck:
         return None if notices and skips else message
 
     def ask(self, message: str, needs: GradientNeeds | None = None) -> list[str]:
-        """Send the message of this rank, and return the answers of all ranks."""
+        """Send this rank's message and gradient needs, and return the answers of all ranks."""
         answer = json.dumps([f"{self.calls}: {message}", needs])
         return [answer.decode() for answer in self._transport.all_gather_bytes(answer.encode())]
 
     def settle(
         self, words: str, backward_of: int | None, answers: list[str], needs: GradientNeeds | None = None
     ) -> bool:
-        """Return whether any rank needs gradients.
+        """Compare the answers of all ranks, and return whether any rank needs gradients.
 
         Raises `InputError` if another rank refused the call, and `DisagreementError` if the ranks make different calls
-        or a rank cannot take part in the backward pass that another one needs.
+        or a rank cannot take part in the backward pass that another rank needs.
         """
         calls, patterns = zip(*map(json.loads, answers), strict=True)
         for rank, call in enumerate(calls):
@@ -150,7 +152,10 @@ class ConsistencyCheck:
             del self._agreed[next(iter(self._agreed))]
 
     def _used(self, words: str, backward_of: int | None, needs: GradientNeeds | None) -> bool:
-        """Return whether the ranks have compared these words; if so they are now the latest ones, on every rank."""
+        """Return whether the ranks have compared a call of this description before.
+
+        If so, it becomes the most recently used one, as on every other rank.
+        """
         return self._moved_to_end(_key(words, backward_of, needs is not None and bool(needs.inputs)))
 
     def _moved_to_end(self, key: bytes) -> bool:
@@ -161,7 +166,7 @@ class ConsistencyCheck:
 
 
 def _check_needs(every_need: list[GradientNeeds]) -> None:
-    """Raise `DisagreementError` if a rank needs gradients and another one cannot take part in the backward pass."""
+    """Raise `DisagreementError` if a rank needs gradients and another rank cannot take part in the backward pass."""
     needing = [(rank, needs) for rank, needs in enumerate(every_need) if needs.inputs]
     unable = [(rank, needs) for rank, needs in enumerate(every_need) if not needs.inputs and needs.obstacle]
     if needing and unable:
@@ -173,7 +178,7 @@ def _check_needs(every_need: list[GradientNeeds]) -> None:
 
 
 def _differences(calls: tuple[str, ...]) -> str:
-    """A line for each rank: its call, and of the facts (see `facts_of`) those that are not the same on all ranks."""
+    """Return a line for each rank: its call, and its facts (see `facts_of`) that are not equal on all ranks."""
     rows = [call.split("\n") for call in calls]
     common = set.intersection(*map(set, rows))
     lines = []
@@ -184,9 +189,10 @@ def _differences(calls: tuple[str, ...]) -> str:
 
 
 def facts_of(value: Any, name: str = "") -> Iterator[str]:
-    """Yield "name value" of every field of a dataclass or named tuple that takes part in its equality, nested ones too.
+    """Yield a line "name value" for every field that takes part in the equality of a dataclass or named tuple.
 
-    Two values give the same lines, in any process, if and only if they are equal (up to the collisions of a digest).
+    The fields of nested dataclasses and tuples have separate lines. Two values give the same lines, in any process, if
+    and only if they are equal (up to the collisions of a digest).
     """
     if is_dataclass(value):
         parts = [(field.name, getattr(value, field.name)) for field in fields(value) if field.compare]
@@ -196,7 +202,7 @@ def facts_of(value: Any, name: str = "") -> Iterator[str]:
         parts = [(str(index), inner) for index, inner in enumerate(value)]
     else:
         text = str(value) if hasattr(value, "_fields") else repr(value)
-        if callable(value):  # by its name, for `repr` has its address
+        if callable(value):  # use the name, because `repr` contains the address
             text = f"{value.__module__}.{value.__qualname__}"
         if len(text) > LONGEST_FACT:
             text = f"{text[: LONGEST_FACT // 2]}...{text[-LONGEST_FACT // 4 :]} [{_digest(text).hex()}]"
@@ -207,7 +213,10 @@ def facts_of(value: Any, name: str = "") -> Iterator[str]:
 
 
 def _key(words: str, backward_of: int | None, gradients: bool | None) -> bytes:
-    """`gradients`: whether every rank needs them, or none does. None: the ranks have differed in this."""
+    """Return the key of a compared call.
+
+    `gradients`: True if every rank needs gradients, False if no rank does, None if the ranks have differed in this.
+    """
     return _digest(f"{gradients} {words}" if backward_of is None else f"backward of {words}")
 
 

@@ -1,7 +1,7 @@
-"""The executor: runs a plan, forward or backward, as steps of wait, pack, exchange and compute.
+"""The executor, which runs a plan, forward or backward, as steps of wait, pack, exchange and compute.
 
 The messages of a step are in flight while its work runs; the next step begins when they have arrived. All buffers are
-bound before the pass, so the executor allocates nothing during it.
+bound before the pass, so the executor allocates nothing during the pass.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from ringattn.transport.base import Hop, Message, Transport, WorkHandle
 
 @dataclass
 class Counters:
-    """Numbers of what was sent since the last reset: the payload of copies, without control traffic."""
+    """The counters since the last reset. They count the payload of copies, without control traffic."""
 
     passes: int = 0
     messages: int = 0
@@ -70,7 +70,7 @@ class Counters:
 
 
 class _Bound(NamedTuple):
-    """Buffers and hops of a plan, bound to the pool while it has `pool_bytes`."""
+    """The buffers and hops of a plan, bound to the pool. They are valid as long as the pool has `pool_bytes`."""
 
     pool_bytes: int
     buffers: list[PackedBuffer]
@@ -86,7 +86,7 @@ class Executor:
         items = [item for step in plan.steps for item in step.work]
         updates = [item for item in items if isinstance(item, AttendOp)]
         rows = plan.problem.q_layout.counts[plan.rank]
-        # Outputs of other ranks are merged after the last update here, so no update is the last that adds to a row.
+        # Outputs of other ranks are merged after the last update of this rank, so no update completes a row.
         merged = any(isinstance(item, Add) and plan.buffers[item.part].kind is not Kind.DKV for item in items)
         steps = [tuple(attend.tiles) for attend in updates]
         visits = [Visit(attend.overwrite, attend.last) for attend in updates]
@@ -116,7 +116,7 @@ class Executor:
         self._watch = PassProfiler(plan, None, None)
 
     def workspace_bytes(self) -> int:
-        """Return the largest temporary allocation of a piece of work, see `Engine.workspace_bytes`."""
+        """Return the largest number of bytes that the work of a step allocates, see `Engine.workspace_bytes`."""
         problem, plan, most = self.plan.problem, self.plan, 0
         # Bytes of the states of received queries, by buffer: they exist from the first work on them to the last.
         carried: dict[int, int] = {}
@@ -154,13 +154,13 @@ class Executor:
         make: Callable[[KV | None], LocalTensors],
         watch: PassProfiler,
     ) -> LocalTensors:
-        """Begin a pass early: its first messages contain the local K and V that `make` returns, and `run` continues.
+        """Begin a pass early, with the messages of its first step. `run` continues the pass.
 
-        If the first message contains all of K and V unchanged, `make` receives views of it, (rows, batch, kv_heads,
-        dim) each, and must write K and V there. Otherwise it receives None, and K and V are copied. Only for a plan
-        that `begins_with_keys`.
+        These messages contain the local K and V, which `make` returns. If the first message contains all of K and V
+        unchanged, `make` receives views of the message, (rows, batch, kv_heads, dim) each, and must write K and V
+        there. Otherwise `make` receives None, and K and V are copied. Only for a plan that `begins_with_keys`.
         """
-        # Before the buffers are bound: the pool may grow here, and then it moves.
+        # Begin the pass before the buffers are bound: the pool may grow here, and its memory then moves.
         self._begin_pass(transport, pool)
         self._watch = watch
         try:
@@ -190,9 +190,9 @@ class Executor:
         kept: Tensor | None = None,
         keep: bool = False,
     ) -> Tensor | None:
-        """Run one pass. `keep`: return the remote inputs for the backward pass, which gets them as `kept`, or None.
+        """Run one pass. `keep`: return the remote inputs that the backward pass receives as `kept`, or None.
 
-        `watch` records the pass; after `begin`, the profiler given there is used instead.
+        `watch` records the pass. If `begin` started the pass, the profiler that `begin` received is used instead.
         """
         # Cleared first, so that after a failure below the next pass starts from the beginning.
         begun, self._begun = self._begun, False
@@ -251,7 +251,10 @@ class Executor:
 
     @contextmanager
     def accounted(self, pool: Pool) -> Iterator[None]:
-        """If memory runs out inside, raise `OutOfMemoryError` with what the pass held and what to change."""
+        """Raise `OutOfMemoryError` if memory runs out inside the `with`.
+
+        The error lists the memory that the pass held, and settings that save memory.
+        """
         self.step = None
         try:
             yield
@@ -313,7 +316,7 @@ class Executor:
         self._watch.leave()
 
     def _local_message(self) -> int | None:
-        """Return the message of the first step that contains all local K and V in their dtype, or None."""
+        """Return the buffer of the first step that packs all local K and V in their dtype, by its number, or None."""
         problem = self.plan.problem
         rows = StridedRange(0, problem.kv_layout.counts[self.plan.rank])
         # Only a message of all rows and heads in the same dtype has the layout of the local tensors.
@@ -370,7 +373,7 @@ class Executor:
 
 # --- the arithmetic of a pass: the computation of its steps, on the tensors of one call by its engine -----------------
 #
-# Both classes have the same interface:
+# Both arithmetic classes have the same interface:
 # - `local`: the local tensors by kind: Q and KV; in backward GRAD_OUT and DKV; OUT (in backward DQ) if other ranks add
 #   to it.
 # - `attend`: attend with the local queries to some keys and values. Backward also adds to their gradients `dkv`, or,
@@ -380,7 +383,10 @@ class Executor:
 
 
 class ForwardArithmetic:
-    """The softmax state of the local queries. Tensors are row-first, (rows, batch, heads, dim)."""
+    """The arithmetic of a forward pass. It updates `state`, the softmax state of the local queries.
+
+    Tensors are row-first, (rows, batch, heads, dim).
+    """
 
     def __init__(
         self,
@@ -391,7 +397,7 @@ class ForwardArithmetic:
         sinks: Tensor | None,
         dropout_seed: int = 0,
     ) -> None:
-        """`local`: the local K and V."""
+        """Begin the forward pass of `works`, which the engine has prepared. `local`: the local K and V."""
         self.engine, self.q, self._dropout_seed = engine, q, dropout_seed
         self.value_dim = local.values[1].x.shape[3]
         # The engine sees all works, so it can find the first and the last launch on each row.
@@ -403,11 +409,11 @@ class ForwardArithmetic:
             self.local[Kind.OUT] = LocalTensors(self.state.out.carried, scalars=(_row_first(self.state.lse),))
 
     def attend(self, kv: KV, _: KV | None, work: Any, final: bool = False) -> None:
-        """Update the state."""
+        """Update the softmax state of the local queries with the tiles of `work`."""
         self.engine.attend(self.q, kv, self.state, work)
 
     def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], index: int) -> None:
-        """Update a separate state for these queries, and fill OUT after the last of the works."""
+        """Update the separate softmax state of received queries. The last of the works also fills OUT."""
         # Received rows have one head: each (row, head) of a shard is a row here.
         q = _only(received[Kind.Q]).x
         if not index:
@@ -427,7 +433,7 @@ class ForwardArithmetic:
 
 
 class BackwardArithmetic:
-    """Gradients: `dq` of the local queries, and the local DKV of the local keys and values."""
+    """The arithmetic of a backward pass. It computes `dq` of the local queries, and DKV of the local K and V."""
 
     def __init__(
         self,
@@ -438,7 +444,11 @@ class BackwardArithmetic:
         inputs: BackwardInputs,
         grads: LocalTensors,
     ) -> None:
-        """`local`: the local K and V; `grads`: the accumulators of their gradients, or the gradients, see `OwnSums`."""
+        """Begin the backward pass of `works`, which the engine has prepared.
+
+        `local`: the local K and V. `grads`: the accumulators of their gradients, or the gradients themselves if the
+        plan needs no accumulators (see `OwnSums`).
+        """
         self.engine, self.q, self.inputs = engine, q, inputs
         self.value_dim = inputs.dout.shape[3]
         self.dq: Output = engine.begin_grad(works, q, self.value_dim)
@@ -452,12 +462,15 @@ class BackwardArithmetic:
             self.local[Kind.DQ] = LocalTensors(self.dq.carried)
 
     def attend(self, kv: KV, dkv: KV | None, work: Any, final: bool = False) -> None:
-        """Add to dq and dkv."""
+        """Add the gradients of the tiles of `work` to dq and dkv; with `final`, write the results to dkv."""
         sums, result = (None, dkv) if final else (dkv, None)
         self.engine.attend_grad(self.q, kv, self.inputs, self.dq, sums, work, result)
 
     def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], index: int) -> None:
-        """Add to the gradients of received inputs. Delta replaces the output, see `BackwardInputs`."""
+        """Add to the gradients of received queries, keys and values. The last of the works also fills DQ.
+
+        The output was not received; delta replaces it, see `BackwardInputs`.
+        """
         q = _only(received[Kind.Q]).x
         if not index:
             # A separate dQ: these queries belong to another rank, to which it is sent.
@@ -484,9 +497,10 @@ def _received_inputs(grad_out: Rows) -> BackwardInputs:
 
 
 def serving_bytes(sizes: Sizes, backward: bool) -> int:
-    """Return the bytes that `attend_received` holds from its first to its last work, without the engine's workspace.
+    """Return the bytes that `attend_received` holds from the first to the last work on the same received queries.
 
-    In forward that is a softmax state; in backward it is copies of the inputs, zeros and dQ.
+    In forward it holds a softmax state; in backward it holds copies of the inputs, zeros and dQ. The engine's workspace
+    is not included.
     """
     rows, item = sizes.rows * sizes.batch * sizes.heads, accumulator_dtype(sizes.dtype).itemsize
     if not backward:
@@ -520,7 +534,7 @@ Arithmetic = ForwardArithmetic | BackwardArithmetic
 
 
 class PassProfiler:
-    """Observes one pass: marks its phases if there is a recording, and names ranges if a profiler runs."""
+    """The observer of one pass. It marks the phases if there is a recording, and names ranges if a profiler runs."""
 
     def __init__(self, plan: Plan, recording: Recording | None, ranges: ProfilerRanges | NvtxRanges | None) -> None:
         self._plan, self._recording, self._ranges = plan, recording, ranges
@@ -577,7 +591,7 @@ class PassProfiler:
             self._ranges.leave()
 
     def _enter(self, phase: str, number: int) -> Any:
-        """Begin a phase of a plan step, which ends the previous one. Return the mark if there is a recording."""
+        """Begin a phase of a plan step, and so end the previous phase. Return the mark if there is a recording."""
         if self._ranges is not None:
             self._ranges.enter(f"ringattn {self._pass} {describe_phase(self._plan, phase, number)[0]}")
         if self._recording is None:

@@ -5,7 +5,7 @@ values of one row, batch and head next to each other, for example K and V, then 
 scales of eight-bit codes or the lse of an output (see `plan.RecordLayout`). Every view is row-first, (rows, batch,
 heads, dim), and strided. Only merging, and quantizing and restoring without a kernel, allocate memory.
 Guarantees: a block is rounded once, when it is packed to eight bits. A relayed block is copied bit by bit, so every
-reader of a block restores the same values. A kernel that moves rows gives the same bits as copies of runs.
+reader of a block restores the same values. A kernel that moves rows gives the same bits as copies of row ranges.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ SMALLEST_SCALE = 2.0**-126
 
 
 class Rows(NamedTuple):
-    """One value of the records of some rows: x (rows, batch, heads, dim) and its scalars, (rows, batch, heads) each.
+    """One value of some records, such as K: x (rows, batch, heads, dim) and its scalars, (rows, batch, heads) each.
 
-    If x are eight-bit codes, their only scalar is the scale.
+    If x holds eight-bit codes, its only scalar is their scale.
     """
 
     x: Tensor
     scalars: tuple[Tensor, ...] = ()
 
     def take(self, rows: slice) -> Rows:
-        """Return some of the rows."""
+        """Return the rows that the slice `rows` selects."""
         return Rows(self.x[rows], tuple(scalar[rows] for scalar in self.scalars))
 
     @property
     def coded(self) -> bool:
-        """Whether x are eight-bit codes."""
+        """Whether x holds eight-bit codes."""
         return self.x.dtype in LARGEST
 
 
@@ -58,7 +58,11 @@ class PackedBuffer:
     """The flat tensor of a buffer, with views of the values of each head part of its content."""
 
     def __init__(self, flat: Tensor, content: Content, batch: int, form: RecordLayout, dtype: torch.dtype) -> None:
-        """`flat`: contiguous, with the records of the content; of bytes if records have scalars."""
+        """Create the views of `flat`, a contiguous tensor of the content's records.
+
+        `form`: the layout of a record. `dtype`: the dtype of the values. `flat` has this dtype too, unless records have
+        scalars: then it is uint8.
+        """
         self.flat, self.content, self.form, self.dtype, self.batch = flat, content, form, dtype, batch
         self.lists: dict[Any, Tensor] = {}
         """Cached lists of rows on the device, see `_row_list`."""
@@ -85,28 +89,28 @@ class PackedBuffer:
 
     def flattened(self) -> tuple[Rows, ...]:
         """Return all values as rows of a single head, (rows * heads, batch, 1, dim). Every part must have one head."""
-        # With one head per part, the parts follow each other as rows do.
+        # If every part has one head, the rows of all parts are contiguous.
         rows = sum(part.row_count for part in self.content)
         return _values(self.flat.view(rows, self.batch, 1, -1), self.form, self.dtype)
 
     def overlaps(self, part: HeadRows) -> Iterator[list[Overlap]]:
-        """Yield the positions of the rows of a part in this buffer, one list per range of rows."""
+        """Yield one list for each range of rows of `part`: the positions of these rows in this buffer."""
         # A content has one part per range of heads.
         return next(each for each in self.content if each.heads == part.heads).locate(part.rows)
 
     def zero(self, rows: Content) -> None:
-        """Set some packed rows to zero."""
+        """Set the packed `rows` of each head part to zero."""
         for heads, runs in rows:
             for run in runs:
                 self._records[heads][run.start : run.stop : run.stride].zero_()
 
     def rows(self, heads: StridedRange, packed: StridedRange) -> tuple[Rows, ...]:
-        """Return the values of some packed rows of one head part."""
+        """Return the values of the `packed` rows of one head part."""
         return tuple(value.take(slice(packed.start, packed.stop, packed.stride)) for value in self.parts[heads])
 
 
 def _values(block: Tensor, form: RecordLayout, dtype: torch.dtype) -> tuple[Rows, ...]:
-    """Return the values in records (rows, batch, heads, width), with their scalars."""
+    """Return views of the values of a block of records (rows, batch, heads, width), with their scalars."""
     # A record with scalars consists of bytes:  | values of the dtype | padding | scalars |
     values = block if not form.scalars else block[..., : sum(form.dims) * dtype.itemsize].view(dtype)
     xs = values.split(form.dims, -1)
@@ -121,21 +125,24 @@ class LocalTensors:
     """The local tensors of one kind, as row-first views of the caller's tensors, with the methods of `PackedBuffer`."""
 
     def __init__(self, *values: Tensor, scalars: Sequence[Tensor] = ()) -> None:
-        """`values`: (rows, batch, heads, dim) each, as K and V; `scalars`: (rows, batch, heads) each, of one value."""
+        """Take tensors of one kind, for example K and V.
+
+        `values`: (rows, batch, heads, dim) each. `scalars`: (rows, batch, heads) each, if there is a single value.
+        """
         self.values = tuple(Rows(x, tuple(scalars)) for x in values)
 
     def part(self, heads: StridedRange) -> KV:
-        """Return all rows of K and V of some heads."""
+        """Return all rows of K and V of these heads."""
         k, v = (value.x[:, :, heads.start : heads.stop] for value in self.values)
         return KV(k, v, heads.start)
 
     def overlaps(self, part: HeadRows) -> Iterator[list[Overlap]]:
-        """Yield the positions of the rows of a part, one list per range of rows."""
+        """Yield one list for each range of rows of `part`: the positions of these rows in the tensors."""
         # All rows are present and in order, so each range is at its row numbers.
         return ([Overlap(StridedRange(0, run.count), run)] for run in part.rows)
 
     def rows(self, heads: StridedRange, packed: StridedRange) -> tuple[Rows, ...]:
-        """Return the values of some rows and heads."""
+        """Return the values of the `packed` rows of these heads."""
         index = slice(packed.start, packed.stop, packed.stride), slice(None), slice(heads.start, heads.stop)
         return tuple(Rows(value.x[index], tuple(scalar[index] for scalar in value.scalars)) for value in self.values)
 
@@ -144,8 +151,8 @@ BufferRef = PackedBuffer | LocalTensors
 
 
 def pack(source: BufferRef, into: PackedBuffer) -> None:
-    """Fill `into` with its content from `source`: copied, converted, quantized to eight bits, or restored from them."""
-    # One kernel instead of one copy per range; it does not support scalars.
+    """Fill `into` with its rows of `source`, converting values to the dtype of `into` (also to or from eight bits)."""
+    # Use one kernel instead of one copy per range. The kernel does not support scalars.
     if isinstance(source, LocalTensors) and not into.form.scalars and kernel_is_faster(into, into.flat.device):
         gather_by_kernel(source, into)
         return
@@ -162,9 +169,9 @@ def pack(source: BufferRef, into: PackedBuffer) -> None:
 
 
 def add(part: PackedBuffer, into: BufferRef, overwrite: bool = False) -> None:
-    """Add a content to the same rows of `into`. Outputs with their lse are merged.
+    """Add the rows of `part` to the same rows of `into`. Outputs, which have an lse, are merged instead.
 
-    `overwrite`: overwrite these rows, which are unset.
+    `overwrite`: copy gradients instead of adding them, because the rows of `into` are not set yet.
     """
     if isinstance(into, LocalTensors) and not part.form.scalars and kernel_is_faster(part, part.flat.device):
         add_by_kernel(part, into, overwrite)
@@ -181,7 +188,10 @@ def add(part: PackedBuffer, into: BufferRef, overwrite: bool = False) -> None:
 
 
 def _pairs(source: BufferRef, into: BufferRef, content: Content) -> Iterator[tuple[Rows, Rows]]:
-    """Yield the rows that both have, evenly spaced in both. One of them has exactly the rows of `content`."""
+    """Yield pairs of views of the rows that `source` and `into` have in common, evenly spaced on both sides.
+
+    One of the two has exactly the rows of `content`.
+    """
     for part in content:
         for in_source, in_into in zip(source.overlaps(part), into.overlaps(part), strict=True):
             for src, dst in itertools.product(in_source, in_into):
@@ -193,18 +203,18 @@ def _pairs(source: BufferRef, into: BufferRef, content: Content) -> Iterator[tup
 
 
 def from_row(kv: KV, row: int, step: int = 1) -> KV:
-    """Return a view of the block from `row` on, every `step`-th row. The tiles of the call count rows from there."""
+    """Return a view of every `step`-th row of K and V from `row` on. Tiles count the rows of this view."""
     return KV(kv.k[row::step], kv.v[row::step], kv.first_head) if row or step > 1 else kv
 
 
 def quantize(x: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Quantize x (rows, batch, heads, dim) to `values` of the same shape, in int8 or float8_e4m3fn, times `scales`.
+    """Quantize x (rows, batch, heads, dim) to eight bits, so that x is about `values` times `scales`.
 
-    `scales` is (rows, batch, heads). The result and its error bound are those of `ringattn.kernels.rows`: by its kernel
-    on CUDA, otherwise in plain torch with the same bits.
+    `values` has the shape of x, in int8 or float8_e4m3fn; `scales` is (rows, batch, heads). On CUDA the kernel of
+    `ringattn.kernels.rows` does this, which states the error bound; elsewhere plain torch gives the same bits.
     """
     if not x.shape[-1]:
-        scales.fill_(SMALLEST_SCALE)  # values of dimension 0: there is no largest one
+        scales.fill_(SMALLEST_SCALE)  # records of dimension 0 have no largest value
         return
     if _kernel_serves(x.device, values.dtype):
         from ringattn.kernels.rows import quantize_call
@@ -233,7 +243,7 @@ def restore(values: Tensor, scales: Tensor, x: Tensor) -> None:
 
 @lru_cache
 def _kernel_serves(device: torch.device, code: torch.dtype) -> bool:
-    """Whether the Triton kernel runs on this device. float8_e4m3fn needs sm_89."""
+    """Return whether the Triton kernel supports this device and code dtype. float8_e4m3fn needs sm_89."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     return code == torch.int8 or torch.cuda.get_device_capability(device) >= (8, 9)
@@ -243,9 +253,9 @@ def _kernel_serves(device: torch.device, code: torch.dtype) -> bool:
 
 
 class Side(NamedTuple):
-    """A value in the local tensor and in the records, (rows, batch, heads, dim) each, and the rows of the records.
+    """One value, such as K, as a local tensor and as packed records, (rows, batch, heads, dim) each.
 
-    `rows`: int64 indices into `local`, one for each row of `packed`.
+    `rows`: for each row of `packed`, the int64 index of the same row in `local`.
     """
 
     local: Tensor
@@ -254,7 +264,7 @@ class Side(NamedTuple):
 
 
 def kernel_is_faster(records: PackedBuffer, device: torch.device) -> bool:
-    """Whether the kernel is faster than copies: several ranges of rows on a CUDA device with Triton installed."""
+    """Return whether the kernel is faster than copies: for several row ranges on a CUDA device, if Triton is there."""
     # A single range is one strided copy; several ranges would be several small kernels.
     has_several_ranges = sum(len(part.rows) for part in records.content) > 1
     return has_several_ranges and device.type == "cuda" and find_spec("triton") is not None
@@ -294,7 +304,7 @@ def _sides(local: LocalTensors, records: PackedBuffer) -> Iterator[Side]:
 
 
 def _step(x: Tensor) -> int:
-    """Return the stride of the heads of (rows, batch, heads, dim); with one head, that of the rows."""
+    """Return the stride of the heads of (rows, batch, heads, dim); with one head, the stride of the rows."""
     return x.stride(2) if x.shape[2] > 1 else x.stride(0)
 
 
@@ -306,7 +316,10 @@ def _by_part(x: Tensor, records: PackedBuffer, number: int) -> Iterator[Side]:
 
 
 def _row_list(records: PackedBuffer, heads: StridedRange | None, ratio: int, device: torch.device) -> Tensor:
-    """Return the local rows of one part in order, int64; or of all parts, each row as row * ratio + head."""
+    """Return the local rows of the part of `heads` in packed order, int64.
+
+    With `heads` None, return the rows of all parts, each as row * ratio + head.
+    """
     # Cached with the buffer: made in the first pass and used by all later ones.
     key = heads, ratio, device
     if key not in records.lists:
@@ -361,7 +374,7 @@ class Pool:
         return self.passes - self.growths
 
     def report(self) -> dict[str, int]:
-        """Return the bytes now and of the largest pass, and how many passes needed no new memory."""
+        """Return the bytes of the arena and of the largest pass, and the number of passes that needed no new memory."""
         return {
             "pool_bytes": self.nbytes, "pool_high_water_bytes": self.high_water_bytes, "pool_reuses": self.reuses,
         }  # fmt: skip
@@ -385,7 +398,7 @@ class Pool:
         return self.view(offset, math.prod(shape) * dtype.itemsize).view(dtype).view(tuple(shape))
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Mark bytes as not read before they are written again."""
+        """Declare that nothing reads these bytes before they are written again. With `poison`, fill them with NaN."""
         if self._poison:
             self.view(offset, nbytes).fill_(POISON)
 
@@ -409,7 +422,7 @@ class Pool:
     def end_pass(self) -> None:
         """End the running pass, whether it succeeded or not.
 
-        Raises `RingError` when none is running, and `PlanError` when it wrote outside its memory.
+        Raises `RingError` if no pass is running, and `PlanError` if the pass wrote outside its memory.
         """
         if not self._running.locked():
             raise RingError("no pass is running")
@@ -420,7 +433,7 @@ class Pool:
             raise PlanError("a pass wrote outside the bytes that its plan asked for; the plan or a kernel is wrong")
 
     def release_arena(self) -> None:
-        """Release the memory. It is freed when no view of it exists."""
+        """Release the arena. Its memory is freed when no view of it is left."""
         self._arena, self._edges, self._canaries = self._nothing, (), ()
 
     def reset_high_water(self) -> None:
@@ -437,7 +450,7 @@ class Pool:
             self.release(0, nbytes)
 
     def _aligned(self, nbytes: int) -> torch.Tensor:
-        with torch.inference_mode(False):  # it outlives this pass: the next one may belong to a training step
+        with torch.inference_mode(False):  # the memory outlives this pass, and the next may belong to a training step
             memory = self._allocate(nbytes + ALIGNMENT_BYTES)
             start = -memory.data_ptr() % ALIGNMENT_BYTES
             self._edges = memory[:start], memory[start + nbytes :]

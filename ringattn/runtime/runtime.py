@@ -51,7 +51,7 @@ class AttentionCall:
     """Whether the outputs carry a graph on every rank, because some rank needs gradients."""
 
     def summary(self, *extra: str) -> str:
-        """Return what must be equal on all ranks: a readable line, then a line for each fact, see `facts_of`.
+        """Return the text that must be equal on all ranks: a readable line, then a line for each fact (`facts_of`).
 
         Every field is compared except the engine: messages and results are the same with every engine.
         """
@@ -70,7 +70,7 @@ def _facts(part: Hashable, name: str) -> tuple[str, ...]:
 
 
 class Runtime(ProcessBound):
-    """The state of a ring on this rank, and what runs its calls. Users have a `Ring`, which documents the options.
+    """The state of a ring on this rank, and the methods that run its calls. `Ring` documents the options for users.
 
     One thread at a time uses it, and all ranks make the same calls in the same order. A runtime that is garbage
     collected is closed.
@@ -87,7 +87,10 @@ class Runtime(ProcessBound):
         poison: bool,
         cluster: Cluster | Literal["auto"] | None = None,
     ) -> None:
-        """Takes over an open transport and closes it in the end. Dtypes are checked names. `cluster`: see `Ring`."""
+        """Take over an open transport, and close it at the end.
+
+        The dtypes are names that have been checked. `cluster`: see `Ring`.
+        """
         self.transport = transport
         self._agreement = ConsistencyCheck(transport)
         # Why the ring can no longer be used; None while it can.
@@ -102,7 +105,7 @@ class Runtime(ProcessBound):
             cluster, self.cluster_from = recognise(self.locations, self.links, transport.name)
         else:
             self.cluster_from = f"named: {cluster.name}" if cluster else "not looked for: cluster=None"
-        # The ring has measured where its ranks run; a description of the cluster overrides that only by its own links.
+        # Use the links that were detected between the ranks, unless the description of the cluster has links.
         self.cluster = replace(cluster, links=cluster.links or self.links) if cluster else REFERENCE.joined(self.links)
         self.cluster.check_ranks(transport.world_size)
         self.exchange = Exchange(transport.name, transport.sm_margin)
@@ -117,7 +120,7 @@ class Runtime(ProcessBound):
 
     @property
     def locations(self) -> tuple[Location, ...]:
-        """Where each rank runs, by rank; empty if the caller gave an open transport that does not know."""
+        """The location of each rank; empty if the caller passed an open transport that has no locations."""
         return self.transport.locations
 
     @property
@@ -127,20 +130,20 @@ class Runtime(ProcessBound):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the ring."""
+        """The number of ranks of the ring."""
         return self.transport.world_size
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors live."""
-        # A ring of one exchanges nothing, so it takes the caller's current device.
+        """The device of this rank's tensors."""
+        # A ring of one rank exchanges nothing, so it uses the caller's current device.
         if self.world_size == 1 and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return self.transport.device
 
     @property
     def is_open(self) -> bool:
-        """Whether it can still be used: neither closed nor aborted."""
+        """Whether the ring can still be used: it is neither closed nor aborted."""
         return self._end is None
 
     def check_consistency(
@@ -170,7 +173,7 @@ class Runtime(ProcessBound):
             RingError: `refusal`, on the rank that gave it.
             InputError: Another rank refused the call.
             DisagreementError: The ranks make different calls, or a rank cannot take part in the backward pass that
-                another one needs.
+                another rank needs.
             ClosedError: The ring was closed or has failed.
         """
         self.check_open()
@@ -193,7 +196,7 @@ class Runtime(ProcessBound):
             if refusal is not None:
                 raise refusal from None
             raise
-        # Raised after the comparison, so that the other ranks have received it and do not wait for this one.
+        # Raised after the comparison, so that the other ranks have received the refusal and do not wait for this rank.
         if refusal is not None:
             raise refusal
         graph = self._agreement.settle(summary, backward_of, answers, needs)
@@ -214,7 +217,7 @@ class Runtime(ProcessBound):
         Raises:
             InputError: `describe` raised, on any rank; every rank raises.
             DisagreementError: The ranks make different calls, or a rank cannot take part in the backward pass that
-                another one needs.
+                another rank needs.
             ClosedError: The ring was closed or has failed.
         """
         with self.refused_by_all():
@@ -224,9 +227,10 @@ class Runtime(ProcessBound):
 
     @contextmanager
     def refused_by_all(self) -> Iterator[None]:
-        """Send an error that is raised inside to all ranks, whose next call raises it too, so that no rank waits.
+        """Raise on all ranks if an error is raised inside the `with` on this rank.
 
-        There must be no collective call inside.
+        The other ranks receive the error in their next call, which raises it too, so no rank waits for this rank. There
+        must be no collective call inside.
 
         Returns:
             A context manager.
@@ -258,7 +262,7 @@ class Runtime(ProcessBound):
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """If an error is raised inside, end the ring on every rank with that error as the cause.
+        """End the ring on every rank if an error is raised inside the `with`. That error is the cause.
 
         Returns:
             A context manager.
@@ -285,7 +289,7 @@ class Runtime(ProcessBound):
         """
         if self.forked:
             return
-        # The reason is set before the abort: a call of another thread in between already reports it.
+        # The reason is set before the abort, so that a call of another thread during the abort already reports it.
         self._end = f"it was aborted: {cause}"
         self._if_dropped.detach()
         self.transport.abort(cause)
@@ -297,7 +301,7 @@ class Runtime(ProcessBound):
         self._if_dropped.detach()
 
     def _release_memory(self) -> None:
-        """Release the arena, also if someone still holds an executor."""
+        """Release the arena, even if an executor is still referenced elsewhere."""
         for executor in self._executors.values():
             executor.unbind()
         self._executors.clear()
@@ -400,11 +404,11 @@ class Runtime(ProcessBound):
         return executor
 
     def begin(self, executor: Executor, make: Callable[[KV | None], LocalTensors]) -> LocalTensors:
-        """Begin a pass that `run` continues, see `Executor.begin`. The ring makes no other call between the two.
+        """Begin a pass that `run` continues, see `Executor.begin`. The ring must make no other call before `run`.
 
         Args:
             executor: The executor of the pass.
-            make: Makes keys and values; writes them into the message that it is given, if any.
+            make: Returns the keys and values. If it receives views of the first message, it must write them there.
 
         Returns:
             The keys and values.
@@ -445,7 +449,7 @@ class Runtime(ProcessBound):
 
     @contextmanager
     def accounted(self, executor: Executor) -> Iterator[None]:
-        """If memory runs out inside, end the ring with a list of what this pass held, see `Executor.accounted`.
+        """End the ring if memory runs out inside the `with`. The error is that of `Executor.accounted`.
 
         Args:
             executor: The executor of the pass.
@@ -457,7 +461,7 @@ class Runtime(ProcessBound):
             OutOfMemoryError: Memory ran out inside.
         """
         try:
-            # The engine's operators attend to blocks of the ring; they are not the local attention that is refused.
+            # The engine's operators attend to blocks of the ring, so they must not be refused as local attention.
             with executor.accounted(self.pool), entered(Activation(None), outside_regions=True):
                 yield
         except OutOfMemoryError as error:
@@ -471,5 +475,5 @@ class Runtime(ProcessBound):
 
 
 def shared_ring_is_open() -> bool:
-    """Whether this process has an open ring of several ranks."""
+    """Return whether this process has an open ring of several ranks."""
     return any(ring.world_size > 1 and ring.is_open for ring in tuple(_open))
