@@ -33,10 +33,10 @@ class _Entry(Generic[V]):
 
 
 class BoundedCache(Generic[K, V]):
-    """Values by key, the most recently used last. Safe to use from several threads."""
+    """A cache of values by key, ordered from the least to the most recently used. Safe to use from several threads."""
 
     def __init__(self, weigh: Callable[[K, V], int]) -> None:
-        """`weigh` returns the bytes of an entry."""
+        """Create an empty cache. `weigh` returns the bytes of an entry."""
         self._weigh = weigh
         self._entries: dict[K, _Entry[V]] = {}
         self._newest: K | None = None
@@ -66,7 +66,7 @@ class BoundedCache(Generic[K, V]):
             return self._entries[key].value
 
     def keep(self, key: K) -> None:
-        """Never drop this entry, until `clear`."""
+        """Protect this entry from being dropped for lack of space."""
         with self._lock:
             self._entries[key].kept = True
 
@@ -104,7 +104,10 @@ os.register_at_fork(after_in_child=lambda: setattr(_shared, "_lock", threading.R
 
 
 class bounded(Generic[P, R]):
-    """Cache the results of a pure function like `functools.lru_cache`. All functions share `CACHE_BYTES`."""
+    """A decorator that caches the results of a pure function, like `functools.lru_cache`.
+
+    The caches of all functions share `CACHE_BYTES`.
+    """
 
     def __init__(self, function: Callable[P, R]) -> None:
         self._function = function

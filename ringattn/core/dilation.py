@@ -171,10 +171,10 @@ def longvit_1m() -> Branches:
 
 
 def head_offsets(offset: str, rate: int, q_heads: int, kv_heads: int, layer: int = 0) -> tuple[int, ...]:
-    """Return which of `rate` rows each query head keeps, by the rule `offset`.
+    """Return for each query head its offset, that is, which of `rate` successive rows it keeps, by the rule `offset`.
 
     mod: h % rate (arXiv:2307.02486, eq. 13). block: h // ceil(q_heads / rate) (torchscale). kv_head: the number of its
-    K/V head, modulo the rate. layer_rotated: (h + layer * q_heads) % rate. Raises `InputError` for another rule.
+    K/V head, modulo the rate. layer_rotated: (h + layer * q_heads) % rate. Raises `InputError` for an unknown rule.
     """
     if offset not in OFFSETS:
         raise InputError(f"offset={offset!r} is not known; choose one of {', '.join(OFFSETS)}")
@@ -189,7 +189,7 @@ def head_offsets(offset: str, rate: int, q_heads: int, kv_heads: int, layer: int
 def coverage_warnings(
     branches: Branches, q_heads: int, offset: str = "mod", kv_heads: int | None = None, length: int | None = None
 ) -> list[str]:
-    """Return a sentence for each branch that reaches only part of the queries, and for rows that attend to no key.
+    """Return a warning for each branch that keeps only part of the queries, and one if rows attend to no key.
 
     `length`: length of the sequence in tokens; None for a sequence much longer than the segments. Raises `InputError`
     for an unknown `offset`.
@@ -226,9 +226,9 @@ def _reached(w: int, r: int, offsets: set[int], length: int) -> float:
 
 
 def _blind(branches: Branches, offsets: list[tuple[int, ...]], length: int | None) -> float:
-    """Return the share of all (position, head) that no branch keeps.
+    """Return the share of all pairs (position, head) that no branch keeps.
 
-    It is counted over the sequence, or without a length over one period of the pattern; at most over `TABLE_TOKENS`.
+    Count them over `length` positions, or over one period of the pattern if it is None; over at most `TABLE_TOKENS`.
     """
     period = lcm(*(w if w % r else r for w, r in branches.pairs()))
     tokens = min(period if length is None else length, TABLE_TOKENS)

@@ -8,7 +8,7 @@ that does not fit are tried, and the faster placement is used:
 
 This placement is for schedules whose ranks wait for each other in every step; `placed_at_once` is for other schedules.
 A rank that takes the last tokens of a document fills its share with whole short documents, or with first tokens of the
-same document. These cost no rows, because the rank reads them anyway.
+same document. The first tokens cost no rows, because the rank reads them anyway.
 Guarantees: equal cuts and ranks give equal placements; token counts are those of the contiguous layout.
 """
 
@@ -33,13 +33,14 @@ FEW_ROWS = 0.01
 
 
 class Choice(NamedTuple):
-    """A way to fill ranks. The best one depends on the documents.
+    """The parameters of a way to fill ranks. The best values depend on the documents.
 
-    `lack`: share of its pairs that a rank may miss before a document is cut for it. `light`: largest share of its pairs
-    that a whole document may have which fills up a rank with the end of a long document. `density`: mean pairs per
-    token that the last part of a cut document should have, relative to the mean of the rank; a larger value takes more
-    first tokens earlier, 0 takes none. `even`: cut documents with more pairs than this number of ranks' shares zigzag
-    over all ranks, which then have equal work with the keys of every other rank.
+    `lack`: the share of a rank's pairs that it may miss before a document is cut for it. `light`: a rank that takes the
+    end of a long document is filled up with whole documents that have at most this share of the rank's pairs.
+    `density`: the mean number of pairs per token that the last part of a cut document should have, relative to the mean
+    of the rank. With a larger value, ranks take more first tokens earlier; with 0 they take none. `even`: a document
+    with more pairs than this number of ranks' shares is cut zigzag over all ranks, which then have equal work with the
+    keys of every other rank.
     """
 
     lack: float
@@ -62,10 +63,11 @@ Shards = tuple[tuple[Piece, ...], ...]
 
 
 class Load(NamedTuple):
-    """The load of each rank in a placement: causal pairs, and rows of K and V received and sent, once for each reader.
+    """The load of each rank in a placement: causal pairs, and rows of K and V received and sent.
 
-    `in_steps`: the sum over all steps of the pairs of the slowest rank in that step. In step s a rank attends to the
-    keys of the rank s positions before it, and in most schedules no rank is a step ahead of the next.
+    A row that several ranks read is sent once for each of them. `in_steps`: the sum over all steps of the pairs of the
+    slowest rank in that step. In step s, rank r attends to the keys of rank r - s, and in most schedules no rank is a
+    step ahead of the next rank.
     """
 
     pairs: tuple[int, ...]
@@ -75,12 +77,12 @@ class Load(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Cost of the whole pass in pairs, if messages are concurrent with work."""
+        """The cost of the whole pass in pairs, if messages travel during the computation."""
         return max(self.in_steps, *(PAIRS_PER_ROW * rows for rows in (*self.received, *self.sent)))
 
 
 class Item(NamedTuple):
-    """The rest of a document that starts at `start`: its tokens lo .. hi - 1. Items are ordered by pairs."""
+    """The tokens lo .. hi - 1 of the document that starts at `start`, which no rank has yet. Items sort by pairs."""
 
     pairs: int
     tokens: int
@@ -90,10 +92,11 @@ class Item(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The tokens with which a rank is filled.
+    """The numbers of tokens and items with which a rank is filled.
 
-    `last`, `first`: last and first tokens of the cut item. `whole`: number of smallest items taken whole. `next_first`:
-    first tokens of the next item. `lack`: pairs that the rank still misses then.
+    `last`, `first`: numbers of last and first tokens of the cut item. `whole`: the number of smallest items that are
+    taken whole. `next_first`: the number of first tokens of the item after these. `lack`: the pairs that the rank still
+    misses afterwards.
     """
 
     last: int
@@ -105,7 +108,10 @@ class _Parts(NamedTuple):
 
 @bounded
 def placed(cuts: tuple[int, ...], ranks: int) -> Shards:
-    """Place documents (0, ..., length). Of all choices within 1 % of the fastest, use the one with the fewest rows."""
+    """Return a placement of the documents with the boundaries `cuts` (0, ..., length).
+
+    Of the placements whose cost is within 1 % of the lowest, it is the one that sends the fewest rows.
+    """
     tried: list[tuple[Load, Shards]] = []
     for choice in CHOICES:
         shards = place(cuts, ranks, choice)
@@ -120,9 +126,9 @@ def placed(cuts: tuple[int, ...], ranks: int) -> Shards:
 
 
 def place(cuts: tuple[int, ...], ranks: int, choice: Choice, most: int | None = None) -> Shards:
-    """Place documents (0, ..., length) by one choice.
+    """Return the placement of the documents with the boundaries `cuts` (0, ..., length) that one choice gives.
 
-    Ranks take equal pairs; with `most`, they take up to `most` pairs and the last rank takes the rest.
+    All ranks take the same number of pairs; with `most`, they take up to `most` pairs and the last rank takes the rest.
     """
     items = items_of(cuts)
     left = sum(item.pairs for item in items)
@@ -149,15 +155,15 @@ def place(cuts: tuple[int, ...], ranks: int, choice: Choice, most: int | None = 
 
 
 def items_of(cuts: tuple[int, ...]) -> list[Item]:
-    """Return all documents that have tokens as whole items, ordered by pairs."""
+    """Return an item for each document that is not empty, ordered by pairs."""
     spans = [(start, stop - start) for start, stop in pairwise(cuts) if stop > start]
     return sorted(Item(causal_pairs(0, tokens), tokens, start, 0, tokens) for start, tokens in spans)
 
 
 def _zigzag(tokens: int, ranks: int, first_extra: int) -> list[tuple[int, int, int, int]]:
-    """Return two parts of a document for each rank, lo .. mid - 1 and end .. hi - 1.
+    """Return (lo, mid, end, hi) for each rank: it takes the tokens lo .. mid - 1 and end .. hi - 1 of a document.
 
-    Extra tokens are distributed to ranks starting at `first_extra` (modulo `ranks`).
+    The tokens left over by the division go to the ranks from `first_extra` (modulo `ranks`) on, one each.
     """
     size, extra = divmod(tokens, ranks)
     lo, hi, parts = 0, tokens, []
@@ -213,14 +219,17 @@ def _pairs_with(lo: int, hi: int, key: int) -> int:
 
 
 class Filling:
-    """The process of filling one rank with items or parts of them. `tokens` and `pairs` are still to be taken."""
+    """The process of filling one rank with items or parts of them.
+
+    `tokens` and `pairs`: the numbers that the rank still has to take.
+    """
 
     def __init__(self, items: list[Item], tokens: int, pairs: int, choice: Choice) -> None:
         """Start with a rank that has no tokens yet."""
         self.items, self.tokens, self.pairs, self.choice = items, tokens, pairs, choice
         self.share = pairs
         self.pieces: list[Piece] = []
-        self.reach: dict[int, int] = {}  # by the start of a document: how far in it this rank has tokens
+        self.reach: dict[int, int] = {}  # start of a document -> the end of this rank's last tokens in it
         self.taken = 0
         # Tokens and pairs of the n smallest items: filling up with these costs the fewest pairs.
         self._tokens, self._pairs = _sums(items)
@@ -256,7 +265,10 @@ class Filling:
         return self._pairs[n] - (self._pairs[n] - self._pairs[n - 1]) * over // count
 
     def _fits(self, item: Item, over: int) -> bool:
-        """Return whether this item leaves enough pairs for the tokens that are still missing then."""
+        """Return whether the rank can take this item and still has enough pairs for the rest of its tokens.
+
+        `over`: the number of pairs by which the rank may exceed its share.
+        """
         rest = self.tokens - item.tokens
         return rest >= 0 and item.pairs + self._least_pairs(rest) <= self.pairs + over
 
@@ -307,7 +319,10 @@ class Filling:
         self._finish()
 
     def _first_of(self, item: Item) -> int:
-        """Return the number of first tokens to take, so that the last rest of the item has enough pairs per token."""
+        """Return how many first tokens of the item this rank should take.
+
+        The number is such that the last part of the item, after all ranks have cut it, has enough pairs per token.
+        """
         ranks = item.pairs // max(1, self.pairs)
         if not ranks or not self.choice.density:
             return 0
@@ -316,7 +331,7 @@ class Filling:
         return max(0, (item.tokens - last - int(self.tokens * rest / self.pairs / self.choice.density)) // ranks)
 
     def _parts(self, item: Item, least_first: int, most_whole: int, cut_next: bool) -> _Parts:
-        """Return the parts with the largest number of last tokens of the item for which the pairs are enough."""
+        """Return the parts with the largest number of last tokens of the item that do not exceed the rank's pairs."""
         tokens, pairs = _sums(self.items[:most_whole])
 
         def parts_with(last: int) -> _Parts:
@@ -347,7 +362,7 @@ class Filling:
                 first = causal_pairs(item.lo, item.lo + count - last)
                 return self.pairs - first - causal_pairs(item.hi - last, item.hi)
 
-            # Taking all at one end costs the fewest rows: the number of tokens taken, or of tokens left.
+            # Taking all tokens at one end costs the fewest rows: as many as the tokens taken, or as the tokens left.
             ends = (0, count) if count < item.tokens - count else (count, 0)
             good = (last for last in ends if abs(lack(last)) <= LEAST_LACK * self.share)
             chosen = next(good, None)
@@ -384,10 +399,11 @@ def joined(pieces: list[Piece]) -> tuple[Piece, ...]:
 # --- placement for schedules that receive all rows at once: the fewest rows sent --------------------------------------
 # A long document is cut only from its end, because then few ranks read far. Pairs are equal over the whole pass, not in
 # each step.
-# The search varies the rank that owns each document; everything else follows from it. Some ranks take the end of a long
-# document: in rank order, the largest number of last tokens that their share of pairs allows. They fill up with its
-# first tokens, which cost no rows because these ranks read them anyway. The owner keeps the rest. Then ranks with too
-# many tokens move first tokens of their documents to ranks with too few, at a cost of one row per token.
+# The search varies the rank that owns each document and the document whose end a rank takes; everything else follows
+# from these. The ranks that take the end of a long document do so in rank order: each takes the largest number of last
+# tokens that its share of pairs allows, and then first tokens of the same document, which cost no rows because the rank
+# reads them anyway. The owner keeps the rest. Then ranks with too many tokens move first tokens of their documents to
+# ranks with too few, at a cost of one row per token.
 # Equal cuts and ranks give equal placements; token counts are those of the contiguous layout.
 
 
@@ -435,9 +451,10 @@ class Outcome(NamedTuple):
 
 @bounded
 def placed_at_once(cuts: tuple[int, ...], ranks: int, even: float = EVEN, fills: int = FILLS) -> Shards:
-    """Place documents (0, ..., length). Of all even placements tried, use the one with the fewest rows sent.
+    """Return a placement of the documents with the boundaries `cuts` (0, ..., length).
 
-    `even`: the largest ratio of a rank's pairs to the mean. `fills`: tries of the search, times ranks.
+    Of all even placements that the search tries, it is the one that sends the fewest rows. `even`: the largest ratio of
+    a rank's pairs to the mean that counts as even. `fills`: the number of tries of the search, times ranks.
     """
     search, tried = Search(cuts, ranks, even), []
 
@@ -459,7 +476,10 @@ def placed_at_once(cuts: tuple[int, ...], ranks: int, even: float = EVEN, fills:
 
 
 class Search:
-    """A search over owners: the documents, longest first, with the exact tokens and the most pairs of each rank."""
+    """A search for the best owners of documents.
+
+    It holds the documents, longest first, the number of tokens that each rank gets, and the most pairs that it may get.
+    """
 
     def __init__(self, cuts: tuple[int, ...], ranks: int, even: float) -> None:
         """Prepare the search for documents (0, ..., length)."""

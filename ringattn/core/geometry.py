@@ -101,7 +101,7 @@ CAUSAL = Band(0, UNBOUNDED)
 
 
 class TokenRange(NamedTuple):
-    """The positions of a tile on one side, and the rows of the buffer that hold them (equal counts)."""
+    """The queries or the keys of a tile: their positions, and the buffer rows that hold them (equal counts)."""
 
     positions: StridedRange
     rows: StridedRange
@@ -200,7 +200,7 @@ def _floor_sum(n: int, m: int, a: int, b: int) -> int:
 
 
 def _residues(tokens: TokenRange, stride: int) -> Iterator[TokenRange]:
-    """Cut a token range into ranges with position stride `stride`, a multiple of the range's stride."""
+    """Yield the parts of a token range with position stride `stride`, which is a multiple of the range's stride."""
     step = stride // tokens.positions.stride
     for first in range(min(step, tokens.positions.count)):
         yield tokens.pick(StridedRange(first, (tokens.positions.count - first + step - 1) // step, step))

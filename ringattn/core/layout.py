@@ -30,9 +30,10 @@ Purpose = Literal["causal", "full", "window", "dilated"]
 class Layout:
     """The distribution of `length` tokens over `world_size` ranks.
 
-    `cuts` are the document boundaries (0, ..., length) that `OF_DOCUMENTS` follow, and (0, length) otherwise.
-    `at_once` (only for "documents"): placed for schedules that receive all rows at once, not for schedules whose ranks
-    wait in every step. Equal fields mean equal shards, so hashing and comparing are cheap for any number of ranges.
+    `cuts`: the document boundaries (0, ..., length) for a layout of `OF_DOCUMENTS`, otherwise (0, length). `at_once`
+    (only for "documents"): documents are placed for schedules that receive all rows at once, not for schedules whose
+    ranks wait for each other in every step. Equal fields mean equal shards, so hashing and comparing are cheap for any
+    number of ranges.
     """
 
     name: str

@@ -17,12 +17,13 @@ from ringattn.errors import InputError
 
 @dataclass(frozen=True)
 class Branch:
-    """The pairs (q, k) of equal segment whose distance is in `band`, for the query heads in `heads` (None: all).
+    """The pairs (q, k) in the same segment whose distance is in `band`, for the query heads in `heads` (None: all).
 
     Part i has the q positions bounds[i]..bounds[i+1]-1 and the k positions kv_bounds[i]..kv_bounds[i+1]-1. A part is
-    one segment; with `segment`, it is cut from its start into segments of this number of positions; the last one may be
-    shorter. The positions start + offset, start + offset + dilation, ... of each segment take part, as queries and as
-    keys. Distances count from the starts of the two segments, which are equal unless K/V is another sequence.
+    one segment. With `segment`, each part is cut from its start into segments of this number of positions, of which the
+    last may be shorter. In each segment only the positions start + offset, start + offset + dilation, ... take part, as
+    queries and as keys. The distance of a pair is (q - start of the query segment) - (k - start of the key segment);
+    the two starts are equal unless K and V belong to another sequence.
     """
 
     bounds: tuple[int, ...]
@@ -76,12 +77,12 @@ class Frame(NamedTuple):
 
     @property
     def documents(self) -> list[tuple[int, int, int, int]]:
-        """Start and end of the queries, then of the keys, for each pair of documents."""
+        """For each pair of documents: the start and end of its queries, then the start and end of its keys."""
         return [(*q, *k) for q, k in zip(pairwise(self.bounds), pairwise(self.kv_bounds), strict=True)]
 
 
 class AttentionMask(ABC):
-    """A restriction of the allowed pairs in addition to `causal` and `window`: see `ringattn.masks`.
+    """A mask that changes which pairs `causal` and `window` allow; see `ringattn.masks`.
 
     A subclass is a frozen dataclass, so that equal masks share their plans.
     """
@@ -91,7 +92,7 @@ class AttentionMask(ABC):
 
     @abstractmethod
     def lower(self, frame: Frame) -> Mask:
-        """Return the branches over a frame. Raises `InputError` if the mask cannot be combined with it."""
+        """Return this mask over the documents and band of `frame`. Raises `InputError` if they do not combine."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Problem:
 
     @property
     def accumulator_dtype(self) -> str:
-        """The dtype of partials and gradient accumulators."""
+        """The dtype of partial outputs and gradient accumulators."""
         return "float64" if self.dtype == "float64" else "float32"
 
     @property

@@ -1,4 +1,4 @@
-"""Spans: intervals of a pass in which a rank computed or its messages were under way; and hidden communication.
+"""Spans (intervals of a pass in which a rank computed or its messages were under way), and hidden communication.
 
 Measured and predicted spans have the same type, so the same functions draw and sum up both.
 """

@@ -151,7 +151,7 @@ class TileTable:
         order = np.lexsort([self.head, *self.array[:, rest[::-1]].T])
         tiles = self.take(order)
         heads, end = tiles.head, tiles.head + tiles.heads
-        # alike[i]: tile i + 1 continues tile i; a group starts wherever it is false.
+        # alike[i]: tile i + 1 continues tile i. A group starts after each i for which alike[i] is false.
         same = (tiles.array[1:] == tiles.array[:-1])[:, rest].all(1)
         alike = same & (heads[1:] == end[:-1])
         first = np.flatnonzero(np.r_[True, ~alike][: len(tiles)])
@@ -196,7 +196,10 @@ class Pieces(NamedTuple):
 
 @bounded
 def edges_of(bounds: tuple[int, ...], segment: int | None) -> Ints:
-    """Return the first positions of all segments, then the length: `bounds`, with each part cut every `segment`."""
+    """Return the first positions of all segments, then the length.
+
+    Each part of `bounds` is a segment; with `segment`, it is cut into segments of this number of positions.
+    """
     if segment is None:
         return np.array(bounds, np.int64)
     # Segments restart at each document, so the last segment of a document may be shorter.
@@ -261,7 +264,10 @@ def cut(
 
 
 def _dilated_indices(target: Ints, stride: Ints, dilation: int, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Return the indices from `begin` with index * stride = target modulo dilation: (first or `end`, step)."""
+    """Solve index * stride = target (modulo dilation) for the indices of range members from `begin` on.
+
+    Return the first solution, or `end` if there is none, and the step from one solution to the next.
+    """
     # Solve index * stride = target (mod dilation). With g = gcd(stride, dilation), it has solutions only if g divides
     # target. The solutions are then one residue class modulo dilation / g:
     #     index = (target / g) * (stride / g)^-1   (mod dilation / g)
@@ -310,10 +316,11 @@ def _at_stride(pieces: Pieces, stride: int) -> Pieces:
 
 
 def tiles_of(problem: Problem, rank: int, *, keys: bool = False) -> dict[tuple[int, int], TileTable]:
-    """Return the tiles of `rank`'s queries by (owner of the keys, head part), with keys as rows of the owner's shard.
+    """Return the tiles of `rank`'s queries by (owner of the keys, head part). Key rows are rows of the owner's shard.
 
-    They are ordered by owner, then part, without owners whose keys this rank does not read. With `keys`, return the
-    tiles of its keys by owner of the queries instead; both ranks of a pair compute the same tiles.
+    The dict is ordered by owner, then part. It leaves out owners whose keys this rank does not read. With `keys`,
+    return the tiles of `rank`'s keys by (owner of the queries, head part) instead; both ranks of a pair compute the
+    same tiles.
     """
     tables: dict[tuple[int, int], list[TileTable]] = {}
     for branch in problem.mask.branches:
@@ -325,7 +332,10 @@ def tiles_of(problem: Problem, rank: int, *, keys: bool = False) -> dict[tuple[i
 def branch_tiles(
     problem: Problem, branch: Branch, rank: int, by_segment: bool, keys: bool = False
 ) -> dict[tuple[int, int, int], TileTable]:
-    """Return the tiles of one branch as in `tiles_of`, by (owner, part, segment); segment is 0 unless `by_segment`."""
+    """Return the tiles of one branch as `tiles_of` does, but by (owner, part, segment).
+
+    The segment is 0 unless `by_segment`.
+    """
     q, k = meeting_pieces(problem, branch)
     if keys:
         k = k.take(np.flatnonzero(k.rank == rank))
@@ -393,7 +403,9 @@ def band_of(branch: Branch, segment: Ints) -> tuple[Ints, Ints]:
 
 
 def partners(k: Pieces, q_start: Ints, q_last: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
-    """Return the keys that some query needs, as indices (first, end) into each key piece; empty if end <= first.
+    """Return the keys that at least one query needs, as indices (first, end) into each key piece.
+
+    There are none if end <= first.
 
     Queries range from `q_start` to `q_last` with the stride of the key piece (any stride if the band is one-sided). All
     arrays broadcast against each other.
