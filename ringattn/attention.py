@@ -45,7 +45,7 @@ def attend(
 def apply_attention(
     ring: Runtime, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of a call that all ranks agreed on, with a graph if any rank needs gradients of it."""
+    """Return (out, lse) of a call that all ranks agreed on. They carry a graph if any rank needs gradients."""
     out, lse = AttentionFunction.apply(q, k, v, sinks, anchor(call.graph, q, k, v, sinks), ring, call)
     return out, lse
 
@@ -60,7 +60,7 @@ def checked_call(
     options: AttentionOptions,
     dilated: Dilated | None = None,
 ) -> AttentionCall:
-    """Return the call with these tensors. Raises InputError if a tensor, a sequence or an option does not fit it."""
+    """Return the call with these tensors. Raises InputError if a tensor, a sequence or an option is wrong."""
     check_tensors(ring, q, k, v, seq, kv_seq, options.sinks)
     sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     return call_of(ring, seq, kv_seq, sizes, q.dtype, q.device, options, dilated)
@@ -73,7 +73,7 @@ def agreed(
     inputs: Inputs | GradientNeeds,
     *facts: str,
 ) -> AttentionCall:
-    """Return the checked call of `describe` after all ranks have agreed on it. If not, raises on all of them.
+    """Return the checked call of `describe` after all ranks have agreed on it. Raises on all ranks if they do not.
 
     `inputs`: see `Runtime.check_same_call`. `facts`: further facts that must be equal on all ranks.
     """
@@ -100,7 +100,7 @@ def call_of(
 ) -> AttentionCall:
     """Return the call with tensors of these `sizes`: batch, query heads, K/V heads, head_dim, value_dim.
 
-    `dilated`: the branches of dilated attention, in place of the pairs of the options.
+    `dilated`: the branches of dilated attention, which replace causal, window and mask of the options.
     """
     name = str(dtype).removeprefix("torch.")
     problem = make_problem(ring, seq, kv_seq, *sizes, name, dilated or options.pairs)
@@ -133,7 +133,7 @@ def make_problem(
 
 
 def _with_mask_of(seq: Sequence, kv_seq: Sequence | None, pairs: Banded | Dilated) -> Banded | Dilated:
-    """Return the pairs with the mask that `seq` carries. Raises InputError if two masks are given."""
+    """Return `pairs` with the mask that `seq` carries, if any. Raises InputError if two masks are given."""
     if kv_seq is not None and kv_seq.mask is not None:
         raise InputError(f"kv_seq carries mask={kv_seq.mask.text}; give the mask to seq, whose queries it is for")
     if seq.mask is None:
@@ -187,7 +187,10 @@ def _dropout_seed(options: AttentionOptions, problem: Problem) -> int:
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(q, k, v, sinks) to (out, lse). Every rank calls backward. The fifth input: see `anchor`."""
+    """The autograd function from (q, k, v, sinks) to (out, lse). Every rank calls its backward.
+
+    The fifth input is the result of `anchor`.
+    """
 
     @staticmethod
     def forward(
@@ -218,7 +221,7 @@ class AttentionFunction(torch.autograd.Function):
 def forward_pass(
     ring: Runtime, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return out and lse of a call that all ranks agreed on, and with `keep` the remote inputs kept for backward.
+    """Return (out, lse, kept) of a call that all ranks agreed on. kept: with `keep`, the remote inputs for backward.
 
     The memory order of out is (tokens, batch, heads, dim), whatever the strides of q. If the batch is empty, nothing
     is sent.
@@ -279,7 +282,7 @@ def backward_pass(
 
 
 def _uncast(like: Tensor) -> torch.autocast:
-    """Disable the caller's torch.autocast: engines and the merge choose their dtypes."""
+    """Return a context that disables the caller's torch.autocast, because engines and the merge choose their dtypes."""
     return torch.autocast(like.device.type, enabled=False)
 
 
@@ -298,7 +301,7 @@ def _sinks_grad(sinks: Tensor, inputs: BackwardInputs) -> Tensor:
 
 
 def check_sequences(ring: Runtime, seq: Sequence, kv_seq: Sequence | None) -> None:
-    """Raise `InputError` unless this ring made both sequences. `kv_seq` None: there is one sequence."""
+    """Raise `InputError` unless this ring made both sequences. `kv_seq` None: there is only `seq`."""
     for name, value in (("seq", seq), ("kv_seq", seq if kv_seq is None else kv_seq)):
         if not isinstance(value, Sequence) or value.ring is not ring:
             got = "a sequence of another ring" if isinstance(value, Sequence) else type(value).__name__
@@ -344,7 +347,7 @@ def check_tensors(
 
 
 def check_sinks(where: str, sinks: Tensor | None, heads: int, device: torch.device) -> None:
-    """Raise `InputError` unless `sinks` is None or has one number per query head, in a dtype that q may have."""
+    """Raise `InputError` unless `sinks` is None or has one number per query head, in a supported dtype."""
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or tuple(sinks.shape) != (heads,):
@@ -357,7 +360,7 @@ def check_sinks(where: str, sinks: Tensor | None, heads: int, device: torch.devi
 
 
 def check_recordable(where: str, tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise `InputError` if autograd would have to save one of these tensors and cannot."""
+    """Raise `InputError` if autograd would have to save one of these tensors and cannot: an inference tensor."""
     present = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
     if torch.is_grad_enabled() and any(x.requires_grad for x in present.values()):
         for name, x in present.items():

@@ -1,4 +1,4 @@
-"""The command `ringattn`: a word, then options as `key=value`."""
+"""The command line `ringattn`: the name of a command, then its options as `key=value`."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _has_no_reader() -> bool:
-    """Return whether the reader of standard output has closed it, as `head` does; if so drop the remaining output."""
+    """Return whether the reader of standard output has closed it, as `head` does. If so, drop the remaining output."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in output.poll(0)):
@@ -131,7 +131,7 @@ def _drop_output() -> None:
 
 
 def _print_start(arguments: Sequence[str]) -> None:
-    """Print to standard error what starts, before loading torch takes seconds, and the lengths given with a letter."""
+    """Print to standard error which command starts, before torch loads for seconds, and the notes on its options."""
     if os.environ.get("RANK", "0") != "0" or any(word.partition("=")[0] in SHOWS for word in arguments):
         return
     from ringattn.launch.options import notes_on

@@ -64,8 +64,8 @@ def attend_dilated(
 def zero_keys(pairs: Dilated, seq: Sequence, q_heads: int, kv_heads: int) -> Tensor:
     """Return how many of torchscale's zero keys each of this rank's queries attends to: (q_heads, tokens), int64.
 
-    torchscale fills every segment up to the full length (or that of a shorter sequence), and then up to a multiple of
-    the rate (torchscale at 4d1e0e8, dilated_attention.py: `gathering`, `dense_to_sparse`).
+    torchscale pads every segment to the full segment length (or to the length of a shorter sequence), and then to a
+    multiple of the rate (torchscale at 4d1e0e8, dilated_attention.py: `gathering`, `dense_to_sparse`).
     """
     positions, bounds = seq.positions(), torch.tensor(_bounds(seq))
     document = torch.searchsorted(bounds, positions, right=True) - 1
@@ -87,7 +87,7 @@ def _bounds(seq: Sequence) -> tuple[int, ...]:
 
 
 def _check_variant(options: AttentionOptions, dilated: Dilated, seq: Sequence, grad: str, tail: str) -> None:
-    """Raise InputError unless `grad` and `tail` are known, and combine with the branches, the options and `seq`."""
+    """Raise InputError unless `grad` and `tail` are known and can be combined with the branches, options and `seq`."""
     for name, value, names in (("grad", grad, GRADIENTS), ("tail", tail, TAILS)):
         if value not in names:
             raise InputError(f"{name}={value!r} is not known; choose one of {', '.join(names)}")

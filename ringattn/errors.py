@@ -11,7 +11,7 @@ from typing import Any
 
 
 class RingError(RuntimeError):
-    """Base of every error that ringattn raises on purpose."""
+    """The base class of all errors that ringattn raises on purpose."""
 
 
 class InputError(RingError, ValueError):
@@ -26,7 +26,7 @@ class InputError(RingError, ValueError):
 
 
 class UnsupportedError(InputError, NotImplementedError):
-    """The request is meaningful, and this version refuses it by name instead of computing something else.
+    """The request is meaningful, but this version does not support it, and computes nothing else in its place.
 
     Cause:
         The engine, transport, mask or host does not support the option.
@@ -43,7 +43,7 @@ class DisagreementError(InputError):
         Ranks took different branches of the program, or were started with different arguments or libraries.
 
     Remedy:
-        Compare the lines of the message, one for each rank, and make the call of the rank that differs the same.
+        Compare the lines of the message, one for each rank, and change the call of the rank that differs.
     """
 
 
@@ -56,7 +56,7 @@ class PlanError(RingError):
 
 
 class TransportError(RingError):
-    """A message could not be exchanged. Names the rank, the peer, the message and its bytes.
+    """A message could not be exchanged. The error names the rank, the peer, the message and its bytes.
 
     Cause:
         The connection to the peer failed, or the transport reported an error.
@@ -82,7 +82,7 @@ class PeerLostError(TransportError):
     """A peer left, failed or dropped its connections in the middle of a pass.
 
     Cause:
-        The process of the peer ended (an exception, a signal, no memory), or the network between the two failed.
+        The process of the peer ended (an exception, a signal, out of memory), or the network between the ranks failed.
 
     Remedy:
         Read the first cause, which the message quotes, and the log of the rank that it names. Start the job again.
@@ -99,10 +99,10 @@ class NonFiniteError(RingError, ArithmeticError):
 
 
 class OutOfMemoryError(RingError, MemoryError):
-    """There was not enough memory for an attention pass. Lists what the pass held, and what to change.
+    """There was not enough memory for an attention pass. The error lists the memory in use, and changes that save some.
 
     Remedy:
-        Enable the first saving of the list. `ringattn plan` estimates the memory of a whole training step.
+        Make the first change that the error lists. `ringattn plan` estimates the memory of a whole training step.
     """
 
 
@@ -110,7 +110,7 @@ class ClosedError(RingError):
     """The ring was closed or aborted.
 
     Remedy:
-        Open a new ring. If the ring failed before, the first error has the cause.
+        Open a new ring. If the ring failed before, the first error names the cause.
     """
 
 

@@ -1,4 +1,4 @@
-"""`Ring.explain`: the messages, bytes, pairs, memory, balance and predicted time of a call that does not run.
+"""`Ring.explain`: the messages, bytes, pairs, memory, balance and predicted time of a call, without running it.
 
 Everything is read from the plans that would run.
 """
@@ -37,22 +37,22 @@ SHOWN_IN_FULL, SHOWN_OF_MANY = 16, 4
 
 @dataclass(frozen=True)
 class Explanation:
-    """The facts of a call that does not run. Tuples are by rank; bytes and time include backward, if it was asked for.
+    """The facts of a call, without running it. Tuples are by rank. Bytes and time include backward if it was requested.
 
     Attributes:
         pairs: (query, key) pairs times heads that a rank computes in forward, for local and received queries.
         schedule: The name of the schedule with its number, if it has one, as a call would name it.
         engine: The name of the engine.
-        engine_why: A sentence with the reason, which begins with the name.
+        engine_why: A sentence that begins with the name of the engine and gives the reason for the choice.
         sm_margin: Multiprocessors of a GPU that attention leaves to exchanges.
         predicted_us: The predicted time, or None if the machines are unknown.
         margin_us: The part of `predicted_us` that the margin costs.
         crossed: For each pass, the links that its messages cross, the slowest first.
-        ways: Which messages use which of two transports; empty for a single one.
-        candidates: For "auto" on known machines, all schedules with their predictions (the chosen one first), or the
-            reason why one was left out.
-        exchanges: The transports and margins for which these times hold, that of the choice first.
-        layouts: Predicted seconds in other layouts, that of the caller first.
+        ways: Which messages use which of two transports; empty if there is only one transport.
+        candidates: For "auto" on known machines, all schedules (the chosen one first), each with its prediction or with
+            the reason why it was left out.
+        exchanges: The transports and margins for which `candidates` has predictions, the ring's own first.
+        layouts: Predicted seconds in each layout, the caller's layout first.
         automatic: How "auto" chose; empty if the caller named a schedule.
         cluster_from: The source of the description of the machines, or why there is none.
         misplaced: Why other schedules suit the placement of the documents better, or None.
@@ -85,7 +85,7 @@ class Explanation:
 
     @property
     def balance(self) -> float:
-        """The largest over the mean number of pairs of a rank: 1.0 is perfect; world_size if one rank has all."""
+        """The largest number of pairs of a rank over the mean: 1.0 is perfect; world_size if one rank has all pairs."""
         total = sum(self.pairs)
         return max(self.pairs) * len(self.pairs) / total if total else 1.0
 
@@ -96,7 +96,7 @@ class Explanation:
         """Return the explanation as text.
 
         Args:
-            all_ranks: Also show every rank if there are more than 16; otherwise the text is a summary of them.
+            all_ranks: Show every rank. Otherwise, if there are more than 16 ranks, show the first few and a summary.
 
         Returns:
             Lines of text.
@@ -196,7 +196,8 @@ def explain_call(
 ) -> Explanation:
     """Explain the call with tensors of these `sizes`: batch, query heads, K/V heads, head_dim, value_dim.
 
-    `dilated`: the branches of dilated attention, in place of the pairs of the options. The rest: see `Ring.explain`.
+    `dilated`: the branches of dilated attention, which replace causal, window and mask of the options. The other
+    arguments: see `Ring.explain`.
     """
     _, q_heads, kv_heads, head_dim, value_dim = sizes
     check_sequences(ring, seq, kv_seq)
@@ -212,7 +213,7 @@ def explain_call(
     skips_rows = any(branch.dilation > 1 for branch in problem.mask.branches)
     check_extent(problem, by_head=skips_rows if schedule == "auto" else route_named(schedule).by_head)
     machines = ring.cluster if is_ring_cluster else cluster
-    # The engine is this device's; the times are of the kernels that the constants of named GPUs were taken from.
+    # The engine is chosen for this device, but the times of named GPUs are those of the kernels measured on such GPUs.
     named_gpus = is_named(cluster) and cluster.sms is not None and device.type == "cpu"
     elsewhere = f"; times are of the kernels on {cluster.name}" if named_gpus else ""
     over = exchanges(_exchange(ring, machines, sm_margin), machines, problem.world_size)
@@ -296,13 +297,16 @@ def _comparison(e: Explanation) -> str | None:
 
 
 def _output_wire(e: Explanation) -> str:
-    """Return the dtype to which outputs are rounded, if ranks compute them for other ranks and return them."""
+    """Return the text that names the wire dtype of outputs; empty unless ranks return outputs to other ranks in it."""
     returns = any(copy.block.kind is Kind.OUT for step in e.forward.steps for copy in step.copies)
     return f", outputs return as {e.problem.out_wire_dtype}" if returns and e.problem.out_wire_dtype else ""
 
 
 def _steps(head: str, schedule: Schedule, shown: int) -> list[str]:
-    """Return a pass as a table of steps by the first `shown` ranks; the title names the steps that it leaves out."""
+    """Return the lines of a table of a pass: a row for each step, a column for each of the first `shown` ranks.
+
+    The first line is `head`, with the steps in which nothing happens.
+    """
     idle = idle_steps(schedule)
     lines = grid(schedule, range(shown)).splitlines()
     first, last = 2 + SHOWN_IN_FULL // 2, SHOWN_OF_MANY  # below the two lines of the head
@@ -312,7 +316,7 @@ def _steps(head: str, schedule: Schedule, shown: int) -> list[str]:
 
 
 def _links(e: Explanation) -> list[str]:
-    """Return the links that the messages of each pass cross, with the slowest message, and the ranks of each node."""
+    """Return lines about the links that the messages of each pass cross, the slowest message, and the nodes' ranks."""
     has_links = e.cluster.links is not None
     if not has_links and e.cluster.ranks_per_node is None:
         return []
@@ -337,12 +341,15 @@ def _links(e: Explanation) -> list[str]:
 
 
 def _buffer_bytes(e: Explanation) -> Many[int]:
-    """Return the bytes of the buffers of each rank: the larger pass counts."""
+    """Return the bytes of the buffers of each rank in the pass that needs more of them."""
     return [max(plans[rank].arena_bytes for plans in e.plans) for rank in range(e.problem.world_size)]
 
 
 def _table(e: Explanation, shown: int) -> list[str]:
-    """Return tokens, pairs, messages, bytes sent and buffers: a line for each of the first ranks, then a summary."""
+    """Return the lines of a table of tokens, pairs, messages, bytes sent and buffers.
+
+    It has a line for each of the first `shown` ranks, then a summary if there are more ranks.
+    """
     columns = (e.problem.q_layout.counts, e.pairs, e.messages, e.bytes_sent, _buffer_bytes(e))
 
     def row(name: str, values: Many[float]) -> list[str]:

@@ -1,9 +1,9 @@
-"""Masks as values: what attention takes as `mask=`, besides `causal` and `window`.
+"""Masks as values: the argument `mask=` of attention, in addition to `causal` and `window`.
 
     out = ring.attention(q, k, v, seq, causal=True, mask=masks.chunked(8192))
 
 A mask lowers itself to branches over the sequences of a call, and has a text that `from_text` reads. Attention, layers,
-the compiled operator, `explain` and the adapters pass it on and know no mask by name. A new mask is a class and a
+the compiled operator, `explain` and the adapters pass it on without checking its kind. A new mask is a class and a
 constructor here, a row in docs/masks.md, and a line in the reference of `ringattn.testing`.
 """
 
@@ -56,9 +56,10 @@ def prefix(tokens: int | Sequence[int]) -> Prefix:
 
 
 def global_tokens(tokens: int) -> GlobalTokens:
-    """Let the first tokens of a document attend to all its tokens, and all tokens to them, besides the window.
+    """Let the first tokens of a document attend to all its tokens, and all tokens to them, whatever `window` excludes.
 
-    With `causal`, only later tokens attend to them (StreamingLLM); without, all do (Longformer).
+    With `causal`, only later tokens attend to the first tokens (StreamingLLM); without `causal`, all tokens do
+    (Longformer).
 
     Args:
         tokens: The number of first tokens.
@@ -85,7 +86,7 @@ def from_text(text: str) -> AttentionMask:
         The mask.
 
     Raises:
-        InputError: The name is not a mask, or a number is not a number.
+        InputError: The name is not a mask, or it is not followed by whole numbers.
 
     Example:
         masks.from_text("chunked:8192")
@@ -114,8 +115,8 @@ def refuse_removed(options: Mapping[str, object]) -> None:
         options: Keyword arguments that a function does not have.
 
     Raises:
-        InputError: One of them has been replaced.
-        TypeError: There is another one.
+        InputError: A mask has replaced one of the options.
+        TypeError: One of the options does not exist.
     """
     for name, value in options.items():
         if name not in _REPLACED:
@@ -221,7 +222,7 @@ def _with_first(frame: Frame, firsts: tuple[int, ...], seen: Band, seeing: Band 
 
     if all(k_after == k_stop for *_, k_after, k_stop in documents):
         return Mask((Branch(frame.bounds, frame.kv_bounds, seen),))
-    # Branches do not overlap. Parts pair by index, so each branch pairs what it leaves out with an empty part:
+    # Branches do not overlap. Parts pair by index, so each branch pairs the tokens that it leaves out with empty parts:
     #    keys           F F L L L     F: first, L: later
     #    queries F      s s g g g     s: seen, queries of the whole document to first keys
     #            L      s s r r r     g: seeing, first queries to later keys; r: the frame's band
@@ -238,7 +239,10 @@ def _with_first(frame: Frame, firsts: tuple[int, ...], seen: Band, seeing: Band 
 
 
 def _set_text(mask: AttentionMask, text: str) -> None:
-    """Set the text of a frozen mask, once: a compiler takes a string for a constant, and a changed number for none."""
+    """Set the text of a frozen mask when it is created.
+
+    torch.compile treats a stored string as a constant, but makes a number that has changed symbolic.
+    """
     object.__setattr__(mask, "text", text)
 
 

@@ -118,7 +118,7 @@ def _checked_schedule(schedule: str) -> str:
 
 
 def _is_finite(x: object) -> bool:
-    """Whether a float can hold the number `x`. False for booleans and NaN."""
+    """Return whether `x` is a number that a float can hold. False for booleans and NaN."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
 
 
@@ -126,7 +126,7 @@ def _is_finite(x: object) -> bool:
 
 
 def option(default: Any, check: Callable[[Any], Any], help: str, compare: bool = True) -> Any:
-    """A field of `AttentionOptions`. `check`: returns the value to keep, or raises InputError."""
+    """Return a field of `AttentionOptions`. `check` returns the value to keep, or raises InputError."""
     return field(default=default, compare=compare, metadata={"help": help, "check": check})
 
 
@@ -137,7 +137,7 @@ class AttentionOptions:
     The order of operations is: scale, softcap, ALiBi, mask, softmax with sinks, dropout. ALiBi subtracts
     slope * |q position - k position|, as flash-attn does; positions count from the starts of the documents, and with
     `kv_seq` from 0 in both sequences. Which weights dropout drops depends on the seed and on the batch, the query head
-    and the positions of a pair; lse is that of all weights.
+    and the positions of a pair; lse includes the dropped weights.
 
     `fields(AttentionOptions)` lists the options; `metadata["help"]` of a field is its help.
     """
@@ -179,8 +179,8 @@ class AttentionOptions:
     def of(cls, keywords: Mapping[str, Any], refused: Mapping[str, str] = {}) -> Self:
         """Return the options that were given as keywords.
 
-        `refused`: options that the caller does not take, and what to do instead. Raises InputError if one of them is
-        given, or an option that a mask has replaced, and TypeError for an unknown name.
+        `refused`: the options that the caller does not take, each with an advice. Raises InputError for one of these
+        and for an option that a mask has replaced, and TypeError for an unknown name.
         """
         check_names(keywords)
         options = cls(**keywords)
@@ -209,7 +209,9 @@ def check_names(keywords: Mapping[str, object]) -> None:
 
 
 def takes_options(refused: Mapping[str, str] = {}) -> Callable[[Function], Function]:
-    """Decorate a function with `**options`: its signature and the docstring's entry `options:` then list each option.
+    """Return a decorator of functions with `**options`, which lists each option in their signature and docstring.
+
+    The options replace the entry `options:` of the docstring.
 
     `refused`: the options that the function does not take, as for `AttentionOptions.of`; these are not listed.
     """

@@ -50,7 +50,7 @@ class Ring(Runtime):
     Attributes:
         rank: This rank, 0 .. world_size - 1.
         world_size: The number of ranks.
-        device: Where this rank's tensors live.
+        device: The device of this rank's tensors.
         is_open: Whether the ring can still be used: neither closed nor failed.
 
     Example:
@@ -97,7 +97,8 @@ class Ring(Runtime):
                 queries of another rank, as the schedules ulysses, ulysses_ring, pass_q and balanced do. A narrower
                 dtype rounds those outputs. None: the accumulator dtype.
             poison: Fill unused memory with NaN, so that reading it becomes visible.
-            nccl: Options of the transport nccl, and of peer between nodes. None: the defaults of `NcclOptions`.
+            nccl: Options of NCCL, for the transports nccl and peer (between nodes). None: the defaults of
+                `NcclOptions`.
             cluster: The machines for which schedule="auto" chooses, the same on all ranks: the name of a preset, a file
                 written by `ringattn calibrate`, or a `Cluster`. Nodes and links are those that the ring detects, unless
                 the cluster has `links`. auto: the file that `ringattn calibrate` wrote on this machine, or the preset
@@ -137,10 +138,10 @@ class Ring(Runtime):
             raise
 
     def close(self) -> None:
-        """Close the ring on this rank without disturbing the others. Idempotent; later calls raise `ClosedError`."""
+        """Close the ring on this rank without disturbing other ranks. Idempotent; later calls raise `ClosedError`."""
         if self.forked or self._end is not None:
             return
-        # Before the transport closes, which frees the memory of the arena.
+        # Release the arena before the transport closes, because the close frees its memory.
         self._release_memory()
         self._end = "it was closed"
         self._if_dropped.detach()
@@ -176,9 +177,10 @@ class Ring(Runtime):
                 document stays on one rank, a long one is cut, and causal pairs are balanced). auto: chosen by `for_`.
             for_: The mask whose work the layout balances: causal, full, window or dilated. Only for layout="auto".
             schedule: The schedule that calls will name. Used with layout="documents" only. all_gather: place documents
-                so that the fewest rows are sent. Other schedules: so that no rank waits for another in any step. auto:
-                the former if the cluster is known and no rank receives more than 1.5 times its shard, otherwise the
-                latter. Calls with another schedule are exact but slower; `explain` says so.
+                so that the fewest rows are sent. Other schedules: place them so that no rank waits for another in any
+                step. auto: place them as for all_gather if the cluster is known and no rank then receives more than 1.5
+                times its shard, otherwise as for other schedules. Calls with another schedule are exact but slower;
+                `explain` says so.
 
         Returns:
             The sequence. It shards tensors, and attention takes it.
@@ -240,7 +242,7 @@ class Ring(Runtime):
         return_lse: bool = False,
         **options: Unpack[AttentionKeywords],
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Exact attention of this rank's queries to the keys of all ranks; differentiable. A collective call.
+        """Compute exact attention of this rank's queries to the keys of all ranks. Differentiable. A collective call.
 
         torch.autocast has no effect: out has the dtype of q, and engines ignore it. As with torch's
         scaled_dot_product_attention, the backward pass uses the outputs and raises if they were changed in place. If an
@@ -306,7 +308,7 @@ class Ring(Runtime):
         return_lse: bool = False,
         **options: Unpack[AttentionKeywords],
     ) -> Any:
-        """LongNet's dilated attention (arXiv 2307.02486), exact: one softmax over the keys of all branches.
+        """Compute LongNet's dilated attention (arXiv 2307.02486) exactly: one softmax over the keys of all branches.
 
         Branch i cuts the sequence, or each document, into segments of `segment_lengths[i]` tokens. In each segment, the
         queries and keys of a head are those at its `offset` modulo `dilation_rates[i]`. A pair in several branches
@@ -385,7 +387,8 @@ class Ring(Runtime):
         """Explain what `attention` would do with these arguments; with `segment_lengths`, `dilated_attention`.
 
         Everything is read from the plans that would run. Nothing is sent, and the other ranks need not call it. The
-        memory and time of this call grow with the pieces of the layout and the pairs of ranks, not with the tokens.
+        memory and time of this call grow with the number of token ranges in the layout and of pairs of ranks, not with
+        the number of tokens.
 
         Args:
             seq: The sequence of the queries.
@@ -405,8 +408,8 @@ class Ring(Runtime):
             layer: As for `dilated_attention`.
             kv_seq: As for `attention`.
             cluster: The machines for which times are predicted: a `Cluster`, the name of a preset, or a file written by
-                `ringattn calibrate`. If it does not say which ranks share a node, those of the ring count. None: the
-                machines of the ring.
+                `ringattn calibrate`. If it does not say which ranks share a node, the nodes of the ring are used. None:
+                the machines of the ring.
             sm_margin: The number of multiprocessors that attention leaves free for exchanges, as in `NcclOptions`.
                 None: the number that the engine of this ring leaves free on its device.
             options: See `ringattn.options.AttentionOptions`; dropout needs no seed here.
@@ -445,7 +448,7 @@ class Ring(Runtime):
         )  # fmt: skip
 
     def activate(self, seq: Sequence | None, *, dropout_seed: int | None = None) -> AbstractContextManager[None]:
-        """Make `seq` the active sequence inside the `with`: `ringattn.active_sequence()` returns it. Nests.
+        """Make `seq` the active sequence inside the `with`: `ringattn.active_sequence()` returns it. Calls may nest.
 
         If the sequence has several ranks, an operator that would attend to the local shard only is refused where it is
         called. Operators are observed during the first activation of a ring (once with gradients and once without), and
@@ -454,8 +457,8 @@ class Ring(Runtime):
         Args:
             seq: A sequence of this ring. None: attention inside is local.
             dropout_seed: A number from 0 to 2**64 - 1, the same on all ranks, for example the number of the step. Each
-                attention with dropout inside draws its seed from it. Another `with` that is given the same number
-                continues the draws. None: attention with dropout is refused.
+                attention with dropout inside the `with` draws its own seed from this number. If a later `with` has the
+                same number, the draws continue. None: attention with dropout is refused.
 
         Returns:
             A context manager.
@@ -489,8 +492,8 @@ class Ring(Runtime):
             profile: The shares of the memory at which levels begin: aggressive, balanced or conservative, or a
                 `Profile`.
             actions: For each `Level`, the functions of (level, readings) to call from that level on. None: no actions.
-            capacity_bytes: The memory of this rank. None: that of the device; on a CPU, that of the machine or of its
-                control group.
+            capacity_bytes: The memory of this rank. None: the memory of the device; on a CPU, the memory of the machine
+                or the limit of the control group.
 
         Returns:
             The monitor. All ranks call its `report` and `check` together.
@@ -503,7 +506,7 @@ class Ring(Runtime):
         return MemoryMonitor(self.pool, self.device, self.rank, gather, profile, actions, capacity_bytes)
 
     def barrier(self) -> None:
-        """Wait until every rank has called it. A collective call.
+        """Wait until every rank has called this method. A collective call.
 
         Raises:
             DisagreementError: A rank makes another call.
@@ -528,7 +531,7 @@ class Ring(Runtime):
         """Sum tensors over the ranks, in place, with the same bits on every rank. A collective call.
 
         Args:
-            tensors: Tensors of any shape, stride and dtype but bool, with the same shapes and dtypes on all ranks.
+            tensors: Tensors of any shape, stride and dtype except bool, with the same shapes and dtypes on all ranks.
                 Floats of 8 and 16 bits are summed in float32 and rounded once, all others in their own dtype. An entry
                 that is None on all ranks, like the gradient of a frozen parameter, is skipped.
 
@@ -605,7 +608,7 @@ class Ring(Runtime):
             self.transport.replay(graph.replay)
 
     def counters(self) -> dict[str, int]:
-        """Return what this rank has sent since the last reset.
+        """Return the numbers of bytes, messages and passes of this rank since the last reset.
 
         Returns:
             `bytes_sent` (payload), `messages`, `passes` and `pool_high_water_bytes`.
@@ -619,10 +622,10 @@ class Ring(Runtime):
 
     @contextmanager
     def recording(self, *, nvtx: bool = False) -> Iterator[Recording]:
-        """Record what the passes inside the `with` do on this rank, backward included. Local.
+        """Record the phases of the passes that this rank runs inside the `with`, backward passes included. Local.
 
-        On a GPU it waits for the device once, before the first pass. A pass that is captured into a CUDA graph is
-        refused.
+        On a GPU the recording waits for the device once, before the first pass. A pass that is captured into a CUDA
+        graph is refused.
 
         Args:
             nvtx: Also mark the passes as NVTX ranges for NVIDIA's tools.
@@ -650,9 +653,9 @@ class Ring(Runtime):
 
         Returns:
             `world_size`; `plans`, the number of cached plans; `slots` (buffers) and `pool_gap_bytes` of the largest
-            plan; `kept_bytes`, the most that one forward pass keeps for its backward pass; `pool_bytes` now;
-            `pool_high_water_bytes`, that of the largest pass; and `pool_reuses`, the number of passes that needed no
-            new memory.
+            plan; `kept_bytes`, the most that one forward pass keeps for its backward pass; `pool_bytes`, the current
+            size of the pool; `pool_high_water_bytes`, the bytes of the largest pass; and `pool_reuses`, the number of
+            passes that needed no new memory.
         """
         plans = [executor.plan for executor in self._executors.values()]
         return {"world_size": self.world_size, **placements(plans), **self.pool.report()}

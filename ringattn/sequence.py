@@ -48,13 +48,13 @@ class Sequence(Generic[RingType]):
     def __init__(
         self, ring: RingType, layout: Layout, documents: tuple[int, ...] | None, mask: AttentionMask | None = None
     ) -> None:
-        """For adapters; users call `Ring.sequence`.
+        """Create a sequence. For adapters; users call `Ring.sequence`.
 
         Args:
             ring: The ring.
             layout: The assignment of positions to ranks.
             documents: Cumulative lengths (0, ..., length). None: a single sequence.
-            mask: The mask of attention over this sequence. None: that of each call.
+            mask: The mask of every attention over this sequence. None: each call may have its own mask.
 
         Raises:
             Nothing.
@@ -72,7 +72,7 @@ class Sequence(Generic[RingType]):
         """Return the global position of each local token, for example for rotary embeddings.
 
         Args:
-            per_document: Count positions from the start of the document of the token.
+            per_document: Count positions from the start of the token's document.
 
         Returns:
             int64, (counts[rank],), on the ring's device.
@@ -83,7 +83,7 @@ class Sequence(Generic[RingType]):
         array = self._positions
         if array is None:  # made at first use: the positions of a sequence that is only planned may not fit in memory
             array = self.layout.positions(self.ring.rank)
-            if not torch.compiler.is_compiling():  # while torch compiles, it is not an array
+            if not torch.compiler.is_compiling():  # while torch compiles, `array` is a traced stand-in
                 self._positions = array
         with torch.inference_mode(False):  # a later call may need gradients
             positions = torch.from_numpy(array)
@@ -131,7 +131,7 @@ class Sequence(Generic[RingType]):
         return Sequence(self.ring, self.layout, self.documents, check_mask(mask))
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have the same ring, layout, documents and mask."""
+        """Return whether both sequences have the same ring, layout, documents and mask."""
         if not isinstance(other, Sequence):
             return NotImplemented
         return self.ring is other.ring and self._facts == other._facts
@@ -180,7 +180,7 @@ class Sequence(Generic[RingType]):
         Raises:
             InputError: A shard has the wrong length, on any rank; every rank raises.
             DisagreementError: The shards of the ranks differ in dtype, in `dim` or in their other dimensions; or one
-                rank needs the gradient and another one calls under torch.no_grad.
+                rank needs the gradient and another rank calls under torch.no_grad.
             ClosedError: The ring was closed or has failed.
             TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
         """
@@ -211,7 +211,7 @@ class Sequence(Generic[RingType]):
             int64, a tensor like `tokens` with counts[rank] labels in `dim`.
 
         Raises:
-            InputError: The tokens are not of such a type, or their number is not the length of the sequence;
+            InputError: The tokens are not of an integer type, or their number is not the length of the sequence;
                 `ignore_index` is not an integer of 64 bits, or `shift` not a positive integer.
         """
         where = f"rank {self.ring.rank}: shard_labels"
@@ -229,7 +229,7 @@ class Sequence(Generic[RingType]):
         return self.shard(labels, dim)
 
     def _whole(self, x: Tensor, dim: int, what: str) -> int:
-        """Return `dim` as a number >= 0. Raises `InputError` unless `x` has all tokens of the sequence there."""
+        """Return `dim` as a number >= 0. Raises `InputError` unless `x` has all tokens of the sequence in `dim`."""
         dim = _dimension(x, dim)
         if x.shape[dim] != self.length:
             raise InputError(
@@ -244,7 +244,7 @@ class Sequence(Generic[RingType]):
 
 
 def sequence_with(handle: int) -> Sequence:
-    """Return the sequence with this `handle`, which does not keep it alive. Raises `InputError` if it was deleted."""
+    """Return the sequence with this `handle`. Raises `InputError` if it was deleted: a handle keeps nothing alive."""
     try:
         return _living[handle]
     except KeyError:
@@ -252,8 +252,11 @@ def sequence_with(handle: int) -> Sequence:
 
 
 def check_documents(cu_seqlens: Many[int] | Tensor, length: int | None) -> tuple[int, ...]:
-    """Return cumulative document lengths as a tuple. Raises `InputError` unless they ascend from 0 (to `length`)."""
-    # A tensor is read as a whole: each read of one element would wait for the GPU.
+    """Return cumulative document lengths as a tuple.
+
+    Raises `InputError` unless they are integers that ascend from 0, and end at `length` if it is given.
+    """
+    # A tensor is read as a whole, because each read of a single element would wait for the GPU.
     numbers: Any = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     try:
         bounds = tuple(int(number) for number in numbers)
@@ -279,7 +282,7 @@ def _dimension(x: Tensor, dim: int) -> int:
 
 
 class _Gather(torch.autograd.Function):
-    """Gather all shards in order. Backward sums the gradients of a shard from all ranks at its owner, in rank order."""
+    """The gather of all shards, in order. Backward sums the gradients of a shard at its owner, in rank order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _: Tensor | None, seq: Sequence, dim: int, number: int) -> Tensor:
@@ -312,7 +315,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _exchange(ring: Any, sends: Many[Tensor], recvs: Many[Tensor], label: str) -> None:
-    """Send the r-th tensor to rank r and receive into the r-th; skip empty ones."""
+    """Send sends[r] to every other rank r, and receive recvs[r] from it. Skip empty tensors."""
     peers = [rank for rank in range(ring.world_size) if rank != ring.rank]
     with ring.guarded():
         ring.transport.exchange(

@@ -34,8 +34,8 @@ def run_ranks(world_size: int, fn: Callable[[Ring], T], *, timeout_s: float = 60
         The results of `fn`, by rank.
 
     Raises:
-        BaseException: The first error that `fn` raised on a rank, other than a PeerLostError that it caused on another
-            rank.
+        BaseException: The first error that `fn` raised on a rank, except the PeerLostErrors that it caused on other
+            ranks.
 
     Example:
         outs = run_ranks(4, lambda ring: ring.sequence(1000).counts)
@@ -84,7 +84,7 @@ def dense_attention(
 
     Args:
         q: Queries of any float dtype.
-        k: Keys; the number of query heads is a multiple of theirs.
+        k: Keys; q_heads is a multiple of kv_heads.
         v: Values, with the number of heads of k.
         causal: A query attends to the keys at its position and before.
         window: (left, right) keys in addition to the query itself; None or -1 is unbounded. None: no window.
@@ -147,7 +147,7 @@ def dense_dilated_attention(
 
     Args:
         q: Queries of any float dtype.
-        k: Keys; the number of query heads is a multiple of theirs.
+        k: Keys; q_heads is a multiple of kv_heads.
         v: Values, with the number of heads of k.
         segment_lengths: The number of tokens of a segment, one per branch.
         dilation_rates: The dilation rate r, one per branch: a head keeps one of r tokens.
