@@ -179,8 +179,8 @@ class AttentionOptions:
     def of(cls, keywords: Mapping[str, Any], refused: Mapping[str, str] = {}) -> Self:
         """Return the options that were given as keywords.
 
-        `refused`: the options that the caller does not take, each with an advice. Raises InputError for one of these
-        and for an option that a mask has replaced, and TypeError for an unknown name.
+        `refused`: the options that the caller does not take, each with the remedy. Raises InputError if one of these
+        differs from its default or if a mask has replaced an option, and TypeError for an unknown name.
         """
         check_names(keywords)
         options = cls(**keywords)

@@ -211,7 +211,7 @@ class Sequence(Generic[RingType]):
             int64, a tensor like `tokens` with counts[rank] labels in `dim`.
 
         Raises:
-            InputError: The tokens are not of an integer type, or their number is not the length of the sequence;
+            InputError: The tokens are not of a supported type, or their number is not the length of the sequence;
                 `ignore_index` is not an integer of 64 bits, or `shift` not a positive integer.
         """
         where = f"rank {self.ring.rank}: shard_labels"

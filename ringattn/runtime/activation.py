@@ -189,10 +189,10 @@ def entered(activation: Activation, *, outside_regions: bool = False) -> Iterato
 
 
 def activation() -> Activation | None:
-    """Return the innermost activation, or None if nothing is active. In a recomputation, return the forward run's.
+    """Return the innermost activation, or None if nothing is active.
 
-    Raises `InputError` in backward if the recomputed region is not found, or if not exactly one activation is stored on
-    it.
+    In a recomputation, return the activation of the forward run. Raises `InputError` in backward if the recomputed
+    region is not found, or if not exactly one activation is stored on it.
     """
     innermost, regions = _active.get(), enclosing_regions()
     if regions.is_recomputation and (innermost is None or not innermost.regions.shares_recomputation(regions)):
@@ -248,7 +248,7 @@ def attended() -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """The observer of the operators of one activation, also of TorchScript and of kernels that are called by name.
+    """The observer of the operators inside one activation, including TorchScript and kernels that are called by name.
 
     It costs about 5 us per operator, so it stops at the first attention over a ring, except in the first activation.
     """
@@ -324,7 +324,7 @@ def _attends(func: Any) -> bool:
 
 
 def _is_in_compiled_code() -> bool:
-    """Return whether the current code was called by code that torch.compile has compiled.
+    """Return whether the current code runs inside a call of a function that torch.compile has wrapped.
 
     At the end of a call, compiled code restores the dispatch keys from its beginning. If a mode was left in between,
     its key would be restored without the mode, and every later operator would fail.

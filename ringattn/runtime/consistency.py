@@ -80,9 +80,9 @@ def gradient_needs(tensors: Inputs) -> GradientNeeds:
 class ConsistencyCheck:
     """The comparison of one rank's calls with those of the other ranks. It numbers the calls.
 
-    A transport may notice by itself that ranks make different calls. Then a call is compared only the first time that
-    its description occurs, once with gradients and once without. If some ranks needed gradients of a call and others
-    did not, later calls of the same description are compared every time, so that each rank learns what the others need.
+    A transport may notice by itself that ranks make different calls. Then calls of the same description are compared
+    only the first time, separately for calls with and without gradients. If some ranks needed gradients and others did
+    not, later calls of the description are compared every time, so that each rank learns what the others need.
     """
 
     def __init__(self, transport: Transport) -> None:

@@ -116,7 +116,7 @@ class Executor:
         self._watch = PassProfiler(plan, None, None)
 
     def workspace_bytes(self) -> int:
-        """Return the largest number of bytes that the work of a step allocates, see `Engine.workspace_bytes`."""
+        """Return the peak of the temporary memory during the pass, in bytes; see `Engine.workspace_bytes`."""
         problem, plan, most = self.plan.problem, self.plan, 0
         # Bytes of the states of received queries, by buffer: they exist from the first work on them to the last.
         carried: dict[int, int] = {}

@@ -148,7 +148,7 @@ class Imports:
     """The mappings of other ranks' memory, each made at the first message into it. For one thread at a time."""
 
     def __init__(self, driver: CudaDriver, pull: Callable[[int, int], int], freed: Callable[[int], int]) -> None:
-        """Create it without mappings.
+        """Create an object without mappings.
 
         `pull(rank, arena)` fetches the file descriptor of allocation number `arena` of `rank`. `freed(rank)` reads how
         many allocations `rank` has freed.

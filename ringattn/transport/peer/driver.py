@@ -153,7 +153,8 @@ class CudaDriver:
         self._prop = AllocationProp(
             type=PINNED, handle_types=POSIX_FD, location_type=DEVICE, location_id=self._device
         )  # fmt: skip
-        # Access is granted to this rank's device, also for other ranks' memory, instead of by `cuCtxEnablePeerAccess`.
+        # Every mapping grants access to this rank's device, also to memory of other ranks. So `cuCtxEnablePeerAccess`
+        # is not needed.
         self._access = AccessDescription(DEVICE, self._device, READ_WRITE)
 
     def attribute(self, attribute: Attribute) -> int:

@@ -1,4 +1,4 @@
-"""The opening of a ring over copy engines: the requirements, the self-test, and the errors if either is not met.
+"""The opening of a ring over copy engines: the checks of its requirements, and the self-test.
 
 Guarantees: all ranks open or all raise with the same message, which names the rank and the step that failed. A ring
 opens only after a self-test: every pair of ranks has exchanged changing patterns, and all of them arrived intact.

@@ -681,7 +681,7 @@ class Watch(StreamWatch[PeerWorkHandle]):
     def fail(self, error: BaseException) -> None:
         """End the ring with `error` unless it has failed before.
 
-        Return when the failure is visible to all ranks. The abort is still running; it sets `ended` when it completes.
+        Return when the failure is visible to all ranks. `ended` is set later, when the abort is complete or stuck.
         """
         self.report(error)
 
