@@ -93,7 +93,7 @@ def followed(problem: Problem, cluster: Cluster) -> bool:
 
 
 def playable(problem: Problem) -> bool:
-    """Return whether a choice may plan all ranks."""
+    """Return whether the problem is small enough to plan all ranks when a schedule is chosen."""
     pieces = sum(spanned(problem.q_layout, branch.bounds, branch.segment) for branch in problem.mask.branches)
     return problem.world_size <= PLAYED_RANKS and pieces <= PLAYED_PIECES
 
@@ -190,7 +190,7 @@ def _weighed(
 def played(
     problem: Problem, route: Route, clusters: tuple[Cluster, ...], plan_of: PlanOf
 ) -> tuple[tuple[float, ...], int]:
-    """Return the predicted seconds on each cluster and the largest staging bytes, forward and backward."""
+    """Return the predicted seconds on each cluster, forward plus backward, and the most staging bytes of any plan."""
     passes = [
         tuple(plan_of(problem, route, rank, backward) for rank in range(problem.world_size))
         for backward in (False, True)
@@ -226,7 +226,7 @@ WIDTH = 100
 def table_of(weighed: tuple[Candidate, ...], over: tuple[str, ...] = ()) -> list[str]:
     """Return the candidates as lines of text.
 
-    `over`: the transports that the time columns are for, the one that decides first; () if there is only one column.
+    `over`: the transport of each column of times; the first column decides. It is () if there is only one column.
     """
     rows = [("schedule", *(over or ("ms",)), "staged MiB", "")]
     for candidate in weighed:
@@ -277,7 +277,10 @@ def _single_tiles(problem: Problem) -> int:
 
 
 def by_closed_form(problem: Problem, cluster: Cluster) -> dict[str, float]:
-    """Return the seconds of a forward pass with full shards by ring and double ring, for too many ranks to plan."""
+    """Return the seconds of a forward pass with a ring and with a double ring, for more ranks than can be planned.
+
+    Every block of K/V counts as long as the longest shard.
+    """
     ranks = problem.world_size
     nodes = [cluster.node_of(rank) for rank in range(ranks)]
     inner = ranks // len(set(nodes))
@@ -299,11 +302,12 @@ def by_closed_form(problem: Problem, cluster: Cluster) -> dict[str, float]:
 
 # --- cost of sparse reads, in closed form ----------------------------------------------------------------------------
 # Rows are counted without making a schedule. If a segment of a branch spans m ranks and has R rows, a separate ring for
-# it sends (m - 1) R rows of K and V. Partitioning its heads sends 1/m of that, and as many query and output rows.
+# it sends (m - 1) R rows of K and V. Partitioning its heads sends 1/m of that, and the same number of query rows and of
+# output rows.
 # Rows that several branches share are fetched once. Local keys are attended to while the first messages travel.
 # A causal mask halves work and rows alike and is ignored.
-# Traffic between nodes runs concurrently with traffic inside a node. Each pair of nodes counts as its slowest link, and
-# a ring that leaves a node waits for the slower of both.
+# Traffic between nodes runs concurrently with traffic inside a node. Each pair of nodes counts as its slowest link. A
+# ring over several nodes waits for the slower of the links inside nodes and between nodes.
 
 
 class Counts(NamedTuple):
@@ -353,7 +357,7 @@ def counts(problem: Problem, node_of: Callable[[int], int] = lambda rank: 0) -> 
 
 
 def _across(k: np.ndarray, joins: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each segment its rows times readers on another node, and whether its ranks are on several nodes."""
+    """Return for each segment its rows times readers on other nodes, and whether its ranks are on several nodes."""
     of_node = np.eye(nodes.max(initial=0) + 1)[nodes]
     owned, readers = k @ of_node, joins @ of_node
     return k.sum(1) * joins.sum(1) - (owned * readers).sum(1), (readers > 0).sum(1) > 1
@@ -425,10 +429,10 @@ def check_extent(problem: Problem, by_head: bool = False, groups: int = 1) -> No
 
 
 def excess(problem: Problem, by_head: bool = False, groups: int = 1) -> str | None:
-    """Say what a plan of all ranks would have too many of, or return None if the plan can be made.
+    """Return a message that says why a plan of all ranks would be too large, or None if the plan can be made.
 
-    `by_head`: whether each head has its own tiles. `groups`: number of groups of ranks, of which one at a time is
-    planned.
+    `by_head`: whether each head has its own tiles. `groups`: number of groups of ranks; only one group is planned at a
+    time.
     """
     name, ranks = problem.q_layout.name, problem.world_size
     pieces = sum(

@@ -53,15 +53,15 @@ KEEP_AT_MOST = 1 / 8
 def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) -> Route:
     """Return the schedule called `schedule`, or choose one for "auto".
 
-    "double_ring" has an inner ring, and "ulysses_ring" a group, in each node of `cluster`; for a single node see
-    `GridRoute.grid_for`. `cheapest_prologue` decides how a backward pass begins. "auto" chooses
+    The ranks of each node of `cluster` form an inner ring of "double_ring", or a group of "ulysses_ring"; for a single
+    node see `GridRoute.grid_for`. `cheapest_prologue` decides how a backward pass begins. "auto" chooses
 
     - on a named or recognised cluster, the fastest schedule that fits, as `candidates` predicts; if there are too many
       ranks or pieces to simulate, a double ring if a closed form predicts enough gain;
     - on unknown machines, the ring, or `direct` if sending each reader only the rows that it reads saves enough;
     - `all_gather` for documents that are placed for it, if a rank can hold all rows that it receives, on unknown
       machines and for problems too large to simulate;
-    - for dilated rows, the fastest of `all_gather` (if no rank has to hold more than a shard), `ulysses` and
+    - for masks with dilation, the fastest of `all_gather` (if no rank has to hold more than a shard), `ulysses` and
       `sub_rings`, as `forward_seconds` predicts for `cluster`.
 
     If everything that a forward pass receives is resident at the same time and small, it is kept for backward.
@@ -131,14 +131,17 @@ def _fetched(problem: Problem, cluster: Cluster) -> list[tuple[int, int]]:
 
 
 def _fits_at_once(problem: Problem) -> bool:
-    """Return whether a rank may stage all K and V that it reads, and their gradients, at once. This needs no plans."""
+    """Return whether each rank may stage all remote K and V that it reads, and their gradients, at the same time.
+
+    The answer is counted without making plans.
+    """
     record = record_bytes(problem, problem.kv_dtype)
     record += record_bytes(problem, problem.wire_dtype or problem.accumulator_dtype, Kind.DKV)
     return max(map(sum, _fetched(problem, REFERENCE))) * record <= STAGE_AT_MOST * own_bytes(problem)
 
 
 def _can_keep_all(problem: Problem, route: Route) -> bool:
-    """Return whether all that a forward pass receives is resident at once, and takes little memory on every rank."""
+    """Return whether everything that a forward pass receives is resident at once, and small on every rank."""
     if problem.world_size == 1 or not route.arrives_at_once:
         return False
     shard_bytes = [
@@ -163,7 +166,7 @@ def plan_of(problem: Problem, route: Route, rank: int, backward: bool) -> Plan:
 
 
 def plan_once(problem: Problem, route: Route, rank: int, backward: bool) -> Plan:
-    """Return what `plan_of` returns, uncached: a choice of schedule reads each plan of many ranks only once."""
+    """Return the same plan as `plan_of`, uncached, because a choice of schedule needs each of many plans only once."""
     with _alone:
         return project(part_of_rank(problem, route, rank, backward), rank, route.kept(problem, rank))
 
@@ -191,7 +194,10 @@ def plans_of_passes(
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Disable the garbage collector: walking the many small tuples of plans, free of cycles, is a third of planning."""
+    """Disable the garbage collector while plans are made.
+
+    Plans are many small tuples without cycles. Walking them would take a third of the time of planning.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -203,8 +209,8 @@ def without_collector() -> Iterator[None]:
 
 # --- prologue of the backward pass (decision 0022) -------------------------------------------------------------------
 # A backward pass fetches the remote keys again, or splits the work on local keys to hide that fetch, or uses keys kept
-# from the forward pass. All ranks choose the same, because the choice depends only on the problem and the cluster. It
-# is made for the last rank, which reads the most under a causal mask.
+# from the forward pass. All ranks choose the same prologue, because the choice depends only on the problem and the
+# cluster. It is made for the last rank, which reads the most under a causal mask.
 
 
 class PrologueFacts(NamedTuple):
@@ -226,10 +232,10 @@ class PrologueFacts(NamedTuple):
 def cheapest_prologue(problem: Problem, route: Route, cluster: Cluster) -> Prologue:
     """Return the prologue of a backward pass.
 
-    "kept" if that saves a larger share of the pass's time than the share that it adds to the memory a forward pass
-    saves anyway. It costs memory in every layer, so it needs a cluster that the user named: not `REFERENCE`, which
-    describes no machine, and not a recognised preset. Otherwise "split", unless the additional engine call takes longer
-    than the fetch that it hides; then "fetched".
+    It is "kept" if keeping K and V saves a larger share of the pass's time than it adds to the memory that a forward
+    pass always saves. Keeping them costs memory in every layer, so it requires a cluster that the user named: not
+    `REFERENCE`, which describes no machine, and not a recognised preset. Otherwise the prologue is "split", or
+    "fetched" if the additional engine call takes longer than the fetch that it hides.
     """
     facts = prologue_facts(problem, route, cluster)
     return "fetched" if facts is None else cheapest_by(facts, problem, cluster)
@@ -261,7 +267,7 @@ def prologue_facts(problem: Problem, route: Route, cluster: Cluster) -> Prologue
 
 
 def cheapest_by(facts: PrologueFacts, problem: Problem, cluster: Cluster) -> Prologue:
-    """Return `cheapest_prologue` for these facts of the last rank."""
+    """Return the choice of `cheapest_prologue`, given the facts of the last rank."""
     rank, early_s, kept_bytes = problem.world_size - 1, facts.early_s, facts.kept_bytes
     links = (cluster.link(cluster.link_class(owner, rank)) for owner in facts.owners)
     latency_s, rate = max(links, key=lambda link: link[0] + kept_bytes / link[1])
@@ -277,7 +283,9 @@ def cheapest_by(facts: PrologueFacts, problem: Problem, cluster: Cluster) -> Pro
 
 
 def prologue_beyond(fewer: Sequence[tuple[int, PrologueFacts | None]], problem: Problem, cluster: Cluster) -> Prologue:
-    """Return `cheapest_prologue` on more ranks with shards of the same length, from the facts on two smaller numbers.
+    """Return the choice of `cheapest_prologue` on more ranks, given the facts on two smaller numbers of ranks.
+
+    Shards have the same length on all these numbers of ranks.
 
     The last rank's work and received rows grow linearly with the number of ranks, and so does its distance to the last
     sender.
@@ -296,7 +304,7 @@ def facts_beyond(fewer: Sequence[tuple[int, PrologueFacts | None]], world_size: 
     def grown(a: float, b: float) -> float:
         return a + (b - a) * share
 
-    # If more blocks arrive at once on more ranks, the links to the added owners are as those to the first.
+    # If more blocks arrive at once on more ranks, the links to the added owners are like the links to the first owners.
     owners = {round(grown(a, b)) for a, b in zip(smaller.owners, larger.owners, strict=False)}
     return PrologueFacts(
         smaller.early_s, grown(smaller.all_s, larger.all_s), grown(smaller.kept_bytes, larger.kept_bytes),

@@ -56,7 +56,11 @@ tuple, or an object that computes them on each iteration if there are too many t
 
 
 class Target(NamedTuple):
-    """The receiver of a message relative to its sender: `offset` plus `turns` times the turn in groups, and `place`."""
+    """The receiver of a message relative to its sender.
+
+    The receiver's group is `turns` times the turn plus `offset` groups after the sender's group, and its position in
+    the group is `place` positions after the sender's position.
+    """
 
     turns: int
     offset: int
@@ -80,9 +84,9 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The activity of the ranks of a group in a step, by place in the group. Equal groups share one row.
+    """The activity of the ranks of a group in a step, by position in the group. Equal groups share one row.
 
-    `sends`: for each target the bytes by place, or one number if they are equal.
+    `sends`: for each target the bytes that each rank of the group sends, or one number if all ranks send the same.
     """
 
     packing_s: np.ndarray
@@ -91,7 +95,7 @@ class Row(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Groups first .. end - 1, which do the same in a step."""
+    """Consecutive groups, `first` to `end` - 1, that do the same in a step: the activity `row`."""
 
     first: int
     end: int
@@ -104,14 +108,14 @@ ClassKey = tuple[int, ...]
 
 @dataclass
 class _LearnedCell:
-    """The cell of a class. `sends`: for each message its bytes and the targets that fit all cells learned so far."""
+    """The cell of a class. `sends`: for each message the targets that fit all cells learned so far, and its bytes."""
 
     packing_s: float
     work_s: float
     sends: list[tuple[tuple[Target, ...], int]]
 
     def agrees(self, cell: Cell, turn: int, groups: int) -> bool:
-        """Return whether a cell is equal except for rounding, and remove the targets that do not fit it."""
+        """Return whether `cell` equals this cell except for rounding, and remove the targets that do not fit `cell`."""
         times = (self.packing_s, cell.packing_s), (self.work_s, cell.work_s)
         if len(cell.sends) != len(self.sends) or not all(isclose(a, b, rel_tol=CLOSE) for a, b in times):
             return False
@@ -124,10 +128,10 @@ class _LearnedCell:
 
 
 class Classes:
-    """One pass of a schedule on any number of ranks with shards of the length that it was learned from.
+    """The cells of one pass of a schedule, learned from plans and valid for any number of ranks.
 
-    The class of a rank depends on the distance of its group to the lines, and on its place among the `group` ranks of
-    its group.
+    All numbers of ranks have shards of the same length. The class of a rank depends on the distance of its group to the
+    lines, and on its position among the `group` ranks of its group.
     """
 
     def __init__(self, near: Sequence[int], steps_of: Callable[[int], Steps], group: int = 1) -> None:
@@ -144,10 +148,11 @@ class Classes:
         self._held: dict[int, list[int]] = {}
 
     def learn(self, plan: Plan, cluster: Cluster, like: Classes | None = None) -> None:
-        """Add the cells of a rank. Raises `UnsupportedError` if a class would get two different cells.
+        """Add the cells of one rank's plan. Raises `UnsupportedError` if a class would get two different cells.
 
-        Ranks must come in order. After the last rank, check that ranks hold as many bytes as on other numbers of ranks.
-        `like`: the classes of shards of another length, which send to the same ranks.
+        Learn the ranks in order. After the last rank, the fewest and the most bytes that a rank holds are compared with
+        those on other numbers of ranks. `like`: classes learned with shards of another length; their messages have the
+        same receivers.
         """
         rank, ranks = plan.rank, plan.problem.world_size
         steps, groups = self.steps_of(ranks), ranks // self.group
@@ -184,11 +189,11 @@ class Classes:
         return next(iter(self._held.values()))
 
     def held_spread(self, ranks: int) -> np.ndarray:
-        """Return the bytes that ranks hold, as `spread`. They are the same on any number of `ranks`."""
+        """Return percentiles of the bytes that ranks hold, see `spread`. They are the same on any number of `ranks`."""
         return spread(self.held_bytes)
 
     def step(self, number: int, ranks: int) -> tuple[Times, Times, Messages]:
-        """Return the seconds of packing and of work by rank, and the messages, of a step.
+        """Return the seconds that each rank packs and works in a step, and the messages of the step.
 
         Raises `UnsupportedError` for a class that was not learned.
         """
@@ -219,8 +224,8 @@ class Classes:
         phase, turn, inner = steps.place(number)
         lines = self._lines(turn, groups)
         ends = self._ends(turn, steps, groups)
-        # Steps with their lines in the same order and at the same distances (cut off where they stop to matter) have
-        # the same cells between the same lines.
+        # If two steps have their lines in the same order and at the same distances, they have the same cells between
+        # the same lines. Distances are cut off where a larger distance makes no difference.
         order = sorted(range(len(lines)), key=lines.__getitem__)
         apart = [min(lines[b] - lines[a], 2 * ends_near + 2) for a, b in pairwise(order)]
         key = (phase, inner, *(max(-ends_near, min(ends_near, end)) for end in ends), *order, *apart)
@@ -231,7 +236,7 @@ class Classes:
         return list(map(Stretch, firsts, [*firsts[1:], groups], (row for _, _, row in borders)))
 
     def _find_borders(self, number: int, lines: tuple[int, ...], ranks: int) -> list[tuple[int, int, Row]]:
-        """Return the first group of each stretch of a step as (index of a line, offset), and the stretch's row."""
+        """Return (index of a line, offset, row) for each stretch of a step: its first group is the line plus offset."""
         groups = ranks // self.group
         edges = {
             line + offset: (index, offset)
@@ -267,7 +272,7 @@ class Classes:
         return self._rows[activity]
 
     def _lines(self, turn: int, groups: int) -> tuple[int, ...]:
-        """Return the groups where the lines are in a turn."""
+        """Return the group at which each line is in a turn."""
         half = groups // 2
         lines = 0, groups - 1, turn, groups - turn
         return (*lines, half, turn - half, turn + half, half - turn, groups + half - turn) if self._halves else lines
@@ -302,7 +307,7 @@ class Classes:
         return [(targets, sent[way]) for targets, way in zip(expected, ways, strict=True) if way is not None]
 
     def _targets(self, way: tuple[int, int], turn: int, groups: int) -> tuple[Target, ...]:
-        """Return all targets with this distance in a turn."""
+        """Return all targets whose receiver is at distance `way` in a turn."""
         at_place = (target._replace(place=way[1]) for target in TARGETS)
         return tuple(target for target in at_place if target.way(turn, groups) == way)
 
@@ -318,7 +323,7 @@ class Classes:
 
 
 def unlike(plan: Plan, why: str) -> UnsupportedError:
-    """Return the error for plans without classes."""
+    """Return the error for plans whose ranks do not fall into classes."""
     layout = plan.problem.q_layout
     return UnsupportedError(
         f"schedule={plan.name!r} with layout={layout.name!r} has no classes of ranks that behave alike: {why}; "
@@ -327,7 +332,7 @@ def unlike(plan: Plan, why: str) -> UnsupportedError:
 
 
 def spread(held_bytes: Sequence[int]) -> np.ndarray:
-    """Return 101 percentiles of the bytes that ranks hold, so that results for any number of ranks compare."""
+    """Return 101 percentiles of the bytes that ranks hold, so that different numbers of ranks can be compared."""
     return np.percentile(held_bytes, np.linspace(0, 100, 101))
 
 
@@ -352,11 +357,12 @@ def classes_of(
 ) -> Learned:
     """Return the classes of both passes (backward: True), for numbers of groups that are `quarter` modulo 4.
 
-    `problem_of(n)`: the call on n ranks, with shards of the same equal lengths for each n. `reach`: number of shards
-    that the window reaches. `group`: number of ranks per group, see `group_of`. `prologue`: the prologue of backward
-    passes, see `prologue_on`; None: as on the ranks that are learned from. `like`: the classes of shards of another
-    length. They already showed that more ranks have the same classes, so one number of ranks is enough. Raises
-    `UnsupportedError` for a schedule without such classes, and for a window that reaches too far.
+    `problem_of(n)`: the call on n ranks; all shards have the same length, which does not depend on n. `reach`: number
+    of shards that the window reaches. `group`: number of ranks per group, see `group_of`. `prologue`: the prologue of
+    backward passes, see `prologue_on`; None: the prologue that is chosen on the ranks to learn from. `like`: classes
+    learned with shards of another length. Learning them has already shown that more ranks have the same classes, so one
+    number of ranks is enough here. Raises `UnsupportedError` for a schedule without such classes, and for a window that
+    reaches too far.
     """
     name = schedule.partition(":")[0]
     if name not in SERVED:
@@ -560,7 +566,7 @@ class AtOnce:
         return self._held[0] + ranks * self._held[1]
 
     def step(self, number: int, ranks: int) -> tuple[Times, Times, Messages]:
-        """See `Classes.step`."""
+        """Return the same as `Classes.step`."""
         packing, work = (self._seconds(name, number, ranks) for name in ("packing", "work"))
         any_sent = any(nbytes for key, nbytes in self._sent.items() if key[0] == number)
         return packing, work, _AllPairs(self, number, ranks) if any_sent else ()
@@ -576,7 +582,8 @@ class AtOnce:
     def sent(self, number: int, distance: int, ranks: int, into: Times) -> None:
         """Fill `into` with the bytes from each rank to the rank at `distance`."""
         near = self.near
-        # First the ranks in the middle, whose receivers wrap around or not; then all ranks near an end.
+        # First fill the ranks in the middle: those whose receivers do not wrap around, then those whose receivers do.
+        # Then fill the ranks that are near an end or whose receivers are.
         for first, end in ((near, ranks - distance - near), (ranks - distance + near, ranks - near)):
             if first < end:
                 into[first:end] = self._sent[number, *self._pair(first, (first + distance) % ranks, ranks)]
@@ -615,7 +622,10 @@ def _at_once_of(
     reach: int,
     prologue: Prologue | None,
 ) -> dict[bool, AtOnce]:
-    """Return both passes. `counts`: the numbers of ranks to learn from; other arguments as for `classes_of`."""
+    """Return both learned passes (backward: True).
+
+    `counts`: the numbers of ranks to learn from. The other arguments are those of `classes_of`.
+    """
     learned = {}
     routes = routes_on(problem_of, schedule, cluster, counts, 1, prologue)
     for backward in (False, True):

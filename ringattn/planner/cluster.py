@@ -54,7 +54,10 @@ class Work(NamedTuple):
 
 
 def call_work(problem: Problem, tiles: TileTable, backward: bool, block_keys: int) -> Work:
-    """Return the work of one call on these tiles. It adds to accumulators of queries, in backward also of keys."""
+    """Return the work of one call on these tiles.
+
+    The call accumulates into the rows of queries, and in backward also into the rows of keys.
+    """
     rows = int(tiles.q_count @ tiles.heads)
     keys = int(tiles.k_count @ np.maximum(1, tiles.heads // problem.group))
     pairs = 0.0
@@ -80,7 +83,10 @@ def _shapes(tiles: TileTable) -> Iterator[tuple[int, ...]]:
 
 @lru_cache(maxsize=1 << 16)
 def computed_pairs(q: StridedRange, k: StridedRange, band: Band, block_keys: int) -> float:
-    """Return the number of computed pairs: those in the band, plus half a block or half the band per edge of a row."""
+    """Return the number of computed pairs: the pairs in the band, plus half a block of keys per band edge in a row.
+
+    If the band or the keys of the tile are narrower than a block, half of their width counts instead.
+    """
     edges = q.between(k.start + band.lo, k.last + band.lo - 1).count
     edges += q.between(k.start + band.hi + 1, k.last + band.hi).count
     return count_pairs(q, k, band) + edges * min(block_keys, k.count, (band.hi - band.lo) // k.stride + 1) / 2
@@ -114,7 +120,7 @@ def moved_s(nbytes: float, cluster: Cluster) -> float:
 
 
 def packing_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
-    """Return the seconds of packing, until a step's messages can be sent."""
+    """Return the seconds that a step packs before its messages can be sent."""
     return moved_s(sum(_packed(plan, pack) for pack in step.packs), cluster)
 
 
@@ -264,7 +270,7 @@ class Cluster:
         return (self.links.classes_inside() if self.links is not None else set()) or {LinkClass.UNKNOWN}
 
     def link(self, kind: LinkClass) -> tuple[float, float]:
-        """Return the latency in seconds and the bytes/s of a link. An unknown link has the constants of a machine."""
+        """Return the latency in seconds and the bytes/s of a link. An unknown link counts as one inside a machine."""
         if kind is LinkClass.NETWORK:
             latency_s = self.latency_s if self.node_latency_s is None else self.node_latency_s
             return latency_s, self.node_bandwidth or self.bandwidth
@@ -283,7 +289,7 @@ class Cluster:
         return latency_s + max(rank_bytes / bandwidth, peer_bytes / (to_peer or bandwidth))
 
     def slowest(self, kinds: Iterable[LinkClass]) -> tuple[float, float]:
-        """Return `link` of the class with the lowest bytes/s."""
+        """Return the latency in seconds and the bytes/s of the class with the lowest bytes/s."""
         return min((self.link(kind) for kind in kinds), key=lambda link: (link[1], -link[0]))
 
     def leaving(self, sm_margin: int) -> Cluster:
@@ -392,9 +398,10 @@ CLUSTERS: dict[str, Cluster] = {
 
 
 def machine_named(name: str, known: Collection[str], key: str) -> str:
-    """Return `name` if it is one of `known` machines. Raises `InputError` that lists the machines it may mean.
+    """Return `name` if it is one of the `known` machines. Raises `InputError` with the machines that it may mean.
 
-    A machine is its model: h100-80 and H100-SXM are an h100. A v100 is not, although only one letter differs.
+    Names are compared by model: h100-80 and H100-SXM may mean h100. A v100 is another model, although only one letter
+    differs.
     """
     if name in known:
         return name
@@ -419,7 +426,7 @@ def _bare(name: str) -> str:
 def cluster_named(name_or_file: str) -> Cluster:
     """Return a preset by its name, or the cluster in a JSON file that `ringattn calibrate` wrote.
 
-    Raises `InputError` with the nearest name, or with the fault of the file.
+    Raises `InputError` with the nearest name of a preset, or with the error in the file.
     """
     path = Path(name_or_file)
     if name_or_file in CLUSTERS or not (path.suffix == ".json" or path.is_file()):
@@ -573,10 +580,10 @@ class Exchange(NamedTuple):
 
 
 def exchanges(current: Exchange, cluster: Cluster, ranks: int) -> tuple[Exchange, ...]:
-    """Return the transports between which the constants of a cluster can distinguish, `current` first.
+    """Return the transports that the constants of a cluster can tell apart, `current` first.
 
-    On GPUs: NCCL with its default margin and with none, and copy engines on a single node. On CPUs only `current`,
-    because the constants were measured with one transport.
+    On GPUs, the alternatives are NCCL with the default margin, NCCL without a margin, and on a single node copy
+    engines. On CPUs there is no alternative, because the constants were measured with one transport.
     """
     if cluster.sms is None:
         return (current,)

@@ -33,8 +33,8 @@ Beyond this, schedules that hide their messages behind steps are predicted faste
 def suits_at_once(cuts: tuple[int, ...], ranks: int, schedule: str, machines: Cluster) -> bool:
     """Return whether to place documents for schedules that receive all rows at once.
 
-    True for such a schedule by name; for "auto" if the machines are known and the busiest rank receives few rows.
-    Raises `InputError` for an unknown name.
+    For a schedule given by name, return whether that schedule receives all rows at once. For "auto", return whether the
+    machines are known and the busiest rank receives few rows. Raises `InputError` for an unknown name.
     """
     if schedule != "auto":
         return route_named(schedule).at_once
@@ -45,7 +45,7 @@ def suits_at_once(cuts: tuple[int, ...], ranks: int, schedule: str, machines: Cl
 
 
 def misplaced(problem: Problem, route: Route) -> str | None:
-    """Say why these documents suit another schedule better than this one, or return None."""
+    """Return a message if the documents are placed for other schedules than `route`, otherwise None."""
     if not problem.q_layout.at_once or route.at_once or problem.world_size == 1:
         return None
     return (
@@ -55,7 +55,7 @@ def misplaced(problem: Problem, route: Route) -> str | None:
 
 
 class InLayout(NamedTuple):
-    """Predicted seconds of a call in a layout, forward and backward, with the schedule that takes this time."""
+    """The predicted seconds of a call in one layout, forward plus backward, and the schedule that takes this time."""
 
     layout: str
     schedule: str
@@ -63,9 +63,10 @@ class InLayout(NamedTuple):
 
 
 def in_layouts(problem: Problem, route: Route, cluster: Cluster) -> tuple[InLayout, ...]:
-    """Predict the call in the plain layouts, the caller's first, each by the faster of `route` and the ring.
+    """Predict the time of the call in its own layout and in the plain layouts. Its own layout comes first.
 
-    `route`: the route chosen in the caller's layout.
+    `route`: the route chosen in the call's own layout. In another layout the ring is tried too, and the faster of the
+    two counts.
     """
     ring = choose_route(problem, RING, cluster)
     predictions = []
@@ -90,9 +91,10 @@ def by_layout(predictions: tuple[InLayout, ...]) -> str:
 
 
 def better_layout(problem: Problem, documents: Documents, route: Route, computed: tuple[int, ...]) -> str | None:
-    """Return a layout whose largest share of pairs is clearly lower, or None. Layouts too large to plan are skipped.
+    """Return a layout in which the busiest rank computes clearly fewer pairs, or None.
 
-    `computed`: the pairs of each rank in the caller's layout (`pairs_planned`).
+    Layouts too large to plan are skipped. `computed`: the pairs that each rank computes in the caller's layout
+    (`pairs_planned`).
     """
     if problem.world_size == 1:
         return None

@@ -111,8 +111,9 @@ def has_single_heads(content: Content) -> bool:
 def fused_arrivals(schedule: Schedule, rank: int, sums: Mapping[Block, Content]) -> Iterator[FusedBuffer]:
     """Yield fused buffers for K/V that arrive at `rank` in the same step and are read in the same step.
 
-    In a backward pass the buffer of their sums follows each. Blocks are fused only if every part has one head and the
-    rows of `sums`, which are returned to the owners, are the same rows.
+    In a backward pass, each fused buffer of K/V is followed by the fused buffer of its dK/dV sums. Blocks are fused
+    only if every part has one head. In a backward pass their rows must also equal their rows in `sums`, the rows that
+    are returned to the owners.
     """
     steps = schedule.restricted_to(rank).steps
     work = [(now, item) for now, step in enumerate(steps) for item in step.work if not isinstance(item, Merge)]
@@ -123,7 +124,8 @@ def fused_arrivals(schedule: Schedule, rank: int, sums: Mapping[Block, Content])
         (now, copy.block, copy.content) for now, step in enumerate(steps) for copy in step.copies if copy.dst == rank
     ]
     received += [(-1, block, content) for holder, block, content in schedule.kept if holder == rank]
-    # If received sums were merged into a sum before this rank's work on it, it already has a separate buffer.
+    # If received dK/dV is merged into a sum before this rank's own work adds to it, the sum has a separate buffer by
+    # then, so its block is not fused.
     merged = {item.into: now for now, step in reversed(list(enumerate(steps))) for item in step.work
               if isinstance(item, Merge)}  # fmt: skip
     reads = {
@@ -169,7 +171,10 @@ def within_runs(table: TileTable, parts: Iterable[HeadRows | None]) -> TileTable
 
 
 def packed_rows(table: TileTable, part: HeadRows | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first key row and the row step of each tile as rows of the part. One range must hold all of them."""
+    """Return the first key row and the row step of each tile as rows of the part.
+
+    One range of the part must hold all key rows of a tile.
+    """
     rows, steps = table.k_row, table.k_row_stride
     if part is None:
         return rows, steps
@@ -225,7 +230,7 @@ class ReceivedHeads:
     def tiles(self, group: int) -> TileTable:
         """Return all work as tiles of one head on the rows of the fused buffers. `group`: query heads per K/V head.
 
-        A tile names the query head of the call that it stands for, as its positions name the tokens of its rows.
+        `first_head` of a tile is its query head in the call, and its positions are the positions of its tokens.
         """
         tables = [(item, table) for item in self.items for _, table in item.tiles]
         counts = [len(table) for _, table in tables]
@@ -378,11 +383,12 @@ class _Draft:
 
 
 class _Projection:
-    """Walk one rank's steps once and collect its buffers and their lifetimes."""
+    """A walk over one rank's steps that collects its buffers and their lifetimes."""
 
     def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
         self.problem, self.schedule, self.rank = problem, schedule, rank
-        # Skip the steps in which this rank does nothing. Lifetimes count the remaining steps; labels keep the number.
+        # Skip the steps in which this rank does nothing. Lifetimes count the remaining steps; labels keep the number of
+        # the step in the schedule.
         self.steps = [(i, step) for i, step in enumerate(schedule.steps) if step.copies or step.work]
         self.buffers: list[Buffer] = []
         # The last step so far that uses each buffer.
@@ -390,7 +396,8 @@ class _Projection:
         # The buffer with a block's rows at this point of the walk; a later buffer replaces an earlier one.
         self.held: dict[Block, int] = {}
         copies = [copy for _, step in self.steps for copy in step.copies]
-        # The rows of each dK/dV sum that this rank returns: the size of its accumulator. Pieces return in reverse.
+        # The rows of each dK/dV sum that this rank returns to the owner. The accumulator of the sum has the same rows.
+        # The pieces of a sum are sent in reverse order.
         self.sums = _rows_by_block(
             copy for copy in reversed(copies) if copy.block.kind is Kind.DKV and copy.src == rank
         )
@@ -416,11 +423,11 @@ class _Projection:
         # In backward, the blocks that the forward pass kept are in the arena from the first step.
         for _, block, content in self.schedule.kept:
             self.held[block] = self._arriving(block, content, f"{block} kept", 0)
-        # The order must be the order of the bytes that the forward pass keeps.
+        # The order must be the order in which the forward pass keeps the blocks.
         kept = [self.held[block] for _, block, _ in self.schedule.kept]
         steps = tuple(self._step(now, index, step) for now, (index, step) in enumerate(self.steps))
         if not self.schedule.backward:
-            # They are read again at the end of the pass, when they are copied out of the arena.
+            # The kept blocks are read again at the end of the pass, when they are copied out of the arena.
             kept = [self._use(self.held[block], len(steps) - 1) for block in keeps]
         # Offsets are assigned last, because only now is the last step of every buffer known.
         used = [buffer._replace(last=last) for buffer, last in zip(self.buffers, self.last, strict=True)]
@@ -435,7 +442,7 @@ class _Projection:
         sends = [self._send(copy, draft) for copy in step.copies if copy.src == self.rank]
         recvs = [self._recv(copy, now) for copy in step.copies if copy.dst == self.rank]
         work = [item for item in step.work if not isinstance(item, Merge)]
-        # The received queries of all ranks are one engine call with separate rows.
+        # A single engine call works on the received queries of all ranks, each in separate rows.
         if now in self.received:
             self._attend_received(self.received[now], draft)
         # dict.fromkeys: each fused buffer once, in the order of the work.
@@ -445,7 +452,7 @@ class _Projection:
         for item in work:
             if not is_on_received(item) and not self._is_fused(item):
                 self._attend(item, draft)
-        # This is the last read of a received part.
+        # A merge is the last read of a received partial result.
         for merge in (item for item in step.work if isinstance(item, Merge)):
             draft.work.append(Add(self._use(self.held[merge.part], now), self._sum(merge.into, draft)))
         return draft.done(index, sends, recvs)
@@ -458,7 +465,8 @@ class _Projection:
         """Add the work on received queries. Local rows are copied into the same buffers, next to the received rows."""
         now, adds, used = draft.now, list[Add](), dict[Kind, int]()
         for kind, buffer in received.fused.items():
-            # Queries stay. Output gradients are read only in the first step, and results are made only in the last.
+            # Queries stay in their buffer. Output gradients are read only in the first step, and results are made only
+            # in the last step.
             if (kind is Kind.GRAD_OUT and now > received.first) or (
                 kind in (Kind.OUT, Kind.DQ) and now < received.last
             ):
@@ -518,7 +526,8 @@ class _Projection:
     def _in_fused(self, block: Block, held: int, draft: _Draft) -> None:
         """Make a received block readable in its fused buffer: pack or restore it there unless it is there already."""
         self._use(held, draft.now)
-        # It is outside if it is in eight bits, packed from the local tensors, or has rows that are only relayed.
+        # A block is outside its fused buffer if it is in eight bits, is packed from the local tensors, or has rows that
+        # are only relayed.
         if self.buffers[held].inside is None:
             draft.restores.append(Pack(held, self._inside(block, self.fused[block].contents[block], draft.now)))
 
@@ -528,7 +537,7 @@ class _Projection:
         dtype = self._held_dtype(block.kind)
         if buffer.label not in self.fused_index:
             self.fused_index[buffer.label] = self._new(buffer.label, buffer.content, dtype, now, block.kind)
-        # It begins at the block's first row in the fused buffer; `lay_out` derives its offset.
+        # The new buffer begins at the block's first row in the fused buffer; `lay_out` derives its offset.
         inside = Inside(self._use(self.fused_index[buffer.label], now), buffer.starts[block])
         label = f"{block} in {buffer.label}"
         self.parts[inside.buffer].append(self._new(label, content, dtype, now, block.kind, inside))
@@ -656,7 +665,8 @@ class _Projection:
             yield AttendOp(owner, heads, table.replaced(k_row=rows, k_row_stride=steps), kv, dkv=dkv)
             return
         dkv_rows, dkv_steps = packed_rows(table, parts[1])
-        # With equal steps, all tiles with the same distance between the two rows are one update, bases subtracted:
+        # If the steps are equal, all tiles with the same distance between the two rows form one update, with rows
+        # counted from the base:
         #    kv rows   4 5 6 7      base 4, tile rows 0 1 2 3
         #    dkv rows  9 10 11 12   base 4 + 5
         even = steps == dkv_steps
@@ -695,9 +705,9 @@ def _rows_by_block(
 
 
 # --- which work of a backward pass overwrites dK/dV rows, and which finishes them ------------------------------------
-# Each row is set by exactly one `Zero` or one work marked `overwrite`, before anything else reads it or adds to it. A
-# work is marked only if that holds for all of its rows. The engine then sets every key row of its tiles, so a row that
-# no query attends to becomes zero. Kernel blocks are not considered here.
+# Each row is set by exactly one `Zero`, or by one work item marked `overwrite`, before anything else reads it or adds
+# to it. A work item is marked only if that holds for all of its rows. The engine then sets every key row of the item's
+# tiles, so a row that no query attends to becomes zero. Kernel blocks are not considered here.
 
 
 Work = AttendOp | AttendReceivedOp | Add
@@ -709,13 +719,16 @@ def rows_of(buffer: Buffer) -> Content:
 
 
 def with_overwrites(plan: Plan) -> Plan:
-    """Mark the overwriting and the last works of a backward plan, and zero only the rows that no work overwrites."""
+    """Mark the work items of a backward plan that overwrite dK/dV rows or add to them last.
+
+    Only the rows that no work item overwrites are zeroed.
+    """
     steps = [_mark_buffers(plan, step) for step in plan.steps]
     return _mark_local(replace(plan, steps=tuple(steps)))
 
 
 def _mark_buffers(plan: Plan, step: PlanStep) -> PlanStep:
-    """Mark the works of a step that overwrite rows of the buffers that the step zeroes."""
+    """Mark the work items of a step that overwrite rows of the buffers that the step zeroes."""
     if not step.zeros:
         return step
     work, zeros = list(step.work), []
@@ -724,7 +737,7 @@ def _mark_buffers(plan: Plan, step: PlanStep) -> PlanStep:
         writers = [n for n, item in enumerate(work) if not isinstance(item, Add) and item.dkv == zero.buffer]
         set_rows = [_rows_set(plan.problem, work[n]) for n in writers]
         all_set = union(set_rows)
-        # If two works share a row, neither can overwrite all of its rows, in whatever order they run.
+        # If two work items share a row, neither can overwrite all of its rows, in whatever order they run.
         if sum(map(size, set_rows)) == size(all_set):
             for n in writers:
                 work[n] = work[n]._replace(overwrite=True)
@@ -735,7 +748,10 @@ def _mark_buffers(plan: Plan, step: PlanStep) -> PlanStep:
 
 
 def _mark_local(plan: Plan) -> Plan:
-    """Mark the overwriting and the last works on the rank's local rows, if overwriting works set all of them."""
+    """Mark the work items that overwrite the rank's local dK/dV rows, if such items set all local rows.
+
+    If all work on local rows overwrites, each of these items is also the last on its rows.
+    """
     problem, already_set, only_overwrites = plan.problem, NOTHING, True
     works = {
         (now, n): item for now, step in enumerate(plan.steps) for n, item in enumerate(step.work)
@@ -779,14 +795,14 @@ def _with_equal_parts(contents: list[Content]) -> Iterator[Content]:
 
 
 def _adds_to_local(plan: Plan, item: Work) -> bool:
-    """Return whether a work adds to the rank's local dK and dV."""
+    """Return whether a work item adds to the rank's local dK and dV."""
     if isinstance(item, Add):
         return item.into == LOCAL and plan.buffers[item.part].kind is Kind.DKV
     return isinstance(item, AttendOp) and item.dkv == LOCAL
 
 
 def _rows_set(problem: Problem, item: Work) -> Content:
-    """Return the rows of the dK/dV buffer that the tiles of a work name, for each head part of the buffer."""
+    """Return the rows of the dK/dV buffer that the tiles of a work item contain, for each head part of the buffer."""
     assert not isinstance(item, Add)
     if isinstance(item, AttendReceivedOp):
         return _content([(ONE, item.tiles)])

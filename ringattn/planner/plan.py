@@ -1,7 +1,7 @@
-"""The plan of one rank: its part of a schedule, with a place in the arena for every byte before anything runs.
+"""The plan of one rank: its part of a schedule, with an offset in the arena for every buffer before anything runs.
 
 The executor follows the plan. Each step lists what to pack, send, receive, zero, compute and merge, and names the
-buffers involved. Each buffer has its offset in the arena.
+buffers involved.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ class AttendReceivedOp(NamedTuple):
     """Work on received queries and received keys. No two heads share a row, so the buffers have a single head.
 
     All operations with the same buffer `q` share one state. The first of them initializes it (backward: from `inputs`),
-    and the last fills `result` with out and lse (backward: with dQ). All others have LOCAL for both, which means none.
-    Backward accumulates into `dkv`, or with `overwrite` overwrites the rows of its tiles.
+    and the last fills `result` with out and lse (backward: with dQ). An operation without `inputs` or `result` has
+    LOCAL there. In backward, the operation adds dK and dV to `dkv`, or with `overwrite` overwrites the rows of its
+    tiles.
     """
 
     tiles: TileTable
@@ -117,7 +118,7 @@ class AttendReceivedOp(NamedTuple):
 class Add(NamedTuple):
     """Add a whole buffer into the same rows of another buffer (or LOCAL). Partial outputs are merged instead of added.
 
-    `overwrite`: nothing in the pass has set these rows yet, so copy them.
+    `overwrite`: nothing in the pass has set these rows of `into` yet, so copy `part` instead of adding it.
     """
 
     part: int
@@ -223,7 +224,8 @@ class RecordLayout(NamedTuple):
 def record_layout_of(problem: Problem, kind: Kind, dtype: str) -> RecordLayout:
     """Return the record layout of a block of `kind` in a buffer of `dtype`.
 
-    K next to V, in eight bits each with a float32 scale; out with its lse; dout with lse and delta.
+    A record of a KV or DKV block has K next to V, in eight bits each with a float32 scale. A record of out also has its
+    lse, and a record of dout has lse and delta.
     """
     return _cached_layout(kind, dtype, problem.head_dim, problem.value_dim, problem.accumulator_dtype)
 
@@ -258,7 +260,9 @@ def buffer_bytes(problem: Problem, buffer: Buffer) -> int:
 
 
 def lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...], int]:
-    """Return the buffers with their offsets, by first fit in order of their first step, and the bytes of the arena.
+    """Return the buffers with their offsets, and the bytes of the arena.
+
+    Offsets are assigned by first fit, in the order of the buffers' first steps.
 
     A buffer lives at least as long as every buffer inside it.
     """

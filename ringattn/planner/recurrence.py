@@ -92,8 +92,8 @@ def _check_cluster(cluster: Cluster) -> None:
 class _Link(NamedTuple):
     """The link from each rank to the rank at a given distance; each field is one number if all ranks are alike.
 
-    `far`: whether the two ranks are on different nodes. `among_s`: seconds per byte of everything that an end sends.
-    `to_one_s`: seconds per byte sent to this one receiver.
+    `far`: whether the two ranks are on different nodes. `among_s`: seconds per byte of all bytes that the sender sends,
+    or the receiver receives, over such links. `to_one_s`: seconds per byte from this sender to this receiver.
     """
 
     far: np.ndarray | bool

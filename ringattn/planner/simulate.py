@@ -27,7 +27,7 @@ from ringattn.planner.plan import Plan
 
 
 class Timeline(NamedTuple):
-    """Predicted times in microseconds: of the slowest rank, and by rank.
+    """The predicted times of a pass in microseconds: the total, which is that of the slowest rank, and times by rank.
 
     `busy_us`: time at work, longer if processors are shared. `waiting_us`: the rest of the total time. `exposed_us`:
     the part of the waiting time in which the rank's work was done and it waited for messages. `spans`: the work and the
@@ -46,8 +46,8 @@ def simulate(
 ) -> Timeline:
     """Simulate the plans of all ranks of one pass together. Raises `InputError` if the plans never end.
 
-    `overlap`: if False, a step's messages begin only when its work has ended, like exchanges that find no free SM
-    before. `disturbance`: factors that slow some ranks and links.
+    `overlap`: if False, a step's messages begin only when its work has ended, like exchanges for which no SM is free
+    earlier. `disturbance`: factors that slow some ranks and links.
     """
     play = _Play(plans, cluster, overlap, disturbance or Disturbance())
     play.run()
@@ -88,13 +88,13 @@ class _Machine:
         return self._seen_s + max(0.0, self._ends[0][0] - self._done_s) / self._rate
 
     def end_job(self, now_s: float) -> None:
-        """End the job whose end is now."""
+        """End the next job. `now_s` is the time of its end."""
         self._seen_s = now_s
         self._done_s, _, done = heapq.heappop(self._ends)
         done(now_s)
 
     def advance(self, now_s: float) -> None:
-        """Advance the time."""
+        """Advance the machine's time to `now_s`."""
         if now_s == self._seen_s:
             return
         self._done_s += (now_s - self._seen_s) * self._rate
@@ -236,7 +236,10 @@ class _Play:
         return min(1.0, self._cluster.link(kind)[1] / self._cluster.bandwidth)
 
     def _carry(self, rank: int, now_s: float, kind: LinkClass, by: int) -> None:
-        """Count `by` more messages that a rank's processors carry. One transport carries all of a rank's messages."""
+        """Count `by` more messages over links of `kind` that a rank's processors carry.
+
+        One transport carries all of a rank's messages, so only the largest share of a processor counts.
+        """
         if not self._cluster.wire_cores:
             return
         travelling = self._travelling[rank]
@@ -342,7 +345,7 @@ class Disturbance:
         return factors
 
     def of_link(self, src: int, dst: int) -> float:
-        """Return the factor on a message."""
+        """Return the factor on the time of a message between two ranks."""
         return next((factor for a, b, factor in self.slow_links if {a, b} == {src, dst}), 1.0)
 
 
