@@ -7,7 +7,7 @@ keys without messages: half of the head parts while the inputs are sent, half wh
        step     SEND                  ATTEND            RETURN                MERGE
        sent     q, k, v  ->                             out  ->
        work     local keys, 1st half  received heads    local keys, 2nd half  log-sum-exp merge
-Guarantees: a schedule that needs no pass, forward or backward; every row is sent for one head, and only if it is read.
+Guarantees: the schedules of both passes are already pruned; every row is sent for one head, and only if it is read.
 """
 
 from __future__ import annotations
@@ -91,10 +91,12 @@ def with_exchanges(
     problem: Problem, name: str, backward: bool, work: Mapping[int, Iterable[Attend]], steps: int,
     kept: tuple[tuple[int, Block, Content], ...] = (), merge_own_after: int = 1,
 ) -> Schedule:  # fmt: skip
-    """Return the pass with this work by step (of the forward pass) and the copies that the work needs.
+    """Return a pass with the given work and the copies that the work needs.
+
+    `work`: the work of the forward pass by step. A backward pass has the gradients of this work in the same steps.
 
     Inputs are sent one step before the work on them and results one step after it; results are merged in the step after
-    that. Blocks in `kept` are not sent. Results of a rank's local rows need no message: they are merged
+    that. Blocks in `kept` are not sent. Results for a rank's local rows need no message: they are merged
     `merge_own_after` steps after the work, or computed in place if the queries are local too.
     """
     copies: dict[int, list[Copy]] = defaultdict(list)

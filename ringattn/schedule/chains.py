@@ -26,7 +26,7 @@ from ringattn.schedule.route import TreeRoute, Trees, register
 @register(order=0)
 @dataclass(frozen=True)
 class Ring(TreeRoute):
-    """Each rank sends the block that it received to its neighbour, one hop per step."""
+    """A schedule in which each rank sends the block that it received to its neighbour, one hop per step."""
 
     name: str = "ring"
     by_classes: ClassVar[bool] = True
@@ -39,7 +39,7 @@ class Ring(TreeRoute):
 @register(order=1)
 @dataclass(frozen=True)
 class AllGather(TreeRoute):
-    """Each owner sends to every reader in the first step."""
+    """A schedule in which each owner sends its block to every reader in the first step."""
 
     name: str = "all_gather"
     by_classes: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class AllGather(TreeRoute):
 @register(order=2)
 @dataclass(frozen=True)
 class Direct(TreeRoute):
-    """Each owner sends to every reader, one message per step."""
+    """A schedule in which each owner sends its block to every reader, one message per step."""
 
     name: str = "direct"
     by_classes: ClassVar[bool] = True
@@ -88,10 +88,10 @@ class Bidirectional(TreeRoute):
 
 
 class Stars(Trees):
-    """Every owner sends to every reader: one message per step, or all in the first step if `at_once`."""
+    """Stars: every owner sends to every reader, one message per step, or all in the first step if `at_once`."""
 
     def __init__(self, problem: Problem, at_once: bool) -> None:
-        """Compute nothing yet."""
+        """Keep the arguments; see `Trees`."""
         super().__init__(problem)
         self.at_once = at_once
 
@@ -117,7 +117,7 @@ class Chains(Trees):
     """
 
     def __init__(self, problem: Problem, both_ways: bool) -> None:
-        """Compute nothing yet."""
+        """Keep the arguments; see `Trees`."""
         super().__init__(problem)
         self.both_ways = both_ways
         self._back: dict[tuple[int, int], int] = {}
@@ -137,7 +137,7 @@ class Chains(Trees):
         return self.reads.union_of(owner, self._chain(way, distance, self._length(way)))
 
     def source_back(self, owner: int, reader: int) -> int:
-        """Return the next rank along the chain, or the owner."""
+        """Return the next rank along the chain if blocks are relayed back along it, otherwise the owner."""
         way, distance = self._way(owner, reader)
         if (owner, way) not in self._back:
             reach = self.reads.reach(owner, self._chain(way, 1, self._length(way)))

@@ -1,12 +1,12 @@
 """The rows that each rank reads, and the content of a message or a held block: rows of a shard for some heads.
 
-`ReadSets` describes one problem: the rows that one reader reads, the union of several readers (on a chain: all ranks
-downstream), and the farthest reader. The *distance* of a reader is (reader - owner) mod ranks: its position on the
-owner's chain.
+`ReadSets` describes one problem: the rows that one reader reads, the rows that any of several readers reads (on a
+chain: all ranks downstream), and the farthest reader. The *distance* of a reader is (reader - owner) mod ranks: its
+position on the owner's chain.
    owner  +1  +2  +3     each relay sends the block to the next rank,
      o -> a -> b -> c     so the hop to distance d carries the rows that d and all farther readers read
-Reads are intervals of key pieces, so most unions are running minima and maxima over arrays. Where intervals leave a
-gap, the exact union is taken instead.
+A shard consists of key pieces (`tiling.Pieces`), and a reader usually reads one interval of each piece. So most unions
+are running minima and maxima over arrays. Where intervals leave a gap, the exact union is taken instead.
 
 A content is a tuple of `HeadRows`, ordered by head; a part's rows are disjoint ranges, as `merge_runs` makes them. Wire
 order is part after part, and within a part range after range, with rows outermost.
@@ -45,10 +45,11 @@ Distances = slice | Ints
 
 
 class Reads(NamedTuple):
-    """By key piece and distance: the reader reads indices first .. end - 1 of the piece; (EMPTY, 0) if it reads none.
+    """The intervals of key pieces that all readers read: arrays with axes (key piece, distance of the reader).
 
-    The interval is exact if `apart[n, d]` is false; otherwise the reader skips some keys inside it.
-    `nested`: all reads of a piece are prefixes of it, or all are suffixes.
+    The reader at distance d reads indices `first[n, d]` to `end[n, d]` - 1 of piece n; (EMPTY, 0) if it reads none. The
+    interval is exact if `apart[n, d]` is false; otherwise the reader skips some keys inside it. `nested`: whether all
+    reads of a piece are prefixes of it, or all are suffixes.
     """
 
     first: Ints
@@ -58,7 +59,7 @@ class Reads(NamedTuple):
 
 
 class ReadSets:
-    """All reads of one problem. Results are cached; the object does no work until the first query."""
+    """The rows that each rank reads from each shard in one problem. They are computed at their first use and cached."""
 
     def __init__(self, problem: Problem) -> None:
         """Create empty caches."""
@@ -97,14 +98,15 @@ class ReadSets:
     def grow(self, owner: int, distances: Distances) -> bool:
         """Return whether in each line of readers every reader reads all rows that the readers before it read.
 
-        The owner counts as reading nothing. `distances`: one line, lines x readers, or lines x readers x the ranks that
-        count as one reader.
+        A line is a sequence of readers. The owner counts as reading nothing. `distances`: one line, or an array of
+        shape (lines, readers), or (lines, readers, ranks) if several ranks together count as one reader.
         """
         if self._reads is not None:
             first, end, _ = self._of(owner, distances)
             if first.ndim == 4:
                 first, end = first.min(-1), end.max(-1)
-            # If it does not hold for the hulls, it does not hold for the sets. If the sets have gaps, check the sets.
+            # If the hulls do not grow, the sets do not grow either. If the hulls grow and the sets may have gaps,
+            # compare the sets themselves.
             grown = (first[..., 1:] <= first[..., :-1]).all() and (end[..., 1:] >= end[..., :-1]).all()
             if not grown or self._reads[1].nested:
                 return bool(grown)
@@ -125,7 +127,7 @@ class ReadSets:
         return owners[self._any[owners, (reader - owners) % self.ranks]]
 
     def _of(self, owner: int, distances: Distances) -> tuple[Ints, Ints, np.ndarray]:
-        """Return the reads at some distances; axis 0 is the key piece of the owner."""
+        """Return `first`, `end` and `apart` of the readers at some distances; axis 0 is the key piece of the owner."""
         assert self._reads is not None
         pieces, reads = slice(*self._slices[owner : owner + 2]), self._reads[1]
         first, end, apart = (table[pieces][:, distances] for table in (reads.first, reads.end, reads.apart))
@@ -168,7 +170,7 @@ class ReadSets:
 
     @cached_property
     def _any(self) -> np.ndarray:
-        """By owner and distance: whether that reader reads anything of the remote shard."""
+        """Whether a reader reads anything of a remote shard, as an array with axes (owner, distance of the reader)."""
         any_read = np.zeros((self.ranks, self.ranks), bool)
         if self._reads is None:
             for reader in range(self.ranks):
@@ -184,7 +186,7 @@ class ReadSets:
 
     @cached_property
     def _suffixes(self) -> tuple[Ints, Ints]:
-        """The running union of `_reads` from the farthest reader."""
+        """The hull of all reads at a distance and farther, for each key piece and distance: first and end."""
         assert self._reads is not None
         _, reads = self._reads
         # Accumulate from the largest distance down: column d holds the hull of the reads at d, d + 1, ...
@@ -196,7 +198,7 @@ class ReadSets:
 
     @cached_property
     def _slices(self) -> list[int]:
-        """The key pieces of owner o are _slices[o] .. _slices[o + 1] - 1."""
+        """The borders of the owners' key pieces: owner o has pieces _slices[o] to _slices[o + 1] - 1."""
         assert self._reads is not None
         return np.searchsorted(self._reads[0].rank, np.arange(self.ranks + 1)).tolist()
 
@@ -230,7 +232,7 @@ class ReadSets:
 
 
 def _reads(ranks: int, branch: Branch, q: Pieces, k: Pieces) -> Reads:
-    """Return the reads of one branch by every rank, by key piece and distance."""
+    """Return what every rank reads in one branch, for each key piece and distance of the reader."""
     one_sided = branch.band.lo <= -UNBOUNDED or branch.band.hi >= UNBOUNDED
     first = np.full((len(k.rank), ranks), EMPTY)
     end = np.zeros_like(first)
@@ -291,7 +293,7 @@ def _layers(q: Pieces, segments: int, ranks: int) -> list[tuple[Ints, Ints]]:
 
 
 def _gaps(first: Ints, end: Ints) -> bool:
-    """Return whether the intervals of a line leave a gap. Empty intervals are ignored."""
+    """Return whether the intervals in any row of the arrays leave a gap. Empty intervals are ignored."""
     order = np.argsort(first, axis=1)
     first, end = (np.take_along_axis(side, order, axis=1) for side in (first, end))
     # Empty intervals begin at EMPTY, so they are last.
@@ -325,7 +327,10 @@ class HeadRows(NamedTuple):
         return all(run.stride == 1 for run in self.rows)
 
     def offsets(self, rows: np.ndarray) -> np.ndarray:
-        """Return the packed rows of owner rows that are all in this part, which must be dense: int64, same shape."""
+        """Return the packed row of each of these owner rows, as int64 of the same shape.
+
+        The part must be dense and contain all of the rows.
+        """
         if len(self.rows) == 1:
             return rows - self.rows[0].start
         starts = np.array([run.start for run in self.rows])
@@ -355,7 +360,7 @@ class Overlap(NamedTuple):
     packed: StridedRange
 
     def common_rows(self, second: Overlap) -> tuple[StridedRange, StridedRange] | None:
-        """Return the packed rows, in this part and the second, of the members in both overlaps; None without any."""
+        """Return the packed rows, in this part and in the second, of the members of both overlaps; None without any."""
         both = self.indices.intersect(second.indices)
         if not both.count:
             return None
@@ -469,8 +474,8 @@ def common(outer: Content, inner: Content) -> Content:
 def cut(content: Content, pieces: int) -> tuple[Content, ...]:
     """Cut a packed content into `pieces` consecutive pieces in wire order, of nearly equal size; some may be empty."""
     total = size(content)
-    # Ends of the pieces, in rows times heads. A row of a part with several heads is not cut; the piece with its start
-    # gets all of it.
+    # Ends of the pieces, in rows times heads. A row of a part with several heads is not cut; the piece in which the row
+    # starts gets the whole row.
     #    total 10, 3 pieces    ends 3 6 10
     ends = [total * n // pieces for n in range(1, pieces + 1)]
     parts_of: list[list[HeadRows]] = [[] for _ in ends]
@@ -591,7 +596,7 @@ def piece_of(outer: Content, inner: Content) -> int | None:
 
 
 def describe(content: Content) -> str:
-    """Return a text form: `rows 0..7,12..15` or, with several head parts, `heads 0..1 rows ...; heads ...`."""
+    """Return the content as text: `rows 0..7,12..15` or, with several head parts, `heads 0..1 rows ...; heads ...`."""
     if not content:
         return "nothing"
     rows = ["rows " + ",".join(map(str, part.rows)) for part in content]

@@ -1,16 +1,17 @@
 """Double ring: a ring of nodes, and within each node a ring of its ranks; a block is sent to each node once.
 
 `grid[node][place]` is a rank; n nodes of m ranks. In round r the ranks of a node attend to the blocks of the node r
-positions before it. Each rank begins with the block from the same place, and the inner ring circulates these blocks.
+positions before it. Each rank begins with the block of the rank at its own place in that node, and the inner ring
+circulates these blocks.
        grid 2 x 2 (ranks 0 1 | 2 3), the keys that rank 3 attends to and the messages that bring them
        step          0       1       2       3
        round         0               1
        owner         3       2       1       0
        from          -       2>3     1>3     2>3
 During a round, each rank sends the block that it began with to the same place in the next node, one piece in each of
-the m steps (`spread`). A ring over all ranks waits for the slowest link in each of its n m - 1 steps; here that link
-has m times as long for every block.
-Guarantees: a schedule that needs no pass, forward or backward.
+the m steps (`spread`). A ring over all ranks waits for the slowest link in each of its n m - 1 steps; here a block has
+m times as long to cross that link.
+Guarantees: the schedules of both passes are already pruned.
 """
 
 from __future__ import annotations
@@ -128,8 +129,9 @@ class GridTrees(Trees):
         This holds if relays read all rows that they send on.
         """
         distances = self._distances(owner)
-        # In each node, the farthest place must read all rows that the other places read. Of these farthest places, each
-        # must read all rows that those in nodes nearer to the owner read. The owner's place needs no message.
+        # In each node, the rank at the farthest place must read all rows that the other ranks of the node read. It must
+        # also read all rows that the ranks at the farthest places of nodes nearer to the owner read. The owner itself
+        # needs no message.
         return self.reads.grow(owner, distances) and self.reads.grow(owner, distances[1:, -1])
 
     def _distances(self, owner: int) -> Ints:

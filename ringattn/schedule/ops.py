@@ -79,7 +79,7 @@ class Attend(NamedTuple):
 
 
 class AttendGrad(NamedTuple):
-    """On `rank`, add the gradients of the same tiles to `dq` and `dkv`."""
+    """On `rank`, add the gradients of these tiles to `dq` and `dkv`."""
 
     rank: int
     q: Block
@@ -158,7 +158,7 @@ def attend(rank: int, owner: int, tiles: tuple[HeadTiles, ...], ring: int | None
 
 
 def attend_grad(item: Attend) -> AttendGrad:
-    """Return the backward of an attend. dK and dV are partial sums of this rank; so is dQ if queries are received."""
+    """Return the backward work of `item`. Its dK and dV are partial sums, and so is its dQ if queries are received."""
     rank, q, kv = item.rank, item.q, item.kv
     inputs, dq = (
         Block(Kind.GRAD_OUT, q.owner, ring=q.ring),

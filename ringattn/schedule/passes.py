@@ -11,7 +11,8 @@ the work during the last hop. *kept*: the forward pass has kept the blocks.
        prologue         -   | KV0>3       KV0 | KV0>3
        first work      KV1 | KV1>3       KV1 | KV1>3       KV1 | KV1>3
        last hop        KV0 | DKV3@0>3    KV0 | DKV3@0>3    KV0 | DKV3@0>3
-Guarantees: a rank derives its steps from its part of the schedule, and the rows that its readers keep from their reads.
+Guarantees: a rank derives its own steps from its part of the schedule. It derives the rows that its readers keep from
+the rows that they read.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def split_local(schedule: Schedule) -> Schedule:
 def split_keys(parts: tuple[HeadTiles, ...], rows: int) -> tuple[tuple[HeadTiles, ...], tuple[HeadTiles, ...]]:
     """Return the tiles of the first keys of a shard of `rows` rows, and the tiles of the other keys."""
     # Split keys rather than heads or queries. Most queries read the first keys, so an engine still knows which work is
-    # the first on each query; and the two works set different rows of dK and dV.
+    # the first on each query, and the two work items set different rows of dK and dV.
     row = rows // SHARE // KEY_ROWS * KEY_ROWS or max(1, rows // SHARE)
     sides: tuple[list[HeadTiles], list[HeadTiles]] = [], []
     for heads, table in parts:
@@ -232,7 +233,8 @@ def prune(schedule: Schedule) -> Schedule:
             if copy.block.kind not in INPUTS:
                 copies.append(copy)
                 continue
-            # Rows that are received in this step need not be held before it. A piece provides only its rows.
+            # Rows that are received in this step need not be held before it. A piece provides only the rows that it
+            # contains.
             receiver = copy.dst, copy.block
             rows = needed.pop(receiver, NOTHING)
             if content := common(rows, copy.content):
@@ -285,7 +287,7 @@ def transpose(schedule: Schedule, deliveries: Iterable[Delivery]) -> Schedule:
     separate = sorted(block for block in results if block.origin == block.owner and block.ring is not None)
     work[-1] += [Merge(block.owner, owner_sum(block), block) for block in separate]
     for forward_step, copy in deliveries:
-        # The delivery is concurrent with the main step of `forward_step`; one past the last is the prologue step.
+        # The delivery is concurrent with the main step of `forward_step`; `last` + 1 stands for the prologue step.
         copies[main_step(forward_step, last) if forward_step <= last else 0].append(copy)
     return Schedule(schedule.problem, schedule.name, True, tuple(map(ordered_step, copies, work)))
 
@@ -365,7 +367,7 @@ def delivered(copies: Iterable[Delivery]) -> int:
 
 
 def spread(schedule: Schedule, is_slow: Callable[[Copy], bool], window: Callable[[int], Sequence[int]]) -> Schedule:
-    """Cut each K/V copy over a slow link into pieces, one for each step in `window(step)`, where `step` has the copy.
+    """Cut each K/V copy over a slow link into pieces: a copy in step s becomes one piece in each step of `window(s)`.
 
     This keeps a slow link busy during several steps of work, and no step waits for a whole block.
        step     0       1       2       3                 step     0       1       2       3

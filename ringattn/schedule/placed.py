@@ -1,14 +1,14 @@
 """Schedules that compute each pair of ranks either on the owner of the queries or on the owner of the keys.
 
-On the owner of the queries, it receives keys and values, and in backward returns dK/dV. On the owner of the keys, it
-receives queries and returns partial outputs (backward: it receives queries and output gradients, and returns dQ), which
-the owner of the queries merges.
+If the owner of the queries computes a pair, it receives keys and values, and in backward returns dK/dV. If the owner of
+the keys computes it, that rank receives queries and returns partial outputs, which the owner of the queries merges. In
+backward it receives queries and output gradients, and returns dQ.
        step s - 1        step s          step s + 1        step s + 2
        inputs are sent   work            results are sent  merge
 `pass_q` computes every pair on the owner of the keys. Use it for few queries and many keys. `balanced` does so only if
 the keys are more than half a ring behind. Under a causal mask over contiguous shards the first ranks would otherwise be
 idle; here they work for the last ranks, and all ranks finish in half the number of steps.
-Guarantees: a schedule that needs no pass, forward or backward; every row is sent only if it is read.
+Guarantees: the schedules of both passes are already pruned: every row is sent only if it is read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PlacedRoute(Route):
 
     @abstractmethod
     def place(self, q_owner: int, owner: int, ranks: int) -> tuple[bool, int]:
-        """See `Place`."""
+        """Return whether the owner of the keys computes the pair, and in which step; see `Place`."""
 
     def forward_part(self, problem: Problem, rank: int) -> Schedule:
         """See `Route.forward_part`."""
@@ -66,7 +66,7 @@ class PlacedRoute(Route):
 @register(order=8)
 @dataclass(frozen=True)
 class PassQ(PlacedRoute):
-    """Every pair is computed on the owner of the keys."""
+    """A schedule that computes every pair on the owner of the keys."""
 
     name: str = "pass_q"
 
@@ -78,7 +78,7 @@ class PassQ(PlacedRoute):
 @register(order=9)
 @dataclass(frozen=True)
 class Balanced(PlacedRoute):
-    """A pair is computed on the owner of the keys only if the keys are more than half a ring behind the queries."""
+    """A schedule that computes a pair on the owner of the keys only if the keys are more than half a ring behind."""
 
     name: str = "balanced"
 
@@ -110,12 +110,13 @@ def part_of(problem: Problem, name: str, place: Place, rank: int, backward: bool
 
 
 def steps_of(place: Place, ranks: int) -> int:
-    """Return the number of steps of a pass: results of the last work are sent in one step and merged in another."""
+    """Return the number of steps of a pass. After the last work, one step sends the results and another merges them."""
     return 1 + max(place(0, owner, ranks)[1] for owner in range(ranks)) + 2 * (ranks > 1)
 
 
 def _received(q_owner: int, owner: int, tiles: tuple[HeadTiles, ...], step: int) -> Attend:
     """Return the work of the owner of the keys on received queries."""
-    # The step names the sub-ring, because each step copies the local keys into a buffer for its received queries.
+    # The number of the step names the sub-ring, because each step copies the local keys into a buffer for its received
+    # queries.
     q, kv = Block(Kind.Q, q_owner, ring=step), Block(Kind.KV, owner, ring=step)
     return Attend(owner, q, kv, Block(Kind.OUT, q_owner, owner, step), tiles)

@@ -6,7 +6,7 @@ tests/fuzz/choices.py.
 
 Most schedules send each K/V block along a tree from its owner. A tree is a pure function of (owner, reader): the rank
 that sends the block to the reader, the step in which it is read there, and the other readers of the same message. So a
-rank derives its messages without those of other ranks.
+rank derives its messages without deriving those of other ranks.
        the tree of KV0     rank 2 receives 1 > 2 and sends 2 > 3 and 2 > 4
        0 > 1 > 2 > 3       the message to rank 2 carries the rows that 2, 3 and 4 read
                2 > 4
@@ -42,7 +42,7 @@ class Trees(ABC):
     """The trees of all blocks of a problem."""
 
     def __init__(self, problem: Problem) -> None:
-        """Compute nothing yet."""
+        """Keep the problem; steps and contents are computed at their first use."""
         self.problem, self.ranks, self.reads = problem, problem.world_size, read_sets_of(problem)
         self._last_steps: dict[int, int] = {}
 
@@ -53,9 +53,9 @@ class Trees(ABC):
 
     @abstractmethod
     def step(self, owner: int | Ints, reader: int) -> int | Ints:
-        """Return the step in which the block of an owner (or of each owner in an array) is read.
+        """Return the step in which `reader` reads the block of an owner (or of each owner in an array).
 
-        It is sent in the step before.
+        The block is sent to the reader in the step before.
         """
 
     @abstractmethod
@@ -109,7 +109,8 @@ def deliveries_of_part(trees: Trees, rank: int, keeps_last: bool) -> Iterator[De
         # A relay sends only rows that it also reads, so each message has exactly the rows that its receiver reads.
         content = trees.reads.read(owner, reader)
         if content and not (keeps_last and step == trees.last_step(reader)):
-            # Concurrent with the backward step before the one that reads it, which undoes the next forward step.
+            # The copy is concurrent with the backward step before the step that reads it. That step undoes the next
+            # forward step.
             yield step + 1, Copy(Block(Kind.KV, owner), source, reader, content)
 
 
@@ -119,7 +120,7 @@ def _edges(trees: Trees, rank: int, source: Callable[[int, int], int]) -> Iterat
     `source`: returns the sender for an owner and a reader.
     """
     peers = [peer for peer in range(trees.ranks) if peer != rank]
-    # The messages that it receives, those with its local block, and those that it relays.
+    # The messages that the rank receives, the messages with its local block, and the messages that it relays.
     pairs = chain(
         ((owner, rank) for owner in peers),
         ((rank, reader) for reader in peers),
@@ -223,7 +224,7 @@ class Route(ABC):
         return joined(part_of_rank(problem, self, rank, backward) for rank in range(problem.world_size))
 
     def kept(self, problem: Problem, rank: int) -> tuple[Block, ...]:
-        """Return the remote blocks that a forward pass of `rank` keeps, in the order of the backward's `kept`."""
+        """Return the remote blocks that a forward pass of `rank` keeps, in the order of `Schedule.kept` in backward."""
         return blocks_of(schedule_of(problem, self, True).kept, rank) if self.keeps or self.prologue == "kept" else ()
 
     def keeping_nothing(self) -> Route:
@@ -231,11 +232,17 @@ class Route(ABC):
         return replace(self, keeps=False, prologue="split" if self.prologue == "kept" else self.prologue)
 
     def with_parameter(self, number: int, ranks: int) -> Route:
-        """Return the schedule with the number after its name. Raises `InputError` if it does not fit the ranks."""
+        """Return the schedule with the number that follows its name, as 4 in double_ring:4.
+
+        Raises `InputError` if the number does not fit the ranks.
+        """
         raise NotImplementedError
 
     def on_nodes(self, nodes: tuple[int, ...]) -> Route:
-        """Return the schedule for ranks on these nodes. Raises `InputError` if it needs equally many on each."""
+        """Return the schedule for ranks on these nodes.
+
+        Raises `InputError` if it needs the same number of ranks on each node and the nodes differ.
+        """
         return self
 
     def group_size(self, problem: Problem) -> int:
@@ -243,11 +250,17 @@ class Route(ABC):
         return 1
 
     def inner_steps(self, group: int) -> int:
-        """Return the steps of a turn, in which each group of `group` ranks attends to the keys of one other group."""
+        """Return the number of steps of a turn.
+
+        In a turn, each group of `group` ranks attends to the keys of one group.
+        """
         return 1
 
     def shared(self, problem: Problem) -> object:
-        """Return an object that the plans of a group share. It is found again as long as a caller keeps a reference."""
+        """Return an object with the tables that the plans of several ranks share, or None if there are none.
+
+        The same object is returned as long as a caller keeps a reference to it.
+        """
         return None
 
     def why_not(self, problem: Problem, nodes: int) -> str:
@@ -282,8 +295,8 @@ def parameter_of(text: str) -> int | None:
 def forward_of_rank(problem: Problem, route: Route, rank: int) -> Schedule:
     """Return the part of `rank` in the pruned forward schedule, without making the parts of other ranks.
 
-    `sub_rings` and `ulysses` are exceptions: the sub-rings, and the owner of each head in them, depend on the tiles of
-    all ranks; and a rank that owns heads works on the pairs of all ranks.
+    `sub_rings` and `ulysses` make the parts of all ranks. Their sub-rings, and the owner of each head in a sub-ring,
+    depend on the tiles of all ranks, and the owner of a head works on the pairs of all ranks.
     """
     return route.forward_part(problem, rank)
 
@@ -353,7 +366,7 @@ class Passes:
     """The schedules of all ranks for one problem, each made at its first use."""
 
     def __init__(self, problem: Problem, route: Route) -> None:
-        """Make nothing yet."""
+        """Keep the arguments; no schedule is made yet."""
         self._problem, self._route = problem, route
         self._made: dict[bool, Schedule] = {}
 
@@ -372,7 +385,7 @@ class WholeRoute(Route):
         """See `Route.whole`."""
 
     def shared(self, problem: Problem) -> Passes:
-        """See `Route.shared`: the cache may drop a large schedule between two ranks."""
+        """See `Route.shared`. The object holds the schedules, because the cache may drop them between two ranks."""
         passes = _passes.get((problem, self))
         if passes is None:
             passes = _passes[problem, self] = Passes(problem, self)
@@ -452,5 +465,5 @@ def equal_groups(ranks: int, inner: int, name: str = "double_ring") -> Grid:
 
 
 def square_side(ranks: int) -> int:
-    """Return the length of an inner ring that is as long as the outer ring, or the nearest smaller divisor."""
+    """Return the largest divisor of `ranks` up to its square root: an inner ring nearly as long as the outer ring."""
     return next(inner for inner in range(isqrt(ranks), 0, -1) if not ranks % inner)

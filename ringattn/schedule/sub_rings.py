@@ -30,7 +30,7 @@ Tables = dict[StridedRange, list[TileTable]]
 @register(order=3)
 @dataclass(frozen=True)
 class SubRings(WholeRoute):
-    """A ring in each segment of each kind of branch."""
+    """A schedule with a separate ring for each segment of each kind of branch."""
 
     name: str = "sub_rings"
     by_classes: ClassVar[bool] = True
@@ -60,7 +60,8 @@ class SubRings(WholeRoute):
 def forward(problem: Problem, name: str) -> Schedule:
     """Return the unpruned forward schedule.
 
-    Local keys first, then one hop of each sub-ring per step: in step t its n-th member reads the keys of member n - t.
+    Step 0 works on local keys. Each later step is one hop of every sub-ring: in step t the n-th member of a sub-ring
+    reads the keys of member n - t.
     """
     ranks, heads = problem.world_size, [part.kv_heads for part in problem.parts]
     local, rings = tiles_by_ring(problem)
@@ -101,7 +102,7 @@ def tiles_by_ring(problem: Problem) -> tuple[list[Tables], list[dict[tuple[int, 
                 if owner == rank:
                     local[rank][heads].append(table)
                 else:
-                    # All branches of the same kind read a block; their tiles differ only in heads.
+                    # All branches of the same kind may read this block; their tiles differ only in heads.
                     pairs = rings.setdefault((*kind, segment), {})
                     pairs.setdefault((rank, owner), defaultdict(list))[heads].append(table)
     return local, list(rings.values())

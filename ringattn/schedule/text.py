@@ -41,7 +41,7 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
 
 
 def busy_steps(schedule: Schedule) -> list[int]:
-    """Return the numbers of the steps in which any rank computes or sends: those that texts, pictures and errors name.
+    """Return the numbers of the steps in which any rank computes or sends. Texts, pictures and errors name these steps.
 
     A step's number is its index in the schedule, the same on every rank. A rank cannot know in which steps all other
     ranks are idle, so idle steps keep their numbers and are left out of texts.
@@ -85,7 +85,7 @@ def _short(item: Work) -> str:
 
 
 def _received(work: list[Work]) -> Iterator[str]:
-    """Yield the work for other ranks, one word for each sub-ring."""
+    """Yield the work on received queries as text, one word for each sub-ring."""
     rings: dict[int | None, tuple[set[int], set[int]]] = {}
     for item in work:
         if not isinstance(item, Merge) and is_on_received(item):

@@ -2,13 +2,15 @@
 
 `grid[group][place]` is a rank; G groups of U ranks. Within a group, queries, keys and values are sent to the owners of
 their heads, as in `all_to_all`; the queries stay there. In turn t a group attends to the keys of the group t positions
-before it: each rank sends the keys of its heads on to the same place in the next group. Outputs return after the keys
-of all groups, so only keys and values are sent between groups, and each rank sends only those of its heads.
+before it: each rank sends the keys of its heads on to the same place in the next group. Outputs are returned after the
+work on the keys of all groups, so only keys and values are sent between groups, and each rank sends only the keys and
+values of its heads.
        step     0                 1                  ...  G                   G + 1                G + 2
        sent     q, k, v in group  keys of turn 1                              outputs in group
        work     local keys, 1/2   received, turn 0        received, turn G-1  local keys, 2/2      log-sum-exp merge
-The backward pass is the transpose: turns in reverse, dK and dV back along the rings, dQ when all turns are undone.
-Guarantees: a schedule that needs no pass, forward or backward.
+The backward pass is the transpose. It undoes the turns in reverse order, sends dK and dV back along the rings, and
+returns dQ when all turns are undone.
+Guarantees: the schedules of both passes are already pruned.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ RING = 0
 @register(order=7)
 @dataclass(frozen=True)
 class UlyssesRing(GridRoute):
-    """Heads partitioned within groups, and rings between the groups."""
+    """A schedule that partitions heads within groups of ranks and runs rings between the groups."""
 
     name: str = "ulysses_ring"
     by_classes: ClassVar[bool] = True
@@ -78,7 +80,7 @@ class UlyssesRing(GridRoute):
         return backward_part(self.shared(problem), forward_of_rank(problem, self, rank), rank)
 
     def steps(self, ranks: int) -> int:
-        """See `Route.steps`: one step first, one for each turn, and two for the outputs. The grid must be set."""
+        """See `Route.steps`: a first step, one step per turn, and two steps for the outputs. The grid must be set."""
         return len(self.grid) + self.extra_steps
 
 
@@ -142,7 +144,10 @@ def _deliveries(groups: Groups, rank: int) -> Iterator[Delivery]:
 
 
 def _edges(groups: Groups, rank: int, way: int) -> Iterator[tuple[int, int]]:
-    """Yield (owner, reader) of the key messages that a rank may receive or send. It relays `way` groups onward."""
+    """Yield (owner, reader) of the key messages that a rank may receive or send.
+
+    The rank relays keys to the same place in the group `way` positions after its own group.
+    """
     ranks = range(groups.problem.world_size)
     group, place = groups.at[rank]
     neighbor = int(groups.grid[(group + way) % groups.turns, place])
@@ -201,7 +206,7 @@ class Groups:
         return self._read[key]
 
     def _rows_read(self, owner: int, turns: range, place: int) -> Content:
-        """Compute `read`."""
+        """Return the same as `read`, without its cache."""
         if not self.reads.heads_alike:
             q_owners = self._q_owners(owner, turns).tolist()
             return union(rows_read(self.tiles(q_owner, place).get(owner, ())) for q_owner in q_owners)
