@@ -63,7 +63,7 @@ HIDDEN_ROWS = 64
 
 
 class BlockOp(NamedTuple):
-    """A fused kernel. Operands are (batch, heads, rows, dim), with fewer K/V heads allowed; lse (batch, heads, rows).
+    """A fused kernel. Operands are (batch, heads, rows, dim), with fewer heads of K and V; lse is (batch, heads, rows).
 
     `forward(q, k, v, causal, scale)` returns (out, lse); `backward(dout, q, k, v, out, lse, causal, scale)` returns
     (dq, dk, dv) in the operands' dtype. Unless `square_causal_only`, causal is aligned to the top left corner. Head
@@ -92,9 +92,9 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) ->
 def _repair_hidden_rows(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, causal: bool) -> None:
     """Correct, in place, the rows without any score above -inf. `_cpu_forward` calls it if some lse is 0.
 
-    For such a row the op returns (out, lse) = (0, 0), as for a row without keys, and lse 0 has the weight of a key. The
-    right result is NaN if a score is NaN, and (0, -inf) if all scores are -inf. The NaN may come from a key, so the
-    scores are computed again, a few rows at a time.
+    For such a row the op returns (out, lse) = (0, 0), as for a row without keys. In a merge, an lse of 0 would count
+    like a key with score 0. The right result is NaN if a score is NaN, and (0, -inf) if all scores are -inf. The NaN
+    may come from a key, so the scores are computed again, a few rows at a time.
     """
     # Query head h reads K/V head h // group.
     group = q.shape[1] // k.shape[1]
@@ -141,8 +141,8 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Torch caches cuDNN's graphs by the strides of q, k and v, but a graph is compiled for those of out and dout too.
-    # These must therefore follow from q (aten/src/ATen/native/cudnn/MHA.cpp, `MHAParams`).
+    # Torch caches cuDNN's graphs by the strides of q, k and v, but a graph is compiled for the strides of out and dout
+    # too. So the strides of out and dout must follow from q's (aten/src/ATen/native/cudnn/MHA.cpp, `MHAParams`).
     dout, out = (_laid_out_as(q, x) for x in (dout, out))
     return ops._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse.contiguous().unsqueeze(-1), *_no_dropout(q, torch.int64), None, None, None,
@@ -193,7 +193,8 @@ class AtenWork(NamedTuple):
     """The rectangles of a step with their heads, and the same tiles for the plain engine.
 
     `begins`: which rectangles are the first of the pass on their queries; None if the state is initialised before the
-    pass. `sets`: which rectangles are the first on their keys, if the step itself is; None if the step zeroes its rows.
+    pass. `sets`: which rectangles overwrite their rows of dK/dV; None if the step accumulates into its rows, or zeroes
+    them first.
     """
 
     rectangles: tuple[tuple[Rectangle, HeadGroup], ...]
@@ -223,13 +224,13 @@ class AtenEngine(Accumulating):
         more: bool = False,
         visits: Sequence[Visit] = (),
     ) -> list[AtenWork]:
-        """Cut the tiles into rectangles. Raises UnsupportedError for options: no torch kernel supports them."""
+        """Cut the tiles into rectangles. Raises UnsupportedError for softmax options: no torch kernel supports them."""
         softmax.refuse_options(self.name)
         cut, square_causal_only = [], any(op.square_causal_only for op in self._ops)
         for tiles in steps:
             # The op is chosen later. If one op of the device needs square causal rectangles, cut all tiles into those.
             parts = [rectangle for tile in tiles for rectangle in rectangles(tile, square_causal_only)]
-            # Join them into few rectangles, then cut each one whose heads do not group evenly.
+            # Join the parts into few rectangles, then cut each rectangle whose heads do not group evenly.
             joined = join_rectangles(parts)
             cut.append(tuple((whole, part) for whole in joined for part in head_groups(whole.heads, softmax.group)))
         # With `more`, outputs of other ranks may be merged before the first rectangle.
@@ -269,7 +270,7 @@ class AtenEngine(Accumulating):
             self._attend_rectangle(views, op, width, q, kv, state, work.scaling, begins)
 
     def _begin_rows(self, state: SoftmaxState, work: AtenWork) -> None:
-        """Initialise the rows whose first rectangle is in this step. The plain engine needs it: it only merges."""
+        """Initialise the rows whose first rectangle is in this step, because the plain engine only merges."""
         assert state.out.carried is not None
         for (rectangle, heads), begins in zip(work.rectangles, _flags(work.begins, work), strict=True):
             if begins:
@@ -423,7 +424,7 @@ def _flags(flags: tuple[bool, ...] | None, work: AtenWork) -> tuple[bool, ...]:
 
 
 def _at_once(work: AtenWork) -> bool:
-    """Return whether a single rectangle of the pass computes each row of dK and dV."""
+    """Return whether each row of dK and dV is computed by a single rectangle of the pass."""
     return work.plain.visit.last and work.sets is not None and all(work.sets)
 
 
@@ -520,7 +521,8 @@ def operand(x: Tensor, width: int) -> Tensor:
 
 def widened(x: Tensor, width: int, value: float = 0.0) -> Tensor:
     """Return a copy of x with columns of `value` up to `width` and a contiguous last dimension."""
-    # torch's `pad` and `cat` preserve strides that look like channels_last, as a column with batches innermost does.
+    # torch's `pad` and `cat` preserve strides that look like channels_last, for example those of a column with batches
+    # innermost.
     wide = x.new_full((*x.shape[:-1], width), value)
     wide[..., : x.shape[-1]] = x
     return wide
@@ -559,7 +561,8 @@ def kernel_bytes(q_rows: int, k_rows: int, dim: int, item_bytes: int, backward: 
 class RectangleBytes(NamedTuple):
     """The memory of a kernel call for a rectangle and some heads; the kernel works on `width` columns in `dtype`.
 
-    `dlse`: backward with a gradient of lse, which is one more column of dout and v. `scaled`: q is multiplied first.
+    `dlse`: whether backward has a gradient of lse, which is one more column of dout and v. `scaled`: whether q is
+    multiplied by a factor first.
     """
 
     rectangle: Rectangle
@@ -571,9 +574,9 @@ class RectangleBytes(NamedTuple):
     scaled: bool = False
 
     def forward_bytes(self, begins: bool = False) -> int:
-        """Return the peak memory: operand copies during the call, while the row order is restored, or during the merge.
+        """Return the peak memory of forward: in the call, while the row order is restored, or in the merge.
 
-        `begins`: the result becomes the state, without a merge.
+        `begins`: whether the result becomes the state without a merge.
         """
         sizes, item = self.sizes, self.dtype.itemsize
         # A number for each query row and head: the size of an lse.
@@ -583,7 +586,8 @@ class RectangleBytes(NamedTuple):
         inside = kernel_bytes(self.rectangle.q_rows.count, self.rectangle.k_rows.count, self.width, item, False)
         # A flip along the rows is a copy without the padding.
         restored = self._q(sizes.value_dim) if self.rectangle.reversed else 0
-        # In `merge_`: the merged lse twice and two weights. A first rectangle only restores the row order of its lse.
+        # `merge_` allocates the merged lse twice, and two weights. A first rectangle only restores the row order of its
+        # lse.
         merging = 4 * rows if not begins else rows if self.rectangle.reversed else 0
         # During the merge the reordered copy has replaced a reversed result, but the op's lse still exists.
         live = restored + rows if restored else result
@@ -595,7 +599,7 @@ class RectangleBytes(NamedTuple):
         return self._copied(operands, padded, widths, after, new=(self.scaled, False, False))
 
     def backward_bytes(self) -> int:
-        """Return the peak memory of the gradient, which is added to its rows without a merge."""
+        """Return the peak memory of backward, which adds gradients to their rows without a merge."""
         sizes, rectangle = self.sizes, self.rectangle
         # The op's dq, dk and dv with padded columns.
         grads = self._q(self.width) + 2 * self._k(self.width)
@@ -627,7 +631,7 @@ class RectangleBytes(NamedTuple):
 
         `new`: the operands that are new tensors in any case.
         """
-        # Conversion and reversal copy every operand; otherwise only the new ones take memory.
+        # Conversion and reversal copy every operand; otherwise only operands that are new tensors take memory.
         every = self._converted or self.rectangle.reversed
         first = [nbytes if every or is_new else 0 for nbytes, is_new in zip(operands, new, strict=True)]
         narrow = [width < self.width for width in widths]

@@ -68,7 +68,7 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     either state stays (0, -inf).
     """
     merged = torch.logaddexp(lse, part_lse)
-    # Finite even if a row has no key in either state, so that both of its shares are exp(-inf) = 0.
+    # `whole` is finite even if a row has no key in either state, so that both shares of the row are exp(-inf) = 0.
     whole = merged.clamp_min(torch.finfo(merged.dtype).min)
     keep, add = (lse - whole).exp_(), (part_lse - whole).exp_()
     out.mul_(by_row(keep)).addcmul_(part_out, by_row(add))
@@ -93,7 +93,7 @@ OPTIONAL = ("softcap", "alibi_slopes", "dropout_p")
 
 
 class Softmax(NamedTuple):
-    """How scores become weights. `group`: query heads per K/V head (query head h reads K/V head h // group).
+    """The parameters of the softmax. `group`: query heads per K/V head (query head h reads K/V head h // group).
 
     A score is scaled, then capped, and then slope * |distance| is subtracted (see `ringattn.options`). `alibi_slopes`
     has a slope for each query head of the call, in the numbering of `Tile.first_head`. `starts` gives the start of each
@@ -129,7 +129,7 @@ class Softmax(NamedTuple):
 class KV(NamedTuple):
     """Keys (rows, batch, heads, d_k) and values (rows, batch, heads, d_v) of K/V heads `first_head` onwards.
 
-    Also carries dK and dV, which have the same shapes in the accumulator dtype.
+    Instead of keys and values, it may hold dK and dV, which have the same shapes in the accumulator dtype.
     """
 
     k: Tensor
@@ -138,7 +138,7 @@ class KV(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """How a step of a backward pass adds to the dK/dV rows of its tiles.
+    """The position of a step among the steps of a backward pass that add to the dK/dV rows of its tiles.
 
     `overwrite`: no earlier step added to these rows, so this step overwrites them instead of accumulating. `last`: no
     later step adds to them, so the sums of this step are final.
@@ -276,7 +276,7 @@ class Engine(Protocol):
 
 
 class Accumulating:
-    """The parts of an engine that keeps its sums in accumulators from the first step to the last."""
+    """The common methods of engines that keep their sums in accumulators from the first step to the last."""
 
     sm_margin = 0
 
@@ -289,13 +289,13 @@ class Accumulating:
         return SoftmaxState(Output(out), lse)
 
     def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-        """Compute delta in plain torch."""
+        """Return `BackwardInputs.delta`, computed in plain torch."""
         dtype = accumulator_dtype(dout.dtype)
         delta = (dout.to(dtype) * out.to(dtype)).sum(-1).permute(1, 2, 0)
         return (delta if dlse is None else delta - dlse).contiguous()
 
     def begin_grad(self, works: Sequence[Any], q: Tensor, value_dim: int) -> Output:
-        """Return zeros."""
+        """Return zeros for dQ, in the accumulator dtype."""
         zeros = torch.zeros_like(
             q.transpose(0, 1), dtype=accumulator_dtype(q.dtype), memory_format=torch.contiguous_format
         )

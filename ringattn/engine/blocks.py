@@ -3,9 +3,9 @@
 A table belongs to one side, the queries or the keys, called its *own* side. The own rows are cut into *blocks*, each
 processed by one program, and a block lists as *entries* the rows of the other side that it attends to.
 Guarantees: every pair of the tiles is in exactly one (block, entry). No row of a head is in two blocks. All rows of a
-block have the same entries. A kernel visits the other side in blocks of rows, and only those in which some own row sees
-a row. Tables contain no positions: bands count rows of the block and of the entry, so a kernel computes in int32
-whatever the length of the sequence.
+block have the same entries. A kernel visits the other side in blocks of rows, and skips blocks without any pair that
+the band allows. Tables contain no positions: bands count rows of the block and of the entry, so a kernel computes in
+int32 whatever the length of the sequence.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Blocks(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A tile as the own side sees it: pairs with lo <= own position - other position <= hi.
+    """A tile with one side as the own side: the pairs with lo <= own position - other position <= hi.
 
-    `heads`: of the own side. `served`: the query heads of each own head, counted from own head * group in the buffer,
-    whose head 0 is query head `first_head` of the call. ALiBi's distance of a pair is own - other - `shift`.
+    `heads`: the heads of the own side. `served`: the query heads of each own head, counted from own head * group in the
+    buffer, whose head 0 is query head `first_head` of the call. ALiBi's distance of a pair is own - other - `shift`.
     """
 
     own: TokenRange
@@ -63,9 +63,10 @@ class _Part(NamedTuple):
 class _Pairs(NamedTuple):
     """The parts of all cells as arrays, an element per part, with rows counted from the part's first rows.
 
-    `cell`: the index of the cell. `row`, `row_stride`, `rows`: of the other side. A pair of rows i and j is allowed if
-    lo <= i * own_step - j * other_step <= hi. `first_q_head`, `q_heads`: `served` of the part. `own` and `other`: the
-    first positions of the two sides, with their strides. `shift`, `first_head`: as in `_Part`.
+    `cell`: the index of the cell. `row`, `row_stride`, `rows`: the first row, row stride and number of rows of the
+    other side. A pair of rows i and j is allowed if lo <= i * own_step - j * other_step <= hi. `first_q_head`,
+    `q_heads`: start and count of the part's `served`. `own`, `own_stride`, `other`, `other_stride`: the first positions
+    of the two sides and the strides of positions. `shift`, `first_head`: as in `_Part`.
     """
 
     cell: Ints
@@ -103,7 +104,7 @@ def query_blocks(
 ) -> Blocks:  # fmt: skip
     """Return blocks of query heads and at most `own_rows` query rows; entries are keys in blocks of `other_rows`.
 
-    `softmax`: of the call, if its options need the positions of pairs.
+    `softmax`: the softmax of the call; required if its options need the positions of pairs.
     Raises UnsupportedError if rows or the positions of a tile exceed the range of int32.
     """
     parts = [
@@ -120,8 +121,8 @@ def key_blocks(
 ) -> Blocks:  # fmt: skip
     """Return blocks of K/V heads and at most `own_rows` key rows; entries are queries in blocks of `other_rows`.
 
-    `group`: query heads per K/V head. `unseen`: include blocks of rows that no query sees, without entries. `softmax`
-    and Raises: as for `query_blocks`.
+    `group`: query heads per K/V head. `unseen`: whether to include blocks of rows that no query attends to; they have
+    no entries. `softmax` and Raises: as for `query_blocks`.
     """
     parts = [
         # lo <= q - k <= hi is -hi <= k - q <= -lo for the keys.
@@ -188,7 +189,10 @@ def _cells(parts: Sequence[_Part]) -> Iterator[_Cell]:
 
 
 def _residues(tokens: TokenRange, stride: int) -> Iterator[TokenRange]:
-    """Yield the token range cut into ranges with this row stride, a multiple of the range's; one row has any stride."""
+    """Yield the token range cut into ranges of row stride `stride`, which is a multiple of its own row stride.
+
+    A range of one row fits any stride.
+    """
     count = tokens.rows.count
     step = stride // tokens.rows.stride if count > 1 else 1
     for first in range(min(step, count)):
@@ -381,7 +385,7 @@ def _products(blocks: Ints, entries: Ints) -> tuple[Ints, ...]:
 def set_flags(steps: Sequence[Blocks], rows: int, heads: int) -> bool:
     """Set the flags in the query tables of a pass's steps, in order, and return True; return False if none are set.
 
-    `rows`, `heads`: of the queries. Blocks must update all of them.
+    `rows`, `heads`: the numbers of rows and heads of the queries. Flags are set only if blocks update all of them.
     """
     # Cut the heads at the borders of all blocks: a block has all heads of a piece or none.
     #    heads     0 1 2 3 4 5 6 7

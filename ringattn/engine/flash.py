@@ -4,8 +4,8 @@ Guarantees: the same as the aten engine for fused CUDA kernels. These ops replac
 else runs as in the aten engine. Operands are views. An operand is copied only if the tensor memory accelerator cannot
 describe it (CUDA driver API, cuTensorMapEncodeTiled: addresses and strides are multiples of 16 bytes). Backward repeats
 bit for bit under `torch.use_deterministic_algorithms`.
-Written from Dao-AILab/flash-attention at 0251105 (hopper/flash_api.cpp, flash_attn/cute/interface.py), from its
-de1584b, which xformers 0.0.34 includes as a library, and from torch 2.13 (torch/nn/attention/_fa3.py and _fa4.py). The
+Written from Dao-AILab/flash-attention at 0251105 (hopper/flash_api.cpp, flash_attn/cute/interface.py) and at de1584b,
+which xformers 0.0.34 includes as a library, and from torch 2.13 (torch/nn/attention/_fa3.py and _fa4.py). The
 tests without a GPU check names, layouts, strides and dtypes against the signatures recorded from there.
 Not covered: ranks, schedules, softcap (refused).
 """
@@ -106,7 +106,7 @@ class FlashEngine(AtenEngine):
     """Attention by `op` for the half inputs that it supports, and by the aten engine for other inputs."""
 
     def __init__(self, device: torch.device, op: BlockOp, sm_margin: int = 0) -> None:
-        """`sm_margin`: the multiprocessors left free for exchanges, if the op can leave any."""
+        """Create the engine. `sm_margin`: the multiprocessors to leave free for exchanges, if the op can do so."""
         super().__init__(device)
         if sm_margin and op.name in WITH_SM_MARGIN:
             self.sm_margin = sm_margin
@@ -155,7 +155,7 @@ def flash_engine(name: str, device: torch.device, dtype: torch.dtype, dim: int, 
 
 
 def _import_first(name: str, need: _Need) -> None:
-    """Import the first module that is installed."""
+    """Import the first of the op's modules that is installed. Raises UnsupportedError if none is."""
     failures = []
     for module in need.modules:
         try:

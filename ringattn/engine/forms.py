@@ -1,6 +1,6 @@
 """The choice of the kernels' form (gluon, descriptors or pointers) for the Triton engine.
 
-Guarantees: a form that was requested by name runs, or the call is refused with that name. Otherwise the choice is the
+Guarantees: a form that was requested by name runs, or the call is refused with an error. Otherwise the choice is the
 first of gluon, descriptors and pointers that supports the call. Block sizes are chosen before a pass. A tensor that no
 descriptor can read changes only the form, never the block sizes, so the block tables and their flags stay valid.
 """
@@ -64,7 +64,7 @@ def gradients_readable(
     configs: Configs, table: Configs, rows: tuple[Tensor, Tensor, Tensor, Tensor], arch: int, options: Options,
     named: bool,
 ) -> Configs:  # fmt: skip
-    """Return the same in forms that can read q, k, v and dout: Gluon for both kernels, or the table's forms for both.
+    """Return configs in forms that can read q, k, v and dout: Gluon for both kernels, or the table's forms for both.
 
     Blocks of dQ have the same number of queries in the table and in Gluon, so the flags stay valid. Raises
     UnsupportedError as `forward_config` does.

@@ -205,7 +205,7 @@ def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, softmax: Softmax, ba
     scores, lse, q, out = (rows * per_q * width for width in (cols, 1, sizes.head_dim, sizes.value_dim))
     k, v = (cols * per_k * dim for dim in (sizes.head_dim, sizes.value_dim))
     converted = sizes.dtype.itemsize != item
-    # einsum copies an operand that no view turns into a batch of matrices.
+    # einsum copies an operand that cannot be viewed as a batch of matrices.
     grouped, apart = heads.q_heads.count > heads.kv_heads.count, sizes.batch > 1 and heads.kv_heads.count > 1
     chunk = 0 if part.is_full() else rows * cols
     if softmax.alibi_slopes is not None:
@@ -214,7 +214,8 @@ def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, softmax: Softmax, ba
     if softmax.dropout_p is not None:
         chunk += scores // item
         drawing = _drawing_bytes(part, heads, sizes.batch)
-    # Live throughout: the scores, and in backward the derivative of the softcap. `weights` adds two and a mask.
+    # Live throughout: the scores, and in backward the derivative of the softcap. `weights` adds two score matrices and
+    # a mask.
     live, weighing = scores * (1 + (backward and softmax.softcap is not None)), 2 * scores + scores // item
     scores_copy, k_copy, v_copy = scores * grouped, k * apart, v * apart
     if backward:
@@ -248,14 +249,15 @@ def _group_views(kv: KV, heads: HeadGroup) -> KV:
 
 
 def _parts(tile: Tile, matrices: int, item_bytes: int) -> Iterator[Tile]:
-    """Cut the tile into parts of a few query rows: `matrices` score matrices of a part fit into `SCORES_BYTES`."""
+    """Cut the tile into parts of a few query rows, so that `matrices` score matrices fit into `SCORES_BYTES`."""
     q, k, band = tile.q.positions, tile.k.positions, tile.band
     # At least one row, whatever the size of its scores.
     step = max(1, SCORES_BYTES // max(1, matrices * k.count * item_bytes))
     for first in range(0, q.count, step):
         rows = StridedRange(first, min(step, q.count - first))
         q_part = q.pick(rows)
-        # The keys from the first that one of these queries sees to the last. The mask removes the others between them.
+        # Take the keys from the first to the last key that any of these queries attends to. The mask removes the pairs
+        # that are not allowed.
         cols = k.between(q_part.start - band.hi, q_part.last - band.lo)
         if cols.count:
             yield tile._replace(q=tile.q.pick(rows), k=tile.k.pick(cols))
@@ -306,7 +308,7 @@ def _ahead(tile: Tile, device: torch.device) -> Tensor:
 
 
 def _grouped(x: Tensor, heads: HeadGroup) -> Tensor:
-    """Return (rows, batch, q heads, dim) as (rows, batch, kv heads, q heads per kv head, dim), in the wider dtype."""
+    """Return (rows, batch, q heads, dim) as (rows, batch, kv heads, q heads per kv head, dim), in accumulator dtype."""
     return x.to(accumulator_dtype(x.dtype)).unflatten(2, (heads.kv_heads.count, -1))
 
 

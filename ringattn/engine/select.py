@@ -1,8 +1,8 @@
 """The choice of the engine that computes a call, with its reason.
 
-Guarantees: a named engine runs or is refused with a reason, before any rank communicates. `auto` is aten. For options
-of the softmax, which aten does not support, `auto` is triton on a GPU if it supports the call, and else plain, which
-supports every option.
+Guarantees: a named engine runs or is refused with a reason, before any rank communicates. `auto` chooses aten for calls
+without options of the softmax. For options, which aten does not support, it chooses triton on a GPU if triton supports
+the call, and otherwise plain, which supports every option.
 """
 
 from __future__ import annotations

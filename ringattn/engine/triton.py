@@ -82,7 +82,9 @@ class TritonEngine(Accumulating):
     def __init__(
         self, configs: Configs | None = None, *, form: str | None = None, deterministic: bool = True, sm_margin: int = 0
     ) -> None:
-        """`configs`: block sizes for every call; by default the table's for the device, dtype and head dimensions.
+        """Create the engine.
+
+        `configs`: block sizes for every call; by default the table's for the device, dtype and head dimensions.
 
         `form`: one of `ringattn.kernels.launch.FORMS`, by default the best that supports the call (see `forms`).
         `deterministic`: False selects the fused backward, which adds to dQ in any order. `sm_margin`: the
@@ -112,7 +114,7 @@ class TritonEngine(Accumulating):
     def begin(self, works: Sequence[TritonWork], q: Tensor, value_dim: int, sinks: Tensor | None) -> SoftmaxState:
         """Return the state before the first step: uninitialized if the first launch of every row is known.
 
-        Raises as `attend` does.
+        Raises UnsupportedError in the same cases as `attend`.
         """
         # The blocks of `attend`: their flags define which launches read a state.
         config = self._forward_config(q, value_dim, _options(works))
@@ -163,7 +165,7 @@ class TritonEngine(Accumulating):
     def begin_grad(self, works: Sequence[TritonWork], q: Tensor, value_dim: int) -> Output:
         """Return dQ before the first step: uninitialized if the first launch of every row is known.
 
-        Raises as `attend` does.
+        Raises UnsupportedError in the same cases as `attend`.
         """
         # The same blocks as in `attend_grad` for dQ: their flags define which launches read dQ.
         config = self._gradient_configs(q, value_dim, _options(works)).grad_q
@@ -184,7 +186,7 @@ class TritonEngine(Accumulating):
     ) -> None:
         """Add the tiles' gradients to `dq` and then to `dkv`, in place, or write the last sums to `result`.
 
-        Raises as `attend` does.
+        Raises UnsupportedError in the same cases as `attend`.
         """
 
         def describe(
@@ -280,7 +282,7 @@ class TritonEngine(Accumulating):
             with torch.cuda.device(device):
                 self._launch(work, kv, operands, describe, seed)
             return
-        # A compiled launch depends on these; each call passes new addresses.
+        # A compiled launch depends on the values in this key; each call passes new addresses.
         key = (device, kv.first_head, q.dtype, q.shape, kv.v.shape, layouts(operands))
         launches = work.launches.get(key)
         if launches is None:
@@ -412,7 +414,10 @@ class PassTables:
         more: bool = False,
         visits: Sequence[Visit] = (),
     ) -> None:
-        """`more`: none of these steps is the last that adds to a row. `visits`: one per step, for its dK/dV."""
+        """Keep the tiles; tables are made when a call needs them.
+
+        `more`: none of these steps is the last that adds to a row. `visits`: one per step, for its dK/dV.
+        """
         self.steps, self.softmax, self.rows, self.heads = [tuple(tiles) for tiles in steps], softmax, rows, heads
         # Outputs of other ranks are merged after these steps, so the state must be kept.
         self.more = more
@@ -429,12 +434,12 @@ class PassTables:
         return self._slopes[device]
 
     def by_query(self, config: Config, device: torch.device) -> Tables:
-        """Return query blocks of `config.block_m` rows, with entries in key blocks of `config.block_n` rows."""
+        """Return tables of query blocks (`config.block_m` rows), with entries in key blocks (`config.block_n` rows)."""
         make = [partial(query_blocks, tiles, softmax=self.softmax) for tiles in self.steps]
         return self._cached_tables("query", make, config.block_m, config.block_n, device)
 
     def by_key(self, config: Config, device: torch.device) -> Tables:
-        """Return key blocks of `config.block_n` rows, with entries in query blocks of `config.block_m` rows."""
+        """Return tables of key blocks (`config.block_n` rows), with entries in query blocks (`config.block_m` rows)."""
         # A block belongs to K/V heads, so an entry also names the query heads of the group. Rows that no query sees get
         # a block if they must be set to zero or converted.
         make = [
