@@ -191,7 +191,10 @@ def grad_q_kernel(
 
 @triton.jit
 def _numbers_of(base, row, run):
-    """Return the source of a number per row: the address for the first row, the stride of the run, and that of rows."""
+    """Return the source of one number per row for `_numbers_at`.
+
+    It consists of the address for the first row, the row stride of the run, and the distance of two rows in memory.
+    """
     return base + run[0].to(tl.int64) * row, run[1], row
 
 
@@ -206,7 +209,7 @@ def _numbers_at(source, index, ROWS: tl.constexpr):
 
 @triton.jit
 def _first_of(values, ROWS: tl.constexpr, COPIES: tl.constexpr):
-    """Return a column of (ROWS, COPIES) equal columns; the others need not leave shared memory."""
+    """Return one of the COPIES equal columns of `values` (ROWS, COPIES). The others need not leave shared memory."""
     if COPIES == 1:
         column = tl.reshape(values, (ROWS,))
     else:
@@ -228,7 +231,7 @@ def _numbers(source, index, live, more, step, ROWS: tl.constexpr, COPIES: tl.con
     else:
         values = tl.load(where)
     if more is not None:
-        # Add it here, while a thread has a single number.
+        # Add the number here, while a thread has a single number.
         values += ((tl.arange(0, ROWS) * step).to(tl.float32) * more)[None, :]
     return _first_of(tl.trans(values), ROWS, COPIES)
 
@@ -403,7 +406,7 @@ def grad_kv_kernel(
         )  # fmt: skip
 
 
-# --- their launches --------------------------------------------------------------------------------------------------
+# --- launches of the kernels -----------------------------------------------------------------------------------------
 
 
 def grad_q(
@@ -439,9 +442,10 @@ def grad_kv(
 
     Like `grad_q`, but the table has key blocks of `config.block_n` rows and entries in blocks of `config.block_m`. Its
     flags refer to dk and dv: a FIRST block does not read them. A LAST block writes the sums to `results`, shaped like
-    dk and dv in the dtype of k, and does not touch `dk` and `dv`. A block without an entry does the same with the
-    existing sums, or with 0. If `dq`, shaped like q in float32, is given, the launch adds to it by float32 atomics, so
-    the bits of `dq` depend on the order in which programs end. The form "descriptors" needs `describable` q and dout.
+    dk and dv in the dtype of k, and does not touch `dk` and `dv`. A block without entries writes the existing sums
+    unchanged, or 0 if it is FIRST. If `dq`, shaped like q in float32, is given, the launch adds to it by float32
+    atomics, so the bits of `dq` depend on the order in which programs end. The form "descriptors" needs `describable` q
+    and dout.
     """
     # As in `grad_q`: if no block reads or writes dk and dv, their arguments are stand-ins.
     written = results or (None, None)

@@ -68,7 +68,8 @@ def update(
 
     `edge`: the block is at an edge of the band and needs the mask. RAW_PEAK: find the peak among the products, or with
     SOFTCAP among their tanh, before scaling; this requires that the scale `keeps_order`. `bias`: None, or the slope,
-    place and steps for `biased`, before scaling if RAW_PEAK. `draw`: None, or the argument of `dropped`.
+    place and steps for `biased`; with RAW_PEAK the bias is added before scaling. `draw`: None, or the argument of
+    `dropped`.
     """
     k_rows = read_block(k_source, n_block, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
     # Scores (BLOCK_M, BLOCK_N) in base 2, because exp2 needs a multiplication less than exp.

@@ -89,7 +89,7 @@ def gluon_takes(
 ) -> str | None:
     """Return why a kernel does not support these tensors (rows, batch, heads, dim) on architecture `arch`, or None.
 
-    `dout`: of a backward pass; None in a forward pass.
+    `dout`: the output gradient in a backward pass; None in a forward pass.
     """
     rows = (q, k, v) if dout is None else (q, k, v, dout)
     if why := gluon_lacks(arch, q.dtype, (q.shape[3], v.shape[3]), options):
@@ -110,9 +110,9 @@ def forward_gluon(
     """Return the launch that updates the softmax state (`out`, `lse`) with the table's pairs, in place.
 
     Arguments are those of `attention_forward.forward`; `gluon_takes` must accept them. `config` is like `CONFIG`. With
-    a program per multiprocessor, a program loads a block's first rows, and its state into L2, while it still sums the
-    block before; a program that is done takes the next free block. The launch allocates 384 bytes per program for
-    descriptors with Triton's allocator.
+    a program per multiprocessor, a program that is done takes the next free block. It loads the first rows of that
+    block, and prefetches the block's state into L2, while it still sums the previous block. The launch allocates 384
+    bytes per program for descriptors with Triton's allocator.
     Raises ValueError if both `out` and `result` are None.
     """
     from ringattn.kernels.attention_gluon_forward import forward_kernel

@@ -5,8 +5,8 @@ of two consumer warpgroups has half the rows of a query block. It issues the pro
 P.V of the block before, so that the softmax overlaps with P.V. The online softmax is that of
 `attention_forward.update`. With RAW_PEAK the peak is taken from unscaled products, which needs a positive scale, and a
 logit is scaled and shifted with a single rounding.
-Guarantees: no buffer is written before its readers are done, and none is read before it is filled, whatever the entries
-of a block, also without any. All roles of a program go through the same key blocks in the same order.
+Guarantees: no buffer is written before its readers are done, and none is read before it is filled, whatever entries a
+block has, even if it has none. All roles of a program go through the same key blocks in the same order.
 `attention_gluon.gluon_takes` defines the supported calls.
 """
 
@@ -98,7 +98,7 @@ def _open(
     DIM: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, RAW_PEAK: gl.constexpr,
     s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
-    """Do the attention update by the first key block, except for its values, which the next update adds."""
+    """Do the attention update for the first key block, except for its values, which the next update adds."""
     _, _, k_full, k_empty, _, _ = barriers
     slot, parity = slot_of(turn, SLOTS)
     mbarrier.wait(k_full.index(slot), parity)
@@ -121,15 +121,15 @@ def _update(
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, MASKED: gl.constexpr, RAW_PEAK: gl.constexpr,
     s_layout: gl.constexpr,
 ):  # fmt: skip
-    """Do the update by key block `turn`, which is block `n_block` of the entry.
+    """Do the attention update for key block `turn` of this program, which is block `n_block` of the entry.
 
-    Its values follow in the next update. This one adds the values of the block before, whose weights are `p`.
+    This update adds the values of the block before, whose weights are `p`. The next update adds this block's values.
     """
     _, _, k_full, k_empty, v_full, v_empty = barriers
     slot, parity = slot_of(turn, SLOTS)
     mbarrier.wait(k_full.index(slot), parity)
     s = products(q_rows, k_buffers.index(slot), BLOCK_N, s_layout)
-    # P.V is a block behind: V of turn - 1.
+    # P.V is one block behind, so it reads V of turn - 1.
     old_slot, old_parity = slot_of(turn - 1, SLOTS)
     mbarrier.wait(v_full.index(old_slot), old_parity)
     # Issue P.V of the block before now, so that it overlaps with the softmax of this block.
@@ -178,7 +178,7 @@ def attend(
                 k_buffers, v_buffers, barriers, BLOCK_N, SLOTS, True, RAW_PEAK, s_layout,
             )  # fmt: skip
             turn += 1
-    # Q is not read again, so the producer may load that of another item. Then add the values of the last block.
+    # Q is not read again, so the producer may load the Q of another item. Then add the values of the last block.
     mbarrier.arrive(q_empty.index(q_slot))
     slot, parity = slot_of(turn - 1, SLOTS)
     mbarrier.wait(v_full.index(slot), parity)
@@ -221,7 +221,7 @@ def _produce(
     inputs, out, tables, counter, sizes, strides, out_strides, buffers, barriers, handed,
     DIM: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Load the rows that the consumers read, in their order."""
+    """Load the rows that the consumers read, in the order in which they read them."""
     q, k, v = inputs
     blocks, entries = tables
     block_count, slots, batches, section, group, first_kv_head = sizes
@@ -343,7 +343,7 @@ def forward_kernel(
     lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
     DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, RAW_PEAK: gl.constexpr,
 ):  # fmt: skip
-    """The kernel of `attention_gluon.forward_gluon`, launched with the warps of one consumer; it adds the others.
+    """Run a program of `attention_gluon.forward_gluon`. It starts with the warps of one consumer and adds the others.
 
     Each of the 384 threads starts with 168 registers; the producer's warpgroup keeps 56, so that each consumer has 224.
     """

@@ -38,7 +38,7 @@ def _bring_rows(
     q_rows, dout_rows, lse, delta, rows, first_row, turn, lse_row, delta_row, buffers, barriers,
     BLOCK_M: gl.constexpr, SLOTS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Load block `turn` of this program, the queries from `first_row` on: q, dout by TMA, lse, delta by threads."""
+    """Load block `turn` of this program, queries from `first_row` on: q and dout by TMA, lse and delta by threads."""
     _, _, q_buffers, dout_buffers, peak_buffers, delta_buffers = buffers
     _, _, q_full, dout_full, empty = barriers
     slot, parity = slot_of(turn, SLOTS)
@@ -56,7 +56,7 @@ def _bring_rows(
     # Rows that saw no key get weight 0: exp2(x - inf).
     peak_buffers.index(slot).store(gl.where(peaks == float("-inf"), float("inf"), peaks))
     delta_buffers.index(slot).store(deltas)
-    # The second arrival of each phase; the first is that of the copy.
+    # These are the second arrivals of the phase; the copies make the first arrivals.
     mbarrier.arrive(q_full.index(slot))
     mbarrier.arrive(dout_full.index(slot))
 
@@ -66,7 +66,7 @@ def _produce(
     inputs, per_row, tables, sizes, strides, row_strides, buffers, barriers,
     BLOCK_M: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Load the rows that the consumers read, in their order."""
+    """Load the rows that the consumers read, in the order in which they read them."""
     layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     q, k, v, dout = inputs
     lse, delta = per_row
@@ -84,7 +84,7 @@ def _produce(
         if first < last:
             buffer_head = kv_head - first_kv_head
             run = run_of(block)
-            # Wait until the loads of the block before have landed: the new descriptors overwrite those that they read.
+            # Wait until the loads of the block before have landed: the new descriptors overwrite those of these loads.
             mbarrier.wait(kv_full, items & 1 ^ 1)
             k_rows = described(k + batch * k_batch + buffer_head * k_head, run[0], run[1], k_row, live, k_buffer)
             v_rows = described(v + batch * v_batch + buffer_head * v_head, run[0], run[1], v_row, live, v_buffer)
@@ -272,7 +272,7 @@ def grad_kv_kernel(
     lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
     DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """The kernel of `attention_gluon.grad_kv_gluon`, launched with the warps of one consumer; it adds the others.
+    """Run a program of `attention_gluon.grad_kv_gluon`. It starts with the warps of one consumer and adds the others.
 
     Each of the 384 threads starts with 168 registers; the producer's warpgroup keeps 24, so that each consumer has 240.
     """

@@ -34,7 +34,7 @@ from ringattn.kernels.launch import VARYING
 
 @gluon.jit
 def _produce(inputs, tables, sizes, strides, buffers, barriers, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr):
-    """Load the rows that the consumers read, in their order."""
+    """Load the rows that the consumers read, in the order in which they read them."""
     q, k, v, dout = inputs
     blocks, entries = tables
     block_count, slots, batches, section, group, first_kv_head = sizes
@@ -50,7 +50,7 @@ def _produce(inputs, tables, sizes, strides, buffers, barriers, BLOCK_N: gl.cons
             run = run_of(block)
             q_base = q + batch * q_batch + head * q_head
             dout_base = dout + batch * dout_batch + head * dout_head
-            # Wait until the loads of the block before have landed: the new descriptors overwrite those that they read.
+            # Wait until the loads of the block before have landed: the new descriptors overwrite those of these loads.
             mbarrier.wait(q_full, items & 1 ^ 1)
             q_rows = described(q_base, run[0], run[1], q_row, live, q_buffer)
             dout_rows = described(dout_base, run[0], run[1], dout_row, live, dout_buffer)
@@ -203,7 +203,7 @@ def grad_q_kernel(
     lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
     DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """The kernel of `attention_gluon.grad_q_gluon`, launched with the warps of one consumer; it adds the others.
+    """Run a program of `attention_gluon.grad_q_gluon`. It starts with the warps of one consumer and adds the others.
 
     Each of the 384 threads starts with 168 registers; the producer's warpgroup keeps 24, so that each consumer has 240.
     """

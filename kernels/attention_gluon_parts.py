@@ -26,7 +26,7 @@ def slot_of(turn, SLOTS: gl.constexpr):
 
 @gluon.jit
 def visited(nth, start, full, full_end):
-    """Return the index of the `nth` block of an entry's rows: first the full blocks, then those before and after."""
+    """Return the index of the `nth` block of an entry's rows: first full blocks, then the blocks before and after."""
     # Full blocks need no mask, so they get a separate loop; the others follow, left edge first:
     #    blocks   start . . full . . . full_end . end
     #    nth            4 5      0 1 2 3           6
@@ -44,7 +44,7 @@ def work_of(blocks, item, block_count, slots, batches, section):
 
 @gluon.jit
 def described(base, first, stride, distance, count, buffer):
-    """Make a descriptor of `count` rows from row `first` on, every `stride`-th, in boxes of the shape of `buffer`."""
+    """Make a descriptor of `count` rows, every `stride`-th from row `first` on. It loads boxes shaped like `buffer`."""
     layout: gl.constexpr = buffer.layout
     first_row = base + first.to(gl.int64) * distance
     step = stride.to(gl.int64) * distance
@@ -81,7 +81,10 @@ def bring(rows, first_row, slot, parity, full, empty, buffers):
 
 @gluon.jit
 def seen(own_rows, entry):
-    """Return the first and the last row of the entry that each own row sees. Steps are positive, so it sees a range."""
+    """Return the first and the last row of the entry that each own row sees.
+
+    Steps are positive, so an own row sees all rows between these two.
+    """
     rows, band = rows_and_band(entry)
     # lo <= own * s_own - other * s_other <= hi, solved for `other`.
     near, far = own_rows * band[0] - band[2], own_rows * band[0] - band[3]
@@ -115,7 +118,7 @@ def over_dims(pointers, DIM: gl.constexpr, layout: gl.constexpr):
 # --- items of a program ----------------------------------------------------------------------------------------------
 # The first item of a program is its own number; after that it takes the next item that no program has. The producer
 # reads it from a counter in global memory and passes it to the consumers through shared memory. So all programs end at
-# about the same time, whatever the length of their items and the start of their multiprocessors.
+# about the same time, however long their items are and whenever their multiprocessors start.
 
 
 PLACES = gl.constexpr(2)
@@ -124,7 +127,7 @@ PLACES = gl.constexpr(2)
 
 @gluon.jit
 def taken(counter, total):
-    """Take the next item that no program has; `total` or more if no item is left."""
+    """Take the next item that no program has. Return it, or a number of at least `total` if no item is left."""
     nth = gl.atomic_add(counter, 1, sem="relaxed")
     # The first item of each program is not counted, and each program counts again at its end. So the last count of
     # the launch returns total - 1, and its program resets the counter for the next launch.
@@ -177,7 +180,10 @@ def products(left, right, COLS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def masked(s, limits, index, COLS: gl.constexpr):
-    """Mask `s` of block `index` of the entry. `limits`: the first and the last row that each own row sees."""
+    """Return the scores `s` of block `index` of the entry, with -inf for rows that an own row does not see.
+
+    `limits`: the first and the last row of the entry that each own row sees.
+    """
     cols = gl.expand_dims(gl.arange(0, COLS, layout=gl.SliceLayout(0, s.type.layout)), 0)
     # A thread's columns are 8 apart. Split in this way, it needs no register for the number of each column.
     of_eight = cols & 7

@@ -38,9 +38,9 @@ def adds_raw(factor: float) -> bool:
 
 @triton.jit
 def bias_of(places, index, slopes, head, factor, RAW: tl.constexpr):
-    """Return what `biased` needs for entry `index`: the slope, with RAW divided by `factor`, and the entry's place.
+    """Return the slope, with RAW divided by `factor`, and the address of the row of `places` that entry `index` has.
 
-    `head`: a query head of the buffer.
+    Both are arguments of `biased`. `head`: a query head of the buffer.
     """
     place = places + index * PLACE_COLUMNS
     slope = tl.load(slopes + head + tl.load(place + 3)) * LOG2_E
@@ -59,7 +59,8 @@ def biased(s, slope, place, steps, index, OWN: tl.constexpr, OTHER: tl.constexpr
     """Return (t, rest), where the score with ALiBi is t + rest and `rest` is a number per query.
 
     `s` has the (OWN, OTHER) pairs of block `index` of the entry's rows. With KEYS_OWN the own rows are keys, and `rest`
-    is the number per position that a query is after the first query of the block.
+    is a single factor: the number of a query is `rest` times its distance in positions from the first query of the
+    block.
     """
     ahead, own_step, other_step = steps
     # The position of row i of the block minus that of row j of the entry's block is
@@ -92,7 +93,10 @@ _W0, _W1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 
 class Dropout(NamedTuple):
-    """The dropout of a launch. `seed`: 64 bits. Words below `threshold` drop their pair; `kept` divides the others."""
+    """The dropout of a launch. `seed`: 64 bits. A random word below `threshold` drops its pair.
+
+    `kept`: the share of pairs that are kept; it divides their weights.
+    """
 
     seed: int
     threshold: int
@@ -122,7 +126,7 @@ def _product(x, M: tl.constexpr):
 
 @triton.jit
 def draw_of(positions, index, head, batch, low, high, threshold):
-    """Return what `dropped` needs for entry `index`, query head `head` and batch `batch` of the buffers."""
+    """Return the argument `draw` of `dropped` for entry `index`, query head `head` and batch `batch` of the buffers."""
     place = positions + index * POSITION_COLUMNS
     of_call = (head + tl.load(place + 4)).to(tl.uint32)
     return place, of_call, batch.to(tl.uint32), _word(low), _word(high), _word(threshold)
@@ -175,7 +179,7 @@ def dropped(
     return gone
 
 
-# --- what the launches of the attention kernels share ----------------------------------------------------------------
+# --- shared arguments and constants of the attention kernels ---------------------------------------------------------
 
 
 class CallOptions(TypedDict, total=False):

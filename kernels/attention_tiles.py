@@ -191,7 +191,7 @@ SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def keeps_order(factor: float) -> bool:
-    """Return whether multiplication by `factor` preserves order and -inf: float32 with subnormal numbers as 0."""
+    """Return whether multiplication by `factor` preserves order and -inf in float32 with subnormal numbers as 0."""
     return factor >= SMALLEST
 
 
@@ -229,11 +229,11 @@ class Gpu(NamedTuple):
 
 
 def section_of(heads: int, blocks: int, head_bytes: int, gpu: Gpu, sharing: int = 1) -> int:
-    """Return how many of `heads` heads to process at once: as many as fit into two thirds of the L2 cache.
+    """Return the number of heads in a section, at most `heads`: their data fits into two thirds of the L2 cache.
 
     The rest of L2 is for data that is read once or written. `blocks`: the number of blocks of each head. A section has
-    at least two items per multiprocessor. With fewer, some multiprocessors would be idle at its end, and several
-    sections would run at once.
+    at least two items per multiprocessor, even if its data does not fit. With fewer, some multiprocessors would be idle
+    at the end of a section, and several sections would run at once.
     """
     fitting = gpu.l2 * 2 // 3 // max(head_bytes, 1)
     filling = -(-2 * gpu.multiprocessors // (max(blocks, 1) * sharing))

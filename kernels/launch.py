@@ -138,7 +138,7 @@ class Table(NamedTuple):
     - `places` (entries, 4), for ALiBi: the distance between the block's first row and the entry's; the position strides
       of the block and of the entry; the query head of the call that is head 0 of the buffer.
     - `positions` (entries, 5), for dropout: the position of the block's first row and the position stride, the same for
-      the entry, and that head; the low 32 bits of each.
+      the entry, and the query head of the call that is head 0 of the buffer; the low 32 bits of each number.
     - `together`: 4 if positions of keys are consecutive and each block of keys starts at a multiple of 4, else 1.
     """
 
@@ -213,7 +213,11 @@ class Repeat:
     def __init__(
         self, call: LaunchCall, operands: Operands, handle: Handle | None, device: int, most: int | None
     ) -> None:
-        """`operands`: the tensors among `call.args` that change, all distinct objects. `most`: the most programs."""
+        """Prepare the call.
+
+        `operands`: the tensors among `call.args` that change, all distinct objects. `most`: the largest number of
+        programs; None for no limit.
+        """
         self._call, self._handle, self._device = call, handle, device
         self._programs = call.grid[0] if most is None else min(call.grid[0], most)
         self.scratch_bytes = 0 if handle is None else self._programs * handle.scratch

@@ -7,7 +7,7 @@ and odd elements ("interleaved"). So both styles have the same float32 arithmeti
 stores differ, and both move whole vectors.
 Guarantees: functions return launches and do not run them (`LaunchCall`); the gradient is deterministic, without
 atomics; sums are float32, and products of float32 inputs are not rounded to tf32.
-The bias is part of the matrix product: added after the product's rounding, the result would be rounded twice.
+The bias is part of the matrix product. If it were added to the rounded product, the result would be rounded twice.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ COUNTS = ["total", "tokens", "heads", "turned"]  # numbers of rows: their divisi
 
 
 class Finish(NamedTuple):
-    """How to finish the heads of a projection. The first heads are *turned* (normalized and rotated), the rest are not.
+    """The destinations of a projection's heads, with the parameters of the normalization and the rotation.
+
+    The first heads are *turned* (normalized and rotated), the other heads are not.
 
     `first`: the destination of the turned heads, (batch, tokens, turned, dim), any strides with a contiguous last
     dimension; `second`: the destination of the rest, in the same form. In a backward pass they contain the gradients.
     `norm`: (dim,), the weight of the RMS normalization, with `eps`. `cos`, `sin`: (tokens, dim / 2) float32,
-    contiguous, for the rotation, whose style is `interleaved` or not. None omits the part.
+    contiguous, for the rotation, whose style is `interleaved` or not. If `norm`, or `cos` and `sin`, are None, heads
+    are not normalized, or not rotated.
     """
 
     first: Tensor
@@ -215,7 +218,7 @@ def epilogue_grad(
     first_batch, first_token, first_head, second_batch, second_token, second_head,
     DIM: tl.constexpr, HALF: tl.constexpr, APART: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The transpose of `epilogue`: read gradients from `first` and `second`, and write the gradient of `raw` to `draw`.
+    """Read gradients from `first` and `second`, and write the gradient of `raw` to `draw`: the transpose of `epilogue`.
 
     With y = raw / rms and g the un-rotated gradient: dnorm = sum of g * y, and the gradient of `raw` is
     (g * norm - y * mean(g * norm * y)) / rms.

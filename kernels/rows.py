@@ -70,7 +70,7 @@ def move_rows(
     source_row, source_batch, source_head, into_row, into_batch, into_head,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Process BLOCK_ROWS rows of a head."""
+    """Copy or add BLOCK_ROWS rows of a head; see `move_rows_call`."""
     source_index, batch, head = corners(count, heads, BLOCK_ROWS)
     # Without a list, move the rows in order.
     into_index = source_index
@@ -112,7 +112,7 @@ def row_sums(
     dlse_row, delta_batch, delta_head, delta_row,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Process BLOCK_ROWS rows of a head."""
+    """Write delta of BLOCK_ROWS rows of a head; see `delta_call`."""
     row, batch, head = corners(rows, heads, BLOCK_ROWS)
     live = row < rows
     column = tl.arange(0, WIDTH)[None, :]
@@ -154,7 +154,7 @@ def merge(
     part_row, part_batch, part_head, part_lse_batch, part_lse_head, part_lse_row,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Process BLOCK_ROWS rows of a head."""
+    """Merge the states of BLOCK_ROWS rows of a head; see `merge_call`."""
     row, batch, head = corners(rows, heads, BLOCK_ROWS)
     live = row < rows
     at_lse = lse + batch * lse_batch + head * lse_head + row * lse_row
@@ -207,7 +207,7 @@ def quantize(
     x_row, x_batch, x_head, values_row, values_batch, values_head, scales_row, scales_batch, scales_head,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Process BLOCK_ROWS rows of a head."""
+    """Quantize BLOCK_ROWS rows of a head; see `quantize_call`."""
     row, batch, head = corners(rows, heads, BLOCK_ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     inside = (row < rows)[:, None] & (column < DIM)
@@ -232,7 +232,7 @@ def restore(
     x_row, x_batch, x_head, values_row, values_batch, values_head, scales_row, scales_batch, scales_head,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Process BLOCK_ROWS rows of a head."""
+    """Restore BLOCK_ROWS quantized rows of a head; see `restore_call`."""
     row, batch, head = corners(rows, heads, BLOCK_ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     inside = (row < rows)[:, None] & (column < DIM)
