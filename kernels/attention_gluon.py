@@ -159,7 +159,7 @@ def grad_kv_gluon(
 
     Arguments are those of `attention_backward.grad_kv`; `gluon_takes` must accept them. `config` is like those of
     `GRAD_KV`. The launch allocates 512 bytes per program for descriptors with Triton's allocator.
-    Raises ValueError if `dk`, `dv` and `results` are all None.
+    Raises ValueError if `results` is None and `dk` or `dv` is None.
     """
     from ringattn.kernels.attention_gluon_grad_kv import grad_kv_kernel
 

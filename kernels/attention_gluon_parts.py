@@ -163,7 +163,7 @@ def hand(READERS: gl.constexpr):
     return items, barriers_for(PLACES, 1), barriers_for(PLACES, READERS)
 
 
-# --- the backward kernels --------------------------------------------------------------------------------------------
+# --- products, masks and sums ----------------------------------------------------------------------------------------
 
 
 CONSUMERS = gl.constexpr(2)

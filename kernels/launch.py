@@ -51,7 +51,7 @@ def capturing() -> bool:
 
 
 class Scratch:
-    """A context in which launches get memory from torch. It is per thread: autograd threads need their own."""
+    """A context in which launches of the current thread get memory from torch. Autograd threads need their own."""
 
     __slots__ = ("_before",)
 

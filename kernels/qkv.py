@@ -273,7 +273,7 @@ def projection_call(
     """Return the launch that projects x (batch, tokens, model) with `weight` (heads * dim, model).
 
     The last dimensions are contiguous. `bias`: (heads * dim,), added in float32. `rows`: int64, contiguous, the tokens
-    of x to project, as many as the destinations of `finish` have; None for all.
+    of x to project, one for each token of the destinations in `finish`; None for all.
     """
     tokens = finish.first.shape[0] * finish.first.shape[1]
     config = _config(x.dtype, finish)

@@ -63,12 +63,13 @@ HIDDEN_ROWS = 64
 
 
 class BlockOp(NamedTuple):
-    """A fused kernel. Operands are (batch, heads, rows, dim), with fewer heads of K and V; lse is (batch, heads, rows).
+    """A fused kernel for operands (batch, heads, rows, dim) and lse (batch, heads, rows).
 
-    `forward(q, k, v, causal, scale)` returns (out, lse); `backward(dout, q, k, v, out, lse, causal, scale)` returns
-    (dq, dk, dv) in the operands' dtype. Unless `square_causal_only`, causal is aligned to the top left corner. Head
-    dimensions are multiples of `dim_step` up to `max_dim`, the same for k and v. `keeps_half`: half operands stay half;
-    otherwise they are converted to the accumulator dtype first.
+    K and V may have fewer heads than q. `forward(q, k, v, causal, scale)` returns (out, lse);
+    `backward(dout, q, k, v, out, lse, causal, scale)` returns (dq, dk, dv) in the operands' dtype. Unless
+    `square_causal_only`, causal is aligned to the top left corner. Head dimensions are multiples of `dim_step` up to
+    `max_dim`, the same for k and v. `keeps_half`: half operands stay half; otherwise they are converted to the
+    accumulator dtype first.
     """
 
     name: str
@@ -205,7 +206,7 @@ class AtenWork(NamedTuple):
 
 
 class AtenEngine(Accumulating):
-    """Attention by the fused kernels that torch ships for `device`."""
+    """The engine that computes attention with the fused kernels that torch has for `device`."""
 
     name = "aten"
 
@@ -387,7 +388,7 @@ class AtenEngine(Accumulating):
             put(x, views.restored(part, x.shape[-1]), overwrites[1])
 
     def workspace_bytes(self, work: AtenWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
-        """See `Engine`. On CUDA it excludes the memory that fused kernels allocate inside a call."""
+        """See `Engine`. On CUDA the result excludes the memory that fused kernels allocate inside a call."""
         facts = sizes.head_dim, sizes.value_dim, sizes.dtype, self._device
         op, width = self._op_and_width(*facts, extra_columns=1 if dlse else 0)
         if op is None:

@@ -209,7 +209,7 @@ class Sizes(NamedTuple):
 
 
 class Engine(Protocol):
-    """The block kernels of one rank."""
+    """The contract of an engine, which does the attention arithmetic of one rank."""
 
     name: str
     sm_margin: int
@@ -270,7 +270,8 @@ class Engine(Protocol):
     def workspace_bytes(self, work: Any, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
         """Return the peak of the temporary memory in one `attend` or `attend_grad` of a step, in bytes.
 
-        Assumes operands that are contiguous as (batch, rows, heads, dim). `dlse`: backward with a gradient of lse.
+        Operands are assumed to be contiguous as (batch, rows, heads, dim). `dlse`: whether backward has a gradient of
+        lse.
         """
         ...
 

@@ -87,7 +87,7 @@ class _Pairs(NamedTuple):
     first_head: Ints
 
     def take(self, indices: Ints) -> _Pairs:
-        """Return the pairs with these indices."""
+        """Return the elements of all arrays at these indices."""
         return _Pairs(*(column[indices] for column in self))
 
 

@@ -103,7 +103,7 @@ WITH_SM_MARGIN: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {"fa3
 
 
 class FlashEngine(AtenEngine):
-    """Attention by `op` for the half inputs that it supports, and by the aten engine for other inputs."""
+    """The engine that uses `op` for the half inputs that the op supports, and the aten engine for other inputs."""
 
     def __init__(self, device: torch.device, op: BlockOp, sm_margin: int = 0) -> None:
         """Create the engine. `sm_margin`: the multiprocessors to leave free for exchanges, if the op can do so."""

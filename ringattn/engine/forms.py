@@ -45,7 +45,10 @@ def forward_config(table: Config, q: Tensor, value_dim: int, arch: int, options:
 
 
 def readable(config: Config, q: Tensor, k: Tensor, v: Tensor, arch: int, options: Options, named: bool) -> Config:
-    """Return the same blocks in a form that can read these tensors. Raises as `forward_config` does."""
+    """Return `config` with the same block sizes, in a form that can read these tensors.
+
+    Raises UnsupportedError if "gluon" was requested and cannot read them.
+    """
     if config.form == "gluon" and (why := gluon_takes(q, k, v, arch, options)):
         if named:
             raise _refused(why)
@@ -64,10 +67,10 @@ def gradients_readable(
     configs: Configs, table: Configs, rows: tuple[Tensor, Tensor, Tensor, Tensor], arch: int, options: Options,
     named: bool,
 ) -> Configs:  # fmt: skip
-    """Return configs in forms that can read q, k, v and dout: Gluon for both kernels, or the table's forms for both.
+    """Return `configs` in forms that can read q, k, v and dout: Gluon for both kernels, or the table's forms for both.
 
     Blocks of dQ have the same number of queries in the table and in Gluon, so the flags stay valid. Raises
-    UnsupportedError as `forward_config` does.
+    UnsupportedError if "gluon" was requested and cannot read the tensors.
     """
     q, k, v, dout = rows
     if configs.grad_q.form == "gluon" and (why := gluon_takes(q, k, v, arch, options, dout)):
@@ -78,7 +81,7 @@ def gradients_readable(
 
 
 def loadable(config: Config, *read: Tensor) -> Config:
-    """Return the same blocks, with plain loads if a descriptor cannot read the rows of all these tensors."""
+    """Return `config`, with plain loads if a descriptor cannot read the rows of all these tensors."""
     if config.form == "pointers" or describable(*read):
         return config
     return config._replace(num_warps=8, form="pointers")

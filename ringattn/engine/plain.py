@@ -82,7 +82,7 @@ class _Dropout(NamedTuple):
 
 
 class PlainEngine(Accumulating):
-    """Dense attention, chunked over query rows."""
+    """The engine that computes dense attention, a few query rows at a time."""
 
     name = "plain"
 
@@ -140,7 +140,7 @@ class PlainEngine(Accumulating):
         finish(sums, result, work.keys)
 
     def workspace_bytes(self, work: PlainWork, sizes: Sizes, backward: bool, dlse: bool = False) -> int:
-        """See `Engine`. Includes the copies that torch's einsum makes, as measured with torch 2.13."""
+        """See `Engine`. The result includes the copies that torch's einsum makes, as measured with torch 2.13."""
         item = accumulator_dtype(sizes.dtype).itemsize
         most = max(
             (
@@ -154,7 +154,7 @@ class PlainEngine(Accumulating):
 
 
 def _attend_part(q: Tensor, kv: KV, heads: HeadGroup, state: SoftmaxState, chunk: _Chunk, softmax: Softmax) -> None:
-    """Accumulate some rows into the state. A separate function, so that its tensors are freed before the next part."""
+    """Accumulate a chunk into the state. A separate function, so that its tensors are freed before the next chunk."""
     out, lse, rows, cols = state.out.carried, state.lse, chunk.q_rows, chunk.k_rows
     assert out is not None
     q_heads = as_slice(heads.q_heads)
@@ -173,7 +173,7 @@ def _attend_part(q: Tensor, kv: KV, heads: HeadGroup, state: SoftmaxState, chunk
 def _grad_of_part(
     q: Tensor, kv: KV, heads: HeadGroup, inputs: BackwardInputs, into: Tensor, dkv: KV, chunk: _Chunk, softmax: Softmax
 ) -> None:
-    """Add the gradients of some rows, in place. A separate function for the same reason as `_attend_part`."""
+    """Add the gradients of a chunk, in place. A separate function for the same reason as `_attend_part`."""
     rows, cols, q_heads = chunk.q_rows, chunk.k_rows, as_slice(heads.q_heads)
     q_part, dout = (_grouped(x[rows, :, q_heads], heads) for x in (q, inputs.dout))
     k_part, v_part = kv.k[cols].to(into.dtype), kv.v[cols].to(into.dtype)

@@ -296,7 +296,7 @@ def accumulators(dkv: KV | None, result: KV | None, pieces: Sequence[Piece], vis
 
 
 def finish(sums: KV, result: KV | None, pieces: Iterable[Piece]) -> None:
-    """Write the sums of a last step to its result, if it has a result."""
+    """Write the sums of a step that is the last on its rows to the step's result, if it has a result."""
     if result is None or result is sums:
         return
     for piece in pieces:

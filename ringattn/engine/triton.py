@@ -75,7 +75,7 @@ class TritonWork:
 
 
 class TritonEngine(Accumulating):
-    """Attention by the kernels of this project."""
+    """The engine that computes attention with ringattn's own Triton kernels."""
 
     name = "triton"
 
@@ -85,7 +85,6 @@ class TritonEngine(Accumulating):
         """Create the engine.
 
         `configs`: block sizes for every call; by default the table's for the device, dtype and head dimensions.
-
         `form`: one of `ringattn.kernels.launch.FORMS`, by default the best that supports the call (see `forms`).
         `deterministic`: False selects the fused backward, which adds to dQ in any order. `sm_margin`: the
         multiprocessors left free for exchanges. Raises InputError if there is no such form.
@@ -105,7 +104,7 @@ class TritonEngine(Accumulating):
         more: bool = False,
         visits: Sequence[Visit] = (),
     ) -> list[TritonWork]:
-        """Keep the tiles. The first call makes their block tables, because it has the dtype and the device."""
+        """Keep the tiles. Their block tables are made by the first call that has tensors: it has dtype and device."""
         if why := too_steep(softmax):
             raise UnsupportedError(why)
         whole = PassTables(steps, softmax, rows, heads, more, visits)
@@ -154,7 +153,7 @@ class TritonEngine(Accumulating):
         self._launch(work, kv, operands, describe, state.dropout_seed)
 
     def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-        """Compute delta with a kernel, in a single pass over the tensors."""
+        """Return `BackwardInputs.delta`, computed by a kernel in a single pass over the tensors."""
         delta = dout.new_empty(dout.shape[1], dout.shape[2], dout.shape[0], dtype=torch.float32)
         if dout.dtype not in DTYPES:
             return super().delta(dout, out, dlse)
@@ -416,7 +415,7 @@ class PassTables:
     ) -> None:
         """Keep the tiles; tables are made when a call needs them.
 
-        `more`: none of these steps is the last that adds to a row. `visits`: one per step, for its dK/dV.
+        `more`: none of these steps is the last that adds to a row. `visits`: for each step, how it adds to dK/dV.
         """
         self.steps, self.softmax, self.rows, self.heads = [tuple(tiles) for tiles in steps], softmax, rows, heads
         # Outputs of other ranks are merged after these steps, so the state must be kept.

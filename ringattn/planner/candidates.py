@@ -61,9 +61,10 @@ PlanOf = Callable[[Problem, Route, int, bool], Plan]
 
 
 class Candidate(NamedTuple):
-    """A schedule for a call, forward and backward. `seconds` and `peak_bytes` are None if it was not planned.
+    """A schedule that is considered for a call, with its prediction for both passes together.
 
-    `why`: the reason not to choose it; empty for the chosen schedule. `elsewhere`: seconds of the same plans on other
+    `seconds`, `peak_bytes`: time and most staging bytes of a rank; None if the schedule was not planned. `why`: the
+    reason not to choose the schedule; empty for the chosen schedule. `elsewhere`: seconds of the same plans on other
     clusters.
     """
 
@@ -81,7 +82,7 @@ def is_named(cluster: Cluster) -> bool:
 
 
 def must_gain(cluster: Cluster) -> float:
-    """Return the share of the ring's time that another schedule must save on this cluster."""
+    """Return the share of the ring's time that another schedule must save to be chosen on this cluster."""
     return RECOGNISED_MUST_GAIN if cluster.recognised else MUST_GAIN
 
 
@@ -111,7 +112,7 @@ def candidates(
     plan_of: PlanOf,
     others: tuple[Cluster, ...] = (),
 ) -> tuple[Candidate, ...]:
-    """Return all schedules: the chosen schedule first, the others by time.
+    """Return all schedules as candidates: the chosen schedule first, then the others by predicted time.
 
     `routed` returns the route of a schedule name on this cluster. `others`: the clusters of `Candidate.elsewhere`.
     """
@@ -200,7 +201,7 @@ def played(
 
 
 def how_chosen(weighed: tuple[Candidate, ...], problem: Problem, cluster: Cluster) -> str:
-    """Say in a few words how "auto" chose its schedule."""
+    """Return a short text that says how "auto" chose its schedule."""
     if any(branch.dilation > 1 for branch in problem.mask.branches):
         return "the fastest by a closed form for sparse reads"
     if problem.q_layout.at_once and not weighed:
@@ -364,7 +365,7 @@ def _across(k: np.ndarray, joins: np.ndarray, nodes: np.ndarray) -> tuple[np.nda
 
 
 def _by_segment(problem: Problem, branch: Branch, keys: bool) -> np.ndarray:
-    """Return the rows of each segment (axis 0) on each rank (axis 1)."""
+    """Return the number of query rows, or key rows if `keys`, of each segment (axis 0) on each rank (axis 1)."""
     pieces = pieces_of(problem.kv_layout if keys else problem.q_layout, branch, keys=keys)
     table = np.zeros((len(edges_of(branch.bounds, branch.segment)), problem.world_size))
     np.add.at(table, (pieces.segment, pieces.rank), pieces.size)
@@ -372,7 +373,7 @@ def _by_segment(problem: Problem, branch: Branch, keys: bool) -> np.ndarray:
 
 
 def forward_seconds(problem: Problem, fetched: tuple[float, float], cluster: Cluster) -> dict[str, float]:
-    """Return the seconds of a forward pass for each route.
+    """Return the seconds of a forward pass by the routes "all_gather", "ulysses" and "sub_rings", in closed form.
 
     `fetched`: the most rows times K/V heads that a reader fetches from its node, and from other nodes.
     """
@@ -386,7 +387,7 @@ def forward_seconds(problem: Problem, fetched: tuple[float, float], cluster: Clu
         return max(_seconds(near, near_rows * record), _seconds(far, far_rows * record) if far_rows else 0.0)
 
     def ulysses_travel(record: int) -> float:
-        """Return the seconds to transfer partitioned rows."""
+        """Return the seconds to transfer the partitioned rows, in records of `record` bytes."""
         rows, across = totals.partitioned_rows, totals.partitioned_across
         return travel(rows * (1 - across), rows * across, record)
 

@@ -51,7 +51,7 @@ KEEP_AT_MOST = 1 / 8
 
 
 def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) -> Route:
-    """Return the schedule called `schedule`, or choose one for "auto".
+    """Return the schedule called `schedule`, or the best schedule for "auto".
 
     The ranks of each node of `cluster` form an inner ring of "double_ring", or a group of "ulysses_ring"; for a single
     node see `GridRoute.grid_for`. `cheapest_prologue` decides how a backward pass begins. "auto" chooses
@@ -65,7 +65,7 @@ def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) 
       `sub_rings`, as `forward_seconds` predicts for `cluster`.
 
     If everything that a forward pass receives is resident at the same time and small, it is kept for backward.
-    Raises `InputError` for an unknown schedule, and for nodes of different sizes if a schedule needs equal ones.
+    Raises `InputError` for an unknown schedule, and for nodes of different sizes if a schedule needs equal sizes.
     """
     cluster.check_ranks(problem.world_size)
     if schedule != "auto":
@@ -177,7 +177,7 @@ def plans_of_passes(
     """Return for each pass the schedule of all ranks, and the plans of all ranks. `passes`: True for backward.
 
     The plans equal those of `plan_of` and the schedules those of `schedule_of`. Each rank's part of a schedule is made
-    once for both, and nothing is cached: the plans of many ranks do not fit into the cache.
+    once and used for both. Nothing is cached, because the plans of many ranks do not fit into the cache.
     """
     parts: list[list[Schedule]] = [[] for _ in passes]
     plans: list[list[Plan]] = [[] for _ in passes]
@@ -285,10 +285,8 @@ def cheapest_by(facts: PrologueFacts, problem: Problem, cluster: Cluster) -> Pro
 def prologue_beyond(fewer: Sequence[tuple[int, PrologueFacts | None]], problem: Problem, cluster: Cluster) -> Prologue:
     """Return the choice of `cheapest_prologue` on more ranks, given the facts on two smaller numbers of ranks.
 
-    Shards have the same length on all these numbers of ranks.
-
-    The last rank's work and received rows grow linearly with the number of ranks, and so does its distance to the last
-    sender.
+    Shards have the same length on all these numbers of ranks. The last rank's work and received rows grow linearly with
+    the number of ranks, and so does its distance to the last sender.
     """
     facts = facts_beyond(fewer, problem.world_size)
     return "fetched" if facts is None else cheapest_by(facts, problem, cluster)

@@ -457,7 +457,7 @@ def learned_from(schedule: str, quarter: int, reach: int, group: int) -> tuple[i
 
 
 class Steps(NamedTuple):
-    """The steps of a pass by turn of its schedule: `turns` turns of `inner` steps each.
+    """The steps of a pass, in turns of its schedule: `turns` turns of `inner` steps each.
 
     `extra`: the turns before and after the ring. `transposed`: the backward pass undoes the forward steps from the last
     to the first: a prologue step, then a main step and a merge step for each forward step.
@@ -475,7 +475,10 @@ class Steps(NamedTuple):
         return 1 + 2 * forward if self.transposed else forward
 
     def place(self, number: int) -> tuple[int, int, int]:
-        """Return the phase of a step, its turn, and its position in the turn."""
+        """Return the phase of a step, its turn, and its position in the turn.
+
+        The phase is 0 for a forward step and for the prologue, 1 for a main step and 2 for a merge step.
+        """
         if not self.transposed:
             return 0, *divmod(number, self.inner)
         forward = self.turns * self.inner
@@ -494,7 +497,7 @@ def steps_of(schedule: str, ranks: int, backward: bool, group: int = 1) -> Steps
 def group_of(problem: Problem, schedule: str, cluster: Cluster) -> int:
     """Return the number of ranks per group: the ranks of a node if the schedule uses nodes, otherwise 1.
 
-    Raises `InputError` as the route does.
+    Raises `InputError` if the schedule does not fit the ranks or the nodes.
     """
     ranks = problem.world_size
     nodes = tuple(map(cluster.node_of, range(ranks)))
@@ -521,7 +524,7 @@ class AtOnce:
     group = 1
 
     def __init__(self, near: int, steps_of: Callable[[int], Steps]) -> None:
-        """Start without any planes."""
+        """Start without any planes. A plane is a linear function of (rank, ranks) that returns seconds."""
         self.near, self.steps_of, self._steps = near, steps_of, steps_of(2).in_all
         self._planes: dict[tuple[str, int, int, int], np.ndarray] = {}
         self._sent: dict[tuple[int, ...], int] = {}
@@ -580,7 +583,7 @@ class AtOnce:
         return seconds
 
     def sent(self, number: int, distance: int, ranks: int, into: Times) -> None:
-        """Fill `into` with the bytes from each rank to the rank at `distance`."""
+        """Fill `into` with the bytes that each rank sends to the rank at `distance` in step `number`."""
         near = self.near
         # First fill the ranks in the middle: those whose receivers do not wrap around, then those whose receivers do.
         # Then fill the ranks that are near an end or whose receivers are.

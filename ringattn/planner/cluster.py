@@ -107,7 +107,7 @@ def pair_s(problem: Problem, cluster: Cluster, backward: bool, received: bool = 
 
 
 def work_s(problem: Problem, work: Work, cluster: Cluster, backward: bool, received: bool = False) -> float:
-    """Return the seconds of engine calls. `received`: whether they work on received queries."""
+    """Return the seconds of the engine calls in `work`. `received`: whether they work on received queries."""
     calls = work.calls * cluster.call_s + work.tiles * cluster.tile_s
     # `Work` counts the passes over the accumulators that torch's kernels make; other kernels accumulate internally.
     moved = work.moved_bytes * cluster.state_passes / SUMMED
@@ -289,7 +289,7 @@ class Cluster:
         return latency_s + max(rank_bytes / bandwidth, peer_bytes / (to_peer or bandwidth))
 
     def slowest(self, kinds: Iterable[LinkClass]) -> tuple[float, float]:
-        """Return the latency in seconds and the bytes/s of the class with the lowest bytes/s."""
+        """Return the latency in seconds and the bytes/s of the link class with the lowest bytes/s."""
         return min((self.link(kind) for kind in kinds), key=lambda link: (link[1], -link[0]))
 
     def leaving(self, sm_margin: int) -> Cluster:
@@ -540,7 +540,7 @@ def numbered(names: Iterable[str]) -> tuple[int, ...]:
 
 
 def placement(links: Links) -> str:
-    """Say which ranks are on which node, and how often the ring crosses between nodes."""
+    """Return a text that says which ranks are on which node, and how often the ring crosses between nodes."""
     groups = []
     for node in range(max(links.nodes) + 1):
         ranks = [rank for rank, rank_node in enumerate(links.nodes) if rank_node == node]

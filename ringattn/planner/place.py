@@ -178,7 +178,8 @@ def packed_rows(table: TileTable, part: HeadRows | None) -> tuple[np.ndarray, np
     rows, steps = table.k_row, table.k_row_stride
     if part is None:
         return rows, steps
-    # If the part is dense, the first row determines the position and the stride stays. Else the overlap gives both.
+    # If the part is dense, the first row determines the packed row, and the stride is unchanged. Else the overlap has
+    # both.
     if part.dense:
         return part.offsets(rows), steps
     packed = [overlap.packed for (overlap,) in part.locate(table.k_runs())]
@@ -292,7 +293,7 @@ class PackedRows:
         self.rows = np.stack([packed + start[self._block, heads], np.where(count > 1, stride, 1)], axis=1)
 
     def part(self, tile: int) -> tuple[HeadRows, int]:
-        """Return the held part of a tile's block and head, and the part's first row in the buffer."""
+        """Return the part that the buffer holds of a tile's block and head, and the part's first row in the buffer."""
         return self._parts[self._block[tile]][int(self._heads[tile])]
 
 
@@ -411,7 +412,7 @@ class _Projection:
             for now, (index, step) in enumerate(self.steps)
             if (items := [item for item in step.work if not isinstance(item, Merge) and is_on_received(item)])
         })  # fmt: skip
-        # Collected before the walk, so that a message can be received directly into its fused buffer.
+        # Collect the fused buffers before the walk, so that a message can be received directly into its fused buffer.
         fused = [buffer for received in self.received.values() for buffer in received.fused.values()]
         fused += fused_arrivals(schedule, rank, self.sums)
         self.fused = {block: buffer for buffer in fused for block in buffer.contents}
@@ -566,11 +567,11 @@ class _Projection:
         return buffer
 
     def _readable(self, block: Block, draft: _Draft) -> int:
-        """Return the buffer in which this step's work reads a received block, restored if it is in eight bits."""
+        """Return the buffer in which this step's work reads a received block: a restored copy of eight-bit K/V."""
         held = self._use(self.held[block], draft.now)
         if self.buffers[held].dtype not in EIGHT_BIT:
             return held
-        # Restored for this step only, so that at most one block at a time exists in the compute dtype.
+        # The copy lives for this step only, so that at most one block at a time exists in the compute dtype.
         restored = self._new(f"{block} restored", self.buffers[held].content, self.problem.dtype, draft.now)
         draft.restores.append(Pack(held, restored))
         return restored

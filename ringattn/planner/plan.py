@@ -45,7 +45,7 @@ class Buffer(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Gather the content of `into` from `source` (a buffer or LOCAL) and convert it to the dtype of `into`.
+    """An operation that gathers the content of `into` from `source` (a buffer or LOCAL) in the dtype of `into`.
 
     See `runtime/records.py`.
     """
@@ -55,7 +55,7 @@ class Pack(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send `elements` elements of a buffer, starting at element `first`."""
+    """A message to `peer`: `elements` elements of a buffer, starting at element `first`."""
 
     peer: int
     buffer: int
@@ -65,7 +65,10 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """Receive `elements` elements of a buffer, starting at element `first`. All messages together fill the buffer."""
+    """A message from `peer` into `elements` elements of a buffer, starting at element `first`.
+
+    All messages into a buffer together fill it.
+    """
 
     peer: int
     buffer: int
@@ -116,7 +119,9 @@ class AttendReceivedOp(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add a whole buffer into the same rows of another buffer (or LOCAL). Partial outputs are merged instead of added.
+    """An operation that adds the whole buffer `part` to the same rows of `into` (a buffer or LOCAL).
+
+    Partial outputs are merged instead of added.
 
     `overwrite`: nothing in the pass has set these rows of `into` yet, so copy `part` instead of adding it.
     """
@@ -127,7 +132,7 @@ class Add(NamedTuple):
 
 
 class Zero(NamedTuple):
-    """Set rows of a dK/dV buffer to zero. `rows`: the rows of each head part of the buffer."""
+    """An operation that sets rows of a dK/dV buffer to zero. `rows`: the rows of each head part of the buffer."""
 
     buffer: int
     rows: Content
@@ -262,9 +267,8 @@ def buffer_bytes(problem: Problem, buffer: Buffer) -> int:
 def lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...], int]:
     """Return the buffers with their offsets, and the bytes of the arena.
 
-    Offsets are assigned by first fit, in the order of the buffers' first steps.
-
-    A buffer lives at least as long as every buffer inside it.
+    Offsets are assigned by first fit, in the order of the buffers' first steps. A buffer lives at least as long as any
+    buffer inside it.
     """
     # Steps may use a part without naming the whole buffer, so the whole lives as long as any part.
     placed = list(buffers)
@@ -282,7 +286,7 @@ def lay_out(problem: Problem, buffers: list[Buffer]) -> tuple[tuple[Buffer, ...]
     #    step 1   [ C ][ B ]     A ended in step 0: C takes its place
     for index in sorted(roots, key=lambda i: placed[i].first):
         buffer = placed[index]
-        # Rounded up, so that every offset is aligned.
+        # Round up, so that every offset is aligned.
         nbytes = _aligned_bytes(problem, buffer)
         # Both ends are included: a buffer whose last step is this buffer's first step still occupies its bytes.
         live = sorted(entry for entry in live if entry[2] >= buffer.first)

@@ -94,7 +94,6 @@ def with_exchanges(
     """Return a pass with the given work and the copies that the work needs.
 
     `work`: the work of the forward pass by step. A backward pass has the gradients of this work in the same steps.
-
     Inputs are sent one step before the work on them and results one step after it; results are merged in the step after
     that. Blocks in `kept` are not sent. Results for a rank's local rows need no message: they are merged
     `merge_own_after` steps after the work, or computed in place if the queries are local too.

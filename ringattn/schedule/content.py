@@ -311,7 +311,7 @@ def read_sets_of(problem: Problem) -> ReadSets:
 
 
 class HeadRows(NamedTuple):
-    """Rows of some K/V heads."""
+    """Rows of a shard, as disjoint ranges, for some K/V heads."""
 
     heads: StridedRange
     rows: tuple[StridedRange, ...]
@@ -354,7 +354,7 @@ class HeadRows(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """Members of a range of owner rows, as `indices` into the range, and the `packed` rows of a part that hold them."""
+    """The rows that a range of owner rows and a part share: `indices` into the range, and `packed` rows of the part."""
 
     indices: StridedRange
     packed: StridedRange
@@ -392,7 +392,7 @@ def whole(rows: int, heads: Iterable[StridedRange]) -> Content:
 
 
 def size(content: Content) -> int:
-    """Return rows times K/V heads, which is proportional to bytes."""
+    """Return the rows of a content times their K/V heads, which is proportional to its bytes."""
     return sum(part.heads.count * part.row_count for part in content)
 
 

@@ -33,7 +33,7 @@ from ringattn.schedule.route import Grid, GridRoute, TreeRoute, Trees, register,
 @register(order=6)
 @dataclass(frozen=True)
 class DoubleRing(GridRoute, TreeRoute):
-    """Rings inside nodes, and a ring of nodes."""
+    """A schedule with a ring inside each node and a ring of nodes."""
 
     name: str = "double_ring"
     by_classes: ClassVar[bool] = True

@@ -36,7 +36,7 @@ INPUTS = Kind.Q, Kind.KV, Kind.GRAD_OUT
 
 
 class Block(NamedTuple):
-    """Named data of one owner's shard. `origin`: for a partial sum, the rank that computed it; otherwise None.
+    """The name of some data: its kind and its owner. `origin`: for a partial sum, the rank that computed it, else None.
 
     `ring`: the sub-ring in which the block is sent, if its owner has several; None if there is only one ring.
     """
@@ -59,7 +59,7 @@ class HeadTiles(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Send `content` of `block` from `src`, which keeps it, to `dst`."""
+    """An operation that sends `content` of `block` from `src`, which keeps it, to `dst`."""
 
     block: Block
     src: int
@@ -69,7 +69,7 @@ class Copy(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """On `rank`, attend `q` to `kv` in these tiles and accumulate into the softmax state `out`."""
+    """An operation of `rank` that attends `q` to `kv` in these tiles and accumulates into the softmax state `out`."""
 
     rank: int
     q: Block
@@ -79,7 +79,7 @@ class Attend(NamedTuple):
 
 
 class AttendGrad(NamedTuple):
-    """On `rank`, add the gradients of these tiles to `dq` and `dkv`."""
+    """An operation of `rank` that adds the gradients of these tiles to `dq` and `dkv`."""
 
     rank: int
     q: Block
@@ -91,7 +91,7 @@ class AttendGrad(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """On `rank`, add the received `part` to `into`, row by row."""
+    """An operation of `rank` that adds the received `part` to `into`, row by row."""
 
     rank: int
     into: Block
@@ -128,7 +128,7 @@ def _work_order(item: Work) -> tuple[int, int, int, int, Kind, int, StridedRange
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of all ranks in one pass. Steps may be empty, because passes over schedules rely on step numbers.
+    """The steps of all ranks in one pass. Steps may be empty, because the functions in `passes` rely on step numbers.
 
     `backward`: the direction of the pass, the same on all ranks; the work and copies of a single rank may not show it.
     `kept`: (rank, block, rows) of remote inputs that ranks hold at the beginning, because the forward pass kept them.

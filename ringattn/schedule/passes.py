@@ -1,4 +1,4 @@
-"""Passes: pure functions from schedule to schedule, for any graph of copies.
+"""Compiler passes: pure functions from schedule to schedule, for any graph of copies.
 
 `prune` reduces every message to the rows and heads that some remaining receiver reads. `transpose` turns a pruned
 forward schedule into its backward schedule. `split_local` hides the fetch of the keys that the first work of a backward
@@ -260,8 +260,8 @@ def transpose(schedule: Schedule, deliveries: Iterable[Delivery]) -> Schedule:
 
     Forward step s becomes a main step and a merge step. One prologue step fetches the blocks that the first main step
     reads. A copy of K/V in step s becomes a copy of dK/dV in the other direction in main step s, which is merged in the
-    next step; a copy of Q becomes one of dQ likewise. A copy of OUT becomes a copy of its gradient together with Q.
-    `deliveries` sends K/V again.
+    next step; a copy of Q becomes a copy of dQ in the same way. A copy of OUT becomes a copy of its gradient together
+    with Q. `deliveries`: the copies that send K/V again.
     """
     last = len(schedule.steps) - 1
     # One prologue step, then for forward steps last .. 0 a main and a merge step: 1 + 2 * (last + 1).
@@ -319,7 +319,8 @@ def deliveries_of(schedule: Schedule) -> list[Delivery]:
         for first in edges[block][block.owner]:
             chain = _chain(first, edges[block])
             reached = {rank for _, rank in chain}
-            # The block is read in main step s, so it is sent in the main step before it, that of forward step s + 1.
+            # The block is read in the main step of forward step s, so it is sent in the main step before, which is that
+            # of forward step s + 1.
             direct = [(s + 1, Copy(block, block.owner, to, content)) for s, to, content in readers if to in reached]
             back = _relay_back(block, chain, rows)
             deliveries += back if back and delivered(back) <= delivered(direct) else direct

@@ -39,7 +39,7 @@ from ringattn.schedule.passes import Delivery, Prologue, arrived, last_read, spl
 
 
 class Trees(ABC):
-    """The trees of all blocks of a problem."""
+    """The trees along which the blocks of a problem are sent, one tree for each owner."""
 
     def __init__(self, problem: Problem) -> None:
         """Keep the problem; steps and contents are computed at their first use."""
@@ -167,7 +167,7 @@ Grid = tuple[tuple[int, ...], ...]
 class Route(ABC):
     """A schedule as a value; equal values share their plans.
 
-    `keeps`: a forward pass keeps all received blocks for its backward pass, which then need not be sent again.
+    `keeps`: whether a forward pass keeps all received blocks for its backward pass, so that they are not sent again.
     `prologue`: how a backward pass hides its first fetch, see `schedule.passes`.
     """
 

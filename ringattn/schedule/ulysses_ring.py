@@ -100,7 +100,7 @@ def forward_part(groups: Groups, name: str, rank: int) -> Schedule:
                 q, kv = Block(Kind.Q, q_owner, ring=RING), Block(Kind.KV, owner, ring=RING)
                 item = Attend(rank, q, kv, Block(Kind.OUT, q_owner, rank, RING), tiles)
                 work[groups.turn(owner, rank) + 1].append(item)
-    # Within the group, the same rows of queries are sent and of outputs are returned.
+    # Within the group, the outputs that are returned have the same rows as the queries that were sent.
     for q_owner, worker in [(rank, rank)] + [pair for to in groups.peers(rank) for pair in ((rank, to), (to, rank))]:
         out = Block(Kind.OUT, q_owner, worker, RING)
         if rows := groups.query_rows(q_owner, groups.at[worker][1]):
