@@ -110,9 +110,9 @@ def forward_gluon(
     """Return the launch that updates the softmax state (`out`, `lse`) with the table's pairs, in place.
 
     Arguments are those of `attention_forward.forward`; `gluon_takes` must accept them. `config` is like `CONFIG`. With
-    a program per multiprocessor, a program that is done takes the next free block. It loads the first rows of that
-    block, and prefetches the block's state into L2, while it still sums the previous block. The launch allocates 384
-    bytes per program for descriptors with Triton's allocator.
+    a program per multiprocessor, a program takes the next free block when it has loaded all rows of its current block.
+    While it still sums the current block, it loads the first rows of the next block and prefetches the next block's
+    state into L2. The launch allocates 384 bytes per program for descriptors with Triton's allocator.
     Raises ValueError if both `out` and `result` are None.
     """
     from ringattn.kernels.attention_gluon_forward import forward_kernel

@@ -2,7 +2,7 @@
 
 Guarantees: the rectangles of a tile contain each of its pairs exactly once and no other pair. Every row of a rectangle
 attends to at least one of its keys. The rectangles are few: one for a full tile, one for a causal square, and for a
-window two per stretch of rows. A stretch has one row per key of the window.
+window two per stretch of rows. A stretch has at most one row per key of the window.
 """
 
 from __future__ import annotations

@@ -150,9 +150,9 @@ class Classes:
     def learn(self, plan: Plan, cluster: Cluster, like: Classes | None = None) -> None:
         """Add the cells of one rank's plan. Raises `UnsupportedError` if a class would get two different cells.
 
-        Learn the ranks in order. After the last rank, the fewest and the most bytes that a rank holds are compared with
-        those on other numbers of ranks. `like`: classes learned with shards of another length; their messages have the
-        same receivers.
+        Learn the ranks in order. Also raises it if, after the last rank, the fewest or the most bytes that a rank holds
+        differ from those on the first number of ranks. `like`: classes learned with shards of another length; their
+        messages have the same receivers.
         """
         rank, ranks = plan.rank, plan.problem.world_size
         steps, groups = self.steps_of(ranks), ranks // self.group

@@ -751,7 +751,7 @@ def _mark_buffers(plan: Plan, step: PlanStep) -> PlanStep:
 def _mark_local(plan: Plan) -> Plan:
     """Mark the work items that overwrite the rank's local dK/dV rows, if such items set all local rows.
 
-    If all work on local rows overwrites, each of these items is also the last on its rows.
+    If all work on local rows is attention updates that overwrite, each of them is also the last on its rows.
     """
     problem, already_set, only_overwrites = plan.problem, NOTHING, True
     works = {

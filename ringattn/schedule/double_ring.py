@@ -129,9 +129,9 @@ class GridTrees(Trees):
         This holds if relays read all rows that they send on.
         """
         distances = self._distances(owner)
-        # In each node, the rank at the farthest place must read all rows that the other ranks of the node read. It must
-        # also read all rows that the ranks at the farthest places of nodes nearer to the owner read. The owner itself
-        # needs no message.
+        # In each node, each rank must read all rows that the ranks before it on the inner ring read. The rank at the
+        # farthest place must also read all rows that the ranks at the farthest places of nodes nearer to the owner
+        # read. The owner itself needs no message.
         return self.reads.grow(owner, distances) and self.reads.grow(owner, distances[1:, -1])
 
     def _distances(self, owner: int) -> Ints:
