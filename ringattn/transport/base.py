@@ -2,9 +2,9 @@
 
 A transport moves bytes between the ranks of one ring. Guarantees: all messages of one `exchange` are in flight at the
 same time. The k-th message sent to a peer is received by the peer's k-th receive from this rank. Every wait has a
-deadline. A failure raises an error that names rank, peer, label and bytes, on every rank. A message that no transport
-could carry raises `InputError` before anything is posted. A transport may run a rank's exchanges one after another, so
-no exchange may depend on one that is started later.
+deadline. A failure raises an error that names rank, peer, label and bytes, on every rank. An invalid message raises
+`InputError` before any message of its exchange is posted. A transport may run a rank's exchanges one after another, so
+no exchange may depend on an exchange that is started later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMPARED = "compared"
 
 
 class Message(NamedTuple):
-    """One buffer to or from one peer. `buffer` is contiguous; `label` describes it in errors and traces."""
+    """A buffer to send to or to receive from one peer. `buffer` is contiguous; `label` describes it in errors."""
 
     peer: int
     buffer: torch.Tensor
@@ -49,17 +49,17 @@ class WorkHandle(Protocol):
 
     @property
     def arrived_s(self) -> float | None:
-        """When the last message left or arrived, in seconds of `time.perf_counter()`, or None if unknown.
+        """When the last message was sent or received, in seconds of `time.perf_counter()`, or None if unknown.
 
-        Read it after `wait`. It is unknown on a device, where completion follows stream order.
+        Read this time after `wait`. It is unknown on a device, where completion follows stream order.
         """
         ...
 
     def wait(self) -> None:
-        """Return when every message of the exchange has left and arrived.
+        """Wait until every message of the exchange has been sent and received.
 
         Raises `DeadlineError` after the transport's timeout and `PeerLostError` if a peer fails.
-        On a device, it orders the current stream after the exchange instead of blocking the host.
+        On a device, the call does not block the host: it orders the current stream after the exchange.
         """
         ...
 
@@ -73,7 +73,7 @@ class Hop(Protocol):
 
 
 class Transport(Protocol):
-    """One rank's end of the ring. For one thread at a time."""
+    """One rank's end of the ring. Only one thread at a time may use it."""
 
     name: str
     rank: int
@@ -86,7 +86,7 @@ class Transport(Protocol):
 
     @property
     def sm_margin(self) -> int:
-        """Multiprocessors that an exchange occupies, which kernels should leave free meanwhile."""
+        """The number of multiprocessors that an exchange occupies. Kernels should leave them free in the meantime."""
         ...
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -104,19 +104,19 @@ class Transport(Protocol):
     def announce(self, call: int, digest: bytes, description: str, gradients: str = "") -> bool:
         """Announce this rank's `call`-th call, identified by `digest` and described in errors by `description`.
 
-        `gradients`: `COMPARED` if the ranks compare this call now, so the transport need not. Otherwise it says whether
-        this rank needs gradients, and a difference is reported as such.
+        `gradients`: `COMPARED` if the ranks themselves compare this call, so the transport need not compare it.
+        Otherwise `gradients` says whether this rank needs gradients; ranks that differ in this are reported.
         Returns True if the transport notices in its waits when other ranks make a different call. Then a call that the
-        ranks have checked once need not be checked again.
+        ranks have compared once need not be compared again.
         """
         ...
 
     def drain(self) -> None:
-        """Return when everything exchanged so far has arrived, also on a device. Raises the failure, if any."""
+        """Wait until all exchanges so far are complete, also on a device. Raises the ring's failure, if it failed."""
         ...
 
     def begin_pass(self) -> None:
-        """On a device, order later work of the current stream after the last pass, on whichever stream that ran."""
+        """On a device, order later work of the current stream after the last pass, whichever stream it ran on."""
         ...
 
     def end_pass(self) -> None:
@@ -131,11 +131,14 @@ class Transport(Protocol):
         ...
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, by rank: a small all-gather on the control plane, with the deadline."""
+        """Return every rank's payload, in rank order. The control plane carries this small all-gather."""
         ...
 
     def abort(self, cause: BaseException) -> None:
-        """Publish `cause` as the reason, close every connection and refuse further use. Idempotent, never raises."""
+        """Publish `cause` as the cause of failure, close all connections and refuse further use. Never raises.
+
+        Only the first call has an effect.
+        """
         ...
 
     def close(self) -> None:
@@ -145,14 +148,14 @@ class Transport(Protocol):
 
 @dataclass
 class Opening:
-    """One rank's end of a ring that is being opened: the inputs of every transport. Two transports of a rank share it.
+    """The inputs with which one rank opens a transport. If a rank opens two transports, both share this object.
 
     Args:
         store: A fresh store, used by this ring only.
-        timeout_s: Every wait of the open ring ends within it.
+        timeout_s: Every wait of the open ring ends within this time.
         flight_dir: The folder for this rank's flight record after a failure, created if needed. None: no record.
-        interface: The network interface that the user named (GLOO_SOCKET_IFNAME). Empty: the one that routes to the
-            store's host. None: neighbours exchange no datagrams.
+        interface: The network interface that the user named (GLOO_SOCKET_IFNAME). Empty: the interface on the route to
+            the store's host. None: neighbours exchange no heartbeat datagrams.
         job_size: The number of ranks that share the store. None: the ranks of this ring.
         locations: The location of every rank; empty if unknown.
         deadline: The deadline of the opening. None: `timeout_s` from now.
@@ -179,7 +182,7 @@ class Opening:
         return ControlStore(self.store, self.rank, self.world_size, self.timeout_s)
 
     def leave_store(self) -> None:
-        """Close the connection to the store, for a ring that needs it only to open. Heartbeats have another one."""
+        """Close the connection to the store, for a ring that needs it only to open. Heartbeats have their own."""
         for name in ("store", "control"):
             self.__dict__.pop(name, None)
 
@@ -191,14 +194,14 @@ class Opening:
 
     @cached_property
     def record(self) -> FlightRecord:
-        """This rank's flight record, shared by all its transports. SIGTERM writes it to `flight_dir`."""
+        """This rank's flight record, shared by all its transports. On SIGTERM it is written to `flight_dir`."""
         record = FlightRecord(self.rank, self.world_size, self.name)
         leave_records(record, self.flight_dir)
         return record
 
 
 class Rebound:
-    """A `Hop` for transports that gain nothing from binding: it only stores the messages."""
+    """A `Hop` that only stores its messages, for transports that gain nothing from binding."""
 
     def __init__(self, transport: Transport, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
         self._transport, self._sends, self._recvs = transport, sends, recvs
@@ -255,7 +258,7 @@ os.register_at_fork(after_in_child=_mark_all)
 
 
 class Ending(ProcessBound):
-    """The reason why a transport has ended. In a forked child the parent's transport has ended."""
+    """Base of transports that store why they have ended. In a forked child, the parent's transport counts as ended."""
 
     rank: int
     _end: BaseException | None = None
@@ -281,7 +284,7 @@ closed_at_exit: WeakValueDictionary[int, Ending] = WeakValueDictionary()
 
 @atexit.register
 def _close_all() -> None:
-    """Close the rings that are still open, the newest first: a ring over two transports before its parts."""
+    """Close the open rings, newest first, so that a ring over two transports closes before these transports."""
     for ring in reversed(list(closed_at_exit.values())):
         with suppress(RuntimeError, OSError):
             ring.close_at_exit()
@@ -290,12 +293,12 @@ def _close_all() -> None:
 def close_dropped(transport: Transport) -> None:
     """Close the transport of a garbage-collected ring. This is the ring's finalizer, which returns at once."""
 
-    # Close on a thread: a collection may run while any lock is held, and on a thread that closing waits for.
+    # Close on another thread: a garbage collection may run while any lock is held, or on a thread that `close` joins.
     def close() -> None:
         with suppress(RingError):  # no later call could raise it
             transport.close()
 
-    # `Thread.start` takes a lock of `threading` that a collection may run under, so a new thread calls it.
+    # `Thread.start` takes a lock of `threading` that this thread may hold already, so a new thread calls it.
     thread = threading.Thread(target=close, name=f"ringattn-dropped-{transport.rank}", daemon=True)
     _thread.start_new_thread(thread.start, ())
 
@@ -311,7 +314,7 @@ class HostTransport(Ending):
 
     @property
     def sm_margin(self) -> int:
-        """Return 0: nothing of these transports runs on a device."""
+        """0, because these transports run nothing on a device."""
         return 0
 
     def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Hop:
@@ -319,7 +322,7 @@ class HostTransport(Ending):
         return Rebound(self, sends, recvs)  # type: ignore[arg-type]
 
     def announce(self, call: int, digest: bytes, description: str, gradients: str = "") -> bool:
-        """See `Transport.announce`. Such a transport notices no differences."""
+        """See `Transport.announce`. Return False: a host transport does not notice different calls."""
         return False
 
     def begin_pass(self) -> None:
@@ -344,7 +347,7 @@ class ProcessTransport(HostTransport):
         self.opening, self.health, self.record = opening, opening.health, opening.record
 
     def announce(self, call: int, digest: bytes, description: str, gradients: str = "") -> bool:
-        """See `Transport.announce`. Heartbeats carry the number of this rank's call."""
+        """See `Transport.announce`. Heartbeats carry the number of this rank's current call."""
         self.health.call = call
         return False
 
@@ -412,10 +415,10 @@ def operations(
     sends: Sequence[Message],
     recvs: Sequence[Message],
 ) -> list[AnyOperation]:
-    """Create the operations of one exchange by `make(rank, sends, message)`, receives first.
+    """Return the operations of one exchange, receives first, each created by `make(rank, sends, message)`.
 
-    Messages of zero bytes are left out on both sides. Raises `InputError` for a peer that is this rank or not a rank of
-    the ring, and for a buffer that is not contiguous or not on `device`.
+    Messages of zero bytes are left out; the peer leaves them out too. Raises `InputError` for a peer that is this rank
+    or not a rank of the ring, and for a buffer that is not contiguous or not on `device`.
     """
     candidates = [make(rank, False, message) for message in recvs] + [make(rank, True, message) for message in sends]
     for operation in candidates:
@@ -431,5 +434,5 @@ def operations(
 
 
 def listed(pending: Sequence[Operation]) -> str:
-    """Return the operations in one line."""
+    """Describe the operations in one line of text."""
     return "; ".join(str(operation) for operation in pending) or "nothing pending"

@@ -39,10 +39,10 @@ def _listed(descriptions: list[str]) -> str:
 
 
 def all_reduce(transport: Transport, tensors: Sequence[torch.Tensor]) -> None:
-    """Replace each tensor by its sum over the ranks, in place. Raises `InputError` for bool.
+    """Replace each tensor by its sum over the ranks, in place. Raises `InputError` for a bool tensor.
 
-    Rank r sums the r-th piece of all values, in rank order, and then sends the sum to all others: two hops, with
-    2 (P - 1) / P of the bytes sent per rank.
+    The values are split into one piece per rank. Rank r receives the r-th piece of every rank, sums them in rank order,
+    and sends the sum to all other ranks. Of P ranks, each sends 2 (P - 1) / P times the bytes of the tensors.
     """
     if any(tensor.dtype == torch.bool for tensor in tensors):
         raise InputError("all_reduce sums numbers; a bool has no sum, convert it to an integer first")
@@ -57,7 +57,7 @@ def all_reduce(transport: Transport, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def broadcast(transport: Transport, tensors: Sequence[torch.Tensor], src: int) -> None:
-    """Replace each tensor by that of rank `src`, in place. Raises `InputError` if `src` is not a rank."""
+    """Overwrite each tensor with the one of rank `src`, in place. Raises `InputError` if `src` is not a rank."""
     if not 0 <= src < transport.world_size:
         raise InputError(f"cannot broadcast from rank {src}: the ring has ranks 0 to {transport.world_size - 1}")
     for dtype, alike in _by_dtype(tensors):
@@ -71,7 +71,7 @@ def broadcast(transport: Transport, tensors: Sequence[torch.Tensor], src: int) -
 
 
 def barrier(transport: Transport) -> None:
-    """Return when every rank has called it."""
+    """Wait until every rank has called this function."""
     transport.all_gather_bytes(b"")
 
 
@@ -94,7 +94,7 @@ def _scatter_sums(transport: Transport, pieces: list[torch.Tensor]) -> None:
 
 
 def _all_gather(transport: Transport, pieces: list[torch.Tensor]) -> None:
-    """Send this rank's piece to all others and receive theirs."""
+    """Send this rank's piece to all other ranks and receive theirs."""
     label = f"all_reduce of {pieces[0].dtype}, sums"
     transport.exchange(
         [Message(peer, pieces[transport.rank], label) for peer in _peers(transport)],
@@ -128,7 +128,7 @@ def _packed(transport: Transport, dtype: torch.dtype, tensors: list[torch.Tensor
 
 
 def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    """Copy the values of `_packed` back into the tensors."""
+    """Copy the values of `flat`, a buffer made by `_packed`, back into the tensors."""
     for piece, tensor in zip(_split(flat, tensors), tensors, strict=True):
         tensor.copy_(piece)
 
