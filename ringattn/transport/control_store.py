@@ -1,14 +1,14 @@
-"""The control store of a ring: one of torch's stores, with deadlines on all calls, under a prefix of this ring alone.
+"""The control store of a ring: one of torch's stores, with deadlines on all calls and a key prefix for each ring.
 
-A call of torch's `TCPStore` blocks indefinitely, whatever timeout the store was given, while its host is stopped or
-unreachable: the connection stays up and no answer arrives. So each connection is used by a separate thread, and the
-caller waits for that thread's answer.
-Keys of one ring, besides heartbeats: `arrived/RANK`, `cause`, `closed/RANK`, `all_gather/N/RANK`, and the keys that
+A call of torch's `TCPStore` blocks indefinitely, whatever timeout the store was given, while the process that hosts the
+store is stopped or unreachable: the connection stays up and no answer arrives. So each connection is used by a separate
+thread, and the caller waits for that thread's answer.
+Keys of one ring, apart from heartbeats: `arrived/RANK`, `cause`, `closed/RANK`, `all_gather/N/RANK`, and the keys that
 `gather` and a transport add.
 Guarantees: no method waits longer than its deadline. Once a call was not answered in time, the connection is never used
-again, and every later call on it fails at once. A process can end while another thread is inside a call. The first
-cause wins and never changes. Any number of rings may be open at the same time, and next to the user's own process
-groups, whenever those are created. A restarted job never reads the keys of an earlier run.
+again, and every later call on it fails at once. A process can end while another thread is inside a call. The cause of
+failure that is published first is kept and never changes. Any number of rings may be open at the same time, and next to
+the user's own process groups, whenever those are created. A restarted job never reads the keys of an earlier run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ EXIT_S = 1.0
 def first_cause(rank: int, cause: BaseException) -> str:
     """Return the sentence by which all other ranks re-state the failure of `rank`.
 
-    A cause that re-states another rank's, or describes the whole ring, is kept as it is.
+    A `cause` that already re-states another rank's failure, or that describes the whole ring, is returned unchanged.
     """
     restated = RESTATED.search(str(cause)) if isinstance(cause, RingError) else None
     return restated[0] if restated else f"rank {rank} failed first: {type(cause).__name__}: {cause}"
@@ -75,7 +75,7 @@ class _Connection:
         _connections.add(self)
 
     def begin(self, run: Callable[[dist.Store], T]) -> Request[T]:
-        """Request `run(store)` and return at once. Raises `DeadlineError` if the connection was abandoned."""
+        """Request `run(store)` and return at once. Raises `DeadlineError` if the connection is no longer used."""
         if self.lost:
             raise DeadlineError(self.lost)
         if os.getpid() != self._pid:
@@ -84,7 +84,7 @@ class _Connection:
         return self._calls.submit(Request(lambda: run(store)))
 
     def call(self, run: Callable[[dist.Store], T], deadline: Deadline) -> T:
-        """Return the result of `run(store)` by `deadline`. Raises `DeadlineError`, and what `run` raises."""
+        """Return the result of `run(store)`. Raises `DeadlineError` at `deadline`, and what `run` raises."""
         if not self.lost and deadline.passed:  # without a call, the state of the host stays unknown
             raise DeadlineError(f"the store was not called: the deadline of {deadline.timeout_s:g} s has passed")
         request = self.begin(run)
@@ -96,7 +96,7 @@ class _Connection:
         return request.result()
 
     def settle(self, until: float) -> None:
-        """Wait for the calls in progress, and refuse new ones."""
+        """Refuse new calls, and wait for the calls in progress, at most `until` (monotonic clock)."""
         if self.lost or self._calls.thread is None or os.getpid() != self._pid:
             return
         self.lost = "the process ends"
@@ -109,7 +109,7 @@ _connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
 
 @atexit.register
 def _settle_all() -> None:
-    """Finish store calls: a thread inside one while the interpreter ends can crash the process."""
+    """Finish the store calls in progress: a thread inside such a call can crash the process when Python exits."""
     until = time.monotonic() + EXIT_S
     for connection in list(_connections):
         connection.settle(until)
@@ -122,7 +122,7 @@ class BoundedStore:
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
-        """The limit of each call is `timeout_s`. From here on nothing else may use `store`, except to clone it."""
+        """Limit each call to `timeout_s`. From now on, nothing else may use `store`, except to clone it."""
         self._connection, self._timeout_s = _Connection(store), timeout_s
         self._deadline: Deadline | None = None
 
@@ -185,9 +185,10 @@ class BoundedStore:
         return self._call(lambda store: store.delete_key(key))
 
     def begin(self, run: Callable[[dist.Store], T]) -> Request[T]:
-        """Run `run(store)` on the connection's thread; return at once. Raises `DeadlineError` if it was abandoned.
+        """Start `run(store)` on the connection's thread and return at once.
 
-        The request has no deadline: the caller checks whether it is done.
+        The request has no deadline: the caller checks whether it is done. Raises `DeadlineError` if an earlier call was
+        not answered in time, because the connection is then no longer used.
         """
         return self._connection.begin(run)
 
@@ -199,16 +200,16 @@ class BoundedStore:
 
 
 class ControlStore(BoundedStore):
-    """One rank's client of the store. For one thread at a time; `clone` makes another.
+    """One rank's client of the store. Only one thread at a time may use it; `clone` returns another client.
 
     All methods except `publish_cause` and `leave` raise `DeadlineError` if the store's host does not answer, and
     another `RuntimeError` if it is gone.
     """
 
     def __init__(self, store: dist.Store | BoundedStore, rank: int, world_size: int, timeout_s: float = CALL_S) -> None:
-        """`timeout_s` is the limit of each call. From here on nothing else may use `store`, except to clone it.
+        """Limit each call to `timeout_s`. From now on, nothing else may use `store`, except to clone it.
 
-        Views of one `BoundedStore` share its connection and its limit.
+        If `store` is a `BoundedStore`, share its connection and its limit, and ignore `timeout_s`.
         """
         if isinstance(store, BoundedStore):
             self._connection, self._timeout_s, self._deadline = store._connection, store._timeout_s, store._deadline
@@ -221,7 +222,7 @@ class ControlStore(BoundedStore):
         return self.check([key])
 
     def missing(self, stem: str) -> list[int]:
-        """Return the ranks whose entry `stem/RANK` does not exist. It takes few requests if few are missing."""
+        """Return the ranks whose entry `stem/RANK` does not exist. This takes few requests if few ranks are missing."""
         return missing_ranks(self.check, self.everyone(), lambda rank: f"{stem}/{rank}")
 
     def everyone(self) -> range:
@@ -231,10 +232,11 @@ class ControlStore(BoundedStore):
     def gather(
         self, name: str, payload: bytes, deadline: Deadline, watch: Callable[[], None] | None = None
     ) -> list[bytes]:
-        """Gather every rank's payload, by rank, in O(ranks) requests. A name is used once in a ring.
+        """Return every rank's payload, in rank order. All ranks together make O(ranks) requests.
 
-        `watch` is called during the wait and may raise. None: raise `PeerLostError` once a rank has published a cause.
-        Raises `DeadlineError` with the missing ranks.
+        `name`: a name that this ring uses only once. `watch`: a function that is called during the wait and may raise;
+        None: raise `PeerLostError` once a rank has published a cause. Raises `DeadlineError` that names the missing
+        ranks.
         """
         return _split(self.combine(name, payload, _joined, deadline, watch))
 
@@ -246,11 +248,11 @@ class ControlStore(BoundedStore):
         deadline: Deadline,
         watch: Callable[[], None] | None = None,
     ) -> bytes:
-        """Gather like `gather`, but one rank applies `combined` to all payloads, and every rank returns the result."""
+        """Gather the payloads as `gather` does, apply `combined` to them on one rank, and return the result on all."""
         control, entry = self.until(deadline.plus(GRACE_S)), f"{name}/all"
         control.set(f"{name}/{self.rank}", payload)
         keys = [f"{name}/{rank}" for rank in self.everyone()]
-        # The last rank to arrive knows that all have, and reads for the others.
+        # The last rank to arrive knows that all payloads are there, and reads them for the other ranks.
         arrived = control.add(f"{name}/count")
         if arrived > self.world_size:
             raise InputError(
@@ -267,7 +269,7 @@ class ControlStore(BoundedStore):
         except DeadlineError:
             if self.lost:
                 raise
-            # The process was suspended for so long that it made no call in time.
+            # This process was suspended for so long that it made no call before the deadline.
         control = self.until(Deadline(GRACE_S))
         if missing := control.missing(name):
             raise DeadlineError(
@@ -276,14 +278,15 @@ class ControlStore(BoundedStore):
         return combined(control.multi_get(keys))  # the last rank to arrive died before it could read for the others
 
     def appears(self, key: str, deadline: Deadline, watch: Callable[[], None] | None = None) -> bool:
-        """Wait for an entry that all ranks wait for; return False at the deadline. Many ranks poll less often.
+        """Wait until the entry `key` exists, and return True; return False at the deadline.
 
-        `watch` is called during the wait and may raise.
+        All ranks wait for this entry, so each polls less often if there are many. `watch` is called during the wait and
+        may raise.
         """
         return wait_until(lambda: self.holds(key), deadline, watch, self.naps_s)
 
     def cause_watch(self) -> Callable[[], None]:
-        """Return a function for waits, which raises `PeerLostError` once a rank has published why the ring fails."""
+        """Return a `watch` for waits: a function that raises `PeerLostError` once a rank has published a cause."""
         interval_s = max(CAUSE_S, CAUSE_PER_RANK_S * self.world_size)
         looked_s = time.monotonic()
 
@@ -303,7 +306,7 @@ class ControlStore(BoundedStore):
         return first, max(longest, LONGEST_NAP_S)
 
     def forget(self, name: str) -> None:
-        """Delete the entries of a `gather` that every rank has completed: its own, and on rank 0 the common ones."""
+        """Delete this rank's entry, and on rank 0 also the common entries, of a `gather` that all ranks completed."""
         common = [f"{name}/count", f"{name}/all"] if not self.rank else []
         for key in (f"{name}/{self.rank}", *common):
             self.delete_key(key)
@@ -320,7 +323,7 @@ class ControlStore(BoundedStore):
             pass  # the store's host is gone or does not answer, so the cause cannot be published
 
     def cause(self) -> str | None:
-        """Return the first cause, or None."""
+        """Return the first cause of failure that a rank has published, or None."""
         return (self.get(CAUSE).decode() or None) if self.holds(CAUSE) else None
 
     def leave(self) -> None:
@@ -332,7 +335,7 @@ class ControlStore(BoundedStore):
 
 
 def missing_ranks(check: Callable[[list[str]], bool], ranks: Sequence[int], key: Callable[[int], str]) -> list[int]:
-    """Return the ranks whose key does not exist. It takes few requests if few are missing."""
+    """Return the ranks whose key does not exist. This takes few requests if few keys are missing."""
     if not ranks or check([key(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -376,7 +379,10 @@ def group_store(group: dist.ProcessGroup | None = None, timeout_s: float = CALL_
 
 
 def ring_store(origin: str, store: dist.Store, rank: int, deadline: Deadline) -> dist.Store:
-    """Return the keys of a new ring of `origin`, over a separate connection, because a waiting client blocks it."""
+    """Return a store whose keys belong to a new ring of `origin`.
+
+    The store has a connection of its own, because a client that waits blocks its connection.
+    """
     number = next(_openings[origin])  # counted even if the next line fails: other ranks have counted this ring
     connection = bounded(
         lambda: store.clone(),  # type: ignore[attr-defined]
@@ -418,7 +424,7 @@ def host_of(store: dist.Store) -> str:
 
 
 def read_many(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
-    """Return existing entries: by one request for all, if the store supports it; a `FileStore` does not."""
+    """Return the values of existing keys, by a single request if the store supports that (a `FileStore` does not)."""
     if store.has_extended_api():  # type: ignore[attr-defined]
         return store.multi_get(list(keys))
     return [store.get(key) for key in keys]

@@ -1,4 +1,4 @@
-"""The CUDA interface of GPU transports: streams, events and memory, by torch.
+"""The CUDA interface of GPU transports: streams, events and memory, through torch.
 
 Guarantees: the NCCL transport makes no other CUDA call, so a simulated device can replace the real one.
 """
@@ -34,7 +34,7 @@ class Event(Protocol):
     def record(self, stream: Stream) -> None: ...
 
     def query(self) -> bool:
-        """Return whether everything before it has run. Never called on an event recorded during a capture."""
+        """Return whether all work before the event has run. Never called on an event recorded during a capture."""
         ...
 
 
@@ -47,7 +47,7 @@ class Stream(Protocol):
         ...
 
     def wait_event(self, event: Event) -> None:
-        """Run later work of this stream after `event`. Does not block the host."""
+        """Order later work of this stream after `event`. Does not block the host."""
         ...
 
 
@@ -72,7 +72,7 @@ class CudaDevice:
         self.uuid = str(torch.cuda.get_device_properties(index).uuid)
 
     def activate(self) -> None:
-        """Make it the current device of the calling thread."""
+        """Make this GPU the current device of the calling thread."""
         torch.cuda.set_device(self.torch_device)
 
     def watch_captures(self) -> None:
@@ -111,12 +111,12 @@ class CudaDevice:
         torch.cuda.empty_cache()
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured into a CUDA graph."""
+        """Return whether the current stream is being captured into a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
 
 class PassOrder:
-    """Orders passes that use the same memory, whichever of the caller's streams each runs on.
+    """The order of passes that use the same memory, whichever of the caller's streams each pass runs on.
 
     Passes on several streams within one graph capture are not covered.
     """
@@ -133,12 +133,12 @@ class PassOrder:
         if self._stream is None or self._gpu.is_capturing():
             return
         current = self._gpu.current_stream()
-        # A stream is ordered with itself, so only another stream needs the wait.
+        # The work of one stream is in order anyway, so only another stream needs the wait.
         if current.cuda_stream != self._stream:
             current.wait_event(self._ended)
 
     def end(self) -> None:
-        """Mark the present end of the current stream as the end of a pass."""
+        """Mark the current point of the current stream as the end of a pass."""
         if self._gpu.is_capturing():
             return
         current = self._gpu.current_stream()
@@ -146,7 +146,7 @@ class PassOrder:
         self._stream = current.cuda_stream
 
     def passed(self) -> bool:
-        """Return whether the device has run the last pass, and with it all earlier ones."""
+        """Return whether the device has completed the last pass, and so all earlier passes."""
         return self._stream is None or self._ended.query()
 
 
@@ -154,15 +154,15 @@ AnyPiece = TypeVar("AnyPiece")
 
 
 class _View:
-    """A token that every view of a piece keeps alive."""
+    """An object that every view of one piece of memory keeps alive, so its end is the end of the last view."""
 
 
 class ViewedMemory(ABC, Generic[AnyPiece]):
-    """Device memory of one ring, in pieces by address. Each piece is freed after its last view.
+    """Device memory of one ring: pieces, stored by address, each of which is freed after its last view has ended.
 
-    For the thread that uses the ring, and after the ring's end for one separate thread.
-    Guarantee: nothing is freed by a destructor, which may run on any thread at any time and must not wait for the
-    device. The end of the last view only queues the address.
+    Only the thread that uses the ring may use this object, and after the ring's end one separate thread.
+    Guarantee: no destructor frees memory. A destructor may run on any thread at any time and must not wait for the
+    device, so the end of a piece's last view only queues the piece's address.
     """
 
     def __init__(self, gpu: CudaDevice) -> None:
@@ -177,7 +177,7 @@ class ViewedMemory(ABC, Generic[AnyPiece]):
         return not self._pieces
 
     def free(self) -> None:
-        """Free the pieces that have no view. The device must not be able to touch them."""
+        """Free the pieces that have no view. Call this only when the device can no longer access them."""
         while True:
             try:
                 pointer = self._unused.get_nowait()
@@ -186,14 +186,17 @@ class ViewedMemory(ABC, Generic[AnyPiece]):
             self._give_back(self._pieces.pop(pointer))
 
     def _viewed(self, pointer: int, nbytes: int, piece: AnyPiece) -> torch.Tensor:
-        """Return a flat uint8 tensor over a new piece."""
+        """Register a new piece of memory, and return it as a flat uint8 tensor."""
         self._pieces[pointer] = piece
         view = _View()
         weakref.finalize(view, self._unused.put, pointer).atexit = False
         return self._gpu.wrap(pointer, nbytes, view)
 
     def _free_each(self, quiet: Callable[[], bool]) -> None:
-        """Free each piece after its last view, as long as `quiet` returns that the device cannot touch it any more."""
+        """Wait for the end of each piece's last view, then free the piece.
+
+        Stop without freeing it if `quiet()` returns False: the device may still access the memory.
+        """
         while self._pieces:
             pointer = self._unused.get()
             if not quiet():
@@ -211,8 +214,9 @@ class ViewedMemory(ABC, Generic[AnyPiece]):
 class StreamTransport(Ending, ABC):
     """A transport whose exchanges run on a separate stream, ordered with the caller's by events.
 
-    Each exchange runs between two events: `ready`, when the caller's stream has reached it, and `done`, when it has
-    arrived. Guarantees: a wait orders streams and never blocks the host; buffers live until their exchange has arrived.
+    Each exchange runs between two events: `ready`, when the caller's stream has reached the exchange, and `done`, when
+    its messages have arrived. Guarantees: a wait orders streams and never blocks the host; the buffers of an exchange
+    live until its messages have arrived.
     """
 
     name: str
@@ -257,7 +261,7 @@ class StreamTransport(Ending, ABC):
 
 
 class StreamHop(ABC):
-    """Messages that are exchanged together, bound to their buffers."""
+    """The messages of one exchange, bound to their buffers."""
 
     def __init__(self, transport: StreamTransport, operations: Sequence[Operation]) -> None:
         self.transport, self.operations = transport, operations
@@ -274,7 +278,7 @@ class StreamHop(ABC):
 
 
 class StreamWorkHandle:
-    """A started hop. It keeps its buffers alive until they have arrived."""
+    """A started hop. It keeps its buffers alive until the exchange is complete."""
 
     arrived_s = None
     __slots__ = ("done", "flight", "hop", "ready", "started_at", "transport", "waited")
@@ -287,7 +291,7 @@ class StreamWorkHandle:
     def wait(self) -> None:
         """See `WorkHandle.wait`: order later work of the current stream after the exchange. Idempotent."""
         transport = self.transport
-        # Raise an earlier failure: an event of a failed ring says nothing.
+        # Raise an earlier failure first: the events of a failed ring prove nothing.
         transport.check()
         if not self.waited:
             # This orders streams and returns at once: the host never waits here.
@@ -321,10 +325,10 @@ AnyHandle = TypeVar("AnyHandle", bound=StreamWorkHandle)
 
 
 class StreamWatch(ABC, Generic[AnyHandle]):
-    """The thread that watches one rank's exchanges: those in flight, and the first failure.
+    """The thread that watches one rank's exchanges in flight and stores the ring's first failure.
 
-    The transport defines what it checks. Guarantees: every call raises the first failure, and any error on the thread
-    ends the ring.
+    Each transport defines what the thread checks. Guarantees: every call raises the first failure, and any error on the
+    thread ends the ring.
     """
 
     interval_s: float
@@ -335,7 +339,10 @@ class StreamWatch(ABC, Generic[AnyHandle]):
     """How long a caller waits for the first failure to be reported to the other ranks."""
 
     def __init__(self, opening: Opening, gpu: CudaDevice, leave: Callable[[str], None] | None) -> None:
-        """`leave` is called with the reason if even an abort is stuck, and ends the process."""
+        """Create the thread; `start` starts it.
+
+        `leave`: a function that ends the process. It is called with the reason if even an abort is stuck.
+        """
         self.failure: BaseException | None = None
         self.handles: deque[AnyHandle] = deque()
         self.free: deque[tuple[Event, Event]] = deque()
@@ -370,7 +377,7 @@ class StreamWatch(ABC, Generic[AnyHandle]):
             self._thread.join(self.stop_s)
 
     def raise_failure(self) -> None:
-        """Raise the failure, if there is one. Every wait on the host calls this between its sleeps."""
+        """Raise the ring's failure, if it has failed. Every wait on the host calls this between its sleeps."""
         # The failure may still be on its way to the other ranks. Wait until it is reported, but not indefinitely.
         if self._first.locked():
             self._reported.wait(self.patience_s)
@@ -384,16 +391,16 @@ class StreamWatch(ABC, Generic[AnyHandle]):
         """End the ring with `error`, unless it has failed before. Never raises."""
 
     def tick(self) -> None:
-        """Complete exchanges that have arrived, in order: release buffers, and reuse events after the caller's wait."""
+        """Complete the exchanges that have arrived, in order: release their buffers, and reuse their events."""
         with self._ticking:
-            # Hops run in order on one stream, so the first that has not arrived ends the loop.
+            # Hops run in order on one stream, so the first hop that has not arrived ends the loop.
             while self.handles and self.handles[0].done.query():
                 handle = self.handles.popleft()
                 if handle.flight.state != FAILED:
                     handle.flight.state, handle.flight.done_s = DONE, time.time()
                 handle.release()
                 self._unwaited.append(handle)
-            # Reuse events only after the caller's wait, which needs them.
+            # Reuse the events of an exchange only after the caller's wait, which needs them.
             waited = [handle for handle in self._unwaited if handle.waited]
             self._unwaited = [handle for handle in self._unwaited if not handle.waited]
             self.free.extend((handle.ready, handle.done) for handle in waited if self._may_reuse(handle.done))
@@ -403,7 +410,7 @@ class StreamWatch(ABC, Generic[AnyHandle]):
         return True
 
     def _is_first(self) -> bool:
-        """Return whether the caller's failure is the first one, which ends the ring. Later ones wait for its report."""
+        """Return whether the caller's failure is the ring's first. If not, wait until the first has been reported."""
         if not self._first.acquire(blocking=False):
             self._reported.wait(self.patience_s)
             return False
@@ -412,7 +419,7 @@ class StreamWatch(ABC, Generic[AnyHandle]):
         return True
 
     def _write_record(self, failure: BaseException, *later_errors: BaseException) -> None:
-        """Write the flight record. Add its path as a note to `failure`, which later calls raise, and to the others."""
+        """Write the flight record. Add its path as a note to `failure`, which later calls raise, and `later_errors`."""
         folder = self._opening.flight_dir
         if folder is None:
             return
@@ -445,7 +452,7 @@ class StreamWatch(ABC, Generic[AnyHandle]):
 
 
 def bare(error: BaseException) -> BaseException:
-    """Return the error without its traceback, whose frames would keep everything they name alive."""
+    """Return a copy of the error without its traceback, whose frames would keep their local variables alive."""
     try:
         return copy.copy(error)
     except Exception:  # a user's class that cannot be copied
@@ -453,6 +460,6 @@ def bare(error: BaseException) -> BaseException:
 
 
 def end_process(reason: str) -> None:
-    """End the process, the only remaining way to stop what runs on the GPU. torchrun may then restart it."""
+    """End the process: this is the only way left to stop the work on the GPU. torchrun may restart the process."""
     print(f"ringattn: {reason}", file=sys.stderr, flush=True)
     os._exit(STUCK_ABORT_EXIT_CODE)

@@ -4,11 +4,12 @@ Guarantees: the user's process groups are never touched, and may be created befo
 at the same time. Every wait ends within the deadline; its error follows within two more seconds, in which the other
 ranks' heartbeats are read. A wait ends at once when a signal handler raises. A rank that fails publishes its cause in
 the store before it drops its connections, and every other rank re-states that first cause within about a second, even
-in the middle of a wait. A stopped or killed rank publishes none, and is named because its heartbeat stops. If the
+in the middle of a wait. A stopped or killed rank publishes no cause; it is named because its heartbeat stops. If the
 store's host does not answer, the error says so, and neighbours name a rank that hangs. Ranks use their addresses on the
 route to the store's host, unless the user names an interface. A transport that has raised a failure cannot be used
-again. A message whose ends differ in bytes is never matched, so both ranks reach the deadline. The death of a rank
-while a large message to it is partly written is noticed only at the deadline, because gloo reports it no earlier.
+again. If the two ends of a message differ in bytes, they are never matched, so both ranks reach the deadline. If a rank
+dies while a large message to it is partly written, the sender notices only at the deadline, because gloo reports
+nothing before.
 """
 
 from __future__ import annotations
@@ -48,18 +49,21 @@ LENGTH_BYTES = 8
 
 
 class _Operation(Operation):
-    """An operation with gloo's handle of it."""
+    """An operation with gloo's work handle."""
 
     work: dist.Work | None = None
 
     @property
     def tag(self) -> int:
-        """The tag, which must be equal on both ends."""
+        """The message's tag, which must be equal on both ends."""
         # Tag 0 belongs to the control plane, so no length maps to it.
         return 1 + self.nbytes % LENGTH_TAGS
 
     def wait(self, deadline: float) -> None:
-        """Wait once, until `deadline` on the monotonic clock; a second wait returns at once. Raises `RuntimeError`."""
+        """Wait until the operation is complete, or raise `RuntimeError`. A second call returns at once.
+
+        `deadline` is a time on the monotonic clock.
+        """
         if self.work is not None:
             # Gloo counts whole milliseconds, and 0 means "no deadline". Round up, because a wait that ends before the
             # deadline counts as a lost connection.
@@ -70,13 +74,13 @@ class _Operation(Operation):
 
 
 class _ControlOperation(_Operation):
-    """An operation of the control plane, which is never matched with messages of an exchange."""
+    """An operation of an all-gather. Gloo never matches it with a message of an exchange."""
 
     tag = CONTROL_TAG
 
 
 class GlooWorkHandle:
-    """The operations of one exchange, with their flight record entry and, for errors, the place of the call."""
+    """The operations of one exchange, with their flight record entry. `where` names the call in error messages."""
 
     arrived_s = None  # gloo does not report an arrival before the wait
 
@@ -125,7 +129,7 @@ class GlooTransport(ProcessTransport):
                 deadline.plus(GRACE_S),
                 f"the name of {host_of(opening.store)} is not resolved within {timeout_s} s",
             )
-            # Gather before connecting, which waits for all ranks: so an error can say which are missing.
+            # Connecting waits for all ranks. Gather the addresses first, so that an error can name the missing ranks.
             addresses = [Address.parse(text) for text in control.gather("arrived", address.text(), deadline)]
         except DeadlineError as error:
             reason = str(error).removeprefix(f"rank {rank}: ").replace(" at 'arrived'", "")
@@ -139,7 +143,7 @@ class GlooTransport(ProcessTransport):
             f"these cannot be reached by all others, {ADVICE}"
         )
         try:
-            # The store's host may stop in the meantime, and gloo's own deadline does not cover its store calls.
+            # The store's host may stop in the meantime, and gloo's own deadline does not cover calls of the store.
             group = bounded(lambda: _connect(opening, addresses[rank]), deadline.plus(GRACE_S), late)
         except RuntimeError as error:
             try:
@@ -148,7 +152,7 @@ class GlooTransport(ProcessTransport):
                 raise DeadlineError(f"{opened}{unanswered}") from error
             raise DeadlineError(late) from error
         try:
-            # Wait for all: a rank that closed now would disturb one that is still making its connections.
+            # Wait until all ranks have connected: a rank that closed now would disturb those that still connect.
             control.combine("connected", b"", lambda every: b"", deadline)
         except DeadlineError as error:
             raise DeadlineError(opened + str(error).removeprefix(f"rank {rank}: ")) from error
@@ -165,9 +169,10 @@ class GlooTransport(ProcessTransport):
         return self._post(posted, DATA_LANE, "")
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """See `Transport.all_gather_bytes`. The n-th call of a rank belongs to the n-th of the others; any length.
+        """See `Transport.all_gather_bytes`. The n-th calls of all ranks belong together. A payload may have any length.
 
-        A head of fixed size holds the length and the start of the payload. A longer payload's rest follows.
+        The first message has a fixed size and holds the payload's length and start. If the payload is longer, a second
+        message holds its rest.
         """
         peers = [peer for peer in range(self.world_size) if peer != self.rank]
         label = f"all-gather {self._all_gathers}"
@@ -179,7 +184,7 @@ class GlooTransport(ProcessTransport):
         answers = {peer: torch.empty(HEAD_BYTES, dtype=torch.uint8) for peer in peers}
         self._swap(peers, sent[:HEAD_BYTES], answers, label)
 
-        # All heads have arrived, so this rank knows how much each peer still sends.
+        # All first messages have arrived, so this rank knows how much each peer still sends.
         lengths = {peer: int.from_bytes(answers[peer][:LENGTH_BYTES].numpy().tobytes(), "little") for peer in peers}
         rests = {
             peer: torch.empty(max(lengths[peer] + LENGTH_BYTES - HEAD_BYTES, 0), dtype=torch.uint8) for peer in peers
@@ -194,7 +199,7 @@ class GlooTransport(ProcessTransport):
     def close(self) -> None:
         """See `Transport.close`. A peer that still waits for this rank gets `PeerLostError`."""
         if self._end is None:
-            # Announce it before the connections close, so that a waiting peer learns who closed.
+            # Announce the end before the connections close, so that a waiting peer learns which rank closed.
             self.health.closed = True
             self.opening.control.leave()
             self.record.over = True
@@ -224,7 +229,7 @@ class GlooTransport(ProcessTransport):
         handle = GlooWorkHandle(self, posted, flight, where)
         for operation in posted:
             try:
-                # Bind the group to no name here: an error keeps this frame, and with it the connections.
+                # Do not bind the group to a local variable: an error keeps this frame, and so the connections, alive.
                 operation.work = (self._group.send if operation.sends else self._group.recv)(  # type: ignore[union-attr]
                     [operation.buffer.detach()], operation.peer, operation.tag
                 )
@@ -256,7 +261,7 @@ class GlooTransport(ProcessTransport):
             self.abort(error)
             raise
         self._waiting = None
-        # Only after success: `_drop` handles the operations of a failed exchange.
+        # Forget operations only after success: `_drop` still needs those of a failed exchange.
         self._in_flight.difference_update(handle.operations)
         handle.flight.state, handle.flight.done_s = DONE, time.time()
 
@@ -273,7 +278,7 @@ class GlooTransport(ProcessTransport):
         kind: type[TransportError] = PeerLostError
         if deadline is not None and time.monotonic() >= deadline:
             kind = DeadlineError
-            # Collect these before reading heartbeats, which takes time in which more messages may arrive.
+            # Collect the late operations first: reading heartbeats takes time, in which more messages may arrive.
             pending = [operation for operation in handle.operations if _unfinished(operation)]
             late = sorted({operation.peer for operation in pending})
             message = (
@@ -290,7 +295,7 @@ class GlooTransport(ProcessTransport):
         return self._failed(kind(message))
 
     def _place(self) -> Place:
-        """Return this rank's position. Called from the health thread."""
+        """Return what this rank is doing and which ranks it waits for. Called from the health thread."""
         position, waiting = self.record.where(), self._waiting
         if waiting is None:
             return Place.make(position, self.health.call)
@@ -299,7 +304,7 @@ class GlooTransport(ProcessTransport):
     def _interrupt(self, cause: str) -> None:
         """End the wait of the transport's thread, from the health thread, because a rank has published a cause.
 
-        Gloo has no call for that. But a wait that times out closes its connection, and that ends every wait on it.
+        Gloo has no call that ends a wait. But a wait that times out closes its connection, which ends all waits on it.
         """
         if (waiting := self._waiting) is not None and (group := self._group) is not None:
             for peer in {operation.peer for operation in waiting.operations}:
@@ -309,12 +314,12 @@ class GlooTransport(ProcessTransport):
                     ).wait(INTERRUPT)
 
     def _fail(self, cause: BaseException) -> None:
-        """Publish the cause before dropping the connections, so that a neighbour that wakes finds it."""
+        """Publish the cause, then drop the connections: a neighbour whose wait ends can then read the cause."""
         self.health.publish(cause)
         self._drop(cause)
 
     def _drop(self, end: BaseException) -> None:
-        """Release everything that keeps a connection open. Gloo then wakes the neighbours."""
+        """Release everything that keeps a connection open. Gloo then ends the neighbours' waits."""
         self._end = end
         # Include exchanges that were never waited for.
         for operation in self._in_flight:
@@ -324,7 +329,10 @@ class GlooTransport(ProcessTransport):
 
 
 def _unfinished(operation: _Operation) -> bool:
-    """Return whether an operation is still pending after the deadline. The check may end it, so the ring must end."""
+    """Return whether an operation is still pending after the deadline.
+
+    The check may close the operation's connection, so the ring must end afterwards.
+    """
     try:
         operation.wait(0.0)
     except RuntimeError:

@@ -1,8 +1,8 @@
 """The local transport: a ring whose ranks are threads of one process, on CPU, for tests, notebooks and world size 1.
 
-Guarantees: strict rendezvous. Nothing is buffered: a send ends only when its receive has been posted and filled, so a
-forgotten or misplaced receive is always noticed. Bytes and dtype of both ends must match. When no rank can proceed, the
-waiting ranks raise at once, and every deadline error lists what every rank has pending. A transport that has raised a
+Guarantees: messages are not buffered. A send ends only when its receive has been posted and filled, so a forgotten or
+misplaced receive is always noticed. Bytes and dtype of both ends must match. If no rank can proceed, the waiting ranks
+raise at once, and every deadline error lists the pending operations of every rank. A transport that has raised a
 failure cannot be used again: later calls raise `ClosedError`.
 """
 
@@ -21,7 +21,7 @@ from ringattn.transport.control_store import first_cause
 
 
 class _Operation(Operation):
-    """An operation with its outcome: completed, and when, or refused, and why."""
+    """An operation with its outcome: when it was completed, or why it was refused."""
 
     done = False
     done_s = 0.0
@@ -29,9 +29,9 @@ class _Operation(Operation):
 
 
 class LocalWorld:
-    """The world of `world_size` ranks, in which they exchange. Every wait in it ends within `timeout_s` seconds.
+    """The state that `world_size` ranks share to exchange messages. Every wait ends within `timeout_s` seconds.
 
-    All state is protected by one condition; methods with a leading underscore are called while it is held.
+    One condition variable protects the state. Methods with a leading underscore are called while it is held.
     """
 
     def __init__(self, world_size: int, timeout_s: float = 600.0) -> None:
@@ -48,7 +48,7 @@ class LocalWorld:
         self._queues: defaultdict[tuple[int, int, bool], deque[_Operation]] = defaultdict(deque)
 
     def transport(self, rank: int) -> LocalTransport:
-        """Return the transport of `rank`, once per rank. Raises `InputError` if it is taken or does not exist."""
+        """Return the transport of `rank`, once per rank. Raises `InputError` if the rank is taken or does not exist."""
         with self.changed:
             if not 0 <= rank < self.world_size or rank in self._taken:
                 raise InputError(f"rank {rank} is taken or not one of the ranks 0 to {self.world_size - 1}")
@@ -56,7 +56,10 @@ class LocalWorld:
         return LocalTransport(self, rank)
 
     def _post(self, operation: _Operation) -> None:
-        """Match the operation with the oldest opposite one of the same pair of ranks, or queue it."""
+        """Match a send with the oldest queued receive between the same ranks, or a receive with such a send.
+
+        If there is none, queue the operation.
+        """
         rank, peer = operation.rank, operation.peer
         src, dst = (rank, peer) if operation.sends else (peer, rank)
         opposite = self._queues[src, dst, not operation.sends]
@@ -78,14 +81,14 @@ class LocalWorld:
         send.done = recv.done = True
 
     def _forget(self, rank: int) -> None:
-        """Never touch the buffers of `rank` again."""
+        """Remove the queued operations of `rank`, so that no other rank accesses its buffers again."""
         for queue in self._queues.values():
             kept = [operation for operation in queue if operation.rank != rank]
             queue.clear()
             queue.extend(kept)
 
     def _fail(self, rank: int, cause: BaseException) -> None:
-        """Record the first failure. No bytes are copied after it."""
+        """Record the first failure and remove all queued operations, so that no bytes are copied any more."""
         if self.first_failure is None:
             self.first_failure = (rank, cause)
         self._queues.clear()
@@ -114,14 +117,14 @@ class LocalWorld:
             del self._blocked[rank]
 
     def _stuck(self) -> bool:
-        """Return whether every rank waits in vain. Bytes move only when a rank posts, so then they never will."""
+        """Return whether all ranks that have not closed are blocked: a deadlock, because only ranks can end a wait."""
         return all(
             rank in self.closed or (rank in self._blocked and not self._blocked[rank]())
             for rank in range(self.world_size)
         )
 
     def _report(self) -> str:
-        """List what every rank has pending, one line per rank."""
+        """List the pending operations of every rank, one line per rank."""
         lines = []
         for rank in range(self.world_size):
             pending = [operation for queue in self._queues.values() for operation in queue if operation.rank == rank]
@@ -178,7 +181,7 @@ class LocalTransport(HostTransport):
         return LocalWorkHandle(self, posted)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """See `Transport.all_gather_bytes`. The n-th call of a rank belongs to the n-th of the others."""
+        """See `Transport.all_gather_bytes`. The n-th calls of all ranks belong together."""
         self.check_process()
         world = self._world
         with world.changed:
@@ -217,7 +220,7 @@ class LocalTransport(HostTransport):
                 self._world.changed.notify_all()
 
     def _finish(self, posted: list[_Operation]) -> None:
-        """Wait for all of `posted`, or for the first that is refused."""
+        """Wait until all operations in `posted` are complete. Raises `TransportError` if one is refused."""
         self.check_process()
         with self._world.changed:
             self._check_open()
@@ -233,7 +236,7 @@ class LocalTransport(HostTransport):
                     raise error
 
     def _hold(self, ready: Callable[[], bool], awaited: Callable[[], set[int]], what: Callable[[], str]) -> None:
-        """Block in the world. A wait that fails ends this transport."""
+        """Block this rank until `ready()`; see `LocalWorld._block`. A failed wait ends this transport."""
         try:
             self._world._block(self.rank, ready, awaited, what)
         except TransportError as error:
@@ -241,7 +244,7 @@ class LocalTransport(HostTransport):
             raise
 
     def _check_alive(self) -> None:
-        """Raise `ClosedError` if this transport has ended, `PeerLostError` if another rank has failed since."""
+        """Raise `ClosedError` if this transport has ended, `PeerLostError` if another rank has failed."""
         self._check_open()
         if self._world.first_failure is not None:
             rank, cause = self._world.first_failure

@@ -1,11 +1,11 @@
 """Locations of ranks: machine, GPU, network cards and address, and recognition of the cluster they are on.
 
 Guarantees: a fact that the system does not report is None or empty, never an error and never guessed. Two ranks with
-the same machine id can pass file descriptors over abstract Unix sockets, which are private to a network namespace. Gloo
-would use the address that the host's name resolves to, on many machines a loopback address that no other host reaches.
-A rank therefore uses its address on the route to the store's host, which every rank reaches. All ranks recognise the
-same cluster, because recognition depends only on the locations, which all ranks have. A cluster that does not match
-in every respect is not recognised, and the reason is given.
+the same machine id can pass file descriptors over abstract Unix sockets, which are private to a network namespace. By
+default, gloo uses the address that the host's name resolves to. On many machines that is a loopback address, which no
+other host can reach, so a rank uses its address on the route to the store's host, which every rank can reach. All ranks
+recognise the same cluster, because recognition depends only on the locations, which all ranks have. A cluster that does
+not match a preset in every respect is not recognised, and the reason is given.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ UUID_BYTES = 96
 def gpu_links(uuid: str, library: Any = None) -> list[tuple[str, LinkClass]]:
     """Return the links from the GPU `uuid` to each other GPU of the machine, by UUID: NVLink, PCIe, or unknown.
 
-    The list is empty if there is no driver, or if it does not know the GPU (a MIG slice). `library`: None for the
-    driver's own.
+    The list is empty if there is no driver, or if the driver does not list the GPU (a MIG slice). `library`: the NVML
+    library; None: load the driver's.
     """
     try:
         nvml = library or ctypes.CDLL(LIBRARY)
@@ -94,7 +94,7 @@ ADVICE = "set GLOO_SOCKET_IFNAME on every rank to the network interface through 
 
 
 class Address(NamedTuple):
-    """A rank's address, as it reports it to the others."""
+    """A rank's network address, as the rank reports it to the others. The meeting point is the host of the store."""
 
     own: str
     """The rank's address on the route to the meeting point. Empty: gloo chooses."""
@@ -119,7 +119,7 @@ class Address(NamedTuple):
 
 
 def find_address(store: dist.Store, interface: str) -> Address:
-    """Find this rank's address. It queries the resolver, which may take long."""
+    """Return this rank's address. This queries the name resolver, which may take long."""
     if interface:
         try:
             devices("", interface)
@@ -147,8 +147,8 @@ def find_address(store: dist.Store, interface: str) -> Address:
 def reachable(rank: int, addresses: Sequence[Address]) -> Address:
     """Return the address of `rank` that the other ranks can reach.
 
-    The name of the meeting point may resolve to a loopback address on its own host. Then the other hosts' address of
-    the meeting point is used.
+    On the store's host itself, that host's name may resolve to a loopback address. Then return the address by which the
+    other hosts reach the store's host.
     """
     address = addresses[rank]
     if address.own and _is_loopback(address.own):
@@ -159,7 +159,10 @@ def reachable(rank: int, addresses: Sequence[Address]) -> Address:
 
 
 def devices(own: str, interface: str) -> list[dist.ProcessGroupGloo.Device]:
-    """Return gloo's devices at an address, at named interfaces, or by gloo's own choice. Raises `RuntimeError`."""
+    """Return gloo's devices for the address `own`, else for the named interfaces, else as gloo itself chooses them.
+
+    Raises `RuntimeError` if gloo cannot create a device.
+    """
     make = dist.ProcessGroupGloo
     if own:
         return [make.create_device(hostname=own)]
@@ -169,7 +172,7 @@ def devices(own: str, interface: str) -> list[dist.ProcessGroupGloo.Device]:
 
 
 def address_of_interface(name: str) -> str:
-    """Return the IPv4 address of a network interface, the first of a comma-separated list; empty if it has none."""
+    """Return the IPv4 address of the first network interface in a comma-separated list; empty if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             request = struct.pack("256s", name.partition(",")[0].encode()[:15])
@@ -205,14 +208,17 @@ RACKS = ("gb200",)
 
 
 class Recognised(NamedTuple):
-    """`cluster`: None if these machines are not known. `why`: what was recognised, or why nothing was."""
+    """A recognised cluster, or None if the machines are not known. `why`: the reason, for the user."""
 
     cluster: Cluster | None
     why: str
 
 
 def recognise(locations: Sequence[Location], links: Links | None, transport: str) -> Recognised:
-    """Recognise the machines of a ring. A matching calibration precedes a preset. `transport`: the ring's transport."""
+    """Recognise the machines of a ring: by a calibration if one matches, else by a preset.
+
+    `links`: None if the transport does not report where its ranks run. `transport`: the name of the ring's transport.
+    """
     if links is None:
         return Recognised(None, "not recognised: the transport does not report where ranks run")
     calibrated = _calibrated(locations, links, transport)
@@ -280,7 +286,7 @@ def _gpu(location: Location) -> str:
 
 
 def _network_bytes_s(locations: Sequence[Location], links: Links) -> float | None:
-    """Return a rank's share of its node's port rates, on the slowest node; None if a port does not report its rate."""
+    """Return the port rates of a node, divided by its ranks, on the slowest node; None if any rate is unknown."""
     ranks, least = Counter(links.nodes), float("inf")
     for node, location in zip(links.nodes, locations, strict=True):
         rates = [nic.gbps for nic in location.nics]
@@ -291,11 +297,11 @@ def _network_bytes_s(locations: Sequence[Location], links: Links) -> float | Non
 
 
 def own_calibration(named: str | None) -> str | None:
-    """Return the constants that `ringattn calibrate` stored here: JSON with `constants` and `transport`.
+    """Return the constants that `ringattn calibrate` stored on this machine: JSON with `constants` and `transport`.
 
-    If they do not apply to this machine, the JSON has `unfit`, the reason; None if there is no file. The other ranks
-    compare the result. `named`: the file that `RINGATTN_CALIBRATION` names. Raises `InputError` if that file is
-    missing, and for a file that cannot be read.
+    If the constants are for other hardware, the JSON has only `unfit`, the reason. Return None if there is no file. The
+    ranks compare their results. `named`: the file that `RINGATTN_CALIBRATION` names; None: the default file. Raises
+    `InputError` if the named file is missing or a file cannot be read.
     """
     path = Path(named or CALIBRATED)
     if not path.is_file():
@@ -310,7 +316,7 @@ def own_calibration(named: str | None) -> str | None:
 
 
 def hardware() -> str:
-    """Return the class of this machine, without its name."""
+    """Describe the hardware of this machine, such as "8 x NVIDIA H100", which machines of one kind have in common."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     try:
@@ -332,9 +338,9 @@ class Nic(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """The GPU of a rank. `uuid` and `name` are written as by torch, `bus` as in /sys; None if unknown.
+    """The GPU of a rank, with `uuid` and `name` as torch writes them and `bus` as in /sys, or None if unknown.
 
-    `sms`: its multiprocessors.
+    `sms`: the number of its multiprocessors.
     """
 
     uuid: str
@@ -347,10 +353,11 @@ class Gpu(NamedTuple):
 class Location:
     """The location of a rank.
 
-    `machine`: boot id and network namespace, None if /proc does not provide them. `gpu`, `bus`: None on the CPU.
-    `nics`: RDMA ports if there are any, else network interfaces. `links`: from this GPU to the others of the machine,
-    by UUID; empty if the driver does not report them. `device`, `sms`: the name of the GPU and its multiprocessors.
-    `calibration`: the result of `own_calibration`; None if there is no calibration or it was not requested.
+    `machine`: boot id and network namespace, None if /proc does not provide them. `gpu`, `bus`: the GPU's UUID and PCI
+    address, None on the CPU. `nics`: RDMA ports if there are any, else network interfaces. `links`: the links from this
+    GPU to the other GPUs of the machine, by UUID; empty if the driver does not report them. `device`, `sms`: the GPU's
+    name and its number of multiprocessors. `calibration`: the result of `own_calibration`; None if there is no
+    calibration or it was not requested.
     """
 
     host: str
@@ -366,7 +373,7 @@ class Location:
     calibration: str | None = None
 
     def same_machine(self, other: Location) -> bool:
-        """Return whether both are known to be on one machine, where they can share memory."""
+        """Return whether both ranks are known to be on one machine, where they can share memory."""
         return self.machine is not None and self.machine == other.machine
 
     def text(self) -> str:
@@ -393,8 +400,8 @@ def my_location(
 ) -> Location:
     """Return this process's location. `gpu`: the index of its CUDA device, None on the CPU.
 
-    `root` contains `proc` and `sys`. `gpu_of` returns the GPU of an index; None: torch's. `links` returns the links of
-    a GPU to the others of the machine.
+    `root` contains `proc` and `sys`. `gpu_of` returns the GPU with an index; None: use `torch_gpu`. `links` returns the
+    links of a GPU to the other GPUs of the machine.
     """
     properties = None if gpu is None else (gpu_of or torch_gpu)(gpu)
     return Location(
@@ -412,7 +419,7 @@ def my_location(
 
 
 def torch_gpu(index: int) -> Gpu:
-    """Return a CUDA device as torch describes it."""
+    """Return the `Gpu` of a CUDA device, as torch describes it."""
     properties: Any = torch.cuda.get_device_properties(index)
     uuid = str(properties.uuid).removeprefix("GPU-")  # as NVML's UUIDs are written here
     try:
@@ -423,7 +430,10 @@ def torch_gpu(index: int) -> Gpu:
 
 
 def machine_id(root: Path = Path("/")) -> str | None:
-    """Identify the kernel's boot and the network namespace: containers with their own network are separate machines."""
+    """Return an id of the kernel's boot and the network namespace, or None if /proc does not provide them.
+
+    A container with its own network therefore counts as a separate machine.
+    """
     try:
         boot = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
         network = os.readlink(root / "proc/self/ns/net")
@@ -433,7 +443,7 @@ def machine_id(root: Path = Path("/")) -> str | None:
 
 
 def nics(root: Path = Path("/")) -> tuple[Nic, ...]:
-    """Return the active RDMA ports, or if there are none the network interfaces that are up, without loopback."""
+    """Return the active RDMA ports. If there are none, return the network interfaces that are up, except loopback."""
     ports = sorted((root / "sys/class/infiniband").glob("*/ports/*"))
     active = [port for port in ports if read(port / "state").endswith("ACTIVE")]
     if active:
@@ -464,16 +474,16 @@ def _number(text: str) -> float | None:
 
 
 def gather_locations(control: ControlStore, location: Location, deadline: Deadline) -> tuple[Location, ...]:
-    """Gather every rank's location, by rank: the first step of opening a ring.
+    """Return every rank's location, in rank order. This gather is the first step of opening a ring.
 
-    Raises `DeadlineError` with the missing ranks, and `PeerLostError` with the cause of a rank that failed.
+    Raises `DeadlineError` that names the missing ranks, and `PeerLostError` with the cause of a rank that failed.
     """
     gathered = control.combine("opening", location.text().encode(), _packed, deadline)
     return tuple(map(Location.parse, zlib.decompress(gathered).splitlines()))
 
 
 def _packed(texts: list[bytes]) -> bytes:
-    """Compress all ranks' texts into the entry that every rank reads; the texts of a node are similar."""
+    """Compress the texts of all ranks into the entry that every rank reads. Texts of one node are nearly the same."""
     return zlib.compress(b"\n".join(texts), 1)
 
 
@@ -483,7 +493,7 @@ def one_machine(locations: Sequence[Location]) -> bool:
 
 
 def node_of(rank: int, locations: Sequence[Location]) -> tuple[int, ...]:
-    """Return the ranks that are on one machine with `rank`, and `rank` itself."""
+    """Return the ranks on the machine of `rank`, including `rank`."""
     location = locations[rank]
     return tuple(
         peer for peer, peer_location in enumerate(locations) if peer == rank or peer_location.same_machine(location)
@@ -491,7 +501,7 @@ def node_of(rank: int, locations: Sequence[Location]) -> tuple[int, ...]:
 
 
 def sharing_obstacle(locations: Sequence[Location]) -> str | None:
-    """Return why ranks cannot share memory within their nodes, the same on every rank; None if they can."""
+    """Return why the ranks cannot share memory within their nodes, or None if they can. All ranks return the same."""
     for rank, location in enumerate(locations):
         if location.machine is None:
             return f"rank {rank} cannot determine which machine it is on ({location.host})"
@@ -504,7 +514,7 @@ def sharing_obstacle(locations: Sequence[Location]) -> str | None:
 
 
 def links_of(locations: Sequence[Location]) -> Links:
-    """Return the links between ranks, the same on every rank, because all have the same locations."""
+    """Return the links between ranks. All ranks return the same links, because they have the same locations."""
     nodes = numbered(location.machine or f"host {location.host}" for location in locations)
     all_known = all(location.machine is not None for location in locations)
     outside = LinkClass.NETWORK if all_known else LinkClass.UNKNOWN

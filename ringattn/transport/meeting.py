@@ -1,16 +1,17 @@
-"""How the ranks of a new ring meet: the job, its store, each rank's number, and why a rank cannot open the ring.
+"""The meeting of a new ring's ranks: the job, its store, each rank's number, and failures to open the ring.
 
 Guarantees for the job's store: a missing or wrong variable is refused by name before anything is connected. If
 MASTER_ADDR is a loopback address or "localhost", the store listens on loopback only. Every wait ends by its deadline.
 An error names the process that hosts the store, the address and the port, and says whether that process is missing,
 gone or hung.
 Guarantees for rank numbers: each rank claims its number in the ring's store, so two jobs at one port never form a ring
-unnoticed. Of two processes with one rank number the second raises, and so does a process with another world size or of
-another job. It publishes the reason before it raises, so all ranks of the ring fail with the same sentence: ranks that
-are opening the ring during their wait, ranks of an open ring when they next read its cause.
-Guarantees for causes: a rank that cannot open publishes the cause before it raises, even if only its arguments are
-wrong. Every rank that waits for it raises that cause within about a second. The process that hosts the store does not
-end before the others have read the cause, or `LINGER_S` have passed.
+unnoticed. If two processes have the same rank number, the second raises, and so does a process that has another world
+size or belongs to another job. It publishes the reason before it raises, so all ranks of the ring fail with the same
+sentence: ranks that are opening the ring raise it during their wait, and ranks of an open ring when they next read the
+ring's cause of failure.
+Guarantees for causes: a rank that cannot open the ring publishes the cause before it raises, even if only its arguments
+are wrong. Every rank that waits for it raises that cause within about a second. The process that hosts the store does
+not end before the other ranks have read the cause or `LINGER_S` have passed.
 """
 
 from __future__ import annotations
@@ -62,9 +63,10 @@ START = "start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and
 
 @dataclass(frozen=True)
 class Job:
-    """The job of this process. `agent`: torchrun's agent hosts the store, else rank 0 does.
+    """The job of this process. `agent`: whether torchrun's agent hosts the store; otherwise rank 0 does.
 
-    `run_id`: the job's name in torchrun or Slurm, empty if neither started it; `restart_count`: torchrun's.
+    `run_id`: the job's name in torchrun or Slurm, empty if neither started the job. `restart_count`: the number of
+    restarts, as torchrun reports it; empty without torchrun.
     """
 
     rank: int
@@ -77,7 +79,7 @@ class Job:
 
     @property
     def hosts_store(self) -> bool:
-        """Whether this process is to host the store."""
+        """Whether this process hosts the store, rather than connects to it."""
         return self.rank == 0 and not self.agent
 
     @property
@@ -92,7 +94,7 @@ class Job:
 def job_of(environment: Mapping[str, str]) -> Job | None:
     """Return the job that the environment describes, or None if this process is alone.
 
-    Raises `InputError` that names the variable, its value and what it must be.
+    Raises `InputError` that names the wrong variable, its value and the values that it may have.
     """
     if "WORLD_SIZE" not in environment and "RANK" not in environment:
         return None
@@ -151,14 +153,14 @@ def connect(job: Job, deadline: Deadline) -> dist.Store:
     """Return a new connection to the job's store. Raises what `job_store` raises."""
     attempt = _Attempt(job, deadline)
     try:
-        # The resolver and a connection to a hung host block without end, so they run on another thread.
+        # The name resolver and a connection to a hung host may block indefinitely, so they run on another thread.
         return bounded(attempt.run, deadline.plus(GRACE_S), "")
     except DeadlineError:
         raise attempt.error() from None
 
 
 class PortInUseError(InputError):
-    """Another process listens at the port where this one is to host the store."""
+    """The error if another process already listens at the port where this process must host the store."""
 
 
 class _Attempt:
@@ -171,11 +173,11 @@ class _Attempt:
         self._reached = self._warned = False
 
     def error(self) -> DeadlineError | InputError:
-        """Return the error for the deadline, which says why there is no connection."""
+        """Return the error to raise at the deadline. It says why there is no connection."""
         return self._kind(f"rank {self.job.rank}: {self._reason}; waited {self.deadline.timeout_s:g} s")
 
     def run(self) -> dist.Store:
-        """Resolve the address, then open the store or connect to it. Tries again until the deadline."""
+        """Resolve the address, then open the store or connect to it. Repeat this until the deadline."""
         job = self.job
         while True:
             try:
@@ -218,7 +220,7 @@ class _Attempt:
             warnings.warn(f"{self.error()}; tries again", stacklevel=2)
 
     def _join(self) -> dist.Store:
-        """Connect to the store of another process. Try a plain connection first: torch prints its failed attempts."""
+        """Connect to the store of another process. Probe with a plain socket first: torch prints failed attempts."""
         job = self.job
         self._blame(f"{job.host} is not reached at {job}")
         with socket.create_connection((job.address, job.port), CONNECT_S) as probe:
@@ -232,7 +234,7 @@ class _Attempt:
         return store
 
     def _host(self, family: int) -> dist.Store:
-        """Open the store, or join the one that this process has open at this port."""
+        """Open the store, or join the store that this process already has open at this port."""
         job, listener = self.job, None
         self._blame(f"rank 0 listens at port {job.port}, and {job} does not lead to it: correct MASTER_ADDR")
         options: dict[str, int] = {}
@@ -269,10 +271,10 @@ class _Attempt:
 
 
 def loopback_of(name: str, family: int) -> str | None:
-    """Return the loopback address that MASTER_ADDR stands for, None for other hosts.
+    """Return the loopback address that `name`, the value of MASTER_ADDR, stands for, or None if it stands for none.
 
-    A host's own name counts as another host, also where it resolves to a loopback address: other hosts resolve it to an
-    address that they can reach.
+    Any other host name stands for none, even if this host resolves it to a loopback address: other hosts resolve it to
+    an address that they can reach.
     """
     if name == "localhost" or name.endswith(".localhost"):
         return "::1" if family == socket.AF_INET6 else "127.0.0.1"
@@ -283,9 +285,9 @@ def loopback_of(name: str, family: int) -> str | None:
 
 
 def _bound_socket(address: str, port: int, family: int) -> socket.socket:
-    """Return a socket that is bound to `address`, at `port` if it is free and else at any port.
+    """Return a socket that is bound to `address`, at `port` if that port is free, otherwise at any free port.
 
-    Torch refuses the second kind, unless this process has a store open at `port`, which it then uses instead.
+    Torch refuses a socket at another port, unless this process has a store open at `port`: then torch uses that store.
     """
     bound = socket.socket(family)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just left is free
@@ -307,7 +309,10 @@ ADVICE = "two jobs share this address and port, or a rank was started twice; giv
 
 @dataclass(frozen=True)
 class Claim:
-    """A process that takes part in a ring as `rank` of `world_size`. `clock`: its time; `nonce`: unique."""
+    """A process's claim to be `rank` of a ring of `world_size` ranks.
+
+    `clock`: the time of the claim, in UTC. `nonce`: random, so that no two claims are equal.
+    """
 
     rank: int
     world_size: int
@@ -319,7 +324,7 @@ class Claim:
 
     @classmethod
     def of_this_process(cls, rank: int, world_size: int, run_id: str) -> Claim:
-        """A new claim."""
+        """Return a new claim of this process."""
         clock = time.strftime("%H:%M:%S", time.gmtime())
         return cls(rank, world_size, run_id, socket.gethostname(), os.getpid(), clock, secrets.token_hex(8))
 
@@ -328,10 +333,10 @@ class Claim:
 
 
 def claim_rank(control: ControlStore, run_id: str) -> None:
-    """Claim this rank's number. `run_id`: of the job, empty if unknown.
+    """Claim this rank's number in the ring. `run_id`: the name of the job, empty if unknown.
 
     Raises `InputError` if another process has the number, and `DisagreementError` if the first process of the ring has
-    another world size or belongs to another job; the reason is published.
+    another world size or belongs to another job. The reason is published first.
     """
     claim = Claim.of_this_process(control.rank, control.world_size, run_id)
     first = _put_first(control, "job", claim)
@@ -343,7 +348,7 @@ def claim_rank(control: ControlStore, run_id: str) -> None:
 
 
 def _difference(first: Claim, claim: Claim) -> str:
-    """Why two processes cannot be ranks of one ring; empty if they can."""
+    """Return why two processes cannot be ranks of one ring; empty if they can."""
     sides = f"rank {first.rank}, {first}, {{}}, and rank {claim.rank}, {claim}, {{}}"
     if first.world_size != claim.world_size:
         return sides.format(f"opened a ring of {first.world_size} ranks", f"a ring of {claim.world_size}")
@@ -468,9 +473,10 @@ def publish_refusal(group: Any, error: Exception, timeout_s: float, environment:
 
 
 def _contest(job: Job, origin: str) -> None:
-    """Raise an error that names the process with this rank's number, if a ring is open at its port; fail that ring.
+    """Find out whether another job's ring is open at this job's port. If so, fail that ring and raise an error.
 
-    Ranks of this job may already have joined that ring: they cannot know.
+    The error names the process that has this rank's number. The other job's ring must fail because ranks of this job
+    may have joined it: they cannot tell the two rings apart.
     """
     limit = Deadline(CONTEST_S)
     with suppress(DeadlineError, *LOST):
@@ -486,7 +492,7 @@ _failed: list[ControlStore] = []
 
 @atexit.register
 def _linger() -> None:
-    """Keep the store until the other ranks know why the ring cannot open."""
+    """Keep the store open until the other ranks have read why the ring cannot open."""
     deadline = Deadline(LINGER_S)
     for control in _failed:
         view = control.until(deadline)

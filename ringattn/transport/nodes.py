@@ -1,14 +1,14 @@
 """A ring whose ranks are on several nodes: one transport inside each node, another between nodes.
 
-Guarantees: a message to a peer on the same node uses the transport inside the node, any other the transport between
-nodes. So all messages of a pair of ranks use the same transport. An exchange may contain both kinds of messages. All of
-them are checked before the first is started, and they share one deadline. If either transport fails, both end, and
-every rank reports the same first cause, with rank numbers of the whole ring. Operations of all ranks, such as
-all-gathers and failure attribution, use the transport between nodes, which connects all of them.
-Splitting an exchange over two transports introduces no new deadlock. Every rank starts exchange k between nodes before
-it starts exchange k inside its node. Between nodes it waits for the same part of exchange k and for whole earlier
-exchanges; inside, for either part of exchange k. So every wait is for a smaller (exchange, transport), even if the
-streams of a device share one hardware queue.
+Guarantees: a message to a peer on the same node uses the transport inside the node, and any other message uses the
+transport between nodes. So all messages between two ranks use the same transport. An exchange may contain both kinds of
+messages. All of them are checked before the first is started, and they share one deadline. If either transport fails,
+both end, and every rank reports the same first cause, with rank numbers of the whole ring. Operations of all ranks,
+such as all-gathers and failure attribution, use the transport between nodes, which connects all ranks.
+Splitting an exchange over two transports introduces no new deadlock. Every exchange has two parts, and every rank
+starts the part between nodes before the part inside its node. The part between nodes waits only for the peers' part
+between nodes of the same exchange and for earlier exchanges. The part inside the node may wait for both parts of the
+same exchange. So no wait is for a later part, even if the streams of a device share one hardware queue.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ BEFORE_PAINT_S = 0.2
 
 
 class NodesWorkHandle:
-    """An exchange in flight. It may lack either part."""
+    """An exchange in flight: its part between nodes and its part inside the node, either of which may be None."""
 
-    arrived_s = None  # neither part measures it
+    arrived_s = None  # neither part measures the time
 
     def __init__(self, ring: NodesTransport, between: WorkHandle | None, inside: WorkHandle | None) -> None:
         self.ring, self.between, self.inside = ring, between, inside
@@ -66,7 +66,7 @@ class NodesHop:
 
 
 class NodesTransport(Ending):
-    """One rank's end. `inside` and `between` have the rank and the world size of the whole ring."""
+    """One rank's end of the ring. `inside` and `between` use the rank numbers and the size of the whole ring."""
 
     def __init__(self, inside: Transport, between: Transport, node: Sequence[int]) -> None:
         """Take over two open transports. `node`: the ranks of this rank's node."""
@@ -87,7 +87,7 @@ class NodesTransport(Ending):
         return self.between.sm_margin
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """See `Transport.allocate`. The memory is the inner transport's; the other transport can send from it too."""
+        """See `Transport.allocate`. `inside` allocates the memory; `between` can send from it too."""
         with self.joint():
             return self.inside.allocate(nbytes)
 
@@ -115,7 +115,7 @@ class NodesTransport(Ending):
             return self.between.all_gather_bytes(payload)
 
     def drain(self) -> None:
-        """See `Transport.drain`. The inner one is last: it detects what a failing rank of the node may have spoiled."""
+        """See `Transport.drain`. `inside` is last: it detects whether a failing rank of the node spoiled any data."""
         with self.joint():
             self.between.drain()
             self.inside.drain()
@@ -131,18 +131,18 @@ class NodesTransport(Ending):
         self.inside.end_pass()
 
     def replay(self, run: Callable[[], None]) -> None:
-        """See `Transport.replay`. It is refused, as inside a node."""
+        """See `Transport.replay`. The transport inside the node refuses it."""
         self.inside.replay(run)
 
     def abort(self, cause: BaseException) -> None:
-        """See `Transport.abort`. The inner one is first; the store then reaches all other ranks at once."""
+        """See `Transport.abort`. `inside` ends first; `between` then reports the cause to all ranks in the store."""
         if self._end is None:
             self._end = cause
         self.inside.abort(cause)
         self.between.abort(cause)
 
     def close(self, linger_s: float | None = None) -> None:
-        """See `Transport.close`. `linger_s`: how long to wait for the other ranks, if closing does; see NCCL's."""
+        """See `Transport.close`. `linger_s`: how long to wait for the other ranks; see `NcclTransport.close`."""
         if self._end is None:
             with self.joint():
                 self.between.drain()  # its messages are in memory that the inner transport's close frees
@@ -161,7 +161,7 @@ class NodesTransport(Ending):
             raise
 
     def before_start(self) -> None:
-        """Refuse what one of the transports would refuse, before the other has started."""
+        """Raise the error that starting one part of an exchange would raise, before the other part is started."""
 
     def await_both(self, handle: NodesWorkHandle) -> None:
         """Wait for both parts of an exchange."""
@@ -177,11 +177,11 @@ class HostNodesTransport(NodesTransport):
     between: GlooTransport
 
     def __init__(self, inside: ShmTransport, between: GlooTransport) -> None:
-        """See `NodesTransport`. Both have the same `Health`."""
+        """See `NodesTransport`. Both transports have the same `Health`."""
         super().__init__(inside, between, inside.group.ranks)
 
     def await_both(self, handle: NodesWorkHandle) -> None:
-        """See `NodesTransport.await_both`. Gloo's messages move by themselves; inside, the wait moves the bytes."""
+        """See `NodesTransport.await_both`. Wait inside first: that wait copies the bytes, and gloo needs no help."""
         until = time.monotonic() + self.inside.group.timeout_s
         if handle.inside is not None:
             handle.inside.wait(until)  # type: ignore[call-arg]
@@ -196,7 +196,10 @@ class HostNodesTransport(NodesTransport):
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        """Copy messages that arrive inside, on a thread, while this thread waits for gloo. Other ranks may need it."""
+        """Copy messages from ranks of this node on another thread while this thread waits for gloo.
+
+        Those ranks may be waiting until their messages have been copied.
+        """
         if not self.inside.under_way:
             yield
             return
@@ -219,7 +222,7 @@ class DeviceNodesTransport(NodesTransport):
     between: NcclTransport
 
     def __init__(self, inside: PeerTransport, between: NcclTransport) -> None:
-        """See `NodesTransport`. Both have the same `Health`, and NCCL's supervisor ends both."""
+        """See `NodesTransport`. Both transports have the same `Health`, and NCCL's supervisor ends both."""
         super().__init__(inside, between, inside.group.ranks)
         supervisor, watch = between.supervisor, inside.watch
         watch.report = supervisor.fail

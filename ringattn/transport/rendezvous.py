@@ -1,4 +1,4 @@
-"""Connects a rank with the others: by a process group, a device mesh, torchrun's variables, or not at all if alone.
+"""The opening of a rank's transport: over a process group, a device mesh, or torchrun's ranks, or for one rank alone.
 
 This is the only module that reads environment variables.
 """
@@ -60,10 +60,12 @@ TransportName = Literal["auto", "local", "shm", "gloo", "nccl", "peer"]
 def open_transport(
     group: Any, transport: str, timeout_s: float, nccl: NcclOptions | None = None, calibrated: bool = False
 ) -> Transport:
-    """Open this rank's transport. `calibrated`: publish in its location the constants that `ringattn calibrate` stored.
+    """Open this rank's transport.
 
-    `auto` is nccl if there is a CUDA device; else shm if all ranks are known to be one user's on one machine, and gloo
-    if not; local if alone. If the transport that auto has chosen cannot be opened, no other is tried.
+    `auto` is local for a ring of one rank. For more ranks it is nccl if there is a CUDA device, otherwise shm if all
+    ranks are known to belong to one user on one machine, and otherwise gloo. If the transport that `auto` has chosen
+    cannot be opened, no other is tried.
+    `calibrated`: add the constants that `ringattn calibrate` stored to this rank's location, which all ranks read.
     """
     with refusals_published(group):
         _check_names(transport, nccl)
@@ -115,7 +117,7 @@ def open_transport(
 
 @contextmanager
 def refusals_published(group: Any) -> Iterator[None]:
-    """Report to the other ranks of the ring why this rank's arguments are refused in the block."""
+    """Run the block. If it raises because this rank's arguments are wrong, report the error to the other ranks."""
     try:
         yield
     except Exception as error:
@@ -124,7 +126,7 @@ def refusals_published(group: Any) -> Iterator[None]:
 
 
 def _check_names(transport: str, nccl: NcclOptions | None) -> None:
-    """Raise `InputError` if there is no such transport, or if it does not take NCCL options."""
+    """Raise `InputError` if there is no such transport, or if it takes no NCCL options and some were given."""
     if transport not in TRANSPORTS:
         raise InputError(f"transport={transport!r} is not known; choose one of {', '.join(TRANSPORTS)}")
     if nccl is not None and transport not in ("auto", "nccl", "peer"):
@@ -168,7 +170,7 @@ def _open_nccl(opening: Opening, options: NcclOptions, gpu: int) -> NcclTranspor
 
 
 def _open_peer(opening: Opening, options: NcclOptions | None, gpu: int | None) -> Transport:
-    """Open copy engines of this process's GPU, and NCCL to other nodes."""
+    """Open the peer transport, which uses the copy engines of this process's GPU, and NCCL if there are other nodes."""
     spans = not one_machine(opening.locations)
     if options is not None and not spans:
         raise InputError(f"nccl={options} was given, but transport='peer' takes no NCCL options inside one node")
@@ -205,9 +207,10 @@ def job_size(world_size: int) -> int:
 
 
 def _gpu_index(rank: int) -> int:
-    """Return the GPU that the caller has made current, else the one of torchrun's LOCAL_RANK, or the only one.
+    """Return the index of this rank's GPU: the one that torchrun's LOCAL_RANK names, unless the caller chose another.
 
-    Raises `UnsupportedError` if torch finds none.
+    If the current GPU is not GPU 0, the caller has chosen it. Without LOCAL_RANK, or with a single GPU, return the
+    current GPU. Raises `UnsupportedError` if torch finds no GPU, and `InputError` if LOCAL_RANK names none.
     """
     if not torch.cuda.is_available():
         raise UnsupportedError(

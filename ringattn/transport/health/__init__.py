@@ -1,4 +1,4 @@
-"""Liveness of a ring: each rank's heartbeat, its observations of the others, and which rank is at fault.
+"""Liveness of a ring: heartbeats of the ranks, their observations of each other, and which rank is at fault.
 
-Every transport reports to one `Health` per rank and calls it after every failure.
+Each rank has one `Health`. Its transports report to it, and ask it after every failure which rank is at fault.
 """

@@ -1,16 +1,17 @@
 """Heartbeats of other ranks as this rank reads them: from the control store, and in datagrams of its two neighbours.
 
-Only what this rank itself has read counts. While a feed did not answer, or while this rank was itself stopped, no rank
-counts as silent.
+A rank counts as silent only if this rank itself has read that its heartbeat stopped. Time during which a feed did not
+answer, or this rank was itself stopped, does not count.
 
 The store: one request is in progress at a time. The connection's thread runs it, so a store that does not answer blocks
 no other thread. Guarantee: once all ranks have sent a heartbeat, a round makes at most three requests.
 
 Datagrams: each has the nonce of the ring, the sender's heartbeat, and the ranks that the sender knows to be silent or
-gone. Reports are passed around the ring: what arrives from one side is sent to the other side, and ends at the
-observer. Guarantees: the format is JSON, never pickle. A datagram without the nonce or of another form is dropped.
-The socket is bound to the address on the route to the store's host. Firewalls drop datagrams, so a neighbour whose
-datagrams never arrived is not silent, and datagrams do not count while the store answers.
+gone. Reports are passed around the ring: a rank sends the reports from one neighbour on to the other neighbour, until
+they reach the rank that made them. Guarantees: the format is JSON, never pickle. A datagram that lacks the nonce or has
+another form is dropped. The socket is bound to the address on the route to the store's host. Firewalls may drop
+datagrams, so a neighbour whose datagrams never arrived is not silent, and while the store answers, a neighbour is not
+called silent because of datagrams.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass
 class Heard(Generic[T]):
-    """A heartbeat as it was read. Times are on this process's monotonic clock."""
+    """The newest heartbeat of a rank, and when it was read first and last, on this process's monotonic clock."""
 
     beat: T
     first_s: float
@@ -51,7 +52,7 @@ class Feed(Generic[T]):
     """The heartbeats of one source. Written by the health thread, read by any thread."""
 
     def __init__(self, gap_s: float) -> None:
-        """After a gap of more than `gap_s` between readings, earlier readings do not count."""
+        """Ignore a rank's earlier readings after a gap of more than `gap_s` between two readings."""
         self._gap_s = gap_s
         self.heard: dict[int, Heard[T]] = {}
 
@@ -64,12 +65,12 @@ class Feed(Generic[T]):
             before.last_s = now_s
 
     def keep(self, ranks: Collection[int]) -> None:
-        """Forget ranks that are not read any more, because old readings say nothing later."""
+        """Forget all ranks except `ranks`, which are still read: an old reading says nothing about the present."""
         for rank in self.heard.keys() - set(ranks):
             del self.heard[rank]
 
     def unchanged(self, at_least_s: float, since_s: float) -> set[int]:
-        """Return the ranks whose heartbeat had been the same for `at_least_s` when last read, after `since_s`."""
+        """Return the ranks that were read after `since_s` and had then had one heartbeat for `at_least_s` or longer."""
         return {
             rank
             for rank, heard in list(self.heard.items())
@@ -77,7 +78,7 @@ class Feed(Generic[T]):
         }
 
     def new(self, since_s: float) -> set[int]:
-        """Return the ranks that have sent a heartbeat since then."""
+        """Return the ranks from which a new heartbeat has been read since `since_s`."""
         return {rank for rank, heard in list(self.heard.items()) if heard.changed and heard.first_s >= since_s}
 
 
@@ -94,17 +95,20 @@ ANSWER_S = 0.8
 
 
 def interval_s(job_size: int, requests: int = 2) -> float:
-    """Return the seconds between two rounds of a rank with `requests` each, if `job_size` ranks share the store."""
+    """Return the seconds between two rounds of a rank with `requests` each. `job_size` ranks share the store."""
     return max(INTERVAL_S, requests * job_size / REQUESTS_PER_S)
 
 
 def silence_s(interval: float) -> float:
-    """Return after how long without a change a heartbeat sent every `interval` has stopped: two may be late."""
+    """Return for how many seconds a heartbeat may stay the same before its rank counts as silent.
+
+    A heartbeat is sent every `interval` seconds, and two heartbeats may be late.
+    """
     return max(10 * INTERVAL_S, 2.2 * interval + 0.2)
 
 
 def heartbeat_key(rank: int) -> str:
-    """Return the key of a rank's heartbeat."""
+    """Return the store's key of a rank's heartbeat."""
     return f"heartbeat/{rank}"
 
 
@@ -114,7 +118,7 @@ class StoreFeed(Feed[Beat | None]):
     def __init__(
         self, control: ControlStore, interval: float, also: Callable[[dist.Store], None] = lambda store: None
     ) -> None:
-        """Nothing else may use `control`. `also` runs in each round, on the connection's thread."""
+        """Read through `control`, which nothing else may use. `also` runs in each round, on the connection's thread."""
         super().__init__(silence_s(interval) / 2)
         self.cause: str | None = None
         self.gone: str | None = None
@@ -129,7 +133,7 @@ class StoreFeed(Feed[Beat | None]):
 
     @property
     def unanswered(self) -> str:
-        """Why the store could not be read just now, with its host; empty if it answers."""
+        """A text that names the store's host and says why the store cannot be read now; empty if it answers."""
         host = self._control.host
         if self.gone is not None:
             return f"{host} is gone"
@@ -156,13 +160,13 @@ class StoreFeed(Feed[Beat | None]):
             self.gone, self._request = str(error), None
 
     def end(self, beat: Beat, patience_s: float) -> None:
-        """Write the last heartbeat, which marks the end as intended. Never raises."""
+        """Write this rank's last heartbeat, which says that the rank ends on purpose. Never raises."""
         self.call(lambda store: store.set(heartbeat_key(self._control.rank), beat.text()), patience_s)
 
     def call(self, run: Callable[[dist.Store], object], patience_s: float) -> None:
-        """Run a request after the one in progress. Never raises.
+        """Run `run(store)` on the connection's thread, after the request in progress. Never raises.
 
-        Wait for it if the store answers. If it does not, the request runs when the store answers again.
+        Wait up to `patience_s` for its end if the store answers. If not, do not wait: it runs when the store answers.
         """
         try:
             if self.gone is None:
@@ -171,11 +175,11 @@ class StoreFeed(Feed[Beat | None]):
             pass  # the connection was abandoned, or belongs to the parent of this process
 
     def _round(self, store: dist.Store, text: str, ranks: list[int]) -> tuple[bytes, dict[int, bytes | None]]:
-        """On the connection's thread: send this rank's heartbeat, then read the cause and the heartbeats of `ranks`."""
+        """Send this rank's heartbeat, then read the cause and the heartbeats of `ranks`. On the connection's thread."""
         if not self.rounds:
             store.compare_set(CAUSE, "", "")  # from now on the key exists; it is empty while nothing has failed
         store.set(heartbeat_key(self._control.rank), text)
-        with suppress(OSError, ValueError, TypeError):  # datagrams are optional: the store has the same facts
+        with suppress(OSError, ValueError, TypeError):  # datagrams are optional: the store has the same heartbeats
             self._also(store)
         unread = [rank for rank in ranks if rank not in self._begun]
         self._begun.update(set(unread) - set(missing_ranks(store.check, unread, heartbeat_key)))
@@ -202,10 +206,10 @@ Claims = dict[int, dict[int, str]]
 
 
 class Neighbours(Feed[Beat]):
-    """The heartbeats of the next and the previous rank, and their reports about others."""
+    """The heartbeats of the next and the previous rank, and their reports about other ranks."""
 
     def __init__(self, rank: int, world_size: int, interface: str | None, silence_s: float) -> None:
-        """`interface`: a network interface. Empty: the one that routes to the store's host. None: no datagrams."""
+        """Use `interface`, a network interface. Empty: the one on the route to the store's host. None: no datagrams."""
         super().__init__(silence_s / 2)
         self._silence_s = silence_s
         self.before, self.after = (rank - 1) % world_size, (rank + 1) % world_size
@@ -219,7 +223,7 @@ class Neighbours(Feed[Beat]):
         self._targets: dict[int, tuple[str, int]] = {}
 
     def meet(self, store: dist.Store) -> None:
-        """Take one step towards the neighbours' addresses. Called from the thread that owns `store`, until complete."""
+        """Find out the neighbours' addresses, one step per call. The thread that owns `store` calls it every round."""
         if self._interface is None or self._targets or (self._address is not None and not self._address.own):
             return  # no datagrams are wanted, all addresses are known, or this rank's own address is unknown
         if self._address is None:
@@ -233,7 +237,7 @@ class Neighbours(Feed[Beat]):
         ranks = sorted(self.ranks)
         if self._socket is None and store.check([f"neighbours/address/{rank}" for rank in ranks]):
             addresses = [Address.parse(store.get(f"neighbours/address/{rank}")) for rank in ranks]
-            # Neighbours whose user named an interface do not know the address of the store's host.
+            # A neighbour whose user named an interface does not report the address of the store's host.
             candidates = [self._address, *(address for address in addresses if address.meeting)]
             self._bind(self._address.own if self._interface else reachable(0, candidates).own)
             if self._socket is not None:
@@ -247,7 +251,7 @@ class Neighbours(Feed[Beat]):
         if not self._targets:
             return
         for rank, target in self._targets.items():
-            # Pass on reports from the other side. With two ranks both sides are one rank, whose own reports end there.
+            # Pass on the other neighbour's reports. With two ranks there is only one, which gets its own reports back.
             passed_on = self._claims_of(self.before if rank == self.after else self.after, now_s)
             claims = {**dict(list(passed_on.items())[:MOST_OBSERVERS]), self._rank: dict(observed)}
             message = [self._nonce, self._rank, beat.text(), [[o, list(c.items())] for o, c in claims.items() if c]]
@@ -268,7 +272,7 @@ class Neighbours(Feed[Beat]):
         }
 
     def _claims_of(self, sender: int, now_s: float) -> Claims:
-        """Return a neighbour's reports while it is alive. Keep those of a failed neighbour: they are why."""
+        """Return the reports of a neighbour that is alive, or that has failed: then they explain its failure."""
         heard = self.heard.get(sender)
         if heard is None:
             return {}
@@ -276,7 +280,7 @@ class Neighbours(Feed[Beat]):
         return self._claims.get(sender, {}) if failed or now_s - heard.first_s < self._silence_s else {}
 
     def close(self, last: Beat) -> None:
-        """Send the last heartbeat, with what this rank observed last, and close the socket. Idempotent."""
+        """Send the last heartbeat with this rank's last observations, and close the socket. Idempotent."""
         self.exchange(last, self._observed, 0.0)
         self._targets = {}
         if self._socket is not None:

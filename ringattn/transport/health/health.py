@@ -1,12 +1,13 @@
 """One rank's health: its heartbeat, its observations of the other ranks, and which rank is at fault after a failure.
 
 A thread runs a round every tenth of a second. It measures how late the round is, sends this rank's heartbeat, and reads
-the feeds: the store (first cause, neighbours, ranks that this one waits for), shared pages, and datagrams of the two
-neighbours.
-Guarantees: the thread waits for no store. A rank that was itself stopped discards its earlier observations and names no
-other rank. In an open ring every rank reads the first cause in each round. After a failure one rank reads all
-heartbeats and the others wait for its cause, so the number of requests grows linearly with the ranks. `explain` ends
-within `limit_s`, even if the store does not answer; `LOSS_S` later if a connection to a living rank has broken.
+the feeds: the store (first cause, and heartbeats of the neighbours and of ranks that this rank waits for), shared
+pages, and datagrams of the two neighbours.
+Guarantees: the thread never waits long for the store. A rank that was itself stopped discards its
+earlier observations and names no other rank. In an open ring every rank reads the first cause in each round. After a
+failure one rank reads all heartbeats and the other ranks wait for the cause that it publishes, so the number of
+requests grows linearly with the ranks. `explain` ends within `limit_s`, even if the store does not answer, or within
+`LOSS_S` more if a connection to a living rank has broken.
 """
 
 from __future__ import annotations
@@ -45,13 +46,16 @@ IN_TURN_UP_TO = 64
 
 
 class Pages(Protocol):
-    """Heartbeats in shared pages, of the ranks of this machine."""
+    """The heartbeats of the ranks of this machine, in shared pages."""
 
     gone: set[int]
     """Ranks whose process has ended without closing the ring."""
 
     def exchange(self, beat: Beat) -> dict[int, Beat]:
-        """Publish this rank's heartbeat, and return the newest of each other rank, with `ENDED` for a failed rank."""
+        """Publish this rank's heartbeat, and return the newest heartbeat of each other rank.
+
+        The heartbeat of a rank that has failed or closed has the count `ENDED`.
+        """
         ...
 
     def first_cause(self) -> str | None:
@@ -60,13 +64,17 @@ class Pages(Protocol):
 
 
 class Health:
-    """The health of one rank, for all its transports. One thread at a time calls `explain`; any may call the rest."""
+    """The health of one rank, for all its transports.
+
+    Only one thread at a time may call `explain`. Any thread may call the other methods.
+    """
 
     def __init__(self, control: ControlStore, *, job_size: int | None = None, interface: str | None = None) -> None:
-        """`job_size` ranks share the store; None: the ranks of this ring.
+        """Prepare to observe the ring. `attach` starts the heartbeats.
 
-        `interface`: exchange datagrams with the neighbours, over this network interface or, if empty, over the one that
-        routes to the store's host. None: no datagrams, because shared pages connect the ranks.
+        `job_size`: the number of ranks that share the store; None: the ranks of this ring. `interface`: the network
+        interface for datagrams to the neighbours; empty: the one on the route to the store's host. None: no datagrams,
+        because shared pages connect the ranks.
         """
         self.rank, self.world_size = control.rank, control.world_size
         self.call = 0
@@ -94,7 +102,7 @@ class Health:
 
     @property
     def limit_s(self) -> float:
-        """The longest time that `explain` may take."""
+        """The longest time that `explain` takes, except for the extra time after a lost connection."""
         return max(self.silence_s + SHARE_S, SHORTEST_S)
 
     @property
@@ -105,9 +113,10 @@ class Health:
     def attach(
         self, user: object, place: Callable[[], Place], on_cause: Callable[[str], object] = lambda cause: None
     ) -> None:
-        """Start to observe for another transport of this rank. `place`: returns the rank's position in it.
+        """Add `user`, a transport of this rank, and start the heartbeats if it is the first.
 
-        `on_cause` is called once, from the thread, when a rank has published a cause.
+        `place`: a function that returns what the rank is doing in this transport. `on_cause`: a function that the
+        health thread calls once when a rank has published a cause.
         """
         self._users[user] = place, on_cause
         if self.world_size > 1 and self._thread is None and not self._stopped.is_set():
@@ -116,7 +125,7 @@ class Health:
             self._thread.start()
 
     def detach(self, user: object, patience_s: float = END_S) -> None:
-        """End the heartbeats as intended when the last transport has ended. Idempotent."""
+        """Remove `user`, a transport that has ended. After the last one, end the heartbeats on purpose. Idempotent."""
         last = Beat(ENDED, self.place(), self.closed)
         if self._users.pop(user, None) is None or self._users:
             return
@@ -132,12 +141,15 @@ class Health:
         self.store.call(lambda store: store.compare_set(CAUSE, "", text), PUBLISH_S)
 
     def place(self) -> Place:
-        """Return this rank's position: in its first transport that waits for something, or its last known one."""
+        """Return what this rank is doing, in the first of its transports that waits for something.
+
+        If no transport waits, return it for the last transport; if there is none any more, return the last known.
+        """
         places = [place() for place, _ in list(self._users.values())] or [self._here]
         return next((place for place in places if place.waits is not Waits.HOST), places[-1])
 
     def beats(self) -> dict[int, Beat]:
-        """Return the newest heartbeat of each rank in any feed. A rank that ended or closed stays ended."""
+        """Return the newest heartbeat of each rank, from all feeds. The last heartbeat of a rank counts as the newest."""
         newest: dict[int, Beat] = {}
         feeds: list[Feed[Any]] = [self.store, self._page_feed, self._neighbours]
         for feed in feeds:
@@ -148,11 +160,11 @@ class Health:
         return newest
 
     def left(self) -> set[int]:
-        """Return the ranks, among those read, that have closed their ring or ended their heartbeats as intended."""
+        """Return the ranks whose heartbeat says that they have closed the ring or ended their heartbeats on purpose."""
         return {rank for rank, beat in self.beats().items() if beat.left}
 
     def silent(self, at_least_s: float = 0.0) -> set[int]:
-        """Return the ranks whose heartbeat has stopped for `at_least_s`, and for `silence_s` at least."""
+        """Return the ranks whose heartbeat has stopped for at least `silence_s`, and for at least `at_least_s`."""
         limit_s, now_s = max(self.silence_s, at_least_s), time.monotonic()
         silent = self._page_feed.unchanged(limit_s, now_s - self.silence_s)
         if not self.store.unanswered:
@@ -163,14 +175,15 @@ class Health:
         return silent - self._alive(now_s - self.silence_s) - self.gone() - self.left() - {self.rank}
 
     def gone(self) -> set[int]:
-        """Return the ranks whose process has ended, according to the pages of their machine."""
+        """Return the ranks whose process has ended, as this machine's pages show or neighbours report."""
         local = set(self.pages.gone) if self.pages is not None else set()
         return local | self._neighbours.reported("gone", time.monotonic())
 
     def stood_still_s(self, since_s: float, timeout_s: float) -> float:
-        """Return how long this rank itself was stopped, if for `silence_s` or longer since then; else 0.
+        """Return for how long this rank itself was stopped after `since_s`, if for `silence_s` or longer; otherwise 0.
 
-        A stop of `timeout_s` before that counts too: it made the other ranks reach their deadline.
+        A stop before `since_s` counts too if it lasted `timeout_s` or longer and ended less than `timeout_s` ago: it
+        made the other ranks reach their deadline.
         """
         now_s, longest_s = time.monotonic(), 0.0
         for start_s, end_s in [*self._stops, *([(self._last_s, now_s)] if self._thread is not None else [])]:
@@ -189,10 +202,10 @@ class Health:
         lost: tuple[int, str] | None = None,
         at_deadline: bool = True,
     ) -> str:
-        """Return which rank is at fault after a wait has failed, or where the awaited ranks are, as one line.
+        """Return one line that names the ranks at fault after a failed wait, or says what the awaited ranks are doing.
 
-        `waited_s`: how long this rank has waited, of the `timeout_s` that each rank waits. `missing`, `lost`,
-        `at_deadline`: see `Evidence`.
+        `waited_for`: the ranks that this rank waited for. `waited_s`: how long it waited. `timeout_s`: the longest time
+        that any rank waits. `missing`, `lost`, `at_deadline`: see `Evidence`.
         """
         request = Evidence(
             self.rank,
@@ -204,7 +217,7 @@ class Health:
         began_s, deadline, rounds = time.monotonic(), Deadline(self.limit_s), self.store.rounds
         while True:
             seen = self._evidence(request, began_s, waited_s, timeout_s)
-            # Other ranks read the cause of the investigating rank one round later.
+            # The investigating rank publishes its cause; a rank that waits for that cause reads it one round later.
             late_s = 0.0 if 1 in self._claims.values() else self.store.interval_s
             late_s += LOSS_S if lost is not None and not seen.store else 0.0
             if self._settled(seen, began_s, rounds) or deadline.plus(late_s).passed:
@@ -226,7 +239,7 @@ class Health:
                 return
 
     def round(self, now_s: float) -> None:
-        """Run one round of the thread."""
+        """Run one round of the health thread: send this rank's heartbeat and read the feeds."""
         if now_s - self._last_s >= self.silence_s / 2:
             self._stops.append((self._last_s, now_s))
         self._last_s = now_s
@@ -238,7 +251,7 @@ class Health:
         if self.pages is not None:
             for rank, page_beat in self.pages.exchange(beat).items():
                 self._page_feed.note(rank, page_beat, now_s)
-        # Report only this rank's own observations. Reports of others are passed on unchanged.
+        # Report only this rank's own observations. The reports of other ranks are passed on unchanged.
         recent_s = now_s - self.silence_s
         silent = self._page_feed.unchanged(self.silence_s, recent_s)
         silent |= self._neighbours.unchanged(self.silence_s, recent_s)
@@ -248,7 +261,11 @@ class Health:
         self._neighbours.exchange(Beat(self._count, place, self.closed), observed, now_s)
 
     def _ranks_to_read(self, place: Place) -> list[int]:
-        """Return the ranks to read: the neighbours, and a round's share of the ranks that this one waits for."""
+        """Return the ranks whose heartbeats to read in this round: the neighbours, and ranks that this rank waits for.
+
+        If these are many, each round reads only some of them, and successive rounds take turns. A rank that
+        investigates a failure reads all ranks in each round.
+        """
         peers = set(range(self.world_size)) - {self.rank}
         investigates = 1 in self._claims.values()
         waits = place.waits is not Waits.HOST
@@ -265,16 +282,17 @@ class Health:
     # --- after a failure ---------------------------------------------------------------------------------------------
 
     def _claim(self, name: str) -> None:
-        """Claim a name. Its first claimant in the ring reads all heartbeats; the other ranks wait for the cause.
+        """Claim an investigation by its name. The first rank that claims it reads all heartbeats and publishes a cause.
 
-        A rank at a deadline and one that lost a connection claim different names: the second waits for the first.
+        The other ranks wait for that cause. Ranks that lost a connection claim another name than ranks at a deadline,
+        because they also wait for the cause that a rank at a deadline publishes.
         """
         if name not in self._claims:
             self._claims[name] = 0
             self.store.call(lambda store: self._claims.update({name: store.add(f"investigators/{name}", 1)}), 0.0)
 
     def _evidence(self, request: Evidence, began_s: float, waited_s: float, timeout_s: float) -> Evidence:
-        """Return what this rank knows now. `began_s`: when the explanation was requested."""
+        """Return `request`, completed by what this rank knows now. `began_s`: when the explanation was requested."""
         # A slow link delays heartbeats. A rank whose heartbeat arrived shortly before the deadline is not at fault.
         quiet = self.silent()
         late = quiet - self.silent(min(waited_s / 2, HELD_BACK_S)) if request.at_deadline else set()
@@ -294,22 +312,22 @@ class Health:
         )
 
     def _settled(self, seen: Evidence, began_s: float, rounds: int) -> bool:
-        """Return whether a longer wait can add nothing."""
+        """Return whether waiting longer would not change the explanation."""
         if seen.stood_still_s:
-            return bool(seen.store) or self.store.rounds > rounds + 1  # what was published meanwhile has been read
+            return bool(seen.store) or self.store.rounds > rounds + 1  # a cause published meanwhile has been read
         if seen.cause:
             return True
         at_fault = {*seen.gone, *seen.silent}
         if seen.lost is not None:
-            # A rank publishes its cause just before its connections close, unless it was killed. A round that began
-            # after that reads the cause. The heartbeats of a rank that was slow have stopped before.
+            # A rank publishes its cause just before its connections close, unless it was killed. A round that begins
+            # after that reads the cause. If such a round read none and the peer's heartbeat has stopped, it was killed.
             has_read = bool(seen.store) or self.store.rounds > rounds + 1
             return seen.lost[0] in seen.closed or (seen.lost[0] in at_fault and has_read)
         if at_fault:
             return True
         peers = set(range(self.world_size)) - {self.rank}
         heard = self._alive(began_s) | self.left()
-        # One rank reads all heartbeats of the store; pages show those of the machine to every rank.
+        # Only one rank reads all heartbeats in the store. The pages show the heartbeats of a machine to all its ranks.
         return peers <= heard and (1 in self._claims.values() or peers <= self._page_feed.heard.keys())
 
     def _observed_since(self, rank: int) -> float:
@@ -317,5 +335,5 @@ class Health:
         return heard.first_s if heard is not None else time.monotonic()
 
     def _alive(self, since_s: float) -> set[int]:
-        """Return the ranks that have sent a heartbeat in any feed since then."""
+        """Return the ranks from which any feed has received a new heartbeat since `since_s`."""
         return self.store.new(since_s) | self._page_feed.new(since_s) | self._neighbours.new(since_s)

@@ -1,6 +1,7 @@
-"""A rank's heartbeat, and the decision which rank is at fault, from everything that one rank knows.
+"""A rank's heartbeat, and the decision which rank is at fault, made from everything that one rank knows.
 
-Values and pure functions. Guarantee: a rank that only waits for another is never named at fault.
+The module contains only values and pure functions. Guarantee: a rank that only waits for another rank is never named at
+fault.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ class Waits(Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's position. `peers`: the ranks that it waits for; None: all."""
+    """What a rank was doing at a moment, for error messages.
+
+    `at`: its last exchange, or `idle`. `call`: the number of its call. `waits`: the kind of its wait. `peers`: the
+    ranks that it waits for; None: all ranks.
+    """
 
     at: str = "idle"
     call: int = 0
@@ -44,7 +49,7 @@ class Place:
 
     @classmethod
     def make(cls, position: str, call: int, waits: Waits = Waits.HOST, peers: Iterable[int] = ()) -> Place:
-        """Create a place that lists its peers if they are few."""
+        """Return a `Place`. It lists `peers` if there are at most `ALL_PEERS`."""
         waited_for = frozenset(peers)
         return cls(position[:LONGEST_AT], call, waits, waited_for if len(waited_for) <= ALL_PEERS else None)
 
@@ -54,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Beat:
-    """One heartbeat. A reader checks only whether `count` changes: clocks of two machines are never compared."""
+    """One heartbeat. A reader only checks whether `count` has changed: clocks of two machines are never compared."""
 
     count: int
     place: Place = Place()
@@ -65,7 +70,7 @@ class Beat:
 
     @property
     def left(self) -> bool:
-        """Whether the rank has closed its ring or ended its heartbeats as intended. It is neither silent nor behind."""
+        """Whether the rank closed its ring or ended its heartbeats on purpose. Such a rank is not silent or behind."""
         return self.closed or self.count == ENDED
 
     def text(self) -> str:
@@ -93,7 +98,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that a rank knows. All numbers are ranks of the whole ring."""
+    """Everything that a rank knows about a failed wait. All rank numbers are those of the whole ring."""
 
     rank: int
     stood_still_s: float = 0.0
@@ -126,9 +131,9 @@ class Evidence:
 def at_fault(evidence: Evidence) -> list[str]:
     """Return the ranks at fault as phrases for an error; an empty list if no rank is proven at fault.
 
-    Checked in this order, because each explains what follows: this rank itself was stopped; the published first cause;
-    dead ranks; silent ranks; ranks that are behind; ranks stuck in a launch. The host of a store that does not answer
-    is named in addition to ranks, because it hides their state.
+    The causes are checked in this order, because an earlier one explains the later ones: this rank itself was stopped;
+    a published first cause; dead ranks; silent ranks; ranks that are behind; ranks stuck in a launch. If the store does
+    not answer, its host is named in addition, because the state of the ranks is then unknown.
     """
     cause = [evidence.cause] if evidence.cause else []
     if evidence.stood_still_s:
@@ -143,7 +148,7 @@ def at_fault(evidence: Evidence) -> list[str]:
 
 
 def explain(evidence: Evidence) -> str:
-    """Return who is at fault, or else where each awaited rank is, as one line for an error."""
+    """Return one line for an error: the ranks at fault, or, if none is proven, what each awaited rank is doing."""
     phrases = at_fault(evidence)
     lost = {evidence.lost[0]} if evidence.lost else set()
     named = {*evidence.gone, *evidence.silent, *lost}
@@ -156,7 +161,7 @@ def explain(evidence: Evidence) -> str:
 
 
 def silence(rank: int, place: Place | None) -> str:
-    """Describe a silent rank. `place`: its last heartbeat, None if it never sent one."""
+    """Describe a silent rank. `place`: what it was doing in its last heartbeat; None if it never sent a heartbeat."""
     heard = "never heard by this rank" if place is None else f"last heard in {place}"
     return f"rank {rank} is silent (stopped, stuck, gone or out of reach), {heard}"
 
@@ -182,7 +187,7 @@ def _gone_or_silent(evidence: Evidence) -> list[str]:
 
 
 def _behind(evidence: Evidence) -> list[str]:
-    """Describe ranks that have not reached the exchange: they run Python, or their own kernels."""
+    """Describe the ranks that have not reached the exchange because they run Python code or their own kernels."""
     places, phrases = evidence.places, []
     newest = max((place.call for place in places.values()), default=0)
     for rank, place in sorted(places.items()):
@@ -197,7 +202,10 @@ def _behind(evidence: Evidence) -> list[str]:
 
 
 def _launches(evidence: Evidence) -> list[str]:
-    """Describe ranks in a launch. One whose peers are in a launch too may only be connecting to the one that hangs."""
+    """Describe the ranks that are stuck in a launch.
+
+    A rank whose peers are in a launch too may not be stuck itself: it may only be connecting to a rank that is.
+    """
     launching = {
         rank: place
         for rank, place in sorted(evidence.places.items())
