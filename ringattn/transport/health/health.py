@@ -3,11 +3,11 @@
 A thread runs a round every tenth of a second. It measures how late the round is, sends this rank's heartbeat, and reads
 the feeds: the store (first cause, and heartbeats of the neighbours and of ranks that this rank waits for), shared
 pages, and datagrams of the two neighbours.
-Guarantees: the thread never waits long for the store. A rank that was itself stopped discards its
-earlier observations and names no other rank. In an open ring every rank reads the first cause in each round. After a
-failure one rank reads all heartbeats and the other ranks wait for the cause that it publishes, so the number of
-requests grows linearly with the ranks. `explain` ends within `limit_s`, even if the store does not answer, or within
-`LOSS_S` more if a connection to a living rank has broken.
+Guarantees: the thread never waits long for the store. A rank that was itself stopped discards its earlier observations
+and names no other rank. In an open ring every rank reads the first cause in each round. After a failure one rank reads
+all heartbeats and the other ranks wait for the cause that it publishes, so the number of requests grows linearly with
+the ranks. `explain` ends within `limit_s`, even if the store does not answer, or within `LOSS_S` more if a connection
+to a living rank has broken.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Health:
         return next((place for place in places if place.waits is not Waits.HOST), places[-1])
 
     def beats(self) -> dict[int, Beat]:
-        """Return the newest heartbeat of each rank, from all feeds. The last heartbeat of a rank counts as the newest."""
+        """Return the newest heartbeat of each rank, from all feeds. A rank's last heartbeat counts as its newest."""
         newest: dict[int, Beat] = {}
         feeds: list[Feed[Any]] = [self.store, self._page_feed, self._neighbours]
         for feed in feeds:

@@ -2,10 +2,10 @@
 
 Ranks are numbered within the whole ring. Some ranks of the ring may be on other machines, in other groups.
 
-Guarantees: opening succeeds on all ranks, or all raise the same message, which names the step that failed. Every wait
-has a deadline. Every rank reports the first cause of a failure, and that cause is in every page before the failed rank
-releases its buffers. Only stopped or dead ranks are named at fault. After opening, the store is only read for a first
-cause from elsewhere, so a ring keeps running without it.
+Guarantees: opening succeeds on all ranks, or all ranks raise the same message, which names the step that failed. Every
+wait has a deadline. Every rank reports the first cause of a failure, and every rank can read that cause before the
+failed rank releases its buffers. Only stopped or dead ranks are named at fault. After opening, the store is only read
+for a first cause from another machine or job, so a ring keeps running without the store.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ BACKLOG = 4096
 
 
 class Descriptor(Protocol):
-    """An object that keeps a file descriptor open. The descriptor is sent to other ranks while its owner lives."""
+    """An object that owns an open file descriptor, which other ranks can fetch as long as the object lives."""
 
     fd: int | None
 
@@ -67,15 +67,15 @@ class Descriptor(Protocol):
 class Service:
     """One rank's listener and connections, over which processes of one user pass file descriptors to each other.
 
-    Every rank listens on an abstract socket with a random name, and keeps one connection to each other rank. Over it a
-    rank fetches the other's page and, later, its arenas. A connection that hangs up shows that the process has ended.
-    `round` runs in one thread, `connect` and `pull` in another.
-    Guarantees: a caller of another user, or without the ring's nonce, is refused. No call waits without a deadline. A
-    forked process closes its copies, so it cannot pass for its parent.
+    Every rank listens on an abstract socket with a random name, and keeps one connection to each other rank. Over this
+    connection it fetches the other rank's page and, later, that rank's arenas. A connection that hangs up shows that
+    the other process has ended. `round` runs in one thread, `connect` and `pull` in another.
+    Guarantees: a process of another user, or one without the ring's nonce, is refused. No call waits without a
+    deadline. A forked process closes its copies of the sockets, so it cannot be taken for its parent.
     """
 
     def __init__(self, rank: int) -> None:
-        """Start to listen. Raises `OSError`."""
+        """Start to listen for connections. Raises `OSError`."""
         self.rank = rank
         self.name, self.nonce = secrets.token_hex(8), secrets.token_bytes(16)
         self._shared: weakref.WeakValueDictionary[int, Descriptor] = weakref.WeakValueDictionary()
@@ -97,7 +97,10 @@ class Service:
             raise
 
     def share(self, owner: Descriptor) -> int:
-        """Offer the owner's descriptor while the owner lives; return its arena number. The page is arena 0."""
+        """Let other ranks fetch the owner's descriptor while the owner lives; return its arena number.
+
+        A rank shares its page first, so the page is arena 0.
+        """
         arena = self._next_arena
         self._next_arena += 1
         self._shared[arena] = owner
@@ -119,10 +122,10 @@ class Service:
         self._peers[rank] = peer
 
     def pull(self, rank: int, arena: int, until: float, check: Callable[[], None] = lambda: None) -> int:
-        """Fetch another rank's descriptor, which the caller then owns. `check` may raise in the meantime.
+        """Fetch the descriptor of another rank's arena. The caller then owns the descriptor.
 
-        Raises `OSError` if the rank has hung up, `PeerLostError` if it no longer shares that arena, and
-        `DeadlineError` at `until`.
+        `check` is called during the wait and may raise. Raises `OSError` if the rank has hung up, `PeerLostError` if it
+        no longer shares that arena, and `DeadlineError` at `until`.
         """
         peer = self._peers[rank]
         peer.send(ARENA.pack(arena))
@@ -139,7 +142,7 @@ class Service:
         return int(NUMBER.unpack(extras[0][2])[0])
 
     def round(self, wait_s: float) -> set[int]:
-        """Answer requests for at most `wait_s`, or until an event; return the ranks that have hung up since."""
+        """Wait up to `wait_s` for events, and handle them. Return the ranks that have hung up since the last call."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         poll.register(self._listener, select.POLLIN)
@@ -160,7 +163,7 @@ class Service:
         return lost
 
     def wake(self) -> None:
-        """End a `round` that another thread is in."""
+        """End the wait of a `round` that another thread is running."""
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
@@ -209,12 +212,12 @@ class Service:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Return the user of the process at the other end, as the kernel recorded it at connection."""
+    """Return the user of the process at the other end, as the kernel recorded it when the connection was made."""
     return int(CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))[1])
 
 
 def _readable(connection: socket.socket) -> bool:
-    """Return whether data has arrived or the other end has hung up, within `POLL_MS`."""
+    """Wait for at most `POLL_MS`. Return whether data has arrived or the other end has hung up."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(POLL_MS))
@@ -224,7 +227,7 @@ _open: weakref.WeakSet[Service] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """Close the child's copies of all descriptors: while they are open, no rank notices the parent's death."""
+    """Close the child's copies of all sockets: while these are open, no rank notices the parent's death."""
     for service in list(_open):
         service.close()
 
@@ -242,10 +245,10 @@ LENGTH_BYTES = 8
 
 
 class SharedGroup:
-    """One rank's end of the group. For one thread at a time, except `trouble`, `fail` and the group's own thread."""
+    """One rank's end of the group. Only one thread at a time may use it, but any may call `trouble` and `fail`."""
 
     def __init__(self, opening: Opening, pages: dict[int, Page], service: Service) -> None:
-        """`pages`: by rank of the group, in rank order. More pages may be filled in later."""
+        """Create the group. `pages`: a page for each rank of the group, in rank order; pages may be replaced later."""
         self.opening, self.rank, self.world_size = opening, opening.rank, opening.world_size
         self.ranks, self.own_page, self.pages = tuple(pages), pages[self.rank], pages
         self.health = opening.health
@@ -265,7 +268,7 @@ class SharedGroup:
 
     @property
     def timeout_s(self) -> float:
-        """The deadline of a wait."""
+        """The time limit of a wait."""
         return self.opening.timeout_s
 
     @classmethod
@@ -273,7 +276,8 @@ class SharedGroup:
         """Connect all ranks. Every rank of the ring opens the group of its machine at the same time.
 
         `members`: the ranks of this machine, which form the group. None: all ranks.
-        Raises `UnsupportedError` on all ranks of the ring if any fails, and `DeadlineError` with the missing ranks.
+        Raises `UnsupportedError` on all ranks of the ring if any rank fails, and `DeadlineError` that names the missing
+        ranks.
         """
         rank, ranks = opening.rank, tuple(range(opening.world_size)) if members is None else tuple(members)
         service, own_page, problem, nonce = None, None, "", b""
@@ -300,7 +304,10 @@ class SharedGroup:
     def _connected(
         cls, opening: Opening, ranks: tuple[int, ...], own_page: Page, service: Service, offers: list[dict[str, str]]
     ) -> SharedGroup:
-        """Map every page, and confirm that all ranks have: a word stored before that would be lost to its reader."""
+        """Map the pages of all ranks, and wait until every rank has done so.
+
+        Until then, a word that a rank stores for a peer whose page it has not mapped does not reach that peer.
+        """
         until = time.monotonic() + opening.until.left_s
         group = cls(opening, dict.fromkeys(ranks, own_page), service)
         group._start()
@@ -339,13 +346,14 @@ class SharedGroup:
     def hold(
         self, ready: Callable[[], bool], awaited: Callable[[], Iterable[int]], what: Callable[[], str], until: float
     ) -> None:
-        """Return when `ready()` is true. It is evaluated whenever a word of this page has changed.
+        """Wait until `ready()` is true. It is evaluated again whenever a word of this rank's page has changed.
 
-        Raises what `check` raises for the ranks `awaited()`, and `DeadlineError` at `until`, on the monotonic clock.
+        `awaited()`: the ranks that the wait depends on. `what()`: a description of the wait, for errors. Raises what
+        `check` raises for the awaited ranks, and `DeadlineError` at `until`, a time on the monotonic clock.
         """
         words, began_s = self.own_page.words, time.monotonic()
         while True:
-            # Read the bell before the condition: a ring after this line ends the pause.
+            # Read the bell before evaluating `ready`, so that a ring of the bell after this line ends the pause.
             seen = words.load(self._bell)
             if ready():
                 return
@@ -353,7 +361,7 @@ class SharedGroup:
                 try:
                     self.check(awaited(), what)
                 except (PeerLostError, DisagreementError):
-                    # Evaluate it again: a word that arrived just before its sender closed is there now.
+                    # Evaluate `ready` again: a word that arrived just before its sender closed is there now.
                     if ready():
                         return
                     raise
@@ -366,9 +374,9 @@ class SharedGroup:
         return DeadlineError(f"{where}: no answer from ranks {ranks} within {self.timeout_s:g} s; {explanation}")
 
     def check(self, awaited: Iterable[int] = (), what: Callable[[], str] | None = None) -> None:
-        """Raise if any rank has failed, or if one of `awaited` is dead or has closed.
+        """Raise if any rank has failed, or if a rank in `awaited` is dead or has closed the ring.
 
-        Raises `PeerLostError`, or `DisagreementError` if that is the first cause.
+        The error is `DisagreementError` if the first cause was one, otherwise `PeerLostError`.
         """
         if not self.own_page.words.load(self._alarm):
             return
@@ -400,7 +408,10 @@ class SharedGroup:
     def all_gather(
         self, payload: bytes, progress: Callable[[], object], what: Callable[[], str], until: float
     ) -> list[bytes]:
-        """Return every rank's payload, of any length, in the order of `ranks`. `progress()` runs on every change."""
+        """Return every rank's payload, of any length, in the order of `ranks`.
+
+        `progress` is called whenever a word of this rank's page changes, until all payloads have arrived.
+        """
         self.check((), what)  # the other ranks may have reached this all-gather before they failed
         framed = len(payload).to_bytes(LENGTH_BYTES, "little") + payload
         parts = self._turn_of(framed[:GATHER_BYTES], [GATHER_BYTES] * len(self.ranks), progress, what, until)
@@ -426,9 +437,9 @@ class SharedGroup:
         what: Callable[[], str],
         until: float,
     ) -> list[bytes]:
-        """Exchange one part; return every rank's, in their order.
+        """Publish one part of this rank's payload, and return the same part of every rank, in the order of `ranks`.
 
-        A rank that gets here has read all parts before the last, so two buffers are enough.
+        When a rank starts round n, every rank has read the parts of round n - 2, so two buffers per rank are enough.
         """
         self._turn += 1
         turn, peers = self._turn, [rank for rank in self.ranks if rank != self.rank]
@@ -440,7 +451,7 @@ class SharedGroup:
             return [rank for rank in peers if self.own_page.load(GATHERED, rank) < turn]
 
         def ready() -> bool:
-            # Check before `progress`: a rank that fails after its last part arrived does not undo the gather.
+            # Check before `progress`, which may raise: a rank that fails after all parts arrived changes nothing.
             if missing():
                 progress()
             return not missing()
@@ -454,18 +465,18 @@ class SharedGroup:
     # --- descriptors -------------------------------------------------------------------------------------------------
 
     def share(self, owner: Descriptor) -> int:
-        """Offer the owner's descriptor to the other ranks while the owner lives; return the number to `pull` it by."""
+        """Let other ranks fetch the owner's descriptor while the owner lives; return its arena number for `pull`."""
         return self._service.share(owner)
 
     def pull(self, rank: int, arena: int, until: float, what: Callable[[], str] | None = None) -> int:
-        """Fetch another rank's descriptor, which the caller then owns. Raises what `hold` raises."""
+        """Fetch the descriptor of another rank's arena. The caller then owns it. Raises what `hold` raises."""
         where, began_s = what() if what else f"rank {self.rank}", time.monotonic()
         try:
             return self._service.pull(rank, arena, until, lambda: self.check([rank], what))
         except DeadlineError:  # before OSError, because it is a TimeoutError and so an OSError
             raise self._late(where, [rank], began_s) from None
         except OSError as error:
-            # This thread has noticed it before the group's own thread did.
+            # This thread has noticed the hang-up before the group's own thread did.
             self._lose({rank})
             self.check([rank], what)
             raise PeerLostError(f"{where}: rank {rank} hung up ({error})") from error
@@ -473,11 +484,14 @@ class SharedGroup:
     # --- ends --------------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Report to every rank why this one fails, unless another rank has failed first. Idempotent, never raises."""
+        """Report to all ranks of the group why this rank fails, unless another rank has failed first. Never raises."""
         self.poison(first_cause(self.rank, error))
 
     def poison(self, cause: str) -> None:
-        """Report the first cause of a failure to every rank of the group, unless one is reported. Idempotent."""
+        """Report the first cause of a failure to all ranks of the group: `cause`, unless one was reported before.
+
+        Only the first call has an effect.
+        """
         with self._lock:
             if self._failed or self._left or os.getpid() != self.pid:
                 return
@@ -489,7 +503,7 @@ class SharedGroup:
             self._tell_all(POISON, 1 + origin)
 
     def leave(self) -> None:
-        """Report to every rank that this one closes the ring, and release everything. Idempotent."""
+        """Report to all ranks of the group that this rank closes the ring, and release everything. Idempotent."""
         with self._lock:
             already_announced, self._left = self._failed or self._left or os.getpid() != self.pid, True
         if not already_announced:
@@ -540,7 +554,7 @@ class SharedGroup:
             self._lose(self._service.round(ROUND_S))
 
     def _lose(self, ranks: set[int]) -> None:
-        """Handle ranks that have hung up. A rank that neither closed nor failed before is dead."""
+        """Handle ranks that have hung up. A rank that had neither closed nor failed is dead."""
         if gone := {rank for rank in ranks if not self._ended(rank)}:
             self.gone |= gone
             self.own_page.words.store(self._alarm, 1)
@@ -574,7 +588,7 @@ def _pid_namespace() -> int:
 
 
 def _gather(opening: Opening, name: str, offer: dict[str, str]) -> list[dict[str, str]]:
-    """Gather every rank's answer. Raises the same `UnsupportedError` on all ranks if one reports a problem."""
+    """Gather every rank's `offer`. Raises the same `UnsupportedError` on all ranks if any rank reports a problem."""
     gathered = opening.control.gather(name, json.dumps(offer).encode(), opening.until)
     answers: list[dict[str, str]] = [json.loads(answer) for answer in gathered]
     if problems := {rank: answer["problem"] for rank, answer in enumerate(answers) if answer["problem"]}:

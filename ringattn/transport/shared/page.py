@@ -1,7 +1,8 @@
-"""Shared memory, 64-bit words in it, and a rank's page: what it shares with the other ranks of its node.
+"""Shared memory segments, 64-bit words in them, and pages. A page is the segment that a rank shares with its node.
 
-A word that a rank waits on is in that rank's page, on its own cache line, and has one writer. A page belongs to one
-ring, so it starts at zero and numbers count from 1. Texts are only for errors. A number or word marks each as complete.
+A word that a rank waits for is in that rank's page, on a cache line of its own, and only one rank writes it (except
+BELL and ALARM). A page belongs to one ring, so all its words start at zero, and message and round numbers start at 1.
+Texts in a page are only used in errors, and a number or a word shows when a text is complete.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class Segment:
     """One mapping of anonymous memory that processes share by file descriptor.
 
     Guarantees: a segment has no name, so nothing remains when every process that maps it has ended. Its size never
-    changes, so no other process can make a read of it fault. It is unmapped and its descriptor closed when nothing
-    refers to it or to an array made from it.
+    changes, so no other process can cause a fault when this process reads the segment. The segment is unmapped and its
+    descriptor closed when nothing refers to the segment or to an array made from it.
     """
 
     def __init__(self, fd: int, nbytes: int, writable: bool, keep_fd: bool) -> None:
-        """Map `fd`, which the segment takes over. It is closed at once unless other processes may still need it."""
+        """Map `fd` and take it over. `keep_fd`: keep `fd` open so that it can be sent to other processes."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         address = libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
         if address == MAP_FAILED:
@@ -84,7 +85,7 @@ class Segment:
         return cls(fd, os.fstat(fd).st_size, writable, keep_fd=False)
 
     def buffer(self, offset: int = 0, nbytes: int | None = None) -> ctypes.Array[ctypes.c_ubyte]:
-        """Return these bytes as a ctypes array, which supports the buffer protocol and keeps the segment mapped."""
+        """Return `nbytes` bytes from `offset` on (None: all) as a ctypes array, which keeps the segment mapped."""
         nbytes = self.nbytes - offset if nbytes is None else nbytes
         array = (ctypes.c_ubyte * nbytes).from_address(self.address + offset)
         array.segment = self  # type: ignore[attr-defined]
@@ -93,7 +94,7 @@ class Segment:
     def populate(self) -> None:
         """Allocate the memory now, so that first writes are fast; in huge pages if the system provides them.
 
-        Raises `OSError` if there is not enough. A kernel before 5.14 allocates at the first writes instead.
+        Raises `OSError` if there is not enough memory. A kernel before 5.14 allocates at the first writes instead.
         """
         libc.madvise(self.address, self.nbytes, MADV_HUGEPAGE)
         if libc.madvise(self.address, self.nbytes, MADV_POPULATE_WRITE) and ctypes.get_errno() != errno.EINVAL:
@@ -123,22 +124,22 @@ ACQUIRE, RELEASE = 2, 3  # __ATOMIC_ACQUIRE, __ATOMIC_RELEASE
 class Words(Protocol):
     """The 64-bit words of one segment, by index: byte offset / 8.
 
-    Guarantees: a load returns a whole stored value. What a rank wrote before a store is visible to a rank that has
-    loaded that value. On x86-64 plain aligned accesses do both. On other processors libatomic does, and without it
-    shared words are refused.
+    Guarantees: a load returns a whole stored value. Everything that a rank wrote before a store is visible to a rank
+    that has loaded the stored value. On x86-64, plain aligned accesses guarantee both. Other processors need libatomic;
+    without it shared words are refused.
     """
 
     def load(self, index: int) -> int:
-        """Return a whole value. Later reads see what the storing rank wrote before it."""
+        """Return the value of a word. Later reads see everything that the storing rank wrote before that value."""
         ...
 
     def store(self, index: int, value: int) -> None:
-        """Store a whole value, after everything this rank wrote before."""
+        """Store the value of a word. It becomes visible after everything that this rank wrote before."""
         ...
 
 
 class PlainWords:
-    """For x86-64, which keeps stores in order and loads in order."""
+    """Words with plain memory accesses, for x86-64, which keeps stores in order and loads in order."""
 
     def __init__(self, segment: Segment) -> None:
         self._words = memoryview(segment.buffer()).cast("B").cast("Q")
@@ -148,7 +149,7 @@ class PlainWords:
 
 
 class AtomicWords:
-    """By libatomic, for processors that reorder memory accesses."""
+    """Words accessed through libatomic, for processors that reorder memory accesses."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -195,14 +196,15 @@ _syscall.argtypes = (
 
 
 def wake(address: int) -> None:
-    """Wake every sleeper on the word, without checking for any: counting sleepers would need a full fence."""
+    """Wake every sleeper on the word at `address`. Do not count sleepers first: that would need a full fence."""
     _syscall(_FUTEX, address, FUTEX_WAKE, ALL_SLEEPERS, None, None, 0)
 
 
 def pause(words: Words, index: int, address: int, seen: int, until: float) -> None:
-    """Return soon after the word differs from `seen`; at the latest after a slice, or at `until` (monotonic).
+    """Wait until the word differs from `seen`, but no longer than `SLICE_S` or until `until` (monotonic clock).
 
-    A sleeper compares only the low half, so two successive values must differ there.
+    `address` is that of the word. The kernel compares only the low 32 bits of a word, so two successive values must
+    differ in these.
     """
     yields = time.monotonic() + YIELD_S
     while words.load(index) == seen:
@@ -223,10 +225,10 @@ LINE_BYTES = 128  # two cache lines, because processors prefetch them in pairs
 MAGIC, VERSION = 0x676E69722D6E7461, 2
 HEADER = struct.Struct("<QQQQQQQ16s")  # magic, version, rank, world size, uid, pid, inode of the pid namespace; nonce
 
-# Words that a page has once, written by the page's rank. Others also write BELL and ALARM.
+# Words that a page has once. The page's rank writes them; other ranks also write BELL and ALARM.
 BEAT, BELL, ALARM, FREED = range(1, 5)
 SINGLE_WORDS = 5  # with the header's line
-# Words that a page has once per rank, written by that rank.
+# Words that a page has once for each rank, which writes its own.
 ARRIVAL, CREDIT, POISON, CLOSED, GATHERED = range(5, 10)
 RANK_WORDS = 5
 
@@ -241,7 +243,7 @@ _CAUSE = struct.Struct("<QQ")  # nanoseconds of the host's clock, length
 
 
 class Header(NamedTuple):
-    """Identifies the rank, process and ring that a page belongs to."""
+    """The start of a page, which identifies the rank, process and ring that the page belongs to."""
 
     magic: int
     version: int
@@ -254,7 +256,7 @@ class Header(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One end of a started message. `arena` and `offset` locate its bytes in the starting rank's memory."""
+    """One end of a started message, in a log. `arena` and `offset` locate its bytes in the memory of the log's rank."""
 
     bound: int
     arena: int
@@ -264,7 +266,7 @@ class Entry(NamedTuple):
     label: str
 
     def packed(self) -> bytes:
-        """Return the bytes for `Log.write`. A label that is too long is truncated."""
+        """Return the entry as bytes for `Log.write`. A label that is too long is truncated."""
         label = self.label.encode()[:LABEL_BYTES]
         return _ENTRY.pack(
             self.bound, self.arena, self.offset, self.nbytes, self.dtype.encode()[:16], len(label), label
@@ -290,7 +292,7 @@ class Log:
         self._offset = offset
 
     def write(self, number: int, packed: bytes) -> None:
-        """Write message `number` over the one that is `LOG_ENTRIES` older."""
+        """Write the entry of message `number`. It overwrites that of message `number - LOG_ENTRIES`."""
         # The number is 0 while the entry is being written, and is read before and after the entry.
         start = self._offset + number % LOG_ENTRIES * ENTRY_BYTES
         self._words.store(start // WORD_BYTES, 0)
@@ -298,7 +300,7 @@ class Log:
         self._words.store(start // WORD_BYTES, number)
 
     def read(self, number: int) -> Entry | None:
-        """Return message `number`, or None if it has not been started or is already overwritten."""
+        """Return the entry of message `number`, or None if it has not been started or is already overwritten."""
         start = self._offset + number % LOG_ENTRIES * ENTRY_BYTES
         if self._words.load(start // WORD_BYTES) != number:
             return None
@@ -310,10 +312,10 @@ class Log:
 
 
 class Page:
-    """A mapped page of this rank or of another."""
+    """A mapped page of this rank or of another rank."""
 
     def __init__(self, segment: Segment, ranks: Sequence[int]) -> None:
-        """`ranks`: all ranks that share pages. Words and logs are looked up by their numbers."""
+        """Wrap the page in `segment`. `ranks`: all ranks that share pages; words and logs are looked up by rank."""
         self.segment, self.count = segment, len(ranks)
         self._places = {rank: index for index, rank in enumerate(ranks)}
         self.words = words_of(segment)
@@ -327,14 +329,17 @@ class Page:
         return -(-(_logs_at(count) + logs) // PAGE_BYTES) * PAGE_BYTES
 
     def index(self, word: int, rank: int = 0) -> int:
-        """Return the index of a word in `words`, equal in every page. Words of the page's rank ignore `rank`."""
+        """Return the index of a word in `words`, which is the same in every page.
+
+        `rank` is ignored for words that a page has only once.
+        """
         line = word
         if word >= SINGLE_WORDS:
             line = SINGLE_WORDS + (word - SINGLE_WORDS) * self.count + self._places[rank]
         return line * LINE_BYTES // WORD_BYTES
 
     def word_address(self, word: int, rank: int = 0) -> int:
-        """Return the address of a word in this process."""
+        """Return the memory address of a word in this process."""
         return self.segment.address + self.index(word, rank) * WORD_BYTES
 
     def load(self, word: int, rank: int = 0) -> int:
@@ -342,7 +347,7 @@ class Page:
         return self.words.load(self.index(word, rank))
 
     def store(self, word: int, value: int, rank: int = 0) -> None:
-        """Store a word without waking anyone."""
+        """Store a word without waking a rank that waits for it."""
         self.words.store(self.index(word, rank), value)
 
     def log(self, sends: bool, peer: int) -> Log:
@@ -360,7 +365,7 @@ class Page:
         HEADER.pack_into(self.bytes, 0, *header)
 
     def write_beat(self, count: int, text: str) -> None:
-        """Publish heartbeat number `count` of the page's rank. Raises `ValueError` if it is too long."""
+        """Publish heartbeat number `count` of the page's rank. Raises `ValueError` if `text` is too long."""
         encoded = text.encode()
         if len(encoded) > STATUS_BYTES - 2:
             raise ValueError(f"a heartbeat of {len(encoded)} bytes does not fit in a shared page: {text}")
@@ -389,12 +394,12 @@ class Page:
         return when_ns, _text(self.bytes, start + _CAUSE.size, length)
 
     def write_part(self, turn: int, part: bytes) -> None:
-        """Write this rank's part of turn `turn` of an all-gather, over the turn before the last."""
+        """Write this rank's part for round `turn` of the all-gathers. It overwrites the part of round `turn - 2`."""
         start = _gather_at(self.count) + turn % 2 * GATHER_BYTES
         self.bytes[start : start + len(part)] = part
 
     def read_part(self, turn: int, nbytes: int) -> bytes:
-        """Return the first `nbytes` bytes of a part."""
+        """Return the first `nbytes` bytes of the part that the page's rank wrote for round `turn`."""
         start = _gather_at(self.count) + turn % 2 * GATHER_BYTES
         return bytes(self.bytes[start : start + nbytes])
 

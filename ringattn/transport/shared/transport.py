@@ -1,12 +1,12 @@
 """The shm transport: the ranks are processes of one machine, and a receiver copies directly from the sender's memory.
 
-A start only publishes where its messages are. The receiver copies them when it waits, once and without a helper thread,
-and reports that it has; the sender's wait returns when all receivers have. So a rank that computes between start and
-wait delays the ranks that wait for it, as a late rank does.
-Guarantees: bits are preserved. Every wait of a rank copies all messages that have arrived for it, in the order of each
-pair, so no order of waits can deadlock. Both ends of a message must agree on bytes, dtype and label, or all ranks raise
-`DisagreementError`. A copy counts only if the sender had neither failed nor closed when it was complete. Only killed or
-stopped ranks are named at fault. A transport that has raised a failure cannot be used again.
+Starting an exchange only publishes where its messages are in memory. The receiver copies a message during one of its
+waits, without a helper thread, and reports the copy. The sender's wait returns when all its messages have been copied.
+So a rank that computes between start and wait delays the senders that wait for it, as a late rank does.
+Guarantees: bits are preserved. Every wait of a rank copies all messages that have arrived for this rank, in order for
+each sender, so no order of waits can deadlock. Both ends of a message must agree on bytes, dtype and label, or all
+ranks raise `DisagreementError`. A copy is used only if the sender had neither failed nor closed when the copy was
+complete. Only killed or stopped ranks are named at fault. A transport that has raised a failure cannot be used again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class _Operation(Operation):
         self.buffer = self.buffer.detach()
 
     def prepare(self, arenas: Arenas) -> None:
-        """Locate the buffer. Call this only after all messages of the exchange have been checked."""
+        """Locate the buffer in shared memory, and pack the log entry.
+
+        Call this only after all messages of the exchange have been checked.
+        """
         self.address = self.buffer.data_ptr()
         self.size = self.nbytes
         self.place = arenas.place(self.address, self.size) if self.sends else None
@@ -73,7 +76,7 @@ class ShmWorkHandle:
         self._waited = False
 
     def complete(self, started: _Started) -> None:
-        """Record that one of the messages has left or arrived."""
+        """Record that one of the exchange's messages has been sent or received."""
         del self.pending[started]
         if not self.pending:
             self.flight.state, self.flight.done_s = DONE, time.time()
@@ -132,10 +135,11 @@ class ShmTransport(ProcessTransport):
 
     @classmethod
     def open(cls, opening: Opening, members: Sequence[int] | None = None) -> ShmTransport:
-        """Connect all ranks. The open ring then waits without the store.
+        """Connect all ranks. The waits of the open ring do not use the store.
 
         `members`: the ranks to exchange with. None: all ranks, whose locations are checked first.
-        Raises `UnsupportedError` on all ranks if one cannot share memory, and `DeadlineError` with the missing ranks.
+        Raises `UnsupportedError` on all ranks if one cannot share memory, and `DeadlineError` that names the missing
+        ranks.
         """
         opening.name = opening.name or cls.name
         if members is None:
@@ -164,12 +168,12 @@ class ShmTransport(ProcessTransport):
         return self.bind(sends, recvs).start()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """See `Transport.all_gather_bytes`. The n-th call of a rank belongs to the n-th of the others; any length."""
+        """See `Transport.all_gather_bytes`. The n-th calls of all ranks belong together; payloads have any length."""
         self._check_open()
         until = time.monotonic() + self._group.timeout_s
         where = f"rank {self.rank} in all-gather {self._all_gathers}"
-        # Record both ends: otherwise every answer would look like a message without a receiver. Only the first part of
-        # an answer is recorded, because its length is unknown here.
+        # Record both ends: otherwise every payload would look like a message without a receiver. Only the first part of
+        # a payload is recorded, because its length is unknown here.
         peers = [peer for peer in self._group.ranks if peer != self.rank]
         parts = tuple(MessageRecord(op, peer, GATHER_BYTES, 0, where) for op in ("send", "recv") for peer in peers)
         flight = self.record.begin(CONTROL_LANE, parts, self.name)
@@ -187,18 +191,20 @@ class ShmTransport(ProcessTransport):
 
     @property
     def group(self) -> SharedGroup:
-        """The ranks that this one exchanges with."""
+        """The group of ranks that this rank exchanges with."""
         return self._group
 
     @property
     def under_way(self) -> bool:
-        """Whether another rank may wait for this one to copy a message or to announce one."""
+        """Whether another rank may be waiting for this rank to copy or to announce a message."""
         return any(self._incoming.values()) or any(self._unannounced.values())
 
     def copy_until(self, over: Callable[[], bool]) -> None:
-        """Do the work that this rank's waits do for other ranks, until `over()`, evaluated when the rank rings itself.
+        """Copy and announce messages, as this rank's waits do, until `over()` is true.
 
-        For a helper thread, while the transport's own thread is blocked elsewhere, which then handles failures.
+        `over` is evaluated again whenever a word of this rank's page changes. A helper thread calls this method while
+        the transport's own thread is blocked elsewhere. Failures are ignored here: the transport's own thread handles
+        them.
         """
         never = float("inf")
 
@@ -243,7 +249,7 @@ class ShmTransport(ProcessTransport):
         return handle
 
     def _announce(self, peer: int) -> None:
-        """Announce to `peer` where the messages to it are, as many as its log has free entries for."""
+        """Announce the next messages to `peer`: as many as the log of messages to this peer has free entries for."""
         unannounced, taken = self._unannounced[peer], self._group.own_page.words.load(self._credits[peer])
         while unannounced and unannounced[0].number <= taken + LOG_ENTRIES:
             started = unannounced.popleft()
@@ -257,7 +263,7 @@ class ShmTransport(ProcessTransport):
             self._group.tell(peer, ARRIVAL, started.number)
 
     def _progress(self, until: float) -> None:
-        """Copy all messages that have arrived, whoever waits for them, and complete those that other ranks copied."""
+        """Copy all messages that have arrived, of any exchange, and complete those that other ranks have copied."""
         words = self._group.own_page.words
         for peer, incoming in self._incoming.items():
             if incoming:
@@ -276,7 +282,7 @@ class ShmTransport(ProcessTransport):
                     self._announce(peer)
 
     def _take(self, peer: int, started: _Started, until: float) -> None:
-        """Copy one message from the sender's memory, and report it to the sender."""
+        """Copy one message from the sender's memory, and report the copy to the sender."""
         operation = started.operation
         entry = self._peer_logs[peer].read(started.number)
         if entry is None:
@@ -315,7 +321,7 @@ class ShmTransport(ProcessTransport):
             self._awaited = None
 
     def _place(self) -> Place:
-        """Return this rank's position. Called from the health thread."""
+        """Return what this rank is doing and which ranks it waits for. Called from the health thread."""
         position, call, awaited = self.record.where(), self.health.call, self._awaited
         return Place.make(position, call) if awaited is None else Place.make(position, call, Waits.PEERS, awaited())
 
@@ -357,10 +363,10 @@ SHORTAGES = {errno.ENOMEM, errno.ENOSPC}
 
 
 class Arenas:
-    """This rank's arenas, by number.
+    """This rank's arenas, by number. An arena is a shared segment that messages are sent from.
 
     Guarantees: an arena lives as long as a tensor in it, and its memory is freed when no rank maps it any more. A
-    buffer outside all arenas is copied into one before it is sent.
+    buffer outside all arenas is copied into an arena before it is sent.
     """
 
     def __init__(self, group: SharedGroup) -> None:
@@ -374,14 +380,14 @@ class Arenas:
         return torch.frombuffer(segment.buffer(0, nbytes), dtype=torch.uint8) if nbytes else torch.empty(0).byte()
 
     def place(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """Return (arena, offset) of these bytes, or None if no arena contains them."""
+        """Return (arena, offset) of `nbytes` bytes at `address`, or None if no arena contains them."""
         for arena, segment in self._arenas.items():
             if segment.address <= address and address + nbytes <= segment.address + segment.nbytes:
                 return arena, address - segment.address
         return None
 
     def stage(self, address: int, nbytes: int) -> tuple[int, Segment]:
-        """Return an arena that starts with a copy of these bytes. The caller owns it until `unstage`."""
+        """Return an arena that starts with a copy of `nbytes` bytes at `address`. The caller returns it to `unstage`."""
         fitting = [stage for stage in self._unused if stage[1].nbytes >= nbytes]
         if fitting:
             chosen = min(fitting, key=lambda stage: stage[1].nbytes)
@@ -392,7 +398,7 @@ class Arenas:
         return chosen
 
     def unstage(self, stage: tuple[int, Segment]) -> None:
-        """Keep a staging arena for later messages, unless enough are kept already."""
+        """Keep a staging arena for later messages, unless enough staging memory is kept already."""
         if sum(segment.nbytes for _, segment in self._unused) + stage[1].nbytes <= STAGES_KEPT_BYTES:
             self._unused.append(stage)
 
@@ -407,13 +413,13 @@ class Arenas:
             raise TransportError(f"rank {self._group.rank}: no arena of {nbytes} bytes: {error}") from error
         arena = self._group.share(segment)
         self._arenas[arena] = segment
-        # Count the free, so that the other ranks drop their mappings, which would keep the memory alive.
+        # Count freed arenas, so that the other ranks drop their mappings, which would keep the memory alive.
         weakref.finalize(segment, _count_freed, self._group).atexit = False
         return arena, segment
 
 
 class Imports:
-    """Mappings of other ranks' arenas, made at the first message from each."""
+    """Mappings of other ranks' arenas. An arena is mapped when the first message in it is copied."""
 
     def __init__(self, group: SharedGroup) -> None:
         self._group = group
@@ -421,11 +427,12 @@ class Imports:
         self._arenas: dict[tuple[int, int], Segment] = {}
 
     def address(self, rank: int, entry: Entry, what: Callable[[], str], until: float) -> int:
-        """Return the address of another rank's message in this process. Raises what `SharedGroup.pull` raises."""
+        """Return the address in this process of another rank's message. Raises what `SharedGroup.pull` raises."""
         freed = self._group.pages[rank].load(FREED)
         if freed != self._freed[rank]:
             self._freed[rank] = freed
-            # The count does not say which arena was freed, so drop all of the rank's. Live ones are mapped again.
+            # The count does not say which arena was freed, so unmap all arenas of that rank. Later messages map the
+            # live ones again.
             self._arenas = {key: segment for key, segment in self._arenas.items() if key[0] != rank}
         segment = self._arenas.get((rank, entry.arena))
         if segment is None:
@@ -435,7 +442,7 @@ class Imports:
         return segment.address + entry.offset
 
     def clear(self) -> None:
-        """Unmap everything."""
+        """Unmap all arenas."""
         self._arenas.clear()
 
 
@@ -445,7 +452,7 @@ def _count_freed(group: SharedGroup) -> None:
 
 
 def copy(into: int, source: int, nbytes: int) -> None:
-    """Copy between two addresses. Both must stay mapped meanwhile."""
+    """Copy `nbytes` bytes between two addresses, which must stay mapped during the copy."""
     if nbytes < VECTOR_BYTES:
         ctypes.memmove(into, source, nbytes)
     else:
