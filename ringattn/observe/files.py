@@ -1,7 +1,7 @@
-"""Writes whole files, never through a symbolic link, and reports a full disk or a shortage of file descriptors.
+"""Writing of whole files, never through a symbolic link, and sentences about full disks and missing file descriptors.
 
-A record or a result has a predictable name. If others may write to its folder, they could plant a link under that name,
-and this process would overwrite a file of its user. So a file is created exclusively under another name and then
+A record or a result has a predictable name. If other users may write to its folder, they could plant a link under that
+name, and this process would overwrite the link's target. So a file is created exclusively under another name and then
 renamed, which replaces a link and leaves its target unchanged.
 """
 
@@ -19,7 +19,7 @@ STREAMS = ("/dev", "/dev/fd", "/proc/self/fd")
 
 
 def write_file(path: Path, content: str | bytes) -> Path:
-    """Write `content` to `path`: all of it or nothing, whenever this process is killed. Returns `path`.
+    """Write `content` to `path`: all of it or nothing, even if this process is killed. Return `path`.
 
     Raises `OSError`, and then leaves no part of the file behind.
     """
@@ -65,7 +65,7 @@ SPARE = 16
 def descriptor_shortage() -> str:
     """Return a sentence with the remedy if few descriptors are free, else an empty string.
 
-    Libraries report such a shortage under many names, but not as what it is.
+    Libraries report such a shortage in many different errors, which often do not mention descriptors.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

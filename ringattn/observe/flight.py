@@ -2,9 +2,10 @@
 
 Guarantees: recording an exchange costs a few microseconds and no memory beyond the buffer. A dump is JSON that
 `ringattn flight` merges over the ranks. It counts the messages that the buffer has dropped, so the k-th send can still
-be matched with the k-th receive. On SIGTERM, which torchrun sends to the ranks that outlive a failed one, a process
-writes its records at once, even while its main thread is inside a C++ call. Then it proceeds as without the record: it
-ends, or runs the handler that was installed before. Nothing is installed without `leave_records`, nor in a fork.
+be matched with the k-th receive. On SIGTERM, which torchrun sends to the ranks that outlive a failed rank, a process
+writes its records at once, even while its main thread is inside a C++ call. Then it proceeds as without records: it
+ends, or runs the handler that was installed before. Only `leave_records` installs a signal handler, and a forked child
+has none.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CONTROL_LANE = -1
 
 
 class MessageRecord(NamedTuple):
-    """One message of an exchange. `op`: send or recv; `slot`: the address of the buffer."""
+    """One message of an exchange. `op`: "send" or "recv"; `slot`: the address of the buffer."""
 
     op: str
     peer: int
@@ -67,7 +68,7 @@ class Flight:
 
 
 class FlightRecord:
-    """The last `CAPACITY` exchanges of one rank. `over`: the record was written, or its ring was closed."""
+    """The last `CAPACITY` exchanges of one rank. `over`: whether the record was written or its ring was closed."""
 
     def __init__(self, rank: int, world_size: int, transport: str) -> None:
         self.rank, self.world_size, self.transport = rank, world_size, transport
@@ -76,7 +77,7 @@ class FlightRecord:
         self._dropped: Counter[tuple[int, str, int]] = Counter()
 
     def begin(self, lane: int, parts: tuple[MessageRecord, ...], transport: str = "") -> Flight:
-        """Add an entry in the state POSTED. `transport`: its transport, if the record is of two."""
+        """Add an entry in the state POSTED, and return it. `transport`: the one that carries it, if a ring uses two."""
         flight = Flight(self.count, lane, parts, transport or self.transport)
         oldest = self._ring[self.count % CAPACITY]
         if oldest is not None:
@@ -90,7 +91,7 @@ class FlightRecord:
         return self._ring[(self.count - 1) % CAPACITY] if self.count else None
 
     def where(self) -> str:
-        """Return the rank's position for heartbeats: its last exchange, or `idle after` it. Any thread may call it."""
+        """Return what the rank is doing, for heartbeats: its last exchange, or "idle after" it. For any thread."""
         flight = self.last()
         if flight is None:
             return "idle"
@@ -139,9 +140,10 @@ _installed = False
 
 
 def leave_records(record: FlightRecord, folder: Path | None) -> None:
-    """On SIGTERM, write `record` into `folder`, unless it was written or its ring was closed before. None: do nothing.
+    """Have SIGTERM write `record` into `folder`, unless it was written or its ring was closed before. None: do nothing.
 
-    Only the main thread can install a handler. A call on another thread works if the main thread has called this too.
+    Only the main thread can install the signal handler. If another thread calls this function, the record is written
+    only if the main thread calls this function too.
     """
     global _previous_handler, _installed
     if folder is None:
@@ -155,14 +157,18 @@ def leave_records(record: FlightRecord, folder: Path | None) -> None:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     if (previous_fd := signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)) != -1:
-        signal.set_wakeup_fd(previous_fd)  # it belongs to an event loop; the main thread must leave C++ by itself then
+        # The descriptor belongs to an event loop. Then SIGTERM is handled only when the main thread returns from C++.
+        signal.set_wakeup_fd(previous_fd)
         return
     writer.detach()
     threading.Thread(target=_watch, args=(reader,), name="ringattn-sigterm", daemon=True).start()
 
 
 def _restore_in_fork() -> None:
-    """Uninstall the handler in a fork, which has no ring and shares the socket: its SIGTERM would look like ours."""
+    """Uninstall the handler in a forked child, which has no ring.
+
+    The child shares the socket, so a SIGTERM of the child would look to the parent like its own.
+    """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, _previous_handler if _previous_handler is not None else signal.SIG_DFL)
 
@@ -177,7 +183,7 @@ def _handle_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _watch(reader: socket.socket) -> None:
-    """Write on SIGTERM. Python's C handler sends each signal's number here, whatever the main thread does."""
+    """Write the records on SIGTERM. Python's C handler sends each signal's number to `reader`, at any moment."""
     while numbers := reader.recv(16):
         if signal.SIGTERM in numbers:
             _write()
@@ -186,10 +192,10 @@ def _watch(reader: socket.socket) -> None:
 
 
 def _write() -> None:
-    """Write every record that has not been written."""
+    """Write every record that has not been written and whose ring has not been closed."""
     with _lock:
         unwritten = [(record, folder) for record, folder in list(_records.items()) if not record.over]
-        # Several rings of a process share a file name, so write the ring that is waiting last: that record stays.
+        # The rings of a process share a file name, so write the record of a ring that is waiting last: that one stays.
         unwritten.sort(key=lambda entry: (flight := entry[0].last()) is not None and flight.state != DONE)
         for record, folder in unwritten:
             try:
@@ -199,6 +205,6 @@ def _write() -> None:
 
 
 def _end_process(number: int) -> None:
-    """End the process as without a handler. `signal.signal` works only on the main thread; this works on any."""
+    """End the process as the signal would without a handler. Unlike `signal.signal`, this works on any thread."""
     ctypes.pythonapi.PyOS_setsig(number, None)  # SIG_DFL
     os.kill(os.getpid(), number)

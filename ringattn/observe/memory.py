@@ -28,7 +28,7 @@ LOGGER = logging.getLogger("ringattn")
 
 
 class Level(IntEnum):
-    """How full the fullest rank is."""
+    """A memory level: how full the fullest rank is."""
 
     NORMAL = 0
     WARNING = 1
@@ -45,7 +45,7 @@ class Profile(NamedTuple):
     emergency: float
 
     def level(self, used: float) -> Level:
-        """Return the level of a used share."""
+        """Return the level for the share `used` of a rank's memory."""
         return Level(sum(used >= bound for bound in (self.warning, self.critical, self.emergency)))
 
 
@@ -62,10 +62,11 @@ PROFILES = {
 class Reading:
     """One rank's memory, in bytes.
 
-    `allocated_bytes`: tensors, without the pool. `pool_bytes`, `pool_high_water_bytes`: the ring's pool.
-    `reserved_bytes`: memory of the allocators including the pool; on a CPU, the process's resident size.
-    `resident_bytes`: the process's resident size. `used_bytes` of `capacity_bytes`: on CUDA, the device's memory in use
-    by all processes; on a CPU, the resident size, out of the memory of the machine or the control group.
+    `allocated_bytes`: tensors, without the pool. `pool_bytes`, `pool_high_water_bytes`: the ring's pool, its size and
+    the most that a pass has used. `reserved_bytes`: memory of the allocators including the pool; on a CPU, the
+    process's resident size. `resident_bytes`: the process's resident size. `used_bytes`: on CUDA, the device's memory
+    in use by all processes; on a CPU, the resident size. `capacity_bytes`: the memory of the device; on a CPU, of the
+    machine or the control group.
     """
 
     rank: int
@@ -85,7 +86,7 @@ class Reading:
 
     @property
     def fragmentation(self) -> float | None:
-        """The reserved share that no tensor uses; None on a CPU, where the rest is the whole program."""
+        """The share of the reserved memory that no tensor uses; None on a CPU, where it would include the program."""
         if self.device == "cpu" or not self.reserved_bytes:
             return None
         return 1 - (self.allocated_bytes + self.pool_bytes) / self.reserved_bytes
@@ -119,7 +120,7 @@ Action = Callable[[Level, Sequence[Reading]], None]
 
 
 class MemoryMonitor:
-    """Reads the memory of this rank, and of all ranks through `gather`. Created by `Ring.memory_monitor`."""
+    """A monitor of this rank's memory and, through `gather`, of all ranks' memory. See `Ring.memory_monitor`."""
 
     def __init__(
         self,
@@ -137,7 +138,8 @@ class MemoryMonitor:
             pool: The ring's memory pool.
             device: The rank's device.
             rank: The rank.
-            gather: Takes this rank's text and returns the texts of all ranks, by rank. None: this rank only.
+            gather: A function that takes this rank's text and returns the texts of all ranks, in rank order. None: the
+                monitor reads this rank only.
             profile: aggressive, balanced or conservative, or a `Profile` with shares of the memory.
             actions: For each `Level`, the functions of (level, readings) to call from that level on. None: no actions.
             capacity_bytes: The memory of this rank. None: the device's; on a CPU, the machine's or its control group's.
@@ -178,10 +180,10 @@ class MemoryMonitor:
         )  # fmt: skip
 
     def report(self) -> list[Reading]:
-        """Gather the readings of all ranks. A collective call.
+        """Gather the readings of all ranks. This is a collective call.
 
         Returns:
-            One `Reading` for each rank, by rank.
+            One `Reading` for each rank, in rank order.
         """
         reading = self.read()
         if self._gather is None:
@@ -189,7 +191,9 @@ class MemoryMonitor:
         return [Reading(**json.loads(text)) for text in self._gather(json.dumps(asdict(reading)))]
 
     def check(self) -> Level:
-        """Read all ranks, and run the actions of every level that the fullest rank has reached. A collective call.
+        """Read the memory of all ranks, and run the actions of every level that the fullest rank has reached.
+
+        This is a collective call.
 
         Returns:
             The level, the same on every rank.
@@ -256,7 +260,7 @@ def stop(level: Level, readings: Sequence[Reading]) -> None:
 
 
 def tensor_bytes(device: torch.device) -> int:
-    """Return the bytes of all storages on `device` that Python objects refer to, not those that only autograd has."""
+    """Return the bytes of all storages on `device` that Python tensors use, without those that only autograd keeps."""
     sizes = {}
     for obj in gc.get_objects():
         if type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.device == device and obj.layout == torch.strided:
@@ -334,7 +338,10 @@ def is_shortage(error: BaseException) -> bool:
 def out_of_memory_error(
     error: BaseException, plan: Plan, step: int | None, workspace_bytes: int, pool_bytes: int
 ) -> OutOfMemoryError:
-    """Return the error, with the live memory and what to change. `pool_bytes`: the present size of the ring's pool."""
+    """Return `error` as an `OutOfMemoryError` that lists the memory in use and remedies.
+
+    `workspace_bytes`, `pool_bytes`: the current sizes of the engine's workspace and of the ring's pool.
+    """
     advice = "\n".join(f"  - {remedy}" for remedy in remedies(plan))
     first = (str(error) or repr(error)).splitlines()[0]
     return OutOfMemoryError(

@@ -2,9 +2,9 @@
 
 Guarantees: recording never delays a pass. The pass only sets marks, which become spans when the recording is read.
 An exchange is in flight from the call that posts it until its last message has arrived. If the transport does not
-report arrivals, it lasts until the wait for it returns; then `Recording.arrivals_known` is False, and `comm_us` and
-`overlap` are upper bounds. The exposed part of that time is the part outside all compute spans: posting and waiting.
-Every transport measures it, because a wait begins when the rank has nothing else to do.
+report arrivals, the exchange counts as in flight until the wait for it returns; then `Recording.arrivals_known` is
+False, and `comm_us` and `overlap` are upper bounds. The exposed part of that time is the part outside all compute
+spans: posting and waiting. It is exact on every transport, because a wait begins when the rank has nothing else to do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WAIT, PACK, POST, WORK, PROJECT, END = "wait", "pack", "post", "work", "project"
 
 
 class Clock(Protocol):
-    """Marks moments of a rank's work. `origin_s`: the time of `origin`, the first mark, by `time.perf_counter()`."""
+    """A clock for a rank's work. `origin` is its first mark, set when `time.perf_counter()` was `origin_s`."""
 
     origin: Any
     origin_s: float
@@ -36,20 +36,20 @@ class Clock(Protocol):
         ...
 
     def departed(self) -> Any:
-        """Return a mark of a posted exchange's future arrival, or None. Called when it has been posted."""
+        """Return a mark of a posted exchange's future arrival, or None. Called right after the exchange is posted."""
         ...
 
     def arrived(self, handle: Any) -> Any:
-        """Return a mark of an exchange's arrival, or None if its handle does not know it. Called after its wait."""
+        """Return a mark of an exchange's arrival, or None if `handle` does not know it. Called after the wait."""
         ...
 
     def us(self, since: Any, until: Any) -> float:
-        """Return the microseconds between two marks. It may wait until both are reached."""
+        """Return the microseconds between two marks. This may wait until both marks have been reached."""
         ...
 
 
 class Link(NamedTuple):
-    """One message of an exchange at this end. `peer` is the other end."""
+    """One message of an exchange, as this rank sends or receives it. `step`: the plan step; `peer`: the other rank."""
 
     step: int
     sends: bool
@@ -60,7 +60,8 @@ class Link(NamedTuple):
 class RecordedPass:
     """One pass of one rank. `name`: forward or backward. Times are in microseconds since the recording began.
 
-    `spans` count from the start of the pass. `links`: its messages, in the order in which they were posted.
+    The times of `spans` are relative to the start of the pass. `links`: the messages of the pass, in the order in which
+    they were posted.
     """
 
     name: str
@@ -71,7 +72,7 @@ class RecordedPass:
 
     @property
     def comm_us(self) -> float:
-        """Time in which messages were in flight."""
+        """The time in which messages were in flight, in microseconds."""
         return total_us(under_way(self.spans))
 
     @property
@@ -81,22 +82,25 @@ class RecordedPass:
 
     @property
     def overlap(self) -> float:
-        """Hidden communication over total communication; 1.0 without any."""
+        """The share of `comm_us` that computation hides; 1.0 if there was no communication."""
         return overlap(self.comm_us, self.exposed_us)
 
     @property
     def messages(self) -> int:
-        """Messages sent."""
+        """The number of messages sent."""
         return sum(link.sends for link in self.links)
 
     @property
     def bytes_sent(self) -> int:
-        """The payload of these messages."""
+        """The total size of the messages sent."""
         return sum(span.nbytes for span in self.spans)
 
 
 class Exchange(NamedTuple):
-    """The messages of one step. `arrival` None: they arrived by the end of the wait."""
+    """The marks of one step's exchange: when it was posted, when its messages arrived, and when the wait ended.
+
+    `arrival`: None if the transport does not report it; the messages had then arrived by the end of the wait.
+    """
 
     step: PlanStep
     posted: Any
@@ -106,7 +110,10 @@ class Exchange(NamedTuple):
 
 @dataclass
 class Marks:
-    """A pass as marks: (phase, plan step, mark) for each phase that began. It lasts until the next one."""
+    """The marks of one pass.
+
+    `moments`: (phase, plan step, mark) for the start of each phase. A phase lasts until the next phase starts.
+    """
 
     plan: Plan
     moments: list[tuple[str, int, Any]]
@@ -115,9 +122,9 @@ class Marks:
 
 @dataclass
 class Recording:
-    """The result of `Ring.recording`: the passes that ended in it, on this rank. Reading it waits for the device.
+    """The result of `Ring.recording`: this rank's passes that ended while recording was on.
 
-    `transport`: the name of the ring's transport.
+    Reading the passes waits until the device has completed them. `transport`: the name of the ring's transport.
     """
 
     rank: int
@@ -146,7 +153,7 @@ class Recording:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The spans of all passes, counted from the start of the first."""
+        """The spans of all passes, with times relative to the start of the first pass."""
         passes = self.passes
         return tuple(
             span._replace(start_us=span.start_us + offset_us, end_us=span.end_us + offset_us)
@@ -157,27 +164,27 @@ class Recording:
 
     @property
     def comm_us(self) -> float:
-        """Time in which messages were in flight, over all passes; see `arrivals_known`."""
+        """The time in which messages were in flight, over all passes, in microseconds; see `arrivals_known`."""
         return sum(recorded.comm_us for recorded in self.passes)
 
     @property
     def exposed_us(self) -> float:
-        """Time in which this rank only waited for messages, over all passes."""
+        """The part of `comm_us` in which this rank computed nothing, over all passes."""
         return sum(recorded.exposed_us for recorded in self.passes)
 
     @property
     def overlap(self) -> float:
-        """Hidden communication over total communication; 1.0 without any; see `arrivals_known`."""
+        """The share of `comm_us` that computation hides; 1.0 if there was no communication; see `arrivals_known`."""
         return overlap(self.comm_us, self.exposed_us)
 
     @property
     def messages(self) -> int:
-        """Messages sent."""
+        """The number of messages sent, over all passes."""
         return sum(recorded.messages for recorded in self.passes)
 
     @property
     def bytes_sent(self) -> int:
-        """The payload of these messages."""
+        """The total size of the messages sent, over all passes."""
         return sum(recorded.bytes_sent for recorded in self.passes)
 
 
@@ -209,7 +216,10 @@ def _to_spans(clock: Clock, marks: Marks) -> RecordedPass:
 
 
 def describe_phase(plan: Plan, phase: str, number: int) -> tuple[str, bool]:
-    """Return the name of a phase of a plan step, and whether it computes. Work attends, or only merges."""
+    """Return the name of a phase of a plan step, and whether the phase computes.
+
+    The name of the WORK phase is "attend" if the step computes attention, and "merge" if it only merges.
+    """
     if number >= len(plan.steps):
         return f"end {phase}", False
     step, computes = plan.steps[number], phase == PROJECT
@@ -225,7 +235,7 @@ def describe_phase(plan: Plan, phase: str, number: int) -> tuple[str, bool]:
 
 
 class HostClock:
-    """Marks by the host: seconds of `time.perf_counter()`."""
+    """A clock for work on the host. Its marks are seconds of `time.perf_counter()`."""
 
     def __init__(self) -> None:
         self.origin = self.origin_s = self.mark()
@@ -235,7 +245,7 @@ class HostClock:
         return time.perf_counter()
 
     def departed(self) -> None:
-        """See `Clock.departed`. Only the work handle may know the arrival."""
+        """See `Clock.departed`. Return None: only the work handle may know the time of arrival."""
 
     def arrived(self, handle: Any) -> float | None:
         """See `Clock.arrived`."""
@@ -248,10 +258,10 @@ class HostClock:
 
 
 class DeviceClock:
-    """Marks on the current CUDA stream. Arrivals are marked on `lane`, the stream that exchanges run on."""
+    """A clock for work on a GPU. Its marks are events on the current stream, or on `lane`, the stream of exchanges."""
 
     def __init__(self, lane: torch.cuda.Stream | None) -> None:
-        """Wait once for the device, so that `origin` is the same moment on both clocks."""
+        """Wait once for the device, so that `origin` and `origin_s` are the same moment."""
         self._lane = lane
         torch.cuda.synchronize()
         self.origin = self.mark()
@@ -267,7 +277,7 @@ class DeviceClock:
         return None if self._lane is None else self._event(self._lane)
 
     def arrived(self, handle: Any) -> None:
-        """See `Clock.arrived`. The mark of `departed` on the lane is the arrival."""
+        """See `Clock.arrived`. Return None: `departed` has already marked the arrival on `lane`."""
 
     def us(self, since: torch.cuda.Event, until: torch.cuda.Event) -> float:
         """See `Clock.us`. CUDA counts in steps of about half a microsecond."""
@@ -300,7 +310,7 @@ class ProfilerRanges:
 
 
 class NvtxRanges:
-    """Named ranges in NVIDIA's tools."""
+    """Named ranges in NVIDIA's tools (NVTX)."""
 
     def __init__(self) -> None:
         self._open = False

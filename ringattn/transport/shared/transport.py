@@ -387,7 +387,7 @@ class Arenas:
         return None
 
     def stage(self, address: int, nbytes: int) -> tuple[int, Segment]:
-        """Return an arena that starts with a copy of `nbytes` bytes at `address`. The caller returns it to `unstage`."""
+        """Return an arena that starts with a copy of `nbytes` bytes at `address`. Give it back with `unstage`."""
         fitting = [stage for stage in self._unused if stage[1].nbytes >= nbytes]
         if fitting:
             chosen = min(fitting, key=lambda stage: stage[1].nbytes)
