@@ -20,7 +20,11 @@ from tests.contract.engine_trial import SCALE, TOLERANCE, Trial
 
 
 class EngineContract(NotFinite):
-    """The suite. An engine with `softcap` or `places` false must refuse softcap, or ALiBi and dropout, by name."""
+    """The tests of one engine.
+
+    `softcap`: whether the engine supports softcap; `places`: whether it supports ALiBi and dropout. An engine must
+    refuse an option that it does not support, in an error that names the option.
+    """
 
     softcap, places = True, False
 
@@ -92,7 +96,7 @@ class EngineContract(NotFinite):
 
     @pytest.mark.parametrize("name", ["zigzag", "part-of-the-heads", "whole-zigzag-pass", "full"])
     def test_a_sink_takes_weight_and_gives_no_value(self, name: str) -> None:
-        """It is also the lse of a row that attends to no key."""
+        """A sink is also the lse of a row that attends to no key."""
         trial = Trial(SCENARIOS[name], torch.float32, False, 0, self.device)
         heads, seen = trial.scenario.heads, trial.q_touched.permute(1, 2, 0, 3)
         trial.sinks = torch.linspace(-1.0, 2.0, heads, device=trial.device)
@@ -122,7 +126,7 @@ class EngineContract(NotFinite):
         assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
 
     def test_rows_of_one_head_each_seen_by_all(self) -> None:
-        """Keys of two heads behind each other, with a stride of zero between heads, give the same as separate ones."""
+        """Two heads' keys, one after the other in a buffer with head stride zero, act like keys in separate buffers."""
         engine, softmax = self.engine(), Softmax(SCALE, 2)
         q, dout = (torch.randn(24, 2, 4, 16, device=self.device) for _ in range(2))
         k, v = (torch.randn(24, 2, 1, 16, device=self.device) for _ in range(2))
@@ -153,7 +157,7 @@ class EngineContract(NotFinite):
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_what_others_add_to_stays_wide(self, dtype: torch.dtype) -> None:
-        """With `more`, outputs and dQ have the accumulator dtype; rounded, they equal those without it."""
+        """With `more`, outputs and dQ have the accumulator dtype. Rounded outputs equal those without `more`."""
         trial = Trial(SCENARIOS["whole-zigzag-pass"], dtype, False, 0, self.device)
         s, engine, outputs = trial.scenario, self.engine(), []
         for more in (False, True):
@@ -171,10 +175,10 @@ class EngineContract(NotFinite):
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("cut", [False, True], ids=["one-tile", "two-steps"])
     def test_half_is_as_good_as_torchs_kernel(self, dtype: torch.dtype, cut: bool) -> None:
-        """The error is at most 1.25 times that of one device in the same dtype (Exactness in docs/architecture.md)."""
+        """The error is at most 1.25 times that of torch's kernel in this dtype (Exactness in docs/architecture.md)."""
         q, k, band = DENSE[0]
         halves = [(q, k.pick(StridedRange(start, 48)), band) for start in (0, 48)] if cut else [DENSE[0]]
-        # `pick` keeps buffer rows, so both steps read one buffer layout; the second half of the first is never read.
+        # `pick` keeps the row numbers, so both steps use one buffer layout. Each step reads only its half of the rows.
         trial = Trial(
             simple(tuple(halves), StridedRange(0, 4), 2, group=2, batch=2, d_k=64, d_v=64), dtype, False, 0, self.device
         )
@@ -200,7 +204,7 @@ class EngineContract(NotFinite):
 
 
 def _torchs_own(inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
-    """Return out, dq, dk and dv of row-first causal attention by `scaled_dot_product_attention`."""
+    """Return out, dq, dk and dv of causal attention by `scaled_dot_product_attention`, for tensors with rows first."""
     q, k, v = (x.detach().clone().requires_grad_() for x in inputs)
     qh, kh, vh = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     out = scaled_dot_product_attention(qh, kh, vh, is_causal=True, scale=SCALE, enable_gqa=True).permute(2, 0, 1, 3)

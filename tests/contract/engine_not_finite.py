@@ -73,7 +73,7 @@ class NotFinite:
 
     @pytest.mark.parametrize("query", [NAN, 0.0], ids=str)
     def test_a_value_of_nan_hides_nothing_of_its_row(self, query: float) -> None:
-        """It hides neither the NaN of a score nor the row's other numbers, even if its lse happens to be 0."""
+        """A NaN in V hides neither a NaN score nor the other numbers of its row, even if the row's lse is 0."""
         trial = Trial(SCENARIOS["one-pair"], torch.float32, False, 0, self.device)
         step = trial.scenario.steps[0]
         tile = step.tiles[0]
@@ -90,7 +90,7 @@ class NotFinite:
     @pytest.mark.parametrize("band", [FULL, CAUSAL], ids=["full", "causal"])
     @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0,)], ids=str)
     def test_scores_of_minus_infinity_have_no_weight(self, order: tuple[int, ...], band: Band) -> None:
-        """Keys of step 0 that a caller has masked by -inf have no weight; rows without other keys have no key."""
+        """Keys masked by scores of -inf, here those of step 0, have no weight; a row with only such keys has no key."""
         rows = 21
         q, *kvs = (torch.randn(rows, 1, 2, 16, device=self.device) for _ in range(5))
         q[..., 0] = 1.0

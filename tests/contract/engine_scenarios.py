@@ -9,7 +9,7 @@ from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, Token
 
 
 class Step(NamedTuple):
-    """One attend call: its tiles, and its K/V buffer (rows, and the K/V heads in it)."""
+    """One attend call: its tiles, and the rows and K/V heads of its K/V buffer."""
 
     tiles: tuple[Tile, ...]
     k_rows: int
@@ -19,7 +19,7 @@ class Step(NamedTuple):
 class Scenario(NamedTuple):
     """Several attend calls that update one softmax state.
 
-    Head 0 of the buffers is query head `first_head` of the call, for `alibi` and dropout; `starts` is that of
+    Head 0 of the buffers is query head `first_head` of the call: ALiBi and dropout depend on that number. `starts`: see
     `Softmax`.
     """
 
@@ -92,7 +92,10 @@ def whole(
 
 
 def last_heads(kv_heads: int, count: int, group: int) -> Scenario:
-    """Two tiles of the last `count` K/V heads attend to the same keys in one step; the buffer has K/V of all heads."""
+    """Make one step in which two tiles of the last `count` K/V heads attend to the same keys.
+
+    The K/V buffer contains all heads.
+    """
     heads = StridedRange((kv_heads - count) * group, count * group)
     tiles = tuple(Tile(strip(60, 30, row=row), strip(0, 70), CAUSAL, heads) for row in (0, 30))
     return Scenario((Step(tiles, 72, StridedRange(0, kv_heads)),), 62, kv_heads, group, batch=2)
@@ -142,10 +145,11 @@ SCENARIOS = {
 
 
 def random_scenario(seed: int, places: bool = False) -> Scenario:
-    """Make steps of overlapping tiles with random runs, bands and heads; a pair in two tiles counts twice.
+    """Make steps of overlapping tiles with random token ranges, bands and heads.
 
-    `places`: every second scenario also has slopes, every fourth dropout too, and its heads and documents need not be
-    the first ones.
+    A pair of query and key that is in two tiles counts twice. `places`: half of the scenarios also have ALiBi slopes,
+    and half of these dropout too. Their first head need not be head 0 of the call, and their keys may start at another
+    position than their queries.
     """
     rng = Random(seed)
     group, kv_heads, q_rows = rng.choice((1, 2, 3)), rng.randint(1, 3), rng.randint(1, 70)

@@ -100,9 +100,9 @@ class Trial:
         return view
 
     def _relaid(self, output: Output, touched: Tensor) -> Output:
-        """Return the state an engine begins with, in memory of the test: NaN wherever it must not read."""
+        """Copy an output that an engine begins with into the test's memory, with NaN where the engine must not read."""
         carried, result = output
-        if result is not None:  # every row is written by a step before another reads it
+        if result is not None:  # a step writes each row before a later step reads it
             touched = torch.zeros_like(touched)
         return Output(*(
             None if x is None else self._output(x.masked_fill(~touched, NAN)) for x in (carried, result)
@@ -111,7 +111,8 @@ class Trial:
     def run(self, engine: Engine, visit: Visit = NEITHER) -> dict[str, Tensor]:
         """Return out, lse, dq, and dk and dv of each step, as the engine computes them from prepared buffers.
 
-        `visit`: the role of every step for its dK and dV. They contain NaN before a first step, and ones before others.
+        `visit`: whether every step is the first, or the last, on its dK and dV. These buffers contain NaN before a
+        first step, and ones before other steps.
         """
         s = self.scenario
         works = engine.prepare(
@@ -135,19 +136,22 @@ class Trial:
             engine.attend_grad(self.q, kv, inputs, dq, None if visit == ONLY else dkv, work, result)
             key_rows = touched(s.steps[i].tiles, "k", s.group, kv.first_head, kv.k)
             for name, x in zip(("dk", "dv"), (result or dkv)[:2], strict=True):
-                if visit != NEITHER:  # nothing else may be written
+                if visit != NEITHER:  # only the key rows of the tiles may be written
                     assert x[~key_rows.expand(x.shape)].isnan().all()
                     x = x.masked_fill(~key_rows, 0.0 if visit.overwrite else 1.0)
                 results[f"{name}{i}"] = x.to(self.accumulator) - (0 if visit.overwrite else 1)
         return results | {"dq": dq.finalized(self.dtype)}
 
     def _filled(self, kv: KV, dtype: torch.dtype, value: float) -> KV:
-        """Return buffers shaped like K and V, filled with one value, in memory of the test."""
+        """Return buffers in the test's memory, shaped like K and V and filled with `value`."""
         k, v = (self._output(torch.full_like(x, value, dtype=dtype)) for x in kv[:2])
         return KV(k, v, kv.first_head)
 
     def reference(self) -> dict[str, Tensor]:
-        """Return the same results by the oracle. Each tile has its own copy of the keys, so a pair may occur twice."""
+        """Return the results of `run` as the oracle computes them.
+
+        Each tile has its own copy of the keys, so a pair of query and key may count twice.
+        """
         s = self.scenario
         q = self.q.double().nan_to_num(0.0).requires_grad_()
         leaves = [[x.double().nan_to_num(0.0).requires_grad_() for x in (kv.k, kv.v)] for kv in self.kvs]
@@ -207,7 +211,7 @@ class Trial:
         return kept.to(self.device)
 
     def check(self, results: dict[str, Tensor], tolerance: float) -> None:
-        """Compare the tiles with the reference, and everything else with its previous content."""
+        """Assert that `results` match the reference inside the tiles, and are unchanged outside them."""
         reference, rows_touched = self.reference(), self.q_touched.expand(self.dout.shape)
         assert results["out"][~rows_touched].isnan().all()
         per_row = self.q_touched[:, :, :, 0].permute(1, 2, 0).expand(results["lse"].shape)
@@ -231,7 +235,7 @@ class Trial:
                 assert not results[name][~key_rows.expand(results[name].shape)].any(), f"{name} outside the tiles"
 
     def check_margins(self) -> None:
-        """Blank every output view; the rest of its memory must be unchanged."""
+        """Assert that the memory around every output view still is NaN. This fills the views themselves with NaN."""
         for storage in self.storage:
             values = storage[1:-1, :, :, :-3] if self.scenario.memory == "records" else (
                 storage[:, 1:-1] if self.scenario.memory == "tokens" else storage[:, :, 1:-1])  # fmt: skip

@@ -31,7 +31,7 @@ CASES = {"killed": 1, "stopped": 1, "store's host stopped": 0, "closed": 1, "cau
 
 
 class Outcome(NamedTuple):
-    """The error of one rank and its time; for the victim, the time of the event."""
+    """The error message of one rank and when it was raised; for the victim, when the event of the case happened."""
 
     message: str
     at_s: float
@@ -50,7 +50,7 @@ def exchange_until_error(ring: Transport) -> str:
 
 
 def suffer(ring: Transport, health: Health, case: str) -> Outcome:
-    """Return this rank's outcome after the victim of `case` has suffered it during exchanges."""
+    """Exchange until an error is raised, and return this rank's outcome. On the victim of `case`, cause the event."""
     ring.all_gather_bytes(b"")
     torch.set_num_threads(1)
     happened: list[float] = []
@@ -83,12 +83,12 @@ def suffer(ring: Transport, health: Health, case: str) -> Outcome:
 
 
 def assert_victim_named(case: str, outcomes: dict[int, Any]) -> None:
-    """Assert that each rank names the victim and no other rank, in time."""
+    """Assert that each rank names the victim, and no other rank, within the time limit."""
     victim = CASES[case]
     for rank, (message, at_s) in outcomes.items():
         named = named_at_fault(message)
         if rank == victim:
-            # It was stopped itself: it says so, or re-states a first cause that names it, and names no other rank.
+            # The victim was stopped. It says so, or re-states a first cause that names it, and names no other rank.
             assert named <= {victim}, outcomes
             stood_still = f"rank {victim} itself stood still" in message
             assert case in ("closed", "cause in the store") or stood_still or named == {victim}, outcomes

@@ -1,7 +1,7 @@
 """A few processes that run one function after another, each under a hard deadline, and their rendezvous.
 
-They are forked in milliseconds from a process that has loaded what they need, and share its hash seed. Agreement of
-ranks with different hash seeds is tested where torchrun starts them.
+The processes are forked in milliseconds from a server process that has loaded the modules they need, so they share its
+hash seed. Tests in which torchrun starts the ranks cover ranks with different hash seeds.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ LEAST = 10_000
 def free_port() -> int:
     """Return a free port outside the range from which the system chooses ports itself.
 
-    A port of that range may be taken by another process before the processes that use it have loaded torch. And a
-    client that connects to it may be given that port for its own end, and then connects to itself. Raises `OSError` if
-    no port is free.
+    Another process may take a port of that range before the processes that use it have loaded torch. And the system may
+    give a client that connects to such a port the same port for its own end, so that it connects to itself. Raises
+    `OSError` if no port is free.
     """
     first, last = map(int, EPHEMERAL_PORTS.read_text(encoding="utf-8").split())
     candidates = [port for port in range(LEAST, 1 << 16) if not first <= port <= last]
@@ -82,8 +82,8 @@ LOADED = ("pytest", "torch._dynamo", "ringattn.launch.train.loop")
 
 
 def forked(target: Callable[..., None], *arguments: Any, daemon: bool = True) -> BaseProcess:
-    """Start a process that calls `target(*arguments)` with this process's present environment."""
-    # A fork of a process that has used a GPU cannot use it, so there each process is spawned.
+    """Start a process that calls `target(*arguments)` with the current environment of this process."""
+    # A forked child of a process that has used a GPU cannot use the GPU, so with a GPU each process is spawned.
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     multiprocessing.set_forkserver_preload(list(LOADED))
     process = context.Process(target=_with_environment, args=(dict(os.environ), target, arguments), daemon=daemon)
@@ -98,11 +98,11 @@ def _with_environment(environment: dict[str, str], target: Callable[..., None], 
 
 
 def core_s() -> float:
-    """Return the core seconds used by the process they are forked from and by its children that have ended."""
+    """Return the CPU seconds used by the server process of the forks and by its children that have ended."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
     if pid is None:
         return 0.0
-    # After the name, which may contain anything, come the state and numbers; the 12th to 15th are the CPU times.
+    # The fields after the name, which may contain anything, are the state and numbers; the 12th to 15th are CPU times.
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 

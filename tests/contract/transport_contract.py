@@ -1,6 +1,7 @@
 """The contract of every transport: checks that run on each rank of a ring of three or more.
 
-A check is called on all ranks at the same time, with that rank's transport, in any thread or process, and asserts.
+Each check is a function that is called on all ranks at the same time, in any thread or process, with the rank's
+transport. It raises `AssertionError` or another error if the transport violates the contract.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def send(ring: Transport, peer: int, value: float, label: str = "x") -> None:
 
 
 def assert_dead(ring: Transport, reason: str) -> None:
-    """Assert that every call refuses with the reason, and that the calls that must never raise do not."""
+    """Assert that `close` and `abort` do not raise, and that every other call raises `ClosedError` with `reason`."""
     ring.close()
     ring.abort(ValueError("too late"))
     calls: list[Callable[[], object]] = [
@@ -90,7 +91,10 @@ def ends_may_lie_apart(ring: Transport) -> None:
 
 
 def _keep_order(ring: Transport, received_first: int) -> None:
-    """Send four messages in two exchanges, three of them in the first."""
+    """Send three messages in one exchange and a fourth in the next.
+
+    Receive `received_first` of the messages in the first exchange, and the rest in the second.
+    """
     after, before = neighbors(ring)
     sizes = [4096, 1, 70_000, 16]
     sent = [torch.full((size,), float(10 * ring.rank + k)) for k, size in enumerate(sizes)]
@@ -119,7 +123,7 @@ def many_in_flight(ring: Transport) -> None:
 
 
 def nothing_is_nothing(ring: Transport) -> None:
-    # Messages without bytes are sent on neither side, so they need no partner either.
+    # Both sides leave out messages without bytes, so such a message needs no counterpart.
     after, before = neighbors(ring)
     nothing = torch.empty(0, 4)
     ring.exchange([], []).wait()
@@ -178,7 +182,7 @@ def bad_messages_are_refused(ring: Transport) -> None:
             with pytest.raises(InputError, match=why):
                 ring.exchange(sends, recvs)
     received = torch.zeros(16)
-    # Nothing of the refused exchanges is in flight.
+    # No message of the refused exchanges is in flight.
     ring.exchange([Message(after, good)], [Message(before, received)]).wait()
     assert received.tolist() == [float(before)] * 16
 
@@ -376,7 +380,10 @@ def forked_child_is_refused(ring: Transport) -> None:
 
 
 def _count_refusals(ring: Transport, calls: list[Callable[[], object]]) -> int:
-    """Count the `calls` and calls of `ring` that raise the error of a forked child; 99 if one does not raise."""
+    """Return how many of `calls`, and of four calls of `ring`, raise the error of a forked child.
+
+    Return 99 if a call does not raise `ClosedError` at all.
+    """
     calls += [
         lambda: ring.allocate(8),
         lambda: ring.all_gather_bytes(b""),

@@ -38,7 +38,7 @@ from tests.contract.processes import Processes, rendezvous_store
 def post(
     record: FlightRecord, op: str, peer: int, label: str, nbytes: int = 8, state: str = DONE, lane: int = 0
 ) -> None:
-    """One exchange of one message."""
+    """Record one exchange of one message."""
     flight = record.begin(lane, (MessageRecord(op, peer, nbytes, 0, label),))
     flight.state = state
     flight.done_s = time.time() if state == DONE else 0.0
@@ -73,7 +73,7 @@ def test_the_newest_exchanges_are_kept_and_the_dropped_counted(tmp_path: Path) -
     assert record.where() == "last"
 
 
-# --- what does not fit -----------------------------------------------------------------------------------------------
+# --- mismatches ------------------------------------------------------------------------------------------------------
 
 
 def test_equal_records_do_not_diverge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +100,7 @@ def test_bytes_that_differ_name_both_ends(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_rank_that_never_posted_is_named_before_those_that_wait(tmp_path: Path) -> None:
-    # 0 waits for 2, 2 waits for 1, and 1 is not in an exchange.
+    # Rank 0 waits for rank 2, rank 2 waits for rank 1, and rank 1 is not in an exchange.
     a, b, c = (FlightRecord(rank, 3, "gloo") for rank in range(3))
     for n in range(3):
         post(b, "recv", 2, f"step {n}")
@@ -148,7 +148,7 @@ def test_what_is_posted_after_the_peer_gave_up_answers_nothing(tmp_path: Path) -
 
 
 def test_lanes_do_not_meet(tmp_path: Path) -> None:
-    # A receive may be posted before an all-gather whose partner's send comes after it.
+    # One rank may post its end of an exchange before an all-gather, and the other rank after it.
     a, b = pair()
     post(a, "send", 1, "all-gather 0", 256, lane=CONTROL_LANE)
     post(a, "send", 1, "kv", 64)
@@ -159,7 +159,7 @@ def test_lanes_do_not_meet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("extra", [0, 1])
 def test_dropped_messages_are_counted(tmp_path: Path, extra: int) -> None:
-    # Two lanes whose messages advance independently, so that an exchange number is not an ordinal.
+    # The messages of two lanes advance independently, so an exchange's number is not the ordinal of its message.
     a, b = pair()
     for n in range(CAPACITY + 10):
         post(a, "send", 1, f"n {n}", n + 1)
@@ -216,7 +216,7 @@ def spoil(text: str) -> Callable[[Path], object]:
 
 
 def odd(*path: str | int, value: object = None) -> Callable[[Path], object]:
-    """Return a change of one value of a record."""
+    """Return a function that writes a record in which the value at `path` is replaced by `value`."""
 
     def write(folder: Path) -> None:
         record = FlightRecord(0, 2, "gloo")
@@ -304,7 +304,7 @@ def opened(rank: int, world_size: int, folder: Path | None) -> GlooTransport:
 
 
 def never_sends(rank: int, world_size: int, folder: Path) -> str:
-    """Rank 1 takes part in step 0 and in nothing after it."""
+    """Run step 0 on all ranks, and step 1, which rank 1 joins only after the deadline. Return the error's message."""
     ring = opened(rank, world_size, folder)
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     kv = torch.zeros(16)
@@ -362,7 +362,10 @@ def test_only_failures_leave_a_record_and_only_where_asked(processes: Processes,
 
 
 def leaves_early(rank: int, world_size: int, folder: Path) -> None:
-    """Gather answers of different lengths; then all ranks end, or rank 1 ends before the second all-gather."""
+    """Open two rings. In the first, all ranks gather payloads of different lengths and then abort.
+
+    In the second, rank 1 does not join the second all-gather, and aborts when the other ranks have failed.
+    """
     ring = ShmTransport.open(
         Opening(rendezvous_store(rank, world_size, 60.0), rank, world_size, 20.0, folder / "together")
     )
@@ -414,7 +417,10 @@ IN_PYTHON = "ready()\ntime.sleep(60)\n"
 
 
 def told_to_end(folder: Path, program: str, before: str = "") -> tuple[int, str]:
-    """Return exit code and output of a process that gets SIGTERM when ready. `before`: its code before its ring."""
+    """Return the exit code and the output of a process that gets SIGTERM when it is ready.
+
+    `program`: the process's code after it has opened its ring. `before`: its code before that.
+    """
     begin = BEGIN.replace("record = opened()", before + "record = opened()")
     command = [sys.executable, "-c", begin + program, str(folder)]
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,

@@ -1,4 +1,4 @@
-"""Recordings: what a rank did and how long it waited, on every schedule, on slow transports, and when off."""
+"""Recordings of a rank's work and waits: on every schedule, on slow transports, and with recording off."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ TOKENS = 37
 
 
 def both_passes(ring: Ring, schedule: str = "auto") -> None:
-    """Run one small call, forward and backward."""
+    """Run one small attention call, forward and backward."""
     forward(ring, schedule).sum().backward()
 
 
 def forward(ring: Ring, schedule: str = "auto") -> torch.Tensor:
-    """Run one small call, ready for its backward."""
+    """Run one small attention call forward, and return its output, which is ready for backward."""
     seq = ring.sequence(TOKENS, layout="zigzag")
     q, k, v = (torch.ones(1, seq.counts[ring.rank], heads, 8).requires_grad_() for heads in (4, 4, 4))
     return ring.attention(q, k, v, seq, causal=True, schedule=schedule)
@@ -196,7 +196,7 @@ class SlowEngine:
         (0.080, 0.0, 0.080, 0.080, 0.080),
         (0.100, 0.030, 0.100, 0.100, 0.070),
         (0.030, 0.030, 0.030, 0.030, 0.0),
-        (0.020, 0.080, 0.020, 0.080, 0.0),  # it arrived earlier; without a report the wait is the bound
+        (0.020, 0.080, 0.020, 0.080, 0.0),  # messages arrive before the wait; its end is the bound without reports
     ],
 )
 def test_the_time_of_a_transfer_that_work_does_not_hide_is_exposed(
@@ -339,7 +339,7 @@ def nvtx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def on_rank_0(body: Callable[[Ring], None]) -> Callable[[Ring], None]:
-    """Run `body` on rank 0, and its passes on every other rank."""
+    """Return a function that runs `body` on rank 0 and `both_passes` on every other rank."""
     return lambda ring: body(ring) if ring.rank == 0 else both_passes(ring)
 
 
