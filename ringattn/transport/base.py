@@ -102,7 +102,7 @@ class Transport(Protocol):
         ...
 
     def announce(self, call: int, digest: bytes, description: str, gradients: str = "") -> bool:
-        """Announce this rank's `call`-th call, identified by `digest` and described in errors by `description`.
+        """Announce that this rank makes its call number `call`, with its digest and its description for errors.
 
         `gradients`: `COMPARED` if the ranks themselves compare this call, so the transport need not compare it.
         Otherwise `gradients` says whether this rank needs gradients; ranks that differ in this are reported.
@@ -182,7 +182,7 @@ class Opening:
         return ControlStore(self.store, self.rank, self.world_size, self.timeout_s)
 
     def leave_store(self) -> None:
-        """Close the connection to the store, for a ring that needs it only to open. Heartbeats have their own."""
+        """Close the connection to the store, for a ring that needs it only to open. Heartbeats use another one."""
         for name in ("store", "control"):
             self.__dict__.pop(name, None)
 

@@ -96,7 +96,7 @@ class _Connection:
         return request.result()
 
     def settle(self, until: float) -> None:
-        """Refuse new calls, and wait for the calls in progress, at most `until` (monotonic clock)."""
+        """Refuse new calls, and wait for the calls in progress until the time `until` on the monotonic clock."""
         if self.lost or self._calls.thread is None or os.getpid() != self._pid:
             return
         self.lost = "the process ends"

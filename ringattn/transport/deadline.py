@@ -56,7 +56,7 @@ def wait_until(
     watch: Callable[[], None] | None = None,
     naps_s: tuple[float, float] = (FIRST_NAP_S, LONGEST_NAP_S),
 ) -> bool:
-    """Wait until `ready()` and return True; return False if the deadline passes first. Naps between the checks.
+    """Wait until `ready()` and return True; return False if the deadline passes first.
 
     `watch` runs before each nap and may raise. `ready` takes precedence: what `watch` reports may be a failure of
     another rank after the awaited event. `naps_s`: the lengths of the first and the longest nap.

@@ -118,7 +118,7 @@ class GlooTransport(ProcessTransport):
     def open(cls, opening: Opening) -> GlooTransport:
         """Connect this rank with all others.
 
-        Raises `DeadlineError` with the ranks that did not arrive, or the addresses that could not be reached.
+        Raises `DeadlineError` that names the ranks that did not arrive, or the addresses that could not be reached.
         """
         opening.name = opening.name or cls.name
         rank, timeout_s, deadline, control = opening.rank, opening.timeout_s, opening.until, opening.control

@@ -208,7 +208,7 @@ RACKS = ("gb200",)
 
 
 class Recognised(NamedTuple):
-    """A recognised cluster, or None if the machines are not known. `why`: the reason, for the user."""
+    """The result of `recognise`. `cluster`: None if the machines are not known. `why`: the reason, for the user."""
 
     cluster: Cluster | None
     why: str
@@ -316,7 +316,7 @@ def own_calibration(named: str | None) -> str | None:
 
 
 def hardware() -> str:
-    """Describe the hardware of this machine, such as "8 x NVIDIA H100", which machines of one kind have in common."""
+    """Describe the hardware of this machine, such as "8 x NVIDIA H100", without the machine's name."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     try:

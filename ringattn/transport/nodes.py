@@ -135,7 +135,7 @@ class NodesTransport(Ending):
         self.inside.replay(run)
 
     def abort(self, cause: BaseException) -> None:
-        """See `Transport.abort`. `inside` ends first; `between` then reports the cause to all ranks in the store."""
+        """See `Transport.abort`. `inside` ends first; `between` then reports the cause to all ranks by the store."""
         if self._end is None:
             self._end = cause
         self.inside.abort(cause)

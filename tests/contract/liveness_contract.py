@@ -1,4 +1,4 @@
-"""The report of every transport between processes about a killed, stopped or closed rank, and a store that hangs.
+"""Checks of what transports between processes report about a killed, stopped or closed rank, or a store that hangs.
 
 `suffer` runs on each rank of a ring; `assert_victim_named` checks the outcomes of the ranks.
 """

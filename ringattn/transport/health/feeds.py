@@ -49,7 +49,7 @@ class Heard(Generic[T]):
 
 
 class Feed(Generic[T]):
-    """The heartbeats of one source. Written by the health thread, read by any thread."""
+    """The heartbeats of one source. The health thread writes a feed; any thread may read it."""
 
     def __init__(self, gap_s: float) -> None:
         """Ignore a rank's earlier readings after a gap of more than `gap_s` between two readings."""
@@ -166,7 +166,8 @@ class StoreFeed(Feed[Beat | None]):
     def call(self, run: Callable[[dist.Store], object], patience_s: float) -> None:
         """Run `run(store)` on the connection's thread, after the request in progress. Never raises.
 
-        Wait up to `patience_s` for its end if the store answers. If not, do not wait: it runs when the store answers.
+        If the store answers, wait up to `patience_s` for the result. If not, do not wait; `run` is called once the
+        store answers again.
         """
         try:
             if self.gone is None:
@@ -272,7 +273,7 @@ class Neighbours(Feed[Beat]):
         }
 
     def _claims_of(self, sender: int, now_s: float) -> Claims:
-        """Return the reports of a neighbour that is alive, or that has failed: then they explain its failure."""
+        """Return a neighbour's reports if it is alive, or if it has failed: its reports may then explain why."""
         heard = self.heard.get(sender)
         if heard is None:
             return {}

@@ -143,7 +143,7 @@ class Health:
     def place(self) -> Place:
         """Return what this rank is doing, in the first of its transports that waits for something.
 
-        If no transport waits, return it for the last transport; if there is none any more, return the last known.
+        If no transport waits, describe the last transport. If all transports have ended, return the last known `Place`.
         """
         places = [place() for place, _ in list(self._users.values())] or [self._here]
         return next((place for place in places if place.waits is not Waits.HOST), places[-1])
@@ -164,7 +164,7 @@ class Health:
         return {rank for rank, beat in self.beats().items() if beat.left}
 
     def silent(self, at_least_s: float = 0.0) -> set[int]:
-        """Return the ranks whose heartbeat has stopped for at least `silence_s`, and for at least `at_least_s`."""
+        """Return the ranks whose heartbeat has stopped for at least the longer of `silence_s` and `at_least_s`."""
         limit_s, now_s = max(self.silence_s, at_least_s), time.monotonic()
         silent = self._page_feed.unchanged(limit_s, now_s - self.silence_s)
         if not self.store.unanswered:

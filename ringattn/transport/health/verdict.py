@@ -74,7 +74,7 @@ class Beat:
         return self.closed or self.count == ENDED
 
     def text(self) -> str:
-        """Encode as JSON."""
+        """Return the heartbeat as JSON."""
         place = self.place
         peers = None if place.peers is None else sorted(place.peers)
         fields = [self.count, place.at, place.call, place.waits.value, peers, self.closed, self.calls]

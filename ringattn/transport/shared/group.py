@@ -335,7 +335,7 @@ class SharedGroup:
         self.ring(rank)
 
     def ring(self, rank: int) -> None:
-        """Make `rank` check its condition again, after something in this rank's page has changed."""
+        """Ring the bell of `rank` after a change of its page, so that its wait checks its condition again."""
         page = self.pages[rank]
         # No two values of any ranks are equal, so a bell that has the same value has not been rung.
         page.words.store(self._bell, next(self._rings) * self.world_size + self.rank)
@@ -346,7 +346,7 @@ class SharedGroup:
     def hold(
         self, ready: Callable[[], bool], awaited: Callable[[], Iterable[int]], what: Callable[[], str], until: float
     ) -> None:
-        """Wait until `ready()` is true. It is evaluated again whenever a word of this rank's page has changed.
+        """Wait until `ready()` is true. `ready` is called again whenever a word of this rank's page has changed.
 
         `awaited()`: the ranks that the wait depends on. `what()`: a description of the wait, for errors. Raises what
         `check` raises for the awaited ranks, and `DeadlineError` at `until`, a time on the monotonic clock.

@@ -324,7 +324,7 @@ class Page:
 
     @staticmethod
     def size(count: int) -> int:
-        """Return the bytes of a page that `count` ranks share."""
+        """Return the size in bytes of a page that `count` ranks share."""
         logs = 2 * count * LOG_ENTRIES * ENTRY_BYTES
         return -(-(_logs_at(count) + logs) // PAGE_BYTES) * PAGE_BYTES
 
