@@ -1,8 +1,8 @@
 """The reference (`tests.fuzz.reference`) with the arguments of `Ring.dilated_attention`.
 
 Guarantees: out and lse are differentiable by autograd; a row without keys gives out 0 and lse -inf, and zero gradients.
-Nothing about speed or memory: it holds (branches, heads, tokens, tokens) numbers.
-Not covered: anything of ringattn; shards, tiles or kernels; what a ring refuses.
+It is slow, and it stores (branches, heads, tokens, tokens) numbers.
+Not covered: ringattn's own code, shards, tiles, kernels, and calls that a ring refuses.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def dilated_reference(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Dilated attention of whole sequences (LongNet, arXiv 2307.02486, equations 3 to 15), computed in float64.
+    """Return dilated attention of whole sequences (LongNet, arXiv 2307.02486, equations 3 to 15), in float64.
 
     q (batch, tokens, q_heads, d_k), k (batch, tokens, kv_heads, d_k), v (batch, tokens, kv_heads, d_v), sinks
     (q_heads,). `documents` are bounds [0, ..., tokens]; segments restart in each. A pair that several branches allow
     counts once for each. `alibi_slopes` (q_heads,): a score loses slope * |distance in tokens|. Returns out (batch,
     tokens, q_heads, d_v) and lse (batch, q_heads, tokens), natural log.
 
-    tail="zero_pad": each segment and class is padded with zero keys to ceil(min(w, document) / r) rows, at the
-    positions that follow the segment. torchscale moves rows where r does not divide that and segments follow; this does
-    not. grad="detached": the weights that mix the branches and the lse carry no gradient. Raises ValueError for a
-    rule it does not know and for detached with sinks.
+    tail="zero_pad": in each segment, each residue class is padded with zero keys to ceil(min(w, document) / r) rows, at
+    the positions that follow the segment. If r does not divide min(w, document) and more segments follow, torchscale
+    moves rows, but this reference does not. grad="detached": the weights that mix the branches and the lse carry no
+    gradient. Raises ValueError for an unknown `tail` or `grad`, and for "detached" with sinks.
     """
     if tail not in ("ragged", "zero_pad") or grad not in ("exact", "detached"):
         raise ValueError(f"no reference for tail={tail!r}, grad={grad!r}")

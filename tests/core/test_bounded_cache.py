@@ -16,7 +16,7 @@ from ringattn.core.bounded_cache import BoundedCache, bounded, held_bytes
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> BoundedCache[int, bytes]:
-    """A cache of 100 bytes that never drops its last two entries."""
+    """Return a cache of 100 bytes that never drops its last two entries."""
     monkeypatch.setattr(bounded_cache, "CACHE_BYTES", 100)
     monkeypatch.setattr(bounded_cache, "AT_LEAST", 2)
     return BoundedCache(lambda key, value: len(value))

@@ -1,6 +1,6 @@
 """The reference of dilated attention against a loop over rows, hand-made tables, finite differences and torchscale.
 
-Guarantees: what `tests/core/dilated_reference.py` says is checked by something that shares no line with it.
+Guarantees: each promise of `tests/core/dilated_reference.py` is checked by code that shares no line with it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def drawn(kept: Tensor) -> list[str]:
     ],
 )
 def test_coverage_by_hand(offset: str, layer: int | None, picture: list[str]) -> None:
-    """Four query heads, two K/V heads, segments of five, every third row."""
+    """There are four query heads, two K/V heads and segments of five tokens. Each head keeps every third token."""
     assert drawn(coverage(10, 4, 2, [5], [3], offset, layer)[0]) == picture
 
 

@@ -1,4 +1,4 @@
-"""Documents over ranks: each token once, equal counts, balanced pairs, and costs as the planner counts them."""
+"""Placements of documents on ranks: each token once, equal counts, balanced pairs, and the planner's costs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ranks_of = st.sampled_from(WORLD_SIZES)
 
 @st.composite
 def documents(draw: st.DrawFn) -> tuple[int, ...]:
-    """Draw few or many documents: empty, with a single token, and longer than a rank's share."""
+    """Draw the bounds of few or many documents, some empty, with a single token, or longer than a rank's share."""
     lengths = draw(st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, 8, 13, 40, 100]), min_size=1, max_size=30))
     ends = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     return tuple(ends)
@@ -92,7 +92,8 @@ def test_a_long_document_is_cut_and_short_ones_are_not() -> None:
     assert max(load.pairs) <= 1.01 * sum(load.pairs) / 4
     assert load.in_steps <= 1.01 * sum(load.pairs) / 4, "no step waits for one rank"
     assert sum(load.sent) == 9000  # zigzag alone: three quarters of its tokens to each of three ranks
-    # Cut from its end with equal pairs, it is read up to sqrt(k / 4) of its length, k = 1, 2, 3.
+    # The second choice cuts the long document into four parts with equal pairs, at sqrt(k / 4) of its length for k = 1,
+    # 2, 3. The part after a cut reads all tokens before that cut.
     fewest = load_of(bounds, place(bounds, 4, CHOICES[1]))
     assert sum(fewest.sent) <= 1.02 * 4000 * (0.25**0.5 + 0.5**0.5 + 0.75**0.5)
     assert fewest.in_steps > 1.2 * load.in_steps
@@ -101,7 +102,7 @@ def test_a_long_document_is_cut_and_short_ones_are_not() -> None:
 
 
 def assert_whole(bounds: tuple[int, ...], ranks: int, shards: Shards) -> None:
-    """Assert that each token has one rank and that ranks have their counts."""
+    """Assert that each token is on one rank, and that ranks have as many tokens as in the contiguous layout."""
     assert sorted(token for shard in shards for piece in shard for token in range(*piece)) == list(range(bounds[-1]))
     counts = tuple(sum(stop - start for start, stop in shard) for shard in shards)
     assert counts == make_layout("contiguous", bounds[-1], ranks).counts
@@ -130,13 +131,13 @@ def test_placed_at_once_any_owners_are_a_placement_and_the_search_counts_its_row
     assert_whole(bounds, ranks, shards)
     if not outcome.moved:
         assert outcome.over == sum(max(0, pairs - search.most) for pairs in load.pairs)
-        # A rank that takes the end of a document that it owns is counted twice.
+        # If a rank takes the end of a document that it owns, the search counts the rows of that document twice.
         twice = any(end >= 0 and assignment.ends[assignment.owners[end]] == end for end in assignment.ends)
         assert sum(load.sent) == outcome.rows or (twice and sum(load.sent) < outcome.rows)
 
 
 def test_placed_at_once_moved_first_tokens_cost_a_row_each() -> None:
-    """Rank 0 misses 20 tokens, which rank 1 has too many; rank 2 has its share."""
+    """Rank 0 is 20 tokens short, rank 1 has 20 too many, and rank 2 has its share."""
     search = Search((0, 80, 200, 300), 3, 1.05)
     assignment = Owners([1, 2, 0], [-1] * 3, [80, 120, 100], [causal_pairs(0, n) for n in (80, 120, 100)])
     outcome, load = search.outcome_of(assignment), load_of((0, 80, 200, 300), search.shards(assignment))

@@ -59,7 +59,8 @@ def test_per_document_cuts_each_document_into_mirrored_chunks(data: st.DataObjec
     documents = data.draw(cuts(length))
     layout = make_layout("per_document", length, ranks, documents)
     for start, stop in pairwise(documents):
-        # Reading a document from its start, owners go up through the ranks and down again, in even chunks.
+        # From the start of a document, the owners of its chunks ascend through the ranks, then descend. Ranks get equal
+        # numbers of its tokens, up to two.
         owner = {
             token: rank for rank, shard in enumerate(positions(layout)) for token in shard if start <= token < stop
         }
@@ -85,7 +86,7 @@ def test_the_first_ranks_take_the_extra_tokens(name: str) -> None:
 
 
 def test_extra_tokens_of_many_documents_do_not_pile_up() -> None:
-    # Every document of one token gives its token to another chunk.
+    # Each document has one token, and successive documents give it to different chunks.
     assert make_layout("per_document", 8, 4, tuple(range(9))).counts == (2, 2, 2, 2)
 
 

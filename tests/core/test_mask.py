@@ -1,4 +1,4 @@
-"""Masks and problems: what the options mean, and that bad ones are named."""
+"""Masks and problems: the meaning of the options, and errors that name invalid ones."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.strategies import Case, covering, simple
 
 
 def inside(tile: Tile) -> np.ndarray:
-    """(q, k) booleans of a tile's pairs."""
+    """Return which pairs of a tile its band allows, (queries, keys) booleans."""
     q, k = (np.array(strip.positions.members(), np.int64) for strip in (tile.q, tile.k))
     return (q[:, None] - k[None, :] >= tile.band.lo) & (q[:, None] - k[None, :] <= tile.band.hi)
 

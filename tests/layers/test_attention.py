@@ -70,7 +70,7 @@ def trained(ring: Ring, options: dict[str, Any], layout: str, tokens: int) -> di
 )
 @pytest.mark.parametrize("name", LAYERS)
 def test_results_do_not_depend_on_the_number_of_ranks(name: str, world_size: int, layout: str, tokens: int) -> None:
-    """This includes ranks without tokens, and ranks whose keys no other rank reads."""
+    """Outputs and gradients equal those of one rank, also with ranks without tokens, or whose keys no rank reads."""
     (reference,) = run_ranks(1, lambda ring: trained(ring, LAYERS[name], "contiguous", tokens))
     for actual in run_ranks(world_size, lambda ring: trained(ring, LAYERS[name], layout, tokens), poison=True):
         assert actual.keys() == reference.keys()
@@ -152,7 +152,7 @@ def test_keys_are_sent_before_queries_are_projected(
 
 
 def test_a_failed_projection_of_keys_closes_the_ring_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails on one rank after the ranks have compared their calls, and no other rank may hang."""
+    """The projection fails on one rank after the ranks have compared their calls, and no other rank may hang."""
 
     def broken(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
         if not x.any():
@@ -204,7 +204,7 @@ def test_autocast_does_not_change_float64_layers() -> None:
     assert all(torch.equal(x, y) for x, y in zip(with_autocast, without, strict=True))
 
 
-# --- next to torch.nn.MultiheadAttention ------------------------------------------------------------------------------
+# --- comparison with torch.nn.MultiheadAttention ----------------------------------------------------------------------
 
 MASKS: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor | None]] = {
     "full": ({}, {}, None),
@@ -448,7 +448,7 @@ def test_memory_info_counts_the_layer_and_the_ring() -> None:
     "options", [None, {}, {"grad": "detached", "offset": "block"}], ids=["plain", "dilated", "detached"]
 )
 def test_an_empty_batch_has_zero_gradients_and_does_not_affect_the_next_call(options: dict[str, Any] | None) -> None:
-    """It must not start a transfer that the next call would find unfinished."""
+    """A call with an empty batch must not start a transfer that the next call would find unfinished."""
 
     def body(ring: Ring) -> list[Tensor]:
         if options is None:

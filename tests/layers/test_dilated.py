@@ -1,4 +1,4 @@
-"""Layers of dilated attention: options arrive, two forms are one layer, copies and weights travel, warnings come."""
+"""Layers of dilated attention: options, equality of the two forms, copies, state dictionaries, and warnings."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def drawn(module: nn.Module) -> nn.Module:
-    """The same numbers at each call, none of them 0 or 1."""
+    """Set the parameters to the same random numbers in every call, none of them 0 or 1. Return the module."""
     generator = torch.Generator().manual_seed(5)
     for weight in module.parameters():
         nn.init.normal_(weight, std=0.3, generator=generator)
@@ -79,7 +79,7 @@ def close(leaf_tensors: Any, reference: Any) -> None:
     torch.testing.assert_close(leaf_tensors, reference, rtol=1e-10, atol=1e-10)
 
 
-# --- the attention alone ---------------------------------------------------------------------------------------------
+# --- attention without projections -----------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:branch")
@@ -207,7 +207,7 @@ def test_xpos_too_short_for_the_sequence_is_refused_on_all() -> None:
     assert all("use an xpos_scale of at least 1" in str(error) for error in errors(body))
 
 
-# --- a layer alone ---------------------------------------------------------------------------------------------------
+# --- layers on one device --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])

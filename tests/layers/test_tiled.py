@@ -1,4 +1,4 @@
-"""Functions over tiles of tokens: values and gradients of the function, one tile's memory, no work too many."""
+"""Functions over tiles of tokens: equal values and gradients, the memory of one tile, and no additional calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringattn.layers.tiled import Tiling, tiled
 
 
 class FeedForward(nn.Module):
-    """As in Llama, with dropout."""
+    """A feed-forward like Llama's, with dropout. It counts its calls."""
 
     def __init__(self, dim: int = 8, inner: int = 24, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def gradients(part: nn.Module, x: Tensor, out: Tensor) -> list[Tensor | None]:
-    """Of a number that is of all outputs alike, and yet other for each."""
+    """Return the gradients of `x` and of the parameters, for a random weight of each output element."""
     part.zero_grad(), x.grad is None or x.grad.zero_()
     (out * drawn(*out.shape).to(out.dtype)).sum().backward(retain_graph=True)
     return [None if x.grad is None else x.grad.clone(), *(weight.grad for weight in part.parameters())]
@@ -56,7 +56,8 @@ def test_tiles_change_nothing(tokens: int, again: bool) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
     for grad, true_grad in zip(gradients(tiled_part, x, actual), reference, strict=True):
         torch.testing.assert_close(grad, true_grad, rtol=1e-12, atol=1e-13)
-    # Once forward and once backward: a checkpoint around it stops before it would run the function a time more.
+    # Each tile runs once in forward and once in backward. A checkpoint around `tiled` adds no third run, because its
+    # recomputation stops before the function.
     assert tiled_part.calls == 2 * -(-14 // tokens)
 
 
@@ -114,7 +115,7 @@ def test_autocast_is_that_of_the_forward() -> None:
 
 
 def test_sums_of_many_tiles_are_rounded_once() -> None:
-    # 512 tiles that each add 1 to what is 1: in bfloat16 the sum would stay at 256.
+    # Each of 512 tiles adds 1 to the gradient. A sum in bfloat16 would stop growing at 256.
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     x = torch.ones(512, 1, dtype=torch.bfloat16)
     tiled(Tiling(lambda rows: rows * weight, 1), x, [weight]).sum().backward()

@@ -79,7 +79,7 @@ class Tower(nn.Module):
     ],
 )
 def test_a_local_attention_operator_is_refused_under_a_sequence(run: Callable[[Tensor], Tensor], name: str) -> None:
-    """Refused at the call on all ranks, even if only one rank attends locally; the ring stays usable."""
+    """The call is refused on all ranks, even if only one rank attends locally, and the ring stays usable."""
 
     def body(ring: Ring) -> tuple[str, str]:
         x, seq = heads(), ring.sequence(12)
@@ -119,7 +119,10 @@ def test_a_model_without_ring_attention_is_noticed_at_the_end(run: Callable[[Ten
 
 @pytest.mark.parametrize("attend", [ring_sdpa, lambda q, k, v: q.new_tensor(0)])
 def test_operators_are_observed_until_ring_attention_occurs(attend: Callable[..., Tensor]) -> None:
-    """The whole first activation, with gradients and without; later ones until the first attention over the ring."""
+    """Operators are observed throughout the first activation with gradients, and the first one without.
+
+    In later activations, they are observed until the first attention over the ring.
+    """
 
     def body(ring: Ring) -> list[bool]:
         x, seq, watched = heads(), ring.sequence(12), []
@@ -169,7 +172,10 @@ def test_local_attention_next_to_ring_attention_is_refused_in_the_first_activati
 
 
 def test_attention_declared_local_runs_torchs_kernels() -> None:
-    """Declared by `activate(None)` or by a marked module; nested, in backward, and on a ring of one rank."""
+    """Attention is declared local by `activate(None)` or by a marked module, also nested and in backward.
+
+    On a ring of one rank, no declaration is needed.
+    """
 
     def body(ring: Ring) -> None:
         x, seq = heads().requires_grad_(), ring.sequence(12)
@@ -198,7 +204,7 @@ def test_attention_declared_local_runs_torchs_kernels() -> None:
 
 
 def test_modules_of_a_ring_attend_under_a_sequence() -> None:
-    """Their engines call torch's kernels block by block."""
+    """The engine of a layer calls torch's attention kernels block by block, and these calls are not refused."""
 
     layer = RingMultiheadAttention(8, 2).double()
 
@@ -250,7 +256,7 @@ def test_reentrant_checkpoints_of_torch_are_found() -> None:
 
 
 def test_code_that_calls_backward_is_not_part_of_a_recomputation() -> None:
-    """A gradient inside the forward run of a region: the hook runs in backward, in no region."""
+    """The forward run of a region computes a gradient. The hook of that backward pass runs outside the region."""
     seen: list[Regions] = []
 
     def region(x: Tensor) -> Tensor:
@@ -278,7 +284,10 @@ def save_all(ctx: object, op: object, *_: object, **__: object) -> CheckpointPol
 @pytest.mark.parametrize("engine", ["plain", "aten"])
 @pytest.mark.parametrize("policy", [save_products, save_all])
 def test_selective_checkpointing_recomputes_attention(policy: Callable[..., Any], engine: str) -> None:
-    """Three regions: the backward pass of the last needs more memory, so the buffers of the others are bound again."""
+    """There are three regions.
+
+    The backward pass of the last one needs more memory, so the buffers of the other two are bound again.
+    """
 
     def layers(x: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> nn.ModuleList:
         modules = nn.ModuleList(Attending() for _ in range(3))
@@ -310,7 +319,7 @@ def test_selective_checkpointing_recomputes_attention(policy: Callable[..., Any]
 
 
 def test_a_refusal_inside_selective_checkpointing_keeps_its_message() -> None:
-    """Ranks exchange the refusal in tensors, as over gloo, with operators that the region has not called in forward."""
+    """Ranks exchange the refusal in tensors, as over gloo. The region has not called these operators in forward."""
 
     def body(ring: Ring) -> None:
         agree = ring.transport.all_gather_bytes

@@ -1,4 +1,4 @@
-"""When ranks must compare a call, on a transport that itself notices a rank that makes another call."""
+"""The calls that ranks must compare, on a transport that itself notices a rank with a different call."""
 
 from __future__ import annotations
 

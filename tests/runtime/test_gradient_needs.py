@@ -1,4 +1,4 @@
-"""Ranks may need different gradients of one call: they get those of one process, or a refusal that names the cause."""
+"""Ranks that need different gradients of one call get the gradients of one process, or an error with the cause."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def check(pattern: tuple[str, ...], rows: list[Tensor], shards: list[list[Tensor
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_gradients_equal_those_of_one_process(entry: str, pattern: tuple[str, ...]) -> None:
     def body(ring: Ring) -> Any:
-        # Twice, with a step of all ranks in between: then the same calls need other gradients.
+        # In the second step all ranks need all gradients, so equal calls need different gradients from step to step.
         steps = [step(ring, ENTRIES[entry], needs) for needs in (pattern[ring.rank], "qkvs", pattern[ring.rank])]
         return ring.sequence(TOKENS).positions(), steps
 
@@ -91,7 +91,7 @@ def test_gradients_equal_those_of_one_process(entry: str, pattern: tuple[str, ..
 
 
 def test_forward_caches_inputs_also_on_a_rank_that_needs_no_gradient() -> None:
-    """Backward reads them instead of fetching them again, also for the gradients that other ranks need."""
+    """Backward reads the cached inputs instead of fetching them again, also for gradients that other ranks need."""
     x = torch.randn(1, 64, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
 
     def body(ring: Ring) -> Any:

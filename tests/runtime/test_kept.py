@@ -147,7 +147,10 @@ def test_every_prologue_of_backward_is_exact(
 def test_calls_in_any_order_get_the_inputs_that_they_cached(
     schedule: str, force_prologue: Callable[[Prologue], None]
 ) -> None:
-    """Two forwards before a backward, one without gradients between them, a graph used twice, and recomputation."""
+    """Two forward passes precede a backward pass, with one without gradients between them.
+
+    Then a graph is used twice, and a call is recomputed.
+    """
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(2, 3, 1, 24, 4, 8, dtype=torch.float64, generator=generator)
 

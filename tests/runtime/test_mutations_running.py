@@ -22,7 +22,7 @@ TRIAL = Trial(tokens=32, causal=True, heads=(2, 1))
 
 
 def change_first_step(plan: Plan, change: Callable[[PlanStep], dict[str, Any] | None]) -> Plan:
-    """Return the plan with a change of the first step for which `change` returns one."""
+    """Return the plan with the new fields that `change` returns for a step, in the first step where it returns any."""
     index, changes = next(
         (index, changes_of_step)
         for index, step in enumerate(plan.steps)
@@ -32,7 +32,7 @@ def change_first_step(plan: Plan, change: Callable[[PlanStep], dict[str, Any] | 
 
 
 def leave_out(kind: type) -> Callable[[Plan], Plan]:
-    """Leave out the first operation of a kind."""
+    """Return a function that leaves out the first operation of a kind in a plan."""
 
     def change(step: PlanStep) -> dict[str, Any] | None:
         items = [item for item in step.work if isinstance(item, kind)]
@@ -42,12 +42,12 @@ def leave_out(kind: type) -> Callable[[Plan], Plan]:
 
 
 def leave_out_zeros(whole: Plan) -> Plan:
-    """Leave unset the rows of a relayed sum to which the rank adds nothing."""
+    """Leave rows of a relayed sum unset, although the rank adds nothing to them."""
     return change_first_step(whole, lambda step: {"zeros": ()} if step.zeros else None)
 
 
 def flip_overwrite(kind: type, overwrite: bool) -> Callable[[Plan], Plan]:
-    """Set the overwrite flag of the first operation of a kind with the opposite flag."""
+    """Return a function that sets the flag of the first operation of a kind that has the opposite overwrite flag."""
 
     def change(step: PlanStep) -> dict[str, Any] | None:
         index = next(
@@ -90,7 +90,7 @@ def leave_out_packs(whole: Plan) -> Plan:
 def test_a_broken_plan_gives_wrong_results(
     monkeypatch: pytest.MonkeyPatch, backward: bool, change: Callable[[Plan], Plan]
 ) -> None:
-    # Rank 3 of a zigzag has every kind of operation: it relays a sum of which it reads a part.
+    # Rank 3 of a zigzag has every kind of operation: it relays sums of dK/dV, and adds to a part of their rows.
     def changed(problem: Any, route: Any, rank: int, back: bool) -> Plan:
         plan = plan_of(problem, route, rank, back)
         return change(plan) if rank == 3 and back == backward else plan

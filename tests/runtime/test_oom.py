@@ -30,7 +30,7 @@ FAILURES = {
 
 
 class ShortEngine(PlainEngine):
-    """Runs out of memory on rank 1 at some call."""
+    """An engine that runs out of memory on rank 1, in the call that `failing_call` selects."""
 
     def __init__(self, rank: int, failing_call: int, error: BaseException) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class ShortEngine(PlainEngine):
 
 
 def errors_of_ranks(failing_call: int, error: BaseException) -> list[tuple[BaseException, bool]]:
-    """Return by rank what is raised, and whether the ring is closed afterwards."""
+    """Return each rank's error, and whether its ring is closed afterwards."""
 
     def body(ring: Ring) -> tuple[BaseException, bool]:
         ring.engine = ShortEngine(ring.rank, failing_call, error)

@@ -132,7 +132,7 @@ def test_poison_reads_as_nan(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("allocate", [allocate_plain, allocate_skewed])
 @pytest.mark.parametrize("offset", [-1, 512, 1023, 1024])
 def test_a_write_outside_the_pass_is_noticed(allocate, offset: int) -> None:  # type: ignore[no-untyped-def]
-    """One byte before the arena, in the part that the pass did not request, or after it."""
+    """The write sets one byte before the arena, in the part that the pass did not request, or after the arena."""
     allocations: list[torch.Tensor] = []
 
     def whole(nbytes: int) -> torch.Tensor:

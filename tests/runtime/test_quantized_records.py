@@ -29,7 +29,7 @@ each_code = pytest.mark.parametrize("code", EIGHT_BIT)
 
 
 def quantize_and_restore(x: Tensor, code: str) -> Tensor:
-    """Return x, (rows, batch, heads, dim), as it is after the wire."""
+    """Return x, (rows, batch, heads, dim), quantized and restored like K and V that another rank receives."""
     values, scales = torch.empty(x.shape, dtype=TORCH_DTYPE[code]), torch.empty(x.shape[:3])
     quantize(x, values, scales)
     restore(values, scales, back := torch.full_like(x, 77.0))
@@ -144,7 +144,7 @@ def test_broken_restores_are_found(route: str, backward: bool) -> None:
 
 
 def check_that_raw_reads_are_found(whole: Plan, index: int, restored: Pack) -> None:
-    """Make an attention update read the codes."""
+    """Check that the plan is refused if an attention update reads the eight-bit buffer instead of the restored one."""
     raw = tuple(
         item._replace(kv=restored.source) if isinstance(item, AttendOp) and item.kv == restored.into else item
         for item in whole.steps[index].work
