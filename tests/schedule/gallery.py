@@ -1,9 +1,9 @@
 """Generate parts of docs/schedules.md: the bytes that each schedule sends, and its steps on 4 and 8 ranks.
 
-`python -m tests.schedule.gallery` writes them. In the formulas, P is the number of ranks. The other letters are bytes
-of one shard: M of keys and values, Q of queries, O of partial outputs with their lse; in backward G of key and value
-gradients, D of output gradients with lse and delta, R of query gradients. A double ring has N nodes of L ranks, Ulysses
-x ring has N groups of L ranks. Source: the counts of Ring Attention, Ulysses and ring pass-Q in their papers.
+`python -m tests.schedule.gallery` writes these parts. In the formulas, P is the number of ranks. A double ring has N
+nodes of L ranks, and Ulysses x ring has N groups of L ranks. The other letters are bytes of one shard: M of keys and
+values, Q of queries, O of partial outputs with their lse; in backward, G of key and value gradients, D of output
+gradients with lse and delta, R of query gradients. Source: the papers on Ring Attention, Ulysses and ring pass-Q.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def formulas() -> str:
 
 
 def sent() -> str:
-    """Return a table of the shards that a rank sends, messages, and steps with work, forward and backward."""
+    """Return a table of the shards and messages that a rank sends, and of the steps with work, for each pass."""
     lines = [
         "| schedule | ranks | forward: shards sent | messages | steps | backward: shards sent | messages | steps |",
         "|---|---|---|---|---|---|---|---|",
@@ -140,14 +140,17 @@ def grids() -> str:
 
 
 def backwards() -> str:
-    """Return the backward grids of a ring with the prologues split and kept."""
+    """Return the backward grids of a ring with the prologues "split" and "kept"."""
     problem = simple("contiguous", 16, 4).problem
     texts = (grid(schedule_of(problem, replace(RING, prologue=prologue), True)) for prologue in ("split", "kept"))
     return "\n\n".join(f"```text\n{text}\n```" for text in texts)
 
 
 def drawn(schedule: Schedule, short: bool) -> str:
-    """Return the grid of a schedule; with `short`, only rank 0 if all ranks do the same relative to their number."""
+    """Return the grid of a schedule as text.
+
+    With `short`, return only the column of rank 0 if all ranks do the same relative to their rank.
+    """
     if not short or any(turned(schedule, by) != turned(schedule, 0) for by in range(1, schedule.problem.world_size)):
         return grid(schedule)
     head, rule, *rows = (line.rstrip() for line in column(schedule, 0))
@@ -162,7 +165,7 @@ def column(schedule: Schedule, rank: int) -> list[str]:
 
 
 def turned(schedule: Schedule, by: int) -> list[tuple[set[tuple], set[tuple]]]:
-    """Return the messages and the work of rank `by` in each step, with ranks counted from `by`."""
+    """Return the messages and the work of rank `by` in each step, with ranks renumbered so that `by` is 0."""
     ranks = schedule.problem.world_size
 
     def relative(block: Block) -> tuple:
@@ -179,7 +182,7 @@ def turned(schedule: Schedule, by: int) -> list[tuple[set[tuple], set[tuple]]]:
 
 
 def renewed(page: str) -> str:
-    """Return the page with its generated parts renewed."""
+    """Return the page with new text in its generated parts."""
     for mark, text in (
         ("formulas", formulas()),
         ("sent", sent()),

@@ -50,7 +50,7 @@ def _check_direction(schedule: Schedule, fail: Fail) -> None:
 
 
 def _check_coverage(schedule: Schedule, fail: Fail) -> None:
-    # The tiles of the mask, by owner of the queries and owner of the keys; work removes tiles.
+    # The tiles of the mask that no work has covered yet, by owner of the queries and owner of the keys.
     left = {
         (rank, owner): _single(parts)
         for rank in range(schedule.problem.world_size)
@@ -75,10 +75,13 @@ def _check_coverage(schedule: Schedule, fail: Fail) -> None:
 
 
 def _cut_out(count: Counter[Tile], piece: Tile) -> bool:
-    """Cut a piece out of a tile with the same queries that contains the piece's keys; return whether there is one."""
+    """Cut `piece` out of a tile in `count` that has the same queries and contains its keys.
+
+    Return whether `count` has such a tile.
+    """
     for tile in +count:
-        # With the piece's keys the tile must equal the piece: the same queries, band and heads. Then `shared` shows
-        # whether the tile has the piece's keys, and the comparison with `pick` whether the rows are equal too.
+        # `whole` equals the piece if queries, band and heads are the same. `shared` then shows whether the tile has the
+        # positions of the piece's keys, and `pick` whether the rows at these positions are equal too.
         shared = tile.k.positions.intersect(piece.k.positions)
         whole = tile._replace(k=piece.k)
         if tile == piece or whole != piece or shared != piece.k.positions:
@@ -97,7 +100,7 @@ def _cut_out(count: Counter[Tile], piece: Tile) -> bool:
 
 
 def _single(parts: Iterable[HeadTiles]) -> Counter[Tile]:
-    """Count the tiles, one for each query head, so that equal pairs give equal tiles however heads are joined."""
+    """Count the tiles of single query heads, so that equal pairs give equal counts however heads are grouped."""
     return Counter(tile for _, table in parts for tile in table.with_single_heads())
 
 
@@ -127,7 +130,7 @@ def _check_presence(schedule: Schedule, fail: Fail) -> None:
                 if not holds(copy.src, copy.block, copy.content):
                     fail(index, copy.src, f"sends rows of {copy.block} that it does not hold")
                 arrived.append(copy)
-        # The copies of a step land at its end, so their rows can be read or relayed from the next step on.
+        # The copies of a step are complete at its end, so their rows can be read or relayed from the next step on.
         for copy in arrived:
             received[copy.dst, copy.block] = union((received[copy.dst, copy.block], copy.content))
 
@@ -143,9 +146,11 @@ def _check_payload(schedule: Schedule, fail: Fail) -> None:
 
 
 def _check_sums(schedule: Schedule, fail: Fail) -> None:
-    """Check the order of each partial sum: all additions, then one copy (or one per piece), each merged on arrival.
+    """Check the order of the operations on each partial sum.
 
-    This repeats up to the owner. A sum that the owner computes needs only a merge.
+    All additions come first. Then the sum is sent in one copy, or in one copy per piece, and the receiver merges each
+    copy into its own sum. That sum is sent on in the same way until the owner has it. A sum that the owner itself
+    computes needs only a merge.
     """
     # Rows that work has added to a sum; received sums that wait for their merge; rows of a sum that were sent.
     added: dict[Block, Content] = defaultdict(tuple)

@@ -34,7 +34,10 @@ def received_work(case: Case, backward: bool) -> list[Attend | AttendGrad]:
 
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
 def test_the_worked_example(wire: str | None) -> None:
-    """Four rows per head in (m - 1) of m cases: on average 2048 + 1536 + 896 rows for each head and rank."""
+    """A branch with m members sends the rows of Q, K, V and out of a head in (m - 1) of m cases.
+
+    The three branches send 2048 + 1536 + 896 rows for each head and rank on average.
+    """
     problem = replace(geometric(), out_wire_dtype=wire)
     sent = [plan_of(problem, ULYSSES, rank, False).bytes_sent for rank in range(8)]
     out = 64 * (2 if wire else 4) + 4  # with its lse
@@ -72,13 +75,13 @@ class Recording(PlainEngine):
         self.heads: list[tuple[int, bool]] = []
 
     def prepare(self, *args: Any, more: bool = False, **others: Any) -> Any:
-        """Record (query heads, whether other calls add to the output)."""
+        """Record the number of query heads, and whether other calls add to the output; then prepare as usual."""
         self.heads.append((args[3], more))
         return super().prepare(*args, more=more, **others)
 
 
 def test_engines_learn_which_outputs_are_partial() -> None:
-    """Outputs and dQ to which other calls add keep the accumulator dtype, and so do those returned to their owners."""
+    """Outputs and dQ keep the accumulator dtype if other calls add to them, or if they are returned to their owners."""
     prepared: dict[str, Any] = {}
 
     def body(ring: Ring) -> None:
@@ -179,7 +182,7 @@ def test_query_heads_are_divided_if_kv_heads_cannot_be_divided(
 
 
 def pairs(schedule: Schedule) -> list[list[int]]:
-    """Return the (q, k) pairs times heads by step and rank."""
+    """Return the number of (query, key) pairs over all heads that each rank computes in each step."""
     ranks = schedule.problem.world_size
     counts = [[0] * ranks for _ in schedule.steps]
     for index, step in enumerate(schedule.steps):

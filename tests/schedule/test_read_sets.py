@@ -1,4 +1,4 @@
-"""Read sets, of single readers and in unions, against brute force."""
+"""Read sets of single readers, and unions of them, against brute force."""
 
 from __future__ import annotations
 
@@ -153,10 +153,10 @@ ONE = (
             (HeadRows(StridedRange(0, 2), (StridedRange(0, 1), StridedRange(3, 2))),),
             None,
         ),
-        # A gap that the outer content has too is no gap on the wire.
+        # The outer content has the same gap, so the inner rows are adjacent on the wire.
         ((ONE[0],), (HeadRows(StridedRange(0, 2), (StridedRange(1, 2), StridedRange(5, 1))),), 2),
         ((ONE[0],), (HeadRows(StridedRange(0, 2), (StridedRange(1, 3),)),), None),
-        # Parts follow one another.
+        # The second part of a content follows its first part on the wire.
         (ONE, (ONE[1],), 10),
         (ONE, (ONE[0],), 0),
         (ONE, (HeadRows(StridedRange(0, 2), (StridedRange(6, 1),)), ONE[1]), 8),

@@ -62,7 +62,7 @@ def test_each_block_crosses_to_each_node_once(ranks: int, inner: int) -> None:
             rows = Counter()
             for _, copy in crossings(schedule, inner, (kind,)):
                 rows[copy.block.owner, copy.dst // inner] += size(copy.content)
-            # dK/dV return along the chain of nodes: they reach the owner's node but not the last node.
+            # dK/dV return along the chain of nodes, from the last node to the owner's. So they reach all but the last.
             skipped = {owner: (owner // inner - (kind is Kind.DKV)) % nodes for owner in range(ranks)}
             every = [(owner, node) for owner in range(ranks) for node in range(nodes) if node != skipped[owner]]
             assert rows == dict.fromkeys(every, 24)
@@ -118,7 +118,7 @@ def test_pieces_follow_one_another_in_wire_order(case: Case, pieces: int) -> Non
 
 
 def arriving(route: Route) -> list[tuple[int, int]]:
-    """Return (first element, elements) of the messages from rank 2 in a plan of rank 0."""
+    """Return the first element and the number of elements of each message from rank 2 in a plan of rank 0."""
     plan = plan_of(simple("contiguous", 100, 4).problem, route, 0, False)
     return [(recv.first, recv.elements) for step in plan.steps for recv in step.recvs if recv.peer == 2]
 
@@ -140,7 +140,7 @@ def dilated_on_eight() -> Problem:
 
 
 def test_a_sum_that_was_merged_into_before_the_local_work_is_kept() -> None:
-    # Such a sum once started again in a fused buffer, which lost the sums that other nodes had returned.
+    # An earlier version overwrote such a sum in a fused buffer, and so lost the sums that other nodes had returned.
     problem = dilated_on_eight()
     for rank in range(8):
         verify_placement(plan_of(problem, DOUBLE_RING, rank, True))

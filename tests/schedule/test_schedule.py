@@ -48,7 +48,7 @@ each_route = pytest.mark.parametrize("route", WHOLE, ids=[route.name for route i
 
 
 def traffic(schedule: Schedule, kind: Kind = Kind.KV) -> Traffic:
-    """Return all copies of one kind."""
+    """Return the rows of all copies of one kind, by step, owner, sender and receiver."""
     return {
         (index, copy.block.owner, copy.src, copy.dst): spots(copy.content)
         for index, step in enumerate(schedule.steps)
@@ -87,7 +87,7 @@ def test_both_passes_are_verified(route: Route, case: Case) -> None:
 @each_schedule
 @covering
 def test_the_part_of_a_rank_is_its_part_of_the_whole_schedule(route: Route, case: Case) -> None:
-    # A message is in the parts of both its ranks, which must agree.
+    # A message is in the parts of its sender and of its receiver, and the two must agree.
     for backward in (False, True):
         whole_schedule = schedule_of(case.problem, route, backward)
         for rank in range(case.ranks):
@@ -134,7 +134,7 @@ def test_prune_does_not_change_schedules_made_by_rank(route: Route, case: Case) 
 
 
 def test_prune_keeps_the_rows_of_both_branches_of_a_fork() -> None:
-    # Rank 1 does not read KV0; it relays it to 2 and, instead of rank 2, also to 3.
+    # Rank 1 does not read KV0. It relays KV0 to rank 2, and here also to rank 3, which rank 2 does in a ring.
     case = simple("striped", 7, 4, (0, 3, 5, 7))
     steps = list(unpruned(schedule_of(case.problem, RING, False)).steps)
     turned = next(copy for copy in steps[2].copies if copy.block.owner == 0)
@@ -300,7 +300,8 @@ def test_blocks_are_kept_if_that_saves_more_time_than_memory() -> None:
     assert chosen(h100, 1 << 20) == chosen(h100, 1 << 20, kv_heads=32) == "split"  # local work hides the fetch
     slow = replace(h100, bandwidth=1e9)
     assert chosen(slow, kv_heads=1) == "kept" and chosen(slow, kv_heads=32) == "split"
-    # Constants that describe no machine do not justify memory. An additional call may cost more than it hides.
+    # The constants of the reference describe no real machine, so they do not justify keeping blocks in memory. If a
+    # call is expensive, splitting the local work costs more time than it hides.
     assert chosen(replace(REFERENCE, bandwidth=1e9), kv_heads=1) == "split"
     assert chosen(replace(REFERENCE, call_s=1.0)) == "fetched"
     assert chosen(h100, ranks=1) == chosen(h100, route=ROUTES["ulysses"]) == "fetched"
