@@ -23,7 +23,7 @@ from ringattn.schedule.content import size
 def verify_placement(plan: Plan) -> None:
     """Raise `PlanError` if a buffer is read before it is filled or past its end, or overwritten while it lives.
 
-    For a fused buffer, its parts are checked instead. Lifetimes are derived again, only from the steps.
+    This function derives the lifetimes of buffers from the steps alone. For a fused buffer, it checks the parts.
     """
     # The steps in which each buffer is first filled, completely filled, and last used. A buffer filled by messages can
     # be read after the step of the last message.
@@ -89,7 +89,7 @@ def verify_placement(plan: Plan) -> None:
                 raise PlanError(f"rank {plan.rank}, step {now}: the message {send.label} ends outside its buffer")
         for recv in step.recvs:
             receive(recv, now)
-        # Zeros and overwriting works together fill a dK/dV buffer, each some of its rows (see `check_overwrites`).
+        # Zeros and overwriting work fill a dK/dV buffer together: each sets some of its rows (see `check_overwrites`).
         firsts = {item.dkv for item in step.work if isinstance(item, (AttendOp, AttendReceivedOp)) and item.overwrite}
         for buffer in sorted({zero.buffer for zero in step.zeros} | firsts - {LOCAL}):
             write(buffer, now)

@@ -28,7 +28,7 @@ LARGE = Drawn(2, 1200, 1, 4, 2, 64, 64, "float32", "causal", "zigzag", "ring", "
 
 
 def allocated(fn: Callable[[], Any]) -> int:
-    """Return the most bytes that torch's CPU allocator has allocated at the same time while `fn` runs."""
+    """Return the peak of the bytes that torch's CPU allocator allocates while `fn` runs."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         kept = fn()
     events = sorted((e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"), key=_when)

@@ -91,9 +91,9 @@ def test_nodes_and_links_decide() -> None:
     table = by_name(compared(problem_of(4, 1024), network))
     ring, double = table["ring"].seconds, table["double_ring"].seconds
     assert ring is not None and double is not None and double < ring
-    # A pair of ranks gets a tenth of a card's bandwidth: the ring waits for it, an all-to-all uses ten pairs.
+    # Between nodes, a pair of ranks gets a tenth of a GPU's bandwidth. A ring uses one pair, an all-to-all several.
     assert choose_route(problem_of(4, 1024), "auto", network).name != "ring"
-    # Contiguous and causal, half of the ring idles; heads are balanced.
+    # With a causal mask and contiguous shards, half of a ring's work time is idle, but shares by head are balanced.
     contiguous = problem_of(4, 4096, layout="contiguous")
     assert choose_route(contiguous, "auto", machines((0,) * 4, bandwidth=1e12)).name in ("ulysses", "balanced")
 
@@ -104,7 +104,7 @@ def test_a_choice_needs_a_gain_and_room() -> None:
     table = by_name(compared(problem, wide))
     assert choose_route(problem, "auto", wide).name == table["ring"].schedule  # no schedule saves three percent
     crowd = by_name(compared(problem_of(16, 64), machines((0,) * 16, latency_s=1e-3)))
-    # All K and V at once would be the fastest here, and holds 15 shards.
+    # All-gather is the fastest here, but each rank would hold 15 remote shards at a time.
     least = min(candidate.seconds for candidate in crowd.values() if candidate.seconds is not None)
     assert crowd["all_gather"].seconds == least and "stages" in crowd["all_gather"].why
     assert crowd["ulysses"].seconds is None and "more than 8 ranks" in crowd["ulysses"].why
@@ -133,7 +133,7 @@ def test_a_closed_form_decides_for_more_ranks_than_are_simulated() -> None:
     assert problem.world_size > PLAYED_RANKS
     seconds = by_closed_form(problem, h100)
     for name, taken in seconds.items():
-        # The closed form counts neither packing nor the state's traffic.
+        # The closed form counts neither packing nor the memory traffic of the softmax state.
         route = choose_route(problem, name, h100)
         plans = tuple(plan_of(problem, route, rank, False) for rank in range(32))
         assert taken * 1e6 == pytest.approx(simulate(plans, replace(h100, copy_bytes_s=None)).total_us, rel=0.15), name
@@ -200,7 +200,10 @@ def test_the_table_is_aligned_and_names_the_chosen_schedule() -> None:
 
 
 def test_the_table_has_a_column_for_each_transport_and_margin() -> None:
-    """There is a column for each transport that the constants distinguish, from the same plans; the first decides."""
+    """The table has a column for each transport and margin that the constants distinguish, all from the same plans.
+
+    The first column decides.
+    """
     h100 = replace(CLUSTERS["h100"], links=Links((0,) * 4, LinkClass.NVLINK))
     over = exchanges(Exchange("nccl", 4), h100, 4)
     assert over == (Exchange("nccl", 4), Exchange("nccl", 8), Exchange("nccl"), Exchange("peer"))
@@ -368,7 +371,7 @@ def test_the_fastest_is_taken() -> None:
     assert choose_route(far, "auto").name == "all_gather"  # four ranks save too little for two phases,
     assert choose_route(far, "auto", SLOW).name == "ulysses"  # unless bytes are dear
     assert choose_route(dilated(1 << 15, 8, (512, 1 << 15), (1, 4)), "auto").name == "ulysses"
-    # There is too much to hold at once, and more than half of it need not be sent.
+    # All remote rows are too many to hold at a time, and more than half of them need not be sent.
     assert choose_route(dilated(1 << 16, 8, (4096, 1 << 16), (1, 2)), "auto").name == "ulysses"
     # For pairs of ranks, partitioning heads saves nothing and takes two phases.
     assert choose_route(dilated(1 << 14, 4, (512, 1 << 13), (1, 2), 2), "auto", SLOW).name == "all_gather"
@@ -377,7 +380,7 @@ def test_the_fastest_is_taken() -> None:
 def test_the_network_decides_where_ranks_are_on_two_nodes() -> None:
     far = PROBLEMS["half of the work far away"]
     assert [choose_route(far, "auto", two_nodes(4, block=block)).name for block in (True, False)] == ["ulysses"] * 2
-    # Rings of the ranks of a node, unless the ranks of each segment are on two.
+    # Sub-rings are chosen, unless the ranks of each segment are on two nodes.
     halves = dilated(1 << 15, 8, (1 << 14,), (2,))
     routes = [choose_route(halves, "auto", cluster)
               for cluster in (REFERENCE, two_nodes(8, block=True), two_nodes(8, block=False))]  # fmt: skip

@@ -59,7 +59,7 @@ def plans(schedule: str, mask: Mask, ranks: int, backward: bool, cluster: Cluste
 
 @lru_cache
 def full_ring_with_free_links() -> Any:
-    """Return the classes of a forward pass."""
+    """Return the classes of the forward pass of a full ring whose links cost nothing."""
     return classes_of(lambda ranks: problem_of(ranks, PLAIN[0]), "ring", FREE, 0)[False]
 
 
@@ -93,7 +93,8 @@ def test_a_ring_by_classes_is_the_ring_by_plans() -> None:
 
 
 def test_a_double_ring_by_classes_of_nodes() -> None:
-    # Two of these are on one machine, so both messages of a step share a link; backward, owners send to all of them.
+    # Two inner rings are on each machine, so both messages of a step share a link. In backward, owners send to all
+    # inner rings.
     check("double_ring:2", ("contiguous", True, None), 26, DISTURBED)
 
 
@@ -104,7 +105,10 @@ def test_ulysses_in_nodes_and_a_ring_of_them_by_classes(mask: Mask) -> None:
 
 
 def test_shards_of_another_length_are_learned_from_fewer_ranks() -> None:
-    """Cells of two lengths differ, but senders and receivers must be equal, otherwise the classes are refused."""
+    """The classes of one shard length serve as an example for another.
+
+    Their cells may differ, but if senders or receivers differ, the classes are refused.
+    """
     schedule, mask, ranks, longer = "double_ring:2", PLAIN[1], 26, 96
     example: Any = classes(schedule, mask, 1, NODES, 2)
     learned: Any = classes_of(lambda n: problem_of(n, mask, longer), schedule, NODES, 1, 0, 2, like=example)
@@ -126,7 +130,7 @@ def test_an_exchange_of_all_in_one_step() -> None:
 
 
 def test_the_prologue_is_extrapolated_from_fewer_ranks() -> None:
-    """Local work is split if it hides a slower link: 28 ranks are on one node, 44 ranks on two nodes."""
+    """28 ranks are on one node, 44 ranks on two. Local work is split if it hides the slower link between nodes."""
     two = replace(NODES, ranks_per_node=32, call_s=2e-5, flops=5e10, backward_flops=5e10)
     for schedule, mask, cluster, fewer, more in (
         ("ring", PLAIN[2], two, "fetched", "split"),

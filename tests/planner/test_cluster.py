@@ -1,4 +1,4 @@
-"""Clusters: what constants may be, presets with their sources, and files that are read or refused by name."""
+"""Clusters: valid constants, presets with their sources, and files that are read, or refused with the constant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOOD: dict[str, Any] = {"name": "mine", "flops": 1e12, "bandwidth": 10**9, "late
 
 
 def written(folder: Path, constants: Any) -> str:
-    """A file as `ringattn calibrate` writes it."""
+    """Write a file like `ringattn calibrate`, and return its path."""
     file = folder / "mine.json"
     file.write_text(json.dumps({"constants": constants, "date": "2026-11-21"}))
     return str(file)
@@ -79,7 +79,7 @@ def test_a_pair_has_less_than_all_peers_together() -> None:
         "pairs", 1, 100, 1, ranks_per_node=2, node_bandwidth=10, node_peer_bandwidth=4, peer_bandwidth=50,
         pcie_bandwidth=20,
     )  # fmt: skip
-    # 600 bytes to one peer, or to six.
+    # A rank sends 600 bytes to one peer, or 100 bytes to each of six peers.
     assert cluster.travel_s(LinkClass.NVLINK, 600, 600) == 1 + 12 and cluster.travel_s(LinkClass.NVLINK, 600, 100) == 7
     assert cluster.travel_s(LinkClass.NETWORK, 600, 600) == 151 and cluster.travel_s(LinkClass.NETWORK, 600, 100) == 61
     assert cluster.travel_s(LinkClass.PCIE, 600, 600) == 31
@@ -176,14 +176,14 @@ def test_explain_predicts_for_a_preset_or_a_file(tmp_path: Path, capsys: pytest.
     assert "did you mean h200?" in capsys.readouterr().err
 
 
-# --- a margin of multiprocessors -------------------------------------------------------------------------------------
+# --- reserved multiprocessors ----------------------------------------------------------------------------------------
 
 
 def test_a_margin_takes_its_share_of_the_arithmetic_and_of_nothing_else() -> None:
     h100 = CLUSTERS["h100"]
     left = h100.leaving(8)
     assert (left.flops, left.backward_flops) == (648e12 * 124 / 132, 561e12 * 124 / 132)
-    # Messages take the multiprocessors that are left to them first.
+    # Messages use the reserved multiprocessors first.
     assert [h100.leaving(margin).message_sms for margin in (0, 3, 8, 20)] == [8, 5, 0, 0]
     assert replace(left, flops=h100.flops, backward_flops=h100.backward_flops, message_sms=8) == h100
     assert REFERENCE.leaving(4).backward_flops is None and h100.leaving(0) is h100

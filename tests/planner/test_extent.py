@@ -1,4 +1,6 @@
-"""Plans for lengths that fit in no memory: size follows pieces, not tokens; too many pieces are refused with the count.
+"""Plans of sequences that fit in no memory: their size depends on the pieces of shards, not on tokens.
+
+Too many pieces are refused with their number.
 
 Not covered: the contents of plans (see test_ring_account, test_schedule).
 """
@@ -96,7 +98,7 @@ def test_every_schedule_of_a_trillion_tokens(schedule: str) -> None:
     small = explanation_of(load(["ranks=4", "tokens=4000", f"schedule={schedule}"], ExplainConfig))
     assert explanation.messages == small.messages and len(explanation.forward.steps) == len(small.forward.steps)
     pairs = zip(explanation.bytes_sent, small.bytes_sent, strict=True)
-    # Rows that travel follow the length; half a row more or less at the ends of chunks does not.
+    # The rows sent are proportional to the length, except for half a row at the ends of chunks.
     assert all(abs(large / little / (TRILLION / 4000) - 1) < 1e-9 for large, little in pairs)
 
 

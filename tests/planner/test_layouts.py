@@ -1,4 +1,4 @@
-"""Two placements of documents: the placement of a sequence, and the behaviour of "auto" and `explain`."""
+"""The two placements of documents: the choice for a sequence, and the effect on "auto" and `explain`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def test_placements_are_two_layouts_and_other_layouts_have_one() -> None:
 
 
 def test_on_unknown_machines_auto_fetches_all_rows_at_once_if_a_rank_can_hold_them() -> None:
-    """K/V are half of q, k, v and out; with their gradients they are three times as large."""
+    """A rank can hold the rows of these calls, except those of LONG with one head.
+
+    With equal head counts, K and V are half of q, k, v and out, and three times as large with their float32 gradients.
+    """
     for cuts, heads in ((SHORT, 1), (LONG, 8)):
         at_once = problem_of(cuts, 4, True, heads)
         assert choose_route(at_once, "auto").name == "all_gather"

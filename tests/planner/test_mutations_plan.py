@@ -46,7 +46,7 @@ def moved(whole: Plan, buffer: int, offset_bytes: int) -> Plan:
 
 
 def concurrent_pairs(whole: Plan) -> list[tuple[int, int]]:
-    """Return the pairs of buffers that live in the same step, with the parts instead of fused buffers."""
+    """Return the pairs of buffers that live in the same step. A fused buffer is replaced by its parts."""
     spans, filled = [(buffer.first, buffer.last) for buffer in whole.buffers], leaves(whole)
     return [(a, b) for a in filled for b in filled
             if b < a and spans[a][0] <= spans[b][1] and spans[b][0] <= spans[a][1]]  # fmt: skip
@@ -173,13 +173,13 @@ def zeroed(plan: Plan) -> int:
 @pytest.mark.parametrize("route", ["ring", "all_gather", "sub_rings", "ulysses"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_no_local_row_is_zeroed(layout: str, route: str) -> None:
-    """In a contiguous causal layout, only the last rank reads its keys, so they have no accumulators."""
+    """In a contiguous causal layout, no other rank reads the last rank's keys, so they need no accumulators."""
     ends = OwnSums.NONE if layout == "contiguous" else OwnSums.UNSET
     assert [plan.own_sums for plan in plans(layout, route, causal=True)] == [OwnSums.UNSET] * (RANKS - 1) + [ends]
 
 
 def test_local_rows_are_zeroed_if_a_work_touches_set_and_unset_rows() -> None:
-    """Other ranks read the first keys of rank 0 in a zigzag; it receives their sums before it reads all local keys."""
+    """In a zigzag, rank 0 receives the sums of its first keys from other ranks before it reads all of its keys."""
     own_sums = [plan.own_sums for plan in plans("zigzag", "direct", causal=True)]
     assert own_sums == [OwnSums.ZEROED] + [OwnSums.UNSET] * (RANKS - 1)
 
@@ -190,7 +190,10 @@ def test_a_single_rank_has_no_sums() -> None:
 
 
 def test_a_relay_zeroes_only_rows_to_which_it_adds_nothing() -> None:
-    """In a zigzag, rank 3 reads the first half of the blocks of ranks 1, 2 and relays all: 8 rows of 4 heads each."""
+    """In a zigzag, rank 3 reads only the first half of the blocks of ranks 1 and 2, but it relays the sums of all rows.
+
+    So it zeroes 8 rows of 4 heads in each block.
+    """
     assert [zeroed(plan) for plan in plans("zigzag", "ring", causal=True)] == [0, 0, 4 * 8, 2 * 4 * 8]
     assert [zeroed(plan) for plan in plans("contiguous", "ring", causal=True)] == [0] * RANKS
 

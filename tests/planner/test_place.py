@@ -156,7 +156,10 @@ def check_updates_read_the_right_rows(passes: Passes, case: Case) -> None:
 
 
 def buffer_rows(case: Case, plan: Plan, buffer: int, update: AttendOp) -> list[tuple[int, int]]:
-    """Return (K/V head, position) of each row that an update can name in a buffer; head 0 if rows have all heads."""
+    """Return the K/V head and the position of each row of a buffer that an update can address.
+
+    The head is 0 if a row contains all heads.
+    """
     if buffer == LOCAL:
         return [(0, int(position)) for position in case.problem.kv_layout.positions(plan.rank)]
     if update.owner is not None:

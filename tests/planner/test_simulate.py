@@ -1,4 +1,4 @@
-"""The simulator against times worked out by hand, and against what must hold whatever the plans."""
+"""The simulator against times worked out by hand, and against bounds that hold for all plans."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHARD_BYTES = ROWS * 2 * DIM * 4
 
 
 def problem_of(ranks: int, causal: bool = False, tokens: int = 0, layout: str = "contiguous") -> Problem:
-    """One float32 head of 64 on 16 rows a rank."""
+    """Return a call with one float32 head of 64 dimensions and 16 rows per rank, or `tokens` rows in all."""
     tokens = tokens or ROWS * ranks
     rows = make_layout(layout, tokens, ranks)
     mask = Banded(causal).mask(tokens, tokens, None, None, 1, 1)
@@ -43,17 +43,17 @@ def problem_of(ranks: int, causal: bool = False, tokens: int = 0, layout: str = 
 
 
 def plans_of(problem: Problem, route: str = "ring", backward: bool = False) -> tuple[Plan, ...]:
-    """The plans of all ranks."""
+    """Return the plans of all ranks."""
     return tuple(plan_of(problem, ROUTES[route], rank, backward) for rank in range(problem.world_size))
 
 
 def block_us(cluster: Cluster) -> float:
-    """Return the work of one shard's queries with one shard's keys, for all pairs."""
+    """Return the microseconds of computing all pairs of one shard's queries and one shard's keys."""
     return BLOCK_PAIRS * PAIR_FLOPS / cluster.flops * 1e6
 
 
 def shard_us(cluster: Cluster) -> float:
-    """Return the seconds of sending one shard's K and V."""
+    """Return the microseconds of sending one shard's K and V."""
     return (cluster.latency_s + SHARD_BYTES / cluster.bandwidth) * 1e6
 
 
@@ -64,7 +64,10 @@ SLOW_LINK = Cluster("a link as slow as work", 65.536e6, 8.192e6, 200e-6)
 
 
 def test_a_margin_slows_every_step_and_no_message() -> None:
-    """A quarter of the multiprocessors is left to messages: a block takes 4/3, and a message what it took."""
+    """A quarter of the multiprocessors is reserved: a block takes 4/3 of its time, and a message takes as long as ever.
+
+    So each of the two steps with work takes at least 4000 / 3 us.
+    """
     gpu = replace(SLOW_LINK, sms=100)
     fast = replace(gpu, bandwidth=gpu.bandwidth * 1e6, latency_s=0.0)
     for cluster, exchange_us in ((gpu, 1200.0), (fast, shard_us(fast))):
@@ -73,7 +76,7 @@ def test_a_margin_slows_every_step_and_no_message() -> None:
 
 
 def test_messages_that_wait_for_work_follow_it() -> None:
-    """1000 us of work, then 1200 us of messages, in every step but the last, which has none."""
+    """Without overlap, every step has 1000 us of work, then 1200 us of messages. The last step has no messages."""
     for ranks in (2, 4):
         time = simulate(plans_of(problem_of(ranks)), SLOW_LINK, overlap=False)
         assert time.total_us == pytest.approx((ranks - 1) * 2200 + 1000)
@@ -81,7 +84,7 @@ def test_messages_that_wait_for_work_follow_it() -> None:
 
 
 def test_two_ranks_by_hand() -> None:
-    # Step 0: both attend their own block, 1000 us, while messages take 1200. Step 1: 1000 us more.
+    # In step 0, both ranks compute their local block in 1000 us, while messages take 1200 us. Step 1 takes 1000 us.
     time = simulate(plans_of(problem_of(2)), SLOW_LINK)
     assert (block_us(SLOW_LINK), shard_us(SLOW_LINK)) == pytest.approx((1000, 1200))
     assert time.total_us == pytest.approx(2200)
@@ -97,9 +100,9 @@ def test_two_ranks_by_hand() -> None:
 
 
 def test_three_ranks_by_hand() -> None:
-    # Causal and contiguous, by all-gather: rank 0 sends to both, rank 1 to rank 2; nothing else is needed.
-    # Own blocks: 136 of 256 pairs, 531.25 us. Rank 0's link carries two shards, and so does rank 2's: 200 + 2000 us.
-    # Rank 0 has then no more to do; rank 1 attends one block of 1000 us, rank 2 two.
+    # Causal and contiguous, by all-gather: rank 0 sends to both other ranks, and rank 1 sends to rank 2.
+    # A local block has 136 of 256 pairs and takes 531.25 us. Rank 0 sends two shards over its link, and rank 2 receives
+    # two: 200 + 2000 us. Then rank 0 is done, rank 1 computes one block of 1000 us, and rank 2 computes two.
     time = simulate(plans_of(problem_of(3, causal=True), "all_gather"), SLOW_LINK)
     assert time.total_us == pytest.approx(2200 + 2000)
     assert time.busy_us == pytest.approx((531.25, 1531.25, 2531.25))
@@ -109,7 +112,7 @@ def test_three_ranks_by_hand() -> None:
 
 @pytest.mark.parametrize(("src", "dst"), [(1, 2), (0, 1)])
 def test_both_ends_of_a_link_are_shared_by_hand(src: int, dst: int) -> None:
-    # As above without one message: what is left are two that leave rank 0, or two that come to rank 2.
+    # As above, without one of the three messages. Either rank 0 still sends two, or rank 2 still receives two.
     plans = list(plans_of(problem_of(3, causal=True), "all_gather"))
     for rank in (src, dst):
         first, *rest = plans[rank].steps
@@ -123,58 +126,61 @@ def test_both_ends_of_a_link_are_shared_by_hand(src: int, dst: int) -> None:
 
 
 def test_ranks_share_processors_by_hand() -> None:
-    # Causal and contiguous, two ranks on one processor, messages for nothing: own blocks take 531.25 us each and, at
-    # half speed, both end at 1062.5; then rank 1 works alone for 1000 us.
+    # Causal and contiguous, two ranks on one processor, messages cost nothing. The local blocks take 531.25 us each, so
+    # at half speed both end at 1062.5 us. Then rank 1 works alone for 1000 us.
     single = replace(SLOW_LINK, bandwidth=1e30, latency_s=0.0, cores=1)
     time = simulate(plans_of(problem_of(2, causal=True)), single)
     assert time.total_us == pytest.approx(2062.5)
     assert time.busy_us == pytest.approx((1062.5, 2062.5)) and time.exposed_us == pytest.approx((0, 0), abs=1e-6)
-    # Two processors are enough, and so is one on each of two machines.
+    # Two processors on one machine are enough, and so is one processor on each of two machines.
     for enough in (replace(single, cores=2), replace(single, ranks_per_node=1)):
         assert simulate(plans_of(problem_of(2, causal=True)), enough).total_us == pytest.approx(1531.25)
 
 
 def test_carrying_messages_takes_processors_by_hand() -> None:
-    # Two ranks on two processors; each transport wants half of one: 3 wanted, 2 there, so all run at 2/3.
-    # Step 0 ends its work at 1500 us (1000 of work); the messages have 200 left, alone: full speed. Then 1000 us.
+    # Two ranks share two processors, and the messages of each rank need half a processor more. So everything runs at
+    # 2/3 speed. The 1000 us of work in step 0 end at 1500 us. The messages have 200 us left, which run at full speed
+    # because nothing else runs. Step 1 takes 1000 us.
     time = simulate(plans_of(problem_of(2)), replace(SLOW_LINK, cores=2, wire_cores=0.5))
     assert time.total_us == pytest.approx(1500 + 200 + 1000)
 
 
 def test_a_slow_link_takes_processors_by_its_rate_and_is_not_slowed_by_them() -> None:
-    # One rank on each of two nodes of one processor; inside a node messages would be four times as fast, and take all
-    # of a processor. So the link takes a quarter: work runs at 1 / 1.25, the message in its own 1200 us. Step 0 ends
-    # its work at 1250 us, alone after 1200: 960 + 40 of work. Then 1000 us.
+    # One rank is on each of two nodes with one processor. Inside a node, messages would be four times as fast and
+    # occupy a whole processor, so a message between nodes occupies a quarter. The message takes 1200 us, while work
+    # runs at 1 / 1.25 speed and completes 960 of 1000 us. The other 40 us run alone. Step 1 takes 1000 us.
     slow = replace(SLOW_LINK, bandwidth=4 * SLOW_LINK.bandwidth, node_bandwidth=SLOW_LINK.bandwidth, cores=1,
                    wire_cores=1.0, ranks_per_node=1)  # fmt: skip
     assert simulate(plans_of(problem_of(2)), slow).total_us == pytest.approx(1200 + 40 + 1000)
-    # A link faster than messages inside a node takes what those take, and waits for processors as they do.
+    # A link that is faster than messages inside a node occupies as much of a processor as they do. Its messages wait
+    # for processors like them.
     fast = replace(slow, node_bandwidth=16 * SLOW_LINK.bandwidth)
     same = replace(fast, bandwidth=16 * SLOW_LINK.bandwidth)
     assert simulate(plans_of(problem_of(2)), fast).total_us == simulate(plans_of(problem_of(2)), same).total_us
 
 
 def test_links_between_machines_by_hand() -> None:
-    # Two machines of two ranks each: the ring crosses between 1 and 2, and between 3 and 0.
-    # Work is for nothing; each of 3 hops waits for the slowest link of the ring.
+    # There are two machines of two ranks. The ring crosses between ranks 1 and 2, and between ranks 3 and 0.
+    # Work costs nothing. Each of the 3 hops waits for the slowest link of the ring.
     free = Cluster("free work", 1e30, 1e30, 1e-6, ranks_per_node=2, node_bandwidth=8.192e6, node_latency_s=100e-6)
     assert simulate(plans_of(problem_of(4)), free).total_us == pytest.approx(3 * 1100)
     assert simulate(plans_of(problem_of(4)), replace(free, ranks_per_node=4)).total_us == pytest.approx(3)
 
 
 def test_links_of_unlike_classes_by_hand() -> None:
-    # Nodes of three and of one rank, work for nothing; 1 and 2 are joined over PCIe. Every hop waits for the network.
+    # One node has three ranks, the other has one. Ranks 1 and 2 are connected over PCIe. Work costs nothing. Every hop
+    # waits for the network.
     links = Links((0, 0, 0, 1), LinkClass.NVLINK, ((1, 2, LinkClass.PCIE),))
     free = Cluster(
         "free work", 1e30, 1e30, 1e-6, node_bandwidth=8.192e6, node_latency_s=100e-6, pcie_bandwidth=16.384e6
     )
     plans = plans_of(problem_of(4))
     assert simulate(plans, free.joined(links)).total_us == pytest.approx(3 * 1100)
-    # On one node the slowest pair is the one over PCIe, at half the network's time, with the latency of a node.
+    # On one node, the pair over PCIe is the slowest: half the transfer time of the network, and the latency of a node.
     one_node = replace(free, links=replace(links, nodes=(0, 0, 0, 0)))
     assert simulate(plans, one_node).total_us == pytest.approx(3 * 501)
-    # Each rank sends to three others at once, in one step; of each class the bytes share a link. Rank 1: 1000 over PCIe
-    # and twice 1000 over the network.
+    # Each rank sends to the three others in one step, and messages of one link class share a link. Rank 1 is alone on
+    # its node, so it sends three shards over the network.
     far = free.joined(Links((0, 1, 0, 0), LinkClass.NVLINK, ((0, 2, LinkClass.PCIE),)))
     assert simulate(plans_of(problem_of(4), "all_gather"), far).total_us == pytest.approx(100 + 3 * 1000)
     for ranks in (3, 5):
@@ -183,7 +189,7 @@ def test_links_of_unlike_classes_by_hand() -> None:
 
 
 def test_ranks_share_processors_of_their_own_node_by_hand() -> None:
-    # One processor a node: ranks 0 and 2 share theirs, and rank 1 is alone on its own.
+    # Each node has one processor. Ranks 0 and 2 share a node in `work`, and no ranks share a node in `alone`.
     work = Cluster("work alone", 65.536e6, 1e30, 0.0, cores=1, links=Links((0, 1, 0)))
     alone = replace(work, links=Links((0, 1, 2)))
     assert simulate(plans_of(problem_of(3)), alone).total_us == pytest.approx(3000)
@@ -191,7 +197,7 @@ def test_ranks_share_processors_of_their_own_node_by_hand() -> None:
 
 
 def test_packing_and_pass_precede_messages_by_hand() -> None:
-    # 100 us of the pass; own K and V are read and written before they leave, then the message; no work.
+    # The pass itself costs 100 us. Packing reads and writes the local K and V before they are sent. Work costs nothing.
     cluster = Cluster("copies", 1e30, 8.192e6, 0.0, copy_bytes_s=2 * 8.192e6, pass_s=100e-6)
     time = simulate(plans_of(problem_of(2)), cluster)
     first, packed, *_ = time.spans[0]
@@ -202,13 +208,13 @@ def test_packing_and_pass_precede_messages_by_hand() -> None:
 
 
 def test_calls_and_tiles_and_sums_by_hand() -> None:
-    # One call of one tile: 16 rows of out, read twice and written once, 4 bytes a number.
+    # One kernel call with one tile makes three passes over 16 rows of out, with 4 bytes per number.
     plan, cluster = plans_of(problem_of(1))[0], Cluster("calls", 1e30, 1, 0, call_s=1e-3, tile_s=1e-4, copy_bytes_s=1e6)
     assert step_s(plan, plan.steps[0], cluster) == pytest.approx(1e-3 + 1e-4 + 3 * ROWS * DIM * 4 / 1e6)
 
 
 def test_a_pair_of_a_received_query_costs_more_dimensions_backward_by_hand() -> None:
-    # DIM dimensions more are as much as the products themselves: twice the time of what is computed for others.
+    # `received_dims` adds DIM dimensions to each pair of a received query in backward, which doubles its time.
     more = replace(SLOW_LINK, received_dims=float(DIM))
     for backward in (False, True):
         plan = plans_of(problem_of(2), "pass_q", backward)[0]
@@ -219,7 +225,7 @@ def test_a_pair_of_a_received_query_costs_more_dimensions_backward_by_hand() -> 
 
 
 def test_a_step_with_messages_costs_its_launches_by_hand() -> None:
-    # 50 us in each step that sends or receives: two of three.
+    # Launching the messages takes 300 us after the 1000 us of work, in the two steps that send or receive.
     clusters = replace(SLOW_LINK, sync_s=300e-6), SLOW_LINK
     time, plain = (simulate(plans_of(problem_of(3)), cluster) for cluster in clusters)
     assert (plain.total_us, time.total_us) == pytest.approx((2 * 1200 + 1000, 2 * 1300 + 1000))
@@ -227,24 +233,26 @@ def test_a_step_with_messages_costs_its_launches_by_hand() -> None:
 
 
 def test_messages_hold_multiprocessors_while_they_travel_by_hand() -> None:
-    # A quarter of the multiprocessors for 1200 us: 300 us of work are done later, and a margin gives them back.
+    # Messages occupy a quarter of the multiprocessors for 1200 us, so 300 us of work are done later. With a margin of
+    # the same size, they use the reserved multiprocessors and delay no work.
     reserved = replace(SLOW_LINK, sms=100, message_sms=25)
     assert simulate(plans_of(problem_of(2)), reserved).total_us == pytest.approx(1300 + 1000)
     margin = reserved.leaving(25)
     assert simulate(plans_of(problem_of(2)), margin).total_us == pytest.approx(2 * 4000 / 3)
-    # Each rank sends to two peers at once: its link carries both messages, and the two that it receives.
+    # Each rank sends to two peers and receives from two peers in one step, so the messages take 200 + 2 * 1000 us.
     three = simulate(plans_of(problem_of(3), "all_gather"), replace(reserved, flops=1e30))
     assert three.total_us == pytest.approx(2200) and step_s_of_first(reserved) == pytest.approx(1000e-6 + 2200e-6 / 4)
 
 
 def step_s_of_first(cluster: Cluster) -> float:
-    """Seconds of the first step of three ranks that send to each other at once."""
+    """Return the seconds of a rank's first step if each of three ranks sends to the two others at once."""
     plan = plans_of(problem_of(3), "all_gather")[0]
     return step_s(plan, plan.steps[0], cluster)
 
 
 def test_one_pair_of_ranks_has_less_than_a_link_by_hand() -> None:
-    # Half of the link for one peer: 200 + 2000 us to the neighbour, and as much to both at once.
+    # A message to one peer gets half of the link's bandwidth. So one message to a neighbour takes 200 + 2000 us, and
+    # two messages to two peers at once take as long.
     pairs = replace(SLOW_LINK, peer_bandwidth=SLOW_LINK.bandwidth / 2)
     assert simulate(plans_of(problem_of(2)), pairs).total_us == pytest.approx(2200 + 1000)
     for cluster, expected in ((pairs, 2200), (SLOW_LINK, 2200)):
@@ -268,7 +276,8 @@ def test_a_causal_square_costs_whole_blocks() -> None:
     assert computed_pairs(square, square, causal, 0) == 512 * 513 / 2
     assert computed_pairs(square, square, causal, 512) == 512 * 512
     assert computed_pairs(square, square, causal, 4096) == 512 * 512
-    # Two blocks of keys: rows of the first half compute one, the others two; half a row's edge is rounded.
+    # With two blocks of keys, queries of the first half compute one block and the others compute two. The estimate is
+    # off by half a pair per query.
     assert computed_pairs(two, two, causal, 512) == pytest.approx((512 + 1024) * 512, rel=1e-3)
 
 
@@ -290,7 +299,7 @@ def test_softmax_counts_as_dimensions_and_backward_has_its_own_rate() -> None:
     )
 
 
-# --- whatever the plans ----------------------------------------------------------------------------------------------
+# --- bounds for all plans --------------------------------------------------------------------------------------------
 
 COSTLY = Cluster("all costs", 1e8, 1e7, 1e-4, call_s=1e-5, copy_bytes_s=1e8, tile_s=1e-6, block_keys=4, pass_s=1e-4)
 
@@ -322,14 +331,14 @@ def test_plans_that_do_not_match_are_refused() -> None:
     silent = replace(plans[1], steps=tuple(step._replace(sends=()) for step in plans[1].steps))
     with pytest.raises(InputError, match="different numbers of messages"):
         simulate((plans[0], silent), REFERENCE)
-    # Rank 1 sends only in a step that it reaches when rank 0 has answered, and rank 0 answers in a later one.
+    # Each rank waits in its first step for a message that the other rank sends only in a later step.
     first, *rest = plans[1].steps
     late = (first._replace(sends=()), *rest[:-1], rest[-1]._replace(sends=first.sends))
     early = plans[0].steps
     stuck = replace(plans[0], steps=(early[0]._replace(sends=()), early[1]._replace(sends=early[0].sends)))
     with pytest.raises(InputError, match="never ends step 0"):
         simulate((stuck, replace(plans[1], steps=late)), REFERENCE)
-    # The step is named by its number in the schedule, not by its place in the plan.
+    # The error shows the number of the step in the schedule, not its index in the plan.
     later = (replace(plan, steps=tuple(step._replace(number=step.number + 3) for step in plan.steps))
              for plan in (stuck, replace(plans[1], steps=late)))  # fmt: skip
     with pytest.raises(InputError, match="never ends step 3"):
@@ -337,7 +346,7 @@ def test_plans_that_do_not_match_are_refused() -> None:
 
 
 def test_work_of_every_kind_is_counted() -> None:
-    # By ulysses received heads are computed and outputs merged; halving the copy rate must cost each of them time.
+    # With ulysses, ranks compute received heads and merge outputs. At half the copy rate, both must take twice as long.
     for backward in (False, True):
         plans = plans_of(problem_of(2, tokens=48), "ulysses", backward)
         kinds = {type(item) for plan in plans for step in plan.steps for item in step.work}

@@ -51,7 +51,7 @@ def check_overwrites(plan: Plan) -> None:
 
 
 def cells(content: Content) -> Cells:
-    """Return the cells of a content."""
+    """Return the (K/V head, row) pairs of a content."""
     return {(head, row) for heads, runs in content for head in heads.members() for run in runs for row in run.members()}
 
 
@@ -72,7 +72,7 @@ def _updates(plan: Plan) -> Iterator[Update]:
 
 
 def _cells_of(plan: Plan, item: AttendOp) -> Cells:
-    """Return the cells of dK and dV that an attention update writes."""
+    """Return the (K/V head, row) pairs of dK and dV that an attention update writes."""
     updated = set()
     for tile in item.tiles:
         heads = {head // plan.problem.group for head in tile.heads.members()}
